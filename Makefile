@@ -1,0 +1,64 @@
+# `make demo` and `make test` need a Python of 3.11 or newer and nothing else: both set up .venv first.
+#
+#   make demo                      train a small model from start to finish
+#   make test                      lint, types, tests
+#   make test PYTHON=python3.12    with another Python, in an environment of its own
+#
+# In an activated virtual environment both install into that one, within pyproject.toml's bounds only, so
+# that a torch chosen for a GPU stays. The pins of constraints.txt are for environments made here.
+
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+
+ifdef VIRTUAL_ENV
+VENV := $(VIRTUAL_ENV)
+PINS :=
+else
+# A Python that was asked for by name gets .venv-NAME, and leaves .venv alone.
+VENV := $(CURDIR)/.venv$(if $(filter command environment,$(origin PYTHON)),-$(notdir $(PYTHON)))
+PINS := -c constraints.txt
+endif
+
+BIN := $(VENV)/bin
+# Two test processes, and one thread in each: more threads than cores make small matrices slower.
+PYTEST_FLAGS := -n 2 --timeout 600
+
+.PHONY: help demo test lint types clean
+
+help:
+	@sed -n 's/^# \{0,1\}//; 1,6p' Makefile
+
+demo: $(VENV)/.liger-models-demo
+	$(BIN)/python examples/demo.py
+
+test: lint types
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+lint: $(VENV)/.liger-models-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy cannot follow package-dir, so it is shown the package laid out as it installs.
+TREE := $(CURDIR)/build/tree/liger_models
+types: $(VENV)/.liger-models-dev
+	@rm -rf $(TREE) && mkdir -p $(TREE)
+	@ln -s $(CURDIR)/liger_models/* $(CURDIR)/kernels $(CURDIR)/convert $(CURDIR)/layers $(CURDIR)/architectures $(TREE)
+	cd build/tree && $(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
+
+clean:
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache demo-output
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "liger_models needs Python 3.11 or newer with its venv module" \
+		"(Debian and Ubuntu: apt install python3-venv); name one with PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.liger-models-demo: $(BIN)/python pyproject.toml constraints.txt
+	@echo "Installing into $(VENV) (a few minutes the first time)"
+	$(BIN)/python -m pip install -q --disable-pip-version-check $(PINS) -e ".[plot]"
+	@touch $@
+
+$(VENV)/.liger-models-dev: $(BIN)/python pyproject.toml constraints.txt
+	@echo "Installing into $(VENV) (a few minutes the first time)"
+	$(BIN)/python -m pip install -q --disable-pip-version-check $(PINS) -e ".[dev]"
+	@touch $@

@@ -1,0 +1,13 @@
+"""One file a family: its spec and its checkpoint names. Every module in this folder is imported, and so
+registered.
+"""
+
+import importlib
+import pkgutil
+
+from liger_models.architectures.registry import Architecture, find_architecture, list_architectures, register
+
+__all__ = ["Architecture", "find_architecture", "list_architectures", "register"]
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")

@@ -1,0 +1,54 @@
+"""LLaMA (Touvron et al., 2023, arXiv:2302.13971; Llama 2, 2307.09288; Llama 3, 2407.21783), text models of 1
+to 3.2.
+"""
+
+from liger_models.architectures.common import attention, mlp
+from liger_models.architectures.registry import register
+from liger_models.convert.hf_config import HFConfig
+from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
+
+
+@register(
+    "llama",
+    reference="LlamaForCausalLM",
+    tiny={
+        "vocab_size": 131,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 128,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    defaults={"max_position_embeddings": 2048},
+    carried=("model.layers.*.self_attn.rotary_emb.inv_freq",),
+)
+def llama(c: HFConfig) -> ModelSpec:
+    norm = NormSpec(eps=c.take("rms_norm_eps", 1e-6))
+    block = BlockSpec(
+        attention(c, bias=c.take("attention_bias", False)),
+        mlp(c, bias=c.take("mlp_bias", False)),
+        norm,
+    )
+    return ModelSpec(
+        vocab_size=c.take("vocab_size"),
+        hidden_size=c.take("hidden_size"),
+        blocks=(block,) * c.take("num_hidden_layers"),
+        norm=norm,
+        tie_word_embeddings=c.take("tie_word_embeddings", False),
+        initializer_range=c.take("initializer_range", 0.02),
+    )

@@ -1,0 +1,41 @@
+"""Mistral (Jiang et al., 2023, arXiv:2310.06825): LLaMA with a sliding window over all layers, and without
+biases.
+"""
+
+from liger_models.architectures.common import attention, mlp
+from liger_models.architectures.registry import register
+from liger_models.convert.hf_config import HFConfig
+from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
+
+
+@register(
+    "mistral",
+    reference="MistralForCausalLM",
+    tiny={
+        "vocab_size": 131,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 128,
+        "sliding_window": 7,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    defaults={"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072},
+)
+def mistral(c: HFConfig) -> ModelSpec:
+    norm = NormSpec(eps=c.take("rms_norm_eps", 1e-6))
+    block = BlockSpec(attention(c, window=c.take("sliding_window", None)), mlp(c), norm)
+    return ModelSpec(
+        vocab_size=c.take("vocab_size"),
+        hidden_size=c.take("hidden_size"),
+        blocks=(block,) * c.take("num_hidden_layers"),
+        norm=norm,
+        tie_word_embeddings=c.take("tie_word_embeddings", False),
+        initializer_range=c.take("initializer_range", 0.02),
+    )

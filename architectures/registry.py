@@ -1,0 +1,106 @@
+"""The table of architectures: which function turns a config into a spec, by `model_type`.
+
+    @register("llama", reference="LlamaForCausalLM", tiny=dict(...))
+    def llama(c: HFConfig) -> ModelSpec: ...
+
+A registered family is what `from_hub`, the command line and the tests find: every test of conversion and of
+parity runs over this table.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from liger_models.convert.errors import UnsupportedModelError
+from liger_models.convert.hf_config import HFConfig
+from liger_models.layers.model import ModelNames
+from liger_models.layers.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A family of models.
+
+    Attributes:
+        model_type: as config.json has it.
+        build: from a config to a spec; it takes every key that the family knows.
+        names: what a checkpoint calls the parts.
+        reference: the class of the reference implementation in transformers.
+        tiny: a config small enough for tests, with the family's traits switched on.
+        defaults: values that the reference gives to keys which config.json leaves out.
+        carried: patterns (with `*`) of checkpoint tensors that nothing reads and an export repeats.
+    """
+
+    model_type: str
+    build: Callable[[HFConfig], ModelSpec]
+    names: ModelNames
+    reference: str
+    tiny: Mapping[str, Any]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    carried: tuple[str, ...] = ()
+
+    def spec(self, config: HFConfig) -> ModelSpec:
+        """The spec of a config, every key of which has been looked at.
+
+        Raises:
+            ConfigError: a key is missing, unknown, or has a value that cannot be honoured.
+        """
+        config.fill(self.defaults)
+        spec = self.build(config)
+        config.finish()
+        return spec
+
+
+_ARCHITECTURES: dict[str, Architecture] = {}
+
+
+def register(
+    model_type: str,
+    *,
+    reference: str,
+    tiny: Mapping[str, Any],
+    names: ModelNames | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    carried: tuple[str, ...] = (),
+) -> Callable[[Callable[[HFConfig], ModelSpec]], Callable[[HFConfig], ModelSpec]]:
+    """Enter the decorated function into the table. The arguments are the fields of `Architecture`."""
+
+    def enter(build: Callable[[HFConfig], ModelSpec]) -> Callable[[HFConfig], ModelSpec]:
+        if model_type in _ARCHITECTURES:
+            raise ValueError(f"the architecture {model_type!r} is registered twice")
+        _ARCHITECTURES[model_type] = Architecture(
+            model_type,
+            build,
+            names or ModelNames(),
+            reference,
+            {"model_type": model_type, **tiny},
+            defaults or {},
+            carried,
+        )
+        return build
+
+    return enter
+
+
+def find_architecture(model_type: str) -> Architecture:
+    """The architecture of a `model_type`.
+
+    Raises:
+        UnsupportedModelError: names what is supported, and the nearest.
+    """
+    if model_type in _ARCHITECTURES:
+        return _ARCHITECTURES[model_type]
+    supported = list_architectures()
+    nearest = difflib.get_close_matches(model_type, supported, n=3, cutoff=0.4)
+    hint = f" The nearest: {', '.join(nearest)}." if nearest else ""
+    raise UnsupportedModelError(
+        f"the model type {model_type!r} is not supported.{hint} Supported: {', '.join(supported)}."
+    )
+
+
+def list_architectures() -> list[str]:
+    """The `model_type`s that can be loaded, in alphabetical order."""
+    return sorted(_ARCHITECTURES)

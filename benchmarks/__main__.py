@@ -1,0 +1,35 @@
+"""The benchmarks' command line.
+
+    python -m benchmarks ops      kernels beside liger-kernel, torch.compile and eager PyTorch
+    python -m benchmarks train    a training step beside transformers, and transformers with liger-kernel
+    python -m benchmarks load     loading a checkpoint beside transformers
+
+Each prints Markdown tables with the machine and the versions, and writes them with a CSV into --out. A peer
+that is not installed becomes a note.
+"""
+
+import argparse
+import sys
+
+from benchmarks import load, ops, train
+
+COMMANDS = {"ops": ops, "train": train, "load": load}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, module in COMMANDS.items():
+        command = commands.add_parser(name, help=module.SUMMARY, description=module.SUMMARY)
+        module.add_arguments(command)
+        command.add_argument(
+            "--out", default="benchmark-results", help="folder for the results (%(default)s)"
+        )
+    args = parser.parse_args(argv)
+    return COMMANDS[args.command].run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""Time, memory and the machine's ceilings.
+
+A GPU runs behind the host, so a call is timed by device events. Short calls are queued in groups behind a
+pause of the device: it then runs them back to back, and what the host takes to launch them, which is measured
+by itself (`launch_microseconds`), stays out. Inputs rotate through copies that together exceed the L2 cache
+several times, and the results of a round stay alive, so that no call finds its data in the cache.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+_GROUP_MS = 0.5  # events cost about a microsecond: a group this long hides them
+_MAX_GROUP = 20  # calls; the queue of launches holds about a thousand kernels
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds a call: the median, and the 10th and 90th percentile."""
+
+    median: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(samples: list[float]) -> Timing:
+        samples = sorted(samples)
+        last = len(samples) - 1
+        return Timing(statistics.median(samples), samples[round(0.1 * last)], samples[round(0.9 * last)])
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the machine reached in this run: bytes a second, read plus written, and FLOP a second."""
+
+    copy: float
+    matmul: float
+
+
+class Meter:
+    """Measures calls on one device. `call(i)` runs on the i-th copy of the inputs and returns its results."""
+
+    def __init__(self, device: torch.device, quick: bool = False):
+        self.device, self.cuda = device, device.type == "cuda"
+        self.total_ms, self.min_groups, self.max_groups = (20.0, 3, 5) if quick else (60.0, 7, 25)
+        if self.cuda:
+            self.l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+            self._scratch = torch.ones(4 * self.l2_bytes // 4, device=device)
+            torch.cuda._sleep(1000)
+            self._sleep_cycles_per_ms = 1.0
+            self._sleep_cycles_per_ms = 10_000_000 / self._elapsed_ms(lambda: torch.cuda._sleep(10_000_000))
+
+    def copies(self, num_bytes: int) -> int:
+        """How many copies of the inputs exceed the cache four times."""
+        return min(32, -(-4 * self.l2_bytes // max(num_bytes, 1))) if self.cuda else 1
+
+    def time(
+        self,
+        call: Callable[[int], object],
+        copies: int = 1,
+        restore: Callable[[], None] | None = None,
+        sustained: bool = False,
+    ) -> Timing:
+        """Time `call`.
+
+        `restore` puts back inputs that the call overwrites: untimed, between groups. `sustained` is for
+        matrix products, which the power limit slows down after a moment: half a second of calls goes ahead,
+        and a second is timed.
+        """
+        alive: deque[object] = deque(maxlen=copies - 1)
+        estimate, host_ms = self._estimate(call, alive)
+        group = max(1, min(_MAX_GROUP, round(_GROUP_MS / estimate)))
+        rounds = max(self.min_groups, min(self.max_groups, round(self.total_ms / (group * estimate))))
+        if sustained and self.cuda:
+            rounds = max(self.min_groups, round(1000 / (group * estimate)))
+            for _ in range(round(500 / estimate)):
+                alive.append(call(0))
+        samples, position = [], 0
+        for _ in range(rounds):
+            if restore is not None:
+                restore()
+
+            def calls(start: int = position) -> None:
+                for i in range(start, start + group):
+                    alive.append(call(i % copies))
+
+            # A call longer than its launches keeps the queue full by itself.
+            pause_ms = 0.1 + 1.5 * host_ms * group if host_ms > 0.5 * estimate else 0.0
+            samples.append(self._elapsed_ms(calls, pause_ms) / group)
+            position += group
+        return Timing.of(samples)
+
+    def launch_microseconds(self, call: Callable[[int], object]) -> float:
+        """What the host takes for a call, the device not waited for. Median of 20 rounds of 20 calls."""
+        rounds = []
+        for _ in range(20):
+            self._wait()
+            start = time.perf_counter()
+            for _ in range(20):
+                call(0)
+            rounds.append((time.perf_counter() - start) / 20)
+        self._wait()
+        return 1e6 * statistics.median(rounds)
+
+    def peak_bytes(self, call: Callable[[int], object]) -> int | None:
+        """The most memory a call takes beside its inputs, results and gradients too. None on a CPU."""
+        if not self.cuda:
+            return None
+        self._wait()
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        call(0)
+        self._wait()
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    def ceilings(self) -> Ceilings:
+        """A copy of 2 GiB (on a CPU 64 MiB), and a bfloat16 matrix product of 8192^3 (128^3) of random
+        numbers.
+        """
+        count, side = (1 << 30, 8192) if self.cuda else (1 << 25, 128)
+        source = torch.ones(count, dtype=torch.bfloat16, device=self.device)
+        target = torch.empty_like(source)
+        copy = self.time(lambda i: target.copy_(source))
+        a, b = (torch.randn(side, side, device=self.device).bfloat16() for _ in range(2))
+        matmul = self.time(lambda i: a @ b, sustained=True)
+        return Ceilings(4e3 * count / copy.median, 2e3 * side**3 / matmul.median)
+
+    def _estimate(self, call: Callable[[int], object], alive: deque[object]) -> tuple[float, float]:
+        """Milliseconds a call takes on the device, and on the host to launch it; warms up on the way."""
+        for _ in range(3):
+            alive.append(call(0))
+        self._wait()
+        host = time.perf_counter()
+        alive.append(call(0))
+        host_ms = 1e3 * (time.perf_counter() - host)
+
+        def calls() -> None:
+            for _ in range(3):
+                alive.append(call(0))
+
+        return max(self._elapsed_ms(calls, 3 * host_ms) / 3, 1e-3), host_ms
+
+    def _elapsed_ms(self, calls: Callable[[], object], pause_ms: float = 0.0) -> float:
+        if not self.cuda:
+            start = time.perf_counter()
+            calls()
+            return 1e3 * (time.perf_counter() - start)
+        self._scratch.sum()  # leaves the cache full of something else
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if pause_ms:
+            torch.cuda._sleep(int(min(pause_ms, 50.0) * self._sleep_cycles_per_ms))
+        start.record()
+        calls()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    def _wait(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize(self.device)

@@ -1,0 +1,1 @@
+"""Reading config.json, the weight algebra, streaming checkpoint files, and the hub."""

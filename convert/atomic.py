@@ -1,0 +1,157 @@
+"""Replacing a folder in one step.
+
+    with atomic_folder("out") as new:
+        (new / "model.safetensors").write_bytes(...)
+
+The new folder is filled beside its target under a hidden name, written through to the disk, and exchanged
+with the old one by a single system call. Killed at any moment, the process leaves the old folder whole or
+the new one whole; what it leaves beside them is cleared away by the next `atomic_folder` on the same
+target.
+"""
+
+import ctypes
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from liger_models.convert.errors import CheckpointError
+
+
+@contextmanager
+def atomic_folder(
+    target: str | Path, *, replaces: Callable[[str], bool] = lambda name: True
+) -> Iterator[Path]:
+    """Yields an empty folder that becomes `target` when the block ends, and disappears if it raises.
+
+    Args:
+        target: the folder to make or to replace. Missing parents are made.
+        replaces: tells by its name which entry of an existing target the new folder is to replace. Every
+            other entry that the block did not write itself is kept.
+
+    Raises:
+        CheckpointError: the target is a file or a mount point, or its parent cannot be written to.
+    """
+    target = Path(os.path.realpath(target))  # through a symlink, whose own place stays as it is
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target}: is a file, expected a folder; choose another name")
+    if os.path.ismount(target):
+        raise CheckpointError(
+            f"{target}: is a mount point, which cannot be replaced in one step; choose a folder inside it"
+        )
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _clear_stale(target)
+        new = _hidden(target, "tmp")
+        new.mkdir()
+    except OSError as error:
+        raise CheckpointError(
+            f"{target.parent}: cannot make a folder there ({error.strerror}); the new version of "
+            f"{target.name!r} is written beside the old one, so its parent must be writable"
+        ) from error
+    lock = os.open(new, os.O_RDONLY)
+    try:
+        # A kill releases it too, which is how the next save knows that the folder is stale.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield new
+        if target.exists():
+            shutil.copymode(target, new)
+            _keep_entries(target, new, replaces)
+        _sync_tree(new)
+        _put_in_place(new, target)
+        _sync(target.parent)
+    finally:
+        os.close(lock)
+        # By now it holds the old version, or, after an error, the half-written new one.
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def _hidden(target: Path, kind: str) -> Path:
+    return target.with_name(f".{target.name}.{kind}-{secrets.token_hex(6)}")
+
+
+def _clear_stale(target: Path) -> None:
+    """Removes what a killed process left beside the target."""
+    moved_away = sorted(target.parent.glob(f".{_escape(target.name)}.old-*"))
+    if moved_away and not target.exists():
+        os.rename(moved_away.pop(), target)
+    for folder in [*moved_away, *target.parent.glob(f".{_escape(target.name)}.tmp-*")]:
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue  # another process is writing it now
+        finally:
+            os.close(handle)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _escape(name: str) -> str:
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+
+
+def _keep_entries(old: Path, new: Path, replaces: Callable[[str], bool]) -> None:
+    for entry in os.scandir(old):
+        if not replaces(entry.name) and not os.path.lexists(new / entry.name):
+            _link_tree(Path(entry.path), new / entry.name)
+
+
+def _link_tree(source: Path, dest: Path) -> None:
+    """Puts `source` at `dest` too, without moving a byte: both names mean one file, also to whoever has
+    it open."""
+    if source.is_dir() and not source.is_symlink():
+        dest.mkdir()
+        shutil.copymode(source, dest)
+        for entry in os.scandir(source):
+            _link_tree(Path(entry.path), dest / entry.name)
+        return
+    try:
+        os.link(source, dest, follow_symlinks=False)
+    except OSError:  # a filesystem without hard links
+        shutil.copy2(source, dest, follow_symlinks=False)
+
+
+def _put_in_place(new: Path, target: Path) -> None:
+    if not target.exists():
+        os.rename(new, target)
+    elif not _exchange(new, target):
+        # No filesystem call for an exchange: for a moment the target has only its hidden name, from which
+        # the next save restores it.
+        old = _hidden(target, "old")
+        os.rename(target, old)
+        os.rename(new, target)
+        os.rename(old, new)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Exchanges two names in one step; False where the system cannot."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    at_fdcwd, rename_exchange = -100, 2
+    if renameat2(at_fdcwd, os.fsencode(a), at_fdcwd, os.fsencode(b), ctypes.c_uint(rename_exchange)) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), str(b))
+
+
+def _sync_tree(folder: Path) -> None:
+    for path, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            if not os.path.islink(os.path.join(path, name)):
+                _sync(Path(path, name))
+        _sync(Path(path))
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,181 @@
+"""The header of a safetensors file: read without trusting it, and written.
+
+    8 bytes: n, little endian | n bytes: JSON | the tensors' bytes, without gaps
+
+The JSON maps each tensor's name to `{"dtype": ..., "shape": ..., "data_offsets": [begin, end]}`, offsets
+counted from the end of the header, and `__metadata__` to a map of strings. A header that passes
+`parse_header` describes every byte of the file exactly once, so that nothing read later can lie outside of
+it or mean two things.
+"""
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from liger_models.convert.errors import CheckpointError
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor of a checkpoint lies: `nbytes` bytes from byte `offset` of the file named `file`."""
+
+    name: str
+    file: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class FileHeader:
+    """A parsed header: its bytes as they stand in the file, the metadata, the tensors in order of their
+    bytes."""
+
+    raw: bytes
+    metadata: dict[str, str]
+    tensors: tuple[TensorInfo, ...]
+
+
+def parse_header(fd: int, path: Path) -> FileHeader:
+    """Reads and checks the header of the file `path`, open as `fd`.
+
+    Raises:
+        CheckpointError: the header is damaged, or does not describe the file's bytes exactly.
+    """
+    size = os.fstat(fd).st_size
+    prefix = os.pread(fd, 8, 0)
+    if len(prefix) < 8:
+        raise CheckpointError(
+            f"{path}: is {size} bytes long, too short for a safetensors file; download it again"
+        )
+    (length,) = struct.unpack("<Q", prefix)
+    if length > MAX_HEADER_BYTES or 8 + length > size:
+        raise CheckpointError(
+            f"{path}: its header claims {length} bytes, but the file has {size} and a header at most "
+            f"{MAX_HEADER_BYTES}; the file is truncated or not safetensors; download it again"
+        )
+    raw = prefix + os.pread(fd, length, 8)
+    header = _parse_json(raw[8:], path)
+    metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{path}: __metadata__ of its header must map strings to strings")
+    tensors = [_parse_entry(name, entry, path, len(raw)) for name, entry in header.items()]
+    tensors.sort(key=lambda info: (info.offset, info.nbytes))
+    _check_coverage(tensors, path, len(raw), size)
+    return FileHeader(raw, metadata, tuple(tensors))
+
+
+def build_header(
+    tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> bytes:
+    """The bytes that open a safetensors file holding these tensors, in this order, without gaps."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name, dtype, shape in tensors:
+        end = offset + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # so that the first tensor is aligned
+    return struct.pack("<Q", len(text)) + text
+
+
+def _parse_json(text: bytes, path: Path) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        out = dict(pairs)
+        if len(out) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise CheckpointError(f"{path}: its header names {twice!r} twice")
+        return out
+
+    try:
+        header = json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: its header is not valid JSON ({error}); download it again") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: its header must be a JSON object, found {type(header).__name__}")
+    return header
+
+
+def _parse_entry(name: str, entry: Any, path: Path, data_start: int) -> TensorInfo:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(
+            f"{path}: the header's entry for {name!r} must hold dtype, shape and data_offsets, found "
+            f"{entry!r:.100}"
+        )
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise CheckpointError(
+            f"{path}: tensor {name!r} has dtype {dtype!r}, which is not known here; known are "
+            f"{', '.join(DTYPES)}"
+        )
+    if not _is_natural(shape):
+        raise CheckpointError(
+            f"{path}: tensor {name!r} has the shape {shape!r:.100}, expected a list of sizes"
+        )
+    if not _is_natural(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise CheckpointError(
+            f"{path}: tensor {name!r} has the data_offsets {offsets!r:.100}, expected [begin, end]"
+        )
+    begin, end = offsets
+    expected = math.prod(shape) * DTYPES[dtype].itemsize
+    if end - begin != expected:
+        raise CheckpointError(
+            f"{path}: tensor {name!r} of shape {tuple(shape)} and dtype {dtype} needs {expected} bytes, "
+            f"but its data_offsets {offsets} hold {end - begin}"
+        )
+    return TensorInfo(name, path.name, DTYPES[dtype], tuple(shape), data_start + begin, expected)
+
+
+def _check_coverage(tensors: list[TensorInfo], path: Path, data_start: int, size: int) -> None:
+    """Demands that the tensors, sorted by offset, cover the bytes [data_start, size) exactly once."""
+    expected, previous = data_start, "the header"
+    for info in tensors:
+        if info.offset != expected:
+            what = "overlaps" if info.offset < expected else "leaves a gap after"
+            raise CheckpointError(
+                f"{path}: tensor {info.name!r} begins at byte {info.offset} and {what} {previous}, which "
+                f"ends at byte {expected}"
+            )
+        expected, previous = info.offset + info.nbytes, repr(info.name)
+        if expected > size:
+            raise CheckpointError(
+                f"{path}: is truncated: tensor {info.name!r} ends at byte {expected}, the file at byte "
+                f"{size}; download it again"
+            )
+    if expected != size:
+        raise CheckpointError(
+            f"{path}: has {size - expected} bytes after its last tensor, {previous}; it is not what its "
+            "header says"
+        )
+
+
+def _is_natural(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)

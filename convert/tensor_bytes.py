@@ -1,0 +1,47 @@
+"""The bytes of tensors: where they lie, in pieces of bounded size, and through a buffer where they must."""
+
+import ctypes
+import threading
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+PIECE_BYTES = 16 << 20  # of one read or write; also the size of a staging buffer
+
+
+def is_plain_memory(tensor: Tensor, dtype: torch.dtype) -> bool:
+    return tensor.device.type == "cpu" and tensor.dtype == dtype and tensor.is_contiguous()
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, shared with it. The tensor must outlive the view."""
+    array = (ctypes.c_char * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
+    return memoryview(array).cast("B")
+
+
+def row_pieces(tensor: Tensor, row_bytes: int) -> Iterator[tuple[int, Tensor]]:
+    """Views of consecutive rows, each of at most PIECE_BYTES or one row, with the number of their first
+    row."""
+    if tensor.dim() == 0:
+        yield 0, tensor
+        return
+    step = max(1, PIECE_BYTES // max(1, row_bytes))
+    for first in range(0, tensor.shape[0], step):
+        yield first, tensor[first : first + step]
+
+
+def stage_for(store: threading.local, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """A contiguous CPU tensor shaped like `like` in the thread's own buffer; pinned if `like` is on a GPU."""
+    nbytes = like.numel() * dtype.itemsize
+    pinned = like.device.type == "cuda"
+    buffer: Tensor | None = getattr(store, "buffer", None)
+    if buffer is None or buffer.numel() < nbytes or buffer.is_pinned() != pinned:
+        store.buffer = buffer = torch.empty(max(nbytes, PIECE_BYTES), dtype=torch.uint8, pin_memory=pinned)
+    return buffer[:nbytes].view(dtype).view(like.shape)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two contiguous tensors hold the same bytes; unlike a comparison of values, right for NaN
+    and -0.0."""
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))

@@ -1,0 +1,42 @@
+"""Triton operations, each beside its plain PyTorch twin."""
+
+from liger_models.kernels.cross_entropy import cross_entropy
+from liger_models.kernels.divergence import generalized_jsd, kl_div, total_variation
+from liger_models.kernels.gated import geglu, relu2, swiglu
+from liger_models.kernels.layer_norm import layer_norm
+from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
+from liger_models.kernels.linear_divergence import linear_cosine_distillation, linear_jsd, linear_kl
+from liger_models.kernels.linear_log_probs import linear_log_probs
+from liger_models.kernels.moe_experts import moe_experts
+from liger_models.kernels.moe_routing import load_balancing_loss, route, router_z_loss
+from liger_models.kernels.qk_norm_rotary import split_norm_rotary_qkv
+from liger_models.kernels.rms_norm import add_rms_norm, rms_norm
+from liger_models.kernels.rotary import multi_axis_tables, rotary, split_rotary_qkv
+from liger_models.kernels.softmax import softmax
+
+__all__ = [
+    "add_rms_norm",
+    "cross_entropy",
+    "geglu",
+    "generalized_jsd",
+    "kl_div",
+    "layer_norm",
+    "linear_cosine_distillation",
+    "linear_cross_entropy",
+    "linear_jsd",
+    "linear_kl",
+    "linear_log_probs",
+    "load_balancing_loss",
+    "moe_experts",
+    "multi_axis_tables",
+    "relu2",
+    "rms_norm",
+    "rotary",
+    "route",
+    "router_z_loss",
+    "softmax",
+    "split_norm_rotary_qkv",
+    "split_rotary_qkv",
+    "swiglu",
+    "total_variation",
+]

@@ -1,0 +1,126 @@
+"""Which of an operation's two forms runs: its Triton kernel, or its plain PyTorch twin.
+
+Triton takes float16, bfloat16 and float32 tensors on a GPU. Everything else goes to the plain twin: a CPU,
+float64, a machine without Triton, tensor subclasses (DTensor, FakeTensor), and code under torch.compile,
+where Inductor fuses the twin with its neighbours. Tests on a CPU run the kernels in Triton's interpreter:
+see `interpret`.
+
+A kernel file takes `jit`, `tl` and `triton` from here and begins with `from __future__ import annotations`,
+so that it can be imported where Triton is not installed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+triton: Any = None
+tl: Any = None
+try:
+    import triton  # type: ignore[no-redef]
+    import triton.language as tl  # type: ignore[no-redef]  # noqa: F401 - for the kernel files
+
+    jit = triton.jit
+    # Whether a kernel is compiled or interpreted is decided once, where `jit` decorates it.
+    _interpreted = triton.knobs.runtime.interpret
+except ImportError:
+    _interpreted = False
+
+    def jit(function):
+        """Stand in for triton.jit where Triton is not installed: the kernel is never called."""
+        return function
+
+
+_TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+_NOTHING = nullcontext()
+_interpreting = False
+
+
+def use_triton(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether the Triton kernel runs for these tensors; None stands for an absent operand.
+
+    Raises ValueError if they are not all on one device, TypeError if `x` is not a floating point tensor.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    if not x.is_floating_point():
+        raise TypeError(f"expected a floating point tensor, found {x.dtype}")
+    supported = x.dtype in _TRITON_DTYPES and type(x) in _PLAIN_TENSORS
+    for other in others:
+        if other is None:
+            continue
+        if other.device != x.device:
+            raise ValueError(f"found tensors on {x.device} and on {other.device}; move them to one device")
+        supported = supported and type(other) in _PLAIN_TENSORS and other.dtype != torch.float64
+    if not supported or triton is None:
+        return False
+    return _interpreting if _interpreted else x.is_cuda
+
+
+@contextmanager
+def interpret() -> Iterator[None]:
+    """Run the kernels on CPU tensors in Triton's interpreter. Slow, and meant for tests.
+
+    TRITON_INTERPRET=1 must have been set before Triton was first imported; by itself it changes nothing.
+    """
+    global _interpreting
+    if not _interpreted:
+        raise RuntimeError("Triton compiles: set TRITON_INTERPRET=1 before the first import of triton")
+    before, _interpreting = _interpreting, True
+    try:
+        yield
+    finally:
+        _interpreting = before
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager:
+    """Make x's GPU the current one, as a launch needs. Next to free if it already is, or on a CPU."""
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(x.device)
+
+
+def num_sms(x: Tensor) -> int:
+    """Multiprocessors of x's GPU; 2 in the interpreter, so that tests meet more than one program."""
+    return _multi_processor_count(x.device.index) if x.is_cuda else 2
+
+
+@functools.cache
+def _multi_processor_count(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up. Triton's own functions for this and the next take microseconds a call."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is at least n, of n >= 1."""
+    return 1 << (n - 1).bit_length()
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """[..., H] as [rows, H] with an inner stride of one: x or a view where strides permit, else a copy."""
+    if x.dim() != 2:
+        x = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """x in float32, or as it is if it is float64: the precision in which the plain twins compute."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def graph_is_kept() -> bool:
+    """In a backward pass: whether it runs with retain_graph=True. Where that cannot be known, assume so."""
+    if torch.compiler.is_compiling():
+        return True
+    keeps = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if keeps is None else keeps()

@@ -1,0 +1,175 @@
+"""Sorting assignments of tokens to experts by expert, on their device and without waiting for it.
+
+A counting sort in three launches: each chunk of assignments counts its experts; each expert sums its counts
+over the chunks; each chunk places its assignments. It keeps the order of tokens within an expert.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels._dispatch import ceil_div, jit, next_power_of_2, on_device_of, tl
+
+
+class ExpertOrder(NamedTuple):
+    """The R = T k assignments of tokens to experts, sorted by expert, and their division into tiles.
+
+    A tile is `block` consecutive rows or fewer, all of one expert: each expert leaves at most one unfilled.
+
+    Attributes:
+        order: [R] int32. Row r is assignment order[r]: slot order[r] % k of token order[r] // k.
+        position: [R] int32, its inverse: assignment a is row position[a].
+        offsets: [E + 1] int32. The rows of expert e are offsets[e] to offsets[e + 1], the latter excluded.
+        tile_expert, tile_row: the expert and the first row of each tile. There are as many as the worst
+            distribution of R rows needs; an expert of -1 marks those that this one does not.
+        block, top_k: rows a tile, and k.
+    """
+
+    order: Tensor
+    position: Tensor
+    offsets: Tensor
+    tile_expert: Tensor
+    tile_row: Tensor
+    block: int
+    top_k: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.order.numel()
+
+
+def sort_by_expert(experts: Tensor, num_experts: int) -> ExpertOrder:
+    """Sort the assignments `experts` [T, k], integers in [0, num_experts), which is not checked."""
+    num_rows, top_k = experts.numel(), experts.shape[1]
+    block = _block_rows(num_rows, num_experts)
+    most = min(num_rows, num_rows // block + num_experts)
+    order, position, offsets, tile_expert, tile_row = (
+        torch.empty(size, dtype=torch.int32, device=experts.device)
+        for size in (num_rows, num_rows, num_experts + 1, most, most)
+    )
+    if not num_rows:
+        offsets.zero_()
+        return ExpertOrder(order, position, offsets, tile_expert, tile_row, block, top_k)
+    block_experts = next_power_of_2(num_experts)
+    # A tile of chunk x experts has 16,384 elements: 64 registers of each of 256 threads.
+    chunk = max(1, min(1024, 16384 // block_experts))
+    chunks = ceil_div(num_rows, chunk)
+    counts = torch.empty(num_experts, chunks, dtype=torch.int32, device=experts.device)
+    totals = torch.empty(num_experts, dtype=torch.int32, device=experts.device)
+    experts = experts.contiguous()
+    sizes = {"CHUNK": chunk, "BLOCK_EXPERTS": block_experts}
+    with on_device_of(experts):
+        _count_kernel[(chunks,)](experts, counts, num_rows, num_experts, **sizes, num_warps=8)
+        _sum_counts_kernel[(num_experts,)](counts, totals, chunks, BLOCK=min(4096, next_power_of_2(chunks)))
+        _place_kernel[(chunks,)](
+            experts,
+            counts,
+            totals,
+            order,
+            position,
+            offsets,
+            num_rows,
+            num_experts,
+            **sizes,
+            num_warps=8,
+        )
+        _tiles_kernel[(ceil_div(most, 64),)](
+            offsets,
+            tile_expert,
+            tile_row,
+            num_experts,
+            most,
+            BLOCK=block,
+            BLOCK_TILES=64,
+            BLOCK_EXPERTS=block_experts,
+        )
+    return ExpertOrder(order, position, offsets, tile_expert, tile_row, block, top_k)
+
+
+def _block_rows(num_rows: int, num_experts: int) -> int:
+    """128; or 64, where an even load would leave half of that empty."""
+    return 64 if num_rows <= 64 * num_experts else 128
+
+
+@jit
+def _count_kernel(experts, counts, num_rows, num_experts, CHUNK: tl.constexpr, BLOCK_EXPERTS: tl.constexpr):
+    chunk, chunks = tl.program_id(0), tl.num_programs(0)
+    assignment = chunk * CHUNK + tl.arange(0, CHUNK)
+    mine = tl.load(experts + assignment, assignment < num_rows, -1)
+    expert = tl.arange(0, BLOCK_EXPERTS)
+    count = tl.sum((mine[:, None] == expert[None, :]).to(tl.int32), 0)
+    tl.store(counts + expert * chunks + chunk, count, expert < num_experts)
+
+
+@jit
+def _sum_counts_kernel(counts, totals, chunks, BLOCK: tl.constexpr):
+    """Replace an expert's counts by how many assignments to it lie in earlier chunks."""
+    expert = tl.program_id(0)
+    before = 0
+    for first in range(0, chunks, BLOCK):
+        chunk = first + tl.arange(0, BLOCK)
+        count = tl.load(counts + expert * chunks + chunk, chunk < chunks, 0)
+        tl.store(counts + expert * chunks + chunk, before + tl.cumsum(count, 0) - count, chunk < chunks)
+        before += tl.sum(count, 0)
+    tl.store(totals + expert, before)
+
+
+@jit
+def _place_kernel(
+    experts,
+    counts,
+    totals,
+    order,
+    position,
+    offsets,
+    num_rows,
+    num_experts,
+    CHUNK: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+):
+    chunk, chunks = tl.program_id(0), tl.num_programs(0)
+    expert = tl.arange(0, BLOCK_EXPERTS)
+    real = expert < num_experts
+    total = tl.load(totals + expert, real, 0)
+    end = tl.cumsum(total, 0)
+    if chunk == 0:
+        tl.store(offsets + expert + 1, end, real)
+        tl.store(offsets, 0)
+    base = end - total + tl.load(counts + expert * chunks + chunk, real, 0)
+    assignment = chunk * CHUNK + tl.arange(0, CHUNK)
+    mask = assignment < num_rows
+    mine = tl.load(experts + assignment, mask, -1)
+    hit = (mine[:, None] == expert[None, :]).to(tl.int32)
+    earlier = tl.cumsum(hit, 0) - hit
+    row = tl.sum(hit * (base[None, :] + earlier), 1)
+    tl.store(position + assignment, row, mask)
+    tl.store(order + row, assignment, mask)
+
+
+@jit
+def _tiles_kernel(
+    offsets,
+    tile_expert,
+    tile_row,
+    num_experts,
+    most,
+    BLOCK: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+):
+    expert = tl.arange(0, BLOCK_EXPERTS)
+    mask = expert < num_experts
+    start = tl.load(offsets + expert, mask, 0)
+    end = tl.load(offsets + expert + 1, mask, 0)
+    tiles = (end - start + BLOCK - 1) // BLOCK
+    last = tl.cumsum(tiles, 0)
+    first = last - tiles
+    tile = tl.program_id(0) * BLOCK_TILES + tl.arange(0, BLOCK_TILES)
+    mine = (first[None, :] <= tile[:, None]) & (tile[:, None] < last[None, :])  # of one expert, or of none
+    which = tl.sum(tl.where(mine, expert[None, :] + 1, 0), 1) - 1
+    row = tl.sum(tl.where(mine, start[None, :] + (tile[:, None] - first[None, :]) * BLOCK, 0), 1)
+    tl.store(tile_expert + tile, which, tile < most)
+    tl.store(tile_row + tile, row, tile < most)

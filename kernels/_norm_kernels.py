@@ -1,0 +1,469 @@
+"""The kernels under RMSNorm and LayerNorm, which differ only in whether the mean is taken away.
+
+    n = (x - mean) / sqrt(mean((x - mean)^2) + eps)         (RMSNorm: mean = 0)
+    y = n * (offset + weight) + bias
+
+    g       = dy * (offset + weight)
+    dx      = (g - n * mean(g * n) - mean(g)) * rstd        (RMSNorm: without mean(g))
+    dweight = sum over rows of dy * n,  dbias = sum over rows of dy
+
+Bytes moved at the least, for rows of H elements of b bytes: forward 2 H b a row (4 H b with the residual
+add), backward 3 H b a row (4 H b with the residual's gradient).
+
+A row of up to `MAX_BLOCK_WIDTH` elements (half as many in the backward pass of LayerNorm) stays in
+registers: the forward kernel gives each program a few rows, the backward kernel lets a fixed number of
+programs stride over all rows, each with its own sums for dweight and dbias; a second kernel adds those up in
+a fixed order, so gradients are the same bits in every run. Wider rows are read in blocks, once for every sum
+that they need.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels._dispatch import as_rows, ceil_div, jit, next_power_of_2, num_sms, on_device_of, tl
+
+MAX_BLOCK_WIDTH = 16384
+
+# No fused multiply-add in the backward pass: a norm's gradient is rounded before the residual's is added to
+# it. In float32 the sum then has the bits that autograd gives where add and norm are two operations.
+_ROUND_PRODUCTS = {"enable_fp_fusion": False}
+
+
+def norm_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    offset: float,
+    *,
+    center: bool,
+    round_first: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """Normalise x, or x + residual.
+
+    `center` takes the mean away (LayerNorm). `round_first` rounds n to the input's dtype before it meets the
+    weight, and the product has the dtype to which PyTorch promotes them.
+
+    Returns y [..., H], x + residual [..., H] or None, mean [rows] float32 or None, rstd [rows] float32.
+    """
+    total_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    y_dtype = total_dtype
+    if round_first and weight is not None:
+        y_dtype = torch.promote_types(total_dtype, weight.dtype)
+    y = torch.empty(x.shape, dtype=y_dtype, device=x.device)
+    total = None if residual is None else torch.empty(x.shape, dtype=total_dtype, device=x.device)
+    x_rows = as_rows(x)
+    residual_rows = None if residual is None else as_rows(residual)
+    rows, width = x_rows.shape
+    mean = torch.empty(rows, dtype=torch.float32, device=x.device) if center else None
+    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+    if y.numel() == 0:
+        return y, total, mean, rstd
+
+    block_width = next_power_of_2(width)
+    if block_width <= MAX_BLOCK_WIDTH:
+        kernel, block_rows = _forward_kernel, max(1, 2048 // block_width)
+    else:
+        kernel, block_rows, block_width = _wide_forward_kernel, 1, 8192
+    with on_device_of(x):
+        kernel[(ceil_div(rows, block_rows),)](
+            x_rows,
+            residual_rows,
+            weight,
+            bias,
+            y,
+            total,
+            mean,
+            rstd,
+            x_rows.stride(0),
+            0 if residual_rows is None else residual_rows.stride(0),
+            rows,
+            width,
+            eps,
+            offset,
+            ROUND_FIRST=round_first,
+            BLOCK_ROWS=block_rows,
+            BLOCK_WIDTH=block_width,
+            num_warps=_num_warps(block_rows * block_width),
+        )
+    return y, total, mean, rstd
+
+
+def norm_backward(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    offset: float,
+    *,
+    round_first: bool,
+    want_dweight: bool,
+    dbias_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The gradients of x (plus `dtotal`, the gradient that reaches x by the residual), weight and bias.
+
+    x is what was normalised: for a residual add, the sum.
+    """
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x_rows, dy_rows = as_rows(x), as_rows(dy)
+    dtotal_rows = None if dtotal is None else as_rows(dtotal)
+    rows, width = x_rows.shape
+    dweight = torch.empty_like(weight) if want_dweight and weight is not None else None
+    dbias = None if dbias_dtype is None else x.new_empty(width, dtype=dbias_dtype)
+    if dx.numel() == 0:
+        for gradient in (dweight, dbias):
+            if gradient is not None:
+                gradient.zero_()
+        return dx, dweight, dbias
+
+    block_width = next_power_of_2(width)
+    # LayerNorm has one more sum in registers, so its rows become too wide earlier.
+    wide = block_width > (MAX_BLOCK_WIDTH if mean is None else MAX_BLOCK_WIDTH // 2)
+    if wide:
+        programs = min(64, ceil_div(rows, 16))  # of the kernel that sums over rows
+    else:
+        block_rows, num_warps, stages, programs_per_sm = _backward_config(block_width)
+        programs = min(ceil_div(rows, block_rows), num_sms(x) * programs_per_sm)
+    dweight_sums = None if dweight is None else rstd.new_empty(programs, width)
+    dbias_sums = None if dbias is None else rstd.new_empty(programs, width)
+    inputs = (dy_rows, dtotal_rows, x_rows, weight, mean, rstd)
+    strides = (dy_rows.stride(0), 0 if dtotal_rows is None else dtotal_rows.stride(0), x_rows.stride(0))
+    with on_device_of(x):
+        if not wide:
+            _backward_kernel[(programs,)](
+                *inputs,
+                dx,
+                dweight_sums,
+                dbias_sums,
+                *strides,
+                rows,
+                width,
+                offset,
+                ROUND_FIRST=round_first,
+                BLOCK_ROWS=block_rows,
+                BLOCK_WIDTH=block_width,
+                STAGES=stages,
+                num_warps=num_warps,
+                **_ROUND_PRODUCTS,
+            )
+        else:
+            _wide_backward_kernel[(rows,)](
+                *inputs, dx, *strides, width, offset, BLOCK_WIDTH=8192, num_warps=16, **_ROUND_PRODUCTS
+            )
+            if dweight is not None or dbias is not None:
+                _wide_sums_kernel[(ceil_div(width, 512), programs)](
+                    *inputs,
+                    dweight_sums,
+                    dbias_sums,
+                    *strides,
+                    rows,
+                    width,
+                    ROUND_FIRST=round_first,
+                    BLOCK_ROWS=4,
+                    BLOCK_WIDTH=512,
+                    num_warps=4,
+                )
+        for sums, gradient in ((dweight_sums, dweight), (dbias_sums, dbias)):
+            if sums is not None:
+                grid = (ceil_div(width, 64),)
+                _column_sum_kernel[grid](sums, gradient, programs, width, BLOCK_ROWS=64, BLOCK_WIDTH=64)
+    return dx, dweight, dbias
+
+
+def _num_warps(block_elements: int) -> int:
+    return min(16, max(4, block_elements // 512))
+
+
+def _backward_config(block_width: int) -> tuple[int, int, int, int]:
+    """Rows a tile, warps, stages of the pipeline of loads, and programs a multiprocessor.
+
+    Found by a sweep on an H200. The limit is registers: at 128 a thread, 512 threads fit a multiprocessor.
+    """
+    if block_width <= 512:
+        return 4096 // block_width, 4, 1, 4
+    if block_width <= 4096:
+        return 4096 // block_width, 8, 3, 2
+    return (1, 16, 3, 1) if block_width <= 8192 else (1, 16, 1, 1)
+
+
+@jit
+def _forward_kernel(
+    x,
+    residual,
+    weight,
+    bias,
+    y,
+    total,
+    mean,
+    rstd,
+    x_stride,
+    residual_stride,
+    rows,
+    width,
+    eps,
+    offset,
+    ROUND_FIRST: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    column = tl.arange(0, BLOCK_WIDTH)[None, :]
+    mask = (row < rows) & (column < width)
+    value = tl.load(x + row * x_stride + column, mask, 0.0).to(tl.float32)
+    dtype = x.dtype.element_ty
+    if residual is not None:
+        dtype = total.dtype.element_ty
+        value += tl.load(residual + row * residual_stride + column, mask, 0.0).to(tl.float32)
+        # What is normalised is the sum as the caller gets it, so that rms_norm(total) gives the same bits.
+        value = value.to(dtype)
+        tl.store(total + row * width + column, value, mask)
+        value = value.to(tl.float32)
+    if mean is not None:
+        row_mean = tl.sum(value, 1, keep_dims=True) / width
+        tl.store(mean + row, row_mean, row < rows)
+        value = tl.where(column < width, value - row_mean, 0.0)
+    row_rstd = _rstd(tl.sum(value * value, 1, keep_dims=True), width, eps)
+    tl.store(rstd + row, row_rstd, row < rows)
+    value = value * row_rstd
+    if ROUND_FIRST:
+        value = value.to(dtype).to(tl.float32)
+    if weight is not None:
+        value *= tl.load(weight + column, column < width, 0.0).to(tl.float32) + offset
+    if bias is not None:
+        value += tl.load(bias + column, column < width, 0.0).to(tl.float32)
+    tl.store(y + row * width + column, value.to(y.dtype.element_ty), mask)
+
+
+@jit
+def _rstd(sum_of_squares, width, eps):
+    # Correctly rounded, unlike tl.sqrt and /: an error here would be common to the whole row.
+    return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(sum_of_squares, width * 1.0) + eps))
+
+
+@jit
+def _backward_kernel(
+    dy,
+    dtotal,
+    x,
+    weight,
+    mean,
+    rstd,
+    dx,
+    dweight_sums,
+    dbias_sums,
+    dy_stride,
+    dtotal_stride,
+    x_stride,
+    rows,
+    width,
+    offset,
+    ROUND_FIRST: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    column = tl.arange(0, BLOCK_WIDTH)[None, :]
+    if weight is not None:
+        scale = tl.load(weight + column, column < width, 0.0).to(tl.float32) + offset
+    if dweight_sums is not None:
+        dweight = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float32)
+    if dbias_sums is not None:
+        dbias = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float32)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK_ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
+        mask = (row < rows) & (column < width)
+        n = tl.load(x + row * x_stride + column, mask, 0.0).to(tl.float32)
+        gradient = tl.load(dy + row * dy_stride + column, mask, 0.0).to(tl.float32)
+        row_rstd = tl.load(rstd + row, row < rows, 0.0)
+        if mean is not None:
+            n = tl.where(column < width, n - tl.load(mean + row, row < rows, 0.0), 0.0)
+        n = n * row_rstd
+        if dweight_sums is not None:
+            if ROUND_FIRST:
+                dweight += gradient * n.to(x.dtype.element_ty).to(tl.float32)
+            else:
+                dweight += gradient * n
+        if dbias_sums is not None:
+            dbias += gradient
+        if weight is not None:
+            gradient = gradient * scale
+        result = gradient - n * (tl.sum(gradient * n, 1, keep_dims=True) / width)
+        if mean is not None:
+            result -= tl.sum(gradient, 1, keep_dims=True) / width
+        result = result * row_rstd
+        if dtotal is not None:
+            result += tl.load(dtotal + row * dtotal_stride + column, mask, 0.0).to(tl.float32)
+        tl.store(dx + row * width + column, result.to(dx.dtype.element_ty), mask)
+    sums = tl.program_id(0).to(tl.int64) * width + column
+    if dweight_sums is not None:
+        tl.store(dweight_sums + sums, tl.sum(dweight, 0, keep_dims=True), column < width)
+    if dbias_sums is not None:
+        tl.store(dbias_sums + sums, tl.sum(dbias, 0, keep_dims=True), column < width)
+
+
+@jit
+def _column_sum_kernel(sums, result, rows, width, BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    column = tl.program_id(0) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)[None, :]
+    # In float64, so that only the programs' own sums round; there are too few of them to cost anything.
+    accumulated = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float64)
+    for first in range(0, rows, BLOCK_ROWS):
+        row = first + tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
+        value = tl.load(sums + row * width + column, (row < rows) & (column < width), 0.0)
+        accumulated += value.to(tl.float64)
+    total = tl.sum(accumulated, 0, keep_dims=True).to(tl.float32)
+    tl.store(result + column, total.to(result.dtype.element_ty), column < width)
+
+
+@jit
+def _wide_forward_kernel(
+    x,
+    residual,
+    weight,
+    bias,
+    y,
+    total,
+    mean,
+    rstd,
+    x_stride,
+    residual_stride,
+    rows,
+    width,
+    eps,
+    offset,
+    ROUND_FIRST: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, BLOCK_WIDTH)
+    source = x + row * x_stride
+    dtype = x.dtype.element_ty
+    if residual is not None:
+        source = total + row * width
+        dtype = total.dtype.element_ty
+        for start in range(0, width, BLOCK_WIDTH):
+            column = start + block
+            value = tl.load(x + row * x_stride + column, column < width, 0.0).to(tl.float32)
+            value += tl.load(residual + row * residual_stride + column, column < width, 0.0).to(tl.float32)
+            tl.store(total + row * width + column, value.to(dtype), column < width)
+        tl.debug_barrier()  # the sum is read again by other threads than those that wrote it
+    row_mean = 0.0
+    if mean is not None:
+        accumulated = tl.zeros([BLOCK_WIDTH], tl.float32)
+        for start in range(0, width, BLOCK_WIDTH):
+            column = start + block
+            accumulated += tl.load(source + column, column < width, 0.0).to(tl.float32)
+        row_mean = tl.sum(accumulated, 0) / width
+        tl.store(mean + row, row_mean)
+    accumulated = tl.zeros([BLOCK_WIDTH], tl.float32)
+    for start in range(0, width, BLOCK_WIDTH):
+        column = start + block
+        value = tl.load(source + column, column < width, 0.0).to(tl.float32)
+        value = tl.where(column < width, value - row_mean, 0.0)
+        accumulated += value * value
+    row_rstd = _rstd(tl.sum(accumulated, 0), width, eps)
+    tl.store(rstd + row, row_rstd)
+    for start in range(0, width, BLOCK_WIDTH):
+        column = start + block
+        value = (tl.load(source + column, column < width, 0.0).to(tl.float32) - row_mean) * row_rstd
+        if ROUND_FIRST:
+            value = value.to(dtype).to(tl.float32)
+        if weight is not None:
+            value *= tl.load(weight + column, column < width, 0.0).to(tl.float32) + offset
+        if bias is not None:
+            value += tl.load(bias + column, column < width, 0.0).to(tl.float32)
+        tl.store(y + row * width + column, value.to(y.dtype.element_ty), column < width)
+
+
+@jit
+def _wide_backward_kernel(
+    dy,
+    dtotal,
+    x,
+    weight,
+    mean,
+    rstd,
+    dx,
+    dy_stride,
+    dtotal_stride,
+    x_stride,
+    width,
+    offset,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, BLOCK_WIDTH)
+    row_rstd = tl.load(rstd + row)
+    row_mean = 0.0
+    if mean is not None:
+        row_mean = tl.load(mean + row)
+    products = tl.zeros([BLOCK_WIDTH], tl.float32)
+    gradients = tl.zeros([BLOCK_WIDTH], tl.float32)
+    for start in range(0, width, BLOCK_WIDTH):
+        column = start + block
+        gradient = tl.load(dy + row * dy_stride + column, column < width, 0.0).to(tl.float32)
+        if weight is not None:
+            gradient *= tl.load(weight + column, column < width, 0.0).to(tl.float32) + offset
+        n = (tl.load(x + row * x_stride + column, column < width, 0.0).to(tl.float32) - row_mean) * row_rstd
+        products += gradient * n  # beyond the width the gradient is zero
+        gradients += gradient
+    mean_product = tl.sum(products, 0) / width
+    mean_gradient = 0.0
+    if mean is not None:
+        mean_gradient = tl.sum(gradients, 0) / width
+    for start in range(0, width, BLOCK_WIDTH):
+        column = start + block
+        gradient = tl.load(dy + row * dy_stride + column, column < width, 0.0).to(tl.float32)
+        if weight is not None:
+            gradient *= tl.load(weight + column, column < width, 0.0).to(tl.float32) + offset
+        n = (tl.load(x + row * x_stride + column, column < width, 0.0).to(tl.float32) - row_mean) * row_rstd
+        result = (gradient - n * mean_product - mean_gradient) * row_rstd
+        if dtotal is not None:
+            result += tl.load(dtotal + row * dtotal_stride + column, column < width, 0.0).to(tl.float32)
+        tl.store(dx + row * width + column, result.to(dx.dtype.element_ty), column < width)
+
+
+@jit
+def _wide_sums_kernel(
+    dy,
+    dtotal,
+    x,
+    weight,
+    mean,
+    rstd,
+    dweight_sums,
+    dbias_sums,
+    dy_stride,
+    dtotal_stride,
+    x_stride,
+    rows,
+    width,
+    ROUND_FIRST: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    column = tl.program_id(0) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)[None, :]
+    dweight = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float32)
+    dbias = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float32)
+    for tile in range(tl.program_id(1), tl.cdiv(rows, BLOCK_ROWS), tl.num_programs(1)):
+        row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
+        mask = (row < rows) & (column < width)
+        n = tl.load(x + row * x_stride + column, mask, 0.0).to(tl.float32)
+        if mean is not None:
+            n -= tl.load(mean + row, row < rows, 0.0)
+        n = n * tl.load(rstd + row, row < rows, 0.0)
+        if ROUND_FIRST:
+            n = n.to(x.dtype.element_ty).to(tl.float32)
+        gradient = tl.load(dy + row * dy_stride + column, mask, 0.0).to(tl.float32)
+        dweight += gradient * n
+        dbias += gradient
+    sums = tl.program_id(1).to(tl.int64) * width + column
+    if dweight_sums is not None:
+        tl.store(dweight_sums + sums, tl.sum(dweight, 0, keep_dims=True), column < width)
+    if dbias_sums is not None:
+        tl.store(dbias_sums + sums, tl.sum(dbias, 0, keep_dims=True), column < width)

@@ -1,0 +1,326 @@
+"""Gated activations of MLPs, and the squared ReLU.
+
+    SwiGLU (Shazeer, 2020, arXiv:2002.05202): y = silu(gate) * up,   silu(g) = g / (1 + exp(-g))
+    GeGLU  (the same):                        y = gelu(gate) * up,   gelu(g) = g * Phi(g)
+    ReLU squared (So et al., 2021, arXiv:2109.08668): y = max(x, 0)^2
+
+Phi is the normal distribution's, "none": (1 + erf(g / sqrt(2))) / 2, or its approximation "tanh" (Hendrycks
+and Gimpel, 2016, arXiv:1606.08415): (1 + tanh(u)) / 2 = sigmoid(2 u), u = sqrt(2 / pi) (g + 0.044715 g^3).
+
+All is computed in float32 and rounded once. Bytes moved at the least, for I outputs a row of b bytes each:
+forward 3 I b, backward 5 I b; ReLU squared 2 I b and 3 I b. Only the inputs are kept for the backward pass.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from liger_models.kernels._dispatch import (
+    as_rows,
+    at_least_float32,
+    ceil_div,
+    graph_is_kept,
+    jit,
+    next_power_of_2,
+    on_device_of,
+    tl,
+    use_triton,
+)
+
+
+def swiglu(gate_up: Tensor, up: Tensor | None = None, *, reuse_input: bool = False) -> Tensor:
+    """silu(gate) * up.
+
+    Args:
+        gate_up: [..., 2 I], the gate first; or the gate alone, [..., I], if `up` is given.
+        up: [..., I] in the gate's dtype.
+        reuse_input: let the backward pass write the gradient over a packed `gate_up`, unless the graph is
+            retained. The caller promises that nobody reads `gate_up` after that.
+
+    Returns:
+        [..., I] in the input's dtype, contiguous. Running it again gives the same bits.
+
+    Raises:
+        ValueError: an odd last dimension, gate and up of different shapes or dtypes, or on several devices.
+    """
+    return _gated(gate_up, up, "silu", reuse_input)
+
+
+def swiglu_plain(gate_up: Tensor, up: Tensor | None = None) -> Tensor:
+    """The meaning of `swiglu`, in plain PyTorch."""
+    return _gated_plain(gate_up, up, "silu")
+
+
+def geglu(
+    gate_up: Tensor, up: Tensor | None = None, approximate: str = "tanh", *, reuse_input: bool = False
+) -> Tensor:
+    """gelu(gate) * up. `approximate` is "tanh" or "none", as in torch; the rest is as in `swiglu`."""
+    return _gated(gate_up, up, _gelu_name(approximate), reuse_input)
+
+
+def geglu_plain(gate_up: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> Tensor:
+    """The meaning of `geglu`, in plain PyTorch."""
+    return _gated_plain(gate_up, up, _gelu_name(approximate))
+
+
+def relu2(x: Tensor) -> Tensor:
+    """max(x, 0)^2 of x [...], any floating dtype; the result has x's shape and dtype and is contiguous."""
+    return _ReLU2.apply(x) if use_triton(x) else relu2_plain(x)
+
+
+def relu2_plain(x: Tensor) -> Tensor:
+    """The meaning of `relu2`, in plain PyTorch."""
+    return at_least_float32(x).relu().square().to(x.dtype)
+
+
+def _gelu_name(approximate: str) -> str:
+    if approximate not in ("tanh", "none"):
+        raise ValueError(f"approximate is {approximate!r}; expected 'tanh' or 'none'")
+    return "gelu_tanh" if approximate == "tanh" else "gelu"
+
+
+def _gated(gate_up: Tensor, up: Tensor | None, activation: str, reuse_input: bool) -> Tensor:
+    if up is None:
+        if gate_up.shape[-1] % 2:
+            raise ValueError(
+                f"gate_up is {tuple(gate_up.shape)}; expected an even last dimension, gate then up"
+            )
+    elif gate_up.shape != up.shape or gate_up.dtype != up.dtype:
+        found = f"gate is {tuple(gate_up.shape)} {gate_up.dtype}, up is {tuple(up.shape)} {up.dtype}"
+        raise ValueError(f"{found}; expected the same shape and dtype")
+    if not use_triton(gate_up, up):
+        return _gated_plain(gate_up, up, activation)
+    if up is None:
+        return _Packed.apply(gate_up, activation, reuse_input)
+    return _Separate.apply(gate_up, up, activation)
+
+
+def _gated_plain(gate_up: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    gate, up = gate_up.chunk(2, -1) if up is None else (gate_up, up)
+    gate, wide_up = at_least_float32(gate), at_least_float32(up)
+    if activation == "silu":
+        activated = F.silu(gate)
+    else:
+        activated = F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return (activated * wide_up).to(up.dtype)
+
+
+class _Packed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_up, activation, reuse_input):
+        ctx.save_for_backward(gate_up)
+        ctx.activation, ctx.reuse_input = activation, reuse_input
+        half = gate_up.shape[-1] // 2
+        y = gate_up.new_empty(*gate_up.shape[:-1], half)
+        gate_up = as_rows(gate_up)
+        _launch_forward(gate_up[:, :half], gate_up[:, half:], y, activation)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (gate_up,) = ctx.saved_tensors
+        half = gate_up.shape[-1] // 2
+        if ctx.reuse_input and gate_up.is_contiguous() and not graph_is_kept():
+            # Every element's gradient is written by the thread that has read the element.
+            dgate_up = gate_up
+            torch.autograd.graph.increment_version(gate_up)
+        else:
+            dgate_up = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
+        gate_up, rows = as_rows(gate_up), as_rows(dgate_up)
+        _launch_backward(
+            dy, gate_up[:, :half], gate_up[:, half:], rows[:, :half], rows[:, half:], ctx.activation
+        )
+        return dgate_up, None, None
+
+
+class _Separate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up, activation):
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+        _launch_forward(as_rows(gate), as_rows(up), y, activation)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        gate, up = ctx.saved_tensors
+        dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+        dup = torch.empty_like(dgate)
+        gate, up = as_rows(gate), as_rows(up)
+        _launch_backward(dy, gate, up, as_rows(dgate), as_rows(dup), ctx.activation)
+        return dgate, dup, None
+
+
+class _ReLU2(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if y.numel():
+            with on_device_of(x):
+                _relu2_forward_kernel[_flat_grid(y)](x.contiguous(), y, y.numel(), BLOCK=2048, num_warps=8)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if dx.numel():
+            x, dy = x.contiguous(), dy.contiguous()
+            with on_device_of(x):
+                _relu2_backward_kernel[_flat_grid(dx)](dy, x, dx, dx.numel(), BLOCK=2048, num_warps=8)
+        return dx
+
+
+def _flat_grid(x: Tensor) -> tuple[int]:
+    return (ceil_div(x.numel(), 2048),)
+
+
+def _launch_forward(gate: Tensor, up: Tensor, y: Tensor, activation: str) -> None:
+    if y.numel():
+        grid, blocks = _tiles(gate)
+        with on_device_of(y):
+            _gated_forward_kernel[grid](
+                gate, up, y, gate.stride(0), up.stride(0), *gate.shape, ACTIVATION=activation, **blocks
+            )
+
+
+def _launch_backward(
+    dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, activation: str
+) -> None:
+    if dy.numel():
+        grid, blocks = _tiles(gate)
+        dy = as_rows(dy)
+        with on_device_of(dy):
+            _gated_backward_kernel[grid](
+                dy,
+                gate,
+                up,
+                dgate,
+                dup,
+                dy.stride(0),
+                gate.stride(0),
+                up.stride(0),
+                dgate.stride(0),
+                *gate.shape,
+                ACTIVATION=activation,
+                **blocks,
+            )
+
+
+def _tiles(x: Tensor) -> tuple[tuple[int], dict[str, int]]:
+    """Tiles of about 1024 elements: 8 a thread, which bfloat16 loads in one instruction of 16 bytes.
+
+    They are numbered along a row first, so that programs that run together stream through memory together.
+    """
+    rows, width = x.shape
+    block_width = min(1024, next_power_of_2(width))
+    block_rows = 1024 // block_width
+    grid = (ceil_div(rows, block_rows) * ceil_div(width, block_width),)
+    return grid, {"BLOCK_ROWS": block_rows, "BLOCK_WIDTH": block_width, "num_warps": 4}
+
+
+@jit
+def _tile(width, BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    """The rows [BLOCK_ROWS, 1] and columns [1, BLOCK_WIDTH] of this program's tile."""
+    tiles_in_row = tl.cdiv(width, BLOCK_WIDTH)
+    row = (tl.program_id(0) // tiles_in_row).to(tl.int64) * BLOCK_ROWS
+    column = (tl.program_id(0) % tiles_in_row) * BLOCK_WIDTH
+    return row + tl.arange(0, BLOCK_ROWS)[:, None], column + tl.arange(0, BLOCK_WIDTH)[None, :]
+
+
+@jit
+def _gated_forward_kernel(
+    gate,
+    up,
+    y,
+    gate_stride,
+    up_stride,
+    rows,
+    width,
+    ACTIVATION: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    row, column = _tile(width, BLOCK_ROWS, BLOCK_WIDTH)
+    mask = (row < rows) & (column < width)
+    g = tl.load(gate + row * gate_stride + column, mask, 0.0).to(tl.float32)
+    u = tl.load(up + row * up_stride + column, mask, 0.0).to(tl.float32)
+    result = g * activation_slope(g, ACTIVATION) * u
+    tl.store(y + row * width + column, result.to(y.dtype.element_ty), mask)
+
+
+@jit
+def _gated_backward_kernel(
+    dy,
+    gate,
+    up,
+    dgate,
+    dup,
+    dy_stride,
+    gate_stride,
+    up_stride,
+    gradient_stride,
+    rows,
+    width,
+    ACTIVATION: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    row, column = _tile(width, BLOCK_ROWS, BLOCK_WIDTH)
+    mask = (row < rows) & (column < width)
+    gradient = tl.load(dy + row * dy_stride + column, mask, 0.0).to(tl.float32)
+    g = tl.load(gate + row * gate_stride + column, mask, 0.0).to(tl.float32)
+    u = tl.load(up + row * up_stride + column, mask, 0.0).to(tl.float32)
+    # act(g) = g * slope(g), so act'(g) = slope(g) + g * slope'(g).
+    slope = activation_slope(g, ACTIVATION)
+    derivative = activation_slope_derivative(g, slope, ACTIVATION)
+    target = row * gradient_stride + column
+    tl.store(dgate + target, (gradient * u * (slope + g * derivative)).to(dgate.dtype.element_ty), mask)
+    tl.store(dup + target, (gradient * g * slope).to(dup.dtype.element_ty), mask)
+
+
+@jit
+def activation_slope(g, ACTIVATION: tl.constexpr):
+    """act(g) / g."""
+    if ACTIVATION == "silu":
+        return tl.sigmoid(g)
+    elif ACTIVATION == "gelu_tanh":
+        return tl.sigmoid(1.5957691216057308 * g * (1 + 0.044715 * g * g))  # 2 sqrt(2 / pi) = 1.5957...
+    else:
+        return 0.5 * (1 + tl.erf(g * 0.7071067811865476))
+
+
+@jit
+def activation_slope_derivative(g, slope, ACTIVATION: tl.constexpr):
+    """The derivative of act(g) / g, given its value."""
+    if ACTIVATION == "silu":
+        return slope * (1 - slope)
+    elif ACTIVATION == "gelu_tanh":
+        return slope * (1 - slope) * 1.5957691216057308 * (1 + 0.134145 * g * g)
+    else:
+        return 0.3989422804014327 * tl.exp(-0.5 * g * g)
+
+
+@jit
+def _relu2_forward_kernel(x, y, count, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + index, index < count, 0.0).to(tl.float32)
+    value = tl.where(value < 0, 0.0, value)  # nan stays nan, as in torch
+    tl.store(y + index, (value * value).to(y.dtype.element_ty), index < count)
+
+
+@jit
+def _relu2_backward_kernel(dy, x, dx, count, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + index, index < count, 0.0).to(tl.float32)
+    gradient = tl.load(dy + index, index < count, 0.0).to(tl.float32)
+    value = tl.where(value < 0, 0.0, value)
+    tl.store(dx + index, (2 * value * gradient).to(dx.dtype.element_ty), index < count)

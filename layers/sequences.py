@@ -1,0 +1,211 @@
+"""The door of a model: how a batch becomes one row of tokens, and what the layers need to know about it.
+
+Inside a model hidden states are `[T, H]`: the tokens of all documents, one after another, without padding. A
+`[batch, seq]` call is the case of equal documents. Padding is taken out here; it comes back only in logits
+that a caller asks for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from liger_models.convert.errors import DataError
+from liger_models.layers.cache import KVCache
+from liger_models.layers.rotary import rotary_tables
+from liger_models.layers.spec import RopeSpec
+
+IGNORE_INDEX = -100
+
+
+@dataclass
+class Sequences:
+    """T tokens and the documents that they form.
+
+    `shape` is the caller's (batch, seq); `kept` the flat positions of the T tokens in it (None: all of them).
+    `cu_seqlens` [n + 1] int32 holds the documents' boundaries; None says that every row of `shape` is one
+    document. `max_seqlen` is the longest document's length. `cache` is given in generation alone.
+    """
+
+    shape: tuple[int, int]
+    position_ids: Tensor  # [T]
+    longest_position: int | None
+    max_seqlen: int
+    cu_seqlens: Tensor | None = None
+    kept: Tensor | None = None
+    cache: KVCache | None = None
+    rotary: dict[RopeSpec, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def from_call(
+        cls,
+        shape: tuple[int, int],
+        device: torch.device,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Sequences:
+        """Read the documents off what the caller gave.
+
+        `attention_mask` [batch, seq] is 0 at padding. `cu_seqlens` [n + 1] bounds packed documents over the
+        flattened tokens (on the CPU it costs no synchronisation). Position ids that start anew without either
+        of them mark packed documents too, as in transformers.
+
+        Raises:
+            DataError: shapes that do not fit, two descriptions of the documents at once, boundaries out of
+                order.
+        """
+        batch, seq = shape
+        total = batch * seq
+        if attention_mask is not None and cu_seqlens is not None:
+            raise DataError(
+                "got both attention_mask and cu_seqlens: the first is for padding, the second for packed rows"
+            )
+        if position_ids is not None:
+            position_ids = _flat_positions(position_ids, shape)
+        if cu_seqlens is not None:
+            return cls._packed(shape, device, cu_seqlens, position_ids)
+        if attention_mask is not None:
+            _check_mask(attention_mask, shape)
+            lengths = attention_mask.bool().sum(1)
+            counts = lengths.tolist()
+            if sum(counts) < total:
+                return cls._padded(shape, device, attention_mask.bool(), lengths, counts, position_ids)
+        if position_ids is None:
+            positions = torch.arange(seq, device=device).repeat(batch)
+            return cls(shape, positions, seq, seq)
+        if attention_mask is None and not torch.compiler.is_compiling():
+            row_starts = torch.arange(0, total, seq, device=device)
+            jumps = position_ids[1:] != position_ids[:-1] + 1
+            starts = torch.cat([torch.ones(1, dtype=torch.bool, device=device), jumps])
+            starts[row_starts] = True
+            boundaries = starts.nonzero()[:, 0]
+            if boundaries.numel() > batch:
+                bounds = torch.cat([boundaries, boundaries.new_tensor([total])])
+                return cls._packed(shape, device, bounds, position_ids)
+        longest = None if torch.compiler.is_compiling() else int(position_ids.max()) + 1
+        return cls(shape, position_ids, longest, seq)
+
+    @classmethod
+    def _packed(
+        cls, shape: tuple[int, int], device: torch.device, cu_seqlens: Tensor, position_ids: Tensor | None
+    ) -> Sequences:
+        total = shape[0] * shape[1]
+        if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
+            raise DataError(
+                f"cu_seqlens must be a row of integers, found {cu_seqlens.dtype} of shape "
+                f"{tuple(cu_seqlens.shape)}"
+            )
+        bounds = cu_seqlens.tolist()
+        lengths = [end - start for start, end in itertools.pairwise(bounds)]
+        if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != total or min(lengths) < 0:
+            raise DataError(
+                f"cu_seqlens must rise from 0 to the number of tokens, {total}; it holds {len(bounds)} values"
+                f"{f' from {bounds[0]} to {bounds[-1]}' if bounds else ''}"
+            )
+        cu = cu_seqlens.to(device=device, dtype=torch.int32)
+        if position_ids is None:
+            starts = torch.repeat_interleave(cu[:-1], cu.diff(), output_size=total)
+            position_ids = torch.arange(total, device=device) - starts
+            longest = max(lengths)
+        else:
+            longest = int(position_ids.max()) + 1 if total else 0
+        return cls(shape, position_ids, longest, max(lengths), cu)
+
+    @classmethod
+    def _padded(
+        cls,
+        shape: tuple[int, int],
+        device: torch.device,
+        mask: Tensor,
+        lengths: Tensor,
+        counts: list[int],
+        position_ids: Tensor | None,
+    ) -> Sequences:
+        if not sum(counts):
+            raise DataError("attention_mask is 0 everywhere: the batch holds no token")
+        kept = mask.flatten().nonzero()[:, 0]
+        cu = torch.zeros(shape[0] + 1, dtype=torch.int32, device=device)
+        cu[1:] = lengths.cumsum(0)
+        if position_ids is None:
+            position_ids = torch.arange(shape[1], device=device).repeat(shape[0])
+        positions = position_ids[kept]
+        return cls(shape, positions, int(positions.max()) + 1, max(counts), cu, kept)
+
+    @property
+    def device(self) -> torch.device:
+        return self.position_ids.device
+
+    @property
+    def num_tokens(self) -> int:
+        return self.position_ids.shape[0]
+
+    def prepare_rotary(self, ropes: tuple[RopeSpec, ...]) -> None:
+        """Make the tables of every rotary setting in the model.
+
+        Raises:
+            DataError: a position that the tables were not made for.
+        """
+        for rope in ropes:
+            limit = rope.position_limit
+            if limit is not None and self.longest_position is not None and self.longest_position > limit:
+                raise DataError(
+                    f"position {self.longest_position - 1} is beyond the rotary tables: the config's "
+                    f"max_position_embeddings is {limit}. Shorten the sequences, or load the model with a "
+                    "longer context in its config (max_position_embeddings, with a rope_scaling that fits)."
+                )
+            longest = self.longest_position
+            if longest is None and rope.depends_on_length:
+                longest = int(self.position_ids.max()) + 1
+            self.rotary[rope] = rotary_tables(rope, self.position_ids, longest)
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """[batch, seq, ...] -> the T tokens, [T, ...]."""
+        flat = tensor.flatten(0, 1)
+        return flat if self.kept is None else flat[self.kept]
+
+    def unpack(self, tensor: Tensor) -> Tensor:
+        """[T, ...] -> [batch, seq, ...], zero at padding."""
+        if self.kept is not None:
+            full = tensor.new_zeros((self.shape[0] * self.shape[1], *tensor.shape[1:]))
+            tensor = full.index_put((self.kept,), tensor)
+        return tensor.unflatten(0, self.shape)
+
+    def next_labels(self, labels: Tensor) -> Tensor:
+        """The label of the next token of the document, [T]; a document's last token has none."""
+        if self.cu_seqlens is None:
+            rows = labels.view(self.shape)
+            ends = rows.new_full((self.shape[0], 1), IGNORE_INDEX)
+            return torch.cat([rows[:, 1:], ends], dim=1).flatten()
+        shifted = labels.roll(-1)
+        # An empty document's end is its neighbour's end (or index -1, the very last): always the end of some
+        # document.
+        shifted[self.cu_seqlens[1:].long() - 1] = IGNORE_INDEX
+        return shifted
+
+
+def _flat_positions(position_ids: Tensor, shape: tuple[int, int]) -> Tensor:
+    if position_ids.is_floating_point():
+        raise DataError(f"position_ids must be integers, found {position_ids.dtype}")
+    if position_ids.dim() == 1:
+        position_ids = position_ids[None]
+    if (
+        position_ids.dim() != 2
+        or position_ids.shape[1] != shape[1]
+        or position_ids.shape[0] not in (1, shape[0])
+    ):
+        raise DataError(
+            f"position_ids must have the shape of the tokens, {shape}; found {tuple(position_ids.shape)}"
+        )
+    return position_ids.expand(shape).flatten()
+
+
+def _check_mask(attention_mask: Tensor, shape: tuple[int, int]) -> None:
+    if tuple(attention_mask.shape) != shape:
+        raise DataError(
+            f"attention_mask must have the shape of the tokens, {shape}; found "
+            f"{tuple(attention_mask.shape)}. Packed documents are given by cu_seqlens, not by a mask."
+        )

@@ -1,0 +1,127 @@
+"""What a model is made of, as data: small frozen dataclasses that a family fills in and the layers read.
+
+Specs say sizes and settings, never wiring: how the parts are connected is the `forward` of a block. One
+`BlockSpec` a layer, so that a pattern over layers (a sliding window on some, full attention on others) is a
+tuple and not a flag.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
+NormCast = Literal["llama", "gemma", "float32"]
+Activation = Literal["silu", "gelu_tanh", "gelu"]
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary position embedding (Su et al., 2021, arXiv:2104.09864) and how it is stretched to longer
+    contexts.
+
+    `dim` is the number of rotated dimensions of a head (the rest pass unrotated); `interleaved` pairs the
+    dimensions (2i, 2i+1) instead of (i, i + dim/2). The fields after `max_position_embeddings` belong to the
+    rope types that name them in `layers/rotary.py`; they are None where a type does not use them.
+    """
+
+    dim: int
+    theta: float = 10_000.0
+    type: RopeType = "default"
+    interleaved: bool = False
+    max_position_embeddings: int | None = None
+    factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    attention_factor: float | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    short_factor: tuple[float, ...] | None = None
+    long_factor: tuple[float, ...] | None = None
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the frequencies change with the longest position of a batch."""
+        return self.type in ("dynamic", "longrope")
+
+    @property
+    def position_limit(self) -> int | None:
+        """The first position that the rotation was not made for; None where it stretches without end."""
+        return None if self.type == "dynamic" else self.max_position_embeddings
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """RMSNorm: `x / rms(x) * (offset + weight)`; `cast` says where the result is rounded (see
+    kernels/rms_norm.py).
+    """
+
+    eps: float = 1e-6
+    offset: float = 0.0
+    cast: NormCast = "llama"
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Causal attention with grouped key/value heads.
+
+    `scale` multiplies the scores. `window` counts the tokens a query sees, itself included (None: all before
+    it). `rope` is None for a layer without positions.
+    """
+
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    scale: float
+    rope: RopeSpec | None = None
+    window: int | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+
+    @property
+    def q_size(self) -> int:
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_key_value_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class MLPSpec:
+    """Gated MLP: `down(act(gate(x)) * up(x))`."""
+
+    intermediate_size: int
+    activation: Activation = "silu"
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """One layer: its topology (a class of `layers/blocks.py`) and its parts."""
+
+    attention: AttentionSpec
+    mlp: MLPSpec
+    norm: NormSpec
+    topology: Literal["pre_norm"] = "pre_norm"
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A causal language model: embeddings, blocks, a final norm and a head."""
+
+    vocab_size: int
+    hidden_size: int
+    blocks: tuple[BlockSpec, ...]
+    norm: NormSpec
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """The distinct rotary settings of the layers, in the order of first use."""
+        return tuple(dict.fromkeys(b.attention.rope for b in self.blocks if b.attention.rope is not None))

@@ -1,0 +1,166 @@
+"""The model as its user holds it: layers.CausalLM with a config, a way back to disk and to the hub, and
+generation."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_models.architectures import Architecture
+from liger_models.convert.checkpoint import SourceLayout
+from liger_models.convert.checkpoint_writing import find_aux_files, save_checkpoint
+from liger_models.convert.hf_config import ModelConfig, export_config
+from liger_models.generation import generate
+from liger_models.layers.attention_backends import AttentionBackend
+from liger_models.layers.model import CausalLM
+from liger_models.layers.spec import ModelSpec
+
+
+class LigerCausalLM(CausalLM):
+    """A causal language model with its config. Made by `from_hub` and `from_config`, not by hand.
+
+    Attributes:
+        architecture: the family, as registered.
+        config: the keys of config.json as attributes.
+        source: what the checkpoint looked like that it was read from; None for fresh weights.
+        source_folder: where that checkpoint lies.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        architecture: Architecture,
+        raw_config: Mapping[str, Any],
+        attention: AttentionBackend = "auto",
+        activation_memory: str | list[str] = "lean",
+    ):
+        super().__init__(spec, architecture.names, attention, activation_memory)
+        self.architecture = architecture
+        self.config = ModelConfig(raw_config)
+        self.source: SourceLayout | None = None
+        self.source_folder: Path | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_tokens.weight.dtype
+
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        max_shard_size: int | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Write a Hugging Face checkpoint that transformers and vLLM read.
+
+        A model that was read from a checkpoint goes out as it came: tensor names, dtypes, division into
+        files, config, generation config, tokenizer and chat template. An existing checkpoint in `folder` is
+        replaced in one step, when the new one is whole.
+
+        Args:
+            folder: where to.
+            max_shard_size: of one file, in bytes or as "5GB" (10^9) or "5GiB". Default: the source's
+                division, or 5 GB.
+            dtype: of the tensors. Default: the source's, or the parameters' own.
+
+        Raises:
+            CheckpointError: the disk is full or cannot be written to; an old checkpoint is then untouched.
+        """
+        parameters = dict(self.named_parameters())
+        written = dtype or (_source_dtype(self.source) if self.source else self.dtype)
+        config = export_config(
+            self.config.to_dict(), dtype=str(written).removeprefix("torch."), source=self.source is not None
+        )
+        aux = find_aux_files(self.source_folder) if self.source_folder and self.source_folder.is_dir() else {}
+        save_checkpoint(
+            folder,
+            parameters,
+            self.weight_map(),
+            config=config,
+            source=self.source,
+            max_shard_size=max_shard_size,
+            dtype=dtype,
+            aux_files=aux,
+        )
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        token: str | None = None,
+        private: bool | None = None,
+        commit_message: str = "Upload model",
+        revision: str | None = None,
+        max_shard_size: int | str | None = None,
+    ) -> str:
+        """Upload what `save_pretrained` writes, and return the address of the commit.
+
+        Raises:
+            HubError: the hub refused, or could not be reached.
+        """
+        from liger_models.convert.hub import push
+
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, max_shard_size=max_shard_size)
+            return push(
+                folder,
+                repo_id,
+                token=token,
+                private=private,
+                commit_message=commit_message,
+                revision=revision,
+            )
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        *,
+        attention_mask: Tensor | None = None,
+        eos_token_id: int | Iterable[int] | None = None,
+        pad_token_id: int | None = None,
+        seed: int | None = None,
+        on_token: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:
+        """`liger_models.generation.generate`; the special ids default to those of the generation config."""
+        return generate(
+            self,
+            input_ids,
+            max_new_tokens,
+            temperature,
+            top_p,
+            top_k,
+            attention_mask=attention_mask,
+            eos_token_id=self._special_id("eos_token_id") if eos_token_id is None else eos_token_id,
+            pad_token_id=self._special_id("pad_token_id") if pad_token_id is None else pad_token_id,
+            seed=seed,
+            on_token=on_token,
+        )
+
+    def _special_id(self, key: str) -> Any:
+        path = self.source_folder / "generation_config.json" if self.source_folder else None
+        if path is not None and path.is_file():
+            value = json.loads(path.read_text(encoding="utf-8")).get(key)
+            if value is not None:
+                return value
+        return getattr(self.config, key, None)
+
+
+def _source_dtype(source: SourceLayout) -> torch.dtype:
+    """The dtype that most of a checkpoint's values have."""
+    sizes: dict[torch.dtype, int] = {}
+    for info in source.tensors.values():
+        sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
+    return max(sizes, key=lambda dtype: sizes[dtype])

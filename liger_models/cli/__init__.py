@@ -1,0 +1,54 @@
+"""`liger-models`: the command line.
+
+Each command is a module of this package with `add_parser(subparsers)`, which describes its arguments, and
+`run(args)`, which does the work and returns an exit code (None is 0). A command module imports nothing heavy
+before `run`, so that `--help` answers at once.
+
+Exit codes: 0 done, 1 the command ran and its verdict is no, 2 it could not be done (one line on stderr says
+why; `--debug` shows the traceback), 130 interrupted.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from liger_models import __version__
+from liger_models.convert.errors import LigerModelsError
+
+COMMANDS = ("list", "init", "inspect", "verify", "train", "export", "generate")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; `argv` without the program's name (default: `sys.argv[1:]`). Returns the exit code."""
+    args = build_parser().parse_args(argv)
+    try:
+        return args.run(args) or 0
+    except KeyboardInterrupt:
+        print(f"liger-models {args.command}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of a pipe (`| head`) has gone: not a failure, and Python must not flush into it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (LigerModelsError, OSError) as error:
+        if args.debug:
+            raise
+        print(f"liger-models {args.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="liger-models", description="Train, inspect, convert and run language models."
+    )
+    parser.add_argument("--version", action="version", version=f"liger_models {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        module = importlib.import_module(f"liger_models.cli.{name}")
+        module.add_parser(subparsers)
+        command = subparsers.choices[name]
+        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        command.set_defaults(run=module.run)
+    return parser

@@ -1,0 +1,46 @@
+"""`liger-models export`: a checkpoint, or the newest one of a training run, as a Hugging Face checkpoint."""
+
+import argparse
+
+
+def add_parser(subparsers) -> None:
+    parser = subparsers.add_parser(
+        "export",
+        help="write a Hugging Face checkpoint, in another dtype or other shards if asked",
+        description=__doc__,
+    )
+    parser.add_argument("src", metavar="SRC", help="hub id, checkpoint folder, or a training run's folder")
+    parser.add_argument("out", metavar="OUT", help="the folder to write")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights (default: the source's)"
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        metavar="SIZE",
+        type=size,
+        help="of a file, such as 5GB or 500MiB (default: the source's own files)",
+    )
+
+
+def size(text: str) -> int:
+    from liger_models.convert.checkpoint_writing import parse_size
+
+    return parse_size(text)
+
+
+def run(args: argparse.Namespace) -> None:
+    from pathlib import Path
+
+    import torch
+
+    import liger_models
+    from liger_models.cli.checkpoints import find_checkpoint
+    from liger_models.convert.errors import CheckpointError
+
+    source, out = find_checkpoint(args.src), Path(args.out)
+    if out.resolve() == source.resolve():
+        raise CheckpointError(f"{out} is the checkpoint itself; choose another folder to write to")
+    model = liger_models.from_hub(source, device="cpu")
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    model.save_pretrained(out, max_shard_size=args.max_shard_size, dtype=dtype)
+    print(f"{out}: {model.num_parameters():,} parameters from {source}")

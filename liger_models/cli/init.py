@@ -1,0 +1,57 @@
+"""`liger-models init`: a fresh checkpoint with random weights, in the Hugging Face format."""
+
+import argparse
+
+
+def add_parser(subparsers) -> None:
+    parser = subparsers.add_parser(
+        "init", help="write a fresh, untrained checkpoint from a preset", description=__doc__
+    )
+    parser.add_argument("preset", metavar="PRESET", help="a preset's name (`liger-models list` shows them)")
+    parser.add_argument("out", metavar="OUT", help="the folder to write")
+    parser.add_argument(
+        "--tokenizer",
+        metavar="DIR",
+        help="a folder with tokenizer.json: its vocabulary size and ids replace the preset's, and its files "
+        "go along into OUT",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the random weights (default: %(default)s)")
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the weights (default: %(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    from pathlib import Path
+
+    import torch
+
+    import liger_models
+    from liger_models.cli.checkpoints import bytes_text
+    from liger_models.convert.errors import CheckpointError
+    from liger_models.presets import preset
+    from liger_models.training.state import export
+    from liger_models.training.tokenizer import TextTokenizer
+
+    out = Path(args.out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out} exists and is not an empty folder; choose another, or remove it first")
+    if args.tokenizer:
+        tokenizer = TextTokenizer(args.tokenizer)
+        config = preset(
+            args.preset, vocab_size=tokenizer.vocab_size, bos=tokenizer.bos_id, eos=tokenizer.eos_id
+        )
+    else:
+        config = preset(args.preset)
+    torch.manual_seed(args.seed)
+    model = liger_models.from_config(config, dtype=args.dtype)
+    if args.tokenizer:
+        export(model, out, tokenizer.folder)
+    else:
+        model.save_pretrained(out)
+    count = model.num_parameters()
+    size = bytes_text(count * model.dtype.itemsize)
+    print(f"{out}: {args.preset}, {count:,} random parameters in {args.dtype}, {size}")

@@ -1,0 +1,257 @@
+"""`liger-models inspect`: what a model is made of, where its parameters come from, and what memory it takes.
+
+Reads config.json and the headers of the weight files; of a repository on the hub no weights are downloaded.
+"""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from liger_models.causal_lm import LigerCausalLM
+    from liger_models.convert.weight_map import Expr
+    from liger_models.layers.spec import BlockSpec
+
+
+def add_parser(subparsers) -> None:
+    parser = subparsers.add_parser(
+        "inspect", help="a model's parts, parameters and memory", description=__doc__
+    )
+    parser.add_argument("name", metavar="NAME", help="hub id, checkpoint folder, or preset")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def run(args: argparse.Namespace) -> None:
+    report = inspect(args.name)
+    if args.json:
+        import json
+
+        print(json.dumps(report, indent=2))
+    else:
+        print_report(report)
+
+
+def inspect(name: str) -> dict[str, Any]:
+    """All that the command shows, as JSON holds it; every parameter and every layer by itself."""
+    from dataclasses import asdict
+
+    import liger_models
+
+    config, dtypes, folder = _find(name)
+    preset = not dtypes and folder is None  # which `init` makes in bfloat16
+    model = liger_models.from_config(config, device="meta", dtype="bfloat16" if preset else "auto")
+    if folder is not None:
+        dtypes = _checked_dtypes(folder, model)
+    parameters = _parameters(model, dtypes)
+    return {
+        "name": name,
+        "architecture": model.architecture.model_type,
+        "reference": model.architecture.reference,
+        "num_parameters": model.num_parameters(),
+        "spec": asdict(model.spec),
+        "parameters": parameters,
+        "memory": _memory(model, parameters),
+    }
+
+
+def activation_bytes(hidden_size: int, block: "BlockSpec", itemsize: int) -> dict[str, int]:
+    """Bytes that a layer keeps for its backward pass, for each token, by level of activation memory.
+
+    The table of layers/activation_memory.py in numbers, as on a GPU. A level's working space during the
+    backward pass, one layer at a time, is not in it; nor is what the embedding, the last norm and the loss
+    keep.
+    """
+    attention, inner = block.attention, block.mlp.intermediate_size
+    stream = hidden_size  # the residual stream in front of a norm, which is all that `checkpoint` keeps
+    scalars = 4 * (attention.num_attention_heads + 2)  # in float32: softmax's lse a head, 1/rms a norm
+    attended = 2 * attention.q_size + 2 * attention.kv_size  # q, k, v and the output
+    lean = 2 * stream + attended + 2 * inner
+    return {
+        "all": itemsize * (lean + 2 * hidden_size + inner) + scalars,  # the norms' outputs, the gated product
+        "lean": itemsize * lean + scalars,
+        "mlp": itemsize * (stream + attended + hidden_size) + scalars - 4,  # o_proj's output, not the MLP's
+        "checkpoint": itemsize * stream,
+    }
+
+
+def _find(name: str) -> tuple[Any, dict[str, str], Path | None]:
+    """The config; the dtype of every checkpoint tensor, if the hub told them; the folder, if there is one."""
+    from liger_models.cli.checkpoints import find_checkpoint
+    from liger_models.convert.errors import HubError
+    from liger_models.convert.hub import read_headers, resolve
+    from liger_models.presets import PRESETS
+
+    if Path(name).exists():
+        folder = find_checkpoint(name)
+        return folder, {}, folder
+    if name in PRESETS:
+        return PRESETS[name], {}, None
+    try:
+        folder = resolve(name, local_files_only=True)
+    except HubError:  # not in the cache: look at it from here
+        return *read_headers(name), None
+    return folder, {}, folder
+
+
+def _checked_dtypes(folder: Path, model: "LigerCausalLM") -> dict[str, str]:
+    """The dtype of every checkpoint tensor, after the check that the files are those of this model."""
+    from liger_models.convert.checkpoint import CheckpointReader, match_layout
+    from liger_models.loading import tied_duplicates
+
+    with CheckpointReader(folder) as reader:
+        match_layout(
+            reader,
+            {"hub": model.weight_map()},
+            carried=model.architecture.carried,
+            tied_duplicates=tied_duplicates(model),
+        )
+        return {name: str(info.dtype).removeprefix("torch.") for name, info in reader.tensors.items()}
+
+
+def _parameters(model: "LigerCausalLM", dtypes: dict[str, str]) -> list[dict[str, Any]]:
+    made = str(model.dtype).removeprefix("torch.")
+    return [
+        {
+            "name": name,
+            "shape": list(expr.shape),
+            "dtype": "/".join(sorted({dtypes.get(ref.name, made) for ref in expr.refs()})),
+            "expression": _expression(expr),
+            "from": {ref.name: list(ref.shape) for ref in expr.refs()},
+        }
+        for name, expr in model.weight_map().items()
+    ]
+
+
+def _expression(expr: "Expr") -> str:
+    """An expression of the weight algebra as text: `cat(a, b)`, `stack(...)`, `transpose(a)`, or a name."""
+    from liger_models.convert.weight_map import Cat, Ref, Stack, Transpose
+
+    match expr:
+        case Ref(name):
+            return name
+        case Cat(parts, dim):
+            along = f", dim={dim}" if dim else ""
+            return f"cat({', '.join(map(_expression, parts))}{along})"
+        case Stack(parts):
+            return f"stack({', '.join(map(_expression, parts))})"
+        case Transpose(part):
+            return f"transpose({_expression(part)})"
+    raise TypeError(f"no text for a {type(expr).__name__}")
+
+
+def _memory(model: "LigerCausalLM", parameters: list[dict[str, Any]]) -> dict[str, Any]:
+    import functools
+
+    import torch
+
+    dtypes = [getattr(torch, name) for row in parameters for name in row["dtype"].split("/")]
+    dtype = functools.reduce(torch.promote_types, dtypes)
+    weights = model.num_parameters() * dtype.itemsize
+    layers = [activation_bytes(model.spec.hidden_size, block, dtype.itemsize) for block in model.spec.blocks]
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "weights": weights,
+        "gradients": weights,
+        "adamw": 2 * weights,
+        "activations_per_token": {level: sum(layer[level] for layer in layers) for level in layers[0]},
+    }
+
+
+def print_report(report: dict[str, Any]) -> None:
+    from liger_models.cli.checkpoints import bytes_text, print_table
+
+    spec, memory = report["spec"], report["memory"]
+    print(
+        f"{report['name']}: {report['architecture']} ({report['reference']}), "
+        f"{report['num_parameters']:,} parameters\n"
+    )
+    print("Spec")
+    for line in _spec_lines({name: value for name, value in spec.items() if name != "blocks"}):
+        print(f"  {line}")
+    for (first, last), block in _runs(spec["blocks"]):
+        print(f"  layers {first} to {last}" if last > first else f"  layer {first}")
+        for line in _spec_lines(block):
+            print(f"    {line}")
+
+    print("\nParameters, and the checkpoint tensors that they are made of")
+    rows = []
+    for row in _folded(report["parameters"]):
+        rows.append((row["name"], str(row["shape"]), row["dtype"], f"= {row['expression']}"))
+    print_table(rows)
+
+    print(f"\nMemory, in {memory['dtype']}")
+    print_table(
+        [
+            ("weights", bytes_text(memory["weights"])),
+            ("gradients", bytes_text(memory["gradients"])),
+            ("AdamW's two moments", bytes_text(memory["adamw"])),
+        ]
+    )
+    layers = len(spec["blocks"])
+    print(f"\nActivations kept for the backward pass, by --activation-memory ({layers} layers)")
+    rows = [("level", "a token and layer", "a token", "8192 tokens")]
+    for level, total in memory["activations_per_token"].items():
+        rows.append((level, *map(bytes_text, (total / layers, total, total * 8192))))
+    print_table(rows)
+
+
+def _spec_lines(spec: dict[str, Any]) -> list[str]:
+    """The settings of a spec that are set, one line; the specs inside it below."""
+    plain = [
+        f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in spec.items()
+        if not isinstance(value, dict) and value is not None and value is not False
+    ]
+    lines = [", ".join(plain)] if plain else []
+    for name, value in spec.items():
+        if isinstance(value, dict):
+            first, *rest = _spec_lines(value)
+            lines += [f"{name}: {first}", *(f"  {line}" for line in rest)]
+    return lines
+
+
+def _runs(layers: list[Any]) -> list[tuple[tuple[int, int], Any]]:
+    """Equal neighbours as one: ((first, last), layer)."""
+    runs: list[tuple[tuple[int, int], Any]] = []
+    for i, layer in enumerate(layers):
+        if runs and runs[-1][1] == layer:
+            runs[-1] = ((runs[-1][0][0], i), layer)
+        else:
+            runs.append(((i, i), layer))
+    return runs
+
+
+def _folded(parameters: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of equal neighbouring layers as one, with {first..last} for the layer's number."""
+    import itertools
+    import re
+
+    def layer_of(row: dict[str, Any]) -> str | None:
+        found = re.match(r"layers\.(\d+)\.", row["name"])
+        return found and found[1]
+
+    def without_number(row: dict[str, Any], number: str) -> dict[str, Any]:
+        shown = {key: row[key] for key in ("name", "shape", "dtype", "expression")}
+        for key in ("name", "expression"):
+            shown[key] = re.sub(rf"(?<=layers\.){number}(?=\.)", "{}", shown[key])
+        return shown
+
+    rows: list[dict[str, Any]] = []
+    layers: list[list[dict[str, Any]]] = []
+    for number, group in itertools.groupby(parameters, key=layer_of):
+        if number is None:
+            rows += _with_numbers(layers) + list(group)
+            layers = []
+        else:
+            layers.append([without_number(row, number) for row in group])
+    return rows + _with_numbers(layers)
+
+
+def _with_numbers(layers: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    rows = []
+    for (first, last), layer in _runs(layers):
+        numbers, number = (f"{{{first}..{last}}}", "{i}") if last > first else (str(first), str(first))
+        for row in layer:
+            name, expression = row["name"].replace("{}", numbers), row["expression"].replace("{}", number)
+            rows.append({**row, "name": name, "expression": expression})
+    return rows

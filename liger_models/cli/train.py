@@ -1,0 +1,164 @@
+"""liger-models train: pretrain or fine-tune on text files or JSONL."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+DESCRIPTION = """\
+Train a model on text (.txt, .md) or JSONL files. Each line of a .jsonl file is {"text": ...}, or
+{"prompt": ..., "completion": ...}, or {"messages": [{"role": ..., "content": ...}, ...]}; where there is a
+prompt, only the completion or what the assistant says is trained. Documents are packed into rows without
+padding, and do not see each other.
+
+OUTPUT gets metrics.jsonl and metrics.csv, loss.png where matplotlib is installed, checkpoint-N folders to
+resume from, and final, the trained model as a Hugging Face checkpoint. On several GPUs:
+  torchrun --nproc-per-node 8 -m liger_models.cli train ...
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser(
+        "train",
+        help="pretrain or fine-tune on text or JSONL",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    add = parser.add_argument
+    add(
+        "model", help="hub id, folder with a Hugging Face checkpoint, or a preset (fresh weights; see `list`)"
+    )
+
+    group = parser.add_argument_group("data")
+    add = group.add_argument
+    add("--data", nargs="+", required=True, metavar="FILE", help=".txt, .md and .jsonl files")
+    add(
+        "--eval-data",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="held-out files, evaluated and never trained on",
+    )
+    add(
+        "--eval-fraction",
+        type=float,
+        default=0.0,
+        metavar="F",
+        help="or hold out this share of the documents",
+    )
+    add("--tokenizer", metavar="FOLDER", help="folder with tokenizer.json (default: the model's own)")
+    add(
+        "--seq-len", type=int, default=2048, metavar="N", help="tokens in a packed row (default: %(default)s)"
+    )
+    add(
+        "--truncate",
+        action="store_true",
+        help="cut examples with a prompt at --seq-len (default: refuse longer ones)",
+    )
+
+    group = parser.add_argument_group("the run")
+    add = group.add_argument
+    add("--output", required=True, metavar="FOLDER", help="where everything is written")
+    length = group.add_mutually_exclusive_group(required=True)
+    length.add_argument("--steps", type=int, metavar="N", help="steps of the optimizer")
+    length.add_argument(
+        "--epochs", type=float, metavar="N", help="or passes over the data; may be a fraction"
+    )
+    add("--batch-size", type=int, default=1, metavar="N", help="rows in a micro-batch (default: %(default)s)")
+    add(
+        "--gradient-accumulation",
+        type=int,
+        default=1,
+        metavar="N",
+        help="micro-batches in a step, exact in the count of labels (default: %(default)s)",
+    )
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of fresh weights and of the data's order (default: 0)",
+    )
+    add(
+        "--eval-every",
+        type=int,
+        default=0,
+        metavar="N",
+        help="steps between evaluations (default: at both ends)",
+    )
+    add(
+        "--save-every",
+        type=int,
+        default=500,
+        metavar="N",
+        help="steps between checkpoints (default: %(default)s)",
+    )
+    add(
+        "--keep",
+        type=int,
+        default=2,
+        metavar="N",
+        help="newest checkpoints that stay; 0: all (default: %(default)s)",
+    )
+    add(
+        "--resume",
+        nargs="?",
+        const="auto",
+        metavar="CHECKPOINT",
+        help="go on from OUTPUT's newest checkpoint, or from this one, as if never stopped",
+    )
+
+    group = parser.add_argument_group("optimizer (AdamW)")
+    add = group.add_argument
+    add("--lr", type=float, default=3e-4, metavar="X", help="peak learning rate (default: %(default)s)")
+    add(
+        "--schedule",
+        choices=("cosine", "linear", "constant"),
+        default="cosine",
+        help="its course after warmup, to zero",
+    )
+    add("--warmup", type=int, default=0, metavar="N", help="steps of linear warmup (default: %(default)s)")
+    add(
+        "--weight-decay", type=float, default=0.1, metavar="X", help="on matrices only (default: %(default)s)"
+    )
+    add(
+        "--clip",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="largest gradient norm; 0: no clipping (default: %(default)s)",
+    )
+
+    group = parser.add_argument_group("the machine")
+    add = group.add_argument
+    add(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="of weights and AdamW's state (default: the checkpoint's; a preset: bfloat16 on a GPU)",
+    )
+    add("--device", default="auto", help="cuda, cuda:1, cpu (default: a GPU if there is one)")
+    add(
+        "--activation-memory",
+        choices=("all", "lean", "mlp", "checkpoint"),
+        default="lean",
+        help="what is kept for backward",
+    )
+    add("--attention", default="auto", help="attention backend (default: %(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from dataclasses import fields
+
+    from liger_models.training import TrainConfig, TrainingInterrupted, train
+
+    options = {f.name: getattr(args, f.name) for f in fields(TrainConfig)}
+    options |= {"data": tuple(args.data), "eval_data": tuple(args.eval_data)}
+    try:
+        result = train(TrainConfig(**options))
+    except TrainingInterrupted as stop:
+        print(stop, file=sys.stderr)
+        return stop.exit_code
+    print(f"done: {result.steps} steps; the trained model is in {result.final}")
+    return 0

@@ -1,0 +1,128 @@
+"""Making text token by token, with a key/value cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from liger_models.convert.errors import DataError
+from liger_models.layers.model import CausalLM
+from liger_models.layers.sequences import Sequences
+
+
+@torch.no_grad()
+def generate(
+    model: CausalLM,
+    input_ids: Tensor,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    *,
+    attention_mask: Tensor | None = None,
+    eos_token_id: int | Iterable[int] | None = None,
+    pad_token_id: int | None = None,
+    seed: int | None = None,
+    on_token: Callable[[Tensor], None] | None = None,
+) -> Tensor:
+    """Continue each prompt of a batch.
+
+    Args:
+        model: the model.
+        input_ids: [batch, seq] prompts.
+        max_new_tokens: how many tokens to add at most.
+        temperature: logits are divided by it before sampling; 0 takes the likeliest token.
+        top_p: sample from the smallest set of tokens whose probability reaches this.
+        top_k: sample from the k likeliest tokens; 0: from all.
+        attention_mask: [batch, seq], 0 at padding (on either side).
+        eos_token_id: ends a sequence: one id, or several.
+        pad_token_id: fills a sequence that has ended while others go on; by default the end token.
+        seed: of the sampling; None draws from torch's own generator.
+        on_token: called with the new tokens, [batch] on the device, as they come.
+
+    Returns:
+        [batch, seq + new]: the prompts and what was added.
+
+    Raises:
+        DataError: an empty prompt, or more positions than the model's rotary tables hold.
+        ValueError: an option outside its range.
+    """
+    _check_options(max_new_tokens, temperature, top_p, top_k)
+    ends = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or ())
+    end_ids = torch.tensor(ends, dtype=torch.long, device=input_ids.device)
+    pad = pad_token_id if pad_token_id is not None else (ends[0] if ends else 0)
+    generator = None
+    if seed is not None:
+        generator = torch.Generator(device=input_ids.device).manual_seed(seed)
+
+    sequences, lengths = _prompts(input_ids, attention_mask)
+    cache = model.new_cache(input_ids.shape[0], sequences.max_seqlen + max_new_tokens)
+    new_ids = input_ids
+    done = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+    tokens = [input_ids]
+    for _ in range(max_new_tokens):
+        sequences.cache = cache
+        sequences.position_ids = cache.reserve(lengths, sequences.max_seqlen)
+        sequences.longest_position = cache.longest
+        hidden = model.hidden_states(sequences, new_ids)
+        last = hidden[lengths.cumsum(0) - 1]
+        chosen = _choose(model.lm_head(last).float(), temperature, top_p, top_k, generator)
+        chosen = torch.where(done, pad, chosen)
+        tokens.append(chosen[:, None])
+        if on_token is not None:
+            on_token(chosen)
+        if ends:
+            done = done | torch.isin(chosen, end_ids)
+            if bool(done.all()):
+                break
+        new_ids = chosen[:, None]
+        lengths = torch.ones_like(lengths)
+        sequences = Sequences.from_call((len(chosen), 1), chosen.device)
+    return torch.cat(tokens, dim=1)
+
+
+def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Sequences, Tensor]:
+    """The prompts as packed documents, and their lengths [batch]."""
+    if input_ids.dim() != 2 or 0 in input_ids.shape:
+        raise DataError(
+            f"prompts must have the shape [batch, seq] and hold a token, found {tuple(input_ids.shape)}"
+        )
+    batch, seq = input_ids.shape
+    sequences = Sequences.from_call((batch, seq), input_ids.device, attention_mask)
+    if sequences.cu_seqlens is None:
+        return sequences, torch.full((batch,), seq, dtype=torch.long, device=input_ids.device)
+    lengths = sequences.cu_seqlens.diff().long()
+    if bool((lengths == 0).any()):
+        raise DataError("a prompt of the batch is empty: its attention_mask is 0 everywhere")
+    return sequences, lengths
+
+
+def _choose(
+    logits: Tensor, temperature: float, top_p: float, top_k: int, generator: torch.Generator | None
+) -> Tensor:
+    """The next token of each row of [batch, V] logits."""
+    if temperature == 0.0:
+        return logits.argmax(-1)
+    logits = logits / temperature
+    if top_k:
+        kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, float("-inf"))
+    if top_p < 1.0:
+        ordered, order = logits.sort(descending=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        outside = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= top_p)
+        logits = logits.masked_fill(outside, float("-inf"))
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+
+
+def _check_options(max_new_tokens: int, temperature: float, top_p: float, top_k: int) -> None:
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, found {max_new_tokens}")
+    if temperature < 0:
+        raise ValueError(f"temperature must not be negative, found {temperature}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be above 0 and at most 1, found {top_p}")
+    if top_k < 0:
+        raise ValueError(f"top_k must not be negative, found {top_k}")

@@ -1,0 +1,151 @@
+"""From a name, a folder or a config to a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from liger_models.architectures import Architecture, find_architecture
+from liger_models.causal_lm import LigerCausalLM
+from liger_models.convert.checkpoint import CheckpointReader, load_parameters, match_layout
+from liger_models.convert.errors import ConfigError
+from liger_models.convert.hf_config import HFConfig
+from liger_models.layers.attention_backends import AttentionBackend
+from liger_models.layers.model import CausalLM
+
+
+def from_hub(
+    name_or_path: str | Path,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    attention: AttentionBackend = "auto",
+    activation_memory: str | list[str] = "lean",
+    ignore_config_keys: tuple[str, ...] = (),
+) -> LigerCausalLM:
+    """Load a Hugging Face checkpoint, from the hub or from a folder, into a model in training mode.
+
+    Args:
+        name_or_path: a repository ("meta-llama/Llama-3.2-1B") or a folder.
+        revision: branch, tag or commit.
+        token: hub token; True or None for the stored login.
+        cache_dir: the hub's cache.
+        local_files_only: take the repository from the cache, without a network.
+        dtype: of the parameters; "auto" keeps the checkpoint's own.
+        device: of the parameters; by default torch's default device.
+        attention: the attention backend, see layers/attention_backends.py.
+        activation_memory: what is kept for the backward pass, see layers/activation_memory.py.
+        ignore_config_keys: keys of config.json that are unknown and known not to matter.
+
+    Raises:
+        UnsupportedModelError: no architecture of this `model_type`.
+        ConfigError: a key of config.json is missing, unknown or has a value that cannot be honoured.
+        CheckpointError: a file or a tensor is missing, extra, misshapen or damaged.
+        HubError: the repository, or the hub, cannot be had.
+    """
+    from liger_models.convert.hub import resolve
+
+    folder = resolve(
+        name_or_path, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
+    )
+    config = HFConfig.load(folder, ignore_config_keys=ignore_config_keys)
+    architecture = find_architecture(config.model_type)
+    model = _skeleton(config, architecture, attention, activation_memory)
+    weight_map = model.weight_map()
+    with CheckpointReader(folder) as reader:
+        model.source = match_layout(
+            reader, {"hub": weight_map}, carried=architecture.carried, tied_duplicates=tied_duplicates(model)
+        )
+        model.materialize(device, _checkpoint_dtype(reader) if dtype == "auto" else _parse_dtype(dtype))
+        load_parameters(dict(model.named_parameters()), weight_map, reader, progress=True)
+    model.source_folder = folder
+    return model
+
+
+def from_config(
+    config: Mapping[str, Any] | str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    attention: AttentionBackend = "auto",
+    activation_memory: str | list[str] = "lean",
+    ignore_config_keys: tuple[str, ...] = (),
+) -> LigerCausalLM:
+    """A model with fresh random weights, made directly on the device (torch's seed decides them).
+
+    Args:
+        config: what a config.json holds: a dict, a file, or a folder with one.
+        dtype: of the parameters; "auto" takes the config's, or float32.
+        device, attention, activation_memory, ignore_config_keys: as for `from_hub`.
+
+    Raises:
+        UnsupportedModelError, ConfigError: as for `from_hub`.
+    """
+    read = HFConfig.load(config, ignore_config_keys=ignore_config_keys)
+    architecture = find_architecture(read.model_type)
+    model = _skeleton(read, architecture, attention, activation_memory)
+    if dtype == "auto":
+        dtype = read.raw.get("dtype") or read.raw.get("torch_dtype") or "float32"
+    model.materialize(device, _parse_dtype(dtype))
+    model.reset_parameters()
+    return model
+
+
+def tied_duplicates(model: CausalLM) -> dict[str, str]:
+    """The head's tensor, which a tied model's checkpoint may hold beside the embedding that it repeats."""
+    if not model.spec.tie_word_embeddings:
+        return {}
+    return {f"{model.names.lm_head}.weight": f"{model.names.embed_tokens}.weight"}
+
+
+def _skeleton(
+    config: HFConfig,
+    architecture: Architecture,
+    attention: AttentionBackend,
+    activation_memory: str | list[str],
+) -> LigerCausalLM:
+    """The model on the meta device: shapes without memory."""
+    spec = architecture.spec(config)
+    raw = {"architectures": [architecture.reference], **config.raw}
+    with torch.device("meta"), _NoInitialisation():
+        return LigerCausalLM(spec, architecture, raw, attention, activation_memory)
+
+
+class _NoInitialisation(TorchFunctionMode):
+    """Random numbers for parameters that are about to be overwritten are not drawn.
+
+    On the meta device they would cost nothing themselves, but torch imports its compiler to shape them.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_):
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return function(*args, **kwargs)
+
+
+def _checkpoint_dtype(reader: CheckpointReader) -> torch.dtype:
+    """The narrowest dtype that holds every tensor of the checkpoint exactly."""
+    dtypes = {info.dtype for info in reader.tensors.values()}
+    dtype = dtypes.pop()
+    for other in dtypes:
+        dtype = torch.promote_types(dtype, other)
+    return dtype
+
+
+def _parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    parsed = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(parsed, torch.dtype) or not parsed.is_floating_point:
+        raise ConfigError(
+            f"dtype {dtype!r} is not a floating point dtype; expected 'bfloat16', 'float16' or 'float32'"
+        )
+    return parsed

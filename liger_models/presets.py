@@ -1,0 +1,133 @@
+"""Shapes to start from: the config.json of well-known models, for fresh weights.
+
+liger_models.from_config(preset("llama-3.2-1b"), dtype=torch.bfloat16, device="cuda")
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from typing import Any
+
+from liger_models.convert.errors import ConfigError
+
+
+def preset(
+    name: str, *, vocab_size: int | None = None, bos: int | None = None, eos: int | None = None
+) -> dict[str, Any]:
+    """A fresh copy of a preset's config.json, fitted to a tokenizer when its sizes and ids are given.
+
+    Raises ConfigError for an unknown name, with the known ones.
+    """
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise ConfigError(f"no preset is called {name!r}{hint}; there are {', '.join(PRESETS)}")
+    config = copy.deepcopy(PRESETS[name])
+    if vocab_size is not None:  # another tokenizer: its ids replace the preset's, known or not
+        config |= {"vocab_size": vocab_size, "bos_token_id": bos, "eos_token_id": eos}
+    return config
+
+
+def _llama(**changes: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "mlp_bias": False,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **changes,
+    }
+
+
+def _llama3_rope(factor: float) -> dict[str, Any]:
+    return {
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "max_position_embeddings": 131072,
+        "vocab_size": 128256,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+    }
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # 4.0 million parameters with a vocabulary of 4096: minutes on two CPU cores.
+    "llama-demo": _llama(
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=1024,
+        rope_theta=10000.0,
+        vocab_size=4096,
+        tie_word_embeddings=True,
+    ),
+    "llama-3.2-1b": _llama(
+        **_llama3_rope(32.0),
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        tie_word_embeddings=True,
+    ),
+    "llama-3.1-8b": _llama(
+        **_llama3_rope(8.0),
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+    ),
+    "llama-2-7b": _llama(
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        head_dim=128,
+        max_position_embeddings=4096,
+        rope_theta=10000.0,
+        vocab_size=32000,
+    ),
+    "mistral-7b-v0.3": {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "vocab_size": 32768,
+    },
+}

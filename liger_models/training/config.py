@@ -1,0 +1,95 @@
+"""Every choice of a training run, checked before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from liger_models.convert.errors import ConfigError
+
+SCHEDULES = ("cosine", "linear", "constant")
+DTYPES = ("auto", "float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The settings of `train`; the command line has one option for each.
+
+    model              hub id, folder with a Hugging Face checkpoint, or the name of a preset (fresh weights)
+    data               .txt, .md and .jsonl files
+    output             folder of metrics, checkpoint-N folders and the final export
+    eval_data          held-out files; or else
+    eval_fraction      the share of the documents of `data` that is held out, chosen by the seed
+    tokenizer          folder with tokenizer.json; by default the model's own
+    seq_len            tokens in a packed row, and the longest context a document is given
+    batch_size         rows in a micro-batch, of each process
+    gradient_accumulation   micro-batches in a step
+    truncate           cut prompt/completion and chat examples at seq_len instead of refusing longer ones
+    steps, epochs      the length of the run: exactly one of the two
+    lr, schedule, warmup    peak learning rate, its decay (to zero), steps of linear warmup
+    weight_decay       of AdamW, on matrices only
+    clip               largest norm of the gradient; 0 leaves it alone
+    dtype              of weights and AdamW's state; auto: the checkpoint's (a preset: bfloat16 on a GPU)
+    eval_every, save_every  in steps; 0: evaluate at both ends only, save only when interrupted
+    keep               how many checkpoint-N folders stay; 0: all
+    resume             None: a new run; "auto": from the newest checkpoint in `output`, if any; or a folder
+    """
+
+    model: str
+    data: tuple[str, ...]
+    output: str
+    eval_data: tuple[str, ...] = ()
+    eval_fraction: float = 0.0
+    tokenizer: str | None = None
+    seq_len: int = 2048
+    batch_size: int = 1
+    gradient_accumulation: int = 1
+    truncate: bool = False
+    steps: int | None = None
+    epochs: float | None = None
+    lr: float = 3e-4
+    schedule: str = "cosine"
+    warmup: int = 0
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    dtype: str = "auto"
+    device: str = "auto"
+    activation_memory: str = "lean"
+    attention: str = "auto"
+    eval_every: int = 0
+    save_every: int = 500
+    keep: int = 2
+    seed: int = 0
+    resume: str | None = None
+
+    def __post_init__(self) -> None:
+        def check(name: str, good: bool, expected: str) -> None:
+            if not good:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected {expected}")
+
+        check("data", bool(self.data) and not isinstance(self.data, str), "at least one file, as a tuple")
+        check("eval_data", not isinstance(self.eval_data, str), "a tuple of files")
+        check("eval_fraction", 0 <= self.eval_fraction < 1, "a number from 0 up to, not including, 1")
+        if self.eval_data and self.eval_fraction:
+            raise ConfigError("eval_data and eval_fraction were both given; give one of them")
+        for name in ("seq_len", "batch_size", "gradient_accumulation"):
+            check(name, getattr(self, name) >= 1, "a whole number of 1 or more")
+        for name in ("warmup", "eval_every", "save_every", "keep", "weight_decay", "clip"):
+            check(name, getattr(self, name) >= 0, "0 or more")
+        if (self.steps is None) == (self.epochs is None):
+            found = "neither" if self.steps is None else f"steps={self.steps} and epochs={self.epochs}"
+            raise ConfigError(f"the length of the run: found {found}; give exactly one of steps and epochs")
+        check("steps", self.steps is None or self.steps >= 1, "1 or more")
+        check("epochs", self.epochs is None or self.epochs > 0, "more than 0")
+        check("lr", 0 < self.lr < float("inf"), "a number above 0")
+        check("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
+        check("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def differences(self, other: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """What differs from `other`, a `to_dict` that went through JSON: {name: (its value, this one's)}."""
+        mine = {f.name: getattr(self, f.name) for f in fields(self)}
+        mine = {name: list(value) if isinstance(value, tuple) else value for name, value in mine.items()}
+        return {name: (other.get(name), value) for name, value in mine.items() if other.get(name) != value}

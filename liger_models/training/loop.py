@@ -1,0 +1,480 @@
+"""The training run: data in, steps of AdamW, metrics and checkpoints out.
+
+A step reads world * gradient_accumulation * batch_size rows and minimises the mean loss over all their
+labels:
+
+    loss = sum over every label of the step / number of labels of the step
+
+The number is known before the first micro-batch, so that micro-batches and ranks with few labels weigh what
+they hold, and k micro-batches, or k ranks, give the gradient of one large batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from liger_models.causal_lm import LigerCausalLM
+from liger_models.convert.errors import ConfigError, DataError, TrainingError
+from liger_models.presets import PRESETS, preset
+from liger_models.training import state as states
+from liger_models.training.config import TrainConfig
+from liger_models.training.data import (
+    Documents,
+    Stream,
+    describe,
+    load_documents,
+    split,
+)
+from liger_models.training.metrics import METRICS, Metrics, peak_memory, plot_losses, read_metrics
+from liger_models.training.optimizer import build_adamw, learning_rate
+from liger_models.training.state import Progress
+from liger_models.training.tokenizer import TextTokenizer
+
+
+class TrainingInterrupted(KeyboardInterrupt):
+    """A signal stopped the run; a checkpoint was saved first. `exit_code` is the shell's 128 + signal."""
+
+    def __init__(self, message: str, signum: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signum
+
+
+@dataclass
+class TrainResult:
+    """What a finished run left: `final`, the exported checkpoint, and the `records` of metrics.jsonl."""
+
+    final: Path
+    steps: int
+    records: list[dict[str, Any]] = field(repr=False)
+
+
+def train(config: TrainConfig) -> TrainResult:
+    """Run `config` to its end, alone or as one of torchrun's ranks.
+
+    Raises ConfigError, DataError, CheckpointError and UnsupportedModelError before training; TrainingError
+    when the loss or the gradient stops being finite, with the last good state saved; TrainingInterrupted
+    after SIGINT or SIGTERM, with the state saved.
+    """
+    with _World(config.device) as world:
+        return _Run(config, world).train()
+
+
+class _Run:
+    def __init__(self, config: TrainConfig, world: _World) -> None:
+        self.config, self.world = config, world
+        self.output = Path(config.output)
+        checkpoint = self._find_checkpoint()
+        resumed = states.read_state(checkpoint) if checkpoint else None
+        self.tokenizer = TextTokenizer(self._tokenizer_folder(checkpoint))
+        torch.manual_seed(config.seed)  # fresh weights are the same in every rank
+        self.model = self._load_model(checkpoint)
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.documents, self.held_out = self._load_data()
+        self.optimizer = build_adamw(self.model, lr=config.lr, weight_decay=config.weight_decay)
+        self.progress, self.resumed = Progress(), checkpoint is not None
+        self.data = self.documents.fingerprint()
+        if checkpoint and resumed:
+            self._check_resumed(checkpoint, resumed)
+            self.progress = states.restore(checkpoint, resumed, self.model, self.optimizer)
+        self.stream = Stream(self.documents, config.seq_len, config.seed, self.progress.position)
+        self.rows_per_step = world.size * config.gradient_accumulation * config.batch_size
+        self.total = config.steps or math.ceil(
+            self.stream.count_rows(config.epochs or 0) / self.rows_per_step
+        )
+        self.wrapped = world.wrap(self.model)
+        if world.main:
+            self.output.mkdir(parents=True, exist_ok=True)
+            self.metrics = Metrics(self.output, resumed_step=self.progress.step if checkpoint else None)
+        self._announce(checkpoint)
+
+    def train(self) -> TrainResult:
+        config, world = self.config, self.world
+        speeds: deque[tuple[int, float]] = deque(maxlen=20)
+        with _Signals() as signals, world.bar(self.total, self.progress.step) as bar:
+            eval_loss = None
+            if self.held_out and not self.resumed:
+                eval_loss = self.evaluate()
+                self._record({"step": 0, "tokens": 0, "eval_loss": eval_loss})
+            while (step := self.progress.step) < self.total:
+                started = time.perf_counter()
+                rate = learning_rate(
+                    step, peak=config.lr, total=self.total, warmup=config.warmup, schedule=config.schedule
+                )
+                outcome = self.step(rate, signals)
+                if outcome is None:
+                    raise self._interrupted(signals)
+                loss, norm, tokens = outcome
+                speeds.append((tokens, time.perf_counter() - started))
+                record: dict[str, Any] = {
+                    "step": self.progress.step,
+                    "tokens": self.progress.tokens,
+                    "loss": loss,
+                    "lr": rate,
+                    "grad_norm": norm,
+                    "tokens_per_s": tokens / speeds[-1][1],
+                    "memory": peak_memory(world.device),
+                }
+                if self.held_out and self._due(config.eval_every):
+                    record["eval_loss"] = eval_loss = self.evaluate()
+                self._record(record)
+                bar.set_postfix_str(_postfix(record, speeds, eval_loss), refresh=False)
+                bar.update()
+                if world.any(signals.received is not None):
+                    raise self._interrupted(signals)
+                # The last step's state is worth no more than the others': the final export follows.
+                if config.save_every and self.progress.step % config.save_every == 0:
+                    self.save()
+        return self._finish()
+
+    def step(self, rate: float, signals: _Signals) -> tuple[float, float, int] | None:
+        """One step of the optimizer: (loss, gradient's norm, inputs read). None if a signal cut it short.
+
+        Nothing of a step that does not reach its end counts: no weight has changed and the data's position
+        has not moved, so the step is made again in full.
+        """
+        config, world = self.config, self.world
+        rows = self.stream.take(self.rows_per_step)
+        labels = self.documents.count_labels(rows)
+        loss = torch.zeros((), device=world.device)
+        for k in range(config.gradient_accumulation):
+            if signals.received is not None and world.size == 1:  # ranks agree on it at the end of a step
+                self.optimizer.zero_grad()
+                return None
+            first = (k * world.size + world.rank) * config.batch_size
+            batch = self.documents.batch(rows[first : first + config.batch_size]).to(world.device)
+            last = k == config.gradient_accumulation - 1
+            with contextlib.nullcontext() if last else world.no_sync(self.wrapped):
+                # DDP takes the mean of the ranks' gradients; what is wanted is the sum of their shares.
+                share = _forward(self.wrapped, batch, labels)
+                (share * world.size).backward()
+            loss += share.detach()
+        loss = world.sum(loss)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, config.clip or math.inf)
+        # The one synchronisation of a step, and it must come before the update: a NaN that has reached the
+        # weights and both moments cannot be taken back.
+        loss_value, norm_value = torch.stack([loss, norm.to(loss)]).tolist()
+        if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
+            raise self._not_finite(loss_value, norm_value)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        tokens = sum(piece.stop - piece.start for row in rows for piece in row)
+        self.progress = Progress(self.progress.step + 1, self.progress.tokens + tokens, self.stream.position)
+        return loss_value, norm_value, tokens
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean loss over every label that was held out."""
+        assert self.held_out is not None
+        config, world = self.config, self.world
+        rows = list(self.held_out.rows(config.seq_len, range(len(self.held_out))))
+        labels = self.held_out.count_labels(rows)
+        total = torch.zeros((), dtype=torch.float64, device=world.device)
+        self.model.eval()
+        for first in range(world.rank * config.batch_size, len(rows), world.size * config.batch_size):
+            batch = self.held_out.batch(rows[first : first + config.batch_size]).to(world.device)
+            total += _forward(self.model, batch, labels)
+        self.model.train()
+        return world.sum(total).item()
+
+    def save(self) -> None:
+        if self.world.main:
+            saved = states.save_state(
+                self.output,
+                self.model,
+                self.optimizer,
+                self.progress,
+                config=self.config.to_dict(),
+                data=self.data,
+                tokenizer=self.tokenizer.folder,
+                keep=self.config.keep,
+            )
+            # The checkpoint that the run came from may go as newer ones come: take from here what travels
+            # along.
+            self.tokenizer.folder = saved
+            if self.model.source_folder:
+                self.model.source_folder = saved
+        self.world.barrier()
+
+    def _due(self, every: int) -> bool:
+        return self.progress.step == self.total or bool(every and self.progress.step % every == 0)
+
+    def _record(self, record: dict[str, Any]) -> None:
+        if self.world.main:
+            self.metrics.write(record)
+
+    def _finish(self) -> TrainResult:
+        final = self.output / "final"
+        records: list[dict[str, Any]] = []
+        if self.world.main:
+            states.export(self.model, final, self.tokenizer.folder)
+            records = list(read_metrics(self.metrics.jsonl))
+            plot_losses(records, self.output / "loss.png")
+        self.world.barrier()
+        return TrainResult(final, self.progress.step, records)
+
+    def _interrupted(self, signals: _Signals) -> TrainingInterrupted:
+        self.save()
+        where = self.output / f"checkpoint-{self.progress.step}"
+        return TrainingInterrupted(
+            f"stopped after step {self.progress.step} of {self.total}; the state is in {where}. "
+            "Give the same command with --resume to go on.",
+            signals.received or signal.SIGINT,  # another rank's signal is told as an interruption
+        )
+
+    def _not_finite(self, loss: float, norm: float) -> TrainingError:
+        self.optimizer.zero_grad()
+        self.save()
+        step = self.progress.step
+        return TrainingError(
+            f"step {step + 1}: the loss is {loss} and the gradient's norm {norm}, which must be finite. The "
+            f"state before this step is saved in {self.output / f'checkpoint-{step}'}; resume from an "
+            "earlier checkpoint with a lower --lr, a longer --warmup or a smaller --clip"
+        )
+
+    def _find_checkpoint(self) -> Path | None:
+        config = self.config
+        if config.resume == "auto":
+            return states.newest_checkpoint(self.output)
+        if config.resume:
+            return Path(config.resume)
+        if any(read_metrics(self.output / METRICS)):
+            raise ConfigError(
+                f"{self.output} already holds a run; go on with --resume, or choose another --output"
+            )
+        return None
+
+    def _tokenizer_folder(self, checkpoint: Path | None) -> Path:
+        config = self.config
+        if config.tokenizer:
+            return Path(config.tokenizer)
+        if _is_preset(config.model):
+            raise ConfigError(
+                f"the preset {config.model} has no tokenizer of its own; name one with --tokenizer FOLDER"
+            )
+        if checkpoint:
+            return checkpoint
+        from liger_models.convert.hub import resolve
+
+        return resolve(config.model)
+
+    def _load_model(self, checkpoint: Path | None) -> LigerCausalLM:
+        import liger_models
+
+        config, tokenizer = self.config, self.tokenizer
+        options: dict[str, Any] = {
+            "device": self.world.device,
+            "attention": config.attention,
+            "activation_memory": config.activation_memory,
+        }
+        dtype: Any = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+        if checkpoint or not _is_preset(config.model):
+            model = liger_models.from_hub(str(checkpoint or config.model), dtype=dtype, **options)
+            if model.dtype == torch.float16:
+                raise ConfigError(
+                    f"{config.model} is in float16, whose range gradients leave; choose --dtype bfloat16 or "
+                    "float32"
+                )
+        else:
+            if config.dtype == "auto":
+                dtype = torch.bfloat16 if self.world.device.type == "cuda" else torch.float32
+            shape = preset(
+                config.model, vocab_size=tokenizer.vocab_size, bos=tokenizer.bos_id, eos=tokenizer.eos_id
+            )
+            model = liger_models.from_config(shape, dtype=dtype, **options)
+        return model.train()
+
+    def _load_data(self) -> tuple[Documents, Documents | None]:
+        config = self.config
+        vocab_size = self.model.spec.vocab_size
+
+        def load(files: tuple[str, ...]) -> Documents:
+            return load_documents(
+                files,
+                self.tokenizer,
+                seq_len=config.seq_len,
+                vocab_size=vocab_size,
+                truncate=config.truncate,
+            )
+
+        documents, held_out = load(config.data), None
+        self.world.say(f"data: {describe(documents.counts)}")
+        if config.eval_data:
+            held_out = load(config.eval_data)
+        elif config.eval_fraction:
+            documents, held_out = split(documents, config.eval_fraction, config.seed)
+        if held_out:
+            self.world.say(f"held out: {describe(held_out.counts)}")
+        return documents, held_out
+
+    def _check_resumed(self, checkpoint: Path, state: dict[str, Any]) -> None:
+        """The position in the data means something only for the same data in the same order."""
+        changed = self.config.differences(state["config"])
+        for name in ("seq_len", "seed", "dtype"):
+            if name in changed:
+                then, now = changed[name]
+                raise ConfigError(
+                    f"{checkpoint} was trained with {name}={then} and this run asks for {now}; keep {then}"
+                )
+        if state["data"] != self.data:
+            raise DataError(
+                f"{checkpoint} was trained on other tokens than these: a data file, the tokenizer, "
+                "--truncate or --eval-fraction has changed; restore it, or start a new run from these "
+                "weights without --resume"
+            )
+        for name, (then, now) in changed.items():
+            if name not in ("resume", "output", "data", "eval_data", "tokenizer"):
+                self.world.say(f"resuming with {name}={now}, which was {then}")
+
+    def _announce(self, checkpoint: Path | None) -> None:
+        size = sum(p.numel() for p in self.model.parameters())
+        parameter = self.parameters[0]
+        self.world.say(
+            f"model: {size:,} parameters, {str(parameter.dtype).removeprefix('torch.')} on "
+            f"{self.world.device}; {self.total:,} steps of {self.rows_per_step} rows of "
+            f"{self.config.seq_len} tokens"
+        )
+        if checkpoint:
+            self.world.say(f"resumed from {checkpoint}, step {self.progress.step}")
+        elif self.config.resume:
+            self.world.say(f"no checkpoint in {self.output} yet: starting anew")
+
+
+def _forward(model: nn.Module, batch: Any, labels: int) -> Tensor:
+    """This micro-batch's share of the step's mean loss."""
+    return model(
+        batch.input_ids,
+        shift_labels=batch.shift_labels,
+        cu_seqlens=batch.cu_seqlens,
+        num_items_in_batch=labels,
+    ).loss
+
+
+def _is_preset(name: str) -> bool:
+    return name in PRESETS and not Path(name).exists()
+
+
+def _postfix(record: dict[str, Any], speeds: deque[tuple[int, float]], eval_loss: float | None) -> str:
+    speed = sum(tokens for tokens, _ in speeds) / sum(seconds for _, seconds in speeds)
+    parts = [f"loss {record['loss']:.3f}", f"lr {record['lr']:.1e}", f"{speed:,.0f} tok/s"]
+    parts.append(f"{record['memory'] / 2**30:.2f} GiB")
+    if eval_loss is not None:
+        parts.append(f"held-out {eval_loss:.3f}")
+    return ", ".join(parts)
+
+
+class _Signals:
+    """Makes SIGINT and SIGTERM a mark that is read between micro-batches; a second one acts at once."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                self._before[signum] = signal.signal(signum, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            raise KeyboardInterrupt
+        self.received = signum
+        print(
+            "\nstopping after this micro-batch, then saving; once more to stop without saving",
+            file=sys.stderr,
+        )
+
+
+class _World:
+    """The processes of this run: one, or torchrun's ranks with DDP between them."""
+
+    def __init__(self, device: str) -> None:
+        self.size, self.rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        self.main = self.rank == 0
+        self._ours = False
+
+    def __enter__(self) -> _World:
+        if self.size > 1 and not dist.is_initialized():
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
+            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+            self._ours = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._ours:
+            dist.destroy_process_group()
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        if self.size == 1:
+            return model
+        # Views into the buckets spare a second copy of the gradients.
+        return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+    def no_sync(self, wrapped: nn.Module) -> contextlib.AbstractContextManager[None]:
+        return wrapped.no_sync() if self.size > 1 else contextlib.nullcontext()  # type: ignore[operator]
+
+    def sum(self, value: Tensor) -> Tensor:
+        if self.size > 1:
+            dist.all_reduce(value)
+        return value
+
+    def any(self, mine: bool) -> bool:
+        if self.size == 1:
+            return mine
+        return bool(self.sum(torch.tensor(float(mine), device=self.device)).item())
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+    def say(self, text: str) -> None:
+        if self.main:
+            print(text, file=sys.stderr)
+
+    @contextlib.contextmanager
+    def bar(self, total: int, done: int) -> Iterator[Any]:
+        from tqdm import tqdm
+
+        terminal: TextIO = sys.stderr
+        # In a log file every redraw is a line: let them come seldom.
+        interval = 0.2 if terminal.isatty() else 10.0
+        with tqdm(
+            total=total,
+            initial=done,
+            unit="step",
+            disable=not self.main,
+            mininterval=interval,
+            dynamic_ncols=True,
+        ) as bar:
+            yield bar
+
+
+__all__ = ["TrainConfig", "TrainResult", "TrainingInterrupted", "train"]

@@ -1,0 +1,96 @@
+"""What a run tells: a progress bar, one record a step in metrics.jsonl and metrics.csv, and the loss curve
+as a picture.
+
+A record holds step, tokens (inputs so far), loss, lr, grad_norm, tokens_per_s, memory (peak bytes: of the
+GPU, or of the process on a CPU) and, on steps that evaluated, eval_loss. Step 0 is the untrained model.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+METRICS = "metrics.jsonl"
+COLUMNS = ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "memory", "eval_loss")
+
+
+class Metrics:
+    """The two files in `folder`, appended to a record at a time."""
+
+    def __init__(self, folder: Path, *, resumed_step: int | None) -> None:
+        """Begin anew, or keep the records up to and including `resumed_step`: later ones will be made
+        again."""
+        self.jsonl, self.csv = folder / METRICS, folder / "metrics.csv"
+        kept = (
+            [] if resumed_step is None else [r for r in read_metrics(self.jsonl) if r["step"] <= resumed_step]
+        )
+        _replace(self.jsonl, "".join(json.dumps(record) + "\n" for record in kept))
+        _replace(self.csv, ",".join(COLUMNS) + "\n" + "".join(map(_csv_line, kept)))
+
+    def write(self, record: dict[str, Any]) -> None:
+        for path, line in ((self.jsonl, json.dumps(record) + "\n"), (self.csv, _csv_line(record))):
+            with path.open("a", encoding="utf-8") as file:
+                file.write(line)
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a metrics.jsonl; a last line that a kill cut short is not one."""
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                yield json.loads(line)
+            except ValueError:
+                return
+
+
+def _csv_line(record: dict[str, Any]) -> str:
+    line = io.StringIO()
+    csv.writer(line, lineterminator="\n").writerow([record.get(column, "") for column in COLUMNS])
+    return line.getvalue()
+
+
+def _replace(path: Path, text: str) -> None:
+    beside = path.with_name(f".{path.name}.new")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes: allocated on a CUDA device, resident in this process otherwise."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2) counts bytes on macOS, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def plot_losses(records: list[dict[str, Any]], path: Path) -> bool:
+    """Draw training and held-out loss over steps into a PNG; False where matplotlib is not installed."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)  # no display, and no global state of pyplot
+    axes = figure.add_subplot()
+    train = [(r["step"], r["loss"]) for r in records if r.get("loss") is not None]
+    held = [(r["step"], r["eval_loss"]) for r in records if r.get("eval_loss") is not None]
+    if train:
+        axes.plot(*zip(*train, strict=True), color="tab:blue", linewidth=1, label="training")
+    if held:
+        axes.plot(*zip(*held, strict=True), color="tab:orange", marker="o", markersize=4, label="held out")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path)
+    return True

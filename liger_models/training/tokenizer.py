@@ -1,0 +1,177 @@
+"""Text to token ids, and conversations to text, from a Hugging Face tokenizer's files.
+
+Read: tokenizer.json (the `tokenizers` format); bos and eos from tokenizer_config.json, else from config.json
+or generation_config.json; the chat template from chat_template.jinja, else from tokenizer_config.json.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from liger_models.convert.errors import DataError
+
+# What a tokenizer is made of: these files travel with every checkpoint that a run writes.
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+
+
+class TextTokenizer:
+    """The tokenizer in `folder`.
+
+    Attributes: `vocab_size` (one more than the largest id), `bos_id` and `eos_id` (None where no file names
+    one). Raises DataError for a missing or unreadable tokenizer.json.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        from tokenizers import Tokenizer
+
+        self.folder = Path(folder)
+        path = self.folder / "tokenizer.json"
+        if not path.is_file():
+            raise DataError(
+                f"{self.folder} holds no tokenizer.json; name a folder that does (a tokenizer with only "
+                "tokenizer.model is converted by transformers: "
+                "AutoTokenizer.from_pretrained(...).save_pretrained(...))"
+            )
+        try:
+            self.backend = Tokenizer.from_file(str(path))
+        except Exception as error:  # the Rust library raises plain Exception
+            raise DataError(f"{path} cannot be read as a tokenizer: {error}") from error
+        self.backend.no_truncation()  # both would lose or invent tokens without a word
+        self.backend.no_padding()
+        self.vocab_size = 1 + max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        self._config = self._json("tokenizer_config.json")
+        self.bos_id = self._special("bos_token")
+        self.eos_id = self._special("eos_token")
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, with the special tokens that the tokenizer itself adds (usually bos)."""
+        return self.backend.encode(text).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self.backend.encode_batch_fast(texts)]
+
+    def encode_spans(
+        self, text: str, spans: Sequence[tuple[int, int]], *, add_special_tokens: bool
+    ) -> tuple[list[int], list[bool]]:
+        """Ids of `text`, and which of them end inside one of the half-open character `spans`.
+
+        A token belongs where it ends: byte-level tokenizers report a token's leading space, and all of a
+        token that is only spaces, as empty, so that its start says nothing.
+        """
+        encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
+        inside = [any(start < end <= stop for start, stop in spans) for _, end in encoding.offsets]
+        return encoding.ids, inside
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.backend.decode(list(ids))
+
+    def render(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+        """A conversation as the chat template writes it, and the character spans of what the assistant says.
+
+        A turn is found by rendering the conversation up to it: it begins where the prefix with the
+        generation prompt ends, and ends where the prefix with the turn does. That is precisely what a model
+        sees and must continue when it is used, and it includes the end-of-turn token. Raises DataError where
+        the template changes earlier turns when later ones come (so that no prefix of the text is a prefix of
+        the conversation).
+        """
+        template = self._template
+        text = self._apply(template, messages, False)
+        spans = []
+        for i, message in enumerate(messages):
+            if message.get("role") != "assistant":
+                continue
+            before = self._apply(template, messages[:i], True)
+            through = self._apply(template, messages[: i + 1], False)
+            if not (text.startswith(through) and through.startswith(before)):
+                raise DataError(
+                    f"the chat template of {self.folder} renders message {i} differently when later "
+                    "messages follow, so what the assistant said cannot be told apart; give one example "
+                    "for each assistant turn"
+                )
+            spans.append((len(before), len(through)))
+        return text, spans
+
+    def _apply(self, template: Any, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+        import jinja2
+
+        try:
+            return template.render(
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                bos_token=self._name("bos_token") or "",
+                eos_token=self._name("eos_token") or "",
+            )
+        except (jinja2.TemplateError, TypeError, KeyError) as error:
+            raise DataError(f"the chat template refuses the conversation: {error}") from error
+
+    @functools.cached_property
+    def _template(self) -> Any:
+        file = self.folder / "chat_template.jinja"
+        source = file.read_text(encoding="utf-8") if file.is_file() else self._config.get("chat_template")
+        if isinstance(source, list):  # several templates by name
+            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        if not source:
+            raise DataError(
+                f"`messages` need a chat template and the tokenizer in {self.folder} has none; use the "
+                "tokenizer of a chat model, add chat_template.jinja to the folder, or write "
+                "prompt/completion records"
+            )
+        try:
+            import jinja2
+            from jinja2.sandbox import ImmutableSandboxedEnvironment
+        except ImportError as error:
+            raise DataError(
+                "`messages` need the jinja2 package for the chat template: pip install jinja2"
+            ) from error
+
+        def raise_exception(message: str) -> None:
+            raise jinja2.TemplateError(message)
+
+        # A template is data from elsewhere: it runs in the sandbox. Some write today's date into the system
+        # prompt; a run resumed tomorrow must see the same tokens, so "today" is the day that Llama's own
+        # templates fall back to.
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+        environment.globals["raise_exception"] = raise_exception
+        environment.globals["strftime_now"] = datetime.datetime(2024, 7, 26).strftime
+        try:
+            return environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise DataError(f"the chat template of {self.folder} is not valid: {error}") from error
+
+    def _name(self, key: str) -> str | None:
+        value = self._config.get(key)
+        return value.get("content") if isinstance(value, dict) else value
+
+    def _special(self, key: str) -> int | None:
+        name = self._name(key)
+        if name is not None and (found := self.backend.token_to_id(name)) is not None:
+            return found
+        for file in ("config.json", "generation_config.json"):
+            value = self._json(file).get(f"{key}_id")
+            if value is not None:
+                return value[0] if isinstance(value, list) else value
+        return None
+
+    def _json(self, name: str) -> dict[str, Any]:
+        path = self.folder / name
+        if not path.is_file():
+            return {}
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise DataError(f"{path} is not valid JSON: {error}") from error

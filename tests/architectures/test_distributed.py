@@ -1,0 +1,52 @@
+"""Two ranks, each with half of a batch, train like one process with the whole: under DDP and FSDP2."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+RANK = Path(__file__).with_name("data_parallel_rank.py")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+@pytest.mark.parametrize(
+    ("wrapper", "level"), [("ddp", "lean"), ("fsdp", "lean"), ("fsdp", "mlp"), ("fsdp", "checkpoint")]
+)
+def test_two_ranks_equal_one_process(make_pair, tmp_path, failures, wrapper, level):
+    # A tied weight has two uses, and must be averaged once, after both.
+    pair = make_pair("llama", {"tie_word_embeddings": True})
+    batch = pair.batch(rows=4)
+    batch["labels"][2:, 8:] = -100  # the ranks have different numbers of labels
+    expected = pair.run_ours(**batch)
+    expected.logits = None
+    torch.save({"config": pair.config, "state": pair.ours.state_dict(), "batch": batch}, tmp_path / "task.pt")
+    environment = {**os.environ, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(RANK), str(tmp_path), wrapper, level],
+            env={**environment, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        complaints = [rank.communicate(timeout=120)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], complaints
+
+    results = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    joint = sum(result["loss"] for result in results) / 2  # as the ranks' gradients are averaged
+    for result in results:
+        by_name = {}
+        for name, expression in pair.weight_map.items():
+            by_name |= expression.write(result["gradients"][name])
+        assert not failures(type(expected)(joint, None, by_name).distances(expected))

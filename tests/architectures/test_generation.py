@@ -1,0 +1,205 @@
+"""Greedy text is that of transformers, the cache changes nothing, sampling draws from the right set."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from liger_models import generation
+from liger_models.architectures import list_architectures
+from liger_models.convert.errors import DataError
+from liger_models.generation import generate
+
+NEW = 24  # far beyond the windows of the tiny configs
+
+
+@pytest.fixture(params=list_architectures())
+def family(request):
+    return request.param
+
+
+@pytest.fixture
+def pair(family, make_pair):
+    return make_pair(family)
+
+
+def reference_text(pair, ids, mask=None, **options):
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, **options}
+    mask = torch.ones_like(ids) if mask is None else mask
+    return pair.reference.generate(ids, attention_mask=mask, **options)
+
+
+def prompts(pair, rows=3, length=9):
+    return torch.randint(0, pair.vocab_size, (rows, length))
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_greedy_text_is_the_reference_text(tied, family, make_pair):
+    pair = make_pair(family, {"tie_word_embeddings": tied})
+    ids = prompts(pair)
+    assert torch.equal(generate(pair.ours, ids, NEW), reference_text(pair, ids, pad_token_id=0))
+
+
+def test_greedy_text_of_padded_prompts_is_the_reference_text(pair):
+    ids = prompts(pair)
+    mask = (torch.arange(9) >= torch.tensor([[0], [3], [8]])).long()
+    found = generate(pair.ours, ids, NEW, attention_mask=mask)
+    assert torch.equal(found, reference_text(pair, ids, mask, pad_token_id=0))
+
+
+def test_padding_may_stand_on_either_side(pair):
+    ids = prompts(pair, rows=2)
+    right = (torch.arange(9) < torch.tensor([[9], [5]])).long()
+    found = generate(pair.ours, ids, NEW, attention_mask=right)
+    alone = generate(pair.ours, ids[1:, :5], NEW)
+    assert torch.equal(found[1, 9:], alone[0, 5:])
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one_end", "several_ends"])
+def test_a_sequence_ends_with_the_end_token(several, pair):
+    ids = prompts(pair)
+    unbounded = generate(pair.ours, ids, NEW)[:, 9:]
+    ends = [unbounded[0, 4].item(), unbounded[1, 7].item()]
+    ends = ends if several else ends[0]
+    pad = next(i for i in range(pair.vocab_size) if i not in unbounded)
+    found = generate(pair.ours, ids, NEW, eos_token_id=ends, pad_token_id=pad)
+    assert torch.equal(found, reference_text(pair, ids, eos_token_id=ends, pad_token_id=pad))
+    assert (found[0] == pad).any()
+
+
+def test_generation_stops_when_all_sequences_have_ended(pair):
+    ids = prompts(pair, rows=1)
+    text = generate(pair.ours, ids, NEW)[0, 9:]
+    first_end = text.tolist().index(text[5])
+    found = generate(pair.ours, ids, NEW, eos_token_id=text[5].item())
+    assert found.shape[1] == 9 + first_end + 1
+
+
+def test_cached_logits_are_those_of_the_whole_text(pair, monkeypatch):
+    seen = []
+    choose = generation._choose
+    monkeypatch.setattr(
+        generation, "_choose", lambda logits, *rest: (seen.append(logits), choose(logits, *rest))[1]
+    )
+    ids, lengths = prompts(pair), [9, 6, 1]
+    mask = (torch.arange(9) >= 9 - torch.tensor(lengths)[:, None]).long()
+    text = generate(pair.ours, ids, NEW, attention_mask=mask)
+    cached = torch.stack(seen, dim=1)  # [batch, new, V]
+    for row, length in enumerate(lengths):
+        with torch.no_grad():
+            whole = pair.ours(text[row : row + 1, 9 - length :]).logits[0, length - 1 : -1]
+        # float32 through three layers, attention in another order
+        assert (cached[row] - whole).norm() <= 1e-5 * whole.norm()
+
+
+def test_tokens_are_handed_out_as_they_come(pair):
+    ids, heard = prompts(pair), []
+    text = generate(pair.ours, ids, 5, on_token=heard.append)
+    assert torch.equal(torch.stack(heard, dim=1), text[:, 9:])
+
+
+def test_no_graph_is_kept_and_training_goes_on(pair):
+    ids = prompts(pair)
+    generate(pair.ours, ids, 3)
+    pair.ours(ids, labels=ids).loss.backward()
+    assert all(p.grad is not None for p in pair.ours.parameters())
+
+
+# -- sampling
+
+DRAWS = 4000
+
+
+def drawn_counts(pair, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """How often each token was drawn as the next one of a prompt, and the model's logits for it."""
+    ids = prompts(pair, rows=1, length=4)
+    with torch.no_grad():
+        logits = pair.ours(ids).logits[0, -1]
+    text = generate(pair.ours, ids.expand(DRAWS, 4), 1, seed=0, **options)
+    return text[:, -1].bincount(minlength=pair.vocab_size), logits.double()
+
+
+def nucleus(probabilities: torch.Tensor, top_p: float) -> set[int]:
+    """The smallest set of likeliest tokens whose probability reaches top_p, one token after the other."""
+    chosen: set[int] = set()
+    while sum(probabilities[i].item() for i in chosen) < top_p:
+        chosen.add(max(set(range(len(probabilities))) - chosen, key=lambda i: probabilities[i].item()))
+    return chosen
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.4},
+        {"temperature": 0.4, "top_k": 5},
+        {"temperature": 1.0, "top_k": 1},
+        {"temperature": 0.4, "top_p": 0.6},
+        {"temperature": 0.4, "top_p": 1e-6},
+        {"temperature": 0.4, "top_k": 9, "top_p": 0.7},
+        {"temperature": 1.0, "top_k": 1000},
+    ],
+    ids=str,
+)
+def test_sampling_draws_from_the_right_distribution(options, make_pair):
+    counts, logits = drawn_counts(make_pair("llama"), **options)
+    probabilities = (logits / options["temperature"]).softmax(0)
+    allowed = set(probabilities.topk(min(options.get("top_k") or len(logits), len(logits))).indices.tolist())
+    kept = torch.zeros_like(probabilities)
+    kept[list(allowed)] = probabilities[list(allowed)]
+    allowed = nucleus(kept / kept.sum(), options["top_p"]) if "top_p" in options else allowed
+    expected = torch.zeros_like(probabilities)
+    expected[list(allowed)] = probabilities[list(allowed)]
+    expected = DRAWS * expected / expected.sum()
+    assert set(counts.nonzero()[:, 0].tolist()) <= allowed
+    # The counts are binomial: five standard deviations, and one count for the rare tokens.
+    assert ((counts - expected).abs() <= 5 * expected.sqrt() + 1).all()
+
+
+def test_sampling_with_a_seed_is_reproducible_and_leaves_the_global_generator_alone(make_pair):
+    pair = make_pair("llama")
+    ids, options = prompts(pair), {"max_new_tokens": 8, "temperature": 1.0}
+    state = torch.get_rng_state()
+    first, again, other = (generate(pair.ours, ids, **options, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert torch.equal(state, torch.get_rng_state())
+    unseeded, next_unseeded = (generate(pair.ours, ids, **options) for _ in range(2))
+    assert not torch.equal(unseeded, next_unseeded)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 0}, "at least 1, found 0"),
+        ({"temperature": -0.1}, "must not be negative, found -0.1"),
+        ({"top_p": 0.0}, "above 0 and at most 1, found 0.0"),
+        ({"top_p": 1.1}, "above 0 and at most 1, found 1.1"),
+        ({"top_k": -1}, "must not be negative, found -1"),
+    ],
+)
+def test_options_outside_their_range_are_refused(options, message, make_pair):
+    pair = make_pair("llama")
+    with pytest.raises(ValueError, match=message):
+        generate(pair.ours, prompts(pair), **options)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (3,)], ids=str)
+def test_prompts_that_hold_no_token_are_refused(shape, make_pair):
+    with pytest.raises(DataError, match=r"hold a token, found"):
+        generate(make_pair("llama").ours, torch.zeros(shape, dtype=torch.long))
+
+
+def test_an_empty_prompt_in_a_batch_is_refused(make_pair):
+    pair = make_pair("llama")
+    mask = torch.ones(3, 9, dtype=torch.long)
+    mask[1] = 0
+    with pytest.raises(DataError, match="prompt of the batch is empty"):
+        generate(pair.ours, prompts(pair), 4, attention_mask=mask)
+
+
+def test_more_positions_than_the_tables_hold_are_refused(make_pair):
+    pair = make_pair("llama", {"max_position_embeddings": 32})
+    assert generate(pair.ours, prompts(pair), 24).shape == (3, 33)  # the last token is never read
+    with pytest.raises(DataError, match="position 32 is beyond"):
+        generate(pair.ours, prompts(pair), 25)

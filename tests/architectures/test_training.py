@@ -1,0 +1,92 @@
+"""Trained alike, a native model and its reference stay together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from liger_models.architectures import list_architectures
+
+STEPS, LEARNING_RATE = 10, 1e-2
+
+# AdamW divides a gradient by its own size, so that an entry which is zero but for rounding moves as far as
+# any other, in a random direction. An eps above that rounding (entries are 1e-4 to 1e-1, known to 1e-5 of the
+# norm) takes the division away from such entries and leaves it to the rest.
+EPS = 1e-4
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", list_architectures())
+def test_ten_steps_of_adamw_stay_together(family, tied, make_pair):
+    pair = make_pair(family, {"tie_word_embeddings": tied})
+    start = {name: p.detach().clone() for name, p in pair.reference.named_parameters()}
+    options = {"lr": LEARNING_RATE, "weight_decay": 0.1, "eps": EPS}
+    optimizers = [
+        torch.optim.AdamW(pair.ours.parameters(), **options),
+        torch.optim.AdamW(pair.reference.parameters(), **options),
+    ]
+    losses = []
+    for _ in range(STEPS):
+        batch = pair.batch()
+        ours, reference = pair.run_ours(**batch), pair.run_reference(**batch)
+        losses.append((ours.loss.item(), reference.loss.item()))
+        for optimizer in optimizers:
+            optimizer.step()
+
+    # In a step an entry moves by g / (g + eps), so an error e of the gradient shows as e / (g + eps).
+    # Gradients are known to 1e-5 of their norm and the small entries are about eps: a relative error of 1e-4
+    # or so in a step, and no more than ten times that of the way by the end. A wrong update is of order one.
+    own = dict(pair.ours.named_parameters())
+    moved = {name: p.detach() for name, p in pair.reference.named_parameters()}
+    for name, expression in pair.weight_map.items():
+        for source, value in expression.write(own[name].detach()).items():
+            way = (moved[source] - start[source]).norm()
+            assert way > 0
+            assert (value - moved[source]).norm() <= 1e-3 * way, source
+    # A whole way changes a loss by about one; 1e-3 of it, in random directions, by far less than 1e-3.
+    for found, expected in losses:
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_tied_weights_train_as_one(make_pair):
+    pair = make_pair("llama", {"tie_word_embeddings": True})
+    batch = pair.batch()
+    optimizer = torch.optim.AdamW(pair.ours.parameters(), lr=LEARNING_RATE)
+    pair.ours(**batch).loss.backward()
+    optimizer.step()
+    model = pair.ours
+    assert model.lm_head.weight is model.embed_tokens.weight
+    assert sum(p is model.embed_tokens.weight for p in model.parameters()) == 1
+    assert "lm_head.weight" not in model.state_dict()
+
+
+def test_gradient_accumulation_by_item_count_is_exact(make_pair):
+    """Two halves with unequal label counts, each divided by the count of both, add up to the whole batch."""
+    pair = make_pair("llama")
+    batch = pair.batch(rows=4)
+    batch["labels"][0, 2:] = -100
+    whole = pair.run_ours(**batch)
+    items = (batch["labels"][:, 1:] != -100).sum()
+    pair.ours.zero_grad()
+    losses = [
+        pair.ours(ids, labels, num_items_in_batch=items)
+        for ids, labels in zip(batch["input_ids"].split(2), batch["labels"].split(2), strict=True)
+    ]
+    for output in losses:
+        output.loss.backward()
+    parts = {name: p.grad for name, p in pair.ours.named_parameters()}
+    assert sum(output.loss.item() for output in losses) == pytest.approx(whole.loss.item(), rel=1e-6)
+    for name, expression in pair.weight_map.items():
+        for source, gradient in expression.write(parts[name]).items():
+            # float32 sums of the same terms in another order
+            torch.testing.assert_close(gradient, whole.gradients[source], rtol=1e-4, atol=1e-6)
+
+
+def test_the_loss_is_the_mean_over_labels(make_pair):
+    pair = make_pair("llama")
+    batch = pair.batch()
+    output = pair.ours(**batch, return_logits=True)
+    by_hand = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+    assert output.loss.dtype == torch.float32
+    torch.testing.assert_close(output.loss, by_hand, rtol=1e-6, atol=0)

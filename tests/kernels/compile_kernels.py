@@ -1,0 +1,133 @@
+"""Compile every Triton kernel for a Hopper GPU on a machine without one; test_compilation.py runs this.
+
+Operations run on CPU tensors, and every launch is replaced by the compilation of what would be launched.
+Their results mean nothing: what counts is that the compiler takes each kernel with the arguments that its
+operation gives it. The interpreter, in which the other tests run, takes more than the compiler does.
+"""
+
+import importlib
+import pkgutil
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+import liger_models.kernels as kernels
+
+BF16 = torch.bfloat16
+
+
+class NoDevice:
+    """As much of a Triton driver as compiling asks for."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+
+def operand(*shape, dtype=BF16):
+    return torch.randn(shape, dtype=dtype).requires_grad_()
+
+
+def backward(*results):
+    sum(result.float().sum() for result in results).backward()
+
+
+def run_everything() -> None:
+    norms()
+    rotary()
+    backward(kernels.swiglu(operand(8, 256)))
+    for approximate in ("tanh", "none"):
+        backward(kernels.geglu(operand(8, 128), operand(8, 128), approximate))
+    backward(kernels.relu2(operand(8, 128)))
+    backward(kernels.softmax(operand(8, 128)))
+    backward(kernels.softmax(operand(2, 70_000)))
+    losses()
+    router = torch.randn(64, 8).softmax(-1).topk(2)
+    experts = operand(8, 2 * 128, 64), operand(8, 64, 128)
+    backward(kernels.moe_experts(operand(64, 64), router.values, router.indices.int(), *experts))
+
+
+def norms() -> None:
+    for width in (256, 4096, 40_000):
+        x, weight, bias = operand(8, width), operand(width), operand(width)
+        for cast in ("llama", "gemma"):
+            backward(kernels.rms_norm(x, weight, cast=cast))
+            backward(*kernels.add_rms_norm(x, operand(8, width), weight, cast=cast))
+        backward(kernels.rms_norm(x, None))
+        backward(kernels.layer_norm(x, weight, bias))
+
+
+def rotary() -> None:
+    heads, kv_heads, dim = 8, 2, 64
+    for interleaved in (False, True):
+        for turned in (dim, dim // 2):
+            tables = torch.rand(16, turned // 2), torch.rand(16, turned // 2)
+            qkv = operand(16, (heads + 2 * kv_heads) * dim)
+            backward(*kernels.split_rotary_qkv(qkv, *tables, heads, kv_heads, dim, interleaved))
+            separate = operand(16, heads, dim), operand(16, kv_heads, dim)
+            backward(*kernels.rotary(*separate, *tables, interleaved))
+            for per_head in (True, False):
+                widths = (dim, dim) if per_head else (heads * dim, kv_heads * dim)
+                options = {"eps": 1e-6, "per_head": per_head, "interleaved": interleaved}
+                weights = [operand(width) for width in widths]
+                shape = (heads, kv_heads, dim)
+                backward(*kernels.split_norm_rotary_qkv(qkv, *weights, *tables, *shape, **options))
+                options |= {"norm_first": False}
+                backward(*kernels.split_norm_rotary_qkv(qkv, *weights, *tables, *shape, **options))
+
+
+def losses() -> None:
+    labels, vocab = torch.tensor([3, -100, 7, 9]), 1000
+    options = [{}, {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0, "logit_scale": 0.5}]
+    for choice in options:
+        backward(kernels.cross_entropy(operand(4, vocab), labels, **choice))
+        loss = kernels.linear_cross_entropy(operand(4, 64), operand(vocab, 64), labels, **choice)
+        backward(2 * loss)
+    for divergence in (kernels.kl_div, kernels.generalized_jsd, kernels.total_variation):
+        backward(divergence(operand(4, vocab), torch.randn(4, vocab, dtype=BF16), labels=labels))
+    for divergence in (kernels.linear_kl, kernels.linear_jsd, kernels.linear_cosine_distillation):
+        teacher = torch.randn(4, 32, dtype=BF16), torch.randn(vocab, 32, dtype=BF16)
+        backward(divergence(operand(4, 64), operand(vocab, 64), *teacher, labels=labels))
+    for choice in ({}, {"temperature": 2.0, "softcap": 30.0}):
+        backward(*kernels.linear_log_probs(operand(4, 64), operand(vocab, 64), labels, **choice))
+
+
+def main() -> None:
+    names = [module.name for module in pkgutil.iter_modules(kernels.__path__, "liger_models.kernels.")]
+    modules = [importlib.import_module(name) for name in names]
+    found = {
+        f"{module.__name__}.{name}"
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, JITFunction)
+        and name.endswith("_kernel")
+        and value.fn.__module__ == module.__name__
+    }
+    compiled: set[str] = set()
+    launch = JITFunction.run
+
+    def compile_only(self, *args, **kwargs):
+        compiled.add(f"{self.fn.__module__}.{self.fn.__name__}")
+        return launch(self, *args, **{**kwargs, "warmup": True})
+
+    JITFunction.run = compile_only
+    triton.runtime.driver.set_active(NoDevice())
+    for module in modules:
+        if hasattr(module, "use_triton"):
+            module.use_triton = lambda *tensors: not torch.compiler.is_compiling()
+    torch.manual_seed(0)
+    run_everything()
+    missed = sorted(found - compiled)
+    assert not missed, f"no operation above launches {missed}"
+    print(f"compiled {len(compiled)} kernels")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Fixtures of the kernel tests."""
+
+import pytest
+import torch
+
+from liger_models.kernels._dispatch import interpret
+
+
+@pytest.fixture
+def interpreted():
+    """Run the kernels in Triton's interpreter, on a CPU."""
+    if torch.cuda.is_available():
+        pytest.skip("on this machine the kernels are compiled: the gpu tests run them")
+    with interpret():
+        yield
+
+
+@pytest.fixture(params=["plain", "triton"])
+def implementation(request):
+    """Run a CPU test twice: through the plain twins, and through the kernels in Triton's interpreter."""
+    if request.param == "triton":
+        request.getfixturevalue("interpreted")
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def assert_near():
+    """assert_near(actual, truth, roundings): no element is off by more roundings of the largest.
+
+    A rounding is half an ulp of actual's dtype, at the size of the largest element of `truth`.
+    """
+
+    def check(actual, truth, roundings):
+        assert actual.shape == truth.shape
+        if truth.numel():
+            unit = torch.finfo(actual.dtype).eps / 2 * max(truth.abs().max().item(), 1e-30)
+            error = (actual.double() - truth.double()).abs().max().item()
+            assert error <= roundings * unit, f"{error / unit:.1f} roundings, allowed {roundings}"
+
+    return check

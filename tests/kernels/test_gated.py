@@ -1,0 +1,102 @@
+"""Gated activations and the squared ReLU. What every operation promises is in test_contract.py."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from liger_models.kernels import geglu, relu2, swiglu
+
+
+@pytest.mark.parametrize("operation", [swiglu, geglu])
+def test_the_gate_is_the_first_half_of_a_packed_operand(operation, implementation):
+    gate, up = torch.randn(5, 6), torch.randn(5, 6)
+    assert torch.equal(operation(torch.cat([gate, up], -1)), operation(gate, up))
+    assert not torch.equal(operation(gate, up), operation(up, gate))
+
+
+def test_swiglu_geglu_and_relu2_are_what_torch_calls_so(implementation, assert_near):
+    gate, up = torch.randn(5, 6) * 3, torch.randn(5, 6)
+    gate64, up64 = gate.double(), up.double()
+    assert_near(swiglu(gate, up), F.silu(gate64) * up64, 12)
+    assert_near(geglu(gate, up), F.gelu(gate64, approximate="tanh") * up64, 12)
+    assert_near(geglu(gate, up, approximate="none"), F.gelu(gate64) * up64, 12)
+    assert_near(relu2(gate), F.relu(gate64) ** 2, 2)
+    # The two forms of GELU differ by up to 5e-4: enough to notice if one stood for the other.
+    assert (geglu(gate, up) - geglu(gate, up, approximate="none")).abs().max() > 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # which then gives a sigmoid of zero
+@pytest.mark.parametrize("operation", [swiglu, geglu, relu2])
+def test_large_inputs_saturate_and_do_not_overflow(operation, implementation):
+    gate = torch.tensor([[-200.0, -1e4, 200.0, 1e4]], requires_grad=True)
+    y = operation(gate) if operation is relu2 else operation(gate, torch.ones(1, 4))
+    (grad,) = torch.autograd.grad(y.sum(), gate)
+    large = gate.detach()[:, 2:]
+    expected = large.square() if operation is relu2 else large
+    assert torch.equal(y[:, :2], torch.zeros(1, 2))
+    assert torch.equal(y[:, 2:], expected)
+    assert torch.equal(grad[:, 2:], 2 * large if operation is relu2 else torch.ones(1, 2))
+
+
+def test_nan_is_passed_on(implementation):
+    x = torch.tensor([[float("nan"), 1.0]])
+    for y in (relu2(x), swiglu(x, torch.ones(1, 2)), geglu(x, torch.ones(1, 2))):
+        assert y.isnan().tolist() == [[True, False]]
+
+
+@pytest.mark.parametrize("operation", [swiglu, geglu, relu2])
+def test_only_the_inputs_are_kept(operation, interpreted):
+    x = torch.randn(3, 6, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        operation(x)
+    assert [t.data_ptr() for t in kept] == [x.data_ptr()]
+
+
+def test_a_row_wider_than_a_tile_is_whole(interpreted, assert_near):
+    gate, up = torch.randn(2, 2, 2500).unbind()
+    assert_near(swiglu(gate, up), F.silu(gate.double()) * up.double(), 12)
+    assert_near(relu2(gate), F.relu(gate.double()) ** 2, 2)
+
+
+def test_operands_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="even last dimension"):
+        swiglu(torch.randn(3, 7))
+    with pytest.raises(ValueError, match="expected the same shape and dtype"):
+        swiglu(torch.randn(3, 6), torch.randn(3, 1))
+    with pytest.raises(ValueError, match="expected the same shape and dtype"):
+        geglu(torch.randn(3, 6), torch.randn(3, 6).bfloat16())
+    with pytest.raises(ValueError, match="approximate is 'erf'; expected 'tanh' or 'none'"):
+        geglu(torch.randn(3, 6), approximate="erf")
+
+
+def _reusing(retain_graph):
+    """Gradients of a product whose input is a tensor inside the graph, and that tensor afterwards."""
+    leaf = torch.randn(5, 12, requires_grad=True)
+    gate_up = leaf * 1
+    before = gate_up.detach().clone()
+    y = swiglu(gate_up, reuse_input=True)
+    upstream = torch.randn_like(y)
+    (gradient,) = torch.autograd.grad(y, leaf, upstream, retain_graph=retain_graph)
+    (expected,) = torch.autograd.grad(swiglu(leaf), leaf, upstream)
+    return gradient, expected, gate_up, before
+
+
+def test_reusing_the_input_gives_the_same_gradient(interpreted):
+    gradient, expected, gate_up, before = _reusing(retain_graph=False)
+    assert torch.equal(gradient, expected)
+    assert not torch.equal(gate_up, before)  # its memory now holds the gradient
+
+
+def test_a_retained_graph_leaves_the_input_alone(interpreted):
+    gradient, expected, gate_up, before = _reusing(retain_graph=True)
+    assert torch.equal(gradient, expected)
+    assert torch.equal(gate_up, before)
+
+
+def test_a_reused_input_cannot_be_read_by_another_backward(interpreted):
+    gate_up = torch.randn(5, 12, requires_grad=True) * 1
+    square = gate_up.square()
+    swiglu(gate_up, reuse_input=True).sum().backward()
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|second time"):
+        square.sum().backward()

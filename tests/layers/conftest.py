@@ -1,0 +1,52 @@
+"""Small native models with every parameter random."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from liger_models.layers.model import CausalLM
+from liger_models.layers.spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, NormSpec, RopeSpec
+
+VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER = 61, 32, 4, 2, 16, 40
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Tensors of a few hundred elements gain nothing from a second thread, and wait for it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def make_model() -> Callable[..., CausalLM]:
+    """A factory: `make_model(layers=2, window=None, kv_heads=2, **options of CausalLM)`."""
+
+    def make(
+        layers: int = 3,
+        *,
+        window: int | None = None,
+        kv_heads: int = KV_HEADS,
+        bias: bool = True,
+        tied: bool = False,
+        max_positions: int = 64,
+        **options: Any,
+    ) -> CausalLM:
+        rope = RopeSpec(HEAD_DIM, max_position_embeddings=max_positions)
+        attention = AttentionSpec(HEADS, kv_heads, HEAD_DIM, HEAD_DIM**-0.5, rope, window, bias, bias)
+        block = BlockSpec(attention, MLPSpec(INNER, "silu", bias), NormSpec())
+        spec = ModelSpec(VOCAB, HIDDEN, (block,) * layers, NormSpec(), tie_word_embeddings=tied)
+        model = CausalLM(spec, **options)
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for p in model.parameters():
+                noise = torch.randn(p.shape, generator=generator)
+                p.copy_(noise / p.shape[-1] ** 0.5 if p.dim() > 1 else 1 + 0.3 * noise)
+        return model
+
+    return make

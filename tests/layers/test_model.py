@@ -1,0 +1,165 @@
+"""What a model makes of a call: which outputs, which errors, whose parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from liger_models.convert.errors import DataError
+
+VOCAB = 61
+
+
+@pytest.fixture
+def model(make_model):
+    return make_model(layers=1)
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(0, VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))
+
+
+def test_logits_are_made_only_if_asked_for(model, ids):
+    """With labels they are not made, in training and in evaluation."""
+    for training in (True, False):
+        model.train(training)
+        assert list(model(ids)) == ["logits"]
+        assert list(model(ids, labels=ids)) == ["loss"]
+        assert list(model(ids, labels=ids, return_logits=True)) == ["loss", "logits"]
+        assert list(model(ids, return_logits=False)) == []
+
+
+def test_the_loss_is_the_same_with_and_without_a_graph_and_logits(model, ids):
+    loss = model(ids, labels=ids).loss
+    with torch.no_grad():
+        assert torch.equal(model(ids, labels=ids).loss, loss)
+        assert torch.equal(model(ids, labels=ids, return_logits=True).loss, loss)
+
+
+def test_labels_may_have_any_integer_type(model, ids):
+    assert torch.equal(model(ids, labels=ids.int()).loss, model(ids.int(), labels=ids).loss)
+
+
+@pytest.mark.parametrize("outside", [-1, VOCAB, -100, 1 << 40])
+def test_an_id_outside_the_vocabulary_is_named(outside, model, ids):
+    ids[1, 3] = outside
+    for call in ({}, {"labels": torch.zeros_like(ids)}):
+        with pytest.raises(DataError, match=f"the id {outside}.*vocabulary of {VOCAB}: expected 0 to 60"):
+            model(ids, **call)
+
+
+@pytest.mark.parametrize("outside", [-1, VOCAB, -101])
+@pytest.mark.parametrize("name", ["labels", "shift_labels"])
+def test_a_label_outside_the_vocabulary_is_named(name, outside, model, ids):
+    labels = ids.clone()
+    labels[1, 3] = outside
+    with pytest.raises(DataError, match=f"the label {outside}.*vocabulary of {VOCAB}: .* or -100"):
+        model(ids, **{name: labels})
+
+
+def test_a_batch_without_labels_is_refused_unless_their_count_is_given(model, ids):
+    nothing = torch.full_like(ids, -100)
+    first_only = nothing.clone()
+    first_only[:, 0] = 5  # no token predicts the first
+    for labels in (nothing, first_only):
+        with pytest.raises(DataError, match="no token of the batch has a label"):
+            model(ids, labels=labels)
+    loss = model(ids, labels=nothing, num_items_in_batch=9).loss
+    assert loss == 0
+    loss.backward()
+    assert all(not p.grad.any() for p in model.parameters())
+
+
+def test_a_batch_of_single_tokens_has_no_label(model):
+    with pytest.raises(DataError, match="no token of the batch has a label"):
+        model(torch.ones(4, 1, dtype=torch.long), labels=torch.ones(4, 1, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({}, "either input_ids or inputs_embeds"),
+        (
+            {"input_ids": torch.ones(1, 2).long(), "inputs_embeds": torch.ones(1, 2, 32)},
+            "either input_ids or inputs_embeds",
+        ),
+        ({"input_ids": torch.ones(3).long()}, r"\[batch, seq\], found torch.int64 of shape \(3,\)"),
+        ({"input_ids": torch.ones(1, 3)}, "must be integers.*found torch.float32"),
+        ({"input_ids": torch.ones(0, 3).long()}, r"holds no token: its shape is \(0, 3\)"),
+        ({"input_ids": torch.ones(2, 0).long()}, r"holds no token: its shape is \(2, 0\)"),
+        ({"inputs_embeds": torch.ones(2, 0, 32)}, "holds no token"),
+        ({"inputs_embeds": torch.ones(2, 3, 31)}, r"\[batch, seq, 32\], found \(2, 3, 31\)"),
+        (
+            {"input_ids": torch.ones(1, 3).long(), "labels": torch.ones(1, 4).long()},
+            r"\(1, 3\); found torch.int64 of shape \(1, 4\)",
+        ),
+        ({"input_ids": torch.ones(1, 3).long(), "labels": torch.ones(1, 3)}, "labels must be integers"),
+        (
+            {
+                "input_ids": torch.ones(1, 3).long(),
+                "labels": torch.ones(1, 3).long(),
+                "shift_labels": torch.ones(1, 3).long(),
+            },
+            "either labels or shift_labels",
+        ),
+        ({"input_ids": torch.ones(1, 65).long()}, "position 64 is beyond"),
+    ],
+)
+def test_a_call_that_does_not_fit_is_refused(call, message, model):
+    with pytest.raises(DataError, match=message):
+        model(**call)
+
+
+def test_a_token_depends_on_no_later_token_and_on_no_other_document(model, ids):
+    before = model(ids).logits
+    changed = ids.clone()
+    changed[0, 4] = (changed[0, 4] + 1) % VOCAB
+    after = model(changed).logits
+    assert torch.equal(before[0, :4], after[0, :4])
+    assert (before[0, 4:] != after[0, 4:]).any(-1).all()
+    assert torch.equal(before[1], after[1])
+    cu_seqlens = torch.tensor([0, 5, 14])
+    before, after = (model(x, cu_seqlens=cu_seqlens).logits.flatten(0, 1) for x in (ids, changed))
+    assert torch.equal(before[5:], after[5:])
+
+
+def test_parameters_are_counted_once(make_model):
+    tied, untied = make_model(tied=True), make_model(tied=False)
+    embedding = VOCAB * 32
+    assert untied.num_parameters() - tied.num_parameters() == embedding
+    assert untied.num_parameters() == sum(p.numel() for p in untied.parameters())
+    assert untied.num_parameters() - untied.num_parameters(exclude_embeddings=True) == embedding
+    untied.embed_tokens.requires_grad_(False)
+    assert untied.num_parameters() - untied.num_parameters(only_trainable=True) == embedding
+
+
+def test_a_tied_state_dict_has_one_entry_and_loads(make_model, ids):
+    source, target = make_model(tied=True), make_model(tied=True)
+    with torch.no_grad():
+        for p in target.parameters():
+            p.zero_()
+    state = source.state_dict()
+    assert "lm_head.weight" not in state
+    target.load_state_dict(state)
+    assert target.lm_head.weight is target.embed_tokens.weight
+    assert torch.equal(target(ids).logits, source(ids).logits)
+
+
+def test_fresh_weights_are_made_where_and_as_the_spec_says(make_model):
+    with torch.device("meta"):
+        model = make_model(tied=True)
+    model.materialize("cpu", torch.float32)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(float("nan"))
+    model.reset_parameters(torch.Generator().manual_seed(0))
+    assert model.lm_head.weight is model.embed_tokens.weight
+    for name, p in model.named_parameters():
+        if "norm" in name:
+            assert p.eq(1).all(), name
+        elif name.endswith("bias"):
+            assert p.eq(0).all(), name
+        else:
+            # the standard deviation of n normal numbers is off by 1 / sqrt(2 n); five of those
+            assert p.std().item() == pytest.approx(0.02, rel=5 / (2 * p.numel()) ** 0.5), name

@@ -1,0 +1,175 @@
+"""A tokenizer and a checkpoint small enough to train in a second, and runs over them."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+import liger_models
+from liger_models.training import TrainConfig, train
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def sentence(rng: random.Random) -> str:
+    words = ["".join(rng.choices("abcdefghij", k=rng.randint(1, 6))) for _ in range(rng.randint(1, 40))]
+    return " ".join(words) + rng.choice([".", "\n", " é?", "\n\n"])
+
+
+def write_jsonl(path: Path, records: list) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Matrices this small gain nothing from threads, and lose much where tests run side by side."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")  # of subprocesses
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory):
+    """Byte-level BPE that puts <s> first, as LLaMA's tokenizers do, with a chat template."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>"]
+    rng = random.Random(0)
+    tokenizer.train_from_iterator(
+        [sentence(rng) for _ in range(200)],
+        trainers.BpeTrainer(
+            vocab_size=320,
+            special_tokens=special,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    tokenizer.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=True),
+            processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)]),
+        ]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_shape():
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "vocab_size": 320,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory, tiny_shape, tokenizer_folder):
+    """Makes a checkpoint folder of a dtype, with its tokenizer, every parameter random."""
+
+    def make(dtype=torch.float32):
+        folder = tmp_path_factory.mktemp("checkpoint") / "model"
+        torch.manual_seed(1)
+        model = liger_models.from_config(tiny_shape, dtype=dtype, device="cpu")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                noise = 0.05 * torch.randn(parameter.shape)
+                parameter.copy_(noise if parameter.ndim > 1 else 1 + noise)
+        model.save_pretrained(folder)
+        for file in tokenizer_folder.iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tiny_checkpoint):
+    return tiny_checkpoint()
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """Texts, and prompts with completions of very uneven length, in one file."""
+    rng = random.Random(1)
+    records = [{"text": sentence(rng)} for _ in range(30)]
+    for _ in range(20):
+        records.append({"prompt": sentence(rng)[:40], "completion": sentence(rng)[: rng.randint(1, 30)]})
+    rng.shuffle(records)
+    return write_jsonl(tmp_path_factory.mktemp("data") / "data.jsonl", records)
+
+
+@pytest.fixture(scope="session")
+def settings_for(checkpoint, data):
+    """Makes the TrainConfig of a run of a second into a folder; keywords replace its settings."""
+
+    def make(output, **changes) -> TrainConfig:
+        options = {
+            "model": str(checkpoint),
+            "data": (data,),
+            "output": str(output),
+            "seq_len": 64,
+            "batch_size": 1,
+            "gradient_accumulation": 2,
+            "steps": 6,
+            "lr": 3e-3,
+            "warmup": 2,
+            "eval_fraction": 0.1,
+            "eval_every": 2,
+            "save_every": 2,
+            "device": "cpu",
+        }
+        return TrainConfig(**options | changes)
+
+    return make
+
+
+@pytest.fixture
+def settings(tmp_path, settings_for):
+    return lambda **changes: settings_for(**{"output": tmp_path / "run"} | changes)
+
+
+@pytest.fixture
+def losses():
+    """Steps and losses of a finished run, training and held-out, without the times."""
+
+    def read(result):
+        return [(r["step"], r.get("loss"), r.get("grad_norm"), r.get("eval_loss")) for r in result.records]
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def jsonl():
+    return write_jsonl
+
+
+@pytest.fixture
+def run():
+    return train

@@ -1,0 +1,199 @@
+"""A run that was stopped, in whatever way, and resumed gives the bits of one that never was."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from liger_models.convert.errors import CheckpointError, ConfigError, DataError
+from liger_models.training import TrainingInterrupted, newest_checkpoint, train
+from liger_models.training.data import Documents
+from liger_models.training.state import STATE
+
+
+def weights(folder):
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def assert_same_bits(a, b):
+    one, other = weights(a), weights(b)
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+@pytest.fixture(scope="module")
+def unstopped(tmp_path_factory, settings_for):
+    return train(settings_for(tmp_path_factory.mktemp("unstopped")))
+
+
+@pytest.fixture
+def stop_at(monkeypatch, run):
+    """Trains, and sends this process a signal while the n-th batch (of training or evaluation) is made."""
+
+    def train(config, n, signum=signal.SIGINT):
+        make, made = Documents.batch, []
+
+        def batch(self, rows):
+            made.append(rows)
+            if len(made) == n:
+                os.kill(os.getpid(), signum)
+            return make(self, rows)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Documents, "batch", batch)
+            run(config)
+
+    return train
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("seed", range(3))
+def test_after_a_signal_at_any_moment(run, settings, losses, unstopped, stop_at, signum, seed):
+    handler = signal.getsignal(signum)
+    with pytest.raises(TrainingInterrupted, match="--resume") as stop:
+        stop_at(settings(save_every=0), random.Random(f"{seed} {signum}").randint(1, 25), signum)
+    assert stop.value.exit_code == 128 + signum
+    assert signal.getsignal(signum) is handler
+    result = run(settings(resume="auto", save_every=0))
+    assert losses(result) == losses(unstopped)
+    assert_same_bits(result.final, unstopped.final)
+
+
+KILLED = """
+import json, os, signal, sys
+from liger_models.training import TrainConfig, state, train
+
+write, calls = state.write_tensors, []
+
+def killed_in_mid_write(path, tensors):
+    calls.append(path)
+    if len(calls) < 2:
+        return write(path, tensors)
+    path.write_bytes(b"half")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+state.write_tensors = killed_in_mid_write
+options = json.loads(sys.argv[1])
+train(TrainConfig(**options | {key: tuple(options[key]) for key in ("data", "eval_data")}))
+"""
+
+
+def test_after_a_kill_in_the_middle_of_a_save(run, settings, losses, unstopped, tmp_path):
+    config = settings()
+    killed = subprocess.run([sys.executable, "-c", KILLED, json.dumps(config.to_dict())], timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    assert newest_checkpoint(config.output).name == "checkpoint-2"  # that of step 4 was being written
+    result = run(settings(resume="auto"))
+    assert losses(result) == losses(unstopped)
+    assert_same_bits(result.final, unstopped.final)
+    assert not [path.name for path in (tmp_path / "run").iterdir() if path.name.startswith(".")]
+
+
+def test_in_float32_from_a_bfloat16_checkpoint(run, settings, losses, tiny_checkpoint, stop_at, tmp_path):
+    """The export has the source's dtype, so the state must keep what it cannot hold."""
+    source = str(tiny_checkpoint(torch.bfloat16))
+    changes = {"model": source, "dtype": "float32", "save_every": 0}
+    whole = run(settings(output=str(tmp_path / "unstopped"), **changes))
+    with pytest.raises(TrainingInterrupted):
+        stop_at(settings(**changes), 12)
+    checkpoint = newest_checkpoint(tmp_path / "run")
+    result = run(settings(resume=str(checkpoint), **changes))
+    assert losses(result) == losses(whole)
+    assert_same_bits(result.final, whole.final)
+
+
+def test_in_bfloat16(run, settings, losses, tiny_checkpoint, stop_at, tmp_path):
+    changes = {"model": str(tiny_checkpoint(torch.bfloat16)), "save_every": 0}
+    whole = run(settings(output=str(tmp_path / "unstopped"), **changes))
+    with pytest.raises(TrainingInterrupted):
+        stop_at(settings(**changes), 12)
+    result = run(settings(resume="auto", **changes))
+    assert losses(result) == losses(whole)
+    assert_same_bits(result.final, whole.final)
+
+
+def test_before_the_first_step(run, settings, losses, unstopped, stop_at):
+    with pytest.raises(TrainingInterrupted, match="after step 0 of 6"):
+        stop_at(settings(), 1)
+    assert losses(run(settings(resume="auto"))) == losses(unstopped)
+
+
+def test_ctrl_c_ends_the_command_with_130_and_a_state(settings, tmp_path, data, checkpoint):
+    command = [sys.executable, "-m", "liger_models.cli", "train", str(checkpoint), "--data", data]
+    command += ["--output", str(tmp_path / "run"), "--seq-len", "64", "--steps", "100000", "--device", "cpu"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 2):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    saved = newest_checkpoint(tmp_path / "run")
+    assert f"the state is in {saved}. Give the same command with --resume to go on." in errors
+    assert "Traceback" not in errors
+
+
+def test_random_states_come_back(run, settings, stop_at):
+    with pytest.raises(TrainingInterrupted):
+        stop_at(settings(save_every=0), 12)
+    expected = torch.rand(3), random.random()
+    torch.manual_seed(6)
+    random.seed(6)
+    run(settings(resume="auto", save_every=0))
+    assert torch.equal(torch.rand(3), expected[0])
+    assert random.random() == expected[1]
+
+
+def test_only_the_newest_checkpoints_stay(run, settings, tmp_path):
+    run(settings(save_every=1, keep=2))
+    assert sorted(p.name for p in (tmp_path / "run").glob("*checkpoint*")) == ["checkpoint-5", "checkpoint-6"]
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(run, settings):
+    run(settings(save_every=0))
+    with pytest.raises(ConfigError, match="already holds a run; go on with --resume"):
+        run(settings())
+
+
+def test_resume_without_a_checkpoint_begins_anew(run, settings, losses, unstopped):
+    assert losses(run(settings(resume="auto"))) == losses(unstopped)
+
+
+def test_a_run_can_be_made_longer(run, settings):
+    run(settings(schedule="constant", steps=4))
+    result = run(settings(schedule="constant", steps=6, resume="auto"))
+    assert [r["step"] for r in result.records] == list(range(7))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"seq_len": 32, "truncate": True}, ConfigError, "seq_len=64 and this run asks for 32; keep 64"),
+        ({"seed": 5}, ConfigError, "seed=0 and this run asks for 5"),
+        ({"eval_fraction": 0.2}, DataError, "other tokens than these"),
+    ],
+)
+def test_a_resumed_run_on_other_data_is_refused(run, settings, changes, error, message):
+    run(settings(steps=2))
+    with pytest.raises(error, match=message):
+        run(settings(resume="auto", **changes))
+
+
+def test_a_checkpoint_without_state_is_refused(run, settings, checkpoint):
+    with pytest.raises(CheckpointError, match="holds no training state"):
+        run(settings(resume=str(checkpoint)))
+
+
+def test_a_folder_half_removed_is_not_taken_for_a_checkpoint(run, settings, tmp_path):
+    run(settings())
+    (tmp_path / "run" / "checkpoint-6" / STATE / "state.json").unlink()
+    assert newest_checkpoint(tmp_path / "run").name == "checkpoint-4"

@@ -1,0 +1,255 @@
+import csv
+import itertools
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from liger_models.convert.errors import ConfigError, DataError, TrainingError
+from liger_models.presets import PRESETS, preset
+from liger_models.training import loop
+from liger_models.training.metrics import COLUMNS, plot_losses
+from liger_models.training.optimizer import build_adamw, learning_rate
+
+
+@pytest.fixture
+def start(settings):
+    """A run that stands before its first step; keywords replace its settings."""
+
+    def make(**changes):
+        config = settings(eval_fraction=0.0, **changes)
+        return loop._Run(config, loop._World(config.device))
+
+    return make
+
+
+@pytest.fixture
+def gradients(start):
+    """The gradient, before clipping, and the loss of a run's first step."""
+
+    def compute(**changes):
+        run = start(clip=0.0, **changes)
+        kept = {}
+        run.optimizer.step = lambda: kept.update(
+            (name, p.grad.clone()) for name, p in run.model.named_parameters()
+        )
+        loss, norm, _ = run.step(1e-3, loop._Signals())
+        assert norm == pytest.approx(
+            math.sqrt(sum(g.double().square().sum() for g in kept.values())), rel=1e-5
+        )
+        return kept, loss
+
+    return compute
+
+
+@pytest.mark.parametrize(("batch_size", "accumulation"), [(1, 6), (2, 3), (3, 2)])
+def test_micro_batches_with_uneven_labels_give_the_gradient_of_one_large_batch(
+    gradients, batch_size, accumulation
+):
+    whole, loss = gradients(batch_size=6, gradient_accumulation=1)
+    parts, parts_loss = gradients(batch_size=batch_size, gradient_accumulation=accumulation)
+    assert parts_loss == pytest.approx(loss, rel=1e-6)
+    for name, gradient in whole.items():
+        # Six float32 sums in another order: some ulps (6e-8) of the largest entry.
+        assert (parts[name] - gradient).abs().max() <= 1e-6 * gradient.abs().max(), name
+
+
+def test_the_loss_is_the_mean_over_labels_of_what_the_model_says(start):
+    run = start(batch_size=6, gradient_accumulation=1)
+    rows = loop.Stream(run.documents, 64, run.config.seed).take(6)
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for row in rows:  # each document alone, so that packing has no part in it
+            for piece in row:
+                labels = run.documents.labels(piece)
+                ids = run.documents.tokens[piece.start : piece.stop].long()[None]
+                logits = run.model(ids).logits[0]
+                total += nn.functional.cross_entropy(logits.double(), labels, reduction="sum").item()
+                count += int((labels != -100).sum())
+    loss, _, _ = run.step(1e-3, loop._Signals())
+    assert loss == pytest.approx(total / count, rel=1e-5)
+
+
+def test_the_held_out_loss_is_the_mean_over_all_labels_whatever_the_batch(settings):
+    losses = []
+    for batch_size in (1, 4):
+        config = settings(batch_size=batch_size)
+        losses.append(loop._Run(config, loop._World("cpu")).evaluate())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_clipping_scales_the_gradient_to_the_given_norm(start):
+    run = start(clip=0.01)
+    norms = []
+    run.optimizer.step = lambda: norms.append(
+        math.sqrt(sum(p.grad.double().square().sum() for p in run.parameters))
+    )
+    _, reported, _ = run.step(1e-3, loop._Signals())
+    assert reported > 0.05  # the norm before clipping is the one that tells something
+    assert norms[0] == pytest.approx(0.01, rel=1e-4)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_the_learning_rate_rises_linearly_and_falls_to_zero(schedule):
+    rates = [learning_rate(step, peak=2.0, total=110, warmup=10, schedule=schedule) for step in range(111)]
+    assert rates[:10] == pytest.approx([0.2 * (k + 1) for k in range(10)])
+    assert rates[10] == 2.0
+    end, middle = {"cosine": (0, 1.0), "linear": (0, 1.0), "constant": (2.0, 2.0)}[schedule]
+    assert rates[60] == pytest.approx(middle)
+    assert rates[110] == pytest.approx(end)
+    assert all(rate > 0 for rate in rates[:110])
+    quarter = {"cosine": 1 + math.sqrt(0.5), "linear": 1.5, "constant": 2.0}[schedule]
+    assert rates[35] == pytest.approx(quarter)
+
+
+def test_only_matrices_decay():
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = build_adamw(model, lr=0.1, weight_decay=0.5)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for old, new in zip(before, model.parameters(), strict=True):
+        factor = 1 - 0.1 * 0.5 if old.ndim == 2 else 1.0
+        torch.testing.assert_close(new.detach(), old * factor)
+
+
+def test_the_loss_falls_and_the_files_tell_it(run, settings, tmp_path):
+    result = run(settings(steps=30, lr=1e-2))
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert records == result.records
+    assert [r["step"] for r in records] == list(range(31))
+    assert records[-1]["loss"] < records[1]["loss"] - 0.5
+    held = {r["step"]: r["eval_loss"] for r in records if "eval_loss" in r}
+    assert list(held) == [0, *range(2, 31, 2)]
+    assert held[30] < held[0] - 0.5
+    for before, after in itertools.pairwise(records[1:]):
+        assert 0 < after["tokens"] - before["tokens"] <= 2 * 64
+        assert after["tokens_per_s"] > 0
+        assert after["memory"] > 2**20
+    with open(tmp_path / "run" / "metrics.csv", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == COLUMNS
+    assert [float(row["loss"]) for row in rows[1:]] == [r["loss"] for r in records[1:]]
+
+
+def test_the_final_export_is_a_checkpoint_with_its_tokenizer(run, settings, losses):
+    import liger_models
+
+    result = run(settings(steps=2))
+    names = {path.name for path in result.final.iterdir()}
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= names
+    assert liger_models.from_hub(str(result.final)).num_parameters() > 0
+
+
+def test_a_preset_takes_vocabulary_and_ids_from_the_tokenizer(
+    run, settings, tokenizer_folder, tiny_shape, monkeypatch
+):
+    monkeypatch.setitem(PRESETS, "tiny", tiny_shape | {"vocab_size": 99999, "eos_token_id": 7})
+    with pytest.raises(ConfigError, match="--tokenizer"):
+        run(settings(model="tiny"))
+    result = run(settings(model="tiny", tokenizer=str(tokenizer_folder), steps=1))
+    config = json.loads((result.final / "config.json").read_text())
+    assert (config["vocab_size"], config["bos_token_id"], config["eos_token_id"]) == (320, 0, 1)
+    assert PRESETS["tiny"]["vocab_size"] == 99999
+    assert (result.final / "tokenizer.json").is_file()
+
+
+def test_an_unknown_preset_names_the_nearest():
+    with pytest.raises(ConfigError, match=r"did you mean llama-3\.2-1b"):
+        preset("llama-3.2-1")
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_before_the_weights_take_harm(start, tmp_path):
+    run = start()
+    before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    with torch.no_grad():
+        run.model.norm.weight[0] = math.inf
+    with pytest.raises(TrainingError, match=r"step 1: the loss is (nan|inf)"):
+        run.train()
+    assert (tmp_path / "run" / "checkpoint-0" / "training_state" / "state.json").is_file()
+    for name, parameter in run.model.named_parameters():
+        if name != "norm.weight":
+            assert torch.equal(parameter, before[name]), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": None}, "found neither; give exactly one of steps and epochs"),
+        ({"epochs": 1}, "found steps=6 and epochs=1"),
+        ({"schedule": "cosinus"}, "'cosinus'; expected one of cosine, linear, constant"),
+        ({"lr": 0.0}, "lr is 0.0; expected a number above 0"),
+        ({"lr": math.nan}, "lr is nan"),
+        ({"seq_len": 0}, "seq_len is 0; expected a whole number of 1 or more"),
+        ({"eval_fraction": 1.0}, "eval_fraction is 1.0"),
+        ({"eval_data": ("a",)}, "eval_data and eval_fraction were both given"),
+        ({"data": "a.txt"}, "expected at least one file, as a tuple"),
+    ],
+)
+def test_a_setting_that_makes_no_sense_is_named(settings, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        settings(**changes)
+
+
+def test_a_tokenizer_larger_than_the_model_is_an_error(
+    run, settings, tiny_shape, tokenizer_folder, monkeypatch, tmp_path
+):
+    import liger_models
+
+    liger_models.from_config(
+        tiny_shape | {"vocab_size": 100}, dtype=torch.float32, device="cpu"
+    ).save_pretrained(tmp_path / "small")
+    with pytest.raises(DataError, match="vocabulary has 100 entries"):
+        run(settings(model=str(tmp_path / "small"), tokenizer=str(tokenizer_folder)))
+
+
+TRAIN = """
+import json, sys
+from liger_models.training import TrainConfig, train
+options = json.loads(sys.argv[1])
+train(TrainConfig(**options | {key: tuple(options[key]) for key in ("data", "eval_data")}))
+"""
+
+
+def test_a_float16_checkpoint_asks_for_a_dtype(run, settings, tiny_checkpoint):
+    source = str(tiny_checkpoint(torch.float16))
+    with pytest.raises(ConfigError, match="choose --dtype bfloat16 or float32"):
+        run(settings(model=source))
+    run(settings(model=source, dtype="float32", steps=1))
+
+
+def test_two_ranks_train_as_one_process_with_the_same_batch(run, settings, losses, tmp_path):
+    """Two gloo processes under torchrun with half the rows each: every loss and every gradient's norm."""
+    one = run(settings(gradient_accumulation=4, output=str(tmp_path / "one"), save_every=0))
+    config = settings(gradient_accumulation=2, output=str(tmp_path / "two"), save_every=0)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    subprocess.run(
+        [*launch, "--no-python", sys.executable, "-c", TRAIN, json.dumps(config.to_dict())],
+        check=True,
+        timeout=120,
+    )
+    two = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
+    assert len(two) == len(one.records) == 7
+    for a, b in zip(one.records, two, strict=True):
+        for key in ("step", "tokens", "lr", "loss", "grad_norm", "eval_loss"):
+            # Rounding of the first sums (1e-7) grows as AdamW divides small gradients by their own size.
+            assert a.get(key, 0) == pytest.approx(b.get(key, 0), rel=1e-4), (a["step"], key)
+
+
+def test_the_curve_is_drawn_only_where_matplotlib_is(tmp_path, monkeypatch):
+    records = [
+        {"step": 0, "eval_loss": 3.0},
+        {"step": 1, "loss": 3.0},
+        {"step": 2, "loss": 2.0, "eval_loss": 2.5},
+    ]
+    assert plot_losses(records, tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    assert not plot_losses(records, tmp_path / "none.png")

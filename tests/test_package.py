@@ -1,0 +1,234 @@
+"""What holds for the package as a whole: its layers, its weight, its contents, and what must not be in it."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import textwrap
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Which of the package's parts each part may import, besides itself.
+MAY_IMPORT = {
+    "kernels": set(),
+    "convert": set(),
+    "layers": {"kernels", "convert"},
+    "architectures": {"layers", "convert"},
+    "liger_models": {"kernels", "convert", "layers", "architectures"},
+}
+# What `pip install liger_models` brings; anything else is imported inside the function that needs it.
+HARD_DEPENDENCIES = {"torch", "triton", "safetensors", "huggingface_hub", "tokenizers", "tqdm"}
+
+
+def sources(part):
+    return sorted((ROOT / part).rglob("*.py"))
+
+
+def installed(path):
+    """Where a file lies once installed: kernels/rms_norm.py is liger_models/kernels/rms_norm.py."""
+    path = path.relative_to(ROOT)
+    return path if path.parts[0] == "liger_models" else "liger_models" / path
+
+
+def module_name(path):
+    return ".".join(installed(path).with_suffix("").parts).removesuffix(".__init__")
+
+
+ALL_MODULES = sorted(module_name(path) for part in MAY_IMPORT for path in sources(part))
+
+
+def imported(path, nodes):
+    """Full names of the modules that these import statements of the file name."""
+    package = module_name(path) if path.name == "__init__.py" else module_name(path).rpartition(".")[0]
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            source = ".".join([*base, *filter(None, [node.module])])
+            # `from liger_models import convert` names a module in the alias.
+            yield from (f"{source}.{alias.name}" for alias in node.names)
+
+
+def part_of(name):
+    """The part a module belongs to; None for other people's modules."""
+    first, *rest = name.split(".")
+    if first != "liger_models":
+        return None
+    return rest[0] if rest and rest[0] in MAY_IMPORT else "liger_models"
+
+
+@pytest.mark.parametrize("part", MAY_IMPORT)
+def test_imports_never_point_up(part):
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in sources(part)
+        for name in imported(path, ast.walk(ast.parse(path.read_text())))
+        if part_of(name) not in {None, part} | MAY_IMPORT[part]
+    ]
+    assert not wrong, wrong
+
+
+def test_the_code_folders_are_never_imported_by_their_bare_names():
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for part in [*MAY_IMPORT, "tests", "examples", "benchmarks"]
+        for path in sources(part)
+        for name in imported(path, ast.walk(ast.parse(path.read_text())))
+        if name.split(".")[0] in MAY_IMPORT.keys() - {"liger_models"}
+    ]
+    assert not wrong, wrong
+
+
+def test_modules_import_only_hard_dependencies_at_their_top():
+    wrong = []
+    for part in MAY_IMPORT:
+        for path in sources(part):
+            for name in imported(path, ast.parse(path.read_text()).body):
+                first = name.split(".")[0]
+                if first not in sys.stdlib_module_names | HARD_DEPENDENCIES | {"liger_models"}:
+                    wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert not wrong, wrong
+
+
+def run_python(code, cwd, **env):
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=cwd,
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_importing_takes_under_two_seconds_beyond_torch(tmp_path):
+    # Processor time: what the import costs, and not what else the machine is doing.
+    done = run_python(
+        """
+        import time, torch
+        start = time.process_time()
+        import liger_models
+        print(time.process_time() - start)
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 2.0
+
+
+def test_every_module_imports_without_triton_and_the_extras(tmp_path):
+    done = run_python(
+        f"""
+        import importlib, sys
+        for absent in ("triton", "transformers", "matplotlib", "jinja2", "numpy", "liger_kernel", "psutil"):
+            sys.modules[absent] = None
+        import liger_models
+        for name in {ALL_MODULES}:
+            if not name.endswith("__main__"):
+                importlib.import_module(name)
+        """,
+        tmp_path,
+        TRITON_INTERPRET="0",
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The sdist, and the wheel that is built from it, of a copy of the tree."""
+    tree = tmp_path_factory.mktemp("build") / "tree"
+    out = tree.parent / "dist"
+    keep_out = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "demo-output")
+    shutil.copytree(ROOT, tree, ignore=keep_out)
+    done = subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", out],
+        cwd=tree,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
+    return sdist, wheel
+
+
+@pytest.mark.slow
+def test_wheel_holds_every_module_the_licence_and_nothing_else(built):
+    with zipfile.ZipFile(built[1]) as wheel:
+        names = wheel.namelist()
+        (licence,) = [name for name in names if name.endswith("/LICENSE")]
+        assert wheel.read(licence) == (ROOT / "LICENSE").read_bytes()
+    code = {name for name in names if ".dist-info/" not in name}
+    files = {str(installed(path)) for part in MAY_IMPORT for path in sources(part)}
+    assert code == files | {"liger_models/py.typed"}
+
+
+@pytest.mark.slow
+def test_installed_wheel_imports_outside_the_repository(built, tmp_path):
+    target = tmp_path / "installed"
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-deps",
+            "--no-index",
+            "--target",
+            target,
+            built[1],
+        ],
+        check=True,
+        timeout=120,
+    )
+    done = run_python(
+        f"""
+        import sys
+        sys.path.insert(0, {str(target)!r})
+        sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in repr(finder)]
+        import liger_models, liger_models.kernels, liger_models.architectures, liger_models.cli
+        for module in (liger_models, liger_models.kernels, liger_models.architectures, liger_models.cli):
+            assert module.__file__.startswith({str(target)!r}), module.__file__
+        liger_models.cli.main(["list"])
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_sdist_holds_what_a_build_needs(built):
+    with tarfile.open(built[0]) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    assert {
+        "LICENSE",
+        "README.md",
+        "pyproject.toml",
+        "kernels/__init__.py",
+        "liger_models/__init__.py",
+    } <= names
+
+
+def test_no_path_or_registry_of_one_machine_is_written_down():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    patterns = [rf"(?<![\w.~])/{top}/\w" for top in ("work", "home", "root", "Users", "opt")]
+    patterns += ["file:" + "//", r"https?://\S*py" + r"pi\b"]
+    wrong = []
+    for name in listed.stdout.splitlines():
+        path = ROOT / name
+        if path.suffix in {".png"} or not path.exists():
+            continue
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            wrong += [f"{name}:{number}: {line.strip()}" for pattern in patterns if re.search(pattern, line)]
+    assert not wrong, wrong
