@@ -5,8 +5,9 @@ model(input_ids, labels=input_ids).loss.backward()
 model.save_pretrained("out")
 """
 
-from liger_models.architectures import list_architectures
-from liger_models.causal_lm import LigerCausalLM
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from liger_models.convert.errors import (
     CheckpointError,
     ConfigError,
@@ -15,9 +16,11 @@ from liger_models.convert.errors import (
     LigerModelsError,
     UnsupportedModelError,
 )
-from liger_models.loading import from_config, from_hub
 
-from_pretrained = from_hub
+if TYPE_CHECKING:
+    from liger_models.architectures import list_architectures
+    from liger_models.causal_lm import LigerCausalLM
+    from liger_models.loading import from_config, from_hub, from_pretrained
 
 __version__ = "0.1.0"
 
@@ -34,3 +37,23 @@ __all__ = [
     "from_pretrained",
     "list_architectures",
 ]
+
+# Imported when first used: they bring torch along, for which `liger-models --help` should not wait.
+_HOMES = {
+    "LigerCausalLM": "causal_lm",
+    "from_config": "loading",
+    "from_hub": "loading",
+    "from_pretrained": "loading",
+    "list_architectures": "architectures",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(globals().keys() | _HOMES.keys())

@@ -71,6 +71,9 @@ def from_hub(
     return model
 
 
+from_pretrained = from_hub
+
+
 def from_config(
     config: Mapping[str, Any] | str | Path,
     *,

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import liger_models
+
 ROOT = Path(__file__).parents[1]
 
 # Which of the package's parts each part may import, besides itself.
@@ -116,12 +118,33 @@ def test_importing_takes_under_two_seconds_beyond_torch(tmp_path):
         import time, torch
         start = time.process_time()
         import liger_models
+        liger_models.from_hub, liger_models.LigerCausalLM
         print(time.process_time() - start)
         """,
         tmp_path,
     )
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 2.0
+
+
+def test_help_does_not_wait_for_torch(tmp_path):
+    done = run_python(
+        """
+        import sys
+        from liger_models.cli import build_parser
+        build_parser().format_help()
+        print("torch" in sys.modules)
+        """,
+        tmp_path,
+    )
+    assert done.stdout == "False\n", done.stderr
+
+
+def test_the_package_offers_what_it_lists():
+    assert {name for name in liger_models.__all__ if not hasattr(liger_models, name)} == set()
+    assert set(liger_models.__all__) <= set(dir(liger_models))
+    with pytest.raises(AttributeError, match="no attribute 'from_the_hub'"):
+        _ = liger_models.from_the_hub
 
 
 def test_every_module_imports_without_triton_and_the_extras(tmp_path):

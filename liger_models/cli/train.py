@@ -136,7 +136,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
         default="auto",
-        help="of weights and AdamW's state (default: the checkpoint's; a preset: bfloat16 on a GPU)",
+        help="of weights, AdamW's state and what is saved (default: the checkpoint's; a preset: bfloat16 on "
+        "a GPU)",
     )
     add("--device", default="auto", help="cuda, cuda:1, cpu (default: a GPU if there is one)")
     add(

@@ -29,7 +29,8 @@ class TrainConfig:
     lr, schedule, warmup    peak learning rate, its decay (to zero), steps of linear warmup
     weight_decay       of AdamW, on matrices only
     clip               largest norm of the gradient; 0 leaves it alone
-    dtype              of weights and AdamW's state; auto: the checkpoint's (a preset: bfloat16 on a GPU)
+    dtype              of weights, AdamW's state and what is saved; auto: the checkpoint's (a preset:
+                       bfloat16 on a GPU)
     eval_every, save_every  in steps; 0: evaluate at both ends only, save only when interrupted
     keep               how many checkpoint-N folders stay; 0: all
     resume             None: a new run; "auto": from the newest checkpoint in `output`, if any; or a folder

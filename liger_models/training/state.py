@@ -2,10 +2,10 @@
 
     output/checkpoint-N/                    a Hugging Face checkpoint, ready for use, and beside it
         training_state/state.json           step, position in the data, settings, Python's random state
-        training_state/tensors.safetensors  AdamW's state, torch's random state, and the weights again where
-                                          the export's dtype is lower than that of training
+        training_state/tensors.safetensors  AdamW's state, torch's random state
 
-The tensors stand in a folder of their own because loaders take every .safetensors beside config.json for
+The weights are written in the dtype of training, whatever the source's was: no bit of them is lost. The
+tensors stand in a folder of their own because loaders take every .safetensors beside config.json for
 weights. A folder named checkpoint-N is whole: it is written under another name and renamed.
 """
 
@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from liger_models.causal_lm import LigerCausalLM
 from liger_models.convert.atomic import atomic_folder
 from liger_models.convert.errors import CheckpointError
 from liger_models.training.data import START, Position, tensor_bytes
@@ -48,7 +49,7 @@ def newest_checkpoint(output: str | Path) -> Path | None:
 
 def save_state(
     output: Path,
-    model: nn.Module,
+    model: LigerCausalLM,
     optimizer: torch.optim.Optimizer,
     progress: Progress,
     *,
@@ -62,10 +63,7 @@ def save_state(
     with atomic_folder(target) as folder:
         _write_model(model, folder, tokenizer)
         (folder / STATE).mkdir()
-        tensors = _optimizer_tensors(model, optimizer)
-        if not _exported_exactly(model, folder):
-            tensors |= {f"weight.{name}": p.detach() for name, p in model.named_parameters()}
-        tensors |= _random_tensors()
+        tensors = _optimizer_tensors(model, optimizer) | _random_tensors()
         write_tensors(folder / STATE / "tensors.safetensors", tensors)
         state = {
             "version": VERSION,
@@ -105,9 +103,9 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def restore(
-    checkpoint: Path, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+    checkpoint: Path, state: dict[str, Any], model: LigerCausalLM, optimizer: torch.optim.Optimizer
 ) -> Progress:
-    """Put AdamW's state, the exact weights where they were kept, and the random states back."""
+    """Put AdamW's state and the random states back; `model` was read from the checkpoint itself."""
     from safetensors import safe_open
 
     with safe_open(checkpoint / STATE / "tensors.safetensors", framework="pt") as file:
@@ -117,14 +115,11 @@ def restore(
             raise CheckpointError(
                 f"{checkpoint}: AdamW's state is of {min(unknown)}, which this model does not have"
             )
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if f"weight.{name}" in names:
-                    parameter.copy_(file.get_tensor(f"weight.{name}"))
-                if f"step.{name}" in names:
-                    optimizer.state[parameter] = {
-                        key: file.get_tensor(f"{key}.{name}").to(parameter.device) for key in ADAMW
-                    }
+        for name, parameter in model.named_parameters():
+            if f"step.{name}" in names:
+                optimizer.state[parameter] = {
+                    key: file.get_tensor(f"{key}.{name}").to(parameter.device) for key in ADAMW
+                }
         torch.set_rng_state(file.get_tensor("random.torch"))
         if "random.cuda" in names and torch.cuda.is_available():
             torch.cuda.set_rng_state(file.get_tensor("random.cuda"))
@@ -133,16 +128,16 @@ def restore(
     return Progress(state["step"], state["tokens"], Position(**state["position"]))
 
 
-def export(model: nn.Module, target: Path, tokenizer: Path) -> None:
+def export(model: LigerCausalLM, target: Path, tokenizer: Path) -> None:
     """Write a Hugging Face checkpoint with its tokenizer, which a model with fresh weights does not carry."""
     with atomic_folder(target) as folder:
         _write_model(model, folder, tokenizer)
 
 
-def _write_model(model: nn.Module, folder: Path, tokenizer: Path) -> None:
+def _write_model(model: LigerCausalLM, folder: Path, tokenizer: Path) -> None:
     # In a folder of its own first: what a kill leaves of it goes when the next save clears `folder` away.
     part = folder / "part"
-    model.save_pretrained(part)  # type: ignore[operator]
+    model.save_pretrained(part, dtype=model.dtype)
     for file in part.iterdir():
         file.rename(folder / file.name)
     part.rmdir()
@@ -155,7 +150,7 @@ def _write_model(model: nn.Module, folder: Path, tokenizer: Path) -> None:
 ADAMW = ("exp_avg", "exp_avg_sq", "step")
 
 
-def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _optimizer_tensors(model: LigerCausalLM, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return {
         f"{key}.{name}": optimizer.state[parameter][key]
         for name, parameter in model.named_parameters()
@@ -169,18 +164,6 @@ def _random_tensors() -> dict[str, Tensor]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         tensors["random.cuda"] = torch.cuda.get_rng_state()
     return tensors
-
-
-def _exported_exactly(model: nn.Module, folder: Path) -> bool:
-    """Whether the checkpoint's files hold every weight in the dtype of training."""
-    from safetensors import safe_open
-
-    found = set()
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
-            found |= {file.get_slice(name).get_dtype() for name in names}
-    return found == {DTYPE_NAMES[p.dtype] for p in model.parameters()} and len(found) == 1
 
 
 DTYPE_NAMES = {

@@ -99,7 +99,7 @@ def test_after_a_kill_in_the_middle_of_a_save(run, settings, losses, unstopped, 
 
 
 def test_in_float32_from_a_bfloat16_checkpoint(run, settings, losses, tiny_checkpoint, stop_at, tmp_path):
-    """The export has the source's dtype, so the state must keep what it cannot hold."""
+    """Checkpoints have the dtype of training: in the source's, most bits of the weights would be lost."""
     source = str(tiny_checkpoint(torch.bfloat16))
     changes = {"model": source, "dtype": "float32", "save_every": 0}
     whole = run(settings(output=str(tmp_path / "unstopped"), **changes))
@@ -109,6 +109,9 @@ def test_in_float32_from_a_bfloat16_checkpoint(run, settings, losses, tiny_check
     result = run(settings(resume=str(checkpoint), **changes))
     assert losses(result) == losses(whole)
     assert_same_bits(result.final, whole.final)
+    trained = weights(result.final)
+    assert {tensor.dtype for tensor in trained.values()} == {torch.float32}
+    assert not any(tensor.bfloat16().float().equal(tensor) for tensor in trained.values())
 
 
 def test_in_bfloat16(run, settings, losses, tiny_checkpoint, stop_at, tmp_path):
