@@ -13,20 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import signal
-import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_models.causal_lm import LigerCausalLM
@@ -43,8 +37,10 @@ from liger_models.training.data import (
 )
 from liger_models.training.metrics import METRICS, Metrics, peak_memory, plot_losses, read_metrics
 from liger_models.training.optimizer import build_adamw, learning_rate
+from liger_models.training.signals import Signals
 from liger_models.training.state import Progress
 from liger_models.training.tokenizer import TextTokenizer
+from liger_models.training.world import World
 
 
 class TrainingInterrupted(KeyboardInterrupt):
@@ -71,12 +67,14 @@ def train(config: TrainConfig) -> TrainResult:
     when the loss or the gradient stops being finite, with the last good state saved; TrainingInterrupted
     after SIGINT or SIGTERM, with the state saved.
     """
-    with _World(config.device) as world:
-        return _Run(config, world).train()
+    with World(config.device) as world:
+        return Run(config, world).train()
 
 
-class _Run:
-    def __init__(self, config: TrainConfig, world: _World) -> None:
+class Run:
+    """One run in one process: its model, data, optimizer and progress."""
+
+    def __init__(self, config: TrainConfig, world: World) -> None:
         self.config, self.world = config, world
         self.output = Path(config.output)
         checkpoint = self._find_checkpoint()
@@ -106,7 +104,7 @@ class _Run:
     def train(self) -> TrainResult:
         config, world = self.config, self.world
         speeds: deque[tuple[int, float]] = deque(maxlen=20)
-        with _Signals() as signals, world.bar(self.total, self.progress.step) as bar:
+        with Signals() as signals, world.bar(self.total, self.progress.step) as bar:
             eval_loss = None
             if self.held_out and not self.resumed:
                 eval_loss = self.evaluate()
@@ -142,7 +140,7 @@ class _Run:
                     self.save()
         return self._finish()
 
-    def step(self, rate: float, signals: _Signals) -> tuple[float, float, int] | None:
+    def step(self, rate: float, signals: Signals) -> tuple[float, float, int] | None:
         """One step of the optimizer: (loss, gradient's norm, inputs read). None if a signal cut it short.
 
         Nothing of a step that does not reach its end counts: no weight has changed and the data's position
@@ -230,7 +228,7 @@ class _Run:
         self.world.barrier()
         return TrainResult(final, self.progress.step, records)
 
-    def _interrupted(self, signals: _Signals) -> TrainingInterrupted:
+    def _interrupted(self, signals: Signals) -> TrainingInterrupted:
         self.save()
         where = self.output / f"checkpoint-{self.progress.step}"
         return TrainingInterrupted(
@@ -378,103 +376,6 @@ def _postfix(record: dict[str, Any], speeds: deque[tuple[int, float]], eval_loss
     if eval_loss is not None:
         parts.append(f"held-out {eval_loss:.3f}")
     return ", ".join(parts)
-
-
-class _Signals:
-    """Makes SIGINT and SIGTERM a mark that is read between micro-batches; a second one acts at once."""
-
-    def __init__(self) -> None:
-        self.received: int | None = None
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> _Signals:
-        if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
-            for signum in (signal.SIGINT, signal.SIGTERM):
-                self._before[signum] = signal.signal(signum, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for signum, handler in self._before.items():
-            signal.signal(signum, handler)
-
-    def _note(self, signum: int, frame: FrameType | None) -> None:
-        if self.received is not None:
-            raise KeyboardInterrupt
-        self.received = signum
-        print(
-            "\nstopping after this micro-batch, then saving; once more to stop without saving",
-            file=sys.stderr,
-        )
-
-
-class _World:
-    """The processes of this run: one, or torchrun's ranks with DDP between them."""
-
-    def __init__(self, device: str) -> None:
-        self.size, self.rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = torch.device(device)
-        if self.device.type == "cuda" and self.device.index is None:
-            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        self.main = self.rank == 0
-        self._ours = False
-
-    def __enter__(self) -> _World:
-        if self.size > 1 and not dist.is_initialized():
-            if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)
-            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
-            self._ours = True
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._ours:
-            dist.destroy_process_group()
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        if self.size == 1:
-            return model
-        # Views into the buckets spare a second copy of the gradients.
-        return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-
-    def no_sync(self, wrapped: nn.Module) -> contextlib.AbstractContextManager[None]:
-        return wrapped.no_sync() if self.size > 1 else contextlib.nullcontext()  # type: ignore[operator]
-
-    def sum(self, value: Tensor) -> Tensor:
-        if self.size > 1:
-            dist.all_reduce(value)
-        return value
-
-    def any(self, mine: bool) -> bool:
-        if self.size == 1:
-            return mine
-        return bool(self.sum(torch.tensor(float(mine), device=self.device)).item())
-
-    def barrier(self) -> None:
-        if self.size > 1:
-            dist.barrier()
-
-    def say(self, text: str) -> None:
-        if self.main:
-            print(text, file=sys.stderr)
-
-    @contextlib.contextmanager
-    def bar(self, total: int, done: int) -> Iterator[Any]:
-        from tqdm import tqdm
-
-        terminal: TextIO = sys.stderr
-        # In a log file every redraw is a line: let them come seldom.
-        interval = 0.2 if terminal.isatty() else 10.0
-        with tqdm(
-            total=total,
-            initial=done,
-            unit="step",
-            disable=not self.main,
-            mininterval=interval,
-            dynamic_ncols=True,
-        ) as bar:
-            yield bar
 
 
 __all__ = ["TrainConfig", "TrainResult", "TrainingInterrupted", "train"]

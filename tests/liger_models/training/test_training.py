@@ -22,7 +22,7 @@ def start(settings):
 
     def make(**changes):
         config = settings(eval_fraction=0.0, **changes)
-        return loop._Run(config, loop._World(config.device))
+        return loop.Run(config, loop.World(config.device))
 
     return make
 
@@ -37,7 +37,7 @@ def gradients(start):
         run.optimizer.step = lambda: kept.update(
             (name, p.grad.clone()) for name, p in run.model.named_parameters()
         )
-        loss, norm, _ = run.step(1e-3, loop._Signals())
+        loss, norm, _ = run.step(1e-3, loop.Signals())
         assert norm == pytest.approx(
             math.sqrt(sum(g.double().square().sum() for g in kept.values())), rel=1e-5
         )
@@ -70,7 +70,7 @@ def test_the_loss_is_the_mean_over_labels_of_what_the_model_says(start):
                 logits = run.model(ids).logits[0]
                 total += nn.functional.cross_entropy(logits.double(), labels, reduction="sum").item()
                 count += int((labels != -100).sum())
-    loss, _, _ = run.step(1e-3, loop._Signals())
+    loss, _, _ = run.step(1e-3, loop.Signals())
     assert loss == pytest.approx(total / count, rel=1e-5)
 
 
@@ -78,7 +78,7 @@ def test_the_held_out_loss_is_the_mean_over_all_labels_whatever_the_batch(settin
     losses = []
     for batch_size in (1, 4):
         config = settings(batch_size=batch_size)
-        losses.append(loop._Run(config, loop._World("cpu")).evaluate())
+        losses.append(loop.Run(config, loop.World("cpu")).evaluate())
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
@@ -88,7 +88,7 @@ def test_clipping_scales_the_gradient_to_the_given_norm(start):
     run.optimizer.step = lambda: norms.append(
         math.sqrt(sum(p.grad.double().square().sum() for p in run.parameters))
     )
-    _, reported, _ = run.step(1e-3, loop._Signals())
+    _, reported, _ = run.step(1e-3, loop.Signals())
     assert reported > 0.05  # the norm before clipping is the one that tells something
     assert norms[0] == pytest.approx(0.01, rel=1e-4)
 
