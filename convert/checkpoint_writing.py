@@ -17,11 +17,12 @@ from torch import Tensor
 
 from liger_models.convert import tensor_bytes
 from liger_models.convert.atomic import atomic_folder
-from liger_models.convert.checkpoint import INDEX_FILE, SINGLE_FILE, SourceLayout, check_parameters
+from liger_models.convert.checkpoint import INDEX_FILE, SINGLE_FILE, check_parameters
 from liger_models.convert.errors import CheckpointError
 from liger_models.convert.safetensors_header import (
     build_header,
 )
+from liger_models.convert.source_layout import SourceLayout
 from liger_models.convert.tensor_bytes import is_plain_memory, memory_of, row_pieces, stage_for
 from liger_models.convert.weight_map import WeightMap, checkpoint_shapes, row_count
 

@@ -27,3 +27,9 @@ class DataError(LigerModelsError):
 
 class TrainingError(LigerModelsError):
     """Training cannot go on: the loss or the gradient is no longer finite."""
+
+
+def abbreviate(value: object) -> str:
+    """A found value, as short as a message needs it."""
+    text = repr(value)
+    return text if len(text) <= 100 else text[:97] + "..."

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from liger_models.architectures import Architecture
-from liger_models.convert.checkpoint import SourceLayout
 from liger_models.convert.checkpoint_writing import find_aux_files, save_checkpoint
 from liger_models.convert.hf_config import ModelConfig, export_config
+from liger_models.convert.source_layout import SourceLayout
 from liger_models.generation import generate
 from liger_models.layers.attention_backends import AttentionBackend
 from liger_models.layers.model import CausalLM

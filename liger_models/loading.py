@@ -12,9 +12,10 @@ from torch.overrides import TorchFunctionMode
 
 from liger_models.architectures import Architecture, find_architecture
 from liger_models.causal_lm import LigerCausalLM
-from liger_models.convert.checkpoint import CheckpointReader, load_parameters, match_layout
+from liger_models.convert.checkpoint import CheckpointReader, load_parameters
 from liger_models.convert.errors import ConfigError
 from liger_models.convert.hf_config import HFConfig
+from liger_models.convert.source_layout import match_layout
 from liger_models.layers.attention_backends import AttentionBackend
 from liger_models.layers.model import CausalLM
 

@@ -95,7 +95,8 @@ def _find(name: str) -> tuple[Any, dict[str, str], Path | None]:
 
 def _checked_dtypes(folder: Path, model: "LigerCausalLM") -> dict[str, str]:
     """The dtype of every checkpoint tensor, after the check that the files are those of this model."""
-    from liger_models.convert.checkpoint import CheckpointReader, match_layout
+    from liger_models.convert.checkpoint import CheckpointReader
+    from liger_models.convert.source_layout import match_layout
     from liger_models.loading import tied_duplicates
 
     with CheckpointReader(folder) as reader:

@@ -16,10 +16,10 @@ from liger_models.convert.checkpoint import (
     SINGLE_FILE,
     CheckpointReader,
     load_parameters,
-    match_layout,
     verify_roundtrip,
 )
 from liger_models.convert.errors import CheckpointError
+from liger_models.convert.source_layout import match_layout
 from liger_models.convert.weight_map import Cat, Ref, Stack, Transpose, checkpoint_shapes
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.int8, torch.bool]
@@ -467,7 +467,8 @@ def test_loading_a_gigabyte_needs_little_more_than_the_parameters(tmp_path):
     rows, columns, layers = 4096, 8192, 16  # 16 x 2 x 32 MB = 1.07 GB in bfloat16
     script = f"""
         import resource, torch
-        from liger_models.convert.checkpoint import CheckpointReader, load_parameters, match_layout
+        from liger_models.convert.checkpoint import CheckpointReader, load_parameters
+        from liger_models.convert.source_layout import match_layout
         from liger_models.convert.weight_map import Cat, Ref
         half = ({rows} // 2, {columns})
         weights = {{f"w{{i}}": Cat([Ref(f"a{{i}}", half), Ref(f"b{{i}}", half)]) for i in range({layers})}}

@@ -14,15 +14,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from liger_models.convert.checkpoint import (
-    INDEX_FILE,
-    SINGLE_FILE,
-    CheckpointReader,
-    load_parameters,
-    match_layout,
-)
+from liger_models.convert.checkpoint import INDEX_FILE, SINGLE_FILE, CheckpointReader, load_parameters
 from liger_models.convert.checkpoint_writing import find_aux_files, parse_size, save_checkpoint
 from liger_models.convert.errors import CheckpointError
+from liger_models.convert.source_layout import match_layout
 from liger_models.convert.weight_map import Cat, Ref, Stack, Transpose, checkpoint_shapes
 
 MAP = {
