@@ -1,4 +1,4 @@
-"""What the README shows can be typed as it stands there."""
+"""What the README shows can be typed as it stands there, and no page points at a file that is not there."""
 
 import re
 import shlex
@@ -10,7 +10,16 @@ import torch
 import liger_models
 from liger_models.cli import build_parser
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_to_a_file_leads_to_one(page):
+    targets = re.findall(r"\]\(([^)#]+)", page.read_text())
+    files = [target for target in targets if not target.startswith("http")]
+    assert [target for target in files if not (page.parent / target).exists()] == []
 
 
 def test_every_command_is_understood():
