@@ -1,6 +1,7 @@
 """Triton operations, each beside its plain PyTorch twin."""
 
-from liger_models.kernels.cross_entropy import cross_entropy
+from liger_models.kernels.attention import attention, document_bounds
+from liger_models.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_models.kernels.divergence import generalized_jsd, kl_div, total_variation
 from liger_models.kernels.gated import geglu, relu2, swiglu
 from liger_models.kernels.layer_norm import layer_norm
@@ -15,8 +16,11 @@ from liger_models.kernels.rotary import multi_axis_tables, rotary, split_rotary_
 from liger_models.kernels.softmax import softmax
 
 __all__ = [
+    "CrossEntropyOutput",
     "add_rms_norm",
+    "attention",
     "cross_entropy",
+    "document_bounds",
     "geglu",
     "generalized_jsd",
     "kl_div",

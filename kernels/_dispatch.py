@@ -96,6 +96,16 @@ def _multi_processor_count(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
+def shared_memory(x: Tensor) -> int:
+    """Bytes of shared memory that a program may take on x's GPU; on a CPU, a Hopper's."""
+    return _shared_memory_per_program(x.device.index) if x.is_cuda else 227 * 1024
+
+
+@functools.cache
+def _shared_memory_per_program(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin  # type: ignore[attr-defined]
+
+
 def ceil_div(a: int, b: int) -> int:
     """a / b, rounded up. Triton's own functions for this and the next take microseconds a call."""
     return -(-a // b)

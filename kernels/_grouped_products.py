@@ -15,12 +15,10 @@ than a gathered copy would. It costs 40% in weight_product, whose inner dimensio
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
-from liger_models.kernels._dispatch import ceil_div, jit, on_device_of, tl
+from liger_models.kernels._dispatch import ceil_div, jit, on_device_of, shared_memory, tl
 from liger_models.kernels._expert_order import ExpertOrder
 
 
@@ -127,12 +125,7 @@ def _weight_config(width: int, num_experts: int, p: Tensor) -> tuple[int, int, i
 
 def _has_room(x: Tensor) -> bool:
     """Whether x's GPU has the shared memory of a data centre's (160 KB), not that of a desktop's (99 KB)."""
-    return not x.is_cuda or _shared_memory(x.device.index) >= 160 * 1024
-
-
-@functools.cache
-def _shared_memory(device_index: int) -> int:
-    return torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return shared_memory(x) >= 160 * 1024
 
 
 def _precision(dtype: torch.dtype) -> str:

@@ -22,7 +22,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_models.kernels._dispatch import as_rows, ceil_div, jit, next_power_of_2, num_sms, on_device_of, tl
+from liger_models.kernels._dispatch import (
+    as_rows,
+    ceil_div,
+    jit,
+    next_power_of_2,
+    num_sms,
+    on_device_of,
+    shared_memory,
+    tl,
+)
+from liger_models.kernels._norm_sums import column_sum, rstd_of
+from liger_models.kernels._wide_norm_kernels import (
+    wide_backward_kernel,
+    wide_forward_kernel,
+    wide_sums_kernel,
+)
 
 MAX_BLOCK_WIDTH = 16384
 
@@ -67,7 +82,7 @@ def norm_forward(
     if block_width <= MAX_BLOCK_WIDTH:
         kernel, block_rows = _forward_kernel, max(1, 2048 // block_width)
     else:
-        kernel, block_rows, block_width = _wide_forward_kernel, 1, 8192
+        kernel, block_rows, block_width = wide_forward_kernel, 1, 8192
     with on_device_of(x):
         kernel[(ceil_div(rows, block_rows),)](
             x_rows,
@@ -128,6 +143,9 @@ def norm_backward(
         programs = min(64, ceil_div(rows, 16))  # of the kernel that sums over rows
     else:
         block_rows, num_warps, stages, programs_per_sm = _backward_config(block_width)
+        element_sizes = sum(t.element_size() for t in (dy, dtotal, x) if t is not None)
+        if block_rows * block_width * element_sizes * (stages - 1) > shared_memory(x) - 1024:
+            stages = 1  # float32 on a GPU with less room than a Hopper: loads wait in no queue
         programs = min(ceil_div(rows, block_rows), num_sms(x) * programs_per_sm)
     dweight_sums = None if dweight is None else rstd.new_empty(programs, width)
     dbias_sums = None if dbias is None else rstd.new_empty(programs, width)
@@ -152,11 +170,11 @@ def norm_backward(
                 **_ROUND_PRODUCTS,
             )
         else:
-            _wide_backward_kernel[(rows,)](
+            wide_backward_kernel[(rows,)](
                 *inputs, dx, *strides, width, offset, BLOCK_WIDTH=8192, num_warps=16, **_ROUND_PRODUCTS
             )
             if dweight is not None or dbias is not None:
-                _wide_sums_kernel[(ceil_div(width, 512), programs)](
+                wide_sums_kernel[(ceil_div(width, 512), programs)](
                     *inputs,
                     dweight_sums,
                     dbias_sums,
@@ -169,9 +187,8 @@ def norm_backward(
                     num_warps=4,
                 )
         for sums, gradient in ((dweight_sums, dweight), (dbias_sums, dbias)):
-            if sums is not None:
-                grid = (ceil_div(width, 64),)
-                _column_sum_kernel[grid](sums, gradient, programs, width, BLOCK_ROWS=64, BLOCK_WIDTH=64)
+            if sums is not None and gradient is not None:
+                column_sum(sums, gradient)
     return dx, dweight, dbias
 
 
@@ -227,7 +244,7 @@ def _forward_kernel(
         row_mean = tl.sum(value, 1, keep_dims=True) / width
         tl.store(mean + row, row_mean, row < rows)
         value = tl.where(column < width, value - row_mean, 0.0)
-    row_rstd = _rstd(tl.sum(value * value, 1, keep_dims=True), width, eps)
+    row_rstd = rstd_of(tl.sum(value * value, 1, keep_dims=True), width, eps)
     tl.store(rstd + row, row_rstd, row < rows)
     value = value * row_rstd
     if ROUND_FIRST:
@@ -237,12 +254,6 @@ def _forward_kernel(
     if bias is not None:
         value += tl.load(bias + column, column < width, 0.0).to(tl.float32)
     tl.store(y + row * width + column, value.to(y.dtype.element_ty), mask)
-
-
-@jit
-def _rstd(sum_of_squares, width, eps):
-    # Correctly rounded, unlike tl.sqrt and /: an error here would be common to the whole row.
-    return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(sum_of_squares, width * 1.0) + eps))
 
 
 @jit
@@ -300,169 +311,6 @@ def _backward_kernel(
             result += tl.load(dtotal + row * dtotal_stride + column, mask, 0.0).to(tl.float32)
         tl.store(dx + row * width + column, result.to(dx.dtype.element_ty), mask)
     sums = tl.program_id(0).to(tl.int64) * width + column
-    if dweight_sums is not None:
-        tl.store(dweight_sums + sums, tl.sum(dweight, 0, keep_dims=True), column < width)
-    if dbias_sums is not None:
-        tl.store(dbias_sums + sums, tl.sum(dbias, 0, keep_dims=True), column < width)
-
-
-@jit
-def _column_sum_kernel(sums, result, rows, width, BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    column = tl.program_id(0) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)[None, :]
-    # In float64, so that only the programs' own sums round; there are too few of them to cost anything.
-    accumulated = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float64)
-    for first in range(0, rows, BLOCK_ROWS):
-        row = first + tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
-        value = tl.load(sums + row * width + column, (row < rows) & (column < width), 0.0)
-        accumulated += value.to(tl.float64)
-    total = tl.sum(accumulated, 0, keep_dims=True).to(tl.float32)
-    tl.store(result + column, total.to(result.dtype.element_ty), column < width)
-
-
-@jit
-def _wide_forward_kernel(
-    x,
-    residual,
-    weight,
-    bias,
-    y,
-    total,
-    mean,
-    rstd,
-    x_stride,
-    residual_stride,
-    rows,
-    width,
-    eps,
-    offset,
-    ROUND_FIRST: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.arange(0, BLOCK_WIDTH)
-    source = x + row * x_stride
-    dtype = x.dtype.element_ty
-    if residual is not None:
-        source = total + row * width
-        dtype = total.dtype.element_ty
-        for start in range(0, width, BLOCK_WIDTH):
-            column = start + block
-            value = tl.load(x + row * x_stride + column, column < width, 0.0).to(tl.float32)
-            value += tl.load(residual + row * residual_stride + column, column < width, 0.0).to(tl.float32)
-            tl.store(total + row * width + column, value.to(dtype), column < width)
-        tl.debug_barrier()  # the sum is read again by other threads than those that wrote it
-    row_mean = 0.0
-    if mean is not None:
-        accumulated = tl.zeros([BLOCK_WIDTH], tl.float32)
-        for start in range(0, width, BLOCK_WIDTH):
-            column = start + block
-            accumulated += tl.load(source + column, column < width, 0.0).to(tl.float32)
-        row_mean = tl.sum(accumulated, 0) / width
-        tl.store(mean + row, row_mean)
-    accumulated = tl.zeros([BLOCK_WIDTH], tl.float32)
-    for start in range(0, width, BLOCK_WIDTH):
-        column = start + block
-        value = tl.load(source + column, column < width, 0.0).to(tl.float32)
-        value = tl.where(column < width, value - row_mean, 0.0)
-        accumulated += value * value
-    row_rstd = _rstd(tl.sum(accumulated, 0), width, eps)
-    tl.store(rstd + row, row_rstd)
-    for start in range(0, width, BLOCK_WIDTH):
-        column = start + block
-        value = (tl.load(source + column, column < width, 0.0).to(tl.float32) - row_mean) * row_rstd
-        if ROUND_FIRST:
-            value = value.to(dtype).to(tl.float32)
-        if weight is not None:
-            value *= tl.load(weight + column, column < width, 0.0).to(tl.float32) + offset
-        if bias is not None:
-            value += tl.load(bias + column, column < width, 0.0).to(tl.float32)
-        tl.store(y + row * width + column, value.to(y.dtype.element_ty), column < width)
-
-
-@jit
-def _wide_backward_kernel(
-    dy,
-    dtotal,
-    x,
-    weight,
-    mean,
-    rstd,
-    dx,
-    dy_stride,
-    dtotal_stride,
-    x_stride,
-    width,
-    offset,
-    BLOCK_WIDTH: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.arange(0, BLOCK_WIDTH)
-    row_rstd = tl.load(rstd + row)
-    row_mean = 0.0
-    if mean is not None:
-        row_mean = tl.load(mean + row)
-    products = tl.zeros([BLOCK_WIDTH], tl.float32)
-    gradients = tl.zeros([BLOCK_WIDTH], tl.float32)
-    for start in range(0, width, BLOCK_WIDTH):
-        column = start + block
-        gradient = tl.load(dy + row * dy_stride + column, column < width, 0.0).to(tl.float32)
-        if weight is not None:
-            gradient *= tl.load(weight + column, column < width, 0.0).to(tl.float32) + offset
-        n = (tl.load(x + row * x_stride + column, column < width, 0.0).to(tl.float32) - row_mean) * row_rstd
-        products += gradient * n  # beyond the width the gradient is zero
-        gradients += gradient
-    mean_product = tl.sum(products, 0) / width
-    mean_gradient = 0.0
-    if mean is not None:
-        mean_gradient = tl.sum(gradients, 0) / width
-    for start in range(0, width, BLOCK_WIDTH):
-        column = start + block
-        gradient = tl.load(dy + row * dy_stride + column, column < width, 0.0).to(tl.float32)
-        if weight is not None:
-            gradient *= tl.load(weight + column, column < width, 0.0).to(tl.float32) + offset
-        n = (tl.load(x + row * x_stride + column, column < width, 0.0).to(tl.float32) - row_mean) * row_rstd
-        result = (gradient - n * mean_product - mean_gradient) * row_rstd
-        if dtotal is not None:
-            result += tl.load(dtotal + row * dtotal_stride + column, column < width, 0.0).to(tl.float32)
-        tl.store(dx + row * width + column, result.to(dx.dtype.element_ty), column < width)
-
-
-@jit
-def _wide_sums_kernel(
-    dy,
-    dtotal,
-    x,
-    weight,
-    mean,
-    rstd,
-    dweight_sums,
-    dbias_sums,
-    dy_stride,
-    dtotal_stride,
-    x_stride,
-    rows,
-    width,
-    ROUND_FIRST: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-):
-    column = tl.program_id(0) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)[None, :]
-    dweight = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float32)
-    dbias = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float32)
-    for tile in range(tl.program_id(1), tl.cdiv(rows, BLOCK_ROWS), tl.num_programs(1)):
-        row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
-        mask = (row < rows) & (column < width)
-        n = tl.load(x + row * x_stride + column, mask, 0.0).to(tl.float32)
-        if mean is not None:
-            n -= tl.load(mean + row, row < rows, 0.0)
-        n = n * tl.load(rstd + row, row < rows, 0.0)
-        if ROUND_FIRST:
-            n = n.to(x.dtype.element_ty).to(tl.float32)
-        gradient = tl.load(dy + row * dy_stride + column, mask, 0.0).to(tl.float32)
-        dweight += gradient * n
-        dbias += gradient
-    sums = tl.program_id(1).to(tl.int64) * width + column
     if dweight_sums is not None:
         tl.store(dweight_sums + sums, tl.sum(dweight, 0, keep_dims=True), column < width)
     if dbias_sums is not None:

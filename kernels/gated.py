@@ -216,15 +216,20 @@ def _launch_backward(
 
 
 def _tiles(x: Tensor) -> tuple[tuple[int], dict[str, int]]:
-    """Tiles of about 1024 elements: 8 a thread, which bfloat16 loads in one instruction of 16 bytes.
+    """The grid and the blocks of tiles with about `_TILE` elements.
 
     They are numbered along a row first, so that programs that run together stream through memory together.
     """
+    elements, num_warps = _TILE
     rows, width = x.shape
-    block_width = min(1024, next_power_of_2(width))
-    block_rows = 1024 // block_width
+    block_width = min(elements, next_power_of_2(width))
+    block_rows = elements // block_width
     grid = (ceil_div(rows, block_rows) * ceil_div(width, block_width),)
-    return grid, {"BLOCK_ROWS": block_rows, "BLOCK_WIDTH": block_width, "num_warps": 4}
+    return grid, {"BLOCK_ROWS": block_rows, "BLOCK_WIDTH": block_width, "num_warps": num_warps}
+
+
+# Elements and warps: 8 elements a thread, which bfloat16 loads in one instruction of 16 bytes.
+_TILE = 1024, 4
 
 
 @jit

@@ -7,7 +7,14 @@
     sigmoid (DeepSeek-V3, arXiv:2412.19437, section 2.1.2; GLM-4.5):
         s = sigmoid(logits),  choose by s + bias,  weights = scale * s / sum of the chosen s
 
-Plain PyTorch on [T, E], in float32 (float64 for float64 logits), differentiable in the logits.
+With g the gradient of the weights, zero for experts that were not chosen, and w = s / S, S = sum of chosen s:
+
+    ds = (g - sum g w) / S for the chosen, or g if the weights are not divided by their sum
+    dlogits = s (1 - s) ds  for a sigmoid,   s (ds - sum ds s)  for a softmax
+
+The fewest bytes that must move, for logits of b bytes: the forward reads b E and writes 8 k a token, the
+backward reads as much and writes b E. A row of logits lies in registers, where choosing takes k maxima in
+turn; the backward computes the scores again. Experts in groups, and more than 1,024, are plain PyTorch.
 """
 
 from __future__ import annotations
@@ -16,8 +23,18 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from liger_models.kernels._dispatch import at_least_float32
+from liger_models.kernels._dispatch import (
+    as_rows,
+    at_least_float32,
+    ceil_div,
+    jit,
+    next_power_of_2,
+    on_device_of,
+    tl,
+    use_triton,
+)
 
 
 def route(
@@ -45,13 +62,48 @@ def route(
         scale: multiplies the weights.
 
     Returns:
-        weights [T, k] in float32 (float64 for float64 logits), and experts [T, k], int32, distinct in a row
-        and in the order in which torch.topk has them: best first.
+        weights [T, k] in float32 (float64 for float64 logits), and experts [T, k], int32, distinct in a row,
+        best first. Of experts that are equally good the kernel takes the first, the plain form whichever
+        torch.topk does. Logits that are nan give weights that are nan, and experts in range.
 
     Raises:
-        ValueError: shapes or options that do not fit.
+        ValueError: shapes or options that do not fit, tensors on several devices.
+        TypeError: logits that are not floating point.
     """
     _check(logits, top_k, score, softmax_after_top_k, correction_bias, num_groups, top_groups)
+    fused = use_triton(logits, correction_bias)
+    if fused and top_groups == num_groups and logits.shape[1] <= _MOST_EXPERTS:
+        # Divided by the sum of the chosen, a softmax over all is the softmax of the chosen. A bias may choose
+        # experts whose share of all is nothing in float32: there the two differ.
+        of_chosen = softmax_after_top_k or (score == "softmax" and renormalize and correction_bias is None)
+        score, renormalize = ("softmax_of_chosen", False) if of_chosen else (score, renormalize)
+        return _Route.apply(as_rows(logits), correction_bias, top_k, score, renormalize, scale)
+    return route_plain(
+        logits,
+        top_k,
+        score=score,
+        softmax_after_top_k=softmax_after_top_k,
+        renormalize=renormalize,
+        correction_bias=correction_bias,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        scale=scale,
+    )
+
+
+def route_plain(
+    logits: Tensor,
+    top_k: int,
+    *,
+    score: str = "softmax",
+    softmax_after_top_k: bool = False,
+    renormalize: bool = True,
+    correction_bias: Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """The meaning of `route`, in plain PyTorch."""
     logits = at_least_float32(logits)
     scores = logits.sigmoid() if score == "sigmoid" else logits
     if score == "softmax" and not softmax_after_top_k:
@@ -151,3 +203,158 @@ def _check(
 def _check_top_k(top_k: int, num_experts: int) -> None:
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k is {top_k}; expected 1 to {num_experts}, the number of experts")
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, correction_bias, top_k, score, renormalize, scale):
+        weights = torch.empty(len(logits), top_k, dtype=torch.float32, device=logits.device)
+        experts = torch.empty(len(logits), top_k, dtype=torch.int32, device=logits.device)
+        if correction_bias is not None:
+            correction_bias = correction_bias.contiguous()
+        ctx.options = score, renormalize, scale
+        _launch(_forward_kernel, logits, weights, experts, correction_bias, *ctx.options)
+        ctx.save_for_backward(logits, experts)
+        ctx.mark_non_differentiable(experts)
+        return weights, experts
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dweights, _):
+        logits, experts = ctx.saved_tensors
+        dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        _launch(_backward_kernel, logits, dweights.contiguous(), experts, dlogits, *ctx.options)
+        return dlogits, None, None, None, None, None
+
+
+def _launch(kernel, logits, weights, experts, extra, score, renormalize, scale):
+    rows, num_experts = logits.shape
+    if not rows:
+        return
+    lanes = next_power_of_2(num_experts)
+    rows_a_program = _ELEMENTS // lanes
+    with on_device_of(logits):
+        kernel[(ceil_div(rows, rows_a_program),)](
+            logits,
+            weights,
+            experts,
+            extra,
+            logits.stride(0),
+            rows,
+            num_experts,
+            scale,
+            SCORE=score,
+            RENORMALIZE=renormalize,
+            TOP_K=experts.shape[1],
+            ROWS=rows_a_program,
+            LANES=lanes,
+            num_warps=4,
+        )
+
+
+_ELEMENTS = 1024  # of a program's tile: 8 in each of its 128 threads
+_MOST_EXPERTS = _ELEMENTS
+
+
+@jit
+def _load_tile(logits, stride, rows, num_experts, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """Row numbers [ROWS, 1], experts [1, LANES], and logits in float32, -inf beyond the last expert."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    expert = tl.arange(0, LANES)[None, :]
+    x = tl.load(logits + row * stride + expert, (row < rows) & (expert < num_experts), 0.0)
+    return row, expert, tl.where(expert < num_experts, x.to(tl.float32), -float("inf"))
+
+
+@jit
+def _scores(x, SCORE: tl.constexpr):
+    if SCORE == "sigmoid":
+        return tl.div_rn(1.0, 1.0 + tl.exp(-x))
+    else:
+        e = tl.exp(x - tl.max(x, 1)[:, None])
+        return tl.div_rn(e, tl.sum(e, 1)[:, None])
+
+
+@jit
+def _sort_key(x):
+    """Integers in the order of x, the least integer apart: zeros are equal, and nan is the largest of all."""
+    bits = x.to(tl.int32, bitcast=True)
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where(x != x, 0x7FFFFFFF, tl.where(x == 0.0, 0, key))
+
+
+@jit
+def _forward_kernel(
+    logits,
+    weights,
+    experts,
+    correction_bias,
+    stride,
+    rows,
+    num_experts,
+    scale,
+    SCORE: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    TAKEN: tl.constexpr = -(1 << 31)
+    row, expert, x = _load_tile(logits, stride, rows, num_experts, ROWS, LANES)
+    scores = x
+    if SCORE != "softmax_of_chosen":
+        scores = _scores(x, SCORE)
+    choice = x  # which has the order of its scores, and no ties from rounding them
+    if correction_bias is not None:
+        choice = scores + tl.load(correction_bias + expert, expert < num_experts, 0.0).to(tl.float32)
+    key = tl.where(expert < num_experts, _sort_key(choice), TAKEN)
+    rank = tl.full((ROWS, LANES), TOP_K, tl.int32)
+    for slot in range(TOP_K):
+        best = expert == tl.argmax(key, 1)[:, None]  # of equals the first
+        key = tl.where(best, TAKEN, key)
+        rank = tl.where(best, slot, rank)
+    chosen = rank < TOP_K
+    if SCORE == "softmax_of_chosen":
+        scores = _scores(tl.where(chosen, x, -float("inf")), SCORE)
+    if RENORMALIZE:
+        scores = tl.div_rn(scores, tl.sum(tl.where(chosen, scores, 0.0), 1)[:, None] + 1e-20)
+    mine = chosen & (row < rows)
+    tl.store(weights + row * TOP_K + rank, scores * scale, mine)
+    tl.store(experts + row * TOP_K + rank, tl.broadcast_to(expert, (ROWS, LANES)), mine)
+
+
+@jit
+def _backward_kernel(
+    logits,
+    dweights,
+    experts,
+    dlogits,
+    stride,
+    rows,
+    num_experts,
+    scale,
+    SCORE: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    row, expert, x = _load_tile(logits, stride, rows, num_experts, ROWS, LANES)
+    chosen = tl.zeros((ROWS, LANES), tl.int1)
+    grad = tl.zeros((ROWS, LANES), tl.float32)
+    for slot in range(TOP_K):
+        mine = expert == tl.load(experts + row * TOP_K + slot, row < rows, 0)
+        chosen = chosen | mine
+        grad = tl.where(mine, scale * tl.load(dweights + row * TOP_K + slot, row < rows, 0.0), grad)
+    if SCORE == "softmax_of_chosen":
+        x = tl.where(chosen, x, -float("inf"))
+    scores = _scores(x, SCORE)
+    if RENORMALIZE:
+        total = tl.sum(tl.where(chosen, scores, 0.0), 1)[:, None] + 1e-20
+        mean = tl.div_rn(tl.sum(grad * scores, 1)[:, None], total)
+        grad = tl.where(chosen, tl.div_rn(grad - mean, total), 0.0)
+    if SCORE == "sigmoid":
+        dx = grad * scores * _scores(-x, SCORE)  # which is 1 - scores, without its cancellation
+    else:
+        dx = scores * (grad - tl.sum(grad * scores, 1)[:, None])
+    dx = dx.to(dlogits.dtype.element_ty)
+    tl.store(dlogits + row * num_experts + expert, dx, (row < rows) & (expert < num_experts))

@@ -17,6 +17,7 @@ and with them, in the backward pass of the packed form, the gradient of the valu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -64,7 +65,7 @@ def split_rotary_qkv(
     if qkv.dim() != 2 or qkv.shape[1] != width:
         heads = f"({num_heads} + 2 * {num_kv_heads}) heads of {head_dim}"
         raise ValueError(f"qkv is {tuple(qkv.shape)}; expected [T, {width}] for {heads}")
-    _check_tables(cos, sin, qkv.shape[:1], head_dim)
+    check_tables(cos, sin, qkv.shape[:1], head_dim)
     if use_triton(qkv, cos, sin):
         return _SplitRotaryQKV.apply(qkv, cos, sin, num_heads, num_kv_heads, head_dim, interleaved, inplace)
     return split_rotary_qkv_plain(qkv, cos, sin, num_heads, num_kv_heads, head_dim, interleaved)
@@ -104,7 +105,7 @@ def rotary(
     if q.dim() not in (3, 4) or k.dim() != q.dim() or not alike:
         found = f"q is {tuple(q.shape)} and k {tuple(k.shape)}"
         raise ValueError(f"{found}; expected [T, heads, D] or [B, S, heads, D], alike but for the heads")
-    _check_tables(cos, sin, q.shape[:-2], q.shape[-1])
+    check_tables(cos, sin, q.shape[:-2], q.shape[-1])
     if use_triton(q, k, cos, sin):
         return _Rotary.apply(q, k, cos, sin, interleaved)
     return rotary_plain(q, k, cos, sin, interleaved)
@@ -164,7 +165,8 @@ def multi_axis_tables(
     return merged_cos, merged_sin
 
 
-def _check_tables(cos: Tensor, sin: Tensor, positions: torch.Size, head_dim: int) -> None:
+def check_tables(cos: Tensor, sin: Tensor, positions: torch.Size, head_dim: int) -> None:
+    """Raise ValueError unless cos and sin are tables for these positions and fit a head."""
     if cos.shape != sin.shape or cos.shape[:-1] not in (positions, positions[-1:]):
         found = f"cos is {tuple(cos.shape)} and sin {tuple(sin.shape)}"
         raise ValueError(f"{found}; expected {[*positions, 'R/2']} for both")
@@ -191,7 +193,7 @@ class _SplitRotaryQKV(torch.autograd.Function):
         else:
             fresh = qkv.new_empty(qkv.shape[0], num_heads + num_kv_heads, head_dim)
             q_out, k_out = fresh.split(ctx.heads[:2], 1)
-        _turn((q, k, None), (q_out, k_out, None), cos, sin, interleaved, transpose=False)
+        _turn(((q, q_out), (k, k_out), (None, None)), cos, sin, interleaved, transpose=False)
         return q_out, k_out, v
 
     @staticmethod
@@ -206,7 +208,7 @@ class _SplitRotaryQKV(torch.autograd.Function):
         for gradient, target in zip(gradients, targets, strict=True):
             if gradient is None:
                 target.zero_()
-        _turn(gradients, targets, cos, sin, ctx.interleaved, transpose=True)
+        _turn(zip(gradients, targets, strict=True), cos, sin, ctx.interleaved, transpose=True)
         return dqkv.flatten(1), None, None, None, None, None, None, None
 
 
@@ -227,41 +229,55 @@ class _Rotary(torch.autograd.Function):
 
 def _turn_fresh(q, k, cos, sin, interleaved, transpose):
     """Turn q and k [..., heads, D] into fresh memory; None stays None."""
-    outs = [None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)]
-    # Tokens of all sequences in a row. This copies only if sequences do not follow each other in memory.
-    sources = [None if x is None else x.flatten(0, -3) for x in (q, k)]
-    targets = [None if x is None else x.flatten(0, -3) for x in outs]
-    _turn((*sources, None), (*targets, None), cos.flatten(0, -2), sin.flatten(0, -2), interleaved, transpose)
-    return tuple(outs)
+    q_out, k_out = _contiguous_like(q), _contiguous_like(k)
+    cos, sin = (table if table.dim() == 2 else table.flatten(0, 1) for table in (cos, sin))
+    pairs = ((_in_a_row(q), q_out), (_in_a_row(k), k_out), (None, None))
+    _turn(pairs, cos, sin, interleaved, transpose)
+    return q_out, k_out
 
 
-def _turn(sources, targets, cos, sin, interleaved, transpose):
-    """Turn queries and keys [T, heads, D] into their targets and copy values, all in one launch.
+def _contiguous_like(x):
+    return None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
 
-    Sources have any strides; None stands for one that is absent. The heads of a target lie side by side.
-    A target may be its source. Tables of fewer than T rows repeat.
+
+def _in_a_row(x):
+    """x if its tokens lie in a row, as those of [T, heads, D] do and of [B, S, heads, D] may; else a copy."""
+    if x is None or x.dim() == 3 or x.stride(0) == x.shape[1] * x.stride(1):
+        return x
+    return x.flatten(0, 1)  # a copy where it has to be one
+
+
+def _turn(pairs, cos, sin, interleaved, transpose):
+    """Turn queries and keys [..., heads, D] into their targets and copy values, all in one launch.
+
+    `pairs` are (source, target) of queries, keys and values; the source is None where one is absent. Tokens
+    of sources and targets lie in a row, and the heads of a target side by side; other strides are any. A
+    target may be its source. Tables of fewer than T rows repeat.
     """
-    sources = [x if x is None or x.stride(2) == 1 else x.contiguous() for x in sources]
-    heads = [0 if x is None else x.shape[1] for x in sources]
-    tokens, head_dim = next((x.shape[0], x.shape[2]) for x in sources if x is not None)
+    sources, targets, heads, token_strides, head_strides, target_strides = zip(
+        *(_operands(source, target) for source, target in pairs), strict=True
+    )
+    *lead, _, head_dim = next(x.shape for x in sources if x is not None)
+    tokens = math.prod(lead)
     if not tokens:
         return
     cos, sin = (table if table.stride(1) == 1 else table.contiguous() for table in (cos, sin))
     half = cos.shape[1]
     block_half = next_power_of_2(half)
-    # About 1024 pairs a program: 16 of each half a thread, in bfloat16 two loads of 16 bytes.
-    block_heads = max(1, min(1024 // block_half, next_power_of_2(max(heads))))
-    rest = 0 if sources[0] is targets[0] else head_dim - 2 * half
+    tile, num_warps = _TILE
+    block_heads = max(1, min(tile // block_half, next_power_of_2(max(heads))))
+    in_place = any(x is not None and x is y for x, y in zip(sources, targets, strict=True))
+    rest = 0 if in_place else head_dim - 2 * half
     with on_device_of(cos):
         # Numbered along a token's heads first, so that programs that run together stream through memory.
         _turn_kernel[(tokens * sum(ceil_div(count, block_heads) for count in heads),)](
             *sources,
-            *(None if x is None else y for x, y in zip(sources, targets, strict=True)),
+            *targets,
             cos,
             sin,
-            *(0 if x is None else x.stride(0) for x in sources),
-            *(0 if x is None else x.stride(1) for x in sources),
-            *(0 if x is None else y.stride(0) for x, y in zip(sources, targets, strict=True)),
+            *token_strides,
+            *head_strides,
+            *target_strides,
             cos.stride(0),
             sin.stride(0),
             cos.shape[0],
@@ -274,8 +290,23 @@ def _turn(sources, targets, cos, sin, interleaved, transpose):
             BLOCK_HEADS=block_heads,
             BLOCK_HALF=block_half,
             BLOCK_DIM=next_power_of_2(head_dim),
-            num_warps=2,
+            num_warps=num_warps,
         )
+
+
+def _operands(source, target):
+    """source, target, heads, and the strides of the source's tokens and heads and of the target's tokens."""
+    if source is None:
+        return None, None, 0, 0, 0, 0
+    *_, token_stride, head_stride, stride = source.stride()
+    if stride != 1:
+        source = source.contiguous()
+        *_, token_stride, head_stride, _ = source.stride()
+    return source, target, source.shape[-2], token_stride, head_stride, target.stride(-3)
+
+
+# Pairs a program, about, and its warps: 16 pairs a thread, in bfloat16 two loads of 16 bytes of each half.
+_TILE = 1024, 2
 
 
 @jit

@@ -7,6 +7,9 @@ operation gives it. The interpreter, in which the other tests run, takes more th
 
 import importlib
 import pkgutil
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
 import torch
 import triton
@@ -49,6 +52,9 @@ def run_everything() -> None:
     backward(kernels.softmax(operand(8, 128)))
     backward(kernels.softmax(operand(2, 70_000)))
     losses()
+    attention()
+    for choice in ({}, {"renormalize": False}, {"score": "sigmoid", "correction_bias": torch.randn(128)}):
+        backward(kernels.route(operand(64, 128), 8, **choice)[0])
     router = torch.randn(64, 8).softmax(-1).topk(2)
     experts = operand(8, 2 * 128, 64), operand(8, 64, 128)
     backward(kernels.moe_experts(operand(64, 64), router.values, router.indices.int(), *experts))
@@ -83,6 +89,13 @@ def rotary() -> None:
                 backward(*kernels.split_norm_rotary_qkv(qkv, *weights, *tables, *shape, **options))
 
 
+def attention() -> None:
+    everything = {"cu_seqlens": torch.tensor([0, 3, 16]), "window": 5, "softcap": 30.0, "sinks": operand(4)}
+    cases = [(64, BF16, {}), (128, BF16, everything), (256, torch.float16, everything)]
+    for dim, dtype, options in [*cases, (96, torch.float32, everything)]:
+        backward(kernels.attention(*(operand(16, heads, dim, dtype=dtype) for heads in (4, 2, 2)), **options))
+
+
 def losses() -> None:
     labels, vocab = torch.tensor([3, -100, 7, 9]), 1000
     options = [{}, {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0, "logit_scale": 0.5}]
@@ -90,18 +103,47 @@ def losses() -> None:
         backward(kernels.cross_entropy(operand(4, vocab), labels, **choice))
         loss = kernels.linear_cross_entropy(operand(4, 64), operand(vocab, 64), labels, **choice)
         backward(2 * loss)
-    for divergence in (kernels.kl_div, kernels.generalized_jsd, kernels.total_variation):
-        backward(divergence(operand(4, vocab), torch.randn(4, vocab, dtype=BF16), labels=labels))
-    for divergence in (kernels.linear_kl, kernels.linear_jsd, kernels.linear_cosine_distillation):
-        teacher = torch.randn(4, 32, dtype=BF16), torch.randn(vocab, 32, dtype=BF16)
-        backward(divergence(operand(4, 64), operand(vocab, 64), *teacher, labels=labels))
+        asked = {"return_z_loss": True, "return_predicted_tokens": True}
+        output = kernels.linear_cross_entropy(operand(4, 64), operand(vocab, 64), labels, **choice, **asked)
+        backward(output.loss, output.z_loss)
+    for caps in ({}, {"softcap": 30.0, "teacher_softcap": 30.0}):
+        for divergence in (kernels.kl_div, kernels.generalized_jsd, kernels.total_variation):
+            teacher = torch.randn(4, vocab, dtype=BF16)
+            backward(divergence(operand(4, vocab), teacher, labels=labels, **caps))
+        for divergence in (kernels.linear_kl, kernels.linear_jsd, kernels.linear_cosine_distillation):
+            layer = torch.randn(4, 32, dtype=BF16), torch.randn(vocab, 32, dtype=BF16)
+            backward(divergence(operand(4, 64), operand(vocab, 64), *layer, labels=labels, **caps))
     for choice in ({}, {"temperature": 2.0, "softcap": 30.0}):
         backward(*kernels.linear_log_probs(operand(4, 64), operand(vocab, 64), labels, **choice))
 
 
-def main() -> None:
+def instead_of_launching(take: Callable[[JITFunction, dict, Any], None]) -> list[ModuleType]:
+    """From now on compile each launch on CPU tensors for an sm_90, and hand the kernel, the keyword arguments
+    of its launch and what was compiled to `take`. Gives the modules of the kernels.
+    """
     names = [module.name for module in pkgutil.iter_modules(kernels.__path__, "liger_models.kernels.")]
     modules = [importlib.import_module(name) for name in names]
+    launch = JITFunction.run
+
+    def compile_only(self, *args, **kwargs):
+        compiled = launch(self, *args, **{**kwargs, "warmup": True})
+        take(self, kwargs, compiled)
+        return compiled
+
+    JITFunction.run = compile_only
+    triton.runtime.driver.set_active(NoDevice())
+    for module in modules:
+        if hasattr(module, "use_triton"):
+            module.use_triton = lambda *tensors: not torch.compiler.is_compiling()
+    torch.manual_seed(0)
+    return modules
+
+
+def main() -> None:
+    compiled: set[str] = set()
+    modules = instead_of_launching(
+        lambda kernel, *_: compiled.add(f"{kernel.fn.__module__}.{kernel.fn.__name__}")
+    )
     found = {
         f"{module.__name__}.{name}"
         for module in modules
@@ -110,19 +152,6 @@ def main() -> None:
         and name.endswith("_kernel")
         and value.fn.__module__ == module.__name__
     }
-    compiled: set[str] = set()
-    launch = JITFunction.run
-
-    def compile_only(self, *args, **kwargs):
-        compiled.add(f"{self.fn.__module__}.{self.fn.__name__}")
-        return launch(self, *args, **{**kwargs, "warmup": True})
-
-    JITFunction.run = compile_only
-    triton.runtime.driver.set_active(NoDevice())
-    for module in modules:
-        if hasattr(module, "use_triton"):
-            module.use_triton = lambda *tensors: not torch.compiler.is_compiling()
-    torch.manual_seed(0)
     run_everything()
     missed = sorted(found - compiled)
     assert not missed, f"no operation above launches {missed}"

@@ -1,9 +1,14 @@
 """Fixtures of the kernel tests."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from liger_models.kernels._dispatch import interpret
+
+sys.path.append(str(Path(__file__).parent))  # for kernel_operations, which programs beside it import too
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Kernels are valid for the compiler, not only for the interpreter."""
+"""Kernels are valid for the compiler, not only for the interpreter, and fit the registers of a Hopper GPU."""
 
 import os
 import subprocess
@@ -11,11 +11,15 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.slow
-def test_every_kernel_compiles_for_a_hopper_gpu():
+@pytest.mark.parametrize("program", ["compile_kernels.py", "kernel_resources.py"])
+def test_every_kernel_compiles_for_a_hopper_gpu_and_none_spills_at_a_real_size(program):
     # A process of its own: in this one Triton interprets.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    program = Path(__file__).with_name("compile_kernels.py")
     done = subprocess.run(
-        [sys.executable, program], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, Path(__file__).with_name(program)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_models.kernels.cross_entropy import cross_entropy, cross_entropy_plain
+from liger_models.kernels import CrossEntropyOutput, cross_entropy
 
-module = importlib.import_module("liger_models.kernels.cross_entropy")
+kernels = importlib.import_module("liger_models.kernels._cross_entropy_kernels")
 EPS = torch.finfo(torch.float32).eps
 
 OPTIONS = {
@@ -22,6 +22,7 @@ OPTIONS = {
     "z-loss": {"z_loss": 0.05},
     "softcap": {"softcap": 2.5},
     "scale": {"logit_scale": 0.6},
+    "temperature": {"temperature": 1.7},
     "all": {
         "weight": 37,
         "token_weights": 11,
@@ -29,6 +30,7 @@ OPTIONS = {
         "z_loss": 0.02,
         "softcap": 3.0,
         "logit_scale": 1.4,
+        "temperature": 0.8,
     },
 }
 
@@ -53,9 +55,9 @@ def loss_and_grad(function, logits, labels, **options):
 
 
 def small_tiles(monkeypatch):
-    """Three tiles and three blocks for a row of 37 columns, the last ones partly outside."""
-    monkeypatch.setattr(module, "_LOSS_TILE", (8, 2))
-    monkeypatch.setattr(module, "_BACKWARD_BLOCK", 16)
+    """Three tiles or more and three blocks for a row of 37 columns, the last ones partly outside."""
+    monkeypatch.setattr(kernels, "_LOSS_TILE", (8, 2))
+    monkeypatch.setattr(kernels, "_BACKWARD_BLOCK", 16)
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
@@ -72,7 +74,7 @@ def test_plain_twin_is_torchs_cross_entropy(reduction, smoothing, weighted, shap
         "weight": torch.rand(9, dtype=torch.float64) + 0.1 if weighted else None,
         "ignore_index": 4,
     }
-    ours = loss_and_grad(cross_entropy_plain, logits, labels, **options)
+    ours = loss_and_grad(cross_entropy, logits, labels, **options)
     torch.testing.assert_close(ours, loss_and_grad(F.cross_entropy, logits, labels, **options))
 
 
@@ -81,22 +83,26 @@ def test_plain_twin_passes_gradcheck(options):
     logits, labels = batch(dtype=torch.float64)
     options = tensors_of(options)
     for reduction in ("none", "mean"):
-        function = lambda x, r=reduction: cross_entropy(  # noqa: E731
-            x, labels, reduction=r, return_z_loss=True, **options
-        )
-        torch.autograd.gradcheck(function, logits, fast_mode=True)
+
+        def losses(x, reduction=reduction):
+            return cross_entropy(x, labels, reduction=reduction, return_z_loss=True, **options)[:2]
+
+        torch.autograd.gradcheck(losses, logits, fast_mode=True)
 
 
-def test_cap_and_z_loss_follow_their_formulas():
-    logits, labels = torch.randn(5, 7, dtype=torch.float64) * 4, torch.randint(0, 7, (5,))
-    z = 2.0 * torch.tanh(1.5 * logits / 2.0)
+def test_cap_temperature_and_z_loss_follow_their_formulas():
+    logits, labels = batch(dtype=torch.float64)
+    z = 2.0 * torch.tanh(1.5 * logits / 2.0) / 0.7
     lse = z.logsumexp(1)
-    expected = (lse - z[range(5), labels] + 0.1 * lse**2).mean()
-    actual, share = cross_entropy_plain(
-        logits, labels, softcap=2.0, logit_scale=1.5, z_loss=0.1, return_z_loss=True
-    )
-    torch.testing.assert_close(actual, expected)
-    torch.testing.assert_close(share, (0.1 * lse**2).mean())
+    class_weight, token_weights = torch.rand(37, dtype=torch.float64), torch.rand(11, dtype=torch.float64)
+    valid, column = labels != -100, labels.clamp(min=0)
+    weight = (class_weight[column] * token_weights).where(valid, 0.0)
+    expected = (weight * (lse - z[range(11), column] + 0.1 * lse**2)).sum() / weight.sum()
+    options = {"softcap": 2.0, "logit_scale": 1.5, "temperature": 0.7, "z_loss": 0.1}
+    options |= {"weight": class_weight, "token_weights": token_weights}
+    output = cross_entropy(logits, labels, return_z_loss=True, **options)
+    torch.testing.assert_close(output.loss, expected)
+    torch.testing.assert_close(output.z_loss, (0.1 * weight * lse**2).sum() / weight.sum())
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
@@ -106,7 +112,7 @@ def test_float32_is_as_close_as_rounding_allows(implementation, monkeypatch, opt
     logits, labels = batch()
     options = tensors_of(options) | {"reduction": reduction}
     loss, grad = loss_and_grad(cross_entropy, logits, labels, **options)
-    true_loss, true_grad = loss_and_grad(cross_entropy_plain, logits.double(), labels, **options)
+    true_loss, true_grad = loss_and_grad(cross_entropy, logits.double(), labels, **options)
     assert loss.dtype == torch.float32
     # The logits are below 20, and each is rounded a handful of times before exp turns its error into a
     # relative one; sums over 37 classes add little.
@@ -119,11 +125,98 @@ def test_returned_z_loss_has_its_own_gradient(implementation):
     logits, labels = batch()
 
     def gradient(function, x):
-        loss, share = function(x, labels, z_loss=0.1, label_smoothing=0.1, return_z_loss=True)
+        loss, share, _, _ = function(x, labels, z_loss=0.1, label_smoothing=0.1, return_z_loss=True)
         return torch.autograd.grad(0.3 * loss - 1.7 * share, x)[0]
 
-    truth = gradient(cross_entropy_plain, logits.detach().double().requires_grad_())
+    truth = gradient(cross_entropy, logits.detach().double().requires_grad_())
     torch.testing.assert_close(gradient(cross_entropy, logits).double(), truth, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [0.7, -1.3, 0.0])
+def test_predicted_tokens_have_the_largest_scaled_logit(implementation, monkeypatch, scale):
+    small_tiles(monkeypatch)
+    logits, labels = batch()
+    # A cap so low that tanh gives ones, which must not hide the order of the logits.
+    output = cross_entropy(
+        100 * logits, labels, logit_scale=scale, softcap=0.5, temperature=2.0, return_predicted_tokens=True
+    )
+    expected = (scale * logits).argmax(1).where(labels != -100, -1)
+    assert torch.equal(output.predicted_tokens, expected)
+    assert output.predicted_tokens.dtype == torch.int64
+
+
+def test_the_first_of_equal_logits_is_predicted(implementation, monkeypatch):
+    small_tiles(monkeypatch)
+    logits = torch.full((4, 37), -2.0)
+    logits[1, [5, 13, 30]] = -1.0  # a lane's first and second tile, and another lane
+    logits[2, [20, 21]] = torch.tensor([-0.0, 0.0])
+    logits[3] = -math.inf
+    output = cross_entropy(logits, torch.zeros(4, dtype=torch.long), return_predicted_tokens=True)
+    assert output.predicted_tokens.tolist() == [0, 5, 20, 0]
+
+
+def test_infinite_and_undefined_logits_are_ordered_as_by_torch(implementation, monkeypatch):
+    small_tiles(monkeypatch)
+    logits = torch.randn(6, 37)
+    logits[0, 20:] = -math.inf
+    logits[1, :36] = -math.inf
+    logits[2, [7, 9]] = math.inf
+    logits[3, [12, 30]] = math.nan
+    logits[4, [3, 33]] = torch.tensor([math.inf, -math.nan])
+    logits[5] = math.nan
+    for scale in (1.0, -1.0):
+        output = cross_entropy(
+            logits, torch.ones(6, dtype=torch.long), logit_scale=scale, return_predicted_tokens=True
+        )
+        assert torch.equal(output.predicted_tokens, (scale * logits).argmax(1))
+
+
+@pytest.mark.parametrize("ignore_index", [-100, -1, 3])
+@pytest.mark.parametrize("shape", [(11,), (4, 5)])
+def test_token_accuracy_counts_the_valid_tokens_predicted_right(implementation, ignore_index, shape):
+    logits = torch.randn(shape[0], 9, *shape[1:], dtype=torch.bfloat16)
+    predicted = logits.float().argmax(1)
+    labels = torch.randint(0, 9, shape)
+    labels.flatten()[::2] = predicted.flatten()[::2]
+    labels[0] = ignore_index
+    valid = labels != ignore_index
+    right = ((predicted == labels) & valid).float()
+    assert 0 < right.sum() < valid.sum()
+    results = {"none": right, "sum": right.sum(), "mean": right.sum() / valid.sum()}
+    for reduction, expected in results.items():
+        output = cross_entropy(
+            logits,
+            labels,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            token_weights=torch.rand(shape),  # for the loss alone
+            weight=torch.rand(9),
+            return_token_accuracy=True,
+        )
+        assert torch.equal(output.token_accuracy, expected)
+    nothing = torch.full(shape, ignore_index)
+    for reduction, expected in (("mean", math.nan), ("sum", 0.0)):
+        output = cross_entropy(
+            logits, nothing, ignore_index=ignore_index, reduction=reduction, return_token_accuracy=True
+        )
+        torch.testing.assert_close(output.token_accuracy, torch.tensor(expected), equal_nan=True)
+
+
+def test_what_is_asked_for_comes_beside_the_same_loss_and_gradient(implementation):
+    logits, labels = batch()
+    loss, grad = loss_and_grad(cross_entropy, logits, labels, label_smoothing=0.1)
+    asked = [f"return_{name}" for name in CrossEntropyOutput._fields[1:]]
+    for names in ([], asked[:1], asked[1:2], asked[2:], asked):
+        options = dict.fromkeys(names, True)
+        output = cross_entropy(logits, labels, label_smoothing=0.1, **options)
+        if names:
+            assert [extra is not None for extra in output[1:]] == [name in names for name in asked]
+        same = output.loss if names else output
+        upstream = torch.linspace(0.5, 2.0, 1)[0]
+        assert torch.equal(same, loss)
+        assert torch.equal(torch.autograd.grad(same, logits, upstream)[0], grad)
+    assert not output.token_accuracy.requires_grad
+    assert not output.predicted_tokens.requires_grad
 
 
 def test_num_items_divides_the_sum(implementation):
@@ -213,6 +306,7 @@ def test_label_outside_the_vocabulary_is_an_error_that_names_it(implementation, 
         ({"num_items": torch.ones(2)}, ValueError, "one number"),
         ({"label_smoothing": 1.5}, ValueError, "from 0 to 1"),
         ({"softcap": 0.0}, ValueError, "positive"),
+        ({"temperature": 0.0}, ValueError, "temperature is 0.0"),
         ({"weight": torch.ones(36)}, ValueError, r"expected \[37\]"),
         ({"token_weights": torch.ones(10)}, ValueError, r"expected \[11\]"),
         ({"labels": torch.zeros(11)}, TypeError, "int64 or int32"),
@@ -237,6 +331,10 @@ def test_compiled_without_a_graph_break():
         loss_and_grad(compiled, logits, labels, **options),
         loss_and_grad(cross_entropy, logits, labels, **options),
     )
+    asked = {f"return_{name}": True for name in CrossEntropyOutput._fields[1:]}
+    torch.testing.assert_close(
+        compiled(logits, labels, **options, **asked), cross_entropy(logits, labels, **options, **asked)
+    )
 
 
 @pytest.mark.gpu
@@ -255,6 +353,23 @@ def test_as_close_to_the_truth_as_eager(dtype, vocab):
         # In half precision both errors are the gradient's one rounding, which differs by chance alone. In
         # float32 they are a few of the last bits, wherever the order of the sums puts them.
         assert error <= max(1.01 * eager_error, 4 * EPS), (error, eager_error)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scale", [1.0, -1.0])
+def test_predicted_tokens_on_a_gpu(dtype, scale):
+    logits = torch.randn(256, 128256, device="cuda").to(dtype)  # in bfloat16 with many equal ones
+    labels = torch.randint(0, 128256, (256,), device="cuda")
+    labels[::5] = -100
+    everywhere = (scale * logits.cpu().float()).argmax(1)
+    labels[1] = everywhere[1]  # one that is right
+    output = cross_entropy(
+        logits, labels, logit_scale=scale, return_token_accuracy=True, return_predicted_tokens=True
+    )
+    predicted = everywhere.where(labels.cpu() != -100, -1)
+    assert torch.equal(output.predicted_tokens.cpu(), predicted)
+    assert output.token_accuracy.item() == (predicted == labels.cpu()).sum() / (predicted >= 0).sum()
 
 
 @pytest.mark.gpu

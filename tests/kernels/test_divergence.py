@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from liger_models.kernels import generalized_jsd, kl_div, total_variation
 
 module = importlib.import_module("liger_models.kernels.divergence")
+kernels = importlib.import_module("liger_models.kernels._divergence_kernels")
 EPS = torch.finfo(torch.float32).eps
 V = 37
 
@@ -26,6 +27,17 @@ DIVERGENCES = {
     "total variation": lambda s, t, **options: total_variation(s, t, temperature=1.3, **options),
 }
 every_divergence = pytest.mark.parametrize("divergence", DIVERGENCES.values(), ids=DIVERGENCES)
+CAPPED = {
+    "capped student, forward KL": lambda s, t, **options: kl_div(
+        s, t, temperature=1.3, softcap=2.5, logit_scale=-0.6, **options
+    ),
+    "capped student and teacher, JSD": lambda s, t, **options: generalized_jsd(
+        s, t, beta=0.4, softcap=3.0, teacher_softcap=2.0, teacher_logit_scale=1.7, **options
+    ),
+}
+capped_or_not = pytest.mark.parametrize(
+    "divergence", (DIVERGENCES | CAPPED).values(), ids=DIVERGENCES | CAPPED
+)
 
 
 def batch(tokens=4, vocab=V, dtype=torch.float32, device="cpu"):
@@ -50,8 +62,8 @@ def in_float64(student, teacher):
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Three tiles and three blocks for a row of 37 columns, the last ones partly outside."""
-    monkeypatch.setattr(module, "_FORWARD_TILE", (8, 2))
-    monkeypatch.setattr(module, "_BACKWARD_BLOCK", 16)
+    monkeypatch.setattr(kernels, "_FORWARD_TILE", (8, 2))
+    monkeypatch.setattr(kernels, "_BACKWARD_BLOCK", 16)
 
 
 def log_probs(logits, temperature=1.0):
@@ -101,7 +113,26 @@ def test_total_variation_is_the_largest_difference_of_an_events_probabilities():
     torch.testing.assert_close(total_variation(student, teacher, reduction="none"), largest)
 
 
-@every_divergence
+def test_logits_are_scaled_then_capped_then_divided_by_the_temperature():
+    student, teacher, _ = batch(dtype=torch.float64)
+    plain = {"beta": 0.3, "temperature": 1.0}
+    scaled = plain | {"temperature": 1.7, "logit_scale": 0.6, "softcap": 2.5}
+    scaled |= {"teacher_logit_scale": -1.4, "teacher_softcap": 4.0}
+    ours = loss_and_grad(generalized_jsd, student, teacher, **scaled)
+    theirs = loss_and_grad(
+        lambda s, t: generalized_jsd(
+            2.5 * torch.tanh(0.6 * s / 2.5) / 1.7, 4.0 * torch.tanh(-1.4 * t / 4.0) / 1.7, **plain
+        ),
+        student,
+        teacher,
+    )
+    torch.testing.assert_close(ours, theirs)
+    just_scaled = loss_and_grad(kl_div, student, teacher, logit_scale=0.6, teacher_logit_scale=2.0)
+    theirs = loss_and_grad(lambda s, t: kl_div(0.6 * s, 2.0 * t), student, teacher)
+    torch.testing.assert_close(just_scaled, theirs)
+
+
+@capped_or_not
 def test_the_plain_twin_passes_gradcheck(divergence):
     student, teacher, labels = batch(tokens=4, vocab=6, dtype=torch.float64)
     for reduction in ("none", "mean"):
@@ -110,7 +141,7 @@ def test_the_plain_twin_passes_gradcheck(divergence):
         )
 
 
-@every_divergence
+@capped_or_not
 def test_float32_is_as_close_as_rounding_allows(divergence, implementation, small_tiles):
     student, teacher, labels = batch()
     options = {"labels": labels, "reduction": "none"}
@@ -124,7 +155,7 @@ def test_float32_is_as_close_as_rounding_allows(divergence, implementation, smal
     torch.testing.assert_close(grad.double(), true_grad, rtol=0, atol=atol * true_grad.abs().max().item())
 
 
-@every_divergence
+@capped_or_not
 def test_the_gradient_written_over_the_students_logits_is_the_same(divergence, implementation, small_tiles):
     for dtype in (torch.float32, torch.float64):
         student, teacher, labels = batch(3, dtype=dtype)
@@ -198,7 +229,7 @@ def test_logits_far_apart_neither_overflow_nor_vanish(divergence, implementation
     torch.testing.assert_close([t.double() for t in ours], list(truth), rtol=2e-3, atol=2e-3)
 
 
-@every_divergence
+@capped_or_not
 def test_rows_without_a_label_have_no_loss_and_no_gradient(divergence, implementation):
     student, teacher, labels = batch()
     with torch.no_grad():
@@ -292,6 +323,8 @@ def test_it_traces_without_a_graph_break():
     [
         ({"beta": 1.5}, "beta is 1.5; expected a number from 0"),
         ({"temperature": 0.0}, "temperature is 0.0; expected a positive"),
+        ({"softcap": -1.0}, "softcap is -1.0; expected a positive"),
+        ({"teacher_softcap": 0.0}, "teacher_softcap is 0.0; expected a positive"),
         ({"reduction": "batchmean"}, "expected 'none', 'mean' or 'sum'"),
         ({"reduction": "sum", "num_items": 3}, "drop it for reduction='sum'"),
         ({"num_items": torch.ones(2)}, "expected one number"),
@@ -311,7 +344,7 @@ def test_what_does_not_fit_is_refused(change, message):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@every_divergence
+@capped_or_not
 def test_no_further_from_the_truth_than_eager(divergence, dtype):
     for tokens, vocab in ((64, 128256), (300, 32003)):
         student, teacher, labels = batch(tokens, vocab, dtype, "cuda")

@@ -8,9 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from liger_models.kernels import cross_entropy
 from liger_models.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_plain
 
 module = importlib.import_module("liger_models.kernels.linear_cross_entropy")
+chunks = importlib.import_module("liger_models.kernels._linear_chunks")
+rows = importlib.import_module("liger_models.kernels._cross_entropy_kernels")
 EPS = torch.finfo(torch.float32).eps
 H, V = 8, 37
 
@@ -22,6 +25,7 @@ OPTIONS = {
     "z-loss": {"z_loss": 0.05},
     "softcap": {"softcap": 2.5},
     "scale": {"logit_scale": 0.6},
+    "temperature": {"temperature": 1.7},
     "all": {
         "class_weight": V,
         "token_weights": True,
@@ -29,8 +33,11 @@ OPTIONS = {
         "z_loss": 0.02,
         "softcap": 3.0,
         "logit_scale": 1.4,
+        "temperature": 0.8,
     },
 }
+
+ASKED = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
 
 
 def tensors_of(options, tokens):
@@ -58,6 +65,12 @@ def loss_and_grads(function, x, weight, bias, labels, **options):
     return loss, *torch.autograd.grad(loss, [t for t in (x, weight, bias) if t is not None], upstream)
 
 
+def small_tiles(monkeypatch):
+    """Three tiles or more for a row of 37 columns, the last one partly outside."""
+    monkeypatch.setattr(rows, "_LOSS_TILE", (8, 2))
+    monkeypatch.setattr(rows, "_GRADIENT_TILE", (8, 2))
+
+
 class Recorder(TorchDispatchMode):
     """The shapes of all matrix products, and the largest tensor made."""
 
@@ -79,8 +92,7 @@ class Recorder(TorchDispatchMode):
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_float32_is_as_close_as_rounding_allows(implementation, monkeypatch, options, reduction):
-    rows = importlib.import_module("liger_models.kernels.cross_entropy")
-    monkeypatch.setattr(rows, "_GRADIENT_TILE", (8, 2))  # three tiles a row, the last one partly outside
+    small_tiles(monkeypatch)
     x, weight, bias, labels = problem()
     options = tensors_of(options, 11) | {"reduction": reduction}
     loss, *grads = loss_and_grads(linear_cross_entropy, x, weight, bias, labels, **options)
@@ -95,7 +107,7 @@ def test_float32_is_as_close_as_rounding_allows(implementation, monkeypatch, opt
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_chunks_make_no_difference_in_float64(monkeypatch, options, reduction):
-    monkeypatch.setattr(module, "_FEWEST_TOKENS", 1)
+    monkeypatch.setattr(chunks, "_FEWEST_TOKENS", 1)
     tokens = 300  # 290 valid ones: two chunks of 128 and one of 34
     x, weight, bias, labels = problem(tokens, torch.float64, ignored=range(5, 300, 30))
     options = tensors_of(options, tokens) | {"reduction": reduction}
@@ -107,7 +119,7 @@ def test_chunks_make_no_difference_in_float64(monkeypatch, options, reduction):
 
 
 def test_chunks_in_the_kernels(implementation, monkeypatch):
-    monkeypatch.setattr(module, "_chunk_size", lambda *_: 8)
+    monkeypatch.setattr(chunks, "_chunk_size", lambda *_: 8)
     x, weight, bias, labels = problem(21)  # 19 valid ones: chunks of 8, 8 and 3
     options = {"label_smoothing": 0.1, "token_weights": torch.rand(21)}
     ours = loss_and_grads(linear_cross_entropy, x, weight, bias, labels, **options)
@@ -128,7 +140,7 @@ def test_chunked_gradients_pass_gradcheck():
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_logits_never_exist_all_at_once(monkeypatch, reduction):
-    monkeypatch.setattr(module, "_FEWEST_TOKENS", 1)
+    monkeypatch.setattr(chunks, "_FEWEST_TOKENS", 1)
     x, weight, _, labels = problem(1500)
     with Recorder() as recorder:
         loss_and_grads(linear_cross_entropy, x, weight, None, labels, reduction=reduction, chunk_bytes=1)
@@ -137,11 +149,11 @@ def test_logits_never_exist_all_at_once(monkeypatch, reduction):
 
 def test_chunks_fit_their_bytes_and_are_even():
     row, sum_bytes = 128256 * 2, 128256 * 4096 * 2  # Llama-3-8B's head in bfloat16
-    assert module._chunk_size(8192, row, sum_bytes, module.CHUNK_BYTES) == 8192
-    size = module._chunk_size(32768, row, sum_bytes, module.CHUNK_BYTES)
+    assert chunks._chunk_size(8192, row, sum_bytes, chunks.CHUNK_BYTES) == 8192
+    size = chunks._chunk_size(32768, row, sum_bytes, chunks.CHUNK_BYTES)
     assert size == 4096
-    assert size * row + sum_bytes <= module.CHUNK_BYTES
-    assert module._chunk_size(5000, row, sum_bytes, 1) == 1024
+    assert size * row + sum_bytes <= chunks.CHUNK_BYTES
+    assert chunks._chunk_size(5000, row, sum_bytes, 1) == 1024
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
@@ -173,10 +185,14 @@ def test_ignored_tokens_get_no_gradient(implementation):
 
 def test_ignored_tokens_may_stay_in_the_products(implementation, monkeypatch):
     x, weight, bias, labels = problem()
-    dropped = loss_and_grads(linear_cross_entropy, x, weight, bias, labels, z_loss=0.1)
-    monkeypatch.setattr(module, "_valid_rows", lambda *_: None)  # as in a CUDA graph
-    kept = loss_and_grads(linear_cross_entropy, x, weight, bias, labels, z_loss=0.1)
-    torch.testing.assert_close(kept, dropped)
+
+    def results():
+        outputs = linear_cross_entropy(x, weight, labels, bias, z_loss=0.1, **ASKED)
+        return outputs, loss_and_grads(linear_cross_entropy, x, weight, bias, labels, z_loss=0.1)
+
+    dropped = results()
+    monkeypatch.setattr(module, "valid_rows", lambda *_: None)  # as in a CUDA graph
+    torch.testing.assert_close(results(), dropped)
 
 
 def test_backward_twice_gives_the_same_gradients(implementation):
@@ -208,7 +224,7 @@ def test_a_gradient_becomes_grad_without_a_copy():
 
     def chunked(*args, **kwargs):
         results = original(*args, **kwargs)
-        made.append(results[2].data_ptr())
+        made.append(results[4].data_ptr())
         return results
 
     x = torch.randn(11, H)
@@ -216,6 +232,53 @@ def test_a_gradient_becomes_grad_without_a_copy():
         patch.setattr(module, "_chunked", chunked)
         (3 * linear_cross_entropy(x, weight, labels)).backward()
     assert weight.grad.data_ptr() == made[0]
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("scale", [1.4, -0.7])
+def test_what_is_asked_for_is_that_of_all_logits(implementation, monkeypatch, reduction, scale):
+    small_tiles(monkeypatch)
+    monkeypatch.setattr(chunks, "_chunk_size", lambda *_: 4)  # 9 valid tokens: chunks of 4, 4 and 1
+    x, weight, bias, labels = problem()
+    with torch.no_grad():
+        labels[2:4] = (scale * F.linear(x, weight, bias)).argmax(1)[2:4]  # two right ones
+    options = tensors_of(OPTIONS["all"], 11) | ASKED | {"reduction": reduction, "logit_scale": scale}
+    ours = linear_cross_entropy(x, weight, labels, bias, **options)
+    truth = linear_cross_entropy_plain(*doubled(x, weight), labels, *doubled(bias), **options)
+    assert torch.equal(ours.predicted_tokens, truth.predicted_tokens)
+    assert torch.equal(ours.token_accuracy, truth.token_accuracy)
+    assert truth.token_accuracy.sum() > 0
+    # As in the first test.
+    for a, true in zip(ours[:2], truth[:2], strict=True):
+        torch.testing.assert_close(a.double(), true, rtol=0, atol=16 * 20 * EPS * true.abs().max().item())
+    just_loss = {k: v for k, v in options.items() if k not in ASKED}
+    assert torch.equal(ours.loss, linear_cross_entropy(x, weight, labels, bias, **just_loss))
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_a_returned_z_loss_has_its_own_gradient(implementation, monkeypatch, reduction):
+    monkeypatch.setattr(chunks, "_chunk_size", lambda *_: 4)
+    x, weight, bias, labels = problem()
+    options = tensors_of(OPTIONS["all"], 11) | ASKED | {"reduction": reduction}
+    upstream = torch.rand(2, 11 if reduction == "none" else 1, dtype=torch.float64).squeeze(1)
+
+    def grads(function, x, weight, bias):
+        outputs = function(x, weight, labels, bias, **options)[:2]
+        return torch.autograd.grad(outputs, (x, weight, bias), [u.to(outputs[0].dtype) for u in upstream])
+
+    truth = grads(linear_cross_entropy_plain, *doubled(x, weight, bias))
+    for a, true in zip(grads(linear_cross_entropy, x, weight, bias), truth, strict=True):
+        atol = 16 * 20 * EPS * true.abs().max().item()  # as in the first test
+        torch.testing.assert_close(a.double(), true, rtol=0, atol=atol)
+
+
+def test_a_returned_z_loss_costs_no_product_until_it_is_differentiated():
+    x, weight, _, labels = problem()
+    for differentiated, products in ((False, 3), (True, 6)):
+        with Recorder() as recorder:
+            output = linear_cross_entropy(x, weight, labels, z_loss=0.1, **ASKED)
+            (output.loss + (output.z_loss if differentiated else 0)).backward()
+        assert len(recorder.products) == products
 
 
 def test_a_head_tied_to_the_embedding_adds_both_gradients(implementation):
@@ -268,7 +331,7 @@ def test_without_a_valid_label_the_mean_is_nan_and_gradients_are_zero(implementa
 
 
 def test_half_precision_sums_in_float32(monkeypatch):
-    monkeypatch.setattr(module, "_FEWEST_TOKENS", 1)
+    monkeypatch.setattr(chunks, "_FEWEST_TOKENS", 1)
     for dtype in (torch.bfloat16, torch.float16):
         x, weight, bias, labels = problem(1000, dtype)
         _, *ours = loss_and_grads(linear_cross_entropy, x, weight, bias, labels, chunk_bytes=1)
@@ -359,16 +422,32 @@ def test_compiled_without_a_graph_break(reduction):
     options = {"reduction": reduction, "softcap": 3.0, "z_loss": 0.1}
     ours = loss_and_grads(compiled, x, weight, bias, labels, **options)
     torch.testing.assert_close(ours, loss_and_grads(linear_cross_entropy, x, weight, bias, labels, **options))
+    outputs = [
+        function(x, weight, labels, bias, **options, **ASKED) for function in (compiled, linear_cross_entropy)
+    ]
+    torch.testing.assert_close(*outputs)
+    torch.testing.assert_close(*(torch.autograd.grad(o.z_loss.sum(), (x, weight, bias)) for o in outputs))
     labels[3] = V
     with pytest.raises(IndexError):
         compiled(x, weight, labels, bias, **options)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_a_returned_z_losss_gradient_passes_gradcheck(reduction):
+    x, weight, bias, labels = problem(4, torch.float64, ignored=(1,))
+    options = {"label_smoothing": 0.1, "z_loss": 0.1, "softcap": 3.0, "reduction": reduction}
+    torch.autograd.gradcheck(
+        lambda x, w, b: linear_cross_entropy(x, w, labels, b, return_z_loss=True, **options)[:2],
+        (x, weight, bias),
+        fast_mode=True,
+    )
 
 
 LLAMA = {"device": "cuda", "hidden": 4096, "vocab": 128256, "dtype": torch.bfloat16}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("chunk_bytes", [module.CHUNK_BYTES, 1], ids=["one chunk", "eight chunks"])
+@pytest.mark.parametrize("chunk_bytes", [chunks.CHUNK_BYTES, 1], ids=["one chunk", "eight chunks"])
 def test_as_close_to_the_truth_as_eager(chunk_bytes):
     x, weight, _, labels = problem(8192, ignored=range(0, 8192, 50), **LLAMA)
     truth = loss_and_grads(
@@ -395,6 +474,22 @@ def test_memory_stays_within_two_and_a_half_gigabytes(tokens):
     linear_cross_entropy(x, weight, labels).backward()
     extra = torch.cuda.max_memory_allocated() - before - weight.grad.nbytes
     assert extra <= 2.5e9, extra
+
+
+@pytest.mark.gpu
+def test_what_is_asked_for_on_a_gpu():
+    x, weight, _, labels = problem(2048, ignored=range(0, 2048, 50), **LLAMA)
+    options = ASKED | {"z_loss": 1e-4, "chunk_bytes": 1}
+    with torch.no_grad():
+        logits = F.linear(x, weight)  # the same product, so that equal logits are equal in both
+        labels[1] = logits[1].argmax()
+    ours = linear_cross_entropy(x, weight, labels, **options)
+    expected = cross_entropy(logits, labels, z_loss=1e-4, **ASKED)
+    assert (ours.predicted_tokens == -1).sum() == 41
+    # Chunks of 1,024 tokens may add up a logit in another order, which decides between the closest ones.
+    assert (ours.predicted_tokens == expected.predicted_tokens).float().mean() >= 0.99
+    assert abs(ours.token_accuracy - expected.token_accuracy) <= 0.01
+    torch.testing.assert_close(ours[:2], expected[:2], rtol=1e-3, atol=0)
 
 
 @pytest.mark.gpu

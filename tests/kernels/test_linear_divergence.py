@@ -9,8 +9,17 @@ import torch.nn.functional as F
 from liger_models.kernels import generalized_jsd, kl_div, linear_cosine_distillation, linear_jsd, linear_kl
 
 module = importlib.import_module("liger_models.kernels.linear_divergence")
+cosine = importlib.import_module("liger_models.kernels._cosine_rows")
 chunks = importlib.import_module("liger_models.kernels._linear_chunks")
 H, TEACHER_H, V = 8, 5, 37
+
+
+SCALING = {"softcap": 2.5, "logit_scale": 1.4, "teacher_softcap": 4.0, "teacher_logit_scale": -0.6}
+
+
+def capped_cosine_distance(student, teacher, labels, reduction="mean"):
+    student, teacher = 2.5 * torch.tanh(1.4 * student / 2.5), 4.0 * torch.tanh(-0.6 * teacher / 4.0)
+    return cosine_distance(student, teacher, labels, reduction)
 
 
 def cosine_distance(student, teacher, labels, reduction="mean"):
@@ -32,6 +41,18 @@ DISTILLATIONS = {  # in chunks, and from all logits
         lambda s, t, y, **options: generalized_jsd(s, t, beta=0.3, temperature=0.8, labels=y, **options),
     ),
     "cosine": (linear_cosine_distillation, cosine_distance),
+    "capped forward KL": (
+        lambda *operands, **options: linear_kl(*operands, temperature=2.0, **SCALING, **options),
+        lambda s, t, y, **options: kl_div(s, t, temperature=2.0, labels=y, **SCALING, **options),
+    ),
+    "capped JSD": (
+        lambda *operands, **options: linear_jsd(*operands, temperature=0.8, **SCALING, **options),
+        lambda s, t, y, **options: generalized_jsd(s, t, temperature=0.8, labels=y, **SCALING, **options),
+    ),
+    "capped cosine": (
+        lambda *operands, **options: linear_cosine_distillation(*operands, **SCALING, **options),
+        capped_cosine_distance,
+    ),
 }
 every_distillation = pytest.mark.parametrize(
     ("in_chunks", "at_once"), DISTILLATIONS.values(), ids=DISTILLATIONS
@@ -77,7 +98,7 @@ def chunks_of(monkeypatch, size):
 @every_distillation
 def test_chunked_gradients_are_the_true_ones(monkeypatch, implementation, in_chunks, at_once, reduction):
     chunks_of(monkeypatch, 2)  # five tokens with a label: chunks of two, two and one
-    monkeypatch.setattr(module, "_COSINE_BLOCK", 16)
+    monkeypatch.setattr(cosine, "_COSINE_BLOCK", 16)
     student, teacher, labels = problem()
     ours = run(in_chunks, student, teacher, labels, reduction=reduction)
     truth = run_at_once(at_once, *in_float64(student, teacher), labels, reduction=reduction)
@@ -113,7 +134,7 @@ def test_the_plain_twin_is_the_operation_on_all_logits():
         return kl_div(s, t, labels=y, **options)
 
     student, teacher, labels = problem(dtype=torch.float64)
-    options = module.DivergenceOptions("cosine", 0.0, 1.0, -100)
+    options = module.DivergenceOptions("cosine", -100)
     for kind, at_once in (("cosine", cosine_distance), ("forward_kl", at_temperature_one)):
         plain = module.linear_divergence_plain(student, teacher, labels, options._replace(kind=kind))
         expected = at_once(F.linear(*student), F.linear(*teacher), labels, reduction="none")
@@ -128,7 +149,7 @@ def test_a_chunk_bounds_the_memory(monkeypatch):
         "empty",
         lambda *shape, **options: sizes.append(shape) or true_empty(*shape, **options),
     )
-    monkeypatch.setattr(importlib.import_module(chunks._chunk_size.__module__), "_FEWEST_TOKENS", 1)
+    monkeypatch.setattr(chunks, "_FEWEST_TOKENS", 1)
     student, teacher, labels = problem(600, ignored=(3,))
     run(linear_jsd, student, teacher, labels, chunk_bytes=4 * 2 * V * 4)
     assert [shape for shape in sizes if len(shape) == 2] == [(128, 64), (128, 64)]  # student's and teacher's
@@ -223,7 +244,7 @@ def test_it_traces_without_a_graph_break(reduction):
     student, teacher, labels = problem()
 
     def step(x, w, b):
-        return linear_jsd(x, w, *teacher[:2], labels, b, teacher[2], beta=0.3, reduction=reduction)
+        return linear_jsd(x, w, *teacher[:2], labels, b, teacher[2], beta=0.3, reduction=reduction, **SCALING)
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(
@@ -260,6 +281,7 @@ def test_lengths_below_the_smallest_count_as_it(implementation, length):
         ({"labels": torch.full((7,), V)}, IndexError, f"label {V} at position 0"),
         ({"teacher_x": torch.zeros(7, TEACHER_H).half()}, TypeError, "one floating dtype"),
         ({"beta": -0.1}, ValueError, "beta is -0.1"),
+        ({"teacher_softcap": -3.0}, ValueError, "teacher_softcap is -3.0"),
         ({"reduction": "batchmean"}, ValueError, "expected 'none', 'mean' or 'sum'"),
     ],
 )

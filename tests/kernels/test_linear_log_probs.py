@@ -143,7 +143,7 @@ def test_only_a_chunk_of_logits_exists(monkeypatch):
         "empty",
         lambda *shape, **options: sizes.append(shape) or true_empty(*shape, **options),
     )
-    monkeypatch.setattr(importlib.import_module(chunks._chunk_size.__module__), "_FEWEST_TOKENS", 1)
+    monkeypatch.setattr(chunks, "_FEWEST_TOKENS", 1)
     operands, labels = problem(600, ignored=range(0, 600, 2))
     run(linear_log_probs, operands, labels, chunk_bytes=1)
     # 300 tokens with a label: chunks of 128, forward and backward.

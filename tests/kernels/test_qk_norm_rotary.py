@@ -158,6 +158,14 @@ def test_tiles_may_hold_some_heads_of_a_token_or_heads_of_several_tokens(
     check_against_truth(assert_near, heads, kv_heads, 6, 2, offset=1.0, cast="gemma")
 
 
+# Rows of a tile of keys, and of these those of a token: 2 and 1, 4 and 2, 8 and 4.
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (6, 2), (12, 3)])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_keys_of_several_tokens_share_a_tile_but_no_norm(heads, kv_heads, tokens, interpreted, assert_near):
+    options = {"per_head": False, "norm_first": tokens == 1, "offset": 1.0, "cast": "gemma"}
+    check_against_truth(assert_near, heads, kv_heads, 6, 2, tokens, **options)
+
+
 @pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 2)])
 @pytest.mark.parametrize("per_head", [False, True])
 def test_outputs_that_nobody_uses_contribute_zeros(used, per_head, interpreted, assert_near):

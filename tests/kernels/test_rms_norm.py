@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from liger_models.kernels import add_rms_norm, rms_norm
+from liger_models.kernels import _norm_kernels, add_rms_norm, rms_norm
 from liger_models.kernels.rms_norm import rms_norm_plain
 
 CASTS = ["llama", "gemma", "float32"]
@@ -140,6 +140,25 @@ def test_a_frozen_weight_gets_no_gradient_and_changes_none(interpreted):
     (frozen,) = gradients(lambda x: rms_norm(x, weight), (x,), upstream)
     trained, _ = gradients(rms_norm, (x, weight.requires_grad_()), upstream)
     assert torch.equal(frozen, trained)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "room", "stages"),
+    [(torch.bfloat16, 99, 3), (torch.float32, 99, 1), (torch.float32, 163, 1), (torch.float32, 227, 3)],
+)
+def test_loads_wait_in_no_more_shared_memory_than_a_gpu_has(dtype, room, stages, interpreted, monkeypatch):
+    launched = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *_, **options: launched.append(options["STAGES"])
+
+    monkeypatch.setattr(_norm_kernels, "_backward_kernel", Kernel())
+    monkeypatch.setattr(_norm_kernels, "shared_memory", lambda x: room * 1024)
+    x, residual = (torch.randn(1, 8192, dtype=dtype, requires_grad=True) for _ in range(2))
+    y, total = add_rms_norm(x, residual, torch.ones(8192, dtype=dtype))
+    torch.autograd.grad((y, total), x, (y, total))
+    assert launched == [stages]
 
 
 def test_leading_dimensions_are_rows(implementation):

@@ -97,6 +97,26 @@ def test_tables_of_one_sequence_serve_every_sequence_of_a_batch(implementation):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [
+        ((2, 3, 2, 4), (100, 20, 4, 1)),  # sequences with a gap between them
+        ((3, 2, 2, 4), (8, 40, 4, 1)),  # a transposed batch
+        ((3, 1, 2, 4), (8, 7, 4, 1)),  # the stride of a dimension of one means nothing
+        ((1, 3, 2, 4), (5, 16, 8, 1)),
+        ((1, 1, 2, 4), (0, 0, 4, 1)),
+        ((2, 3, 2, 4), (0, 0, 4, 1)),  # one token for all
+        ((2, 2, 3, 4), (48, 24, 1, 3)),  # elements apart
+    ],
+)
+def test_batches_of_any_strides_give_the_same_bits(shape, strides, interpreted):
+    q = torch.randn(200).as_strided(shape, strides)
+    cos, sin = torch.rand(2, shape[1], 2)
+    dense = torch.empty(shape).copy_(q)  # in the usual order, whatever the strides of dimensions of one
+    for turned, expected in zip(rotary(q, q, cos, sin), rotary(dense, dense, cos, sin), strict=True):
+        assert torch.equal(turned, expected)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_the_gradient_is_the_transpose_even_if_the_tables_are_scaled(
     interleaved, implementation, assert_near

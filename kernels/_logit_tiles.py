@@ -1,0 +1,193 @@
+"""Rows of logits, which the kernels of the losses read in tiles, scaled and capped on the way:
+
+    z = softcap * tanh(logit_scale * a / softcap),   or logit_scale * a without a cap
+
+One-pass log-sum-exp: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels._dispatch import at_least_float32, ceil_div, jit, next_power_of_2, tl
+
+
+def cap_logits(logits: Tensor, logit_scale: float, softcap: float | None) -> tuple[Tensor, Tensor | float]:
+    """z of the formula above, and its slope dz/dlogits, in float32 at least: what the kernels mean."""
+    z = at_least_float32(logits) * logit_scale
+    if softcap is None:
+        return z, logit_scale
+    tanh = torch.tanh(z / softcap)
+    return softcap * tanh, logit_scale * (1 - tanh.square())
+
+
+def check_softcap(softcap: float | None, name: str = "softcap") -> None:
+    """Raise ValueError for a cap that is not positive."""
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{name} is {softcap}; expected a positive number, or None for no cap")
+
+
+def check_temperature(temperature: float) -> None:
+    """Raise ValueError for a temperature that is not positive."""
+    if not temperature > 0:
+        raise ValueError(f"temperature is {temperature}; expected a positive number")
+
+
+def fold_temperature(
+    logit_scale: float, softcap: float | None, temperature: float
+) -> tuple[float, float | None]:
+    """The scale and the cap that give z / temperature: a smaller scale and a lower cap."""
+    scale = float(logit_scale) / float(temperature)
+    return scale, None if softcap is None else float(softcap) / float(temperature)
+
+
+def fit_tile(vocab: int, tile: tuple[int, int]) -> tuple[int, int]:
+    """Lanes and depth of a tile, no larger than `tile`, that is not much longer than a row."""
+    lanes = min(next_power_of_2(vocab), tile[0])
+    return lanes, min(next_power_of_2(ceil_div(vocab, lanes)), tile[1])
+
+
+def row_stride(values: Tensor | None) -> int:
+    """The stride of a vector of one value a row, zero for one value that stands for all rows."""
+    return 0 if values is None or len(values) == 1 else values.stride(0)
+
+
+@jit
+def load_columns(pointer, columns, vocab, MASKED):
+    """float32 values of the columns; only the last tile of a row needs the comparisons that a mask costs."""
+    if MASKED:
+        values = tl.load(pointer + columns, mask=columns < vocab, other=0.0)
+    else:
+        values = tl.load(pointer + columns)
+    return values.to(tl.float32)
+
+
+@jit
+def scaled_logits(a, logit_scale, softcap, HAS_SOFTCAP, UNIT=1.4426950408889634):
+    """UNIT z, which is z log2(e) so that exp2 gives exp(z) without another product; and dz/da of the cap
+    alone."""
+    slope = 1.0
+    if HAS_SOFTCAP:
+        # From exp(-2|x|), which neither overflows nor loses the slope where tanh is close to one.
+        x = a * (logit_scale / softcap)
+        e = tl.exp(-2.0 * tl.abs(x))
+        t = (1.0 - e) / (1.0 + e)
+        z = softcap * UNIT * tl.where(x < 0, -t, t)
+        slope = 4.0 * e / ((1.0 + e) * (1.0 + e))
+    else:
+        z = a * (logit_scale * UNIT)
+    return z, slope
+
+
+@jit
+def _accumulate(
+    maximum,
+    normalizer,
+    weighted_sum,
+    row_ptr,
+    columns,
+    class_weight_ptr,
+    vocab,
+    logit_scale,
+    softcap,
+    HAS_SOFTCAP,
+    HAS_SMOOTHING,
+    MASKED,
+):
+    """Take the logits of columns [DEPTH, LANES] into each lane's maximum, sum of exp2 and sum of w_c z_c."""
+    z, _ = scaled_logits(load_columns(row_ptr, columns, vocab, MASKED), logit_scale, softcap, HAS_SOFTCAP)
+    if HAS_SMOOTHING:
+        term = z
+        if class_weight_ptr is not None:
+            term *= load_columns(class_weight_ptr, columns, vocab, MASKED)
+        if MASKED:
+            term = tl.where(columns < vocab, term, 0.0)
+        weighted_sum += tl.sum(term, 0)
+    if MASKED:
+        z = tl.where(columns < vocab, z, -float("inf"))
+    larger = tl.maximum(maximum, tl.max(z, 0))
+    # While every logit so far is -inf, subtract zero: exp2(-inf - -inf) would be nan.
+    shift = tl.where(larger == -float("inf"), 0.0, larger)
+    normalizer = normalizer * tl.exp2(maximum - shift) + tl.sum(tl.exp2(z - shift[None, :]), 0)
+    return larger, normalizer, weighted_sum
+
+
+@jit
+def row_sums(
+    row_ptr,
+    class_weight_ptr,
+    vocab,
+    logit_scale,
+    softcap,
+    HAS_SOFTCAP,
+    HAS_SMOOTHING,
+    LANES,
+    DEPTH,
+):
+    """log2 of the sum of exp(z) over a row, and each lane's sum of w_c z_c log2(e), in one read."""
+    # Each lane keeps its own maximum and sum, so that no thread waits for another before the row's end. It
+    # takes DEPTH logits at a time, which brings the exponentials to 1 + 1/DEPTH a logit.
+    tile = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    whole = vocab // (DEPTH * LANES) * (DEPTH * LANES)
+    maximum = tl.full([LANES], -float("inf"), tl.float32)
+    normalizer = tl.zeros([LANES], tl.float32)
+    weighted_sum = tl.zeros([LANES], tl.float32)  # which label smoothing needs
+    for start in range(0, whole, DEPTH * LANES):
+        maximum, normalizer, weighted_sum = _accumulate(
+            maximum,
+            normalizer,
+            weighted_sum,
+            row_ptr,
+            start + tile,
+            class_weight_ptr,
+            vocab,
+            logit_scale,
+            softcap,
+            HAS_SOFTCAP,
+            HAS_SMOOTHING,
+            False,
+        )
+    if whole < vocab:
+        maximum, normalizer, weighted_sum = _accumulate(
+            maximum,
+            normalizer,
+            weighted_sum,
+            row_ptr,
+            whole + tile,
+            class_weight_ptr,
+            vocab,
+            logit_scale,
+            softcap,
+            HAS_SOFTCAP,
+            HAS_SMOOTHING,
+            True,
+        )
+    largest = tl.max(maximum, 0)
+    shift = tl.where(largest == -float("inf"), 0.0, largest)
+    return largest + tl.log2(tl.sum(normalizer * tl.exp2(maximum - shift), 0)), weighted_sum
+
+
+@jit
+def row_lse2(row_ptr, vocab, logit_scale, softcap, HAS_SOFTCAP, LANES, DEPTH):
+    """log2 of the sum of exp(z) over a row, in one read."""
+    lse2, _ = row_sums(row_ptr, None, vocab, logit_scale, softcap, HAS_SOFTCAP, False, LANES, DEPTH)
+    return lse2
+
+
+@jit
+def row_argmax(row_ptr, vocab, logit_scale, LANES):
+    """The column of a row's largest scaled logit, the first of equal ones; nan is larger than all others."""
+    sign = tl.where(logit_scale > 0, 1.0, tl.where(logit_scale < 0, -1.0, 0.0))
+    best = tl.full([LANES], -0x80000000, tl.int32)  # below the key of -inf
+    index = tl.zeros([LANES], tl.int32)
+    for start in range(0, vocab, LANES):
+        columns = start + tl.arange(0, LANES)
+        a = load_columns(row_ptr, columns, vocab, True) * sign + 0.0  # which makes 0 of -0
+        bits = a.to(tl.int32, bitcast=True)
+        # As integers, a float's bits have its order, once those of negative ones are turned around.
+        key = tl.where(a != a, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
+        better = (key > best) & (columns < vocab)
+        best = tl.where(better, key, best)
+        index = tl.where(better, columns, index)
+    return tl.min(tl.where(best == tl.max(best, 0), index, vocab), 0)

@@ -1,0 +1,113 @@
+"""What the losses over a vocabulary have in common beside their formulas: which labels count, what a mean
+divides by, and the errors that say what is wrong with them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def label_weights(
+    labels: Tensor, ignore_index: int, weight: Tensor | None, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """The class weight of each label, zero where it is ignored.  labels [N] -> [N]"""
+    valid = labels != ignore_index
+    if weight is None:
+        return valid.to(dtype)
+    return weight.detach().to(dtype)[labels.where(valid, 0)] * valid
+
+
+def loss_denominator(
+    labels: Tensor,
+    ignore_index: int,
+    weight: Tensor | None,
+    token_weights: Tensor | None,
+    num_items: int | Tensor | None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """What reduction="mean" divides by, as a tensor without dimensions on the labels' device.  labels [N]"""
+    if num_items is not None:
+        if isinstance(num_items, Tensor):
+            return num_items.detach().to(labels.device, dtype).reshape(())
+        return torch.full((), num_items, dtype=dtype, device=labels.device)
+    if token_weights is None and weight is None:
+        return (labels != ignore_index).sum().to(dtype)
+    w = label_weights(labels, ignore_index, weight, dtype)
+    return (w if token_weights is None else w * token_weights.detach().reshape(-1).to(dtype)).sum()
+
+
+def reduce_losses(
+    losses: Tensor,
+    shape: torch.Size,
+    reduction: str,
+    token_weights: Tensor | None = None,
+    divisor: Tensor | None = None,
+) -> Tensor:
+    """Losses [T] under a reduction: of `shape` for "none", else their sum, for "mean" over `divisor`."""
+    if token_weights is not None:
+        losses = losses * token_weights.detach().reshape(-1).to(losses.dtype)
+    if reduction == "none":
+        return losses.view(shape)
+    return losses.sum() if divisor is None else losses.sum() / divisor
+
+
+def mean_divisor(
+    labels: Tensor | None, tokens: int, ignore_index: int, num_items: int | Tensor | None, like: Tensor
+) -> Tensor:
+    """`loss_denominator` of labels that may be absent: then all tokens count. Of like's device and dtype."""
+    if labels is None and num_items is None:
+        return like.new_full((), tokens)
+    counted = like.new_empty(0) if labels is None else labels
+    return loss_denominator(counted, ignore_index, None, None, num_items, like.dtype)
+
+
+def check_reduction(reduction: str, num_items: int | Tensor | None) -> None:
+    """Raise ValueError for a reduction that there is not, or for a divisor that it does not use."""
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"reduction is {reduction!r}; expected 'none', 'mean' or 'sum'")
+    if num_items is not None and reduction != "mean":
+        raise ValueError(f"num_items divides only reduction='mean'; drop it for reduction={reduction!r}")
+    if isinstance(num_items, Tensor) and num_items.numel() != 1:
+        raise ValueError(f"num_items has shape {list(num_items.shape)}; expected one number")
+
+
+def check_label_dtype(labels: Tensor) -> None:
+    """Raise TypeError for labels that are not whole numbers of 32 or 64 bits."""
+    if labels.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"labels are {labels.dtype}; expected int64 or int32")
+
+
+def check_weights(
+    labels: Tensor, vocab_size: int, class_weight: Tensor | None, token_weights: Tensor | None
+) -> None:
+    """Raise TypeError or ValueError for labels, class weights or token weights that do not fit each other."""
+    check_label_dtype(labels)
+    if class_weight is not None and class_weight.shape != (vocab_size,):
+        raise ValueError(f"class weights have shape {list(class_weight.shape)}; expected [{vocab_size}]")
+    if token_weights is not None and token_weights.shape != labels.shape:
+        raise ValueError(
+            f"token_weights have shape {list(token_weights.shape)}; expected {list(labels.shape)}, as labels"
+        )
+
+
+def check_labels(labels: Tensor, vocab_size: int, ignore_index: int) -> None:
+    """Raise IndexError for a label outside the vocabulary, where labels can be read without waiting.
+
+    On a GPU the kernel asserts as much, and in compiled code the plain twin's gather does.
+    """
+    if labels.is_cuda or torch.compiler.is_compiling():
+        return
+    outside = ((labels < 0) | (labels >= vocab_size)) & (labels != ignore_index)
+    if outside.any():
+        raise_label_error(labels, outside, vocab_size, ignore_index)
+
+
+def raise_label_error(labels: Tensor, outside: Tensor, vocab_size: int, ignore_index: int) -> None:
+    """IndexError about the first label that `outside`, of the labels' shape, marks."""
+    place = outside.nonzero()[0].tolist()
+    label, position = int(labels[tuple(place)]), place[0] if len(place) == 1 else place
+    raise IndexError(
+        f"label {label} at position {position} lies outside the vocabulary of {vocab_size}; "
+        f"expected 0 to {vocab_size - 1}, or {ignore_index} for a token without a label"
+    )

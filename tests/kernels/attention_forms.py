@@ -1,0 +1,40 @@
+"""Operands of attention, and what models without kernels compute, for the tests beside this."""
+
+import torch
+
+from liger_models.kernels import attention, document_bounds
+from liger_models.kernels.attention import visible_keys
+
+
+def operands(tokens, heads=4, kv_heads=2, dim=8, sinks=False, dtype=torch.float32, device="cpu"):
+    shapes = [(tokens, heads, dim), (tokens, kv_heads, dim), (tokens, kv_heads, dim)]
+    shapes += [(heads,)] if sinks else []
+    return [torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in shapes]
+
+
+def attend(options, function=attention):
+    """The operation, as a function of q, k, v and perhaps sinks."""
+
+    def run(q, k, v, sinks=None):
+        cu_seqlens = options.get("cu_seqlens")
+        if cu_seqlens is not None:
+            cu_seqlens = torch.tensor(cu_seqlens, device=q.device)
+        return function(q, k, v, **{**options, "cu_seqlens": cu_seqlens}, sinks=sinks)
+
+    return run
+
+
+def eager_attention(q, k, v, *, softcap=None, sinks=None, **options):
+    """The plain twin, but for rounding everything to q's dtype, as models in transformers do."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(0, 1) for x in (k, v))
+    scores = q.transpose(0, 1) @ k.mT * options.get("scale", q.shape[2] ** -0.5)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    bounds = options.get("cu_seqlens")
+    bounds = None if bounds is None else document_bounds(bounds, len(q))
+    sees = visible_keys(len(q), bounds, options.get("window"), q.device)
+    scores = scores.masked_fill(~sees, torch.finfo(q.dtype).min)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], -1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)[..., : len(q)]
+    return (weights @ v).transpose(0, 1)

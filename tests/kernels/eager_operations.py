@@ -1,0 +1,124 @@
+"""What the operations of kernel_operations.py compute, as a model without kernels writes it in PyTorch."""
+
+import torch
+import torch.nn.functional as F
+
+
+def eager_rms_norm(x, weight, eps, offset, cast):
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if cast == "llama":
+        return (weight + offset) * normed.to(x.dtype)
+    return (normed * (weight.to(normed.dtype) + offset)).to(x.dtype)
+
+
+def eager_turn(x, cos, sin, interleaved):
+    cos, sin = cos.to(x.dtype).unsqueeze(-2), sin.to(x.dtype).unsqueeze(-2)
+    turned, rest = x[..., : 2 * cos.shape[-1]], x[..., 2 * cos.shape[-1] :]
+    if interleaved:
+        a, b = turned[..., ::2], turned[..., 1::2]
+        half_turned = torch.stack([-b, a], -1).flatten(-2)
+        cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
+    else:
+        a, b = turned.chunk(2, -1)
+        half_turned = torch.cat([-b, a], -1)
+        cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+    return torch.cat([turned * cos + half_turned * sin, rest], -1)
+
+
+def eager_split(qkv, cos, sin, interleaved):
+    q, k, v = qkv.unflatten(-1, (5, -1)).split([3, 1, 1], 1)
+    return eager_turn(q, cos, sin, interleaved), eager_turn(k, cos, sin, interleaved), v
+
+
+def eager_split_norm(qkv, q_weight, k_weight, cos, sin, per_head, offset, cast):
+    q, k, v = qkv.unflatten(-1, (5, -1)).split([3, 1, 1], 1)
+
+    def norm(x, weight):
+        rows = x if per_head else x.flatten(1)
+        return eager_rms_norm(rows, weight, 1e-5, offset, cast).view(x.shape)
+
+    return *(eager_turn(norm(x, w), cos, sin, False) for x, w in ((q, q_weight), (k, k_weight))), v
+
+
+def eager_split_norm_last(qkv, cos, sin):
+    q, k, v = eager_split(qkv, cos, sin, True)
+    ones = torch.ones(q.shape[-1], dtype=q.dtype, device=q.device)
+    return *(eager_rms_norm(x, ones, 1e-5, 0.0, "llama") for x in (q, k)), v
+
+
+def halves(x):
+    return x.chunk(2, -1)
+
+
+def wide(x):
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def labels_of(x, vocab):
+    """Labels [T], some of them ignored, that follow from x [T, ...] and so are the same in every dtype."""
+    first = x.detach()[:, 0]
+    labels = torch.full_like(first, vocab - 1, dtype=torch.long)
+    return labels.masked_fill(first > 0, vocab // 2).masked_fill(first > 1, -100)
+
+
+def eager_cross_entropy(x):
+    return F.cross_entropy(wide(x), labels_of(x, x.shape[1]), reduction="none")
+
+
+def eager_capped_cross_entropy(x, softcap, smoothing, z_loss):
+    labels, z = labels_of(x, x.shape[1]), softcap * torch.tanh(wide(x) / softcap)
+    losses = F.cross_entropy(z, labels, reduction="none", label_smoothing=smoothing)
+    return losses + torch.where(labels < 0, 0.0, z_loss * z.logsumexp(1).square())
+
+
+def eager_kl(student, teacher):
+    log_p, log_q = wide(teacher).log_softmax(-1), wide(student).log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def eager_jsd(student, teacher, beta):
+    p, q = wide(teacher).softmax(-1), wide(student).softmax(-1)
+    mixture = beta * p + (1 - beta) * q
+    return (beta * (p * (p / mixture).log()) + (1 - beta) * (q * (q / mixture).log())).sum(-1)
+
+
+def logits_of(x, weight):
+    return wide(x) @ wide(weight).T
+
+
+def eager_log_probs(x, weight):
+    labels, log_p = labels_of(x, len(weight)), logits_of(x, weight).log_softmax(-1)
+    valid = labels >= 0
+    chosen = log_p.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return chosen * valid, entropy * valid
+
+
+def eager_experts(x, weights, gate_up, down):
+    hidden = torch.einsum("th,eih->tei", x, gate_up)
+    gate, up = hidden.chunk(2, -1)
+    rows = torch.einsum("tei,ehi->teh", F.silu(gate) * up, down)
+    chosen = experts_of(weights, len(down))[..., None].expand(-1, -1, x.shape[1])
+    return (weights[..., None] * rows.gather(1, chosen)).sum(1)
+
+
+def experts_of(weights, num_experts):
+    """Two experts a token, not always the same, that follow from the sign of its first weight."""
+    first = (weights.detach()[:, :1] > 0).long()
+    return torch.cat([first, first + num_experts // 2], -1)
+
+
+def eager_route(x):
+    weights = wide(x).softmax(-1).topk(min(2, x.shape[1])).values
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def eager_attention(q, k, v, sinks):
+    document = torch.arange(len(q), device=q.device) // 4
+    sees = (document[:, None] == document).tril() & ~(document[:, None] == document).tril(-3)
+    k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
+    scores = 2.0 * torch.tanh(torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5 / 2.0)
+    scores = scores.masked_fill(~sees, float("-inf"))
+    scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], -1)
+    return torch.einsum("hqk,khd->qhd", wide(scores).softmax(-1).to(q.dtype)[..., : len(k)], v)

@@ -1,0 +1,211 @@
+"""What every kernel takes of a multiprocessor, at sizes of real models, told without a GPU.
+
+    python tests/kernels/kernel_resources.py [WORD ...]        # the cases whose names have one of the words
+
+Compiles for a Hopper GPU as compile_kernels.py does, and prints for each launch its warps, registers and
+bytes spilled of a thread, shared memory, and how many warps then fit a multiprocessor. It fails if a kernel
+spills. Tiles are chosen by the size of a row, and hardly by the number of rows, so a few rows do here.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from compile_kernels import BF16, backward, instead_of_launching
+
+import liger_models.kernels as kernels
+
+TOKENS, VOCAB = 16, 128256
+
+# Bytes that ptxas may move out of a loop; it costs nothing, and depends on the version.
+SPILL_LIMIT = 16
+
+# Cases that may spill, and why.
+KNOWN_SPILLS = {
+    "norms, 16384": "rows of 16384 fill the registers: 15 of a thread's wait in the cache, once a row",
+    "attention, LLaMA 8B": "the gradient of keys and values, whose tiles are not yet measured",
+    "attention, Gemma 2 9B": "as above",
+}
+
+
+def operand(*shape):
+    return torch.empty(shape, dtype=BF16).requires_grad_()  # its memory is never touched
+
+
+def norms(width, cast="llama"):
+    x, weight = operand(TOKENS, width), operand(width)
+    backward(kernels.rms_norm(x, weight, cast=cast))
+    backward(*kernels.add_rms_norm(x, operand(TOKENS, width), weight, cast=cast))
+
+
+def layer_norm(width):
+    backward(kernels.layer_norm(operand(TOKENS, width), operand(width), operand(width)))
+
+
+def rotary(heads, kv_heads, head_dim, turned=None, interleaved=False):
+    tables = [torch.empty(TOKENS, (turned or head_dim) // 2) for _ in range(2)]
+    qkv = operand(TOKENS, (heads + 2 * kv_heads) * head_dim)
+    backward(*kernels.split_rotary_qkv(qkv, *tables, heads, kv_heads, head_dim, interleaved))
+    q, k = operand(TOKENS, heads, head_dim), operand(TOKENS, kv_heads, head_dim)
+    backward(*kernels.rotary(q, k, *tables, interleaved))
+
+
+def qk_norm(heads, kv_heads, head_dim, turned=None, weights=True, per_head=True, **options):
+    tables = [torch.empty(TOKENS, (turned or head_dim) // 2) for _ in range(2)]
+    qkv = operand(TOKENS, (heads + 2 * kv_heads) * head_dim)
+    widths = [head_dim * (1 if per_head else count) for count in (heads, kv_heads)]
+    pair = [operand(width) if weights else None for width in widths]
+    options |= {"eps": 1e-6, "per_head": per_head}
+    backward(*kernels.split_norm_rotary_qkv(qkv, *pair, *tables, heads, kv_heads, head_dim, **options))
+
+
+def gated(width):
+    backward(kernels.swiglu(operand(TOKENS, 2 * width)))
+    for approximate in ("tanh", "none"):
+        backward(kernels.geglu(operand(TOKENS, 2 * width), approximate=approximate))
+    backward(kernels.relu2(operand(TOKENS, width)))
+
+
+def softmax():
+    for width in (8, 128, 4096, 16384, VOCAB):
+        backward(kernels.softmax(operand(TOKENS, width)))
+
+
+def cross_entropy(**options):
+    labels = torch.arange(TOKENS)
+    backward(kernels.cross_entropy(operand(TOKENS, VOCAB), labels, **options))
+    backward(2 * kernels.linear_cross_entropy(hidden(), head(), labels, **options))
+
+
+def log_probs(**options):
+    backward(*kernels.linear_log_probs(hidden(), head(), torch.arange(TOKENS), **options))
+
+
+def divergences():
+    for divergence in (kernels.kl_div, kernels.generalized_jsd, kernels.total_variation):
+        backward(divergence(operand(TOKENS, VOCAB), operand(TOKENS, VOCAB).detach()))
+    teacher = hidden().detach(), head().detach()
+    for divergence in (kernels.linear_kl, kernels.linear_jsd, kernels.linear_cosine_distillation):
+        backward(divergence(hidden(), head(), *teacher))
+
+
+def hidden():  # of the products, which a CPU computes, only the vocabulary has its real size
+    return torch.zeros(TOKENS, 16, dtype=BF16).requires_grad_()
+
+
+def head():
+    return torch.zeros(VOCAB, 16, dtype=BF16).requires_grad_()
+
+
+def experts(tokens, hidden_size, intermediate_size, num_experts, top_k):
+    router = torch.rand(tokens, num_experts).topk(top_k)
+    gate_up = operand(num_experts, 2 * intermediate_size, hidden_size)
+    down = operand(num_experts, hidden_size, intermediate_size)
+    x = operand(tokens, hidden_size)
+    backward(kernels.moe_experts(x, router.values, router.indices.int(), gate_up, down))
+
+
+def attention(heads, kv_heads, head_dim, sinks=False, **options):
+    q, k, v = (operand(TOKENS, count, head_dim) for count in (heads, kv_heads, kv_heads))
+    options |= {"cu_seqlens": torch.tensor([0, TOKENS]), "sinks": operand(heads) if sinks else None}
+    backward(kernels.attention(q, k, v, **options))
+
+
+CASES = {
+    "norms, 2048": lambda: norms(2048),
+    "norms, 4096": lambda: norms(4096),
+    "norms, 8192": lambda: norms(8192),
+    "norms, 16384": lambda: norms(16384),  # LLaMA 3.1 405B
+    "norms, 20480": lambda: norms(20480),
+    "norms, gemma, 3584": lambda: norms(3584, "gemma"),
+    "layer norm, 4096": lambda: layer_norm(4096),
+    "layer norm, 12288": lambda: layer_norm(12288),
+    "rotary, LLaMA 8B": lambda: rotary(32, 8, 128),
+    "rotary, Qwen 2.5 0.5B": lambda: rotary(14, 2, 64),
+    "rotary, Phi 2": lambda: rotary(32, 32, 80, 32),
+    "rotary, GLM 4 9B": lambda: rotary(32, 2, 128, 64, interleaved=True),
+    "q/k norm, Qwen 3 8B": lambda: qk_norm(32, 8, 128),
+    "q/k norm, Qwen 3 14B": lambda: qk_norm(40, 8, 128),
+    "q/k norm, Gemma 3 12B": lambda: qk_norm(16, 8, 256, offset=1.0, cast="gemma"),
+    "q/k norm, Gemma 3 27B": lambda: qk_norm(32, 16, 128, offset=1.0, cast="gemma"),
+    "q/k norm, GLM 4.5": lambda: qk_norm(96, 8, 128, 64),
+    "q/k norm, Hunyuan 7B": lambda: qk_norm(32, 8, 128, norm_first=False),
+    "q/k norm, Llama 4": lambda: qk_norm(40, 8, 128, weights=False, norm_first=False, interleaved=True),
+    "q/k norm, OLMo 2 7B": lambda: qk_norm(32, 32, 128, per_head=False, cast="float32"),
+    "q/k norm, OLMo 2 13B": lambda: qk_norm(40, 40, 128, per_head=False, cast="float32"),
+    "q/k norm, OLMo 2 32B": lambda: qk_norm(40, 8, 128, per_head=False, cast="float32"),
+    "q/k norm, MiniMax M2": lambda: qk_norm(48, 8, 128, 64, per_head=False),
+    "gated activations": lambda: gated(14336),
+    "softmax": softmax,
+    "cross entropy": cross_entropy,
+    "cross entropy, Gemma 2": lambda: cross_entropy(softcap=30.0),
+    "cross entropy, smoothing and z-loss": lambda: cross_entropy(label_smoothing=0.1, z_loss=1e-4),
+    "log-probabilities": log_probs,
+    "log-probabilities, Gemma 2": lambda: log_probs(softcap=30.0),
+    "divergences": divergences,
+    "attention, LLaMA 8B": lambda: attention(32, 8, 128),
+    "attention, Gemma 2 9B": lambda: attention(16, 8, 256, window=4096, softcap=50.0),
+    "attention, gpt-oss 20B": lambda: attention(64, 8, 64, window=128, sinks=True),
+    "experts, Qwen 3 30B": lambda: experts(2048, 2048, 768, 128, 8),
+    "experts, Mixtral 8x7B": lambda: experts(512, 4096, 14336, 8, 2),
+}
+
+
+def registers_and_spills(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack of a thread."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, usage
+    return int(found[1]), int(found[2])
+
+
+def warps_that_fit(registers: int, shared: int, num_warps: int) -> int:
+    """On a multiprocessor of a Hopper GPU, with 64 K registers, given out by eights, and 227 KB shared."""
+    by_registers = 65536 // (-(-registers // 8) * 8 * 32 * num_warps)
+    by_shared = 227 * 1024 // (shared + 1024)
+    return min(by_registers, by_shared, 64 // num_warps, 32) * num_warps
+
+
+def main(words: list[str]) -> None:
+    case = ""
+    seen, spilled = set(), []
+
+    def report(kernel, kwargs, compiled):
+        if compiled.hash in seen:
+            return
+        seen.add(compiled.hash)
+        registers, stack = registers_and_spills(compiled.asm["cubin"])
+        name = f"{kernel.fn.__module__.split('.')[-1]}.{kernel.fn.__name__}"
+        num_warps, shared = compiled.metadata.num_warps, compiled.metadata.shared
+        blocks = ", ".join(f"{key}={kwargs[key]}" for key in kwargs if key.isupper())
+        fit = warps_that_fit(registers, shared, num_warps)
+        print(
+            f"{case:36} {name:42} warps {num_warps:2}  registers {registers:3}  spilled {stack:3}  "
+            f"shared {shared:6}  warps that fit {fit:2}  {blocks}",
+            flush=True,
+        )
+        if stack > SPILL_LIMIT and case not in KNOWN_SPILLS:
+            spilled.append(f"{case}: {name} spills {stack} bytes a thread with {blocks}")
+
+    modules = instead_of_launching(report)
+    for module in modules:
+        if hasattr(module, "num_sms"):
+            module.num_sms = lambda x: 132
+    for case, run in CASES.items():
+        if not words or any(word in case for word in words):
+            run()
+    if spilled:
+        sys.exit("\n".join(spilled))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,77 @@
+"""What all losses of a linear layer's output promise about labels and impossible tokens."""
+
+import pytest
+import torch
+from kernel_operations import VOCAB
+
+from liger_models.kernels import (
+    linear_cosine_distillation,
+    linear_cross_entropy,
+    linear_jsd,
+    linear_kl,
+    linear_log_probs,
+)
+
+
+def log_probs(x, weight, labels, **options):
+    return sum(linear_log_probs(x, weight, labels, **options))
+
+
+def distilled(divergence):
+    def run(x, weight, labels, bias=None, **options):
+        return divergence(x, weight, x.detach(), weight.detach() + 1, labels, bias, **options)
+
+    return run
+
+
+OF_LABELS = {
+    "cross_entropy": linear_cross_entropy,
+    "log_probs": log_probs,
+    "kl": distilled(linear_kl),
+    "jsd": distilled(linear_jsd),
+    "cosine": distilled(linear_cosine_distillation),
+}
+every_loss = pytest.mark.parametrize("loss", OF_LABELS.values(), ids=OF_LABELS)
+
+
+@every_loss
+@pytest.mark.parametrize("bad", [-1, VOCAB, -(2**40), 2**33])
+def test_a_label_outside_the_vocabulary_is_an_error(loss, bad, implementation):
+    labels = torch.tensor([3, bad, -100])
+    with pytest.raises(IndexError, match=rf"{bad}\b"):
+        loss(torch.randn(3, 6), torch.randn(VOCAB, 6), labels)
+
+
+@pytest.mark.gpu
+@every_loss
+def test_a_gpu_names_a_label_outside_the_vocabulary_too(loss):
+    labels = torch.tensor([3, VOCAB, -100], device="cuda")
+    with pytest.raises(IndexError, match=rf"{VOCAB}\b"):
+        loss(torch.randn(3, 6, device="cuda"), torch.randn(VOCAB, 6, device="cuda"), labels)
+
+
+@every_loss
+def test_with_all_labels_ignored_every_gradient_is_zero(loss, implementation):
+    x, weight = torch.randn(3, 6, requires_grad=True), torch.randn(VOCAB, 6, requires_grad=True)
+    loss(x, weight, torch.full((3,), -100)).sum().backward()
+    assert not x.grad.any()
+    assert not weight.grad.any()
+
+
+@every_loss
+def test_a_bias_of_minus_infinity_takes_a_token_out(loss, implementation):
+    if loss is OF_LABELS["cosine"]:
+        pytest.skip("a row of logits with infinity in it has no direction")
+    x, weight = torch.randn(3, 6, requires_grad=True), torch.randn(VOCAB, 6, requires_grad=True)
+    labels, bias = torch.tensor([3, -100, 9]), torch.zeros(VOCAB)
+    bias[20:] = float("-inf")
+    if loss in (OF_LABELS["kl"], OF_LABELS["jsd"]):
+        options = {"teacher_bias": bias}
+    else:
+        options = {}
+    value = loss(x, weight, labels, bias=bias, **options)
+    without = loss(x, weight[:20], labels)
+    torch.testing.assert_close(value, without)
+    grads = [torch.autograd.grad(result.sum(), (x, weight)) for result in (value, without)]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
