@@ -8,6 +8,7 @@ heads.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from liger_models.convert.weight_map import Cat, Expr, Ref
@@ -23,7 +24,7 @@ class Attention(nn.Module):
 
     Args:
         hidden_size: the width H of the hidden states.
-        spec: heads, rotary settings, window, biases.
+        spec: heads, rotary settings, window, soft cap, sinks, biases.
         layer: this layer's place in the model (its room in a key/value cache).
         backend: see layers/attention_backends.py.
     """
@@ -35,12 +36,13 @@ class Attention(nn.Module):
         self.spec, self.layer, self.backend = spec, layer, backend
         self.qkv_proj = nn.Linear(hidden_size, spec.q_size + 2 * spec.kv_size, bias=spec.qkv_bias)
         self.o_proj = nn.Linear(spec.q_size, hidden_size, bias=spec.o_bias)
+        self.sinks = nn.Parameter(torch.zeros(spec.num_attention_heads)) if spec.sinks else None
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         """x [T, H] -> [T, H]."""
         q, k, v = self._query_key_value(self.qkv_proj(x), sequences)
         if sequences.cache is None:
-            out = attend(q, k, v, self.spec, sequences, self.backend)
+            out = attend(q, k, v, self.spec, sequences, self.backend, self.sinks)
         else:
             out = self._attend_cached(q, k, v, sequences)
         return self.o_proj(out.flatten(1))
@@ -67,11 +69,13 @@ class Attention(nn.Module):
         assert cache is not None
         keys, values = cache.append(self.layer, k, v)
         if cache.longest == sequences.max_seqlen:  # the prompts: they see nothing but themselves
-            return attend(q, k, v, self.spec, sequences, self.backend)
-        return attend_cached(q, keys, values, self.spec, cache.slots)
+            return attend(q, k, v, self.spec, sequences, self.backend, self.sinks)
+        return attend_cached(q, keys, values, self.spec, cache.slots, self.sinks)
 
-    def weight_map(self, prefix: str, q: str, k: str, v: str, o: str) -> dict[str, Expr]:
-        """`prefix` of the native names; the checkpoint's names of the four projections, bare."""
+    def weight_map(self, prefix: str, q: str, k: str, v: str, o: str, sinks: str) -> dict[str, Expr]:
+        """`prefix` of the native names; the checkpoint's names of the four projections, bare, and of the
+        sinks.
+        """
         rows = (self.spec.q_size, self.spec.kv_size, self.spec.kv_size)
         hidden = self.qkv_proj.in_features
 
@@ -87,11 +91,13 @@ class Attention(nn.Module):
             expressions[f"{prefix}qkv_proj.bias"] = stacked("bias")
         if self.spec.o_bias:
             expressions[f"{prefix}o_proj.bias"] = Ref(f"{o}.bias", (hidden,))
+        if self.spec.sinks:
+            expressions[f"{prefix}sinks"] = Ref(sinks, (self.spec.num_attention_heads,))
         return expressions
 
     def extra_repr(self) -> str:
         spec = self.spec
         window = "" if spec.window is None else f", window={spec.window}"
-        return (
-            f"heads={spec.num_attention_heads}/{spec.num_key_value_heads}, head_dim={spec.head_dim}{window}"
-        )
+        softcap = "" if spec.softcap is None else f", softcap={spec.softcap}"
+        heads = f"heads={spec.num_attention_heads}/{spec.num_key_value_heads}"
+        return f"{heads}, head_dim={spec.head_dim}{window}{softcap}{', sinks' if spec.sinks else ''}"

@@ -31,6 +31,7 @@ class BlockNames:
     k_proj: str = "self_attn.k_proj"
     v_proj: str = "self_attn.v_proj"
     o_proj: str = "self_attn.o_proj"
+    sinks: str = "self_attn.sinks"
     gate_proj: str = "mlp.gate_proj"
     up_proj: str = "mlp.up_proj"
     down_proj: str = "mlp.down_proj"
@@ -76,7 +77,12 @@ class PreNormBlock(nn.Module):
         return {
             **self.input_layernorm.weight_map(f"{prefix}input_layernorm.", at(names.input_norm)),
             **self.self_attn.weight_map(
-                f"{prefix}self_attn.", at(names.q_proj), at(names.k_proj), at(names.v_proj), at(names.o_proj)
+                f"{prefix}self_attn.",
+                at(names.q_proj),
+                at(names.k_proj),
+                at(names.v_proj),
+                at(names.o_proj),
+                at(names.sinks),
             ),
             **self.post_attention_layernorm.weight_map(
                 f"{prefix}post_attention_layernorm.", at(names.post_attention_norm)

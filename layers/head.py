@@ -32,6 +32,8 @@ class LMHead(nn.Linear):
         """
         if labels is None:
             return super().forward(hidden)
-        return linear_cross_entropy(
+        loss = linear_cross_entropy(
             hidden, self.weight, labels, self.bias, num_valid=num_valid, num_items=num_items
         )
+        assert isinstance(loss, Tensor)  # nothing else was asked for
+        return loss

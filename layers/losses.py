@@ -1,47 +1,169 @@
-"""Losses as modules, for use in any model. Formulas and options: kernels/cross_entropy.py,
-kernels/linear_cross_entropy.py.
+"""Losses as modules, for use in any model. Each calls one function of `liger_models.kernels`, whose file has
+the formula. A module is made with the function's options, by name: `LigerKLDivLoss(temperature=2.0)`.
+
+All have `ignore_index` (-100: tokens with this label do not count) and `reduction` ("mean" over the tokens
+that count, "sum" over them, or "none": one loss a token). Losses are float32, or float64 for float64 inputs.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
-from liger_models.kernels import cross_entropy, linear_cross_entropy
+from liger_models.kernels import (
+    CrossEntropyOutput,
+    cross_entropy,
+    generalized_jsd,
+    kl_div,
+    linear_cosine_distillation,
+    linear_cross_entropy,
+    linear_jsd,
+    linear_kl,
+    total_variation,
+)
 
 
-class LigerCrossEntropyLoss(nn.Module):
-    """Cross entropy of logits, in float32, in three passes over them.
+class _Loss(nn.Module):
+    """A function and the options that it is called with.
 
-    Args:
-        ignore_index: labels of this value do not count.
-        reduction: "mean" over the labels that count, "sum", or "none".
-        **options: those of `kernels.cross_entropy`: label_smoothing, z_loss, softcap and so on.
+    Raises:
+        TypeError: an option that the function does not have.
     """
 
-    def __init__(self, ignore_index: int = -100, reduction: str = "mean", **options: Any):
+    function: Callable[..., Any]
+
+    def __init__(self, **options: Any):
         super().__init__()
-        self.options = {"ignore_index": ignore_index, "reduction": reduction, **options}
+        inspect.signature(self.function).bind_partial(**options)
+        self.options = options
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """input [N, C] (or [N, C, d...]), target [N] (or [N, d...]) -> float32 scalar, or [N] for "none"."""
-        return cross_entropy(input, target, **self.options)
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
 
 
-class LigerFusedLinearCrossEntropyLoss(nn.Module):
-    """Cross entropy of `input @ weight.T + bias`, whose logits never exist at once.
+class LigerCrossEntropyLoss(_Loss):
+    """Cross entropy of logits, in three passes over them.
 
-    Args:
-        ignore_index: labels of this value do not count, and cost nothing.
-        reduction: "mean" over the labels that count, "sum", or "none".
-        **options: those of `kernels.linear_cross_entropy`: label_smoothing, z_loss, softcap and so on.
+    Options: those of `kernels.cross_entropy`: ignore_index, reduction, label_smoothing, z_loss, softcap and
+    so on.
     """
 
-    def __init__(self, ignore_index: int = -100, reduction: str = "mean", **options: Any):
-        super().__init__()
-        self.options = {"ignore_index": ignore_index, "reduction": reduction, **options}
+    function = staticmethod(cross_entropy)
 
-    def forward(self, weight: Tensor, input: Tensor, target: Tensor, bias: Tensor | None = None) -> Tensor:
-        """weight [V, H], input [T, H], target [T], bias [V] -> float32 scalar, or [T] for "none"."""
-        return linear_cross_entropy(input, weight, target, bias, **self.options)
+    def forward(self, input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
+        """input [N, C] (or [N, C, d...]), target [N] (or [N, d...]) -> float32 scalar, or [N] for "none"; a
+        CrossEntropyOutput if options ask for more than the loss.
+        """
+        return self.function(input, target, **self.options)
+
+
+class LigerFusedLinearCrossEntropyLoss(_Loss):
+    """Cross entropy of `input @ weight.T + bias`, whose logits never exist at once. Labels that do not count
+    cost nothing.
+
+    Options: those of `kernels.linear_cross_entropy`: ignore_index, reduction, label_smoothing, z_loss,
+    softcap and so on.
+    """
+
+    function = staticmethod(linear_cross_entropy)
+
+    def forward(
+        self, weight: Tensor, input: Tensor, target: Tensor, bias: Tensor | None = None
+    ) -> Tensor | CrossEntropyOutput:
+        """weight [V, H], input [T, H], target [T], bias [V] -> float32 scalar, or [T] for "none"; a
+        CrossEntropyOutput if options ask for more than the loss.
+        """
+        return self.function(input, weight, target, bias, **self.options)
+
+
+class _Divergence(_Loss):
+    def forward(self, student_logits: Tensor, teacher_logits: Tensor, labels: Tensor | None = None) -> Tensor:
+        """student_logits and teacher_logits [..., V], labels [...] -> float32 scalar, or [...] for "none".
+
+        Both are logits, or log-probabilities, which are logits too. Probabilities are not: give their
+        logarithm. The teacher is a constant. Labels only say which tokens count.
+        """
+        return self.function(student_logits, teacher_logits, labels=labels, **self.options)
+
+
+class LigerKLDivLoss(_Divergence):
+    """KL(teacher || student) of two next-token distributions: the forward KL.
+
+    It is torch's `kl_div(student_log_probs, teacher_log_probs, reduction="batchmean", log_target=True)`: the
+    mean is one over tokens, of sums over the vocabulary.
+
+    Options: those of `kernels.kl_div`: ignore_index, reduction, temperature and so on.
+    """
+
+    function = staticmethod(kl_div)
+
+
+class LigerJSDLoss(_Divergence):
+    """Generalized Jensen-Shannon divergence of two next-token distributions (Agarwal et al., 2023, GKD).
+
+    Options: those of `kernels.generalized_jsd`: ignore_index, reduction, temperature, beta (0.5; 0 is
+    KL(teacher || student), 1 is KL(student || teacher)) and so on.
+    """
+
+    function = staticmethod(generalized_jsd)
+
+
+class LigerTVDLoss(_Divergence):
+    """Total variation distance of two next-token distributions: half the sum of |p - q|, from 0 to 1.
+
+    Options: those of `kernels.total_variation`: ignore_index, reduction, temperature and so on.
+    """
+
+    function = staticmethod(total_variation)
+
+
+class _FusedLinearDistillation(_Loss):
+    def forward(
+        self,
+        student_input: Tensor,
+        student_weight: Tensor,
+        teacher_input: Tensor,
+        teacher_weight: Tensor,
+        labels: Tensor | None = None,
+        student_bias: Tensor | None = None,
+        teacher_bias: Tensor | None = None,
+    ) -> Tensor:
+        """student_input [..., H], student_weight [V, H], student_bias [V]; teacher_input [..., H'],
+        teacher_weight [V, H'], teacher_bias [V]; labels [...] -> float32 scalar, or [...] for "none".
+
+        The teacher is a constant. Labels only say which tokens count; the others cost nothing.
+        """
+        student, teacher = (student_input, student_weight), (teacher_input, teacher_weight)
+        return self.function(*student, *teacher, labels, student_bias, teacher_bias, **self.options)
+
+
+class LigerFusedLinearKLDivLoss(_FusedLinearDistillation):
+    """KL(teacher || student) of two linear layers' outputs, whose logits never exist at once.
+
+    Options: those of `kernels.linear_kl`: ignore_index, reduction, temperature and so on.
+    """
+
+    function = staticmethod(linear_kl)
+
+
+class LigerFusedLinearJSDLoss(_FusedLinearDistillation):
+    """Generalized Jensen-Shannon divergence of two linear layers' outputs, whose logits never exist at once.
+
+    Options: those of `kernels.linear_jsd`: ignore_index, reduction, temperature, beta (0.5; 0 is
+    KL(teacher || student), 1 is KL(student || teacher)) and so on.
+    """
+
+    function = staticmethod(linear_jsd)
+
+
+class LigerFusedLinearCosineSimilarityLoss(_FusedLinearDistillation):
+    """One minus the cosine between a student's and a teacher's logits, outputs of two linear layers that
+    never exist at once.
+
+    Options: those of `kernels.linear_cosine_distillation`: ignore_index, reduction and so on.
+    """
+
+    function = staticmethod(linear_cosine_distillation)

@@ -1,6 +1,7 @@
-"""Gated MLPs (Shazeer 2020, arXiv:2002.05202).
+"""MLPs: gated (Shazeer, 2020, arXiv:2002.05202), and with a squared ReLU (So et al., 2021, arXiv:2109.08668).
 
     down(act(gate(x)) * up(x)) + b
+    down(max(up(x), 0)^2) + b
 
 One matrix product for gate and up; their weights lie below one another, gate first.
 """
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from liger_models.convert.weight_map import Cat, Expr, Ref
-from liger_models.kernels import geglu, swiglu
+from liger_models.kernels import geglu, relu2, swiglu
 from liger_models.layers.activation_memory import carry_recipe, output_is_ours
 from liger_models.layers.spec import MLPSpec
 
@@ -87,3 +88,22 @@ class LigerGEGLUMLP(GatedMLP):
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False):
         super().__init__(hidden_size, MLPSpec(intermediate_size, "gelu_tanh", bias))
+
+
+class LigerReLUSquaredMLP(nn.Module):
+    """The MLP of Nemotron: `down(max(up(x), 0)^2)`, for use in any model.
+
+    Args:
+        hidden_size, intermediate_size: the widths outside and inside.
+        bias: whether the two projections have one.
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False):
+        super().__init__()
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., H] -> [..., H]."""
+        up = self.up_proj(x)
+        return self.down_proj(carry_recipe(relu2(up), relu2, up))

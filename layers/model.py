@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from liger_models.convert.errors import DataError
 from liger_models.convert.weight_map import Expr, Ref
 from liger_models.layers.activation_memory import ActivationMemory, keep_recipes, parse_levels, recompute
+from liger_models.layers.attention import Attention
 from liger_models.layers.attention_backends import BACKENDS, AttentionBackend
 from liger_models.layers.blocks import BLOCKS, BlockNames, add_and_norm
 from liger_models.layers.cache import KVCache
@@ -193,8 +194,8 @@ class CausalLM(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Fresh weights in place: matrices from a normal distribution of `initializer_range`, norms one,
-        biases zero.
+        """Fresh weights in place: matrices and sinks from a normal distribution of `initializer_range`, norms
+        one, biases zero.
         """
         for module in self.modules():
             if isinstance(module, LigerRMSNorm):
@@ -204,6 +205,8 @@ class CausalLM(nn.Module):
                 bias = getattr(module, "bias", None)
                 if bias is not None:
                     bias.zero_()
+            elif isinstance(module, Attention) and module.sinks is not None:
+                module.sinks.normal_(0.0, self.spec.initializer_range, generator=generator)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """The number of parameters, a tied head counted once."""

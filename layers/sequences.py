@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.errors import DataError
+from liger_models.kernels import document_bounds
 from liger_models.layers.cache import KVCache
 from liger_models.layers.rotary import rotary_tables
+from liger_models.layers.router_loss import RouterLogits
 from liger_models.layers.spec import RopeSpec
 
 IGNORE_INDEX = -100
@@ -28,6 +30,7 @@ class Sequences:
     `shape` is the caller's (batch, seq); `kept` the flat positions of the T tokens in it (None: all of them).
     `cu_seqlens` [n + 1] int32 holds the documents' boundaries; None says that every row of `shape` is one
     document. `max_seqlen` is the longest document's length. `cache` is given in generation alone.
+    `router_logits` are noted by the layers of experts whose router has a loss.
     """
 
     shape: tuple[int, int]
@@ -37,7 +40,10 @@ class Sequences:
     cu_seqlens: Tensor | None = None
     kept: Tensor | None = None
     cache: KVCache | None = None
+    bounds: Tensor | None = None  # see document_bounds
     rotary: dict[RopeSpec, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    # torch.compile can make one in a function, though not by its class alone.
+    router_logits: RouterLogits = field(default_factory=lambda: RouterLogits())
 
     @classmethod
     def from_call(
@@ -142,6 +148,18 @@ class Sequences:
     @property
     def num_tokens(self) -> int:
         return self.position_ids.shape[0]
+
+    def document_bounds(self) -> Tensor | None:
+        """Where each token's document begins and ends, [2, T] int32, made once for all layers; None if one
+        document holds all tokens.
+        """
+        if self.bounds is None and (self.cu_seqlens is not None or self.shape[0] > 1):
+            cu_seqlens = self.cu_seqlens
+            if cu_seqlens is None:
+                batch, seq = self.shape
+                cu_seqlens = torch.arange(0, (batch + 1) * seq, seq, dtype=torch.int32, device=self.device)
+            self.bounds = document_bounds(cu_seqlens, self.num_tokens)
+        return self.bounds
 
     def prepare_rotary(self, ropes: tuple[RopeSpec, ...]) -> None:
         """Make the tables of every rotary setting in the model.

@@ -70,7 +70,8 @@ class AttentionSpec:
     """Causal attention with grouped key/value heads.
 
     `scale` multiplies the scores. `window` counts the tokens a query sees, itself included (None: all before
-    it). `rope` is None for a layer without positions.
+    it). `rope` is None for a layer without positions. `softcap` bounds the scores: softcap * tanh(score /
+    softcap). With `sinks` each head learns a logit that takes its share of the weights and gives nothing.
     """
 
     num_attention_heads: int
@@ -81,6 +82,8 @@ class AttentionSpec:
     window: int | None = None
     qkv_bias: bool = False
     o_bias: bool = False
+    softcap: float | None = None
+    sinks: bool = False
 
     @property
     def q_size(self) -> int:
@@ -98,6 +101,39 @@ class MLPSpec:
     intermediate_size: int
     activation: Activation = "silu"
     bias: bool = False
+
+
+@dataclass(frozen=True)
+class MoESpec:
+    """Mixture of experts: each token goes to `experts_per_token` of `num_experts` gated MLPs.
+
+    `score` to `routed_scaling_factor` say how experts are chosen and weighed, as the options of `route` in
+    kernels/moe_routing.py. `float32_router` computes the router's logits in float32, whatever the model's
+    dtype. `shared_expert` is one more MLP, which every token goes through; `shared_gate` weighs its output by
+    sigmoid(gate(x)). The coefficients are those of the load balancing loss and of the router's z-loss: see
+    layers/router_loss.py.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    activation: Activation = "silu"
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    softmax_after_top_k: bool = False
+    renormalize: bool = True
+    correction_bias: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    routed_scaling_factor: float = 1.0
+    float32_router: bool = False
+    shared_expert: MLPSpec | None = None
+    shared_gate: bool = False
+    aux_loss_coef: float = 0.0
+    z_loss_coef: float = 0.0
+
+    @property
+    def has_router_loss(self) -> bool:
+        return self.aux_loss_coef != 0 or self.z_loss_coef != 0
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from liger_models.layers.model import CausalLM
-from liger_models.layers.spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, NormSpec, RopeSpec
+from liger_models.layers.spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, MoESpec, NormSpec, RopeSpec
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER = 61, 32, 4, 2, 16, 40
 
@@ -50,3 +51,35 @@ def make_model() -> Callable[..., CausalLM]:
         return model
 
     return make
+
+
+@pytest.fixture
+def randomised() -> Callable[[nn.Module], nn.Module]:
+    """A function that makes every parameter and buffer of a module random."""
+    torch.manual_seed(0)
+
+    def randomise(module: nn.Module) -> nn.Module:
+        with torch.no_grad():
+            for tensor in (*module.parameters(), *module.buffers()):
+                tensor.copy_(torch.randn_like(tensor) / tensor.shape[-1] ** 0.5)
+        return module
+
+    return randomise
+
+
+@pytest.fixture
+def moe_spec() -> MoESpec:
+    """A mixture of experts with everything that there is, but groups."""
+    return MoESpec(
+        num_experts=8,
+        experts_per_token=3,
+        intermediate_size=12,
+        score="sigmoid",
+        correction_bias=True,
+        routed_scaling_factor=1.5,
+        float32_router=True,
+        shared_expert=MLPSpec(20),
+        shared_gate=True,
+        aux_loss_coef=0.3,
+        z_loss_coef=0.1,
+    )

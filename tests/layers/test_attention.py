@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+import types
+
 import pytest
 import torch
+import torch.nn.functional as F
 
+from liger_models.kernels._dispatch import interpret
+from liger_models.layers import attention_backends
+from liger_models.layers.attention import Attention
 from liger_models.layers.attention_backends import attend, attend_cached, attend_plain, visible
+from liger_models.layers.cache import KVCache
+from liger_models.layers.model import CausalLM
 from liger_models.layers.sequences import Sequences
-from liger_models.layers.spec import AttentionSpec
+from liger_models.layers.spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, NormSpec, RopeSpec
 
 ROWS, LENGTH, DIM = 2, 13, 8
 PACKED = torch.tensor([0, 5, 5, 6, 20, 26])  # an empty document, one of one token, one over two rows
 
 
-def heads(groups: int, window: int | None) -> AttentionSpec:
-    return AttentionSpec(4, 4 // groups, DIM, 0.3, window=window)
+def heads(
+    groups: int, window: int | None, softcap: float | None = None, sinks: bool = False
+) -> AttentionSpec:
+    return AttentionSpec(4, 4 // groups, DIM, 0.3, window=window, softcap=softcap, sinks=sinks)
 
 
 def sequences_of(form: str) -> Sequences:
@@ -27,7 +38,7 @@ def sequences_of(form: str) -> Sequences:
     return Sequences.from_call(shape, device)
 
 
-def attention_by_hand(q, k, v, spec, documents):
+def attention_by_hand(q, k, v, spec, documents, sinks=None):
     """Token by token, over the keys that the words of the docstring allow."""
     out = torch.zeros_like(q)
     for t in range(len(q)):
@@ -38,8 +49,12 @@ def attention_by_hand(q, k, v, spec, documents):
         ]
         for head in range(spec.num_attention_heads):
             group = head // (spec.num_attention_heads // spec.num_key_value_heads)
-            weights = (k[seen, group] @ q[t, head] * spec.scale).softmax(0)
-            out[t, head] = weights @ v[seen, group]
+            scores = k[seen, group] @ q[t, head] * spec.scale
+            if spec.softcap is not None:
+                scores = spec.softcap * torch.tanh(scores / spec.softcap)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[head : head + 1]])
+            out[t, head] = scores.softmax(0)[: len(seen)] @ v[seen, group]
     return out
 
 
@@ -51,19 +66,25 @@ def random_qkv(tokens: int, spec: AttentionSpec):
     return packed, packed.split(sizes, dim=1)
 
 
+def random_sinks(spec: AttentionSpec) -> torch.Tensor | None:
+    return torch.randn(4, dtype=torch.float64, requires_grad=True) if spec.sinks else None
+
+
+@pytest.mark.parametrize("extras", [(None, False), (1.5, False), (None, True), (1.5, True)])
 @pytest.mark.parametrize("window", [None, 1, 4])
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("form", ["rows", "packed", "padded"])
-def test_the_plain_twin_is_the_formula(form, groups, window):
+def test_the_plain_twin_is_the_formula(form, groups, window, extras):
     torch.manual_seed(0)
-    spec, sequences = heads(groups, window), sequences_of(form)
+    spec, sequences = heads(groups, window, *extras), sequences_of(form)
+    sinks = random_sinks(spec)
     if form == "packed":
         documents = [0] * 5 + [1] + [2] * 14 + [3] * 6
     else:
         documents = [0] * 13 + [1] * (13 if form == "rows" else 9)
     _, qkv = random_qkv(sequences.num_tokens, spec)
-    expected = attention_by_hand(*qkv, spec, documents)
-    torch.testing.assert_close(attend_plain(*qkv, spec, sequences), expected, rtol=1e-12, atol=1e-12)
+    expected = attention_by_hand(*qkv, spec, documents, sinks)
+    torch.testing.assert_close(attend_plain(*qkv, spec, sequences, sinks), expected, rtol=1e-12, atol=1e-12)
 
 
 # `sdpa` does equal documents alone, and a window only if it is as long as they are.
@@ -71,7 +92,7 @@ CASES = [
     (form, window, backend)
     for form in ("rows", "packed", "padded")
     for window in (None, 1, 4, 13, 14)
-    for backend in ("auto", "masked", "sdpa")
+    for backend in ("auto", "triton", "masked", "eager", "sdpa")
     if backend != "sdpa" or (form == "rows" and window not in (1, 4))
 ]
 
@@ -92,20 +113,55 @@ def test_backends_agree_with_the_plain_twin(form, groups, window, backend):
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("backend", ["auto", "triton", "eager"])
+@pytest.mark.parametrize("extras", [(1.5, False), (None, True), (1.5, True)])
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("form", ["rows", "packed", "padded"])
+def test_backends_agree_on_soft_cap_and_sinks(form, window, extras, backend):
+    torch.manual_seed(0)
+    spec, sequences = heads(2, window, *extras), sequences_of(form)
+    packed, qkv = random_qkv(sequences.num_tokens, spec)
+    sinks = random_sinks(spec)
+    operands = [packed] if sinks is None else [packed, sinks]
+    expected = attend_plain(*qkv, spec, sequences, sinks)
+    cotangent = torch.randn_like(expected)
+    expected_gradients = torch.autograd.grad(expected, operands, cotangent)
+    found = attend(*qkv, spec, sequences, backend, sinks)
+    gradients = torch.autograd.grad(found, operands, cotangent)
+    for a, b in zip((found, *gradients), (expected, *expected_gradients), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are compiled")
+@pytest.mark.parametrize("form", ["rows", "packed"])
+def test_the_kernel_gets_what_the_spec_says(form):
+    torch.manual_seed(0)
+    spec, sequences = heads(2, 4, 1.5, True), sequences_of(form)
+    packed, _ = random_qkv(sequences.num_tokens, spec)
+    sinks = random_sinks(spec)
+    expected = attend_plain(*packed.split([4, 2, 2], 1), spec, sequences, sinks)
+    with interpret():
+        found = attend(*packed.float().split([4, 2, 2], 1), spec, sequences, "auto", sinks.float())
+    # float32 against float64
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("extras", [(None, False), (1.5, False), (None, True), (1.5, True)])
 @pytest.mark.parametrize("window", [None, 1, 4])
 @pytest.mark.parametrize("groups", [1, 4])
-def test_a_new_token_sees_what_a_whole_pass_lets_the_last_token_see(groups, window):
+def test_a_new_token_sees_what_a_whole_pass_lets_the_last_token_see(groups, window, extras):
     torch.manual_seed(0)
-    spec, lengths = heads(groups, window), [9, 3]
+    spec, lengths = heads(groups, window, *extras), [9, 3]
+    sinks = random_sinks(spec)
     room = [torch.randn(2, 12, spec.num_key_value_heads, DIM, dtype=torch.float64) for _ in range(2)]
     q = torch.randn(2, 4, DIM, dtype=torch.float64)
-    found = attend_cached(q, *room, spec, torch.tensor(lengths) - 1)
+    found = attend_cached(q, *room, spec, torch.tensor(lengths) - 1, sinks)
     for row, length in enumerate(lengths):
         alone = Sequences.from_call((1, length), q.device)
         queries = torch.randn(length, 4, DIM, dtype=torch.float64)
         queries[-1] = q[row]
         k, v = (x[row, :length] for x in room)
-        expected = attend_plain(queries, k, v, spec, alone)[-1]
+        expected = attend_plain(queries, k, v, spec, alone, sinks)[-1]
         torch.testing.assert_close(found[row], expected, rtol=1e-12, atol=1e-12)
 
 
@@ -130,3 +186,147 @@ def test_an_unknown_backend_is_refused(make_model):
         attend(*qkv, spec, sequences, "flash")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"'flash'.*choose one of auto"):
         make_model(attention="flash")
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "varlen", "masked"])
+@pytest.mark.parametrize("extras", [(1.5, False), (None, True)])
+def test_backends_without_soft_cap_and_sinks_refuse_them(extras, backend):
+    spec, sequences = heads(1, None, *extras), sequences_of("rows")
+    _, qkv = random_qkv(sequences.num_tokens, spec)
+    with pytest.raises(ValueError, match=rf"'{backend}' has neither soft cap nor sinks"):
+        attend(*qkv, spec, sequences, backend, random_sinks(spec))
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_sinks_that_the_spec_does_not_know_are_refused_and_missing_ones_too(sinks):
+    spec, sequences = heads(1, None, sinks=sinks), sequences_of("rows")
+    _, qkv = random_qkv(sequences.num_tokens, spec)
+    with pytest.raises(ValueError, match=f"the spec says sinks={sinks}"):
+        attend(*qkv, spec, sequences, "auto", None if sinks else torch.zeros(4))
+
+
+# What is asked, and what answers it on a GPU with Triton.
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+CHOICES = [
+    ("rows", {}, BF16, "sdpa"),
+    ("rows", {}, F32, "sdpa"),
+    ("rows", {"window": 13}, BF16, "sdpa"),
+    ("rows", {"window": 4}, BF16, "varlen"),
+    ("packed", {}, BF16, "varlen"),
+    ("packed", {"window": 4}, BF16, "varlen"),
+    ("packed", {}, F32, "masked"),
+    ("rows", {"window": 4}, F32, "masked"),
+    ("packed", {"head_dim": 20}, BF16, "masked"),
+    ("rows", {"softcap": 30.0}, BF16, "triton"),
+    ("rows", {"sinks": True}, BF16, "triton"),
+    ("packed", {"softcap": 30.0, "window": 4}, F32, "triton"),
+    ("packed", {}, F64, "masked"),
+    ("packed", {"head_dim": 264}, BF16, "masked"),
+    ("rows", {"sinks": True, "head_dim": 264}, BF16, "eager"),
+    ("rows", {"softcap": 30.0}, F64, "eager"),
+]
+
+
+@pytest.mark.parametrize(("form", "asked", "dtype", "backend"), CHOICES)
+def test_auto_chooses_by_what_is_asked(form, asked, dtype, backend, monkeypatch):
+    monkeypatch.setattr(attention_backends, "use_triton", lambda q: q.dtype != F64)
+    q = types.SimpleNamespace(is_cuda=True, dtype=dtype)
+    spec = dataclasses.replace(heads(1, None), **asked)
+    assert attention_backends._choose(q, spec, sequences_of(form)) == backend
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_packed_documents_on_a_cpu_cost_the_sum_of_their_squares(window, monkeypatch):
+    calls = []
+    torchs = F.scaled_dot_product_attention
+
+    def noted(q, k, v, attn_mask=None, **options):
+        calls.append((q.shape[2], k.shape[2], attn_mask is not None))
+        return torchs(q, k, v, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    spec, sequences = heads(2, window), sequences_of("packed")
+    _, qkv = random_qkv(sequences.num_tokens, spec)
+    attend(*qkv, spec, sequences)
+    lengths = [5, 1, 14, 6]
+    assert calls == [(n, n, window is not None and n > window) for n in lengths]
+
+
+@pytest.mark.parametrize("extras", [(None, False), (1.5, True)])
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("form", ["rows", "packed"])
+def test_it_compiles_without_a_graph_break_to_the_same_values(form, window, extras):
+    torch.manual_seed(0)
+    spec = heads(2, window, *extras)
+    _, qkv = random_qkv(ROWS * LENGTH, spec)
+    sinks = random_sinks(spec)
+    compiled = torch.compile(attend, fullgraph=True, backend="eager")
+    found = compiled(*qkv, spec, sequences_of(form), "auto", sinks)
+    expected = attend_plain(*qkv, spec, sequences_of(form), sinks)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def layer_with_everything() -> Attention:
+    torch.manual_seed(0)
+    spec = AttentionSpec(4, 2, DIM, 0.3, RopeSpec(DIM), window=4, softcap=1.5, sinks=True)
+    layer = Attention(24, spec).double()
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.normal_(std=1 / p.shape[-1] ** 0.5 if p.dim() > 1 else 1.0)
+    return layer
+
+
+def prepared(layer: Attention, shape: tuple[int, int], **options) -> Sequences:
+    sequences = Sequences.from_call(shape, torch.device("cpu"), **options)
+    sequences.prepare_rotary((layer.spec.rope,))
+    return sequences
+
+
+def test_a_layer_learns_its_sinks_and_heeds_its_soft_cap():
+    layer = layer_with_everything()
+    x = torch.randn(26, 24, dtype=torch.float64)
+    sequences = prepared(layer, (ROWS, LENGTH), cu_seqlens=PACKED)
+    q, k, v = layer._query_key_value(layer.qkv_proj(x), sequences)
+    documents = [0] * 5 + [1] + [2] * 14 + [3] * 6
+    expected = layer.o_proj(attention_by_hand(q, k, v, layer.spec, documents, layer.sinks).flatten(1))
+    found = layer(x, sequences)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    cotangent = torch.randn_like(found)
+    gradients = [torch.autograd.grad(y, list(layer.parameters()), cotangent) for y in (found, expected)]
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+    assert layer.sinks in set(layer.parameters())
+
+
+def test_a_layer_with_a_cache_gives_what_a_whole_pass_gives():
+    layer = layer_with_everything()
+    x = torch.randn(7, 24, dtype=torch.float64)
+    expected = layer(x, prepared(layer, (1, 7)))
+    cache, found = KVCache([(2, DIM)], 1, 7, x.device, x.dtype), []
+    for start, end in ((0, 5), (5, 6), (6, 7)):
+        positions = cache.reserve(torch.tensor([end - start]), end - start)
+        step = prepared(layer, (1, end - start), position_ids=positions)
+        step.cache = cache
+        found.append(layer(x[start:end], step))
+    torch.testing.assert_close(torch.cat(found), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_the_weight_map_has_the_sinks_where_there_are_some():
+    names = "a.q", "a.k", "a.v", "a.o", "a.sinks"
+    expressions = layer_with_everything().weight_map("attn.", *names)
+    assert set(expressions) == {f"attn.{name}" for name, _ in layer_with_everything().named_parameters()}
+    assert expressions["attn.sinks"].name == "a.sinks"
+    assert not any("sinks" in name for name in Attention(24, heads(1, None)).weight_map("", *names))
+
+
+def test_a_model_has_its_sinks_in_the_weight_map_and_makes_fresh_ones():
+    attention = dataclasses.replace(heads(2, 4, 1.5, True), rope=RopeSpec(DIM))
+    block = BlockSpec(attention, MLPSpec(40), NormSpec())
+    model = CausalLM(ModelSpec(61, 24, (block, block), NormSpec(), initializer_range=0.3))
+    assert set(model.weight_map()) == {name for name, _ in model.named_parameters()}
+    assert model.weight_map()["layers.1.self_attn.sinks"].name == "model.layers.1.self_attn.sinks"
+    with torch.no_grad():
+        model.layers[0].self_attn.sinks.fill_(float("nan"))
+    model.reset_parameters(torch.Generator().manual_seed(0))
+    # Four normal numbers of standard deviation 0.3
+    assert 0 < model.layers[0].self_attn.sinks.abs().max() < 5 * 0.3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import weakref
 
 import pytest
 import torch
@@ -17,10 +18,14 @@ from liger_models.layers import (
     LigerFusedLinearCrossEntropyLoss,
     LigerGEGLUMLP,
     LigerLayerNorm,
+    LigerReLUSquared,
+    LigerReLUSquaredMLP,
     LigerRMSNorm,
+    LigerSoftmax,
     LigerSwiGLUMLP,
     liger_rotary_pos_emb,
 )
+from liger_models.layers.activation_memory import keep_recipes
 from liger_models.layers.output import CausalLMOutput
 
 HIDDEN, INNER, VOCAB = 24, 40, 37
@@ -123,6 +128,41 @@ def test_gated_mlp(ours_class, activation):
         theirs(x).square().sum().backward()
         expected = torch.cat([getattr(theirs.gate, name).grad, getattr(theirs.up, name).grad])
         torch.testing.assert_close(packed.grad, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_relu_squared_mlp(bias):
+    ours = randomised(LigerReLUSquaredMLP(HIDDEN, INNER, bias=bias)).double()
+    up, down = ours.up_proj, ours.down_proj
+    x = torch.randn(2, 5, HIDDEN, dtype=torch.float64)
+    parameters = list(ours.parameters())
+    assert len(parameters) == (4 if bias else 2)
+    assert_same_function(ours, lambda x: down(F.relu(up(x)) ** 2), (parameters, parameters), x)
+
+
+@pytest.mark.parametrize("mlp", [LigerReLUSquaredMLP, LigerSwiGLUMLP])
+def test_an_mlp_rebuilds_its_product_in_the_backward_pass(mlp):
+    mlp = randomised(mlp(HIDDEN, INNER))
+    x = torch.randn(5, HIDDEN, requires_grad=True)
+    expected = torch.autograd.grad(mlp(x).sum(), [x, *mlp.parameters()])
+    products = []
+    mlp.down_proj.register_forward_pre_hook(lambda _, args: products.append(weakref.ref(args[0])))
+    with keep_recipes():
+        y = mlp(x)
+    assert products[0]() is None
+    for a, b in zip(torch.autograd.grad(y.sum(), [x, *mlp.parameters()]), expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_relu_squared():
+    x = torch.randn(2, 5, HIDDEN, dtype=torch.float64)
+    assert_same_function(LigerReLUSquared(), lambda x: F.relu(x) ** 2, ([], []), x)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_softmax(dim):
+    x = torch.randn(2, 5, HIDDEN, dtype=torch.float64)
+    assert_same_function(LigerSoftmax(dim), lambda x: x.softmax(dim), ([], []), x)
 
 
 @pytest.mark.parametrize("heads_dim", [1, 2])

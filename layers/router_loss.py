@@ -1,0 +1,55 @@
+"""What the routers of a model with experts add to its loss, and how it gets there.
+
+    aux_loss_coef * load balancing loss + z_loss_coef * router z-loss          (kernels/moe_routing.py)
+
+The load is balanced over the model and not within each layer, so that the loss needs the logits of all layers
+at once. A layer notes its logits in the `RouterLogits` of the call (they travel on `Sequences`), and who
+computes the model's loss takes them when the last layer has run. They are ordinary tensors of the graph:
+scaling the loss, recomputation, data parallelism and sharding treat their gradients as all others.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels import load_balancing_loss, router_z_loss
+from liger_models.layers.spec import MoESpec
+
+
+def router_loss(logits: list[Tensor], spec: MoESpec) -> Tensor:
+    """The routers' losses by the coefficients of `spec`, a scalar in float32.
+
+    `logits`: [T, E] of each layer of experts, as `RouterLogits.take` gives them. The load is that of all
+    layers together; the z-loss is the mean over all tokens of all layers.
+
+    Raises:
+        ValueError: no logits.
+    """
+    loss = spec.aux_loss_coef * load_balancing_loss(logits, spec.experts_per_token)
+    if spec.z_loss_coef:
+        z_losses = [router_z_loss(layer).to(loss.device) for layer in logits]
+        loss = loss + spec.z_loss_coef * torch.stack(z_losses).mean()
+    return loss
+
+
+class RouterLogits:
+    """The logits [T, E] of a model's routers in one call, in the order of its layers.
+
+    A list would do, but for sharding frameworks: they copy the dataclasses, lists and dicts that they find
+    among a layer's arguments, and join the tensors in them to that layer's graph. Other objects they leave.
+    """
+
+    def __init__(self) -> None:
+        self._noted: list[Tensor] | None = []
+
+    def note(self, logits: Tensor) -> None:
+        if self._noted is not None:
+            self._noted.append(logits)
+
+    def take(self) -> list[Tensor]:
+        """What was noted. From now on nothing is: a layer that runs again in the backward pass would keep its
+        second graph alive, and a graph that holds this object for that would hold itself.
+        """
+        noted, self._noted = self._noted, None
+        return noted or []

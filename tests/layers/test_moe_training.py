@@ -1,0 +1,189 @@
+"""Layers of experts in a stack: what they keep for the backward pass, and how their routers' losses reach the
+model's, through recomputation, sharding and compilation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from liger_models.kernels._dispatch import interpret
+from liger_models.layers.activation_memory import LEVELS, keep_recipes, recompute
+from liger_models.layers.moe import MixtureOfExperts
+from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.router_loss import router_loss
+from liger_models.layers.sequences import Sequences
+from liger_models.layers.spec import MoESpec
+
+TOKENS, HIDDEN = 40, 16
+
+
+class Layer(nn.Module):
+    """A norm and a mixture of experts, as a block has them."""
+
+    def __init__(self, spec: MoESpec):
+        super().__init__()
+        self.norm, self.mlp = LigerRMSNorm(HIDDEN), MixtureOfExperts(HIDDEN, spec)
+
+    def forward(self, x, sequences):
+        return x + self.mlp(self.norm(x), sequences)
+
+
+@pytest.fixture
+def make_layers(randomised, moe_spec):
+    return lambda count, spec=moe_spec: randomised(nn.ModuleList([Layer(spec) for _ in range(count)]))
+
+
+@pytest.fixture(params=["plain", "triton"])
+def form(request):
+    """Run a test twice: through the plain twins, and through the kernels in Triton's interpreter."""
+    if request.param == "triton" and torch.cuda.is_available():
+        pytest.skip("the interpreter is for machines without a GPU")
+    with interpret() if request.param == "triton" else contextlib.nullcontext():
+        yield request.param
+
+
+@pytest.fixture
+def process_group():
+    """Of this process alone: what sharding does to a module's arguments and parameters needs no second."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def sequences_of(tokens: int) -> Sequences:
+    return Sequences.from_call((1, tokens), torch.device("cpu"))
+
+
+def loss_of(layers, x, level="all"):
+    """The loss of a stack of layers, their routers' included."""
+    sequences = sequences_of(len(x))
+    for layer in layers:
+        if level in ("mlp", "checkpoint"):
+            x = recompute(layer, x, sequences)
+        else:
+            with keep_recipes() if level == "lean" else contextlib.nullcontext():
+                x = layer(x, sequences)
+    return x.square().sum() + router_loss(sequences.router_logits.take(), layers[0].mlp.spec)
+
+
+def run(layers, x, level="all") -> list[torch.Tensor]:
+    """The loss and every gradient."""
+    x = x.clone().requires_grad_()
+    loss = loss_of(layers, x, level)
+    return [loss.detach(), *torch.autograd.grad(loss, [x, *layers.parameters()])]
+
+
+def test_every_level_of_activation_memory_gives_the_same_bits(form, make_layers):
+    layers = make_layers(1 if form == "triton" else 2)
+    x = torch.randn(4 if form == "triton" else TOKENS, HIDDEN)
+    expected = run(layers, x, "all")
+    for level in LEVELS[1:]:
+        for a, b in zip(run(layers, x, level), expected, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_with_recipes_the_norms_output_is_not_kept(form, make_layers):
+    (layer,) = make_layers(1)
+    x = torch.randn(6, HIDDEN, requires_grad=True)
+    for recipes in (True, False):
+        with keep_recipes() if recipes else contextlib.nullcontext():
+            normed = layer.norm(x)
+            y = layer.mlp(normed)
+        alive = weakref.ref(normed)
+        del normed
+        gc.collect()
+        assert y.requires_grad
+        assert (alive() is None) == recipes
+
+
+def test_the_routers_losses_are_those_of_transformers_over_all_layers(make_layers):
+    reference = pytest.importorskip("transformers.models.mixtral.modeling_mixtral").load_balancing_loss_func
+    spec = MoESpec(num_experts=8, experts_per_token=3, intermediate_size=12, aux_loss_coef=0.02)
+    layers = make_layers(3, spec)
+    sequences = sequences_of(TOKENS)
+    y = torch.randn(TOKENS, HIDDEN)
+    for layer in layers:
+        y = layer(y, sequences)
+    noted = sequences.router_logits.take()
+    assert [logits.shape for logits in noted] == [(TOKENS, 8)] * 3
+    weights = [layer.mlp.router.weight for layer in layers]
+    expected = 0.02 * reference(tuple(noted), 8, 3)
+    found = router_loss(noted, spec)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    gradients = [torch.autograd.grad(loss, weights, retain_graph=True) for loss in (found, expected)]
+    for a, b in zip(*gradients, strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm()
+    z = torch.cat(noted).logsumexp(-1).square().mean()
+    with_z = router_loss(noted, replace(spec, z_loss_coef=0.5))
+    torch.testing.assert_close(with_z, expected + 0.5 * z, rtol=1e-5, atol=0)
+    with pytest.raises(ValueError, match="found no router logits"):
+        router_loss([], spec)
+
+
+def test_logits_are_noted_for_a_loss_alone_and_only_until_they_are_taken(moe_spec):
+    x, sequences = torch.randn(4, HIDDEN), sequences_of(4)
+    quiet = MixtureOfExperts(HIDDEN, replace(moe_spec, aux_loss_coef=0.0, z_loss_coef=0.0))
+    quiet(x, sequences)
+    assert sequences.router_logits.take() == []
+    with_loss, sequences = MixtureOfExperts(HIDDEN, moe_spec), sequences_of(4)
+    with_loss(x)
+    with_loss(x, sequences)
+    assert len(sequences.router_logits.take()) == 1
+    with_loss(x, sequences)
+    assert sequences.router_logits.take() == []
+
+
+def test_a_call_that_was_recomputed_and_never_differentiated_is_freed(make_layers):
+    (layer,) = make_layers(1)
+    sequences = sequences_of(4)
+    y = recompute(layer, torch.randn(4, HIDDEN, requires_grad=True), sequences)
+    sequences.router_logits.take()
+    alive = weakref.ref(sequences)
+    del y, sequences
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_routers_losses_reach_every_layer_under_sharding(level, make_layers, process_group):
+    layers = make_layers(3)
+    x = torch.randn(TOKENS, HIDDEN)
+    expected = run(layers, x, level)
+    for layer in layers:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+    for a, b in zip(run(layers, x, level), expected, strict=True):
+        assert torch.equal(a.to_local() if isinstance(a, DTensor) else a, b)
+
+
+def test_the_correction_bias_stays_float32_under_mixed_precision_and_is_not_trained(moe_spec, process_group):
+    layer = MixtureOfExperts(HIDDEN, replace(moe_spec, shared_expert=None, shared_gate=False))
+    assert not layer.router.correction_bias.any()
+    assert "router.correction_bias" in layer.state_dict()
+    bias = torch.randn(8)
+    layer.router.correction_bias.copy_(bias)
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (1,)), mp_policy=mixed)
+    layer(torch.randn(5, HIDDEN)).sum().backward()
+    assert torch.equal(layer.router.correction_bias, bias)
+    trained = {name for name, p in layer.named_parameters() if p.grad is not None}
+    assert trained == {"router.weight", "experts.gate_up_proj", "experts.down_proj"}
+
+
+def test_layers_and_their_routers_losses_trace_without_a_graph_break(make_layers):
+    layers = make_layers(2)
+    operands = [torch.randn(TOKENS, HIDDEN, requires_grad=True), *layers.parameters()]
+    expected = torch.autograd.grad(loss_of(layers, operands[0]), operands)
+    compiled = torch.compile(lambda x: loss_of(layers, x), fullgraph=True, backend="aot_eager")
+    for a, b in zip(torch.autograd.grad(compiled(operands[0]), operands), expected, strict=True):
+        # Every expert computes every token there: the same sums in another order.
+        assert (a - b).norm() <= 1e-5 * b.norm()
