@@ -1,1 +1,1 @@
-"""Measurements beside peers, from the top of the repository: `python -m benchmarks ops | train | load`."""
+"""Measurements beside peers, from the top of the repository: `python -m benchmarks`."""

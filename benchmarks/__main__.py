@@ -1,22 +1,26 @@
 """The benchmarks' command line.
 
-    python -m benchmarks ops      kernels beside liger-kernel, torch.compile and eager PyTorch
+    python -m benchmarks [ops]    kernels beside liger-kernel, torch.compile and eager PyTorch
+    python -m benchmarks tune     other tile sizes of our kernels beside the chosen ones
     python -m benchmarks train    a training step beside transformers, and transformers with liger-kernel
     python -m benchmarks load     loading a checkpoint beside transformers
 
 Each prints Markdown tables with the machine and the versions, and writes them with a CSV into --out. A peer
-that is not installed becomes a note.
+that is not installed becomes a note. `liger-models bench` is the same.
 """
 
 import argparse
 import sys
 
-from benchmarks import load, ops, train
+from benchmarks import load, ops, train, tune
 
-COMMANDS = {"ops": ops, "train": train, "load": load}
+COMMANDS = {"ops": ops, "tune": tune, "train": train, "load": load}
 
 
 def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
+        argv = ["ops", *argv]
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -8,10 +8,11 @@ several times, and the results of a round stay alive, so that no call finds its 
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +49,9 @@ class Meter:
 
     def __init__(self, device: torch.device, quick: bool = False):
         self.device, self.cuda = device, device.type == "cuda"
-        self.total_ms, self.min_groups, self.max_groups = (20.0, 3, 5) if quick else (60.0, 7, 25)
+        # Milliseconds to measure, by how many groups of calls at the least and at the most.
+        self.total_ms, self.min_groups, self.max_groups = (20.0, 3, 5) if quick else (60.0, 5, 25)
+        self.ahead_ms, self.sustained_ms = (100.0, 200.0) if quick else (400.0, 800.0)
         if self.cuda:
             self.l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
             self._scratch = torch.ones(4 * self.l2_bytes // 4, device=device)
@@ -67,19 +70,19 @@ class Meter:
         restore: Callable[[], None] | None = None,
         sustained: bool = False,
     ) -> Timing:
-        """Time `call`.
+        """Time `call`, which has run before, for a bounded time: 60 ms, or five calls that take longer.
 
         `restore` puts back inputs that the call overwrites: untimed, between groups. `sustained` is for
-        matrix products, which the power limit slows down after a moment: half a second of calls goes ahead,
-        and a second is timed.
+        matrix products, which the power limit slows down after a moment: 0.4 s of calls go ahead, and 0.8 s
+        are timed.
         """
         alive: deque[object] = deque(maxlen=copies - 1)
         estimate, host_ms = self._estimate(call, alive)
         group = max(1, min(_MAX_GROUP, round(_GROUP_MS / estimate)))
         rounds = max(self.min_groups, min(self.max_groups, round(self.total_ms / (group * estimate))))
         if sustained and self.cuda:
-            rounds = max(self.min_groups, round(1000 / (group * estimate)))
-            for _ in range(round(500 / estimate)):
+            rounds = max(self.min_groups, round(self.sustained_ms / (group * estimate)))
+            for _ in range(round(self.ahead_ms / estimate)):
                 alive.append(call(0))
         samples, position = [], 0
         for _ in range(rounds):
@@ -96,17 +99,31 @@ class Meter:
             position += group
         return Timing.of(samples)
 
-    def launch_microseconds(self, call: Callable[[int], object]) -> float:
-        """What the host takes for a call, the device not waited for. Median of 20 rounds of 20 calls."""
-        rounds = []
-        for _ in range(20):
-            self._wait()
-            start = time.perf_counter()
+    def launch_microseconds(self, calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+        """What the host takes for each call, the device idle: the median of 20 rounds of 20 calls.
+
+        A round begins with an empty queue and is too short to fill it, so the host never waits for the
+        device, unless the call itself makes it. The calls take turns, round by round, so that what slows
+        the host down for a while slows down all of them.
+        """
+        rounds: dict[str, list[float]] = {name: [] for name in calls}
+        for call in calls.values():
+            for _ in range(20):  # the first calls of a kernel look up and fill caches
+                call()
+        gc.collect()
+        gc.disable()
+        try:
             for _ in range(20):
-                call(0)
-            rounds.append((time.perf_counter() - start) / 20)
+                for name, call in calls.items():
+                    self._wait()
+                    start = time.perf_counter()
+                    for _ in range(20):
+                        call()
+                    rounds[name].append((time.perf_counter() - start) / 20)
+        finally:
+            gc.enable()
         self._wait()
-        return 1e6 * statistics.median(rounds)
+        return {name: 1e6 * statistics.median(times) for name, times in rounds.items()}
 
     def peak_bytes(self, call: Callable[[int], object]) -> int | None:
         """The most memory a call takes beside its inputs, results and gradients too. None on a CPU."""
@@ -132,19 +149,18 @@ class Meter:
         return Ceilings(4e3 * count / copy.median, 2e3 * side**3 / matmul.median)
 
     def _estimate(self, call: Callable[[int], object], alive: deque[object]) -> tuple[float, float]:
-        """Milliseconds a call takes on the device, and on the host to launch it; warms up on the way."""
-        for _ in range(3):
-            alive.append(call(0))
+        """Milliseconds a call takes on the device, and on the host to launch it."""
+        alive.append(call(0))
         self._wait()
         host = time.perf_counter()
         alive.append(call(0))
         host_ms = 1e3 * (time.perf_counter() - host)
 
         def calls() -> None:
-            for _ in range(3):
+            for _ in range(2):
                 alive.append(call(0))
 
-        return max(self._elapsed_ms(calls, 3 * host_ms) / 3, 1e-3), host_ms
+        return max(self._elapsed_ms(calls, 2 * host_ms) / 2, 1e-3), host_ms
 
     def _elapsed_ms(self, calls: Callable[[], object], pause_ms: float = 0.0) -> float:
         if not self.cuda:

@@ -8,29 +8,37 @@ matrix product, by FLOP.
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import gc
+import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from benchmarks.bound import Bound, Wrong, check
 from benchmarks.measure import Ceilings, Meter, Timing
-from benchmarks.operations import PROVIDERS, REGISTRY, Case, Operation, Provider, Tensors
+from benchmarks.operations import CPU_PROVIDERS, REGISTRY, Case, Operation, Provider, Unavailable
+from benchmarks.operations.core import Cost, Tensors
 from benchmarks.picture import draw
-from benchmarks.report import machine, markdown_table, publish
+from benchmarks.report import machine, publish
+from benchmarks.tables import markdown
 
 SUMMARY = "kernels beside liger-kernel, torch.compile and eager PyTorch: correctness, time, memory"
+_PROVIDER_SECONDS = 60.0  # for a case: compiling, checking and timing
+ALL_PROVIDERS = tuple(dict.fromkeys(name for operation in REGISTRY.values() for name in operation.providers))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     listed = ", ".join(REGISTRY)
-    parser.add_argument("--op", action="append", choices=REGISTRY, metavar="OP", help=f"repeatable: {listed}")
     parser.add_argument(
-        "--provider", action="append", choices=PROVIDERS, help="repeatable; default: all of them"
+        "--op", action="append", metavar="OP", help=f"repeatable; a name or a pattern, 'linear_*': {listed}"
+    )
+    parser.add_argument(
+        "--provider", action="append", choices=ALL_PROVIDERS, help="repeatable; default: all of them"
     )
     parser.add_argument(
         "--shape", action="append", help="repeatable, such as 32768x4096; default: the table's"
@@ -38,31 +46,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="one shape an operation, fewer repeats")
+    parser.add_argument(
+        "--minutes", type=float, default=7, help="what has not begun by then becomes a note (%(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
     started = time.monotonic()
+    device, dtype = device_of(args.device), getattr(torch, args.dtype)
+    try:
+        operations = matching(args.op)
+        work = [
+            (operation, shape) for operation in operations for shape in shapes_of(operation, args, device)
+        ]
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    providers = args.provider or ALL_PROVIDERS
+    if not any(set(providers) & set(operation.providers) for operation in operations):
+        print(f"none of these operations is measured with {', '.join(providers)}", file=sys.stderr)
+        return 2
     meter = Meter(device, args.quick)
     ceilings = meter.ceilings()
+    session = Session(meter, ceilings, dtype, providers, started, 60 * args.minutes)
     rows: list[Row] = []
-    operations = [REGISTRY[name] for name in args.op or REGISTRY]
-    for operation in operations:
-        for shape in _shapes(operation, args, device):
-            rows += _measure_case(operation, shape, dtype, args.provider or PROVIDERS, meter, ceilings)
+    for operation, shape in work:
+        rows += session.measure(operation, shape)
     # Launches come last: the processes that compile for torch.compile keep the host busy until then.
     for operation in operations:
         if device.type == "cuda" and operation.small is not None:
             timed = [row for row in rows if row.operation == operation.name and row.training is not None]
-            providers = dict.fromkeys(row.provider for row in timed)
-            rows += _measure_launches(operation, list(providers), dtype, meter)
-    if not rows:
-        print(f"no operation has a shape like {', '.join(args.shape)}", file=sys.stderr)
-        return 2
+            rows += session.measure_launches(operation, list(dict.fromkeys(row.provider for row in timed)))
     title = machine(device, "liger-kernel")
-    publish(args.out, "ops", _markdown(rows, title, ceilings, args.dtype), [row.record() for row in rows])
+    publish(args.out, "ops", markdown(rows, title, ceilings, args.dtype), [row.record() for row in rows])
     note = draw(rows, title, ceilings, f"{args.out}/ops.png")
     print(f"\n{note}\n{time.monotonic() - started:.0f} s in all")
     return 1 if any(row.failed and row.provider == "ours" for row in rows) else 0
@@ -73,6 +89,7 @@ class Row:
     """One provider of one operation at one shape."""
 
     operation: str
+    group: str
     shape: str
     provider: str
     note: str = ""
@@ -82,6 +99,7 @@ class Row:
     training: Timing | None = None
     forward_ceiling: float | None = None  # share of the ceiling, 0 to 1 and a little beyond
     training_ceiling: float | None = None
+    forward_tflops: float | None = None  # where the ceiling is that of matrix products
     tflops: float | None = None
     peak_bytes: int | None = None
     forward_launch_us: float | None = None
@@ -96,219 +114,185 @@ class Row:
         return record
 
 
-def _shapes(operation: Operation, args: argparse.Namespace, device: torch.device) -> list[tuple[int, ...]]:
+def device_of(name: str) -> torch.device:
+    device = torch.device(name)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def matching(patterns: Sequence[str] | None) -> list[Operation]:
+    """The operations of these names or patterns, in the table's order. ValueError for one without any."""
+    for pattern in patterns or ():
+        if not fnmatch.filter(REGISTRY, pattern):
+            raise ValueError(f"no operation is called {pattern!r}; there are {', '.join(REGISTRY)}")
+    return [
+        operation
+        for name, operation in REGISTRY.items()
+        if patterns is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    ]
+
+
+def shapes_of(operation: Operation, args: argparse.Namespace, device: torch.device) -> list[tuple[int, ...]]:
+    """The table's shapes, or those of --shape; ValueError where one has another number of dimensions."""
     if args.shape:
-        shapes = [tuple(int(size) for size in shape.split("x")) for shape in args.shape]
-        return [shape for shape in shapes if len(shape) == len(operation.tiny)]
+        return [_parse_shape(shape, operation) for shape in args.shape]
     if device.type != "cuda":
         return [operation.tiny]
     return list(operation.shapes[:1] if args.quick else operation.shapes)
 
 
-def _measure_case(
-    operation: Operation, shape, dtype: torch.dtype, providers, meter: Meter, ceilings: Ceilings
-) -> list[Row]:
-    torch.manual_seed(0)
-    case = operation.build(shape, dtype, meter.device)
-    expected = case.expected()
-    rows = []
-    for name in providers:
-        row = Row(operation.name, "x".join(map(str, shape)), name)
-        rows.append(row)
-        with _notes(row):
-            provider = _available(case, name, meter.device)
-            altered = _check(row, case, provider, expected, dtype)
-            _time(row, case, provider, altered, meter, ceilings)
+def _parse_shape(text: str, operation: Operation) -> tuple[int, ...]:
+    sizes = text.split("x")
+    if len(sizes) != len(operation.tiny) or not all(size.isdecimal() and int(size) for size in sizes):
+        example = "x".join(map(str, operation.shapes[0]))
+        raise ValueError(
+            f"found --shape {text} for {operation.name}; expected {operation.dims}, such as {example}. "
+            "Name the operations that the shape is for with --op"
+        )
+    return tuple(map(int, sizes))
+
+
+class Session:
+    """What all measurements of a run share."""
+
+    def __init__(
+        self,
+        meter: Meter,
+        ceilings: Ceilings,
+        dtype: torch.dtype,
+        providers: Sequence[str],
+        started: float,
+        seconds: float,
+    ):
+        self.meter, self.ceilings, self.dtype, self.providers = meter, ceilings, dtype, providers
+        self.started, self.seconds = started, seconds
+
+    def measure(self, operation: Operation, shape: tuple[int, ...]) -> list[Row]:
+        rows = [_row(operation, shape, name) for name in operation.providers if name in self.providers]
+        if not rows or self._time_is_up(rows, 0.85):  # the rest is for launches
+            return rows
+        torch.manual_seed(0)
+        expected = None
+        with _notes(*rows):
+            case = operation.build(shape, self.dtype, self.meter.device)
+            expected = case.truth()
+        for row in rows:
+            if expected is not None:
+                with _notes(row), at_most(_PROVIDER_SECONDS):
+                    self._measure_provider(row, case, expected)
+            self._report(row)
+            self._clear()
+        return rows
+
+    def measure_launches(self, operation: Operation, providers: Sequence[str]) -> list[Row]:
+        """The host's time for a call with few tokens."""
+        assert operation.small is not None
+        rows = [_row(operation, operation.small, name) for name in providers]
+        if not rows or self._time_is_up(rows, 1.0):
+            return rows
+        case = operation.build(operation.small, self.dtype, self.meter.device)
+        forward: dict[str, Callable[[], Tensors]] = {}
+        training: dict[str, Callable[[], Tensors]] = {}
+        for row in rows:
+            with _notes(row):
+                bound = Bound(case, case.provider(row.provider))
+                bound.train()
+                training[row.provider] = bound.train
+                if case.forward is not None:
+                    forward[row.provider] = bound.forward
+        forward_us, training_us = (self.meter.launch_microseconds(calls) for calls in (forward, training))
+        for row in rows:
+            row.forward_launch_us = forward_us.get(row.provider)
+            row.training_launch_us = training_us.get(row.provider)
+            self._report(row)
+        return rows
+
+    def _measure_provider(self, row: Row, case: Case, expected: Tensors) -> None:
+        if not self.meter.cuda and row.provider not in CPU_PROVIDERS:
+            raise Unavailable("measured on a GPU only")
+        provider = case.provider(row.provider)
+        bound = Bound(case, provider)
+        row.error = check(bound.results(), expected, self.dtype)
+        altered = bound.altered()
+        row.note = "; ".join(part for part in (provider.note, altered and "overwrites its operands") if part)
+        self._time(row, case, provider, altered)
+
+    def _time(self, row: Row, case: Case, provider: Provider, altered: bool) -> None:
+        copies = self.meter.copies(sum(t.nbytes for t in (*case.leaves, *case.upstream)))
+        bound = Bound(case, provider, copies)
+        bound.train()  # has run with other tensors before; now the allocator has its memory
+        row.peak_bytes = self.meter.peak_bytes(bound.train)
+
+        def measured(call: Callable[[int], Tensors], cost: Cost) -> tuple[Timing, float, float | None]:
+            restore = bound.restore if altered else None
+            timing = self.meter.time(call, copies, restore, sustained=bool(cost.flops))
+            share = cost.milliseconds(self.ceilings) / timing.median
+            return timing, share, cost.flops / timing.median / 1e9 if cost.flops else None
+
+        row.training, row.training_ceiling, row.tflops = measured(bound.train, case.training)
+        if case.forward is not None:
+            row.forward, row.forward_ceiling, row.forward_tflops = measured(bound.forward, case.forward)
+
+    def _time_is_up(self, rows: list[Row], share: float) -> bool:
+        up = time.monotonic() - self.started > share * self.seconds
+        for row in rows if up else ():
+            row.note = f"left out: {self.seconds / 60:g} minutes were over"
+            self._report(row)
+        return up
+
+    def _report(self, row: Row) -> None:
         took = f"{row.training.median:.3f} ms" if row.training else row.note
-        print(f"{row.operation} {row.shape} {name}: {took}", file=sys.stderr, flush=True)
-        if meter.cuda:  # a failed provider may have left cycles that hold memory
+        if row.training_launch_us is not None:
+            took = f"{row.training_launch_us:.0f} us to launch"
+        seconds = time.monotonic() - self.started
+        line = f"[{seconds:4.0f} s] {row.operation} {row.shape} {row.provider}: {took}"
+        print(line, file=sys.stderr, flush=True)
+
+    def _clear(self) -> None:
+        """A failed provider may have left cycles that hold memory."""
+        if self.meter.cuda:
             gc.collect()
             torch.cuda.empty_cache()
-    return rows
 
 
-def _measure_launches(operation: Operation, providers: list[str], dtype, meter: Meter) -> list[Row]:
-    """The host's time for a call with few tokens."""
-    assert operation.small is not None
-    case = operation.build(operation.small, dtype, meter.device)
-    rows = []
-    for name in providers:
-        row = Row(operation.name, "x".join(map(str, operation.small)), name)
-        rows.append(row)
-        with _notes(row):
-            bound = _Bound(case, case.provider(name), 1)
-            for _ in range(3):
-                bound.train(0)
-            row.training_launch_us = meter.launch_microseconds(bound.train)
-            if case.forward_bytes is not None:
-                row.forward_launch_us = meter.launch_microseconds(bound.forward)
-    return rows
+def _row(operation: Operation, shape: tuple[int, ...], provider: str) -> Row:
+    return Row(operation.name, operation.group, "x".join(map(str, shape)), provider)
 
 
 @contextmanager
-def _notes(row: Row) -> Iterator[None]:
-    """A peer that is missing, or fails, must not end the run."""
+def at_most(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in what takes longer, such as a compilation that does not end."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"stopped after {seconds:g} s")
+
+    handler = signal.signal(signal.SIGALRM, stop)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
-    except _Unavailable as reason:
-        row.note = str(reason)
-    except (ImportError, AttributeError) as error:
-        row.note = f"not available: {error}"
-        row.failed = row.provider == "ours"
-    except torch.OutOfMemoryError:
-        row.note, row.failed = "out of memory", True
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
+
+
+@contextmanager
+def _notes(*rows: Row) -> Iterator[None]:
+    """A provider that is missing, or fails, must not end the run."""
+    try:
+        yield
     except Exception as error:
-        row.note, row.failed = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}", True
+        missing = isinstance(error, Unavailable | ImportError | AttributeError)
+        for row in rows:
+            row.note = _note(error)
+            row.failed = not missing or (row.provider == "ours" and not isinstance(error, Unavailable))
 
 
-class _Unavailable(Exception):
-    pass
-
-
-def _available(case: Case, name: str, device: torch.device) -> Provider:
-    if device.type != "cuda" and name in ("liger-kernel", "torch.compile"):
-        raise _Unavailable("measured on a GPU only")
-    return case.provider(name)
-
-
-class _Bound:
-    """A provider with copies of a case's leaves and upstream gradients."""
-
-    def __init__(self, case: Case, provider: Provider, copies: int):
-        self.provider = provider
-        self.pristine = (*provider.leaves(tuple(t.detach() for t in case.leaves)), *case.upstream)
-        self.sets = [tuple(t.clone() for t in self.pristine) for _ in range(copies)]
-        self.num_leaves = len(self.pristine) - len(case.upstream)
-        for tensors in self.sets:
-            for leaf in tensors[: self.num_leaves]:
-                leaf.requires_grad_()
-
-    def forward(self, i: int) -> Tensors:
-        return self.provider.run(*self.sets[i][: self.num_leaves])
-
-    def train(self, i: int) -> Tensors:
-        outputs = self.forward(i)
-        leaves, upstream = self.sets[i][: self.num_leaves], self.sets[i][self.num_leaves :]
-        return (*(output.detach() for output in outputs), *torch.autograd.grad(outputs, leaves, upstream))
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        for tensors in self.sets:
-            for tensor, pristine in zip(tensors, self.pristine, strict=True):
-                tensor.copy_(pristine)
-
-    def altered(self) -> bool:
-        pairs = zip(self.sets[0], self.pristine, strict=True)
-        return not all(torch.equal(tensor, pristine) for tensor, pristine in pairs)
-
-
-def _check(row: Row, case: Case, provider: Provider, expected: Tensors, dtype: torch.dtype) -> bool:
-    """Compare with the truth; returns whether the provider overwrites its operands.
-
-    Values of unit roundoff eps / 2 that pass through a few roundings differ from the truth by less than eps
-    in the mean square; four times that still is not a wrong function.
-    """
-    limit = max(4 * torch.finfo(dtype).eps, 1e-5)
-    bound = _Bound(case, provider, 1)
-    outputs = bound.forward(0)
-    found = [output.detach().clone() for output in outputs]
-    leaves, upstream = bound.sets[0][: bound.num_leaves], bound.sets[0][bound.num_leaves :]
-    found += provider.gradients(torch.autograd.grad(outputs, leaves, upstream))
-    row.error = max(_relative_error(a, b) for a, b in zip(found, expected, strict=True))
-    if not row.error <= limit:  # also if it is nan
-        raise ValueError(f"wrong: relative error {row.error:.1e}, expected at most {limit:.1e}")
-    altered = bound.altered()
-    row.note = "; ".join(part for part in (provider.note, altered and "overwrites its operands") if part)
-    return altered
-
-
-def _relative_error(found: Tensor, true: Tensor) -> float:
-    difference = torch.linalg.vector_norm(found.float() - true)
-    return (difference / torch.linalg.vector_norm(true)).item()
-
-
-def _time(row: Row, case: Case, provider: Provider, altered: bool, meter: Meter, ceilings: Ceilings) -> None:
-    copies = meter.copies(sum(t.nbytes for t in (*case.leaves, *case.upstream)))
-    bound = _Bound(case, provider, copies)
-    bound.train(0)  # compiles, and chooses configurations
-    restore = bound.restore if altered else None
-    row.peak_bytes = meter.peak_bytes(bound.train)
-    row.training = meter.time(bound.train, copies, restore, sustained=case.flops is not None)
-    if case.flops is not None:
-        row.tflops = case.flops / row.training.median / 1e9
-        row.training_ceiling = 1e12 * row.tflops / ceilings.matmul
-    else:
-        row.training_ceiling = 1e3 * case.training_bytes / row.training.median / ceilings.copy
-    if case.forward_bytes is not None:
-        row.forward = meter.time(bound.forward, copies, restore)
-        row.forward_ceiling = 1e3 * case.forward_bytes / row.forward.median / ceilings.copy
-
-
-def _markdown(rows: list[Row], title: str, ceilings: Ceilings, dtype: str) -> str:
-    providers = list(dict.fromkeys(row.provider for row in rows))
-    cases: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in rows:
-        cases.setdefault((row.operation, row.shape), {})[row.provider] = row
-
-    def table(columns: str, cell) -> str:
-        lines = []
-        for case, by_provider in cases.items():
-            cells = [cell(by_provider[p]) if p in by_provider else "" for p in providers]
-            if any(cells):
-                lines.append([*case, *(text or "-" for text in cells)])
-        return f"{columns}\n\n{markdown_table(['operation', 'shape', *providers], lines)}" if lines else ""
-
-    parts = [
-        f"{title}; {dtype}. Copy {ceilings.copy / 1e12:.2f} TB/s, bfloat16 matrix product "
-        f"{ceilings.matmul / 1e12:.0f} TFLOP/s.",
-        table("Forward: milliseconds, share of the copy bandwidth", _forward_cell),
-        table(
-            "Forward and backward: milliseconds, share of the ceiling, peak memory beside the operands",
-            _training_cell,
-        ),
-        table(
-            "A batch of 1 x 512 tokens: microseconds of the host for a call, forward; forward and backward",
-            _launch_cell,
-        ),
-        table("Largest relative error of an output or a gradient", _error_cell),
-        _remarks(rows),
-    ]
-    return "\n\n".join(part for part in parts if part)
-
-
-def _forward_cell(row: Row) -> str:
-    return f"{row.forward.median:.3f}, {_percent(row.forward_ceiling)}" if row.forward else ""
-
-
-def _training_cell(row: Row) -> str:
-    if row.training is None:
-        return "fails" if row.failed else ""
-    rate = f" ({row.tflops:.0f} TFLOP/s)" if row.tflops is not None else ""
-    memory = f", {row.peak_bytes / 2**20:.0f} MiB" if row.peak_bytes is not None else ""
-    return f"{row.training.median:.3f}, {_percent(row.training_ceiling)}{rate}{memory}"
-
-
-def _launch_cell(row: Row) -> str:
-    if row.training_launch_us is None:
-        return ""
-    forward = f"{row.forward_launch_us:.0f}; " if row.forward_launch_us is not None else ""
-    return f"{forward}{row.training_launch_us:.0f}"
-
-
-def _error_cell(row: Row) -> str:
-    return f"{row.error:.1e}" if row.error is not None else ""
-
-
-def _remarks(rows: list[Row]) -> str:
-    """Each note once, with the operations that it holds for."""
-    notes: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        if row.note:
-            operations = notes.setdefault((row.provider, row.note), [])
-            if row.operation not in operations:
-                operations.append(row.operation)
-    return "\n".join(f"- {who}: {note} ({', '.join(where)})" for (who, note), where in notes.items())
-
-
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{100 * share:.0f}%"
+def _note(error: Exception) -> str:
+    if isinstance(error, Unavailable | Wrong | TimeoutError):
+        return str(error)
+    if isinstance(error, ImportError | AttributeError):
+        return f"not available: {error}"
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"

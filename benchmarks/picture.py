@@ -1,4 +1,8 @@
-"""One picture of the kernels: how much of the machine's limit each provider reaches."""
+"""One picture of the kernels: how near to the machine's limit ours comes, and where the peers are.
+
+Forward and backward together. Left what memory bounds, as a share of the copy bandwidth; right what matrix
+products bound, in TFLOP/s. Ours is a bar, a peer a mark on or beyond it.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,19 @@ from benchmarks.measure import Ceilings
 if TYPE_CHECKING:
     from benchmarks.ops import Row
 
-_COLOURS = {"ours": "#d1495b", "liger-kernel": "#30638e", "torch.compile": "#8fb8de", "eager": "#c9c9c9"}
+_OURS = "#d1495b"
+_PEERS = {  # colour and mark
+    "liger-kernel": ("#1f4e79", "D"),
+    "torch.compile": ("#5fa8d3", "o"),
+    "eager": ("#8a8a8a", "X"),
+    "SDPA": ("#2a9d8f", "s"),
+    "FlexAttention": ("#e9a03b", "^"),
+    "varlen": ("#7b5ea7", "v"),
+}
 
 
 def draw(rows: Sequence[Row], title: str, ceilings: Ceilings, path: str) -> str:
-    """Two panels of bars, forward and forward + backward, one group an operation and shape. Returns what was
-    done.
-    """
+    """Write the PNG; returns what was done."""
     try:
         import matplotlib
     except ImportError:
@@ -24,53 +34,94 @@ def draw(rows: Sequence[Row], title: str, ceilings: Ceilings, path: str) -> str:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    first_shapes: dict[str, str] = {}
-    for row in rows:
-        if row.training_ceiling is not None:
-            first_shapes.setdefault(row.operation, row.shape)
-    groups = list(first_shapes.items())
-    providers = [name for name in _COLOURS if any(row.provider == name for row in rows)]
-    share = {(row.operation, row.shape, row.provider): row for row in rows}
-    figure, axes = pyplot.subplots(
-        1, 2, sharey=True, figsize=(13, 1.5 + 0.62 * len(groups)), layout="constrained"
+    timed = [row for row in rows if row.training is not None]
+    if not timed:
+        return "no picture: nothing was timed"
+    memory = _cases([row for row in timed if row.tflops is None], first_shape_only=True)
+    products = _cases([row for row in timed if row.tflops is not None], first_shape_only=False)
+    height = 1.9 + 0.36 * max(len(memory), len(products))
+    figure, axes = pyplot.subplots(1, 2, figsize=(14, height), layout="constrained")
+    _panel(
+        axes[0],
+        {case: {who: 100 * row.training_ceiling for who, row in by.items()} for case, by in memory.items()},
+        "Bound by memory: % of the bandwidth of a copy",
+        100,
+        f"a copy, {ceilings.copy / 1e12:.2f} TB/s",
+        "%",
     )
-    behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}  # keeps the limit's line off the number
-    thickness = 0.84 / len(providers)
-    for axis, field, heading in (
-        (axes[0], "forward_ceiling", "forward"),
-        (axes[1], "training_ceiling", "forward + backward"),
-    ):
-        for n, provider in enumerate(providers):
-            for y, group in enumerate(groups):
-                row = share.get((*group, provider))
-                value = getattr(row, field) if row is not None else None
-                if value is None:
-                    continue
-                at = y + (n - (len(providers) - 1) / 2) * thickness
-                axis.barh(at, 100 * value, thickness, color=_COLOURS[provider])
-                bold = "bold" if provider == "ours" else "normal"
-                axis.text(
-                    100 * value + 1,
-                    at,
-                    f"{100 * value:.0f}",
-                    va="center",
-                    fontsize=7,
-                    fontweight=bold,
-                    bbox=behind,
-                )
-        axis.axvline(100, color="black", linewidth=1, linestyle="--")
-        axis.set_title(f"{heading}: % of the limit", fontsize=11)
-        axis.set_xlim(0, 112)
-        axis.set_ylim(len(groups) - 0.45, -0.55)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_yticks(
-        range(len(groups)), [f"{name.replace('_', ' ')}\n{shape}" for name, shape in groups], fontsize=8
+    _panel(
+        axes[1],
+        {case: {who: row.tflops for who, row in by.items()} for case, by in products.items()},
+        "Bound by matrix products: TFLOP/s",
+        ceilings.matmul / 1e12,
+        f"a bfloat16 product, {ceilings.matmul / 1e12:.0f}",
+        "",
     )
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=_COLOURS[name]) for name in providers]
-    figure.legend(handles, providers, loc="outside upper center", ncols=len(providers), frameon=False)
-    copy, product = f"{ceilings.copy / 1e12:.2f} TB/s", f"{ceilings.matmul / 1e12:.0f} TFLOP/s"
-    limits = f"limit: a copy at {copy}; of linear cross entropy and experts a matrix product at {product}"
-    figure.supxlabel(f"{title}; {limits}", fontsize=7)
-    figure.savefig(path, dpi=130)
+    figure.suptitle(f"Forward and backward pass, longer is better\n{title}", fontsize=11)
+    shown = {row.provider for row in timed}
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=_OURS)]
+    for who in (names := [who for who in _PEERS if who in shown]):
+        colour, mark = _PEERS[who]
+        handles.append(pyplot.Line2D([], [], color=colour, marker=mark, markersize=8, linestyle=""))
+    figure.legend(handles, ["ours", *names], loc="outside lower center", ncols=7, frameon=False, fontsize=11)
+    figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return f"picture: {path}"
+
+
+def _cases(rows: Sequence[Row], first_shape_only: bool) -> dict[str, dict[str, Row]]:
+    """Rows by case, whose name is what is written beside it, and by provider."""
+    shapes: dict[str, list[str]] = {}
+    for row in rows:
+        if row.shape not in shapes.setdefault(row.operation, []):
+            shapes[row.operation].append(row.shape)
+    cases: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        if not first_shape_only or row.shape == shapes[row.operation][0]:
+            label = f"{row.operation.replace('_', ' ')}  {row.shape}"
+            cases.setdefault(label, {})[row.provider] = row
+    return cases
+
+
+def _panel(axis, cases: dict[str, dict[str, float]], heading: str, limit: float, limit_name: str, unit: str):
+    if not cases:
+        axis.set_visible(False)
+        return
+    for y, by_provider in enumerate(cases.values()):
+        ours = by_provider.get("ours")
+        if ours is not None:
+            axis.barh(y, ours, 0.62, color=_OURS, zorder=2)
+            # In a column of its own, so that no mark covers it.
+            axis.text(
+                1.2 * limit,
+                y,
+                f"{ours:.0f}{unit}",
+                ha="right",
+                va="center",
+                fontsize=10,
+                fontweight="bold",
+                color=_OURS,
+            )
+        for who, (colour, mark) in reversed(_PEERS.items()):  # the first one on top
+            if who in by_provider:
+                axis.plot(
+                    by_provider[who],
+                    y,
+                    mark,
+                    color=colour,
+                    markersize=8,
+                    markeredgecolor="white",
+                    markeredgewidth=1,
+                    zorder=3,
+                    clip_on=False,
+                )
+    axis.axvline(limit, color="black", linewidth=1.2, linestyle="--", zorder=1)
+    axis.text(limit, -0.75, limit_name, ha="center", va="bottom", fontsize=9)
+    axis.set_title(heading, fontsize=12, pad=20, loc="left")
+    axis.set_xlim(0, 1.08 * limit)
+    axis.set_ylim(len(cases) - 0.4, -0.7)
+    axis.set_yticks(range(len(cases)), list(cases), fontsize=10)
+    axis.tick_params(axis="y", length=0)
+    axis.grid(axis="x", color="#e3e3e3", zorder=0)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right", "left"]].set_visible(False)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import liger_models
+import liger_models.layers
 from liger_models.cli import build_parser
 
 ROOT = Path(__file__).parents[1]
@@ -25,8 +26,8 @@ def test_every_link_to_a_file_leads_to_one(page):
 def test_every_command_is_understood():
     commands = re.findall(r"^    liger-models (.+)$", README, re.MULTILINE)
     parser = build_parser()
-    shown = {parser.parse_args(shlex.split(command, comments=True)).command for command in commands}
-    assert shown == {"list", "init", "inspect", "verify", "train", "export", "generate"}
+    shown = {parser.parse_known_args(shlex.split(command, comments=True))[0].command for command in commands}
+    assert shown == {"list", "init", "inspect", "verify", "train", "export", "generate", "bench"}
 
 
 @pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
@@ -37,6 +38,11 @@ def test_every_piece_of_python_runs(block, monkeypatch, tmp_path):
     monkeypatch.setattr(liger_models, "from_hub", tiny)  # no hub and no GPU here
     monkeypatch.chdir(tmp_path)
     exec(block, {"batches": [torch.randint(131, (2, 8)) for _ in range(2)]})
+
+
+def test_every_part_is_listed():
+    listed = set(re.findall(r"`(Liger\w+|liger_rotary\w+)`", README)) - {"LigerCausalLM"}
+    assert listed == set(liger_models.layers.__all__)
 
 
 def test_every_family_is_listed():

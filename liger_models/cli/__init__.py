@@ -17,12 +17,16 @@ from collections.abc import Sequence
 from liger_models import __version__
 from liger_models.convert.errors import LigerModelsError
 
-COMMANDS = ("list", "init", "inspect", "verify", "train", "export", "generate")
+COMMANDS = ("list", "init", "inspect", "verify", "train", "export", "generate", "bench")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; `argv` without the program's name (default: `sys.argv[1:]`). Returns the exit code."""
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args, others = parser.parse_known_args(argv)
+    if others and args.command != "bench":
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    args.others = others  # which `bench` passes on
     try:
         return args.run(args) or 0
     except KeyboardInterrupt:

@@ -1,0 +1,93 @@
+"""A mixture of experts: the router's choice, and the experts' products."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.operations.core import Cost, liger, normal, operation, standard_case, true_results, wide
+from liger_models import kernels
+
+
+@operation(
+    "route",
+    "tokens x experts x top k",
+    ((32768, 128, 8),),  # Qwen3-30B-A3B
+    tiny=(64, 16, 2),
+    small=(512, 128, 8),
+)
+def _route(shape, dtype, device):
+    """Softmax over all experts, the best k of them, their weights divided by their sum."""
+    tokens, num_experts, top_k = shape
+    # No two of a row are equal, so that there is one right choice.
+    levels = torch.linspace(-3, 3, num_experts, device=device).to(dtype)
+    logits = levels[torch.rand(tokens, num_experts, device=device).argsort(1)]
+
+    def eager(logits):
+        weights = wide(logits).softmax(-1).topk(top_k).values
+        return weights / weights.sum(-1, keepdim=True)
+
+    chosen_bytes = 8 * tokens * top_k  # float32 weights, or their gradients, and int32 experts
+    return standard_case(
+        (logits,),
+        (normal((tokens, top_k), torch.float32, device),),
+        ours=lambda logits: kernels.route(logits, top_k)[0],
+        liger=None,
+        eager=eager,
+        # Forward: logits in, the chosen out. Backward: logits and the chosen in, a gradient out.
+        forward=Cost(logits.nbytes + chosen_bytes),
+        training=Cost(3 * logits.nbytes + 2 * chosen_bytes),
+    )
+
+
+@operation(
+    "moe_experts",
+    "tokens x hidden x intermediate x experts x top k",
+    ((32768, 2048, 768, 128, 8),),  # Qwen3-30B-A3B
+    tiny=(64, 32, 16, 4, 2),
+)
+def _moe_experts(shape, dtype, device):
+    """The experts' products and their weighted sum, the routing given."""
+    tokens, hidden, intermediate, num_experts, top_k = shape
+    experts = torch.rand(tokens, num_experts, device=device).topk(top_k).indices
+    x, dy = normal((tokens, hidden), dtype, device), normal((tokens, hidden), dtype, device)
+    weights = torch.rand(tokens, top_k, device=device)
+    gate_up = normal((num_experts, 2 * intermediate, hidden), dtype, device, hidden**-0.5)
+    down = normal((num_experts, hidden, intermediate), dtype, device, intermediate**-0.5)
+    leaves = x, weights, gate_up, down
+
+    def plain(x, weights, gate_up, down):  # for float64, which torch's grouped product does not take
+        y = torch.zeros_like(x)
+        for e in range(num_experts):
+            token, slot = torch.where(experts == e)
+            gate, up = F.linear(x[token], gate_up[e]).chunk(2, -1)
+            rows = F.linear(F.silu(gate) * up, down[e])
+            y = y.index_add(0, token, weights[token, slot, None] * rows)
+        return y
+
+    def grouped(x, weights, gate_up, down):
+        """As transformers does it: rows sorted by expert, and torch's grouped product."""
+        order = experts.flatten().argsort()
+        counts = torch.histc(experts.flatten().float(), num_experts, 0, num_experts - 1)
+        ends = counts.cumsum(0).int()
+        gate, up = torch._grouped_mm(x[order // top_k], gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
+        rows = torch._grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends)
+        rows = (rows * weights.flatten()[order, None]).to(x.dtype)
+        return rows[order.argsort()].view(tokens, top_k, hidden).sum(1)
+
+    chosen = experts.int()
+    return standard_case(
+        leaves,
+        (dy,),
+        ours=lambda x, w, gate_up, down: kernels.moe_experts(x, w, experts, gate_up, down),
+        liger=liger(
+            "LigerFusedMoEFunction",
+            lambda apply, x, w, gate_up, down: apply(x, gate_up, down, chosen, w),
+            note=f"LIGER_FUSED_MOE_AUTOTUNE={os.environ.get('LIGER_FUSED_MOE_AUTOTUNE', '0')}",
+        ),
+        eager=grouped,
+        training=Cost(flops=18 * tokens * top_k * intermediate * hidden),  # three products by three matrices
+        truth=lambda: true_results(plain, leaves, (dy,)),
+    )

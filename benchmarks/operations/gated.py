@@ -1,0 +1,65 @@
+"""Gated activations, and the squared ReLU."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.operations.core import Cost, liger, normal, operation, standard_case
+from liger_models import kernels
+
+SHAPES = {"shapes": ((32768, 14336),), "tiny": (64, 256), "small": (512, 14336)}
+
+
+@operation(
+    "geglu",
+    "tokens x intermediate",
+    **SHAPES,
+    activation=partial(F.gelu, approximate="tanh"),
+    peer="LigerGELUMulFunction",
+)
+@operation("swiglu", "tokens x intermediate", **SHAPES, activation=F.silu, peer="LigerSiLUMulFunction")
+def _gated(shape, dtype, device, activation, peer):
+    """Gate and up packed, as one projection gives them; liger-kernel's take them apart."""
+    tokens, width = shape
+    gate_up, dy = normal((tokens, 2 * width), dtype, device), normal(shape, dtype, device)
+
+    def eager(gate_up):
+        gate, up = gate_up.chunk(2, -1)
+        return activation(gate) * up
+
+    def ours(gate_up):
+        return kernels.swiglu(gate_up) if activation is F.silu else kernels.geglu(gate_up)
+
+    return standard_case(
+        (gate_up,),
+        (dy,),
+        ours=ours,
+        liger=liger(
+            peer,
+            lambda apply, gate, up: apply(gate, up),
+            leaves=lambda packed: tuple(part.contiguous() for part in packed[0].chunk(2, -1)),
+            gradients=lambda parts: (torch.cat(parts, -1),),
+        ),
+        eager=eager,
+        # Forward: gate and up in, the product out. Backward: gate, up and dy in, two gradients out.
+        forward=Cost(3 * dy.nbytes),
+        training=Cost(8 * dy.nbytes),
+    )
+
+
+@operation("relu2", "tokens x intermediate", **SHAPES)
+def _relu2(shape, dtype, device):
+    x, dy = normal(shape, dtype, device), normal(shape, dtype, device)
+    return standard_case(
+        (x,),
+        (dy,),
+        ours=lambda x: kernels.relu2(x),
+        liger=liger("LigerReLUSquaredFunction", lambda apply, x: apply(x)),
+        eager=lambda x: F.relu(x).square(),
+        # Forward: x in, y out. Backward: x and dy in, dx out.
+        forward=Cost(2 * x.nbytes),
+        training=Cost(5 * x.nbytes),
+    )

@@ -1,0 +1,92 @@
+"""What is asked for on the command line, and what comes back when it cannot be done."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from liger_models.cli import bench
+from liger_models.cli import main as liger_models_main
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_without_a_command_the_operations_are_measured(benchmarks, monkeypatch):
+    asked = []
+    monkeypatch.setattr(benchmarks.__main__.COMMANDS["ops"], "run", lambda args: asked.append(args) or 0)
+    assert benchmarks.__main__.main([]) == 0
+    assert benchmarks.__main__.main(["--op", "linear_*", "--quick"]) == 0
+    assert [args.op for args in asked] == [None, ["linear_*"]]
+
+
+def test_operations_are_chosen_by_pattern_in_the_tables_order(benchmarks):
+    from benchmarks.ops import matching
+
+    names = [operation.name for operation in matching(["*rms_norm", "linear_cross*", "rms_norm"])]
+    assert names == [
+        "rms_norm",
+        "add_rms_norm",
+        "linear_cross_entropy",
+        "linear_cross_entropy_75_ignored",
+    ]
+    assert [operation.name for operation in matching(None)] == list(benchmarks.operations.REGISTRY)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--op", "rms_nrom"], "no operation is called 'rms_nrom'; there are rms_norm"),
+        (["--op", "swiglu", "--shape", "8x8x8"], "expected tokens x intermediate, such as 32768x14336"),
+        (["--op", "swiglu", "--shape", "8x"], "found --shape 8x for swiglu"),
+        (["--op", "swiglu", "--shape", "8x0"], "found --shape 8x0 for swiglu"),
+        (["--op", "relu2", "--provider", "varlen"], "none of these operations is measured with varlen"),
+        (["tune", "moe_router"], "no operation is called 'moe_router'"),
+        (["tune", "layer_norm", "--device", "cpu"], "the kernels do not run on a cpu"),
+        (["tune", "relu2", "--device", "cpu"], "relu2 has no tile sizes to choose"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(benchmarks, capsys, tmp_path, arguments, message):
+    assert benchmarks.__main__.main([*arguments, "--out", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_left_when_the_time_is_up_becomes_a_note(benchmarks, tmp_path):
+    arguments = ["--op", "relu2", "--device", "cpu", "--minutes", "0", "--out", str(tmp_path)]
+    assert benchmarks.__main__.main(arguments) == 0
+    report = (tmp_path / "ops.md").read_text()
+    assert "- ours: left out: 0 minutes were over (relu2)" in report
+    assert not (tmp_path / "ops.png").exists()
+
+
+def test_liger_models_bench_passes_everything_on_and_returns_the_verdict(monkeypatch):
+    ran = {}
+
+    def run(command, env):
+        ran.update(command=command, path=env["PYTHONPATH"])
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert liger_models_main(["bench", "--op", "linear_*", "--quick", "--help"]) == 1
+    assert ran["command"] == [sys.executable, "-m", "benchmarks", "--op", "linear_*", "--quick", "--help"]
+    assert ran["path"].startswith(str(ROOT))
+
+
+def test_liger_models_bench_runs_from_another_folder(tmp_path):
+    command = [sys.executable, "-m", "liger_models.cli", "bench", "ops", "--op", "nothing"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "no operation is called 'nothing'" in done.stderr
+
+
+def test_liger_models_bench_without_a_checkout_says_how_to_get_one(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(bench, "__file__", str(tmp_path / "liger_models" / "cli" / "bench.py"))
+    assert liger_models_main(["bench"]) == 2
+    assert "Clone it, and run `pip install -e '.[bench]'`" in capsys.readouterr().err
+
+
+def test_other_commands_still_refuse_arguments_that_they_do_not_know(capsys):
+    with pytest.raises(SystemExit):
+        liger_models_main(["list", "--op", "rms_norm"])
+    assert "unrecognized arguments: --op rms_norm" in capsys.readouterr().err

@@ -1,0 +1,139 @@
+"""Tuning changes what a kernel's file chooses, for as long as it is timed, and reads off the fastest."""
+
+import csv
+import importlib
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from liger_models.kernels import _norm_kernels
+from liger_models.kernels._dispatch import interpret
+
+
+@pytest.fixture
+def interpreted():
+    if torch.cuda.is_available():
+        pytest.skip("on this machine the kernels are compiled")
+    with interpret():
+        yield
+
+
+def test_every_choice_is_there_and_has_the_fields_that_are_told(benchmarks):
+    from benchmarks.tune import CHOICES
+
+    for choice in CHOICES:
+        module = importlib.import_module(f"liger_models.kernels.{choice.module}")
+        value = getattr(module, choice.name)
+        if not callable(value):
+            assert len(choice.fields) == (len(value) if isinstance(value, tuple) else 1), choice
+        for name in choice.operations:
+            assert name in benchmarks.operations.REGISTRY
+
+
+def test_neighbours_differ_by_one_step_in_one_field_or_two(benchmarks):
+    from benchmarks.tune import neighbours
+
+    assert neighbours(("rows", "warps"), (4, 32)) == [(2, 32), (8, 32), (4, 16), (2, 16), (8, 16)]
+    assert neighbours(("stages",), (1,)) == [(2,)]
+    three = neighbours(("rows", "warps", "stages"), (4, 8, 3))
+    assert len(three) == len(set(three)) == 6 + 3 * 4
+    assert all(sum(a != b for a, b in zip(found, (4, 8, 3), strict=True)) in (1, 2) for found in three)
+
+
+class Tiles(NamedTuple):
+    queries: int
+    warps: int
+
+
+class Configuration(NamedTuple):
+    forward: Tiles
+    backward: Tiles
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "numbers", "changed"),
+    [
+        (None, 4096, (4096,), 64),
+        (None, (1024, 8), (1024, 8), (64, 2)),
+        (None, Tiles(128, 8), (128, 8), Tiles(64, 2)),
+        (
+            "backward",
+            Configuration(Tiles(128, 8), Tiles(32, 4)),
+            (32, 4),
+            Configuration(Tiles(128, 8), Tiles(64, 2)),
+        ),
+    ],
+)
+def test_a_configuration_is_changed_in_the_form_that_it_has(benchmarks, part, value, numbers, changed):
+    choice = benchmarks.tune.Choice((), "", "", ("queries", "warps"), part=part)
+    assert choice.numbers(value) == numbers
+    found = choice.value(value, (64, 2)[: len(numbers)])
+    assert found == changed
+    assert type(found) is type(changed)
+
+
+@pytest.fixture
+def fake_timer(benchmarks, monkeypatch):
+    """Times come from the choice of warps: the more, the faster."""
+    from benchmarks.measure import Meter, Timing
+
+    def time(self, call, copies, restore, sustained):
+        call(0)
+        ms = 1.0 / _norm_kernels._num_warps(256)
+        return Timing(ms, ms, ms)
+
+    monkeypatch.setattr(Meter, "time", time)
+
+
+def test_the_fastest_comes_first_and_nothing_stays_changed(
+    benchmarks, build, interpreted, fake_timer, monkeypatch, tmp_path, capsys
+):
+    original = _norm_kernels._num_warps
+    arguments = ["tune", "rms_norm", "--shape", "4x16", "--dtype", "float32", "--device", "cpu"]
+    choices = [choice for choice in benchmarks.tune.CHOICES if choice.name == "_num_warps"]
+    monkeypatch.setattr(benchmarks.tune, "CHOICES", choices)
+    assert benchmarks.__main__.main([*arguments, "--out", str(tmp_path)]) == 0
+    assert _norm_kernels._num_warps is original
+    with (tmp_path / "tune.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["warps"] for row in rows] == ["8", "4", "2"]  # four are chosen at this size
+    assert [row["chosen"] for row in rows] == ["False", "True", "False"]
+    assert "| 8 | 0.1250 | 0.1250 to 0.1250 | 0.500 |  |" in capsys.readouterr().out
+
+
+def test_a_configuration_with_other_results_is_not_timed(benchmarks, build, interpreted, fake_timer):
+    """Fewer programs than rows, as a kernel that does not stride over its tiles would leave them."""
+    from benchmarks.measure import Meter
+    from benchmarks.tune import Choice, tune
+
+    choice = Choice(("softmax",), "softmax", "_LEAST_ELEMENTS", ("elements",))
+    case = build("softmax", (9, 16), torch.float32)
+    meter = Meter(torch.device("cpu"), quick=True)
+    right = case.providers["ours"]().run
+    module = importlib.import_module("liger_models.kernels.softmax")
+    chosen = module._LEAST_ELEMENTS
+
+    def wrong_if_changed(x):
+        return right(x) * (1.0 if chosen >= module._LEAST_ELEMENTS else 1.1)
+
+    case.providers["ours"] = lambda: benchmarks.operations.Provider(wrong_if_changed)
+    found = {trial.numbers[0]: trial for trial in tune(choice, case, torch.float32, meter)}
+    assert found[chosen].chosen
+    assert found[chosen].timing
+    assert found[chosen // 2].timing
+    assert found[2 * chosen].timing is None
+    assert found[2 * chosen].note.startswith("wrong: relative error")
+
+
+def test_a_choice_that_has_no_say_in_an_operation_gives_no_trials(benchmarks, build, interpreted):
+    from benchmarks.measure import Meter
+    from benchmarks.tune import Choice, tune
+
+    choice = Choice(("softmax",), "_norm_kernels", "_num_warps", ("warps",))
+    assert tune(choice, build("softmax", (4, 16)), torch.bfloat16, Meter(torch.device("cpu"))) == []
+
+
+def test_the_listing_names_operations_and_where_their_sizes_stand(benchmarks, capsys):
+    assert benchmarks.__main__.main(["tune"]) == 0
+    assert "| swiglu, geglu | gated._TILE | elements, warps | (1024, 4) |" in capsys.readouterr().out
