@@ -119,8 +119,18 @@ def next_power_of_2(n: int) -> int:
 def as_rows(x: Tensor) -> Tensor:
     """[..., H] as [rows, H] with an inner stride of one: x or a view where strides permit, else a copy."""
     if x.dim() != 2:
-        x = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
+        x = x.reshape(-1 if x.numel() else x.shape[:-1].numel(), x.shape[-1])
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def as_heads(x: Tensor) -> Tensor:
+    """[..., heads, D] with an inner stride of one and heads whose offsets fit 32 bits: x, else a copy.
+
+    Those of [heads, T, D], seen as [T, heads, D], lie T D apart: 32 heads of 128 elements and half a million
+    tokens are too far.
+    """
+    *_, head_stride, stride = x.stride()
+    return x if stride == 1 and head_stride * x.shape[-2] < 2**31 else x.contiguous()
 
 
 def at_least_float32(x: Tensor) -> Tensor:

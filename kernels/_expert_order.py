@@ -61,6 +61,7 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> ExpertOrder:
     totals = torch.empty(num_experts, dtype=torch.int32, device=experts.device)
     experts = experts.contiguous()
     sizes = {"CHUNK": chunk, "BLOCK_EXPERTS": block_experts}
+    block_tiles = max(1, min(64, 8192 // block_experts))
     with on_device_of(experts):
         _count_kernel[(chunks,)](experts, counts, num_rows, num_experts, **sizes, num_warps=8)
         _sum_counts_kernel[(num_experts,)](counts, totals, chunks, BLOCK=min(4096, next_power_of_2(chunks)))
@@ -76,14 +77,14 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> ExpertOrder:
             **sizes,
             num_warps=8,
         )
-        _tiles_kernel[(ceil_div(most, 64),)](
+        _tiles_kernel[(ceil_div(most, block_tiles),)](
             offsets,
             tile_expert,
             tile_row,
             num_experts,
             most,
             BLOCK=block,
-            BLOCK_TILES=64,
+            BLOCK_TILES=block_tiles,
             BLOCK_EXPERTS=block_experts,
         )
     return ExpertOrder(order, position, offsets, tile_expert, tile_row, block, top_k)

@@ -105,7 +105,8 @@ def _descriptor(x: Tensor, block: list[int]):
 def _rows_config(block_m: int, width: int, a: Tensor) -> tuple[int, int, int, int]:
     """Block of columns, block of the inner dimension, warps, stages."""
     if a.dtype == torch.float32:
-        return 64, 32, 4, 2
+        # Exact products run outside the tensor cores: larger tiles would not fit the registers.
+        return (64, 32, 4, 2) if _precision(a.dtype) == "tf32" else (64, 16, 8, 2)
     if not _has_room(a):
         return 128, 32, 4, 3
     if block_m < 128 or width <= 128:
@@ -116,7 +117,7 @@ def _rows_config(block_m: int, width: int, a: Tensor) -> tuple[int, int, int, in
 def _weight_config(width: int, num_experts: int, p: Tensor) -> tuple[int, int, int, int, int]:
     """Blocks of rows, columns and the inner dimension of D, warps, stages."""
     if p.dtype == torch.float32:
-        return 64, 64, 32, 4, 2
+        return (64, 64, 32, 4, 2) if _precision(p.dtype) == "tf32" else (64, 64, 16, 8, 2)
     # With fewer rows an expert, writing D takes as long as the product: small tiles let the two overlap.
     if len(p) <= 768 * num_experts or width <= 128 or not _has_room(p):
         return 64, 128, 32, 4, 4

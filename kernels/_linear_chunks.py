@@ -155,6 +155,8 @@ def valid_rows(labels: Tensor, vocab_size: int, ignore_index: int, num_valid: in
         if num_valid not in (None, counted):
             raise ValueError(f"num_valid is {num_valid}, but {counted} labels differ from {ignore_index}")
         num_valid = counted
+    if not 0 <= num_valid <= len(labels):
+        raise ValueError(f"num_valid is {num_valid}; expected 0 to {len(labels)}, the number of labels")
     if num_valid == len(labels):
         return None
     # A stable sort puts the valid rows first, in their order; unlike nonzero it needs no count from the GPU.

@@ -68,8 +68,8 @@ def norm_forward(
     y_dtype = total_dtype
     if round_first and weight is not None:
         y_dtype = torch.promote_types(total_dtype, weight.dtype)
-    y = torch.empty(x.shape, dtype=y_dtype, device=x.device)
-    total = None if residual is None else torch.empty(x.shape, dtype=total_dtype, device=x.device)
+    y = torch.empty_like(x, dtype=y_dtype, memory_format=torch.contiguous_format)
+    total = None if residual is None else torch.empty_like(y, dtype=total_dtype)
     x_rows = as_rows(x)
     residual_rows = None if residual is None else as_rows(residual)
     rows, width = x_rows.shape
@@ -124,7 +124,7 @@ def norm_backward(
 
     x is what was normalised: for a residual add, the sum.
     """
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     x_rows, dy_rows = as_rows(x), as_rows(dy)
     dtotal_rows = None if dtotal is None else as_rows(dtotal)
     rows, width = x_rows.shape

@@ -26,29 +26,27 @@ def loss_denominator(
     num_items: int | Tensor | None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """What reduction="mean" divides by, as a tensor without dimensions on the labels' device.  labels [N]"""
+    """What reduction="mean" divides by, as a tensor without dimensions on the labels' device.  labels and
+    token_weights [N], the latter of `dtype`"""
     if num_items is not None:
         if isinstance(num_items, Tensor):
             return num_items.detach().to(labels.device, dtype).reshape(())
         return torch.full((), num_items, dtype=dtype, device=labels.device)
     if token_weights is None and weight is None:
-        return (labels != ignore_index).sum().to(dtype)
+        return (labels != ignore_index).sum(dtype=dtype)
     w = label_weights(labels, ignore_index, weight, dtype)
-    return (w if token_weights is None else w * token_weights.detach().reshape(-1).to(dtype)).sum()
+    return (w if token_weights is None else w * token_weights).sum()
 
 
 def reduce_losses(
-    losses: Tensor,
-    shape: torch.Size,
-    reduction: str,
-    token_weights: Tensor | None = None,
-    divisor: Tensor | None = None,
+    losses: Tensor, reduction: str, token_weights: Tensor | None, divisor: Tensor | None
 ) -> Tensor:
-    """Losses [T] under a reduction: of `shape` for "none", else their sum, for "mean" over `divisor`."""
+    """Losses [T] times token_weights [T], under a reduction: each for "none", else their sum, for "mean" over
+    `divisor`."""
     if token_weights is not None:
-        losses = losses * token_weights.detach().reshape(-1).to(losses.dtype)
+        losses = losses * token_weights
     if reduction == "none":
-        return losses.view(shape)
+        return losses
     return losses.sum() if divisor is None else losses.sum() / divisor
 
 

@@ -119,7 +119,7 @@ def document_bounds(cu_seqlens: Tensor, tokens: int) -> Tensor:
     token = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     document = torch.bucketize(token, cu_seqlens[1:], right=True)
     bounds = torch.stack([cu_seqlens[document], cu_seqlens[document + 1]]).int()
-    return bounds.clamp_(max=tokens)  # no kernel reads beyond the tokens, even if the boundaries are wrong
+    return bounds.clamp_(0, tokens)  # no kernel reads beside the tokens, even if the boundaries are wrong
 
 
 def visible_keys(tokens: int, bounds: Tensor | None, window: int | None, device: torch.device) -> Tensor:
@@ -169,11 +169,10 @@ def attention_weights(
 def _check(
     q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None
 ) -> None:
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 3 or k.shape != v.shape or k.dim() != 3 or (len(k), k.shape[2]) != (len(q), q.shape[2]):
-        raise ValueError(f"found {shapes}; expected q [T, heads, D] and k, v [T, kv_heads, D]")
-    if not k.shape[1] or q.shape[1] % k.shape[1]:
-        raise ValueError(f"found {shapes}: the query heads are no multiple of the key heads")
+        raise ValueError(f"found {_shapes(q, k, v)}; expected q [T, heads, D] and k, v [T, kv_heads, D]")
+    if not q.shape[1] or not k.shape[1] or q.shape[1] % k.shape[1]:
+        raise ValueError(f"found {_shapes(q, k, v)}: the query heads are no multiple of the key heads")
     if not 0 < q.shape[2] <= MOST_HEAD_DIM:
         raise ValueError(f"the head size is {q.shape[2]}; expected 1 to {MOST_HEAD_DIM}")
     if not q.dtype == k.dtype == v.dtype:
@@ -190,6 +189,10 @@ def _check(
         raise TypeError(f"sinks holds {sinks.dtype}; expected a floating point tensor")
 
 
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+
+
 def _with_small_strides(x: Tensor) -> Tensor:
     """x if its inner stride is one and a tile's offsets fit 32 bits, else a copy."""
     return x if x.stride(2) == 1 and x.stride(0) < 2**23 else x.contiguous()
@@ -199,11 +202,11 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, bounds, scale, window, softcap):
         tokens, heads, _ = q.shape
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
         tiles = _configuration(q).forward
-        strides = [x.stride(i) for x in (q, k, v) for i in (0, 1)]
-        if q.numel():
+        strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
+        if tokens:
             with on_device_of(q):
                 attention_forward_kernel[(heads * ceil_div(tokens, tiles.queries),)](
                     q,
@@ -234,9 +237,9 @@ class _Attention(torch.autograd.Function):
         kv_heads = k.shape[1]
         dout = _with_small_strides(dout)
         delta = torch.empty_like(lse)
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        strides = [x.stride(i) for x in (q, k, v, dout) for i in (0, 1)]
-        if q.numel():
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *dout.stride()[:2]
+        if tokens:
             with on_device_of(q):
                 tiles = _configuration(q).query_gradient
                 attention_query_gradient_kernel[(heads * ceil_div(tokens, tiles.queries),)](

@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 from liger_models.kernels._dispatch import as_rows, use_triton
 from liger_models.kernels._divergence_kernels import DivergenceOptions, launch_backward, launch_forward
 from liger_models.kernels._logit_tiles import cap_logits, check_softcap, check_temperature
-from liger_models.kernels._reductions import check_reduction, mean_divisor
+from liger_models.kernels._reductions import check_label_dtype, check_reduction, mean_divisor
 
 
 def generalized_jsd(
@@ -199,6 +199,7 @@ def _divergence(student_logits, teacher_logits, labels, options, reduction, num_
         raise ValueError(f"labels have shape {list(labels.shape)}; expected one a token, {list(shape)}")
     student, teacher = as_rows(student_logits), as_rows(teacher_logits.detach())
     if labels is not None:
+        check_label_dtype(labels)
         labels = labels.reshape(-1)
     if use_triton(student, teacher, labels):
         losses = _Divergence.apply(student, teacher, labels, options)

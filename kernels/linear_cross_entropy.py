@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from liger_models.kernels._cross_entropy_kernels import LossOptions
-from liger_models.kernels._dispatch import at_least_float32
 from liger_models.kernels._linear_chunks import (
     CHUNK_BYTES,
     Linear,
@@ -94,13 +93,13 @@ def linear_cross_entropy(
     check_operands(x, weight, labels, bias)
     check_weights(labels, len(weight), class_weight, token_weights)
     shape, labels, x = labels.shape, labels.reshape(-1), x.reshape(-1, x.shape[-1])
-    if token_weights is not None:
-        token_weights = at_least_float32(token_weights.detach().reshape(-1))
     dtype = product_dtype(x, weight, bias)
     extras = Extras(return_z_loss, return_token_accuracy, return_predicted_tokens)
     plan = _Plan(options, dtype, chunk_bytes, num_valid, extras.z_loss, extras.need_predictions)
 
-    accumulate = at_least_float32(x.new_empty(0)).dtype
+    accumulate = torch.promote_types(x.dtype, torch.float32)
+    if token_weights is not None:
+        token_weights = token_weights.detach().reshape(-1).to(accumulate)
     divisor = None
     if reduction == "mean":
         if num_items is None and class_weight is None and token_weights is None:
@@ -108,7 +107,7 @@ def linear_cross_entropy(
         divisor = loss_denominator(labels, ignore_index, class_weight, token_weights, num_items, accumulate)
 
     def reduced(losses: Tensor) -> Tensor:
-        return reduce_losses(losses, shape, reduction, token_weights, divisor)
+        return reduce_losses(losses, reduction, token_weights, divisor)
 
     if reduction == "none":
         losses, lse, predicted = _TokenLosses.apply(x, weight, bias, labels, class_weight, plan)

@@ -86,7 +86,7 @@ def linear_log_probs(
     scale, cap = fold_temperature(logit_scale, softcap, temperature)
     plan = _Plan(ignore_index, cap, scale, product_dtype(x, weight, bias), chunk_bytes, num_valid)
     rows = x.reshape(-1, x.shape[-1])
-    log_probs, entropy, _ = _LogProbs.apply(rows, weight, bias, labels.reshape(-1), plan)
+    log_probs, entropy = _LogProbs.apply(rows, weight, bias, labels.reshape(-1), plan)
     return log_probs.view(labels.shape), entropy.view(labels.shape)
 
 
@@ -128,12 +128,11 @@ class _LogProbs(torch.autograd.Function):
         log_probs, entropy, lse = _forward(x, weight, bias, labels, plan)
         ctx.save_for_backward(x, weight, bias, labels, lse, entropy)
         ctx.plan = plan
-        ctx.mark_non_differentiable(lse)
-        return log_probs, entropy, lse
+        return log_probs.clone(), entropy.clone()  # which a caller may alter in place
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_log_probs, grad_entropy, _):
+    def backward(ctx, grad_log_probs, grad_entropy):
         grad_log_probs, grad_entropy = grad_log_probs.contiguous(), grad_entropy.contiguous()
         wanted = ctx.needs_input_grad[:3]
         x, weight, bias, labels, lse, entropy = ctx.saved_tensors

@@ -216,11 +216,14 @@ class _Route(torch.autograd.Function):
         _launch(_forward_kernel, logits, weights, experts, correction_bias, *ctx.options)
         ctx.save_for_backward(logits, experts)
         ctx.mark_non_differentiable(experts)
+        ctx.set_materialize_grads(False)  # else zeros are written for the experts in every backward pass
         return weights, experts
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dweights, _):
+        if dweights is None:
+            return (None,) * 6
         logits, experts = ctx.saved_tensors
         dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
         _launch(_backward_kernel, logits, dweights.contiguous(), experts, dlogits, *ctx.options)

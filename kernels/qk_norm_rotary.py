@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from liger_models.kernels._dispatch import (
+    as_heads,
     as_rows,
     ceil_div,
     next_power_of_2,
@@ -211,7 +212,7 @@ class _SplitNormRotaryQKV(torch.autograd.Function):
         ctx.save_for_backward(qkv, *weights, cos, sin, rstd)
         ctx.set_materialize_grads(False)
         ctx.heads, ctx.offset, ctx.per_head, ctx.options = heads, offset, per_head, options
-        q, k = turned.split([num_heads, num_kv_heads], 1)
+        q, k = turned.split_with_sizes([num_heads, num_kv_heads], 1)
         # Detached, so that autograd makes no view of qkv out of what this function gives a gradient.
         v = qkv.detach()[:, -num_kv_heads * head_dim :].unflatten(1, (num_kv_heads, head_dim))
         return q, k, v
@@ -226,20 +227,23 @@ class _SplitNormRotaryQKV(torch.autograd.Function):
         tokens = qkv.shape[0]
         heads = num_heads, num_kv_heads, num_kv_heads
         dqkv = torch.empty(tokens, sum(heads), head_dim, dtype=qkv.dtype, device=qkv.device)
-        for gradient, target in zip(gradients, dqkv.split(heads, 1), strict=True):
-            if gradient is None:
-                target.zero_()
+        if any(gradient is None for gradient in gradients):
+            for gradient, target in zip(gradients, dqkv.split_with_sizes(heads, 1), strict=True):
+                if gradient is None:
+                    target.zero_()
         want_dweights = any(ctx.needs_input_grad[1:3])
         widths = [0 if weight is None else weight.shape[0] for weight in weights]
-        dweights = weights[0].new_zeros(sum(widths)) if want_dweights else None
+        dweights = weights[0].new_empty(sum(widths)) if want_dweights else None
         if tokens:
             _launch_backward(ctx, gradients, qkv, weights, cos, sin, rstd, dqkv, dweights)
-        by_weight = (None, None) if dweights is None else dweights.split(widths)
+        elif dweights is not None:
+            dweights.zero_()
+        by_weight = (None, None) if dweights is None else dweights.split_with_sizes(widths)
         return dqkv.flatten(1), *by_weight, None, None, None, None, None, None, None
 
 
 def _launch_backward(ctx, gradients, qkv, weights, cos, sin, rstd, dqkv, dweights):
-    sources = [x if x is None or x.stride(2) == 1 else x.contiguous() for x in gradients]
+    sources = [None if x is None else as_heads(x) for x in gradients]
     rows = as_rows(qkv)
     options = ctx.options
     light = options["NORM_FIRST"] and options["ROUND_FIRST"] and 2 * options["HALF"] == ctx.heads[2]

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from liger_models.kernels._dispatch import (
+    as_heads,
     at_least_float32,
     ceil_div,
     jit,
@@ -184,7 +185,7 @@ class _SplitRotaryQKV(torch.autograd.Function):
         ctx.interleaved, ctx.dtype = interleaved, qkv.dtype
         ctx.heads, ctx.head_dim = (num_heads, num_kv_heads, num_kv_heads), head_dim
         # Detached, so that autograd sees a write into storage (the version) but no view to trace.
-        q, k, v = qkv.detach().unflatten(1, (-1, head_dim)).split(ctx.heads, 1)
+        q, k, v = qkv.detach().unflatten(1, (-1, head_dim)).split_with_sizes(ctx.heads, 1)
         rows_lie_apart = qkv.stride(1) == 1 and qkv.stride(0) >= qkv.shape[1]
         if inplace and rows_lie_apart:
             q_out, k_out = q, k
@@ -192,7 +193,7 @@ class _SplitRotaryQKV(torch.autograd.Function):
                 torch.autograd.graph.increment_version(qkv)
         else:
             fresh = qkv.new_empty(qkv.shape[0], num_heads + num_kv_heads, head_dim)
-            q_out, k_out = fresh.split(ctx.heads[:2], 1)
+            q_out, k_out = fresh.split_with_sizes(ctx.heads[:2], 1)
         _turn(((q, q_out), (k, k_out), (None, None)), cos, sin, interleaved, transpose=False)
         return q_out, k_out, v
 
@@ -204,7 +205,7 @@ class _SplitRotaryQKV(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         tokens, heads = cos.shape[0], sum(ctx.heads)
         dqkv = torch.empty(tokens, heads, ctx.head_dim, dtype=ctx.dtype, device=cos.device)
-        targets = dqkv.split(ctx.heads, 1)
+        targets = dqkv.split_with_sizes(ctx.heads, 1)
         for gradient, target in zip(gradients, targets, strict=True):
             if gradient is None:
                 target.zero_()
@@ -223,6 +224,8 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dq, dk):
+        if dq is None and dk is None:
+            return (None,) * 5
         cos, sin = ctx.saved_tensors
         return *_turn_fresh(dq, dk, cos, sin, ctx.interleaved, transpose=True), None, None, None
 
@@ -298,10 +301,8 @@ def _operands(source, target):
     """source, target, heads, and the strides of the source's tokens and heads and of the target's tokens."""
     if source is None:
         return None, None, 0, 0, 0, 0
-    *_, token_stride, head_stride, stride = source.stride()
-    if stride != 1:
-        source = source.contiguous()
-        *_, token_stride, head_stride, _ = source.stride()
+    source = as_heads(source)
+    *_, token_stride, head_stride, _ = source.stride()
     return source, target, source.shape[-2], token_stride, head_stride, target.stride(-3)
 
 

@@ -36,8 +36,9 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
     """
     if not use_triton(x):
         return softmax_plain(x, dim)
-    moved = x.movedim(dim, -1)
-    return _Softmax.apply(as_rows(moved)).view(moved.shape).movedim(-1, dim)
+    if dim in (-1, x.dim() - 1):
+        return _Softmax.apply(x)
+    return _Softmax.apply(x.movedim(dim, -1)).movedim(-1, dim)
 
 
 def softmax_plain(x: Tensor, dim: int = -1) -> Tensor:
@@ -49,7 +50,7 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        _launch(_forward_kernel, y, x)
+        _launch(_forward_kernel, y, as_rows(x))
         ctx.save_for_backward(y)
         return y
 
@@ -63,7 +64,7 @@ class _Softmax(torch.autograd.Function):
 
 
 def _launch(kernel, out, strided, *contiguous):
-    rows, width = out.shape
+    rows, width = strided.shape
     if not out.numel():
         return
     lanes = min(next_power_of_2(width), _MOST_LANES)

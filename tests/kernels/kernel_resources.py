@@ -32,8 +32,8 @@ KNOWN_SPILLS = {
 }
 
 
-def operand(*shape):
-    return torch.empty(shape, dtype=BF16).requires_grad_()  # its memory is never touched
+def operand(*shape, dtype=BF16):
+    return torch.empty(shape, dtype=dtype).requires_grad_()  # its memory is never touched
 
 
 def norms(width, cast="llama"):
@@ -101,11 +101,11 @@ def head():
     return torch.zeros(VOCAB, 16, dtype=BF16).requires_grad_()
 
 
-def experts(tokens, hidden_size, intermediate_size, num_experts, top_k):
+def experts(tokens, hidden_size, intermediate_size, num_experts, top_k, dtype=BF16):
     router = torch.rand(tokens, num_experts).topk(top_k)
-    gate_up = operand(num_experts, 2 * intermediate_size, hidden_size)
-    down = operand(num_experts, hidden_size, intermediate_size)
-    x = operand(tokens, hidden_size)
+    gate_up = operand(num_experts, 2 * intermediate_size, hidden_size, dtype=dtype)
+    down = operand(num_experts, hidden_size, intermediate_size, dtype=dtype)
+    x = operand(tokens, hidden_size, dtype=dtype)
     backward(kernels.moe_experts(x, router.values, router.indices.int(), gate_up, down))
 
 
@@ -152,6 +152,9 @@ CASES = {
     "attention, gpt-oss 20B": lambda: attention(64, 8, 64, window=128, sinks=True),
     "experts, Qwen 3 30B": lambda: experts(2048, 2048, 768, 128, 8),
     "experts, Mixtral 8x7B": lambda: experts(512, 4096, 14336, 8, 2),
+    "experts, Qwen 3 Next 80B": lambda: experts(2048, 2048, 512, 512, 10),
+    "experts in float32, few rows": lambda: experts(64, 256, 128, 8, 2, torch.float32),
+    "experts in float32, many rows": lambda: experts(2048, 256, 128, 8, 2, torch.float32),
 }
 
 

@@ -173,6 +173,14 @@ def test_bounds_may_stand_for_boundaries(implementation):
         attention(q, k, v, bounds=bounds, cu_seqlens=cu_seqlens)
 
 
+def test_bounds_of_wrong_boundaries_lie_among_the_tokens(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # as on a GPU, nothing is checked
+    for wrong in ((-5, 2, 6), (0, 3, 9), (4, 1, 9)):
+        bounds = document_bounds(torch.tensor(wrong), 6)
+        assert bounds.min() >= 0
+        assert bounds.max() <= 6
+
+
 def test_no_tokens_in_empty_documents_are_no_error(implementation):
     inputs = operands(0, sinks=True)
     (out,), grads, _ = run_with_gradients(attend({"cu_seqlens": (0, 0, 0), "window": 3}), inputs)
@@ -244,6 +252,7 @@ def test_it_is_the_eager_attention_of_transformers(family, implementation):
     ("change", "message"),
     [
         ({"q": torch.randn(5, 3, 8)}, "no multiple"),
+        ({"q": torch.randn(5, 0, 8)}, "no multiple"),
         ({"q": torch.randn(6, 4, 8)}, r"expected q \[T, heads, D\]"),
         ({"v": torch.randn(5, 2, 4)}, r"expected q \[T, heads, D\]"),
         ({"k": torch.randn(5, 2, 8).double()}, "expected one dtype"),

@@ -121,12 +121,13 @@ def test_float32_is_as_close_as_rounding_allows(implementation, monkeypatch, opt
     torch.testing.assert_close(grad.double(), true_grad, rtol=0, atol=atol)
 
 
-def test_returned_z_loss_has_its_own_gradient(implementation):
+@pytest.mark.parametrize("with_loss", [True, False])
+def test_returned_z_loss_has_its_own_gradient(implementation, with_loss):
     logits, labels = batch()
 
     def gradient(function, x):
         loss, share, _, _ = function(x, labels, z_loss=0.1, label_smoothing=0.1, return_z_loss=True)
-        return torch.autograd.grad(0.3 * loss - 1.7 * share, x)[0]
+        return torch.autograd.grad(0.3 * loss - 1.7 * share if with_loss else -1.7 * share, x)[0]
 
     truth = gradient(cross_entropy, logits.detach().double().requires_grad_())
     torch.testing.assert_close(gradient(cross_entropy, logits).double(), truth, rtol=1e-5, atol=1e-6)
@@ -272,11 +273,30 @@ def test_without_a_valid_label_the_mean_is_nan_and_the_gradient_zero(implementat
     assert torch.autograd.grad(cross_entropy(logits, labels, num_items=5), logits)[0].count_nonzero() == 0
 
 
-def test_no_rows(implementation):
-    logits = torch.zeros(0, 5, requires_grad=True)
-    loss = cross_entropy(logits, torch.zeros(0, dtype=torch.long), reduction="sum")
+@pytest.mark.parametrize("shape", [(0, 5), (0, 5, 3), (2, 5, 0)])
+def test_no_rows(implementation, shape):
+    logits = torch.zeros(shape, requires_grad=True)
+    loss = cross_entropy(logits, torch.zeros(shape[:1] + shape[2:], dtype=torch.long), reduction="sum")
     assert loss == 0
-    assert torch.autograd.grad(loss, logits)[0].shape == (0, 5)
+    assert torch.autograd.grad(loss, logits)[0].shape == shape
+
+
+def test_a_reduced_loss_is_one_node_of_the_graph(interpreted):
+    logits, labels = batch()  # where each launch and each node counts: a small batch
+    for reduction in ("mean", "sum", "none"):
+        loss = cross_entropy(logits, labels, reduction=reduction, token_weights=torch.rand(11))
+        assert [type(node) for node, _ in loss.grad_fn.next_functions if node] == [
+            type(torch.autograd.graph.get_gradient_edge(logits).node)
+        ]
+
+
+def test_token_weights_changed_before_the_backward_pass_are_an_error(implementation):
+    logits, labels = batch()
+    token_weights = torch.rand(11)
+    loss = cross_entropy(logits, labels, token_weights=token_weights)
+    token_weights.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_backward_twice_gives_the_same_gradient(implementation):

@@ -252,10 +252,11 @@ def test_the_mean_over_nothing_is_nan_and_the_sum_zero(implementation):
         loss, grad = loss_and_grad(kl_div, student, teacher, **options, **more)
         assert loss == 0
         assert grad.count_nonzero() == 0
-    empty = torch.zeros(0, 5, requires_grad=True)
-    loss, grad = loss_and_grad(kl_div, empty, empty.detach(), reduction="sum")
-    assert loss == 0
-    assert grad.shape == (0, 5)
+    for shape in ((0, 5), (2, 0, 5)):
+        empty = torch.zeros(shape, requires_grad=True)
+        loss, grad = loss_and_grad(kl_div, empty, empty.detach(), reduction="sum")
+        assert loss == 0
+        assert grad.shape == shape
 
 
 def test_num_items_divides_the_sum():
@@ -330,12 +331,13 @@ def test_it_traces_without_a_graph_break():
         ({"num_items": torch.ones(2)}, "expected one number"),
         ({"labels": torch.zeros(3, dtype=torch.long)}, r"labels have shape \[3\]; expected .* \[4\]"),
         ({"teacher_logits": torch.zeros(4, 5)}, "one vocabulary"),
+        ({"labels": torch.zeros(4, dtype=torch.bool)}, "labels are torch.bool; expected int64 or int32"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, message):
     student, teacher, _ = batch()
     arguments = {"student_logits": student, "teacher_logits": teacher} | change
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         generalized_jsd(**arguments)
 
 

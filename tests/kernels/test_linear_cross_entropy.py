@@ -379,6 +379,23 @@ def test_autocast_rules_the_products():
         linear_cross_entropy(x, weight.bfloat16(), labels)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtypes", [(torch.float64, torch.float32), (torch.float32, torch.float64)])
+def test_token_weights_of_any_precision_leave_that_of_the_operands(implementation, reduction, dtypes):
+    x, weight, bias, labels = problem(dtype=dtypes[0])
+    options = {"token_weights": torch.rand(11).to(dtypes[1]), "reduction": reduction}
+    loss, *grads = loss_and_grads(linear_cross_entropy, x, weight, bias, labels, **options)
+    assert loss.dtype == dtypes[0]
+    options["token_weights"] = options["token_weights"].double()
+    true_loss, *truth = loss_and_grads(
+        linear_cross_entropy_plain, *doubled(x, weight, bias), labels, **options
+    )
+    # Sums of at most 37 products, of numbers about one.
+    tolerance = 37 * 16 * torch.finfo(dtypes[0]).eps
+    for actual, true in zip((loss, *grads), (true_loss, *truth), strict=True):
+        torch.testing.assert_close(actual.double(), true, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("bad", [-1, V, 2**40])
 def test_label_outside_the_vocabulary_is_an_error_that_names_it(implementation, bad):
     x, weight, bias, labels = problem()
@@ -499,6 +516,14 @@ def test_a_gpu_names_the_bad_label_unless_it_was_vouched_for():
     with pytest.raises(IndexError, match="label 128256 at position 7"):
         linear_cross_entropy(x, weight, labels)
     assert linear_cross_entropy(x, weight, labels, num_valid=64).isnan()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_valid", [-1, 12])
+def test_a_gpu_refuses_a_count_that_no_labels_have(num_valid):
+    x, weight, _, labels = problem(device="cuda")
+    with pytest.raises(ValueError, match=f"num_valid is {num_valid}; expected 0 to 11"):
+        linear_cross_entropy(x, weight, labels, num_valid=num_valid)
 
 
 @pytest.mark.gpu

@@ -160,6 +160,14 @@ def test_it_traces_without_a_graph_break():
     torch.testing.assert_close(run(compiled, operands, labels), run(step, operands, labels))
 
 
+def test_results_may_be_altered_in_place(implementation):
+    operands, labels = problem()
+    mask = torch.linspace(0.0, 1.0, 7)
+    truth = run(lambda *a: [mask * result for result in linear_log_probs(*a)], operands, labels)
+    ours = run(lambda *a: [result.mul_(mask) for result in linear_log_probs(*a)], operands, labels)
+    assert all(map(torch.equal, ours, truth))
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

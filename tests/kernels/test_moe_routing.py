@@ -182,6 +182,16 @@ def test_the_layout_in_memory_changes_no_bit(options, layout, interpreted):
         assert torch.equal(a, b)
 
 
+def test_nothing_is_written_for_the_gradient_that_experts_have_not(interpreted, monkeypatch):
+    logits = torch.randn(7, EXPERTS).requires_grad_()
+    weights, _ = route(logits, TOP_K)
+    seen = []
+    original = module._Route.backward
+    monkeypatch.setattr(module._Route, "backward", lambda *a: seen.append(a) or original(*a))
+    weights.sum().backward()
+    assert seen[0][2] is None
+
+
 @every_form
 def test_a_second_backward_and_a_second_run_give_the_same_bits_and_alter_nothing(options, interpreted):
     options = with_bias(options, EXPERTS)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from liger_models.kernels import multi_axis_tables, rotary, split_rotary_qkv
+from liger_models.kernels._dispatch import as_heads
 
 
 def tables(*shape, scaling=1.0):
@@ -152,6 +153,44 @@ def test_each_of_query_and_key_may_be_unused(interpreted):
         grad, none = torch.autograd.grad(output.sum(), [used, unused], retain_graph=True, allow_unused=True)
         assert grad.any()
         assert none is None
+
+
+class Ignore(torch.autograd.Function):
+    """Gives no gradient to what it took, which autograd nevertheless hands on."""
+
+    @staticmethod
+    def forward(ctx, *tensors):
+        return sum(x.sum() for x in tensors)
+
+    @staticmethod
+    def backward(ctx, _):
+        return None, None
+
+
+def test_no_gradient_at_all_is_no_error(implementation):
+    q, k = torch.randn(4, 3, 8, requires_grad=True), torch.randn(4, 1, 8, requires_grad=True)
+    turned = rotary(q, k, *tables(4, 4))
+    grads = torch.autograd.grad(Ignore.apply(*turned), [q, k], allow_unused=True)
+    assert not any(grad is not None and grad.any() for grad in grads)
+
+
+def test_heads_too_far_apart_for_32_bits_are_copied():
+    for heads, far in ((32, 2**26), (33, 2**26 - 8)):  # of [heads, T, D], seen as [T, heads, D]
+        x = torch.empty_strided((2, heads, 8), (8, far, 1), device="meta")
+        assert as_heads(x).stride() == (heads * 8, 8, 1)
+    near = torch.empty_strided((2, 32, 8), (8, 2**26 - 8, 1), device="meta")
+    assert as_heads(near) is near
+
+
+@pytest.mark.gpu
+def test_the_last_of_far_heads_are_turned_too():
+    heads, tokens, dim = 34, 2**19, 128  # the last head begins at element 33 * 2**26
+    q = torch.randn(heads, tokens, dim, device="cuda", dtype=torch.bfloat16).transpose(0, 1)
+    cos, sin = (torch.rand(tokens, dim // 2, device="cuda") for _ in range(2))
+    turned, _ = rotary(q, q[:, :1], cos, sin)
+    last = slice(-16, None)
+    expected, _ = rotary(q[last].contiguous(), q[last, :1], cos[last], sin[last])
+    assert torch.equal(turned[last], expected)
 
 
 def test_gradients_come_from_separate_tensors_of_any_strides(interpreted):
