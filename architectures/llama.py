@@ -38,17 +38,17 @@ from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
     carried=("model.layers.*.self_attn.rotary_emb.inv_freq",),
 )
 def llama(c: HFConfig) -> ModelSpec:
-    norm = NormSpec(eps=c.take("rms_norm_eps", 1e-6))
+    norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6))
     block = BlockSpec(
-        attention(c, bias=c.take("attention_bias", False)),
-        mlp(c, bias=c.take("mlp_bias", False)),
+        attention(c, bias=c.take_flag("attention_bias", False)),
+        mlp(c, bias=c.take_flag("mlp_bias", False)),
         norm,
     )
     return ModelSpec(
-        vocab_size=c.take("vocab_size"),
-        hidden_size=c.take("hidden_size"),
-        blocks=(block,) * c.take("num_hidden_layers"),
+        vocab_size=c.take_count("vocab_size"),
+        hidden_size=c.take_count("hidden_size"),
+        blocks=(block,) * c.take_count("num_hidden_layers"),
         norm=norm,
-        tie_word_embeddings=c.take("tie_word_embeddings", False),
-        initializer_range=c.take("initializer_range", 0.02),
+        tie_word_embeddings=c.take_flag("tie_word_embeddings", False),
+        initializer_range=c.take_number("initializer_range", 0.02),
     )

@@ -29,13 +29,13 @@ from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
     defaults={"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072},
 )
 def mistral(c: HFConfig) -> ModelSpec:
-    norm = NormSpec(eps=c.take("rms_norm_eps", 1e-6))
-    block = BlockSpec(attention(c, window=c.take("sliding_window", None)), mlp(c), norm)
+    norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6))
+    block = BlockSpec(attention(c, window=c.take_count("sliding_window", None)), mlp(c), norm)
     return ModelSpec(
-        vocab_size=c.take("vocab_size"),
-        hidden_size=c.take("hidden_size"),
-        blocks=(block,) * c.take("num_hidden_layers"),
+        vocab_size=c.take_count("vocab_size"),
+        hidden_size=c.take_count("hidden_size"),
+        blocks=(block,) * c.take_count("num_hidden_layers"),
         norm=norm,
-        tie_word_embeddings=c.take("tie_word_embeddings", False),
-        initializer_range=c.take("initializer_range", 0.02),
+        tie_word_embeddings=c.take_flag("tie_word_embeddings", False),
+        initializer_range=c.take_number("initializer_range", 0.02),
     )

@@ -13,6 +13,7 @@ because a setting that is quietly ignored gives a model that is quietly wrong.
 
 import copy
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ class HFConfig:
         self._taken: set[str] = set()
         self._taken_rope_layers: set[str] = set()
         self.model_type: str = self.take("model_type")
+        self._checked("model_type", self.model_type, isinstance(self.model_type, str), "a name")
 
     @classmethod
     def load(
@@ -61,7 +63,7 @@ class HFConfig:
             raise ConfigError(
                 f"{path}: cannot be read ({error.strerror or error}); expected the config.json of a model"
             ) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: is not valid JSON ({error})") from error
         if not isinstance(raw, dict):
             raise ConfigError(f"{path}: expected a JSON object, found {type(raw).__name__}")
@@ -81,6 +83,39 @@ class HFConfig:
             ConfigError: no default was given and the key is absent or null.
         """
         return self.take_one_of(key, default=default)
+
+    def take_count(self, key: str, default: Any = REQUIRED) -> Any:
+        """As `take`, of a key that counts something: a whole number of 1 or more.
+
+        Raises:
+            ConfigError: it is missing, or something else.
+        """
+        value = self.take(key, default)
+        return self._checked(key, value, type(value) is int and value >= 1, "a whole number of 1 or more")
+
+    def take_number(self, key: str, default: Any = REQUIRED) -> Any:
+        """As `take`, of a key with a finite number of 0 or more.
+
+        Raises:
+            ConfigError: it is missing, or something else.
+        """
+        value = self.take(key, default)
+        good = type(value) in (int, float) and math.isfinite(value) and value >= 0
+        return self._checked(key, value, good, "a finite number of 0 or more")
+
+    def take_flag(self, key: str, default: bool) -> bool:
+        """As `take`, of a key that is true or false.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        value = self.take(key, default)
+        return self._checked(key, value, isinstance(value, bool), "true or false")
+
+    def _checked(self, key: str, value: Any, good: bool, expected: str) -> Any:
+        if not good and value is not None:  # None: a default, since a null in the file counts as absent
+            raise ConfigError(f"{self.name}: {key} must be {expected}, found {abbreviate(value)}")
+        return value
 
     def take_one_of(self, *keys: str, default: Any = REQUIRED) -> Any:
         """The value of whichever of `keys`, several names of one setting, is present; else as `take`.
@@ -102,7 +137,7 @@ class HFConfig:
                 )
             return default
         values = list(found.values())
-        if any(value != values[0] for value in values):
+        if any(value != values[0] for value in values[1:]):
             raise ConfigError(f"{self.name}: {found} name one setting but differ; keep one of them")
         return values[0]
 

@@ -65,6 +65,8 @@ _ROPE_ALIASES = {"su": "longrope", "mrope": "default"}
 _THETA_KEYS = ("rope_theta", "rotary_emb_base")
 _PARTIAL_KEYS = ("partial_rotary_factor", "rotary_pct")
 _NO_EFFECT = frozenset({"finetuned"})
+# What frequencies and lengths are divided by, or whose logarithm is taken.
+_POSITIVE = frozenset({"rope_theta", "factor", "original_max_position_embeddings"})
 
 
 def read_rope(
@@ -148,10 +150,10 @@ def _normalise(
 ) -> dict[str, Any]:
     """One flat dict of rotary settings, complete and checked. `defaults`: what stands outside `settings`."""
     rest = {key: value for key, value in settings.items() if value is not None}
-    names = {rest.pop(key) for key in ("rope_type", "type") if key in rest} or {"default"}
+    names = {str(rest.pop(key)) for key in ("rope_type", "type") if key in rest} or {"default"}
     types = {_ROPE_ALIASES.get(name, name) for name in names}
     if len(types) > 1:
-        raise ConfigError(f"{c.name}: {where} names two rope types, {' and '.join(sorted(map(str, names)))}")
+        raise ConfigError(f"{c.name}: {where} names two rope types, {' and '.join(sorted(names))}")
     rope_type = types.pop()
     if rope_type not in _ROPE_TYPES:
         raise ConfigError(
@@ -214,6 +216,8 @@ def _checked(c: HFConfig, where: str, key: str, value: Any, kinds: tuple[type, .
         raise ConfigError(f"{c.name}: {key} of {where} must be {expected}, found {abbreviate(value)}")
     if kinds in (_NUMBER, (int,)) and value < 0:
         raise ConfigError(f"{c.name}: {key} of {where} must not be negative, found {value}")
+    if key in _POSITIVE and value == 0:
+        raise ConfigError(f"{c.name}: {key} of {where} must be above 0")
     return value
 
 

@@ -84,8 +84,10 @@ def carry_recipe(output: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -
 
 
 def output_is_ours(module: nn.Module) -> bool:
-    """Whether the memory of the module's output may be used again: no hook of a user's has seen it."""
-    return not (module._forward_hooks or _global_forward_hooks)
+    """Whether the memory of the module's output may be used again: a linear layer keeps none of it, and no
+    hook of a user's has seen it. A wrapper around one may keep it, or need it for its own backward pass.
+    """
+    return isinstance(module, nn.Linear) and not (module._forward_hooks or _global_forward_hooks)
 
 
 def _pack(tensor: Tensor) -> _Kept | Recipe:

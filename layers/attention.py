@@ -34,6 +34,7 @@ class Attention(nn.Module):
     ):
         super().__init__()
         self.spec, self.layer, self.backend = spec, layer, backend
+        self.hidden_size = hidden_size
         self.qkv_proj = nn.Linear(hidden_size, spec.q_size + 2 * spec.kv_size, bias=spec.qkv_bias)
         self.o_proj = nn.Linear(spec.q_size, hidden_size, bias=spec.o_bias)
         self.sinks = nn.Parameter(torch.zeros(spec.num_attention_heads)) if spec.sinks else None
@@ -77,7 +78,7 @@ class Attention(nn.Module):
         sinks.
         """
         rows = (self.spec.q_size, self.spec.kv_size, self.spec.kv_size)
-        hidden = self.qkv_proj.in_features
+        hidden = self.hidden_size
 
         def stacked(kind: str, *rest: int) -> Expr:
             parts = zip((q, k, v), rows, strict=True)

@@ -35,7 +35,7 @@ class GatedMLP(nn.Module):
 
     def __init__(self, hidden_size: int, spec: MLPSpec):
         super().__init__()
-        self.spec = spec
+        self.spec, self.hidden_size = spec, hidden_size
         self.gated_product = _GATED[spec.activation]
         self.gate_up_proj = nn.Linear(hidden_size, 2 * spec.intermediate_size, bias=spec.bias)
         self.down_proj = nn.Linear(spec.intermediate_size, hidden_size, bias=spec.bias)
@@ -48,7 +48,7 @@ class GatedMLP(nn.Module):
 
     def weight_map(self, prefix: str, gate: str, up: str, down: str) -> dict[str, Expr]:
         """`prefix` of the native names; the checkpoint's names of the three projections, bare."""
-        hidden, inner = self.gate_up_proj.in_features, self.spec.intermediate_size
+        hidden, inner = self.hidden_size, self.spec.intermediate_size
 
         def stacked(kind: str, *rest: int) -> Expr:
             return Cat(tuple(Ref(f"{name}.{kind}", (inner, *rest)) for name in (gate, up)))

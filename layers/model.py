@@ -27,6 +27,8 @@ from liger_models.layers.output import CausalLMOutput
 from liger_models.layers.sequences import IGNORE_INDEX, Sequences
 from liger_models.layers.spec import ModelSpec
 
+_INTEGERS = (torch.int64, torch.int32)  # what an embedding and the kernels take
+
 
 @dataclass(frozen=True)
 class ModelNames:
@@ -110,7 +112,7 @@ class CausalLM(nn.Module):
 
         Raises:
             DataError: shapes that do not fit, ids or labels outside the vocabulary, no label in the batch,
-                positions beyond the rotary tables.
+                positions beyond the rotary tables, a num_items_in_batch that is not above 0.
         """
         shape, device = self._batch_shape(input_ids, inputs_embeds)
         sequences = Sequences.from_call(shape, device, attention_mask, position_ids, cu_seqlens)
@@ -152,6 +154,15 @@ class CausalLM(nn.Module):
                 with keep_recipes() if lean and layer.activation_memory != "all" else nullcontext():
                     x, residual = layer(x, residual, sequences)
         return add_and_norm(self.norm, x, residual)[0]
+
+    def check_ids(self, input_ids: Tensor) -> None:
+        """Check [batch, seq] ids as `forward` does, now and not beside the work (it waits for the device).
+
+        Raises:
+            DataError: they are not integers of this shape, or one is outside the vocabulary.
+        """
+        self._batch_shape(input_ids, None)
+        self._finish_checks(self._begin_checks(input_ids, None), False, None)
 
     def new_cache(self, batch: int, max_length: int) -> KVCache:
         """Room for the keys and values of `batch` sequences of up to `max_length` tokens, for generation."""
@@ -254,10 +265,10 @@ class CausalLM(nn.Module):
         if (input_ids is None) == (embeds is None):
             raise DataError("give either input_ids or inputs_embeds")
         if input_ids is not None:
-            if input_ids.dim() != 2 or input_ids.is_floating_point():
+            if input_ids.dim() != 2 or input_ids.dtype not in _INTEGERS:
                 raise DataError(
-                    f"input_ids must be integers of shape [batch, seq], found {input_ids.dtype} of shape "
-                    f"{tuple(input_ids.shape)}"
+                    f"input_ids must be integers, int64 or int32, of shape [batch, seq], found "
+                    f"{input_ids.dtype} of shape {tuple(input_ids.shape)}"
                 )
             given = input_ids
         else:
@@ -281,9 +292,9 @@ class CausalLM(nn.Module):
         given = labels if labels is not None else shift_labels
         if given is None:
             return None
-        if tuple(given.shape) != sequences.shape or given.is_floating_point():
+        if tuple(given.shape) != sequences.shape or given.dtype not in _INTEGERS:
             raise DataError(
-                f"labels must be integers of the shape of the tokens, {sequences.shape}; "
+                f"labels must be integers, int64 or int32, of the shape of the tokens, {sequences.shape}; "
                 f"found {given.dtype} of shape {tuple(given.shape)}"
             )
         packed = sequences.pack(given)
@@ -311,6 +322,8 @@ class CausalLM(nn.Module):
         self, checks: HostCopy | None, with_labels: bool, num_items: Tensor | int | None
     ) -> int | None:
         """Raise what the checks found; else the number of labels that count."""
+        if isinstance(num_items, int | float) and not num_items > 0:
+            raise DataError(f"num_items_in_batch must be above 0, found {num_items}")
         if checks is None:
             return None
         lowest_id, highest_id, num_valid, lowest_label, highest_label = checks.tolist()

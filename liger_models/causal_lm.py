@@ -14,8 +14,10 @@ from torch import Tensor
 
 from liger_models.architectures import Architecture
 from liger_models.convert.checkpoint_writing import find_aux_files, save_checkpoint
+from liger_models.convert.errors import CheckpointError, ConfigError
 from liger_models.convert.hf_config import ModelConfig, export_config
 from liger_models.convert.source_layout import SourceLayout
+from liger_models.convert.weight_map import WeightMap
 from liger_models.generation import generate
 from liger_models.layers.attention_backends import AttentionBackend
 from liger_models.layers.model import CausalLM
@@ -58,7 +60,7 @@ class LigerCausalLM(CausalLM):
         self,
         folder: str | Path,
         max_shard_size: int | str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: str | torch.dtype | None = None,
     ) -> None:
         """Write a Hugging Face checkpoint that transformers and vLLM read.
 
@@ -70,12 +72,18 @@ class LigerCausalLM(CausalLM):
             folder: where to.
             max_shard_size: of one file, in bytes or as "5GB" (10^9) or "5GiB". Default: the source's
                 division, or 5 GB.
-            dtype: of the tensors. Default: the source's, or the parameters' own.
+            dtype: of the tensors, as torch.bfloat16 or "bfloat16". Default: the source's, or the parameters'
+                own.
 
         Raises:
-            CheckpointError: the disk is full or cannot be written to; an old checkpoint is then untouched.
+            CheckpointError: the disk is full or cannot be written to; an old checkpoint is then untouched. Or
+                the model no longer has the parameters that it was made with: they are sharded over processes,
+                or belong to an adapter.
+            ConfigError: `dtype` is none of these.
         """
-        parameters = dict(self.named_parameters())
+        dtype = None if dtype is None else parse_dtype(dtype)
+        parameters, weight_map = dict(self.named_parameters()), self.weight_map()
+        _check_savable(parameters, weight_map)
         written = dtype or (_source_dtype(self.source) if self.source else self.dtype)
         config = export_config(
             self.config.to_dict(), dtype=str(written).removeprefix("torch."), source=self.source is not None
@@ -84,7 +92,7 @@ class LigerCausalLM(CausalLM):
         save_checkpoint(
             folder,
             parameters,
-            self.weight_map(),
+            weight_map,
             config=config,
             source=self.source,
             max_shard_size=max_shard_size,
@@ -156,6 +164,38 @@ class LigerCausalLM(CausalLM):
             if value is not None:
                 return value
         return getattr(self.config, key, None)
+
+
+def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """The dtype of a model's weights, from its name or itself.
+
+    Raises:
+        ConfigError: it is none in which a model can be.
+    """
+    parsed = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if parsed not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        raise ConfigError(
+            f"dtype {dtype!r} is not a floating point dtype; expected 'bfloat16', 'float16' or 'float32'"
+        )
+    return parsed
+
+
+def _check_savable(parameters: Mapping[str, Tensor], weight_map: WeightMap) -> None:
+    for name, parameter in parameters.items():
+        if hasattr(parameter, "full_tensor"):  # a DTensor
+            raise CheckpointError(
+                f"{name} is sharded over processes; gather the weights first (get_model_state_dict of "
+                "torch.distributed.checkpoint.state_dict, with full_state_dict=True), load them into a model "
+                "that is not sharded, and save that one"
+            )
+        if parameter.is_meta:
+            raise CheckpointError(f"{name} is on the meta device, so there are no values to save")
+    if unknown := sorted(parameters.keys() ^ weight_map.keys()):
+        raise CheckpointError(
+            f"the model's parameters are not those that it was made with; they differ in {unknown[:4]}. "
+            "Merge adapters into the layers that they wrap, remove parametrizations, and let a "
+            "tied head stay tied"
+        )
 
 
 def _source_dtype(source: SourceLayout) -> torch.dtype:

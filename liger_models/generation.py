@@ -46,7 +46,8 @@ def generate(
         [batch, seq + new]: the prompts and what was added.
 
     Raises:
-        DataError: an empty prompt, or more positions than the model's rotary tables hold.
+        DataError: an empty prompt, ids outside the vocabulary, or more positions than the model's rotary
+            tables hold.
         ValueError: an option outside its range.
     """
     _check_options(max_new_tokens, temperature, top_p, top_k)
@@ -57,7 +58,7 @@ def generate(
     if seed is not None:
         generator = torch.Generator(device=input_ids.device).manual_seed(seed)
 
-    sequences, lengths = _prompts(input_ids, attention_mask)
+    sequences, lengths = _prompts(model, input_ids, attention_mask)
     cache = model.new_cache(input_ids.shape[0], sequences.max_seqlen + max_new_tokens)
     new_ids = input_ids
     done = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
@@ -83,12 +84,13 @@ def generate(
     return torch.cat(tokens, dim=1)
 
 
-def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Sequences, Tensor]:
+def _prompts(model: CausalLM, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Sequences, Tensor]:
     """The prompts as packed documents, and their lengths [batch]."""
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         raise DataError(
             f"prompts must have the shape [batch, seq] and hold a token, found {tuple(input_ids.shape)}"
         )
+    model.check_ids(input_ids)
     batch, seq = input_ids.shape
     sequences = Sequences.from_call((batch, seq), input_ids.device, attention_mask)
     if sequences.cu_seqlens is None:
@@ -120,7 +122,7 @@ def _choose(
 def _check_options(max_new_tokens: int, temperature: float, top_p: float, top_k: int) -> None:
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, found {max_new_tokens}")
-    if temperature < 0:
+    if not temperature >= 0:
         raise ValueError(f"temperature must not be negative, found {temperature}")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1, found {top_p}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from liger_models.architectures import Architecture, find_architecture
-from liger_models.causal_lm import LigerCausalLM
+from liger_models.causal_lm import LigerCausalLM, parse_dtype
 from liger_models.convert.checkpoint import CheckpointReader, load_parameters
 from liger_models.convert.errors import ConfigError
 from liger_models.convert.hf_config import HFConfig
 from liger_models.convert.source_layout import match_layout
+from liger_models.convert.weight_map import WeightMap, checkpoint_shapes
 from liger_models.layers.attention_backends import AttentionBackend
 from liger_models.layers.model import CausalLM
 
@@ -49,12 +51,14 @@ def from_hub(
 
     Raises:
         UnsupportedModelError: no architecture of this `model_type`.
-        ConfigError: a key of config.json is missing, unknown or has a value that cannot be honoured.
+        ConfigError: a key of config.json is missing, unknown or has a value that cannot be honoured; or the
+            dtype or the device cannot.
         CheckpointError: a file or a tensor is missing, extra, misshapen or damaged.
         HubError: the repository, or the hub, cannot be had.
     """
     from liger_models.convert.hub import resolve
 
+    device = parse_device(device)
     folder = resolve(
         name_or_path, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
     )
@@ -66,7 +70,8 @@ def from_hub(
         model.source = match_layout(
             reader, {"hub": weight_map}, carried=architecture.carried, tied_duplicates=tied_duplicates(model)
         )
-        model.materialize(device, _checkpoint_dtype(reader) if dtype == "auto" else _parse_dtype(dtype))
+        chosen = _checkpoint_dtype(reader, weight_map) if dtype == "auto" else parse_dtype(dtype)
+        model.materialize(device, chosen)
         load_parameters(dict(model.named_parameters()), weight_map, reader, progress=True)
     model.source_folder = folder
     return model
@@ -94,12 +99,13 @@ def from_config(
     Raises:
         UnsupportedModelError, ConfigError: as for `from_hub`.
     """
+    device = parse_device(device)
     read = HFConfig.load(config, ignore_config_keys=ignore_config_keys)
     architecture = find_architecture(read.model_type)
     model = _skeleton(read, architecture, attention, activation_memory)
     if dtype == "auto":
         dtype = read.raw.get("dtype") or read.raw.get("torch_dtype") or "float32"
-    model.materialize(device, _parse_dtype(dtype))
+    model.materialize(device, parse_dtype(dtype))
     model.reset_parameters()
     return model
 
@@ -137,19 +143,24 @@ class _NoInitialisation(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def _checkpoint_dtype(reader: CheckpointReader) -> torch.dtype:
-    """The narrowest dtype that holds every tensor of the checkpoint exactly."""
-    dtypes = {info.dtype for info in reader.tensors.values()}
-    dtype = dtypes.pop()
-    for other in dtypes:
-        dtype = torch.promote_types(dtype, other)
-    return dtype
+def _checkpoint_dtype(reader: CheckpointReader, weight_map: WeightMap) -> torch.dtype:
+    """The narrowest dtype that holds every parameter of the checkpoint exactly."""
+    dtypes = {reader.tensors[name].dtype for name in checkpoint_shapes(weight_map)}
+    return parse_dtype(functools.reduce(torch.promote_types, dtypes))
 
 
-def _parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    parsed = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(parsed, torch.dtype) or not parsed.is_floating_point:
-        raise ConfigError(
-            f"dtype {dtype!r} is not a floating point dtype; expected 'bfloat16', 'float16' or 'float32'"
-        )
+def parse_device(device: str | torch.device | None) -> torch.device | None:
+    """A device that is there; None for torch's default.
+
+    Raises:
+        ConfigError: torch does not know the device, or has none of it.
+    """
+    if device is None:
+        return None
+    try:
+        parsed = torch.device(device)
+        torch.empty(0, device=parsed)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device {str(device)!r} cannot be used ({reason}); 'cpu' always can") from error
     return parsed

@@ -24,7 +24,7 @@ def add_parser(subparsers) -> None:
         metavar="P",
         help="sample from the likeliest tokens that have this share (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=int, metavar="N", help="makes the sampling repeatable")
+    parser.add_argument("--seed", type=_seed, metavar="N", help="makes the sampling repeatable")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
     parser.add_argument("--device", help="such as cuda or cpu (default: a GPU if there is one)")
 
@@ -35,8 +35,13 @@ def run(args: argparse.Namespace) -> None:
 
     import liger_models
     from liger_models.cli.checkpoints import find_checkpoint
+    from liger_models.convert.errors import DataError
     from liger_models.training.tokenizer import TextTokenizer
 
+    try:  # bytes of the command line that are no text arrive as halves of surrogate pairs
+        args.prompt.encode()
+    except UnicodeEncodeError as error:
+        raise DataError("the prompt is not valid text in the terminal's encoding") from error
     folder = find_checkpoint(args.name)
     tokenizer = TextTokenizer(folder)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -62,6 +67,12 @@ def run(args: argparse.Namespace) -> None:
         )
     finally:
         print()
+
+
+def _seed(text: str) -> int:
+    if abs(value := int(text)) >= 2**63:
+        raise argparse.ArgumentTypeError(f"must be a number of 64 bits, found {text}")
+    return value
 
 
 def _positive(text: str) -> int:

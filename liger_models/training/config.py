@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from liger_models.convert.errors import ConfigError
+from liger_models.layers.activation_memory import LEVELS
+from liger_models.layers.attention_backends import BACKENDS
 
 SCHEDULES = ("cosine", "linear", "constant")
 DTYPES = ("auto", "float32", "bfloat16")
@@ -81,10 +83,13 @@ class TrainConfig:
             found = "neither" if self.steps is None else f"steps={self.steps} and epochs={self.epochs}"
             raise ConfigError(f"the length of the run: found {found}; give exactly one of steps and epochs")
         check("steps", self.steps is None or self.steps >= 1, "1 or more")
-        check("epochs", self.epochs is None or self.epochs > 0, "more than 0")
+        check("epochs", self.epochs is None or 0 < self.epochs < float("inf"), "more than 0, and not endless")
         check("lr", 0 < self.lr < float("inf"), "a number above 0")
         check("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
         check("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
+        check("attention", self.attention in BACKENDS, f"one of {', '.join(BACKENDS)}")
+        check("activation_memory", self.activation_memory in LEVELS, f"one of {', '.join(LEVELS)}")
+        check("seed", abs(self.seed) < 2**63, "a number of 64 bits")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -344,7 +344,7 @@ def _read(path: Path, counts: Counter[str]) -> Iterator[Record]:
         raise DataError(f"data file {path} {what}")
     if path.suffix in TEXT_SUFFIXES:
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")  # a byte order mark is no text
         except UnicodeDecodeError as error:
             raise DataError(f"{path} is not UTF-8 at byte {error.start}; convert it first") from error
         if text.strip():
@@ -367,6 +367,8 @@ def _parse(where: str, line: bytes, counts: Counter[str]) -> Record:
         raise DataError(f"{where}: not UTF-8 at byte {error.start} of the line") from error
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not valid JSON at column {error.colno}: {error.msg}") from error
+    except (ValueError, RecursionError) as error:  # a number or a nesting beyond Python's limits
+        raise DataError(f"{where}: JSON that cannot be read: {error}") from error
     if not isinstance(record, dict):
         raise DataError(f"{where}: found a {type(record).__name__}, expected a JSON object")
     forms = [form for form in FORMS if any(key in record for key in form.split("/"))]
@@ -400,6 +402,8 @@ def _check_text(where: str, text: str) -> None:
 def _check_messages(where: str, messages: Any) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
         raise DataError(f"{where}: 'messages' must be a list of objects with 'role' and 'content'")
+    if any("content" not in m and "tool_calls" not in m for m in messages):
+        raise DataError(f"{where}: a message has neither 'content' nor 'tool_calls'")
     if not any(m["role"] == "assistant" for m in messages):
         raise DataError(f"{where}: no message has the role 'assistant', so there is nothing to train on")
     return messages

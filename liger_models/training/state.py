@@ -106,9 +106,14 @@ def restore(
     checkpoint: Path, state: dict[str, Any], model: LigerCausalLM, optimizer: torch.optim.Optimizer
 ) -> Progress:
     """Put AdamW's state and the random states back; `model` was read from the checkpoint itself."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    with safe_open(checkpoint / STATE / "tensors.safetensors", framework="pt") as file:
+    path = checkpoint / STATE / "tensors.safetensors"
+    try:
+        opened = safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); resume from another checkpoint") from error
+    with opened as file:
         names = set(file.keys())
         stored = {name.removeprefix("step.") for name in names if name.startswith("step.")}
         if unknown := stored - {name for name, _ in model.named_parameters()}:

@@ -144,7 +144,9 @@ class TextTokenizer:
         # A template is data from elsewhere: it runs in the sandbox. Some write today's date into the system
         # prompt; a run resumed tomorrow must see the same tokens, so "today" is the day that Llama's own
         # templates fall back to.
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
         environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
         environment.globals["raise_exception"] = raise_exception
         environment.globals["strftime_now"] = datetime.datetime(2024, 7, 26).strftime

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from liger_models.loading import parse_device
+
 
 class World:
     """The processes of this run: one, or torchrun's ranks with DDP between them."""
@@ -20,9 +22,11 @@ class World:
         self.size, self.rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = torch.device(device)
-        if self.device.type == "cuda" and self.device.index is None:
-            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        if device == "cuda":
+            device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        parsed = parse_device(device)
+        assert parsed is not None  # since one was named
+        self.device = parsed
         self.main = self.rank == 0
         self._ours = False
 

@@ -203,3 +203,16 @@ def test_more_positions_than_the_tables_hold_are_refused(make_pair):
     assert generate(pair.ours, prompts(pair), 24).shape == (3, 33)  # the last token is never read
     with pytest.raises(DataError, match="position 32 is beyond"):
         generate(pair.ours, prompts(pair), 25)
+
+
+@pytest.mark.parametrize("outside", [-1, 10**6])
+def test_an_id_outside_the_vocabulary_is_named(outside, pair):
+    ids = prompts(pair)
+    ids[1, 3] = outside
+    with pytest.raises(DataError, match=f"the id {outside}, which is outside the vocabulary"):
+        generate(pair.ours, ids, 1)
+
+
+def test_a_temperature_that_is_no_number_is_refused(pair):
+    with pytest.raises(ValueError, match="temperature must not be negative, found nan"):
+        generate(pair.ours, prompts(pair), 1, temperature=float("nan"))

@@ -245,6 +245,7 @@ def test_spellings_that_disagree_are_refused(change, message):
         ({"rope_type": "linear", "factor": True}, "must be a number"),
         ({"rope_type": "linear", "factor": float("nan")}, "must be a number"),
         ({"rope_type": "linear", "factor": -2.0}, "must not be negative"),
+        ({"rope_type": "linear", "factor": 0}, "factor of rope_scaling must be above 0"),
         ({"rope_type": "longrope", "short_factor": ["a"], "long_factor": [1.0]}, "must be a list of numbers"),
         ({"rope_type": "linear", "type": "yarn", "factor": 2.0}, "names two rope types"),
         (
@@ -256,6 +257,13 @@ def test_spellings_that_disagree_are_refused(change, message):
 def test_rotary_settings_that_cannot_be_honoured_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         rope({**BASE, "rope_scaling": settings})
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"model_type": 5}', '{"model_type": ["llama"]}'])
+def test_a_file_that_is_no_config_is_refused(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"is not valid JSON|model_type must be a name"):
+        HFConfig.load(tmp_path)
 
 
 # ------------------------------------------------------------------------------------ model.config and export

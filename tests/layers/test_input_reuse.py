@@ -43,3 +43,40 @@ def test_a_global_hook_counts_too():
         assert not output_is_ours(module)
     finally:
         handle.remove()
+
+
+class Wrapped(torch.nn.Module):
+    """A layer around a projection, as adapters are."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+
+    def forward(self, x):
+        self.seen = self.base(x)
+        return self.seen
+
+
+def test_what_a_wrapper_kept_is_not_written_over():
+    torch.manual_seed(0)
+    mlp = LigerSwiGLUMLP(8, 12)
+    mlp.gate_up_proj = wrapper = Wrapped(mlp.gate_up_proj)
+    mlp(torch.randn(3, 8)).sum().backward()
+    assert wrapper.seen._version == 0
+
+
+def test_a_wrapper_whose_backward_needs_its_output_gives_the_gradient_of_the_formula():
+    torch.manual_seed(0)
+    mlp = LigerSwiGLUMLP(8, 12)
+    mlp.gate_up_proj = torch.nn.Sequential(mlp.gate_up_proj, torch.nn.Tanh())
+    x = torch.randn(3, 8)
+    mlp(x).sum().backward()
+    gate, up = torch.tanh(x @ mlp.gate_up_proj[0].weight.T).chunk(2, dim=-1)
+    product = torch.nn.functional.silu(gate) * up
+    (product @ mlp.down_proj.weight.T).sum().backward(inputs=[weight := mlp.gate_up_proj[0].weight])
+    # The sum of two gradients that should be alike: twice the first, to float32's rounding of some ten terms.
+    with torch.no_grad():
+        both = weight.grad.clone()
+    weight.grad = None
+    mlp(x).sum().backward()
+    torch.testing.assert_close(2 * weight.grad, both, rtol=1e-5, atol=1e-6)

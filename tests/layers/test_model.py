@@ -49,6 +49,19 @@ def test_an_id_outside_the_vocabulary_is_named(outside, model, ids):
             model(ids, **call)
 
 
+@pytest.mark.parametrize("count", [0, -1, float("nan")])
+def test_a_count_of_items_that_no_loss_can_be_divided_by_is_refused(count, model, ids):
+    with pytest.raises(DataError, match=f"num_items_in_batch must be above 0, found {count}"):
+        model(ids, labels=ids, num_items_in_batch=count)
+
+
+def test_ids_and_labels_that_no_kernel_takes_are_refused(model, ids):
+    with pytest.raises(DataError, match=r"input_ids must be integers, int64 or int32.*uint8"):
+        model(ids.to(torch.uint8))
+    with pytest.raises(DataError, match=r"labels must be integers, int64 or int32.*bool"):
+        model(ids, labels=ids.bool())
+
+
 @pytest.mark.parametrize("outside", [-1, VOCAB, -101])
 @pytest.mark.parametrize("name", ["labels", "shift_labels"])
 def test_a_label_outside_the_vocabulary_is_named(name, outside, model, ids):

@@ -351,13 +351,34 @@ def test_errors_are_one_line_and_exit_code_two(argv, message, capsys, tmp_path, 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--device", "nonsense"], "device 'nonsense' cannot be used"),
+        (["--device", "cuda:99"], "device 'cuda:99' cannot be used"),
+        (["--prompt", "\udcff"], "the prompt is not valid text"),
+    ],
+)
+def test_generate_says_what_it_cannot_use(options, message, checkpoint, capsys):
+    assert main(["generate", str(checkpoint), "--prompt", "x", *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"liger-models generate: {message}")
+
+
 def test_debug_shows_the_traceback(tmp_path):
     with pytest.raises(liger_models.LigerModelsError):
         main(["inspect", str(tmp_path / "nothing"), "--debug"])
 
 
 @pytest.mark.parametrize(
-    "options", [["--top-p", "0"], ["--temperature", "-1"], ["--max-new-tokens", "0"], ["--dtype", "int8"]]
+    "options",
+    [
+        ["--top-p", "0"],
+        ["--temperature", "-1"],
+        ["--max-new-tokens", "0"],
+        ["--dtype", "int8"],
+        ["--seed", str(2**63)],
+    ],
 )
 def test_options_outside_their_range_are_refused_with_the_usage(options, checkpoint, capsys):
     with pytest.raises(SystemExit) as stop:

@@ -204,6 +204,11 @@ def test_a_template_that_fails_or_reaches_out_is_an_error(tokenizer_folder, tmp_
         template_folder(tokenizer_folder, tmp_path, template).render(CHAT)
 
 
+def test_a_template_may_leave_a_loop(tokenizer_folder, tmp_path):
+    template = "{% for m in messages %}{{ m.content }}{% if loop.first %}{% break %}{% endif %}{% endfor %}"
+    assert template_folder(tokenizer_folder, tmp_path, template).render(CHAT[:1])[0] == "a"
+
+
 def test_a_template_that_writes_the_date_gives_the_same_text_every_day(tokenizer_folder, tmp_path):
     tokenizer = template_folder(
         tokenizer_folder, tmp_path, "{{ strftime_now('%d %b %Y') }}{{ messages[0].content }}"
@@ -260,6 +265,9 @@ GOOD = b'{"text": "abc"}\n'
         (b'{"text": "\\ud800"}\n', "line 1: character 0 is half of a surrogate pair"),
         (b'{"messages": []}\n', "line 1: no message has the role 'assistant'"),
         (b'{"messages": "hi"}\n', "line 1: 'messages' must be a list"),
+        (b'{"messages": [{"role": "assistant"}]}\n', "line 1: a message has neither 'content'"),
+        (GOOD + b'{"text": ' + b"[" * 100_000 + b"\n", "line 2: JSON that cannot be read"),
+        (b'{"text": "a", "n": ' + b"9" * 5000 + b"}\n", "line 1: JSON that cannot be read"),
         (b"", "data.jsonl is empty"),
         (b"\n\n", "data.jsonl is empty"),
         (b'{"text": ""}\n', "nothing to train on"),
@@ -291,6 +299,16 @@ def test_a_file_that_cannot_be_used_is_named(tokenizer, tmp_path, name, content,
 def test_a_token_outside_the_vocabulary_is_named_with_its_line(load):
     with pytest.raises(DataError, match=r"line 1: token '.*' has id \d+ and .* has 3 entries"):
         load([{"text": "abc"}], vocab_size=3)
+
+
+def test_a_byte_order_mark_is_no_text(tokenizer, tmp_path):
+    (tmp_path / "marked.txt").write_bytes("abé".encode("utf-8-sig"))
+    (tmp_path / "plain.txt").write_bytes("abé".encode())
+    marked, plain = (
+        load_documents([str(tmp_path / name)], tokenizer, seq_len=8, vocab_size=320)
+        for name in ("marked.txt", "plain.txt")
+    )
+    assert torch.equal(marked.tokens, plain.tokens)
 
 
 def test_a_text_file_is_one_document(tokenizer, tmp_path):

@@ -1,0 +1,88 @@
+"""Which models can be saved, in which dtype, and where they can be."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import liger_models
+from liger_models.architectures import find_architecture
+from liger_models.convert.errors import CheckpointError, ConfigError
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return liger_models.from_config({**find_architecture("llama").tiny, "tie_word_embeddings": True})
+
+
+def test_a_dtype_may_be_given_by_name(model, tmp_path):
+    model.save_pretrained(tmp_path / "out", dtype="bfloat16")
+    assert liger_models.from_hub(tmp_path / "out").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, "int8", "float8_e4m3fn", "bf16"])
+def test_a_dtype_that_would_lose_the_weights_is_refused(dtype, model, tmp_path):
+    with pytest.raises(ConfigError, match="is not a floating point dtype"):
+        model.save_pretrained(tmp_path / "out", dtype=dtype)
+    with pytest.raises(ConfigError, match="is not a floating point dtype"):
+        liger_models.from_config(model.config.to_dict(), dtype=dtype)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tensor_that_is_only_carried_along_does_not_choose_the_dtype(model, tmp_path):
+    """Old LLaMA checkpoints hold the rotary frequencies in float32 beside weights in 16 bits."""
+    model.bfloat16().save_pretrained(tmp_path / "out")
+    file = tmp_path / "out" / "model.safetensors"
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.rand(8)}
+    save_file(load_file(file) | frequencies, file, {"format": "pt"})
+    assert liger_models.from_hub(tmp_path / "out").dtype == torch.bfloat16
+
+
+class Adapter(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+
+    def forward(self, x):
+        return self.base(x)
+
+
+def wrap_projections(model):
+    attention, mlp = model.layers[0].self_attn, model.layers[0].mlp
+    attention.qkv_proj, mlp.gate_up_proj = Adapter(attention.qkv_proj), Adapter(mlp.gate_up_proj)
+
+
+def untie(model):
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+
+
+@pytest.mark.parametrize("change", [wrap_projections, untie])
+def test_a_model_with_other_parameters_than_its_checkpoint_is_not_saved(change, model, tmp_path):
+    change(model)
+    with pytest.raises(CheckpointError, match="not those that it was made with; they differ in"):
+        model.save_pretrained(tmp_path / "out")
+
+
+def test_a_model_without_values_is_not_saved(model, tmp_path):
+    with pytest.raises(CheckpointError, match="is on the meta device"):
+        model.to("meta").save_pretrained(tmp_path / "out")
+
+
+def test_a_sharded_model_is_not_saved_as_if_it_were_whole(model, tmp_path):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(CheckpointError, match="is sharded over processes; gather the weights first"):
+            model.save_pretrained(tmp_path / "out")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("device", ["nonsense", "cuda:99"])
+def test_a_device_that_is_not_there_is_refused(device, model):
+    with pytest.raises(ConfigError, match=f"device '{device}' cannot be used"):
+        liger_models.from_config(model.config.to_dict(), device=device)
