@@ -161,3 +161,9 @@ class ModelSpec:
     def ropes(self) -> tuple[RopeSpec, ...]:
         """The distinct rotary settings of the layers, in the order of first use."""
         return tuple(dict.fromkeys(b.attention.rope for b in self.blocks if b.attention.rope is not None))
+
+    @property
+    def position_limit(self) -> int | None:
+        """The first position that some layer's rotation was not made for; None where all stretch on."""
+        limits = [rope.position_limit for rope in self.ropes if rope.position_limit is not None]
+        return min(limits, default=None)

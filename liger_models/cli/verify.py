@@ -54,8 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if obstacle:
         print(f"not compared with transformers: {obstacle}")
         return 0 if same else 1
-    limits = [rope.position_limit for rope in skeleton.spec.ropes if rope.position_limit is not None]
-    length = min([LENGTH, *limits])
+    length = min(LENGTH, skeleton.spec.position_limit or LENGTH)
     return 0 if verify_numbers(folder, length) and same else 1
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import json
 from array import array
 from collections import Counter
@@ -81,6 +82,10 @@ class Documents:
 
     def __len__(self) -> int:
         return len(self.whole)
+
+    def longest_piece(self, seq_len: int) -> int:
+        """The most inputs of one document in a row."""
+        return min(seq_len, max(b - a - 1 for a, b in itertools.pairwise(self.starts)))
 
     def labels(self, piece: Piece) -> Tensor:
         start, stop = piece.start + 1, piece.stop + 1

@@ -320,6 +320,13 @@ class Run:
             documents, held_out = split(documents, config.eval_fraction, config.seed)
         if held_out:
             self.world.say(f"held out: {describe(held_out.counts)}")
+        limit = self.model.spec.position_limit
+        longest = max(part.longest_piece(config.seq_len) for part in (documents, held_out) if part)
+        if limit is not None and longest > limit:
+            raise ConfigError(
+                f"the data has documents of {longest} tokens or more, and {config.model} was made for "
+                f"{limit} positions (max_position_embeddings); choose --seq-len {limit} or less"
+            )
         return documents, held_out
 
     def _check_resumed(self, checkpoint: Path, state: dict[str, Any]) -> None:

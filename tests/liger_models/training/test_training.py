@@ -220,6 +220,18 @@ train(TrainConfig(**options | {key: tuple(options[key]) for key in ("data", "eva
 """
 
 
+def test_documents_longer_than_the_model_has_positions_are_refused_before_the_first_step(
+    run, settings, tmp_path
+):
+    long, short = tmp_path / "long.txt", tmp_path / "short.jsonl"
+    long.write_text("one word after another " * 200)
+    short.write_text('{"text": "a few words"}\n' * 40)
+    with pytest.raises(ConfigError, match=r"documents of 200 tokens or more.* 128 .*--seq-len 128 or less"):
+        run(settings(data=(str(short),), eval_data=(str(long),), eval_fraction=0.0, seq_len=200))
+    # Rows may be longer than the positions, as long as no document is.
+    run(settings(data=(str(short),), seq_len=200, steps=1))
+
+
 def test_a_float16_checkpoint_asks_for_a_dtype(run, settings, tiny_checkpoint):
     source = str(tiny_checkpoint(torch.float16))
     with pytest.raises(ConfigError, match="choose --dtype bfloat16 or float32"):
