@@ -227,3 +227,8 @@ def _check_mask(attention_mask: Tensor, shape: tuple[int, int]) -> None:
             f"attention_mask must have the shape of the tokens, {shape}; found "
             f"{tuple(attention_mask.shape)}. Packed documents are given by cu_seqlens, not by a mask."
         )
+    if attention_mask.is_floating_point() and bool((attention_mask < 0).any()):
+        raise DataError(
+            "attention_mask holds negative numbers, as a mask that is added to scores does; expected 1 at "
+            "tokens and 0 at padding"
+        )

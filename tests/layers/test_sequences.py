@@ -114,6 +114,10 @@ def test_a_token_is_to_predict_the_next_one_of_its_document(given, expected):
         ({"attention_mask": torch.ones(2, 4)}, r"\(2, 3\); found \(2, 4\)"),
         ({"attention_mask": torch.ones(2, 1, 3, 3)}, "cu_seqlens, not by a mask"),
         ({"attention_mask": torch.zeros(2, 3)}, "0 everywhere"),
+        (
+            {"attention_mask": torch.tensor([[0.0, 0.0, 0.0], [-1e9, 0.0, 0.0]])},
+            "1 at tokens and 0 at padding",
+        ),
         ({"cu_seqlens": torch.tensor([0, 5])}, "rise from 0 to the number of tokens, 6.*from 0 to 5"),
         ({"cu_seqlens": torch.tensor([1, 6])}, "from 1 to 6"),
         ({"cu_seqlens": torch.tensor([0, 4, 2, 6])}, "must rise"),
