@@ -49,21 +49,11 @@ def swiglu(gate_up: Tensor, up: Tensor | None = None, *, reuse_input: bool = Fal
     return _gated(gate_up, up, "silu", reuse_input)
 
 
-def swiglu_plain(gate_up: Tensor, up: Tensor | None = None) -> Tensor:
-    """The meaning of `swiglu`, in plain PyTorch."""
-    return _gated_plain(gate_up, up, "silu")
-
-
 def geglu(
     gate_up: Tensor, up: Tensor | None = None, approximate: str = "tanh", *, reuse_input: bool = False
 ) -> Tensor:
     """gelu(gate) * up. `approximate` is "tanh" or "none", as in torch; the rest is as in `swiglu`."""
     return _gated(gate_up, up, _gelu_name(approximate), reuse_input)
-
-
-def geglu_plain(gate_up: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> Tensor:
-    """The meaning of `geglu`, in plain PyTorch."""
-    return _gated_plain(gate_up, up, _gelu_name(approximate))
 
 
 def relu2(x: Tensor) -> Tensor:
@@ -92,13 +82,14 @@ def _gated(gate_up: Tensor, up: Tensor | None, activation: str, reuse_input: boo
         found = f"gate is {tuple(gate_up.shape)} {gate_up.dtype}, up is {tuple(up.shape)} {up.dtype}"
         raise ValueError(f"{found}; expected the same shape and dtype")
     if not use_triton(gate_up, up):
-        return _gated_plain(gate_up, up, activation)
+        return gated_plain(gate_up, up, activation)
     if up is None:
         return _Packed.apply(gate_up, activation, reuse_input)
     return _Separate.apply(gate_up, up, activation)
 
 
-def _gated_plain(gate_up: Tensor, up: Tensor | None, activation: str) -> Tensor:
+def gated_plain(gate_up: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    """The meaning of `swiglu` ("silu") and of `geglu` ("gelu_tanh", "gelu"), in plain PyTorch."""
     gate, up = gate_up.chunk(2, -1) if up is None else (gate_up, up)
     gate, wide_up = at_least_float32(gate), at_least_float32(up)
     if activation == "silu":

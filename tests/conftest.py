@@ -20,3 +20,14 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture
+def interpreted():
+    """Run the kernels in Triton's interpreter, on a CPU."""
+    if torch.cuda.is_available():
+        pytest.skip("on this machine the kernels are compiled: the gpu tests run them")
+    from liger_models.kernels._dispatch import interpret
+
+    with interpret():
+        yield

@@ -8,15 +8,6 @@ import pytest
 import torch
 
 from liger_models.kernels import _norm_kernels
-from liger_models.kernels._dispatch import interpret
-
-
-@pytest.fixture
-def interpreted():
-    if torch.cuda.is_available():
-        pytest.skip("on this machine the kernels are compiled")
-    with interpret():
-        yield
 
 
 def test_every_choice_is_there_and_has_the_fields_that_are_told(benchmarks):

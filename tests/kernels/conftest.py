@@ -6,18 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from liger_models.kernels._dispatch import interpret
-
 sys.path.append(str(Path(__file__).parent))  # for kernel_operations, which programs beside it import too
-
-
-@pytest.fixture
-def interpreted():
-    """Run the kernels in Triton's interpreter, on a CPU."""
-    if torch.cuda.is_available():
-        pytest.skip("on this machine the kernels are compiled: the gpu tests run them")
-    with interpret():
-        yield
 
 
 @pytest.fixture(params=["plain", "triton"])

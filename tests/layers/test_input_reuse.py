@@ -3,17 +3,10 @@
 import pytest
 import torch
 
-from liger_models.kernels._dispatch import interpret
 from liger_models.layers.activation_memory import output_is_ours
 from liger_models.layers.mlp import LigerSwiGLUMLP
 
-
-@pytest.fixture(autouse=True)
-def interpreted():
-    if torch.cuda.is_available():
-        pytest.skip("on this machine the kernels are compiled")
-    with interpret():
-        yield
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 def test_a_tensor_that_a_forward_hook_kept_is_not_written_over():
