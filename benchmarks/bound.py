@@ -29,6 +29,17 @@ class Bound:
         leaves, upstream = self.sets[i][: self.num_leaves], self.sets[i][self.num_leaves :]
         return (*(output.detach() for output in outputs), *torch.autograd.grad(outputs, leaves, upstream))
 
+    def forward_all(self) -> list[Tensors]:
+        """One call on each copy."""
+        return [self.forward(i) for i in range(len(self.sets))]
+
+    def train_all(self) -> Tensors:
+        """One call on each copy, and one backward pass through all, as through the layers of a model."""
+        outputs = [output for outputs in self.forward_all() for output in outputs]
+        leaves = [leaf for tensors in self.sets for leaf in tensors[: self.num_leaves]]
+        upstream = [gradient for tensors in self.sets for gradient in tensors[self.num_leaves :]]
+        return torch.autograd.grad(outputs, leaves, upstream)
+
     def results(self) -> Tensors:
         """What `train` gives, in the case's layout; outputs as they were before the backward pass."""
         outputs = self.forward()

@@ -51,7 +51,8 @@ class Meter:
         self.device, self.cuda = device, device.type == "cuda"
         # Milliseconds to measure, by how many groups of calls at the least and at the most.
         self.total_ms, self.min_groups, self.max_groups = (20.0, 3, 5) if quick else (60.0, 5, 25)
-        self.ahead_ms, self.sustained_ms = (100.0, 200.0) if quick else (400.0, 800.0)
+        self.ahead_ms, self.sustained_ms = (100.0, 200.0) if quick else (250.0, 350.0)
+        self._copy_ms: dict[int, float] = {}
         if self.cuda:
             self.l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
             self._scratch = torch.ones(4 * self.l2_bytes // 4, device=device)
@@ -73,7 +74,7 @@ class Meter:
         """Time `call`, which has run before, for a bounded time: 60 ms, or five calls that take longer.
 
         `restore` puts back inputs that the call overwrites: untimed, between groups. `sustained` is for
-        matrix products, which the power limit slows down after a moment: 0.4 s of calls go ahead, and 0.8 s
+        matrix products, which the power limit slows down within 0.2 s: 0.25 s of calls go ahead, and 0.35 s
         are timed.
         """
         alive: deque[object] = deque(maxlen=copies - 1)
@@ -99,31 +100,45 @@ class Meter:
             position += group
         return Timing.of(samples)
 
-    def launch_microseconds(self, calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-        """What the host takes for each call, the device idle: the median of 20 rounds of 20 calls.
-
-        A round begins with an empty queue and is too short to fill it, so the host never waits for the
-        device, unless the call itself makes it. The calls take turns, round by round, so that what slows
-        the host down for a while slows down all of them.
+    def copy_milliseconds(self, num_bytes: int) -> float:
+        """torch's copy_ of half of `num_bytes`, which reads and writes as many in all: what a kernel of few
+        bytes can reach, since starting and ending one takes a few microseconds.
         """
-        rounds: dict[str, list[float]] = {name: [] for name in calls}
-        for call in calls.values():
-            for _ in range(20):  # the first calls of a kernel look up and fill caches
-                call()
+        if num_bytes not in self._copy_ms:
+            copies, count = self.copies(num_bytes), max(num_bytes // 4, 1)
+            sources = [torch.ones(count, dtype=torch.bfloat16, device=self.device) for _ in range(copies)]
+            targets = [torch.empty_like(source) for source in sources]
+            self._copy_ms[num_bytes] = self.time(lambda i: targets[i].copy_(sources[i]), copies).median
+        return self._copy_ms[num_bytes]
+
+    def launch_microseconds(
+        self, batches: Mapping[str, Callable[[], object]], calls: int, turns: int = 24
+    ) -> dict[str, float]:
+        """What the host takes for each of the `calls` that a batch makes, the device idle: the lower quartile
+        of `turns` turns.
+
+        A batch begins with an empty queue and is too short to fill it, so the host never waits for the
+        device, unless a call itself makes it. The batches take turns, so that what slows the host down for a
+        while slows down all of them, and each runs once untimed before, with caches and threads awake. What
+        disturbs a host only ever adds time: the lower quartile returns from run to run, the median less so.
+        """
+        times: dict[str, list[float]] = {name: [] for name in batches}
         gc.collect()
         gc.disable()
         try:
-            for _ in range(20):
-                for name, call in calls.items():
+            for turn in range(turns + 2):  # the first calls of a kernel look up and fill caches
+                for name, batch in batches.items():
+                    batch()
                     self._wait()
                     start = time.perf_counter()
-                    for _ in range(20):
-                        call()
-                    rounds[name].append((time.perf_counter() - start) / 20)
+                    batch()
+                    taken = time.perf_counter() - start
+                    if turn >= 2:
+                        times[name].append(1e6 * taken / calls)
         finally:
             gc.enable()
         self._wait()
-        return {name: 1e6 * statistics.median(times) for name, times in rounds.items()}
+        return {name: sorted(taken)[turns // 4] for name, taken in times.items()}
 
     def peak_bytes(self, call: Callable[[int], object]) -> int | None:
         """The most memory a call takes beside its inputs, results and gradients too. None on a CPU."""

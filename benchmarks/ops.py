@@ -1,8 +1,8 @@
 """Kernels beside their peers: is each right, how near to the machine's limit is it, what memory does it take.
 
 A provider's outputs and gradients are compared with the truth first; one that is wrong is not timed.
-Percentages are of what the same run reached with a plain copy, by the fewest bytes that must move, or with a
-matrix product, by FLOP.
+Percentages are of what the same run reached with a large plain copy, by the fewest bytes that must move, or
+with a matrix product, by FLOP. Beside them stands what a copy of as many bytes reaches: less, if few.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.ahead import compile_ahead, jobs_of
 from benchmarks.bound import Bound, Wrong, check
 from benchmarks.measure import Ceilings, Meter, Timing
 from benchmarks.operations import CPU_PROVIDERS, REGISTRY, Case, Operation, Provider, Unavailable
@@ -29,6 +30,7 @@ from benchmarks.tables import markdown
 
 SUMMARY = "kernels beside liger-kernel, torch.compile and eager PyTorch: correctness, time, memory"
 _PROVIDER_SECONDS = 60.0  # for a case: compiling, checking and timing
+_LAUNCH_CALLS = 8  # at most a thousand kernels fit into the queue
 ALL_PROVIDERS = tuple(dict.fromkeys(name for operation in REGISTRY.values() for name in operation.providers))
 
 
@@ -66,6 +68,12 @@ def run(args: argparse.Namespace) -> int:
     if not any(set(providers) & set(operation.providers) for operation in operations):
         print(f"none of these operations is measured with {', '.join(providers)}", file=sys.stderr)
         return 2
+    if device.type == "cuda":
+        small = [(operation.name, operation.small) for operation in operations if operation.small is not None]
+        called = [*((operation.name, shape) for operation, shape in work), *small]
+        print(compile_ahead(jobs_of(called, providers), dtype, device), file=sys.stderr, flush=True)
+    gc.collect()
+    gc.freeze()  # what is imported never goes: collecting after each provider need not look at it
     meter = Meter(device, args.quick)
     ceilings = meter.ceilings()
     session = Session(meter, ceilings, dtype, providers, started, 60 * args.minutes)
@@ -99,6 +107,8 @@ class Row:
     training: Timing | None = None
     forward_ceiling: float | None = None  # share of the ceiling, 0 to 1 and a little beyond
     training_ceiling: float | None = None
+    forward_copy: float | None = None  # share of the ceiling that a copy of as many bytes reaches
+    training_copy: float | None = None  # and two copies: of the forward and of the backward pass's bytes
     forward_tflops: float | None = None  # where the ceiling is that of matrix products
     tflops: float | None = None
     peak_bytes: int | None = None
@@ -170,13 +180,14 @@ class Session:
 
     def measure(self, operation: Operation, shape: tuple[int, ...]) -> list[Row]:
         rows = [_row(operation, shape, name) for name in operation.providers if name in self.providers]
-        if not rows or self._time_is_up(rows, 0.85):  # the rest is for launches
+        if not rows or self._time_is_up(rows, 0.9):  # the rest is for launches
             return rows
         torch.manual_seed(0)
         expected = None
         with _notes(*rows):
             case = operation.build(shape, self.dtype, self.meter.device)
             expected = case.truth()
+            self._set_copies(rows, case)
         for row in rows:
             if expected is not None:
                 with _notes(row), at_most(_PROVIDER_SECONDS):
@@ -192,16 +203,18 @@ class Session:
         if not rows or self._time_is_up(rows, 1.0):
             return rows
         case = operation.build(operation.small, self.dtype, self.meter.device)
-        forward: dict[str, Callable[[], Tensors]] = {}
-        training: dict[str, Callable[[], Tensors]] = {}
+        forward: dict[str, Callable[[], object]] = {}
+        training: dict[str, Callable[[], object]] = {}
         for row in rows:
             with _notes(row):
-                bound = Bound(case, case.provider(row.provider))
-                bound.train()
-                training[row.provider] = bound.train
+                bound = Bound(case, case.provider(row.provider), _LAUNCH_CALLS)
+                bound.train_all()
+                training[row.provider] = bound.train_all
                 if case.forward is not None:
-                    forward[row.provider] = bound.forward
-        forward_us, training_us = (self.meter.launch_microseconds(calls) for calls in (forward, training))
+                    forward[row.provider] = bound.forward_all
+        forward_us, training_us = (
+            self.meter.launch_microseconds(batches, _LAUNCH_CALLS) for batches in (forward, training)
+        )
         for row in rows:
             row.forward_launch_us = forward_us.get(row.provider)
             row.training_launch_us = training_us.get(row.provider)
@@ -233,6 +246,18 @@ class Session:
         row.training, row.training_ceiling, row.tflops = measured(bound.train, case.training)
         if case.forward is not None:
             row.forward, row.forward_ceiling, row.forward_tflops = measured(bound.forward, case.forward)
+
+    def _set_copies(self, rows: list[Row], case: Case) -> None:
+        """What copies of as many bytes reach, where memory binds."""
+        if case.training.flops:
+            return
+        forward_bytes = 0 if case.forward is None else case.forward.bytes
+        forward_ms = self.meter.copy_milliseconds(forward_bytes) if forward_bytes else 0.0
+        training_ms = forward_ms + self.meter.copy_milliseconds(case.training.bytes - forward_bytes)
+        for row in rows:
+            row.training_copy = case.training.milliseconds(self.ceilings) / training_ms
+            if case.forward is not None:
+                row.forward_copy = case.forward.milliseconds(self.ceilings) / forward_ms
 
     def _time_is_up(self, rows: list[Row], share: float) -> bool:
         up = time.monotonic() - self.started > share * self.seconds

@@ -1,7 +1,8 @@
 """One picture of the kernels: how near to the machine's limit ours comes, and where the peers are.
 
-Forward and backward together. Left what memory bounds, as a share of the copy bandwidth; right what matrix
-products bound, in TFLOP/s. Ours is a bar, a peer a mark on or beyond it.
+Forward and backward together. Left what memory bounds, as a share of a large copy's bandwidth, with a line
+where copies of as many bytes end; right what matrix products bound, in TFLOP/s. Ours is a bar, a peer a mark
+on or beyond it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ _PEERS = {  # colour and mark
 }
 
 
+_COPY = {"color": "black", "marker": "|", "markeredgewidth": 2}
+
+
 def draw(rows: Sequence[Row], title: str, ceilings: Ceilings, path: str) -> str:
     """Write the PNG; returns what was done."""
     try:
@@ -37,17 +41,18 @@ def draw(rows: Sequence[Row], title: str, ceilings: Ceilings, path: str) -> str:
     timed = [row for row in rows if row.training is not None]
     if not timed:
         return "no picture: nothing was timed"
-    memory = _cases([row for row in timed if row.tflops is None], first_shape_only=True)
-    products = _cases([row for row in timed if row.tflops is not None], first_shape_only=False)
+    memory = _cases([row for row in timed if row.tflops is None])
+    products = _cases([row for row in timed if row.tflops is not None])
     height = 1.9 + 0.36 * max(len(memory), len(products))
     figure, axes = pyplot.subplots(1, 2, figsize=(14, height), layout="constrained")
     _panel(
         axes[0],
         {case: {who: 100 * row.training_ceiling for who, row in by.items()} for case, by in memory.items()},
-        "Bound by memory: % of the bandwidth of a copy",
+        "Bound by memory: % of the bandwidth of a large copy",
         100,
-        f"a copy, {ceilings.copy / 1e12:.2f} TB/s",
+        f"a large copy, {ceilings.copy / 1e12:.2f} TB/s",
         "%",
+        [100 * (next(iter(by.values())).training_copy or 0.0) for by in memory.values()],
     )
     _panel(
         axes[1],
@@ -57,33 +62,40 @@ def draw(rows: Sequence[Row], title: str, ceilings: Ceilings, path: str) -> str:
         f"a bfloat16 product, {ceilings.matmul / 1e12:.0f}",
         "",
     )
-    figure.suptitle(f"Forward and backward pass, longer is better\n{title}", fontsize=11)
+    heading = "Forward and backward pass: ours as bars, the others as marks, longer is better"
+    figure.suptitle(f"{heading}\n{title}", fontsize=11)
     shown = {row.provider for row in timed}
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=_OURS)]
     for who in (names := [who for who in _PEERS if who in shown]):
         colour, mark = _PEERS[who]
         handles.append(pyplot.Line2D([], [], color=colour, marker=mark, markersize=8, linestyle=""))
-    figure.legend(handles, ["ours", *names], loc="outside lower center", ncols=7, frameon=False, fontsize=11)
+    if memory:
+        handles.append(pyplot.Line2D([], [], **_COPY, markersize=14, linestyle=""))
+        names.append("copies of as many bytes")
+    figure.legend(handles, ["ours", *names], loc="outside lower center", ncols=8, frameon=False, fontsize=11)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return f"picture: {path}"
 
 
-def _cases(rows: Sequence[Row], first_shape_only: bool) -> dict[str, dict[str, Row]]:
+def _cases(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
     """Rows by case, whose name is what is written beside it, and by provider."""
-    shapes: dict[str, list[str]] = {}
-    for row in rows:
-        if row.shape not in shapes.setdefault(row.operation, []):
-            shapes[row.operation].append(row.shape)
     cases: dict[str, dict[str, Row]] = {}
     for row in rows:
-        if not first_shape_only or row.shape == shapes[row.operation][0]:
-            label = f"{row.operation.replace('_', ' ')}  {row.shape}"
-            cases.setdefault(label, {})[row.provider] = row
+        label = f"{row.operation.replace('_', ' ')}  {row.shape}"
+        cases.setdefault(label, {})[row.provider] = row
     return cases
 
 
-def _panel(axis, cases: dict[str, dict[str, float]], heading: str, limit: float, limit_name: str, unit: str):
+def _panel(
+    axis,
+    cases: dict[str, dict[str, float]],
+    heading: str,
+    limit: float,
+    limit_name: str,
+    unit: str,
+    copies: Sequence[float] = (),
+):
     if not cases:
         axis.set_visible(False)
         return
@@ -115,6 +127,9 @@ def _panel(axis, cases: dict[str, dict[str, float]], heading: str, limit: float,
                     zorder=3,
                     clip_on=False,
                 )
+    for y, reached in enumerate(copies):
+        if reached:
+            axis.plot(reached, y, **_COPY, markersize=19, zorder=2.5)
     axis.axvline(limit, color="black", linewidth=1.2, linestyle="--", zorder=1)
     axis.text(limit, -0.75, limit_name, ha="center", va="bottom", fontsize=9)
     axis.set_title(heading, fontsize=12, pad=20, loc="left")

@@ -17,7 +17,12 @@ def markdown(rows: Sequence[Row], title: str, ceilings: Ceilings, dtype: str) ->
     parts = [
         f"{title}; {dtype}. Copy {ceilings.copy / 1e12:.2f} TB/s, bfloat16 matrix product "
         f"{ceilings.matmul / 1e12:.0f} TFLOP/s.",
-        _tables("Forward: milliseconds, share of the ceiling", rows, _forward_cell),
+        _tables(
+            "Forward: milliseconds, share of the ceiling; what a copy of as many bytes reaches of it",
+            rows,
+            _forward_cell,
+            ("a copy", lambda row: _percent(row.forward_copy)),
+        ),
         _tables(
             "Forward and backward: milliseconds, share of the ceiling, peak memory beside the operands",
             rows,
@@ -34,8 +39,16 @@ def markdown(rows: Sequence[Row], title: str, ceilings: Ceilings, dtype: str) ->
     return "\n\n".join(part for part in parts if part)
 
 
-def _tables(heading: str, rows: Sequence[Row], cell: Callable[[Row], str]) -> str:
-    """One table for all operations that have the same providers; nothing if all cells are empty."""
+def _tables(
+    heading: str,
+    rows: Sequence[Row],
+    cell: Callable[[Row], str],
+    case_column: tuple[str, Callable[[Row], str]] | None = None,
+) -> str:
+    """One table for all operations that have the same providers; nothing if all cells are empty.
+
+    A column of a case, whatever the provider, stands last, in tables where it says anything.
+    """
     cases: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         cases.setdefault((row.operation, row.shape), {})[row.provider] = row
@@ -43,10 +56,12 @@ def _tables(heading: str, rows: Sequence[Row], cell: Callable[[Row], str]) -> st
     for case, by_provider in cases.items():
         cells = [cell(row) for row in by_provider.values()]
         if any(cells):
-            tables.setdefault(tuple(by_provider), []).append([*case, *(text or "-" for text in cells)])
-    written = [
-        markdown_table(["operation", "shape", *providers], lines) for providers, lines in tables.items()
-    ]
+            first = next(iter(by_provider.values()))
+            header, of_case = (case_column[0], case_column[1](first)) if case_column else ("", "")
+            last = {header: of_case} if of_case else {}
+            lines = tables.setdefault((*by_provider, *last), [])
+            lines.append([*case, *(text or "-" for text in cells), *last.values()])
+    written = [markdown_table(["operation", "shape", *columns], lines) for columns, lines in tables.items()]
     return "\n\n".join([heading, *written]) if written else ""
 
 

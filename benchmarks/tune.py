@@ -64,13 +64,13 @@ _NORMS = ("rms_norm", "add_rms_norm", "layer_norm")
 _ROTARY = ("rotary_qkv", "rotary", "rotary_multi_axis")
 _NORM_ROTARY = ("norm_rotary_qkv", "norm_rotary_qkv_all_heads")
 _DIVERGENCES = ("kl_div", "generalized_jsd", "total_variation")
-_ATTENTION = ("attention", "attention_window", "attention_softcap", "attention_sinks")
+_ATTENTION = ("attention", "attention_packed", "attention_window", "attention_softcap", "attention_sinks")
 _HEAD_LOSSES = ("linear_cross_entropy", "linear_cross_entropy_75_ignored")
 _MATRIX = ("block_m", "block_n", "block_k", "warps", "stages")
 _SCORES = ("queries", "keys", "warps", "stages")
 
 CHOICES = (
-    Choice(_NORMS, "_norm_kernels", "_num_warps", ("warps",), forward=True),
+    Choice(_NORMS, "_norm_kernels", "_forward_config", ("rows", "warps"), forward=True),
     Choice(_NORMS, "_norm_kernels", "_backward_config", ("rows", "warps", "stages", "programs a SM")),
     Choice(_ROTARY, "rotary", "_TILE", ("pairs", "warps")),
     Choice(_NORM_ROTARY, "qk_norm_rotary", "_forward_config", ("q_rows", "k_rows", "warps"), forward=True),
@@ -81,7 +81,8 @@ CHOICES = (
         ("q_rows", "k_rows", "warps", "programs a SM", "stages"),
     ),
     Choice(("swiglu", "geglu"), "gated", "_TILE", ("elements", "warps")),
-    Choice(("softmax",), "softmax", "_MOST_LANES", ("lanes",)),
+    Choice(("softmax",), "softmax", "_FORWARD_TILE", ("lanes", "depth"), forward=True),
+    Choice(("softmax",), "softmax", "_BACKWARD_TILE", ("lanes", "depth")),
     Choice(("softmax",), "softmax", "_LEAST_ELEMENTS", ("elements",)),
     Choice(("cross_entropy",), "_cross_entropy_kernels", "_LOSS_TILE", ("lanes", "depth"), forward=True),
     Choice(("cross_entropy",), "_cross_entropy_kernels", "_BACKWARD_BLOCK", ("block",)),

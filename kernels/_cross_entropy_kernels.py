@@ -153,9 +153,8 @@ def _total_weight(class_weight_sum_ptr, vocab):
 
 
 @jit
-def _write_gradient(
-    grad_ptr,
-    row_ptr,
+def _gradient(
+    a,
     columns,
     class_weight_ptr,
     class_weight_sum_ptr,
@@ -171,9 +170,11 @@ def _write_gradient(
     softcap,
     HAS_SOFTCAP,
     HAS_SMOOTHING,
+    MASKED,
 ):
-    """The gradient of grad_loss * loss + grad_lse * lse for some columns of a row; in place if asked."""
-    z, slope = scaled_logits(load_columns(row_ptr, columns, vocab, True), logit_scale, softcap, HAS_SOFTCAP)
+    """The gradient of grad_loss * loss + grad_lse * lse for logits a of some columns of a row. If label is
+    None, none of them is taken for the label."""
+    z, slope = scaled_logits(a, logit_scale, softcap, HAS_SOFTCAP)
     grad_loss *= logit_scale
     factor = grad_loss * label_weight * (1.0 - smoothing + 2.0 * z_loss * lse) + grad_lse * logit_scale
     if HAS_SMOOTHING:
@@ -182,13 +183,58 @@ def _write_gradient(
     grad = factor * tl.exp2(z - lse * 1.4426950408889634)
     if HAS_SMOOTHING:
         if class_weight_ptr is not None:
-            spread *= load_columns(class_weight_ptr, columns, vocab, True)
+            spread *= load_columns(class_weight_ptr, columns, vocab, MASKED)
         grad -= spread
-    grad = tl.where(columns == label, grad - grad_loss * label_weight * (1.0 - smoothing), grad)
+    if label is not None:
+        grad = tl.where(columns == label, grad - grad_loss * label_weight * (1.0 - smoothing), grad)
     if HAS_SOFTCAP:
         grad *= slope
-    grad = grad.to(grad_ptr.dtype.element_ty)
-    tl.store(grad_ptr + columns, grad, mask=columns < vocab)
+    return grad
+
+
+@jit
+def _overwrite(
+    row_ptr,
+    columns,
+    class_weight_ptr,
+    class_weight_sum_ptr,
+    label_weight,
+    lse,
+    grad_loss,
+    grad_lse,
+    vocab,
+    smoothing,
+    z_loss,
+    logit_scale,
+    softcap,
+    HAS_SOFTCAP,
+    HAS_SMOOTHING,
+    MASKED,
+):
+    """The gradient in place of the logits of some columns, none of which is taken for the label."""
+    grad = _gradient(
+        load_columns(row_ptr, columns, vocab, MASKED),
+        columns,
+        class_weight_ptr,
+        class_weight_sum_ptr,
+        None,
+        label_weight,
+        lse,
+        grad_loss,
+        grad_lse,
+        vocab,
+        smoothing,
+        z_loss,
+        logit_scale,
+        softcap,
+        HAS_SOFTCAP,
+        HAS_SMOOTHING,
+        MASKED,
+    ).to(row_ptr.dtype.element_ty)
+    if MASKED:
+        tl.store(row_ptr + columns, grad, mask=columns < vocab)
+    else:
+        tl.store(row_ptr + columns, grad)
 
 
 @jit
@@ -238,7 +284,8 @@ def _forward_kernel(
     if labels_ok_ptr is not None:
         tl.store(labels_ok_ptr, 0, mask=inside == 0)
     # Read before anything may be written over it.
-    label_logit, _ = scaled_logits(tl.load(row_ptr + label).to(tl.float32), logit_scale, softcap, HAS_SOFTCAP)
+    label_a = tl.load(row_ptr + label).to(tl.float32)
+    label_logit, _ = scaled_logits(label_a, logit_scale, softcap, HAS_SOFTCAP)
     label_weight = _label_weight(class_weight_ptr, label)
 
     lse2, weighted_sum = row_sums(
@@ -270,14 +317,13 @@ def _forward_kernel(
         if grad_lse_ptr is not None:
             grad_lse = tl.load(grad_lse_ptr + row)
         tile = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-        for start in range(0, vocab, DEPTH * LANES):
-            _write_gradient(
-                row_ptr,
+        whole = vocab // (DEPTH * LANES) * (DEPTH * LANES)
+        for start in range(0, whole, DEPTH * LANES):
+            _overwrite(
                 row_ptr,
                 start + tile,
                 class_weight_ptr,
                 class_weight_sum_ptr,
-                label,
                 label_weight,
                 lse,
                 grad_scale,
@@ -289,7 +335,49 @@ def _forward_kernel(
                 softcap,
                 HAS_SOFTCAP,
                 HAS_SMOOTHING,
+                False,
             )
+        if whole < vocab:
+            _overwrite(
+                row_ptr,
+                whole + tile,
+                class_weight_ptr,
+                class_weight_sum_ptr,
+                label_weight,
+                lse,
+                grad_scale,
+                grad_lse,
+                vocab,
+                smoothing,
+                z_loss,
+                logit_scale,
+                softcap,
+                HAS_SOFTCAP,
+                HAS_SMOOTHING,
+                True,
+            )
+        # To look for the label in all columns, and to mask them all, would double the loop's instructions.
+        grad = _gradient(
+            label_a,
+            label,
+            class_weight_ptr,
+            class_weight_sum_ptr,
+            label,
+            label_weight,
+            lse,
+            grad_scale,
+            grad_lse,
+            vocab,
+            smoothing,
+            z_loss,
+            logit_scale,
+            softcap,
+            HAS_SOFTCAP,
+            HAS_SMOOTHING,
+            True,
+        )
+        tl.debug_barrier()  # another thread has written there
+        tl.store(row_ptr + label, grad.to(row_ptr.dtype.element_ty))
 
 
 @jit
@@ -329,9 +417,8 @@ def _backward_kernel(
     grad_lse = 0.0
     if grad_lse_ptr is not None:
         grad_lse = tl.load(grad_lse_ptr + row * grad_lse_stride)
-    _write_gradient(
-        grad_row_ptr,
-        logits_ptr + row * logits_stride,
+    grad = _gradient(
+        load_columns(logits_ptr + row * logits_stride, columns, vocab, True),
         columns,
         class_weight_ptr,
         class_weight_sum_ptr,
@@ -347,4 +434,6 @@ def _backward_kernel(
         softcap,
         HAS_SOFTCAP,
         HAS_SMOOTHING,
+        True,
     )
+    tl.store(grad_row_ptr + columns, grad.to(grad_ptr.dtype.element_ty), mask=columns < vocab)

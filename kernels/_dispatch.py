@@ -23,7 +23,8 @@ triton: Any = None
 tl: Any = None
 try:
     import triton  # type: ignore[no-redef]
-    import triton.language as tl  # type: ignore[no-redef]  # noqa: F401 - for the kernel files
+    import triton.language as tl  # type: ignore[no-redef]
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
     jit = triton.jit
     # Whether a kernel is compiled or interpreted is decided once, where `jit` decorates it.
@@ -86,6 +87,30 @@ def on_device_of(x: Tensor) -> AbstractContextManager:
     return torch.cuda.device(x.device)
 
 
+def early_start(x: Tensor) -> dict[str, bool]:
+    """Launch options of a kernel that begins with `wait_for_inputs`: on a Hopper GPU or later its programs
+    are set up while the kernel before it still runs ("programmatic dependent launch").
+
+    That saves about 1.5 us between two such kernels, a tenth of the time of a norm of 8192 x 2048.
+    """
+    if x.is_cuda and _has_dependent_launch(x.device.index):
+        return {"EARLY_START": True, "launch_pdl": True}
+    return {"EARLY_START": False}
+
+
+@functools.cache
+def _has_dependent_launch(device_index: int) -> bool:
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(device_index) >= (9, 0)
+
+
+@jit
+def wait_for_inputs(EARLY_START: tl.constexpr):
+    """Wait for the kernel before to end, and let the next be set up. No memory may be touched before."""
+    if EARLY_START:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
 def num_sms(x: Tensor) -> int:
     """Multiprocessors of x's GPU; 2 in the interpreter, so that tests meet more than one program."""
     return _multi_processor_count(x.device.index) if x.is_cuda else 2
@@ -136,6 +161,19 @@ def as_heads(x: Tensor) -> Tensor:
 def at_least_float32(x: Tensor) -> Tensor:
     """x in float32, or as it is if it is float64: the precision in which the plain twins compute."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def once_differentiable(backward):
+    """torch's decorator of that name, without the microsecond that its no_grad takes where no gradient of
+    the gradient is asked for.
+    """
+    refusing = torch.autograd.function.once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def run(ctx, *gradients):
+        return (refusing if torch.is_grad_enabled() else backward)(ctx, *gradients)
+
+    return run
 
 
 def graph_is_kept() -> bool:

@@ -33,11 +33,18 @@ class Linear(NamedTuple):
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V]
     dtype: torch.dtype  # of the products
+    logits_dtype: torch.dtype | None = None  # if not that of the products: float32, and they are not rounded
 
     @property
     def row_bytes(self) -> int:
         """Of a row of logits."""
-        return len(self.weight) * self.dtype.itemsize
+        return len(self.weight) * (self.logits_dtype or self.dtype).itemsize
+
+
+def gradient_place(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where a step leaves the gradient, of the products' dtype, of logits [N, V]: in their memory, each row's
+    where that row of logits begins."""
+    return logits if logits.dtype == dtype else logits.view(dtype)[:, : logits.shape[1]]
 
 
 def in_chunks(
@@ -53,11 +60,11 @@ def in_chunks(
     """Call step(chunk, logits) for each chunk of x's rows; give dx, dw, dbias where wanted.
 
     index holds the rows to take, None for all; `chunk` indexes [T]. Where a gradient is wanted the step
-    leaves that of the logits in their place. With a teacher, a layer over the same tokens and without
-    gradients, it is step(chunk, logits, teacher_logits). dw and dbias have their operands' dtypes, or float32
-    if not round_dw.
+    leaves that of the logits in their `gradient_place`. With a teacher, a layer over the same tokens and
+    without gradients, it is step(chunk, logits, teacher_logits). dw and dbias have their operands' dtypes, or
+    float32 if not round_dw.
     """
-    x, weight, bias, dtype = linear
+    x, weight, bias, dtype, _ = linear
     want_dx, want_dw, want_db = wanted
     rows, vocab = len(x) if index is None else len(index), len(weight)
     sum_dtype = torch.promote_types(dtype, torch.float32)
@@ -85,13 +92,17 @@ def in_chunks(
             step(chunk, logits)
         else:
             step(chunk, logits, teacher_buffer.fill(teacher.x[chunk].to(teacher.dtype)))
+        dlogits = gradient_place(logits, dtype)
         if dx is not None:
-            dx[chunk] = torch.mm(logits, buffer.weight).to(dx.dtype)
+            if isinstance(chunk, slice) and dx.dtype == dtype:
+                torch.mm(dlogits, buffer.weight, out=dx[chunk])
+            else:
+                dx[chunk] = torch.mm(dlogits, buffer.weight).to(dx.dtype)
         if dw is not None:
-            _add_product(dw, logits.t(), x_chunk, first=start == 0)
+            _add_product(dw, dlogits.t(), x_chunk, first=start == 0)
         if db is not None:
-            db += logits.sum(0, dtype=sum_dtype)
-        del logits  # a view that would keep the buffer alive
+            db += dlogits.sum(0, dtype=sum_dtype)
+        del logits, dlogits  # views that would keep the buffer alive
     del buffer, teacher_buffer  # make room for the rounded dw
     if round_dw:
         dw = None if dw is None else dw.to(weight.dtype)
@@ -107,11 +118,17 @@ class _LogitsBuffer:
         padded_vocab = -(-vocab // 64) * 64  # so that every row is aligned
         self.weight = linear.weight.detach().to(dtype)
         self.bias = None if linear.bias is None else linear.bias.detach().to(dtype)
-        self.rows = torch.empty(rows, padded_vocab, dtype=dtype, device=self.weight.device)[:, :vocab]
+        logits_dtype = linear.logits_dtype or dtype
+        self.rows = torch.empty(rows, padded_vocab, dtype=logits_dtype, device=self.weight.device)[:, :vocab]
 
     def fill(self, x: Tensor) -> Tensor:
         """x @ weight.T + bias, valid until the next call.  x [rows, H] -> [rows, V]"""
         logits = self.rows[: len(x)]
+        if logits.dtype != x.dtype:
+            if self.bias is not None:
+                logits.copy_(self.bias)
+            _add_product(logits, x, self.weight.t(), first=self.bias is None)
+            return logits
         if self.bias is None:
             return torch.mm(x, self.weight.t(), out=logits)
         return torch.addmm(self.bias, x, self.weight.t(), out=logits)
@@ -257,24 +274,27 @@ def _scaled(grad: Tensor | None, factor: Tensor, dtype: torch.dtype | None, keep
         return grad.mul_(factor)
     if grad.numel():
         with on_device_of(grad):
-            _scale_kernel[(ceil_div(grad.numel(), _SCALE_BLOCK),)](
-                grad, factor, grad.numel(), BLOCK=_SCALE_BLOCK
-            )
+            programs = ceil_div(grad.numel(), _SCALE_BLOCK * _SCALE_BLOCKS)
+            _scale_kernel[(programs,)](grad, factor, grad.numel(), BLOCK=_SCALE_BLOCK, BLOCKS=_SCALE_BLOCKS)
     return grad
 
 
 _SCALE_BLOCK = 4096
+_SCALE_BLOCKS = 16  # a program: where the factor is one, all that a launch takes is to start its programs
 
 
 @jit
-def _scale_kernel(values_ptr, factor_ptr, count, BLOCK: tl.constexpr):
+def _scale_kernel(values_ptr, factor_ptr, count, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
     """Multiply in place, and do not touch the values where the factor is exactly one."""
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor == 1.0:
         return
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(values_ptr + offsets, mask=offsets < count)
-    tl.store(values_ptr + offsets, (values.to(tl.float32) * factor).to(values.dtype), mask=offsets < count)
+    first = tl.program_id(0).to(tl.int64) * (BLOCK * BLOCKS)
+    for block in range(BLOCKS):
+        offsets = first + block * BLOCK + tl.arange(0, BLOCK)
+        values = tl.load(values_ptr + offsets, mask=offsets < count)
+        values = (values.to(tl.float32) * factor).to(values.dtype)
+        tl.store(values_ptr + offsets, values, mask=offsets < count)
 
 
 # A custom op gives tensors only, so that for torch.compile the absent ones are empty.

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from liger_models.kernels._dispatch import ceil_div, jit, tl
+from liger_models.kernels._dispatch import ceil_div, early_start, jit, tl, wait_for_inputs
 
 
-def column_sum(sums: Tensor, result: Tensor) -> None:
-    """Write the sums over the rows of float32 `sums` [programs, H] into `result` [H]; on the current GPU."""
-    rows, width = sums.shape
-    _column_sum_kernel[(ceil_div(width, 64),)](sums, result, rows, width, BLOCK_ROWS=64, BLOCK_WIDTH=64)
+def column_sum(sums: Tensor, *results: Tensor) -> None:
+    """Write the sums over the rows of float32 `sums` [results, programs, H] into each result [H].
+
+    One or two results; the launch is on the current GPU.
+    """
+    rows, width = sums.shape[-2:]
+    first, second = results if len(results) == 2 else (*results, None)
+    _column_sum_kernel[(ceil_div(width, 16), len(results))](
+        sums, first, second, rows, width, BLOCK_ROWS=512, BLOCK_WIDTH=16, num_warps=8, **early_start(sums)
+    )
 
 
 @jit
@@ -20,13 +26,27 @@ def rstd_of(sum_of_squares, width, eps):
 
 
 @jit
-def _column_sum_kernel(sums, result, rows, width, BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+def _column_sum_kernel(
+    sums,
+    first,
+    second,
+    rows,
+    width,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    EARLY_START: tl.constexpr,
+):
+    wait_for_inputs(EARLY_START)
     column = tl.program_id(0) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)[None, :]
+    sums += tl.program_id(1).to(tl.int64) * rows * width
     # In float64, so that only the programs' own sums round; there are too few of them to cost anything.
     accumulated = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float64)
-    for first in range(0, rows, BLOCK_ROWS):
-        row = first + tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
+    for start in range(0, rows, BLOCK_ROWS):
+        row = start + tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
         value = tl.load(sums + row * width + column, (row < rows) & (column < width), 0.0)
         accumulated += value.to(tl.float64)
     total = tl.sum(accumulated, 0, keep_dims=True).to(tl.float32)
-    tl.store(result + column, total.to(result.dtype.element_ty), column < width)
+    if tl.program_id(1) == 0:
+        tl.store(first + column, total.to(first.dtype.element_ty), column < width)
+    elif second is not None:
+        tl.store(second + column, total.to(second.dtype.element_ty), column < width)

@@ -5,7 +5,7 @@ Queries and keys go through the same code, once for each, in one launch, in tile
 
 from __future__ import annotations
 
-from liger_models.kernels._dispatch import jit, tl
+from liger_models.kernels._dispatch import jit, tl, wait_for_inputs
 from liger_models.kernels._head_tiles import (
     group_sum,
     load_heads,
@@ -50,7 +50,9 @@ def forward_kernel(
     K_GROUP: tl.constexpr,
     Q_ROWS: tl.constexpr,
     K_ROWS: tl.constexpr,
+    EARLY_START: tl.constexpr,
 ):
+    wait_for_inputs(EARLY_START)
     tile = tl.program_id(0)
     GROUPS: tl.constexpr = Q_HEADS + K_HEADS if PER_HEAD else 2
     if tile < q_tiles:
@@ -215,7 +217,9 @@ def backward_kernel(
     K_ROWS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY_START: tl.constexpr,
 ):
+    wait_for_inputs(EARLY_START)
     ALL_HEADS: tl.constexpr = Q_HEADS + 2 * K_HEADS
     GROUPS: tl.constexpr = Q_HEADS + K_HEADS if PER_HEAD else 2
     Q_WIDTH: tl.constexpr = HEAD_DIM if PER_HEAD else Q_HEADS * HEAD_DIM

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from liger_models.kernels._dispatch import jit, tl
+from liger_models.kernels._dispatch import jit, tl, wait_for_inputs
 from liger_models.kernels._norm_sums import rstd_of
 
 
@@ -25,7 +25,9 @@ def wide_forward_kernel(
     ROUND_FIRST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
+    EARLY_START: tl.constexpr,
 ):
+    wait_for_inputs(EARLY_START)
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCK_WIDTH)
     source = x + row * x_stride
@@ -82,7 +84,9 @@ def wide_backward_kernel(
     width,
     offset,
     BLOCK_WIDTH: tl.constexpr,
+    EARLY_START: tl.constexpr,
 ):
+    wait_for_inputs(EARLY_START)
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCK_WIDTH)
     row_rstd = tl.load(rstd + row)
@@ -133,7 +137,9 @@ def wide_sums_kernel(
     ROUND_FIRST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
+    EARLY_START: tl.constexpr,
 ):
+    wait_for_inputs(EARLY_START)
     column = tl.program_id(0) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)[None, :]
     dweight = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float32)
     dbias = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float32)

@@ -25,7 +25,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from liger_models.kernels._attention_kernels import (
     attention_forward_kernel,
@@ -37,6 +36,7 @@ from liger_models.kernels._dispatch import (
     ceil_div,
     next_power_of_2,
     on_device_of,
+    once_differentiable,
     shared_memory,
     use_triton,
 )
@@ -305,7 +305,7 @@ class _Configuration(NamedTuple):
 # accumulators and scores stay in registers.
 _DATA_CENTRE = {  # up to 197 KB of shared memory
     64: _Configuration(_Tiles(128, 64, 4, 3), _Tiles(128, 64, 8, 3), _Tiles(64, 128, 8, 2)),
-    128: _Configuration(_Tiles(128, 64, 8, 3), _Tiles(128, 64, 8, 3), _Tiles(64, 128, 8, 2)),
+    128: _Configuration(_Tiles(64, 64, 4, 3), _Tiles(128, 64, 8, 3), _Tiles(64, 128, 8, 2)),
     256: _Configuration(_Tiles(128, 64, 8, 2), _Tiles(128, 32, 8, 2), _Tiles(32, 64, 8, 2)),
 }
 _DESKTOP = {  # up to 99 KB

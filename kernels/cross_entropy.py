@@ -18,15 +18,15 @@ et al., "PaLM" (2022), section 5. Soft cap: Gemma Team, "Gemma 2" (2024), sectio
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from liger_models.kernels._cross_entropy_kernels import LossOptions, launch_backward, launch_forward
-from liger_models.kernels._dispatch import as_rows, at_least_float32, use_triton
+from liger_models.kernels._dispatch import as_rows, at_least_float32, once_differentiable, use_triton
 from liger_models.kernels._logit_tiles import check_softcap, check_temperature, fold_temperature
 from liger_models.kernels._reductions import (
     check_labels,
@@ -214,13 +214,14 @@ def _as_matrix(logits: Tensor) -> Tensor:
 
 
 def _check(logits, labels, ignore_index, weight, token_weights) -> None:
-    if logits.dim() < 2 or labels.shape != logits.shape[:1] + logits.shape[2:]:
+    shape = tuple(logits.shape)
+    if len(shape) < 2 or labels.shape != shape[:1] + shape[2:]:
         raise ValueError(
             f"found logits {list(logits.shape)} and labels {list(labels.shape)}; expected [N, C] and [N], or "
             "[N, C, d...] and [N, d...]: flatten logits [batch, seq, C] to [batch * seq, C]"
         )
-    check_weights(labels, logits.shape[1], weight, token_weights)
-    check_labels(labels, logits.shape[1], ignore_index)
+    check_weights(labels, shape[1], weight, token_weights)
+    check_labels(labels, shape[1], ignore_index)
 
 
 def row_losses(
@@ -284,6 +285,13 @@ def row_losses(
     return losses, lse.where(valid, 0.0), predicted
 
 
+@functools.cache
+def _labels_ok(device: torch.device) -> Tensor:
+    """One, for all calls on a device: when a kernel writes a zero here, the assertion ends the program."""
+    # Copied from the host, which waits for it once: a fill could run after what reads it on another stream.
+    return torch.ones((), dtype=torch.int32, device="cpu").to(device)
+
+
 class _CrossEntropy(torch.autograd.Function):
     """The reduced loss, the rows' log-sum-exps if the z-loss is asked for, both differentiable, and predicted
     tokens, from one read of the logits. To reduce in here spares a small batch the nodes of sum and division.
@@ -291,9 +299,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, labels, class_weight, token_weights, divisor, options, reduction, extras):
-        labels_ok = None
-        if logits.is_cuda:
-            labels_ok = torch.ones((), dtype=torch.int32, device=logits.device)
+        labels_ok = _labels_ok(logits.device) if logits.is_cuda else None
         losses, lse, predicted = launch_forward(
             logits, labels, class_weight, options, labels_ok=labels_ok, predict=extras.need_predictions
         )

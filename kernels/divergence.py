@@ -12,8 +12,8 @@ softmax(student / T), p = softmax(teacher / T), m = beta p + (1 - beta) q:
         (1 - beta) log(q_c / m_c),   -p_c / q_c,   log(q_c / p_c) + 1,   1/2 sign(q_c - p_c)
 
 The teacher is a constant. The fewest bytes that must move are five passes over a tensor of logits: the
-forward reads both, the backward reads both and writes one. A row's second reading in the forward, once its
-two log-sum-exps are known, is meant to find it in the L2 cache.
+forward reads both, the backward reads both and writes one. A KL divergence takes no more. The others read a
+row twice in the forward, the second time once its two log-sum-exps are known, in part out of the L2 cache.
 
 Source: Agarwal et al., "On-Policy Distillation of Language Models" (GKD, 2023), sections 2 and 3. Its JSD
 goes to zero with beta and with 1 - beta; the two KL divergences, which those limits divided by beta and by
@@ -26,9 +26,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from liger_models.kernels._dispatch import as_rows, use_triton
+from liger_models.kernels._dispatch import as_rows, once_differentiable, use_triton
 from liger_models.kernels._divergence_kernels import DivergenceOptions, launch_backward, launch_forward
 from liger_models.kernels._logit_tiles import cap_logits, check_softcap, check_temperature
 from liger_models.kernels._reductions import check_label_dtype, check_reduction, mean_divisor
@@ -167,23 +166,30 @@ def row_divergences(
     labels: Tensor | None,
     options: DivergenceOptions,
     grad_scale: Tensor | None = None,
+    grad: Tensor | None = None,
 ) -> Tensor:
-    """Each row's divergence [N]; given `grad_scale`, it times the gradient is written over the student.
+    """Each row's divergence [N]; given `grad_scale`, it times the gradient is written into `grad`, by default
+    over the student's logits.
 
-    Both logits [N, V] with an inner stride of one; labels [N]; grad_scale [N] or [1], float32 (float64 for
-    float64 logits). Not differentiable.
+    Both logits and grad [N, V] with an inner stride of one; labels [N]; grad_scale [N] or [1], float32
+    (float64 for float64 logits). grad may be the student's logits, share no memory with them, or be one of
+    half their element size whose rows begin where theirs do. Not differentiable.
     """
+    if grad_scale is not None and grad is None:
+        grad = student_logits
     if use_triton(student_logits, teacher_logits):
-        return launch_forward(student_logits, teacher_logits, labels, options, grad_scale)[0]
+        if grad_scale is None:
+            grad = None
+        return launch_forward(student_logits, teacher_logits, labels, options, grad_scale, grad)[0]
     losses = divergence_plain(student_logits, teacher_logits, labels, options)
-    if grad_scale is not None:
+    if grad_scale is not None and grad is not None:
         log_q, log_p, slope = _log_probs(student_logits, teacher_logits, options)
         qr = _weighted_slopes(log_q, log_p, options)
-        grad = qr - log_q.exp() * qr.sum(1, keepdim=True)
-        grad *= grad_scale.unsqueeze(1) * slope
+        product = qr - log_q.exp() * qr.sum(1, keepdim=True)
+        product *= grad_scale.unsqueeze(1) * slope
         if labels is not None:
-            grad = grad.masked_fill((labels == options.ignore_index).unsqueeze(1), 0.0)
-        student_logits.copy_(grad)
+            product = product.masked_fill((labels == options.ignore_index).unsqueeze(1), 0.0)
+        grad.copy_(product)
     return losses
 
 

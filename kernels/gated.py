@@ -16,7 +16,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from liger_models.kernels._dispatch import (
     as_rows,
@@ -26,6 +25,7 @@ from liger_models.kernels._dispatch import (
     jit,
     next_power_of_2,
     on_device_of,
+    once_differentiable,
     tl,
     use_triton,
 )
@@ -104,27 +104,22 @@ class _Packed(torch.autograd.Function):
     def forward(ctx, gate_up, activation, reuse_input):
         ctx.save_for_backward(gate_up)
         ctx.activation, ctx.reuse_input = activation, reuse_input
-        half = gate_up.shape[-1] // 2
-        y = gate_up.new_empty(*gate_up.shape[:-1], half)
-        gate_up = as_rows(gate_up)
-        _launch_forward(gate_up[:, :half], gate_up[:, half:], y, activation)
+        *lead, width = gate_up.shape
+        y = gate_up.new_empty(*lead, width // 2)
+        _launch_forward(gate_up, None, y, activation)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         (gate_up,) = ctx.saved_tensors
-        half = gate_up.shape[-1] // 2
         if ctx.reuse_input and gate_up.is_contiguous() and not graph_is_kept():
             # Every element's gradient is written by the thread that has read the element.
             dgate_up = gate_up
             torch.autograd.graph.increment_version(gate_up)
         else:
-            dgate_up = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
-        gate_up, rows = as_rows(gate_up), as_rows(dgate_up)
-        _launch_backward(
-            dy, gate_up[:, :half], gate_up[:, half:], rows[:, :half], rows[:, half:], ctx.activation
-        )
+            dgate_up = _contiguous_like(gate_up)
+        _launch_backward(dy, gate_up, None, dgate_up, None, ctx.activation)
         return dgate_up, None, None
 
 
@@ -133,18 +128,16 @@ class _Separate(torch.autograd.Function):
     def forward(ctx, gate, up, activation):
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
-        y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-        _launch_forward(as_rows(gate), as_rows(up), y, activation)
+        y = _contiguous_like(gate)
+        _launch_forward(gate, up, y, activation)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         gate, up = ctx.saved_tensors
-        dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-        dup = torch.empty_like(dgate)
-        gate, up = as_rows(gate), as_rows(up)
-        _launch_backward(dy, gate, up, as_rows(dgate), as_rows(dup), ctx.activation)
+        dgate, dup = _contiguous_like(gate), _contiguous_like(up)
+        _launch_backward(dy, gate, up, dgate, dup, ctx.activation)
         return dgate, dup, None
 
 
@@ -152,43 +145,54 @@ class _ReLU2(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)
-        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        if y.numel():
+        y = _contiguous_like(x)
+        if count := y.numel():
             with on_device_of(x):
-                _relu2_forward_kernel[_flat_grid(y)](x.contiguous(), y, y.numel(), BLOCK=2048, num_warps=8)
+                _relu2_forward_kernel[_flat_grid(count)](x.contiguous(), y, count, 2048, num_warps=8)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
-        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        if dx.numel():
+        dx = _contiguous_like(x)
+        if count := dx.numel():
             x, dy = x.contiguous(), dy.contiguous()
             with on_device_of(x):
-                _relu2_backward_kernel[_flat_grid(dx)](dy, x, dx, dx.numel(), BLOCK=2048, num_warps=8)
+                _relu2_backward_kernel[_flat_grid(count)](dy, x, dx, count, 2048, num_warps=8)
         return dx
 
 
-def _flat_grid(x: Tensor) -> tuple[int]:
-    return (ceil_div(x.numel(), 2048),)
+def _contiguous_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _launch_forward(gate: Tensor, up: Tensor, y: Tensor, activation: str) -> None:
+def _flat_grid(count: int) -> tuple[int]:
+    return (ceil_div(count, 2048),)
+
+
+def _launch_forward(gate: Tensor, up: Tensor | None, y: Tensor, activation: str) -> None:
+    """Write act(gate) * up into y [..., I]; without `up`, gate is [..., 2 I] and holds it."""
     if y.numel():
-        grid, blocks = _tiles(gate)
+        gate, up = as_rows(gate), None if up is None else as_rows(up)
+        up_stride = None if up is None else up.stride(0)
+        rows, width = gate.shape[0], y.shape[-1]
+        grid, blocks, num_warps = _tiles(rows, width)
         with on_device_of(y):
             _gated_forward_kernel[grid](
-                gate, up, y, gate.stride(0), up.stride(0), *gate.shape, ACTIVATION=activation, **blocks
+                gate, up, y, gate.stride(0), up_stride, rows, width, activation, *blocks, num_warps=num_warps
             )
 
 
 def _launch_backward(
-    dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, activation: str
+    dy: Tensor, gate: Tensor, up: Tensor | None, dgate: Tensor, dup: Tensor | None, activation: str
 ) -> None:
+    """Write the gradients of gate and up into dgate and dup, contiguous; all in dgate without up and dup."""
     if dy.numel():
-        grid, blocks = _tiles(gate)
-        dy = as_rows(dy)
+        dy, gate, up = as_rows(dy), as_rows(gate), None if up is None else as_rows(up)
+        up_stride = None if up is None else up.stride(0)
+        rows, width = dy.shape
+        grid, blocks, num_warps = _tiles(rows, width)
         with on_device_of(dy):
             _gated_backward_kernel[grid](
                 dy,
@@ -198,25 +202,28 @@ def _launch_backward(
                 dup,
                 dy.stride(0),
                 gate.stride(0),
-                up.stride(0),
-                dgate.stride(0),
-                *gate.shape,
-                ACTIVATION=activation,
-                **blocks,
+                up_stride,
+                rows,
+                width,
+                activation,
+                *blocks,
+                num_warps=num_warps,
             )
 
 
-def _tiles(x: Tensor) -> tuple[tuple[int], dict[str, int]]:
-    """The grid and the blocks of tiles with about `_TILE` elements.
+def _tiles(rows: int, width: int) -> tuple[tuple[int], tuple[int, int], int]:
+    """The grid, the rows and columns of tiles with about `_TILE` elements, and their warps.
 
     They are numbered along a row first, so that programs that run together stream through memory together.
     """
     elements, num_warps = _TILE
-    rows, width = x.shape
     block_width = min(elements, next_power_of_2(width))
     block_rows = elements // block_width
-    grid = (ceil_div(rows, block_rows) * ceil_div(width, block_width),)
-    return grid, {"BLOCK_ROWS": block_rows, "BLOCK_WIDTH": block_width, "num_warps": num_warps}
+    return (
+        (ceil_div(rows, block_rows) * ceil_div(width, block_width),),
+        (block_rows, block_width),
+        num_warps,
+    )
 
 
 # Elements and warps: 8 elements a thread, which bfloat16 loads in one instruction of 16 bytes.
@@ -247,6 +254,9 @@ def _gated_forward_kernel(
 ):
     row, column = _tile(width, BLOCK_ROWS, BLOCK_WIDTH)
     mask = (row < rows) & (column < width)
+    if up is None:  # behind the gate, in the same rows
+        up = gate + width
+        up_stride = gate_stride
     g = tl.load(gate + row * gate_stride + column, mask, 0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask, 0.0).to(tl.float32)
     result = g * activation_slope(g, ACTIVATION) * u
@@ -263,7 +273,6 @@ def _gated_backward_kernel(
     dy_stride,
     gate_stride,
     up_stride,
-    gradient_stride,
     rows,
     width,
     ACTIVATION: tl.constexpr,
@@ -272,6 +281,12 @@ def _gated_backward_kernel(
 ):
     row, column = _tile(width, BLOCK_ROWS, BLOCK_WIDTH)
     mask = (row < rows) & (column < width)
+    gradient_stride = width
+    if up is None:  # behind the gate, in the same rows
+        up = gate + width
+        dup = dgate + width
+        up_stride = gate_stride
+        gradient_stride = 2 * width
     gradient = tl.load(dy + row * dy_stride + column, mask, 0.0).to(tl.float32)
     g = tl.load(gate + row * gate_stride + column, mask, 0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask, 0.0).to(tl.float32)

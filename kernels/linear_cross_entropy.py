@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from liger_models.kernels._cross_entropy_kernels import LossOptions
+from liger_models.kernels._dispatch import once_differentiable
 from liger_models.kernels._linear_chunks import (
     CHUNK_BYTES,
     Linear,

@@ -10,6 +10,9 @@ of one; the backward pass has only to multiply by the true one. The teacher is a
 one product. Tokens without a label are left out of all products. Memory beside the results: two chunks of
 logits, and the float32 sum of dW if there is more than one chunk.
 
+The logits of a JSD or a KL divergence are not rounded to 16 bits. Their gradient is made of probabilities
+alone, whose relative error is the error of a logit: 2% for one of 10 in bfloat16, more than all else rounds.
+
 JSD: Agarwal et al., "On-Policy Distillation of Language Models" (2023).
 """
 
@@ -19,10 +22,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from liger_models.kernels._cosine_rows import SMALLEST_LENGTH, row_cosine_distances
-from liger_models.kernels._dispatch import at_least_float32
+from liger_models.kernels._dispatch import at_least_float32, once_differentiable
 from liger_models.kernels._divergence_kernels import DivergenceOptions
 from liger_models.kernels._linear_chunks import (
     CHUNK_BYTES,
@@ -31,6 +33,7 @@ from liger_models.kernels._linear_chunks import (
     drop_absent,
     fake_gradients,
     fill_absent,
+    gradient_place,
     gradients_wanted,
     in_chunks,
     part_of,
@@ -280,21 +283,27 @@ def _chunked(student, teacher, labels, grad_scale, plan, wanted, round_dw=True):
     if labels is not None:
         index = valid_rows(labels, len(weight), options.ignore_index, plan.num_valid)
     losses = at_least_float32(x.new_empty(0, dtype=plan.dtype)).new_zeros(len(x))
-    rows = row_cosine_distances if options.kind == "cosine" else row_divergences
 
     def step(chunk, logits, teacher_logits):
         scale = part_of(grad_scale, chunk) if any(wanted) else None
-        labels_chunk = None if labels is None else labels[chunk]
-        losses[chunk] = rows(logits, teacher_logits, labels_chunk, options, scale)
+        rows = logits, teacher_logits, None if labels is None else labels[chunk], options, scale
+        if options.kind == "cosine":
+            losses[chunk] = row_cosine_distances(*rows)
+        else:
+            losses[chunk] = row_divergences(*rows, gradient_place(logits, plan.dtype))
+
+    def linear(x, weight, bias, dtype):
+        rounded = options.kind == "cosine"
+        return Linear(x, weight, bias, dtype, dtype if rounded else torch.promote_types(dtype, torch.float32))
 
     grads = in_chunks(
-        Linear(x, weight, bias, plan.dtype),
+        linear(x, weight, bias, plan.dtype),
         index,
         step,
         chunk_bytes=plan.chunk_bytes,
         wanted=wanted,
         round_dw=round_dw,
-        teacher=Linear(teacher_x, teacher_weight, teacher_bias, plan.teacher_dtype),
+        teacher=linear(teacher_x, teacher_weight, teacher_bias, plan.teacher_dtype),
     )
     return [losses, *grads]
 

@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from liger_models.kernels._dispatch import (
     at_least_float32,
@@ -27,6 +26,7 @@ from liger_models.kernels._dispatch import (
     jit,
     next_power_of_2,
     on_device_of,
+    once_differentiable,
     tl,
     use_triton,
 )

@@ -23,9 +23,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from liger_models.kernels._dispatch import as_rows, at_least_float32, triton, use_triton
+from liger_models.kernels._dispatch import as_rows, at_least_float32, once_differentiable, triton, use_triton
 from liger_models.kernels._expert_order import ExpertOrder, sort_by_expert
 from liger_models.kernels._expert_rows import gated_backward, spread_rows, sum_slots
 from liger_models.kernels._grouped_products import rows_product, weight_product

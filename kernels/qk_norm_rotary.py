@@ -23,15 +23,16 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from liger_models.kernels._dispatch import (
     as_heads,
     as_rows,
     ceil_div,
+    early_start,
     next_power_of_2,
     num_sms,
     on_device_of,
+    once_differentiable,
     use_triton,
 )
 from liger_models.kernels._norm_sums import column_sum
@@ -185,7 +186,7 @@ class _SplitNormRotaryQKV(torch.autograd.Function):
         rstd = torch.empty(rstd_shape, dtype=torch.float32, device=qkv.device)
         if tokens:
             rows = as_rows(qkv)
-            q_rows, k_rows, num_warps = _forward_config(heads, per_head)
+            q_rows, k_rows, num_warps = _forward_config(heads, per_head, _widest_row(options))
             q_tiles = _tiles(tokens, num_heads, q_rows, per_head)
             k_tiles = _tiles(tokens, num_kv_heads, k_rows, per_head)
             with on_device_of(qkv):
@@ -208,6 +209,7 @@ class _SplitNormRotaryQKV(torch.autograd.Function):
                     Q_ROWS=q_rows,
                     K_ROWS=k_rows,
                     num_warps=num_warps,
+                    **early_start(qkv),
                 )
         ctx.save_for_backward(qkv, *weights, cos, sin, rstd)
         ctx.set_materialize_grads(False)
@@ -248,7 +250,7 @@ def _launch_backward(ctx, gradients, qkv, weights, cos, sin, rstd, dqkv, dweight
     options = ctx.options
     light = options["NORM_FIRST"] and options["ROUND_FIRST"] and 2 * options["HALF"] == ctx.heads[2]
     q_rows, k_rows, num_warps, per_sm, stages = _backward_config(
-        ctx.heads, ctx.per_head, qkv.element_size(), light
+        ctx.heads, ctx.per_head, _widest_row(options), qkv.element_size(), light
     )
     q_tiles = _tiles(rows.shape[0], ctx.heads[0], q_rows, ctx.per_head)
     k_tiles = _tiles(rows.shape[0], ctx.heads[1], k_rows, ctx.per_head)
@@ -279,43 +281,66 @@ def _launch_backward(ctx, gradients, qkv, weights, cos, sin, rstd, dqkv, dweight
             BLOCK_DIM=next_power_of_2(ctx.heads[2]),
             STAGES=stages,
             num_warps=num_warps,
+            **early_start(rows),
         )
         if sums is not None:
             column_sum(sums, dweights)
 
 
-def _forward_config(heads: tuple[int, int, int], per_head: bool) -> tuple[int, int, int]:
-    """Heads a tile of queries, heads a tile of keys, and warps."""
-    width = next_power_of_2(heads[2])
-    if per_head:  # about 2048 elements, as in rotary: two loads of 16 bytes a thread of each half
-        rows = max(1, 2048 // width)
-        return rows, rows, 2
+def _widest_row(options) -> int:
+    """Elements of the widest row that every head of a tile shares: of tables, or of a weight's part."""
+    return max(options["BLOCK_HALF"], options["BLOCK_REST"])
+
+
+def _forward_config(heads: tuple[int, int, int], per_head: bool, row: int) -> tuple[int, int, int]:
+    """Heads a tile of queries, heads a tile of keys, and warps.
+
+    Threads are twice the elements of a shared row: Triton then loads it as the tile lies in registers. With
+    no more threads than elements, it gives each thread a few columns of all heads, and the tile goes through
+    shared memory before and after. A tile of heads of one token has 32 elements a thread; others, which have
+    as many rows of the tables as heads, 16.
+    """
+    num_heads, num_kv_heads, head_dim = heads
+    width = next_power_of_2(head_dim)
+    if per_head:
+        num_warps = min(16, max(2, row // 16))
+        most = max(1, min(4096, 1024 * num_warps) // width)
+        q_rows, k_rows = (_rows_of_a_token(count, most) for count in (num_heads, num_kv_heads))
+        return q_rows, k_rows, num_warps
     q_rows, k_rows = _rows_of_whole_tokens(heads)
     return q_rows, k_rows, min(16, max(2, max(q_rows, k_rows) * width // 1024))
 
 
 def _backward_config(
-    heads: tuple[int, int, int], per_head: bool, element_size: int, light: bool
+    heads: tuple[int, int, int], per_head: bool, row: int, element_size: int, light: bool
 ) -> tuple[int, int, int, int, int]:
     """Heads a tile of queries and of keys, warps, programs a multiprocessor, stages of the loads' pipeline.
 
     The limit is registers, as in `_norm_kernels.py`, whose configurations these are: at 128 a thread, 512
-    threads fit a multiprocessor. A tile of 8 KB keeps to that if all of it turns after a norm that rounds
-    (`light`), with one row of the tables, and if a head is no wider than 128; others have 4 KB.
+    threads fit a multiprocessor. A thread has 64 bytes of a tile if that keeps to the limit: if all of it
+    turns after a norm that rounds (`light`), with one row of the tables, and if a head is no wider than 128;
+    others have 32. Threads are again twice the elements of a shared row, or more.
     """
     num_heads, num_kv_heads, head_dim = heads
     width = next_power_of_2(head_dim)
     if per_head:
-        most = max(1, 8192 // (width * element_size))
-        half = max(1, most // 2)
-        whole = [light and width <= 128 and count % most == 0 for count in (num_heads, num_kv_heads)]
-        q_rows, k_rows = (most if fits else half for fits in whole)
-        return q_rows, k_rows, 4, 4, 1
+        num_warps = min(16, max(4, row // 16))
+        most = max(1, 2048 * num_warps // (width * element_size))
+        if light and width <= 128:
+            q_rows, k_rows = (_rows_of_a_token(count, most) for count in (num_heads, num_kv_heads))
+        else:
+            q_rows = k_rows = max(1, most // 2)
+        return q_rows, k_rows, num_warps, 16 // num_warps, 1
     q_rows, k_rows = _rows_of_whole_tokens(heads)
     elements = max(q_rows, k_rows) * width
     if elements <= 4096:
         return q_rows, k_rows, 8, 2, 3
     return q_rows, k_rows, 16, 1, 3 if elements * element_size <= 16384 else 1  # 64 KB of shared memory
+
+
+def _rows_of_a_token(heads: int, most: int) -> int:
+    """Rows of a tile: `most` if they are always heads of one token, else half."""
+    return most if heads % most == 0 else max(1, most // 2)
 
 
 def _rows_of_whole_tokens(heads: tuple[int, int, int]) -> tuple[int, int]:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from liger_models.kernels._dispatch import at_least_float32, use_triton
+from liger_models.kernels._dispatch import at_least_float32, once_differentiable, use_triton
 from liger_models.kernels._norm_kernels import norm_backward, norm_forward
 
 

@@ -17,12 +17,10 @@ and with them, in the backward pass of the packed form, the gradient of the valu
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from liger_models.kernels._dispatch import (
     as_heads,
@@ -31,6 +29,7 @@ from liger_models.kernels._dispatch import (
     jit,
     next_power_of_2,
     on_device_of,
+    once_differentiable,
     tl,
     use_triton,
 )
@@ -102,11 +101,13 @@ def rotary(
     Raises:
         ValueError: shapes that do not fit, tables that require gradients, or tensors on several devices.
     """
-    alike = q.shape[:-2] == k.shape[:-2] and q.shape[-1] == k.shape[-1]
-    if q.dim() not in (3, 4) or k.dim() != q.dim() or not alike:
-        found = f"q is {tuple(q.shape)} and k {tuple(k.shape)}"
+    # Tuples, since torch's sizes take several times as long to be sliced and compared.
+    q_shape, k_shape = tuple(q.shape), tuple(k.shape)
+    alike = q_shape[:-2] == k_shape[:-2] and q_shape[-1:] == k_shape[-1:]
+    if len(q_shape) not in (3, 4) or not alike:
+        found = f"q is {q_shape} and k {k_shape}"
         raise ValueError(f"{found}; expected [T, heads, D] or [B, S, heads, D], alike but for the heads")
-    check_tables(cos, sin, q.shape[:-2], q.shape[-1])
+    check_tables(cos, sin, q_shape[:-2], q_shape[-1])
     if use_triton(q, k, cos, sin):
         return _Rotary.apply(q, k, cos, sin, interleaved)
     return rotary_plain(q, k, cos, sin, interleaved)
@@ -166,13 +167,14 @@ def multi_axis_tables(
     return merged_cos, merged_sin
 
 
-def check_tables(cos: Tensor, sin: Tensor, positions: torch.Size, head_dim: int) -> None:
+def check_tables(cos: Tensor, sin: Tensor, positions: tuple[int, ...], head_dim: int) -> None:
     """Raise ValueError unless cos and sin are tables for these positions and fit a head."""
-    if cos.shape != sin.shape or cos.shape[:-1] not in (positions, positions[-1:]):
-        found = f"cos is {tuple(cos.shape)} and sin {tuple(sin.shape)}"
+    shape = tuple(cos.shape)
+    if shape != sin.shape or shape[:-1] not in (positions, positions[-1:]):
+        found = f"cos is {shape} and sin {tuple(sin.shape)}"
         raise ValueError(f"{found}; expected {[*positions, 'R/2']} for both")
-    if not 0 < 2 * cos.shape[-1] <= head_dim:
-        raise ValueError(f"cos and sin turn {2 * cos.shape[-1]} elements a head; heads have {head_dim}")
+    if not 0 < 2 * shape[-1] <= head_dim:
+        raise ValueError(f"cos and sin turn {2 * shape[-1]} elements a head; heads have {head_dim}")
     if cos.requires_grad or sin.requires_grad:
         raise ValueError("cos and sin require gradients, which rotary does not compute; detach them")
 
@@ -194,7 +196,8 @@ class _SplitRotaryQKV(torch.autograd.Function):
         else:
             fresh = qkv.new_empty(qkv.shape[0], num_heads + num_kv_heads, head_dim)
             q_out, k_out = fresh.split_with_sizes(ctx.heads[:2], 1)
-        _turn(((q, q_out), (k, k_out), (None, None)), cos, sin, interleaved, transpose=False)
+        targets, stride = (q_out, k_out, None), q_out.stride(0)
+        _turn((q, k, None), targets, cos, sin, interleaved, transpose=False, target_stride=stride)
         return q_out, k_out, v
 
     @staticmethod
@@ -209,7 +212,8 @@ class _SplitRotaryQKV(torch.autograd.Function):
         for gradient, target in zip(gradients, targets, strict=True):
             if gradient is None:
                 target.zero_()
-        _turn(zip(gradients, targets, strict=True), cos, sin, ctx.interleaved, transpose=True)
+        stride = dqkv.stride(0)
+        _turn(gradients, targets, cos, sin, ctx.interleaved, transpose=True, target_stride=stride)
         return dqkv.flatten(1), None, None, None, None, None, None, None
 
 
@@ -219,7 +223,9 @@ class _Rotary(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.set_materialize_grads(False)
         ctx.interleaved = interleaved
-        return _turn_fresh(q, k, cos, sin, interleaved, transpose=False)
+        fresh = _contiguous_like(q), _contiguous_like(k)
+        _turn((q, k, None), (*fresh, None), cos, sin, interleaved, transpose=False)
+        return fresh
 
     @staticmethod
     @once_differentiable
@@ -227,83 +233,99 @@ class _Rotary(torch.autograd.Function):
         if dq is None and dk is None:
             return (None,) * 5
         cos, sin = ctx.saved_tensors
-        return *_turn_fresh(dq, dk, cos, sin, ctx.interleaved, transpose=True), None, None, None
-
-
-def _turn_fresh(q, k, cos, sin, interleaved, transpose):
-    """Turn q and k [..., heads, D] into fresh memory; None stays None."""
-    q_out, k_out = _contiguous_like(q), _contiguous_like(k)
-    cos, sin = (table if table.dim() == 2 else table.flatten(0, 1) for table in (cos, sin))
-    pairs = ((_in_a_row(q), q_out), (_in_a_row(k), k_out), (None, None))
-    _turn(pairs, cos, sin, interleaved, transpose)
-    return q_out, k_out
+        fresh = _contiguous_like(dq), _contiguous_like(dk)
+        _turn((dq, dk, None), (*fresh, None), cos, sin, ctx.interleaved, transpose=True)
+        return *fresh, None, None, None
 
 
 def _contiguous_like(x):
     return None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _in_a_row(x):
-    """x if its tokens lie in a row, as those of [T, heads, D] do and of [B, S, heads, D] may; else a copy."""
-    if x is None or x.dim() == 3 or x.stride(0) == x.shape[1] * x.stride(1):
-        return x
-    return x.flatten(0, 1)  # a copy where it has to be one
-
-
-def _turn(pairs, cos, sin, interleaved, transpose):
+def _turn(sources, targets, cos, sin, interleaved, transpose, target_stride=None):
     """Turn queries and keys [..., heads, D] into their targets and copy values, all in one launch.
 
-    `pairs` are (source, target) of queries, keys and values; the source is None where one is absent. Tokens
-    of sources and targets lie in a row, and the heads of a target side by side; other strides are any. A
-    target may be its source. Tables of fewer than T rows repeat.
+    The sources are queries, keys and values; None where one is absent. Heads of a target lie side by side
+    and its tokens `target_stride` elements apart, or, without that, in a row. A target may be its source.
+    Tables of fewer than T rows repeat.
+
+    A launch costs the host more than it costs the device if there are few tokens, and every argument some
+    tenths of a microsecond, hence what is shared or derived here.
     """
-    sources, targets, heads, token_strides, head_strides, target_strides = zip(
-        *(_operands(source, target) for source, target in pairs), strict=True
-    )
-    *lead, _, head_dim = next(x.shape for x in sources if x is not None)
-    tokens = math.prod(lead)
+    q, k, v = sources
+    q_out, k_out, v_out = targets
+    *lead, _, head_dim = (q if q is not None else k if k is not None else v).shape
+    tokens = lead[0] if len(lead) == 1 else lead[0] * lead[1]
+    q, q_heads, q_stride, q_head_stride = _rows_of_heads(q)
+    k, k_heads, k_stride, k_head_stride = _rows_of_heads(k)
+    v, v_heads, v_stride, v_head_stride = _rows_of_heads(v)
     if not tokens:
         return
-    cos, sin = (table if table.stride(1) == 1 else table.contiguous() for table in (cos, sin))
-    half = cos.shape[1]
+    half = cos.shape[-1]
+    table_rows = tokens if cos.dim() > 2 else cos.shape[0]
+    cos, sin, table_stride = _rows_of_tables(cos, sin)
     block_half = next_power_of_2(half)
     tile, num_warps = _TILE
-    block_heads = max(1, min(tile // block_half, next_power_of_2(max(heads))))
-    in_place = any(x is not None and x is y for x, y in zip(sources, targets, strict=True))
-    rest = 0 if in_place else head_dim - 2 * half
+    block_heads = max(1, min(tile // block_half, next_power_of_2(max(q_heads, k_heads, v_heads))))
+    blocks = ceil_div(q_heads, block_heads) + ceil_div(k_heads, block_heads) + ceil_div(v_heads, block_heads)
+    in_place = q_out is q and k_out is k
     with on_device_of(cos):
         # Numbered along a token's heads first, so that programs that run together stream through memory.
-        _turn_kernel[(tokens * sum(ceil_div(count, block_heads) for count in heads),)](
-            *sources,
-            *targets,
+        _turn_kernel[(tokens * blocks,)](
+            q,
+            k,
+            v,
+            q_out,
+            k_out,
+            v_out,
             cos,
             sin,
-            *token_strides,
-            *head_strides,
-            *target_strides,
-            cos.stride(0),
-            sin.stride(0),
-            cos.shape[0],
-            *heads,
-            HEAD_DIM=head_dim,
-            HALF=half,
-            REST=rest,
-            INTERLEAVED=interleaved,
-            TRANSPOSE=transpose,
-            BLOCK_HEADS=block_heads,
-            BLOCK_HALF=block_half,
-            BLOCK_DIM=next_power_of_2(head_dim),
+            q_stride,
+            k_stride,
+            v_stride,
+            q_head_stride,
+            k_head_stride,
+            v_head_stride,
+            target_stride,
+            table_stride,
+            table_rows,
+            q_heads,
+            k_heads,
+            v_heads,
+            head_dim,
+            half,
+            0 if in_place else head_dim - 2 * half,
+            interleaved,
+            transpose,
+            block_heads,
+            block_half,
+            next_power_of_2(head_dim),
             num_warps=num_warps,
         )
 
 
-def _operands(source, target):
-    """source, target, heads, and the strides of the source's tokens and heads and of the target's tokens."""
-    if source is None:
-        return None, None, 0, 0, 0, 0
-    source = as_heads(source)
-    *_, token_stride, head_stride, _ = source.stride()
-    return source, target, source.shape[-2], token_stride, head_stride, target.stride(-3)
+def _rows_of_heads(x):
+    """x [T, heads, D] or [B, S, heads, D], its heads, and the strides of its tokens and heads; a copy of x if
+    its tokens do not lie in a row or for what `as_heads` copies.
+    """
+    if x is None:
+        return None, 0, None, None
+    strides = x.stride()
+    if len(strides) == 4 and strides[0] != x.shape[1] * strides[1]:
+        x = x.flatten(0, 1)  # a copy where it has to be one
+    x = as_heads(x)
+    *_, token_stride, head_stride, _ = x.stride()
+    return x, x.shape[-2], token_stride, head_stride
+
+
+def _rows_of_tables(cos, sin):
+    """cos and sin, or copies, with rows that lie in a row; and the stride of the rows, the same for both."""
+    strides = cos.stride()
+    in_a_row = len(strides) == 2 or strides[0] == cos.shape[1] * strides[1]
+    if strides[-1] != 1 or strides != sin.stride() or not in_a_row:
+        cos, sin = (table.reshape(-1, table.shape[-1]).contiguous() for table in (cos, sin))
+        return cos, sin, cos.shape[1]
+    return cos, sin, strides[-2]
 
 
 # Pairs a program, about, and its warps: 16 pairs a thread, in bfloat16 two loads of 16 bytes of each half.
@@ -326,15 +348,12 @@ def _turn_kernel(
     q_head_stride,
     k_head_stride,
     v_head_stride,
-    q_out_stride,
-    k_out_stride,
-    v_out_stride,
-    cos_stride,
-    sin_stride,
+    target_stride,
+    table_stride,
     table_rows,
-    q_heads,
-    k_heads,
-    v_heads,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    V_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
@@ -344,15 +363,15 @@ def _turn_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    q_blocks = tl.cdiv(q_heads, BLOCK_HEADS)
-    k_end = q_blocks + tl.cdiv(k_heads, BLOCK_HEADS)
-    blocks = k_end + tl.cdiv(v_heads, BLOCK_HEADS)
+    q_blocks = tl.cdiv(Q_HEADS, BLOCK_HEADS)
+    k_end = q_blocks + tl.cdiv(K_HEADS, BLOCK_HEADS)
+    blocks = k_end + tl.cdiv(V_HEADS, BLOCK_HEADS)
     token = (tl.program_id(0) // blocks).to(tl.int64)
     block = tl.program_id(0) % blocks
     pair = tl.arange(0, BLOCK_HALF)[None, :]
     row = token % table_rows
-    c = tl.load(cos + row * cos_stride + pair, pair < HALF, 0.0).to(tl.float32)
-    s = tl.load(sin + row * sin_stride + pair, pair < HALF, 0.0).to(tl.float32)
+    c = tl.load(cos + row * table_stride + pair, pair < HALF, 0.0).to(tl.float32)
+    s = tl.load(sin + row * table_stride + pair, pair < HALF, 0.0).to(tl.float32)
     if TRANSPOSE:
         s = -s
     head = tl.arange(0, BLOCK_HEADS)[:, None]
@@ -362,10 +381,10 @@ def _turn_kernel(
             q_head = block * BLOCK_HEADS + head
             _turn_heads(
                 q + token * q_stride + q_head * q_head_stride,
-                q_out + token * q_out_stride + q_head * HEAD_DIM,
+                q_out + token * _stride_or(target_stride, Q_HEADS * HEAD_DIM) + q_head * HEAD_DIM,
                 c,
                 s,
-                q_head < q_heads,
+                q_head < Q_HEADS,
                 HALF,
                 REST,
                 INTERLEAVED,
@@ -378,10 +397,10 @@ def _turn_kernel(
             k_head = (block - q_blocks) * BLOCK_HEADS + head
             _turn_heads(
                 k + token * k_stride + k_head * k_head_stride,
-                k_out + token * k_out_stride + k_head * HEAD_DIM,
+                k_out + token * _stride_or(target_stride, K_HEADS * HEAD_DIM) + k_head * HEAD_DIM,
                 c,
                 s,
-                k_head < k_heads,
+                k_head < K_HEADS,
                 HALF,
                 REST,
                 INTERLEAVED,
@@ -393,8 +412,13 @@ def _turn_kernel(
         if block >= k_end:
             v_head = (block - k_end) * BLOCK_HEADS + head
             source = v + token * v_stride + v_head * v_head_stride
-            target = v_out + token * v_out_stride + v_head * HEAD_DIM
-            _copy(source, target, v_head < v_heads, HEAD_DIM, BLOCK_DIM)
+            target = v_out + token * _stride_or(target_stride, V_HEADS * HEAD_DIM) + v_head * HEAD_DIM
+            _copy(source, target, v_head < V_HEADS, HEAD_DIM, BLOCK_DIM)
+
+
+@jit
+def _stride_or(stride, OTHERWISE: tl.constexpr):
+    return OTHERWISE if stride is None else stride
 
 
 @jit

@@ -166,7 +166,8 @@ def liger_rotary_pos_emb(
         ValueError: shapes that do not fit.
     """
     half = cos.shape[-1] // 2
-    cos, sin = (table.expand(q.shape[0], -1, -1)[..., :half] for table in (cos, sin))
+    # Tables without a batch repeat for every sequence; expanded over the batch they would be copied.
+    cos, sin = ((table.squeeze(0) if table.dim() > 2 else table)[..., :half] for table in (cos, sin))
     if unsqueeze_dim == 2:
         return rotary(q, k, cos, sin)
     turned_q, turned_k = rotary(q.transpose(1, 2), k.transpose(1, 2), cos, sin)

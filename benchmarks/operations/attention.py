@@ -1,4 +1,7 @@
-"""Attention over packed documents of one length, beside torch's three implementations.
+"""Attention over documents of one length, and of several, beside torch's three implementations.
+
+Ours and varlen are told where documents begin; the others take equal documents as rows, and FlexAttention
+unequal ones by a mask.
 
 Work is counted by the scores that a query may see: the forward pass has two products of them, the backward
 pass five, since it makes the scores again (Dao, 2022, arXiv:2205.14135, appendix B).
@@ -7,8 +10,11 @@ pass five, since it makes the scores again (Dao, 2022, arXiv:2205.14135, appendi
 from __future__ import annotations
 
 import inspect
+import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 from math import log
 
 import torch
@@ -20,6 +26,7 @@ from liger_models import kernels
 
 PROVIDERS = ("ours", "SDPA", "FlexAttention", "varlen")
 DIMS = "documents x length x heads x kv heads x head size"
+PACKED_DIMS = DIMS.replace("length", "mean length")
 TINY = (2, 24, 4, 2, 16)
 LLAMA = ((8, 4096, 32, 8, 128),)
 # One sequence a row, many short documents, and Gemma 2's head size.
@@ -30,33 +37,54 @@ PLAIN = (*LLAMA, (64, 512, 32, 8, 128), (8, 4096, 16, 8, 256))
 class _Form:
     """What is asked of all providers beside the operands."""
 
-    documents: int
-    length: int
+    lengths: tuple[int, ...]  # of the documents
     window: int | None
     softcap: float | None
     sinks: bool
     device: torch.device
 
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def equal(self) -> bool:
+        return len(set(self.lengths)) == 1
+
+    def documents(self) -> Iterator[slice]:
+        return (slice(*ends) for ends in pairwise(accumulate(self.lengths, initial=0)))
+
     def cu_seqlens(self) -> Tensor:
-        tokens = self.documents * self.length
-        return torch.arange(0, tokens + 1, self.length, dtype=torch.int32, device=self.device)
+        ends = list(accumulate(self.lengths, initial=0))
+        return torch.tensor(ends, dtype=torch.int32, device=self.device)
 
     def visible_scores(self) -> int:
         """Of one head."""
-        seen = min(self.window or self.length, self.length)
-        return self.documents * (seen * (seen + 1) // 2 + (self.length - seen) * seen)
+        seen = [(length, min(self.window or length, length)) for length in self.lengths]
+        return sum(near * (near + 1) // 2 + (length - near) * near for length, near in seen)
+
+
+def unequal_lengths(documents: int, mean: int) -> tuple[int, ...]:
+    """From half the mean to one and a half of it, in no order."""
+    steps = [mean * (0.5 + i / max(documents - 1, 1)) for i in range(documents)]
+    ends = [round(end) for end in accumulate(steps, initial=0)]
+    lengths = [end - start for start, end in pairwise(ends)]
+    random.Random(0).shuffle(lengths)
+    return tuple(lengths)
 
 
 @operation("attention_sinks", DIMS, LLAMA, TINY, providers=PROVIDERS, sinks=True)
 @operation("attention_softcap", DIMS, LLAMA, TINY, providers=PROVIDERS, softcap=4.0)
 @operation("attention_window", DIMS, LLAMA, TINY, providers=PROVIDERS, windowed=True)
+@operation("attention_packed", PACKED_DIMS, PLAIN[:2], TINY, providers=PROVIDERS, packed=True)
 @operation("attention", DIMS, PLAIN, TINY, small=(1, 512, 32, 8, 128), providers=PROVIDERS)
-def _attention(shape, dtype, device, windowed=False, softcap=None, sinks=False):
-    """A window is a quarter of the length."""
+def _attention(shape, dtype, device, packed=False, windowed=False, softcap=None, sinks=False):
+    """A window is a quarter of the length. Packed documents have unequal lengths."""
     documents, length, heads, kv_heads, head_dim = shape
-    form = _Form(documents, length, length // 4 if windowed else None, softcap, sinks, device)
-    q, dout = (normal((documents * length, heads, head_dim), dtype, device) for _ in range(2))
-    k, v = (normal((documents * length, kv_heads, head_dim), dtype, device) for _ in range(2))
+    lengths = unequal_lengths(documents, length) if packed else (length,) * documents
+    form = _Form(lengths, length // 4 if windowed else None, softcap, sinks, device)
+    q, dout = (normal((form.tokens, heads, head_dim), dtype, device) for _ in range(2))
+    k, v = (normal((form.tokens, kv_heads, head_dim), dtype, device) for _ in range(2))
     # Scores of a soft cap's order and sinks of a log-sum-exp's, so that they matter.
     q = q * (1.0 if softcap is None else softcap / 2)
     leaves = (q, k, v, normal((heads,), dtype, device) + log(length)) if sinks else (q, k, v)
@@ -74,7 +102,7 @@ def _attention(shape, dtype, device, windowed=False, softcap=None, sinks=False):
 
 def _ours(form: _Form) -> Provider:
     # Where documents begin and end is worked out once for all layers, as the others' masks are.
-    bounds = kernels.document_bounds(form.cu_seqlens(), form.documents * form.length)
+    bounds = kernels.document_bounds(form.cu_seqlens(), form.tokens)
 
     def attend(q, k, v, sinks=None):
         options = {"window": form.window, "softcap": form.softcap, "sinks": sinks}
@@ -84,10 +112,10 @@ def _ours(form: _Form) -> Provider:
 
 
 def _sdpa(form: _Form) -> Provider:
-    if form.window or form.softcap or form.sinks:
-        raise Unavailable("has no windows, soft caps or sinks without a mask in memory")
+    if not form.equal or form.window or form.softcap or form.sinks:
+        raise Unavailable("has no packed documents, windows, soft caps or sinks without a mask in memory")
     attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
-    return Provider(lambda *leaves: _by_document(form, attend, *leaves))
+    return Provider(partial(_in_rows, len(form.lengths), attend))
 
 
 def _varlen(form: _Form) -> Provider:
@@ -99,7 +127,7 @@ def _varlen(form: _Form) -> Provider:
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = True
     cu_seqlens = form.cu_seqlens()
-    bounds = cu_seqlens, cu_seqlens, form.length, form.length
+    bounds = cu_seqlens, cu_seqlens, max(form.lengths), max(form.lengths)
     return Provider(lambda q, k, v: varlen_attn(q, k, v, *bounds, **options))
 
 
@@ -107,15 +135,23 @@ def _flex_attention(form: _Form) -> Provider:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     window, softcap = form.window, form.softcap
+    rows = len(form.lengths) if form.equal else 1
+    document = None
+    if not form.equal:
+        lengths = torch.tensor(form.lengths, device=form.device)
+        document = torch.arange(len(lengths), device=form.device).repeat_interleave(lengths)
 
     def visible(batch, head, query, key):
         sees = query >= key
-        return sees if window is None else sees & (query - key < window)
+        if window is not None:
+            sees = sees & (query - key < window)
+        return sees if document is None else sees & (document[query] == document[key])
 
     def capped(score, batch, head, query, key):
         return softcap * torch.tanh(score / softcap)
 
-    mask = create_block_mask(visible, None, None, form.length, form.length, device=form.device)
+    length = form.tokens // rows
+    mask = create_block_mask(visible, None, None, length, length, device=form.device)
     options = {"block_mask": mask, "enable_gqa": True, "score_mod": capped if softcap else None}
 
     def attend(q, k, v, sinks=None):
@@ -127,12 +163,13 @@ def _flex_attention(form: _Form) -> Provider:
 
     torch._dynamo.reset()
     attend = torch.compile(attend, dynamic=False)
-    return Provider(lambda *leaves: _by_document(form, attend, *leaves))
+    note = "" if form.equal else "its mask of documents is made before, untimed"
+    return Provider(partial(_in_rows, rows, attend), note=note)
 
 
-def _by_document(form: _Form, attend, q, k, v, *sinks) -> Tensor:
-    """attend takes views [documents, heads, length, D] of [T, heads, D]; its result comes back likewise."""
-    q, k, v = (x.unflatten(0, (form.documents, form.length)).transpose(1, 2) for x in (q, k, v))
+def _in_rows(rows: int, attend, q, k, v, *sinks) -> Tensor:
+    """attend takes views [rows, heads, length, D] of [T, heads, D]; its result comes back likewise."""
+    q, k, v = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in (q, k, v))
     return attend(q, k, v, *sinks).transpose(1, 2).flatten(0, 1)
 
 
@@ -140,12 +177,11 @@ def _truth(leaves: Tensors, dout: Tensor, form: _Form) -> Tensors:
     """Output and gradients in float64, of one document and one head of keys at a time."""
     q, k = leaves[:2]
     groups = q.shape[1] // k.shape[1]
-    length = form.length
-    distance = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
-    hidden = (distance < 0) | (distance >= (form.window or length))
     results = [torch.zeros(x.shape, device=x.device) for x in (dout, *leaves)]
-    for start in range(0, len(q), length):
-        tokens = slice(start, start + length)
+    for tokens in form.documents():
+        place = torch.arange(tokens.stop - tokens.start, device=q.device)
+        distance = place[:, None] - place
+        hidden = (distance < 0) | (distance >= (form.window or len(place)))
         for kv_head in range(k.shape[1]):
             heads = slice(kv_head * groups, (kv_head + 1) * groups)
             places = [(tokens, heads), (tokens, heads), (tokens, kv_head), (tokens, kv_head), heads]

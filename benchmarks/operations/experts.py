@@ -60,10 +60,11 @@ def _moe_experts(shape, dtype, device):
 
     def plain(x, weights, gate_up, down):  # for float64, which torch's grouped product does not take
         y = torch.zeros_like(x)
-        for e in range(num_experts):
+        # unbind, since the gradient of gate_up[e] is a tensor as large as gate_up
+        for e, (first, second) in enumerate(zip(gate_up.unbind(), down.unbind(), strict=True)):
             token, slot = torch.where(experts == e)
-            gate, up = F.linear(x[token], gate_up[e]).chunk(2, -1)
-            rows = F.linear(F.silu(gate) * up, down[e])
+            gate, up = F.linear(x[token], first).chunk(2, -1)
+            rows = F.linear(F.silu(gate) * up, second)
             y = y.index_add(0, token, weights[token, slot, None] * rows)
         return y
 

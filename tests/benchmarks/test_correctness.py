@@ -170,6 +170,24 @@ def test_a_router_has_one_right_choice(build):
     assert all(len(row.unique()) == 128 for row in logits)
 
 
+def test_packed_documents_are_unequal_and_fill_the_row(benchmarks):
+    from benchmarks.operations.attention import unequal_lengths
+
+    for documents, mean in ((8, 4096), (64, 512), (2, 24), (1, 7)):
+        lengths = unequal_lengths(documents, mean)
+        assert len(lengths) == documents
+        assert sum(lengths) == documents * mean or documents == 1
+        assert documents == 1 or (min(lengths), max(lengths)) == (mean // 2, mean * 3 // 2)
+
+
+def test_packed_attention_across_documents_is_reported(benchmarks, build, check):
+    case = build("attention_packed", (3, 24, 4, 2, 16))
+    check(case, case.provider("ours"))
+    one_row = benchmarks.operations.Provider(lambda q, k, v: kernels.attention(q, k, v, bounds=None))
+    with pytest.raises(benchmarks.bound.Wrong):
+        check(case, one_row)
+
+
 @pytest.mark.parametrize("fault", ["window", "softcap", "sinks"])
 def test_attention_without_its_option_is_reported(benchmarks, build, check, fault):
     """The operands make each option matter."""

@@ -35,13 +35,62 @@ def test_a_measurement_takes_five_calls_at_most_where_they_are_slow(benchmarks):
 def test_launches_take_turns_and_each_is_timed_by_itself(meter):
     order = []
 
-    def call(name, seconds):
+    def batch(name, seconds):
         return lambda: order.append(name) or time.sleep(seconds)
 
-    found = meter.launch_microseconds({"slow": call("slow", 0.0005), "fast": call("fast", 0.0)})
+    found = meter.launch_microseconds({"slow": batch("slow", 0.002), "fast": batch("fast", 0.0)}, 4, 24)
     assert found["slow"] >= 500 > found["fast"]
-    timed = order[40:]  # after both have warmed up
-    assert timed == (["slow"] * 20 + ["fast"] * 20) * 20
+    # Once untimed, and once timed, in each of the turns and in two that warm up.
+    assert order == ["slow", "slow", "fast", "fast"] * 26
+
+
+def test_the_time_of_a_launch_is_the_lower_quartile_of_the_turns(meter, monkeypatch):
+    """A host that is disturbed in most of the turns has the time of the others."""
+    clock, calls = [0.0], [0]
+
+    def batch():
+        calls[0] += 1
+        clock[0] += 8e-3 if calls[0] % 3 else 4e-3
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    assert meter.launch_microseconds({"one": batch}, 4, 24) == {"one": pytest.approx(1000)}
+
+
+def test_one_backward_pass_goes_through_all_copies(benchmarks, build):
+    """With the gradients that each copy has by itself."""
+    case = build("rms_norm", (4, 8), torch.float32)
+    bound = benchmarks.bound.Bound(case, case.provider("eager"), 3)
+    alone = [gradient for i in range(3) for gradient in bound.train(i)[1:]]
+    found = bound.train_all()
+    assert len(found) == len(alone) == 6
+    for a, b in zip(found, alone, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_copy_moves_the_bytes_asked_for_once_a_run(meter, monkeypatch):
+    timed = []
+
+    def noted(call, copies):
+        timed.append(call(0).nbytes)
+        return type(meter).time(meter, call, copies)
+
+    monkeypatch.setattr(meter, "time", noted)
+    assert meter.copy_milliseconds(1 << 20) == meter.copy_milliseconds(1 << 20) > 0
+    assert timed == [1 << 19]  # read, and as many written
+
+
+def test_a_row_says_what_copies_of_its_passes_reach(benchmarks, meter, monkeypatch, build):
+    """Forward one copy, in training one a pass; nothing where matrix products bind."""
+    monkeypatch.setattr(meter, "copy_milliseconds", lambda num_bytes: 1.0 + num_bytes / 1e6)
+    ceilings = benchmarks.measure.Ceilings(1e9, 1e12)  # a byte takes 1e-6 ms
+    session = benchmarks.ops.Session(meter, ceilings, torch.bfloat16, ("ours",), time.monotonic(), 60.0)
+    row = benchmarks.ops.Row("rms_norm", "norms", "4x8", "ours")
+    session._set_copies([row], build("rms_norm", (500, 1000)))
+    assert row.forward_copy == pytest.approx(2 / 3)  # 2 MB in 1 + 2 ms
+    assert row.training_copy == pytest.approx(5 / 7)  # 5 MB in 1 + 2 and 1 + 3 ms
+    product = benchmarks.ops.Row("attention", "attention", "1x4x2x1x8", "ours")
+    session._set_copies([product], build("attention", (1, 4, 2, 1, 8)))
+    assert product.forward_copy is None is product.training_copy
 
 
 def test_launches_are_measured_at_the_small_shape_forward_and_in_training(benchmarks, meter):
@@ -67,7 +116,7 @@ def rows(benchmarks):
         )
 
     return [
-        row("rms_norm", "ours", 1.0, 0.9, peak_bytes=3 << 20),
+        row("rms_norm", "ours", 1.0, 0.9, peak_bytes=3 << 20, training_copy=0.95),
         row("rms_norm", "eager", 2.0, 0.45, note="slow"),
         row("attention", "ours", 4.0, 0.5, tflops=300.0),
         row("attention", "SDPA", 2.0, 1.0, tflops=600.0),
@@ -86,6 +135,18 @@ def test_the_tables_show_share_rate_memory_and_failures(benchmarks, rows):
     assert "- eager: slow (rms_norm)" in text
     assert "- varlen: out of memory (attention)" in text
     assert "Forward: " not in text  # no row has a forward pass
+
+
+def test_forward_tables_show_a_copy_where_memory_binds(benchmarks, rows):
+    from benchmarks.measure import Timing
+
+    for row in rows:
+        row.forward, row.forward_ceiling = Timing(0.5, 0.5, 0.5), 0.8
+        row.forward_copy = 0.84 if row.operation == "rms_norm" else None
+    text = benchmarks.tables.markdown(rows, "a machine", benchmarks.measure.Ceilings(4e12, 6e14), "bfloat16")
+    assert "| operation | shape | ours | eager | a copy |" in text
+    assert "| rms_norm | 8x8 | 0.500, 80% | 0.500, 80% | 84% |" in text
+    assert "| attention | 8x8 | 0.500, 80% | 0.500, 80% | 0.500, 80% |" in text
 
 
 def test_the_share_of_the_ceiling_is_by_bytes_or_by_flop(benchmarks):

@@ -19,6 +19,7 @@ def test_ours_and_eager_are_timed_with_their_launches_and_memory(benchmarks, tmp
     timed = [row for row in rows_of(tmp_path / "ops.csv") if row["shape"] == "1024x512"]
     assert len(timed) == 4
     assert all(float(row["training_ms_median"]) > 0 and int(row["peak_bytes"]) > 0 for row in timed)
+    assert all(float(row["training_copy"]) > 0 for row in timed)
     launches = [row for row in rows_of(tmp_path / "ops.csv") if row["training_launch_us"]]
     assert len(launches) == 4
     # A kernel's launch takes microseconds, and not the milliseconds of a wait for the device.

@@ -2,6 +2,7 @@
 
 import csv
 import importlib
+import itertools
 from typing import NamedTuple
 
 import pytest
@@ -66,12 +67,12 @@ def test_a_configuration_is_changed_in_the_form_that_it_has(benchmarks, part, va
 
 @pytest.fixture
 def fake_timer(benchmarks, monkeypatch):
-    """Times come from the choice of warps: the more, the faster."""
+    """Times come from the choice of rows and warps: the more, the faster."""
     from benchmarks.measure import Meter, Timing
 
     def time(self, call, copies, restore, sustained):
         call(0)
-        ms = 1.0 / _norm_kernels._num_warps(256)
+        ms = 100.0 / sum(_norm_kernels._forward_config(16, False))
         return Timing(ms, ms, ms)
 
     monkeypatch.setattr(Meter, "time", time)
@@ -80,17 +81,21 @@ def fake_timer(benchmarks, monkeypatch):
 def test_the_fastest_comes_first_and_nothing_stays_changed(
     benchmarks, build, interpreted, fake_timer, monkeypatch, tmp_path, capsys
 ):
-    original = _norm_kernels._num_warps
+    original = _norm_kernels._forward_config
+    assert original(16, False) == (128, 4)
     arguments = ["tune", "rms_norm", "--shape", "4x16", "--dtype", "float32", "--device", "cpu"]
-    choices = [choice for choice in benchmarks.tune.CHOICES if choice.name == "_num_warps"]
+    choices = [
+        choice for choice in benchmarks.tune.CHOICES if choice.place == "_norm_kernels._forward_config"
+    ]
     monkeypatch.setattr(benchmarks.tune, "CHOICES", choices)
     assert benchmarks.__main__.main([*arguments, "--out", str(tmp_path)]) == 0
-    assert _norm_kernels._num_warps is original
+    assert _norm_kernels._forward_config is original
     with (tmp_path / "tune.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["warps"] for row in rows] == ["8", "4", "2"]  # four are chosen at this size
-    assert [row["chosen"] for row in rows] == ["False", "True", "False"]
-    assert "| 8 | 0.1250 | 0.1250 to 0.1250 | 0.500 |  |" in capsys.readouterr().out
+    found = [(row["rows"], row["warps"]) for row in rows]
+    assert found == list(itertools.product(("256", "128", "64"), ("8", "4", "2")))
+    assert [row["chosen"] == "True" for row in rows] == [numbers == ("128", "4") for numbers in found]
+    assert "| 256 | 8 | 0.3788 | 0.3788 to 0.3788 | 0.500 |  |" in capsys.readouterr().out
 
 
 def test_a_configuration_with_other_results_is_not_timed(benchmarks, build, interpreted, fake_timer):
@@ -121,7 +126,7 @@ def test_a_choice_that_has_no_say_in_an_operation_gives_no_trials(benchmarks, bu
     from benchmarks.measure import Meter
     from benchmarks.tune import Choice, tune
 
-    choice = Choice(("softmax",), "_norm_kernels", "_num_warps", ("warps",))
+    choice = Choice(("softmax",), "_norm_kernels", "_forward_config", ("rows", "warps"))
     assert tune(choice, build("softmax", (4, 16)), torch.bfloat16, Meter(torch.device("cpu"))) == []
 
 

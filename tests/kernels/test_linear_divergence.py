@@ -129,6 +129,21 @@ def test_chunked_gradients_pass_gradcheck(in_chunks, at_once, reduction):
     )
 
 
+@pytest.mark.parametrize("in_chunks", [linear_kl, linear_jsd])
+def test_logits_are_not_rounded_to_bfloat16(implementation, in_chunks):
+    student, teacher, labels = problem(64, torch.bfloat16, hidden=64, vocab=500)
+    with torch.no_grad():
+        student[1].mul_(2), teacher[1].mul_(2)  # logits of 4, and so of 10 where the probabilities are
+    ours = run(in_chunks, student, teacher, labels)
+    truth = run(in_chunks, *in_float64(student, teacher), labels)
+    assert ours[0].dtype == torch.float32
+    torch.testing.assert_close(ours[0].double(), truth[0], rtol=1e-5, atol=0)
+    # The logits' gradient and the result are rounded, each by 2^-9 of itself at the most. Rounded logits,
+    # their errors as large relatively to 10 and not to 1, would take this to three times the limit.
+    for actual, true in zip(ours[1:], truth[1:], strict=True):
+        assert (actual.double() - true).norm() <= 2 * 2**-9 * true.norm()
+
+
 def test_the_plain_twin_is_the_operation_on_all_logits():
     def at_temperature_one(s, t, y, **options):
         return kl_div(s, t, labels=y, **options)

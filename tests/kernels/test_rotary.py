@@ -118,6 +118,29 @@ def test_batches_of_any_strides_give_the_same_bits(shape, strides, interpreted):
         assert torch.equal(turned, expected)
 
 
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [
+        ((3, 4), (9, 1)),  # rows with a gap between them
+        ((3, 4), (1, 3)),  # elements apart
+        ((2, 3, 4), (30, 9, 1)),  # sequences with a gap between them
+        ((2, 3, 4), (0, 4, 1)),  # one sequence for all
+        ((2, 3, 4), (4, 8, 1)),  # a transposed batch
+        ((2, 1, 4), (4, 7, 1)),  # the stride of a dimension of one means nothing
+        ((2, 3, 1), (3, 1, 5)),
+    ],
+)
+def test_tables_of_any_strides_give_the_same_bits(shape, strides, interpreted):
+    q, k = torch.randn(2, shape[-2], 3, 8), torch.randn(2, shape[-2], 1, 8)
+    strided = torch.randn(60).as_strided(shape, strides)
+    dense, other = torch.empty(shape).copy_(strided), torch.randn(shape)
+    for given, same in (((strided, other), (dense, other)), ((other, strided), (other, dense))):
+        for turned, expected in zip(rotary(q, k, *given), rotary(q, k, *same), strict=True):
+            assert torch.equal(turned, expected)
+    for turned, expected in zip(rotary(q, k, strided, strided), rotary(q, k, dense, dense), strict=True):
+        assert torch.equal(turned, expected)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_the_gradient_is_the_transpose_even_if_the_tables_are_scaled(
     interleaved, implementation, assert_near

@@ -23,14 +23,17 @@ def test_any_dimension_is_torchs(implementation, dim):
     torch.testing.assert_close(outputs_and_grad(softmax, x, dim), outputs_and_grad(torch.softmax, x, dim))
 
 
-@pytest.mark.parametrize("most_lanes", [16, 64], ids=["in several tiles", "in one"])
-def test_wide_rows_and_infinite_elements(implementation, monkeypatch, most_lanes):
-    monkeypatch.setattr(module, "_MOST_LANES", most_lanes)
-    monkeypatch.setattr(module, "_LEAST_ELEMENTS", 2 * most_lanes)  # two rows a program
+@pytest.mark.parametrize("widest_whole", [16, 64], ids=["in several tiles", "in one"])
+def test_wide_rows_and_infinite_elements(implementation, monkeypatch, widest_whole):
+    monkeypatch.setattr(module, "_WIDEST_WHOLE", widest_whole)
+    monkeypatch.setattr(module, "_LEAST_ELEMENTS", 2 * widest_whole)  # two rows a program
+    for tile in ("_FORWARD_TILE", "_BACKWARD_TILE"):
+        monkeypatch.setattr(module, tile, (8, 2))  # two tiles and a part of one
     x = torch.randn(5, 37)
     x[0, :20] = -math.inf  # the whole first tile
     x[1, 20:] = -math.inf
     x[2, 7] = 1e30  # far beyond exp's range
+    x[3] = torch.finfo(x.dtype).min  # what masks are made of; times log2(e) it is -inf
     x.requires_grad_()
     torch.testing.assert_close(outputs_and_grad(softmax, x), outputs_and_grad(torch.softmax, x))
     assert softmax(torch.full((1, 37), -math.inf)).isnan().all()

@@ -211,12 +211,12 @@ CHOICES = [
     ("rows", {}, BF16, "sdpa"),
     ("rows", {}, F32, "sdpa"),
     ("rows", {"window": 13}, BF16, "sdpa"),
-    ("rows", {"window": 4}, BF16, "varlen"),
-    ("packed", {}, BF16, "varlen"),
-    ("packed", {"window": 4}, BF16, "varlen"),
-    ("packed", {}, F32, "masked"),
-    ("rows", {"window": 4}, F32, "masked"),
-    ("packed", {"head_dim": 20}, BF16, "masked"),
+    ("rows", {"window": 4}, BF16, "triton"),
+    ("packed", {}, BF16, attention_backends._PACKED),
+    ("packed", {"window": 4}, BF16, "triton"),
+    ("packed", {}, F32, "triton"),
+    ("rows", {"window": 4}, F32, "triton"),
+    ("packed", {"head_dim": 20}, BF16, "triton"),
     ("rows", {"softcap": 30.0}, BF16, "triton"),
     ("rows", {"sinks": True}, BF16, "triton"),
     ("packed", {"softcap": 30.0, "window": 4}, F32, "triton"),
@@ -230,6 +230,27 @@ CHOICES = [
 @pytest.mark.parametrize(("form", "asked", "dtype", "backend"), CHOICES)
 def test_auto_chooses_by_what_is_asked(form, asked, dtype, backend, monkeypatch):
     monkeypatch.setattr(attention_backends, "use_triton", lambda q: q.dtype != F64)
+    q = types.SimpleNamespace(is_cuda=True, dtype=dtype)
+    spec = dataclasses.replace(heads(1, None), **asked)
+    assert attention_backends._choose(q, spec, sequences_of(form)) == backend
+
+
+WITHOUT_TRITON = [
+    ("rows", {}, BF16, "sdpa"),
+    ("rows", {"window": 4}, BF16, "varlen"),
+    ("packed", {}, BF16, "varlen"),
+    ("packed", {}, F32, "masked"),
+    ("packed", {"head_dim": 20}, BF16, "masked"),
+    ("packed", {"sinks": True}, BF16, "eager"),
+]
+
+
+@pytest.mark.parametrize(("form", "asked", "dtype", "backend"), WITHOUT_TRITON)
+def test_auto_takes_torch_on_a_gpu_where_the_kernel_would_run_its_twin(
+    form, asked, dtype, backend, monkeypatch
+):
+    """As under torch.compile."""
+    monkeypatch.setattr(attention_backends, "use_triton", lambda q: False)
     q = types.SimpleNamespace(is_cuda=True, dtype=dtype)
     spec = dataclasses.replace(heads(1, None), **asked)
     assert attention_backends._choose(q, spec, sequences_of(form)) == backend

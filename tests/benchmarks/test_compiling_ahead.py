@@ -1,0 +1,61 @@
+"""What is compiled before anything is measured."""
+
+import multiprocessing
+import os
+import time
+
+import pytest
+import torch
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def ahead(benchmarks, monkeypatch):
+    import benchmarks.ahead
+
+    monkeypatch.setattr(benchmarks.ahead, "_FEWEST", 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(3)))
+    return benchmarks.ahead
+
+
+def test_what_compiles_is_called_the_longest_first_and_eager_not_at_all(ahead):
+    work = [("rms_norm", (4, 8)), ("attention", (1, 8, 2, 1, 8)), ("relu2", (4, 8))]
+    providers = ("ours", "eager", "torch.compile", "SDPA", "FlexAttention")
+    jobs = ahead.jobs_of(work, providers)
+    assert [(name, provider) for name, _, provider in jobs] == [
+        ("attention", "FlexAttention"),
+        ("rms_norm", "torch.compile"),
+        ("relu2", "torch.compile"),
+        ("rms_norm", "ours"),
+        ("attention", "ours"),
+        ("relu2", "ours"),
+    ]
+
+
+def test_jobs_run_in_processes_that_end_and_failures_are_told(ahead):
+    jobs = [("relu2", (4, 8), "ours"), ("softmax", (4,), "ours"), ("swiglu", (4,), "ours")]
+    jobs.append(("relu2", (4, 8), "nobody's"))  # a note when it is measured, and no failure
+    said = ahead.compile_ahead(jobs, torch.float32, CPU)
+    assert said.startswith("3 of 4 calls compiled ahead in ")
+    assert "; 1 failed, the first with swiglu ours: ValueError" in said
+    assert not multiprocessing.active_children()
+
+
+def test_what_does_not_end_is_left_for_later(ahead):
+    start = time.monotonic()
+    said = ahead.compile_ahead([("relu2", (4, 8), "ours")], torch.float32, CPU, seconds=0.0)
+    assert said.startswith("0 of 1 calls compiled ahead")
+    assert time.monotonic() - start < 30
+    assert not multiprocessing.active_children()
+
+
+def test_the_processes_find_the_keys_of_the_measuring_one(benchmarks):
+    """pickle names torch's constants by the first module that has them, and a process has one more."""
+    assert not hasattr(benchmarks.__main__, "torch")
+
+
+def test_a_run_of_few_calls_starts_no_processes(ahead, monkeypatch):
+    monkeypatch.setattr(ahead, "_FEWEST", 16)
+    jobs = [("relu2", (4, 8), "ours")]
+    assert ahead.compile_ahead(jobs, torch.float32, CPU) == "nothing compiled ahead"
