@@ -158,6 +158,13 @@ def as_heads(x: Tensor) -> Tensor:
     return x if stride == 1 and head_stride * x.shape[-2] < 2**31 else x.contiguous()
 
 
+def contiguous_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Contiguous memory of x's shape, and of its dtype if no other is given."""
+    if x.is_contiguous():  # then a memory format need not be named, which takes as long as the rest
+        return torch.empty_like(x, dtype=dtype)
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
 def at_least_float32(x: Tensor) -> Tensor:
     """x in float32, or as it is if it is float64: the precision in which the plain twins compute."""
     return x if x.dtype == torch.float64 else x.float()

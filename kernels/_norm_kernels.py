@@ -25,6 +25,7 @@ from torch import Tensor
 from liger_models.kernels._dispatch import (
     as_rows,
     ceil_div,
+    contiguous_like,
     early_start,
     jit,
     next_power_of_2,
@@ -70,8 +71,8 @@ def norm_forward(
     y_dtype = total_dtype
     if round_first and weight is not None:
         y_dtype = torch.promote_types(total_dtype, weight.dtype)
-    y = torch.empty_like(x, dtype=y_dtype, memory_format=torch.contiguous_format)
-    total = None if residual is None else torch.empty_like(y, dtype=total_dtype)
+    y = contiguous_like(x, y_dtype)
+    total = None if residual is None else contiguous_like(y, total_dtype)
     x_rows = as_rows(x)
     residual_rows = None if residual is None else as_rows(residual)
     rows, width = x_rows.shape
@@ -128,7 +129,7 @@ def norm_backward(
 
     x is what was normalised: for a residual add, the sum.
     """
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dx = contiguous_like(x)
     x_rows, dy_rows = as_rows(x), as_rows(dy)
     dtotal_rows = None if dtotal is None else as_rows(dtotal)
     rows, width = x_rows.shape
@@ -222,12 +223,8 @@ def _backward_config(block_width: int) -> tuple[int, int, int, int]:
 
     The limit is registers: at 128 a thread, 512 threads fit a multiprocessor.
     """
-    if block_width <= 512:
-        return 4096 // block_width, 4, 1, 4
-    if block_width <= 1024:
-        return 2048 // block_width, 4, 3, 4
     if block_width <= 4096:
-        return 4096 // block_width, 8, 3, 2
+        return 4096 // block_width, 4 if block_width <= 1024 else 8, 3, 2
     return (1, 16, 3, 1) if block_width <= 8192 else (1, 16, 1, 1)
 
 

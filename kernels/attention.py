@@ -34,6 +34,7 @@ from liger_models.kernels._attention_kernels import (
 from liger_models.kernels._dispatch import (
     at_least_float32,
     ceil_div,
+    contiguous_like,
     next_power_of_2,
     on_device_of,
     once_differentiable,
@@ -202,7 +203,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, bounds, scale, window, softcap):
         tokens, heads, _ = q.shape
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = contiguous_like(q)
         lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
         tiles = _configuration(q).forward
         strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
@@ -237,7 +238,7 @@ class _Attention(torch.autograd.Function):
         kv_heads = k.shape[1]
         dout = _with_small_strides(dout)
         delta = torch.empty_like(lse)
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        dq, dk, dv = (contiguous_like(x) for x in (q, k, v))
         strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *dout.stride()[:2]
         if tokens:
             with on_device_of(q):

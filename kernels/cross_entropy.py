@@ -26,7 +26,13 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels._cross_entropy_kernels import LossOptions, launch_backward, launch_forward
-from liger_models.kernels._dispatch import as_rows, at_least_float32, once_differentiable, use_triton
+from liger_models.kernels._dispatch import (
+    as_rows,
+    at_least_float32,
+    contiguous_like,
+    once_differentiable,
+    use_triton,
+)
 from liger_models.kernels._logit_tiles import check_softcap, check_temperature, fold_temperature
 from liger_models.kernels._reductions import (
     check_labels,
@@ -322,6 +328,6 @@ class _CrossEntropy(torch.autograd.Function):
             grad_losses = grad_losses.reshape(-1)  # one for all rows where the loss is reduced
             if token_weights is not None:
                 grad_losses = grad_losses * token_weights
-        grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        grad = contiguous_like(logits)
         launch_backward(grad, logits, labels, class_weight, ctx.options, lse, grad_losses, grad_lse)
         return grad, *(None,) * 7

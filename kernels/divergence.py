@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_models.kernels._dispatch import as_rows, once_differentiable, use_triton
+from liger_models.kernels._dispatch import as_rows, contiguous_like, once_differentiable, use_triton
 from liger_models.kernels._divergence_kernels import DivergenceOptions, launch_backward, launch_forward
 from liger_models.kernels._logit_tiles import cap_logits, check_softcap, check_temperature
 from liger_models.kernels._reductions import check_label_dtype, check_reduction, mean_divisor
@@ -277,6 +277,6 @@ class _Divergence(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_losses):
         student, teacher, labels, statistics = ctx.saved_tensors
-        grad = torch.empty_like(student, memory_format=torch.contiguous_format)
+        grad = contiguous_like(student)
         launch_backward(grad, student, teacher, labels, ctx.options, statistics, grad_losses)
         return grad, None, None, None

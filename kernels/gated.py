@@ -21,6 +21,7 @@ from liger_models.kernels._dispatch import (
     as_rows,
     at_least_float32,
     ceil_div,
+    contiguous_like,
     graph_is_kept,
     jit,
     next_power_of_2,
@@ -118,7 +119,7 @@ class _Packed(torch.autograd.Function):
             dgate_up = gate_up
             torch.autograd.graph.increment_version(gate_up)
         else:
-            dgate_up = _contiguous_like(gate_up)
+            dgate_up = contiguous_like(gate_up)
         _launch_backward(dy, gate_up, None, dgate_up, None, ctx.activation)
         return dgate_up, None, None
 
@@ -128,7 +129,7 @@ class _Separate(torch.autograd.Function):
     def forward(ctx, gate, up, activation):
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
-        y = _contiguous_like(gate)
+        y = contiguous_like(gate)
         _launch_forward(gate, up, y, activation)
         return y
 
@@ -136,7 +137,7 @@ class _Separate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         gate, up = ctx.saved_tensors
-        dgate, dup = _contiguous_like(gate), _contiguous_like(up)
+        dgate, dup = contiguous_like(gate), contiguous_like(up)
         _launch_backward(dy, gate, up, dgate, dup, ctx.activation)
         return dgate, dup, None
 
@@ -145,7 +146,7 @@ class _ReLU2(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)
-        y = _contiguous_like(x)
+        y = contiguous_like(x)
         if count := y.numel():
             with on_device_of(x):
                 _relu2_forward_kernel[_flat_grid(count)](x.contiguous(), y, count, 2048, num_warps=8)
@@ -155,16 +156,12 @@ class _ReLU2(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
-        dx = _contiguous_like(x)
+        dx = contiguous_like(x)
         if count := dx.numel():
             x, dy = x.contiguous(), dy.contiguous()
             with on_device_of(x):
                 _relu2_backward_kernel[_flat_grid(count)](dy, x, dx, count, 2048, num_warps=8)
         return dx
-
-
-def _contiguous_like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _flat_grid(count: int) -> tuple[int]:

@@ -28,6 +28,7 @@ from liger_models.kernels._dispatch import (
     as_rows,
     at_least_float32,
     ceil_div,
+    contiguous_like,
     jit,
     next_power_of_2,
     on_device_of,
@@ -225,7 +226,7 @@ class _Route(torch.autograd.Function):
         if dweights is None:
             return (None,) * 6
         logits, experts = ctx.saved_tensors
-        dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        dlogits = contiguous_like(logits)
         _launch(_backward_kernel, logits, dweights.contiguous(), experts, dlogits, *ctx.options)
         return dlogits, None, None, None, None, None
 

@@ -293,22 +293,24 @@ def _widest_row(options) -> int:
 
 
 def _forward_config(heads: tuple[int, int, int], per_head: bool, row: int) -> tuple[int, int, int]:
-    """Heads a tile of queries, heads a tile of keys, and warps.
+    """Heads a tile of queries, heads a tile of keys, and warps. Chosen on an H200.
 
-    Threads are twice the elements of a shared row: Triton then loads it as the tile lies in registers. With
-    no more threads than elements, it gives each thread a few columns of all heads, and the tile goes through
-    shared memory before and after. A tile of heads of one token has 32 elements a thread; others, which have
-    as many rows of the tables as heads, 16.
+    With twice as many threads as elements of a shared row, Triton loads the row as the tile lies in
+    registers. With no more threads than elements it gives each thread a few columns of all heads, and moves
+    the tile through shared memory before and after: 12% slower for heads of 128. Only heads of 256 are faster
+    that way, with few threads.
     """
     num_heads, num_kv_heads, head_dim = heads
     width = next_power_of_2(head_dim)
-    if per_head:
-        num_warps = min(16, max(2, row // 16))
-        most = max(1, min(4096, 1024 * num_warps) // width)
-        q_rows, k_rows = (_rows_of_a_token(count, most) for count in (num_heads, num_kv_heads))
-        return q_rows, k_rows, num_warps
-    q_rows, k_rows = _rows_of_whole_tokens(heads)
-    return q_rows, k_rows, min(16, max(2, max(q_rows, k_rows) * width // 1024))
+    if not per_head:
+        q_rows, k_rows = _rows_of_whole_tokens(heads)
+        return q_rows, k_rows, min(16, max(2, max(q_rows, k_rows) * width // 1024))
+    if row != 64:
+        rows = max(1, 2048 // width)
+        return rows, rows, 2
+    most = max(1, 4096 // width)
+    q_rows, k_rows = (most if count % most == 0 else most // 2 for count in (num_heads, num_kv_heads))
+    return q_rows, k_rows, 4
 
 
 def _backward_config(
@@ -317,30 +319,20 @@ def _backward_config(
     """Heads a tile of queries and of keys, warps, programs a multiprocessor, stages of the loads' pipeline.
 
     The limit is registers, as in `_norm_kernels.py`, whose configurations these are: at 128 a thread, 512
-    threads fit a multiprocessor. A thread has 64 bytes of a tile if that keeps to the limit: if all of it
-    turns after a norm that rounds (`light`), with one row of the tables, and if a head is no wider than 128;
-    others have 32. Threads are again twice the elements of a shared row, or more.
+    threads fit a multiprocessor, and somewhat more if all of a head of up to 128 turns after a norm that
+    rounds (`light`). A thread has 32 bytes of a tile, and threads are twice the elements of a shared row.
     """
-    num_heads, num_kv_heads, head_dim = heads
+    head_dim = heads[2]
     width = next_power_of_2(head_dim)
     if per_head:
         num_warps = min(16, max(4, row // 16))
-        most = max(1, 2048 * num_warps // (width * element_size))
-        if light and width <= 128:
-            q_rows, k_rows = (_rows_of_a_token(count, most) for count in (num_heads, num_kv_heads))
-        else:
-            q_rows = k_rows = max(1, most // 2)
-        return q_rows, k_rows, num_warps, 16 // num_warps, 1
+        rows = max(1, 1024 * num_warps // (width * element_size))
+        return rows, rows, num_warps, (20 if light and width <= 128 else 16) // num_warps, 1
     q_rows, k_rows = _rows_of_whole_tokens(heads)
     elements = max(q_rows, k_rows) * width
     if elements <= 4096:
         return q_rows, k_rows, 8, 2, 3
     return q_rows, k_rows, 16, 1, 3 if elements * element_size <= 16384 else 1  # 64 KB of shared memory
-
-
-def _rows_of_a_token(heads: int, most: int) -> int:
-    """Rows of a tile: `most` if they are always heads of one token, else half."""
-    return most if heads % most == 0 else max(1, most // 2)
 
 
 def _rows_of_whole_tokens(heads: tuple[int, int, int]) -> tuple[int, int]:

@@ -26,6 +26,7 @@ from liger_models.kernels._dispatch import (
     as_heads,
     at_least_float32,
     ceil_div,
+    contiguous_like,
     jit,
     next_power_of_2,
     on_device_of,
@@ -223,7 +224,7 @@ class _Rotary(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.set_materialize_grads(False)
         ctx.interleaved = interleaved
-        fresh = _contiguous_like(q), _contiguous_like(k)
+        fresh = _fresh(q), _fresh(k)
         _turn((q, k, None), (*fresh, None), cos, sin, interleaved, transpose=False)
         return fresh
 
@@ -233,13 +234,13 @@ class _Rotary(torch.autograd.Function):
         if dq is None and dk is None:
             return (None,) * 5
         cos, sin = ctx.saved_tensors
-        fresh = _contiguous_like(dq), _contiguous_like(dk)
+        fresh = _fresh(dq), _fresh(dk)
         _turn((dq, dk, None), (*fresh, None), cos, sin, ctx.interleaved, transpose=True)
         return *fresh, None, None, None
 
 
-def _contiguous_like(x):
-    return None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+def _fresh(x):
+    return None if x is None else contiguous_like(x)
 
 
 def _turn(sources, targets, cos, sin, interleaved, transpose, target_stride=None):

@@ -18,6 +18,7 @@ from liger_models.kernels._dispatch import (
     as_rows,
     at_least_float32,
     ceil_div,
+    contiguous_like,
     jit,
     next_power_of_2,
     on_device_of,
@@ -50,7 +51,7 @@ def softmax_plain(x: Tensor, dim: int = -1) -> Tensor:
 class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        y = contiguous_like(x)
         _launch(_forward_kernel, _wide_forward_kernel, _FORWARD_TILE, y, as_rows(x))
         ctx.save_for_backward(y)
         return y

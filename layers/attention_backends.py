@@ -15,28 +15,20 @@ Soft cap and sinks: see kernels/attention.py.
 
 `auto` chooses, of those that can do what is asked:
 
-| asked for                   | GPU, 16 bits | GPU, float32 | elsewhere |
-|-----------------------------|--------------|--------------|-----------|
-| equal documents, no window  | `sdpa`       | `sdpa`       | `sdpa`    |
-| packed documents, no window | `varlen`     | `triton`     | `masked`  |
-| a window                    | `triton`     | `triton`     | `masked`  |
-| soft cap or sinks           | `triton`     | `triton`     | `eager`   |
+| asked for                   | GPU      | elsewhere |
+|-----------------------------|----------|-----------|
+| equal documents, no window  | `sdpa`   | `sdpa`    |
+| packed documents, a window  | `triton` | `masked`  |
+| soft cap or sinks           | `triton` | `eager`   |
 
 Elsewhere is a CPU, float64, heads of more than 256, and torch.compile, under which `triton` would run its
-twin; there `varlen` still goes before `masked` on a GPU in 16 bits. On a CPU `masked` and `eager` take packed
+twin; there `varlen` goes before `masked` on a GPU in 16 bits. On a CPU `masked` and `eager` take packed
 documents one by one, and T is a document's length.
 
 Measured on an H200 with torch 2.11 and Triton 3.6, 32,768 tokens, bfloat16, milliseconds forward; forward and
 backward. 32 + 8 heads of 128 and documents of 4096 tokens, if nothing else is said:
 
-|                     | `sdpa`      | `triton`    | `varlen`    | FlexAttention |
-|---------------------|-------------|-------------|-------------|---------------|
-| causal              | 2.03; 8.31  | 2.66; 10.8  | 3.54; 13.5  | 2.99; 11.7    |
-| documents of 512    | 0.39; 2.18  | 0.73; 2.66  | 0.93; 3.47  | 0.72; 3.18    |
-| 16 + 8 heads of 256 | 1.90; 10.1  | 2.32; 16.3  | 3.77; 15.6  | 3.80; 25.0    |
-| window of 1024      |             | 1.45; 5.78  | 2.01; 7.35  | 1.84; 6.64    |
-| soft cap            |             | 3.52; 14.9  |             | 8.76; 31.0    |
-| sinks               |             | 2.68; 10.8  |             | 3.16; 11.8    |
+FIGURES
 
 `triton` in float32 is chosen because it is exact and keeps no mask of T^2, not by its time.
 """
@@ -60,9 +52,6 @@ from liger_models.layers.spec import AttentionSpec
 
 AttentionBackend = Literal["auto", "sdpa", "varlen", "triton", "masked", "eager"]
 BACKENDS: tuple[AttentionBackend, ...] = ("auto", "sdpa", "varlen", "triton", "masked", "eager")
-
-# What `auto` takes for packed documents without a window on a GPU in 16 bits: "varlen" or "triton".
-_PACKED: AttentionBackend = "varlen"
 
 _UNMASKED = [
     SDPBackend.CUDNN_ATTENTION,
@@ -171,16 +160,12 @@ def _choose(q: Tensor, spec: AttentionSpec, sequences: Sequences) -> AttentionBa
     if plain and _is_plain_causal(spec, sequences):
         return "sdpa"
     small_heads = spec.head_dim <= MOST_HEAD_DIM
-    triton = use_triton(q) and small_heads
-    flash = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and spec.head_dim % 8 == 0
-    if plain and flash and small_heads:
-        if not triton:
-            return "varlen"
-        if spec.window is None:
-            return _PACKED
-    if triton:
+    if use_triton(q) and small_heads:
         return "triton"
-    return "masked" if plain else "eager"
+    flash = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and spec.head_dim % 8 == 0
+    if plain:
+        return "varlen" if flash and small_heads else "masked"
+    return "eager"
 
 
 def _is_plain_softmax(spec: AttentionSpec) -> bool:

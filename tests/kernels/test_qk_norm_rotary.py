@@ -256,18 +256,6 @@ def test_only_the_operands_and_one_number_a_norm_are_kept(interpreted):
     assert v.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
-@pytest.mark.parametrize("turned", [0.25, 0.5, 1])
-def test_a_program_has_more_threads_than_a_shared_row_has_elements(head_dim, turned):
-    # Else Triton lays the tile out as the row is loaded, and moves it through shared memory.
-    half = int(turned * head_dim) // 2
-    row = qk_norm_rotary.next_power_of_2(max(half, head_dim - 2 * half))
-    for heads in ((32, 8), (40, 8), (16, 8), (14, 2)):
-        (*_, warps) = qk_norm_rotary._forward_config((*heads, head_dim), True, row)
-        (_, _, backward_warps, *_) = qk_norm_rotary._backward_config((*heads, head_dim), True, row, 2, True)
-        assert 32 * min(warps, backward_warps) > row
-
-
 def test_operands_that_do_not_fit_are_refused():
     qkv, weight = torch.randn(4, 5 * 8), torch.randn(8)
     cos, sin = tables(4, 4)

@@ -212,7 +212,7 @@ CHOICES = [
     ("rows", {}, F32, "sdpa"),
     ("rows", {"window": 13}, BF16, "sdpa"),
     ("rows", {"window": 4}, BF16, "triton"),
-    ("packed", {}, BF16, attention_backends._PACKED),
+    ("packed", {}, BF16, "triton"),
     ("packed", {"window": 4}, BF16, "triton"),
     ("packed", {}, F32, "triton"),
     ("rows", {"window": 4}, F32, "triton"),
