@@ -302,8 +302,8 @@ class _Configuration(NamedTuple):
     key_value_gradient: _Tiles
 
 
-# By the largest head size, in 16 bits. Those of heads of 128 and 256 on a data centre's GPU are the fastest of
-# their neighbours on an H200, spills included; the others are chosen from what the compiler reports.
+# By the largest head size, in 16 bits. On a data centre's GPU those of heads of 128 and 256 are the fastest
+# of several on an H200, spills included; the others are chosen from what the compiler reports.
 _DATA_CENTRE = {  # up to 197 KB of shared memory
     64: _Configuration(_Tiles(128, 64, 4, 3), _Tiles(128, 64, 8, 3), _Tiles(64, 128, 8, 2)),
     128: _Configuration(_Tiles(64, 64, 4, 3), _Tiles(128, 64, 8, 3), _Tiles(64, 128, 8, 2)),
