@@ -28,9 +28,9 @@ try:
 
     jit = triton.jit
     # Whether a kernel is compiled or interpreted is decided once, where `jit` decorates it.
-    _interpreted = triton.knobs.runtime.interpret
+    interpreted = triton.knobs.runtime.interpret
 except ImportError:
-    _interpreted = False
+    interpreted = False
 
     def jit(function):
         """Stand in for triton.jit where Triton is not installed: the kernel is never called."""
@@ -61,7 +61,7 @@ def use_triton(x: Tensor, *others: Tensor | None) -> bool:
         supported = supported and type(other) in _PLAIN_TENSORS and other.dtype != torch.float64
     if not supported or triton is None:
         return False
-    return _interpreting if _interpreted else x.is_cuda
+    return _interpreting if interpreted else x.is_cuda
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def interpret() -> Iterator[None]:
     TRITON_INTERPRET=1 must have been set before Triton was first imported; by itself it changes nothing.
     """
     global _interpreting
-    if not _interpreted:
+    if not interpreted:
         raise RuntimeError("Triton compiles: set TRITON_INTERPRET=1 before the first import of triton")
     before, _interpreting = _interpreting, True
     try:

@@ -189,7 +189,9 @@ def _log_probs(
 
 @jit
 def _mixture(log_q, log_p, beta):
-    """Of the larger of p and q: log2(m / larger), m / larger, and the share of the smaller in it."""
+    """Of the larger of p and q: log2(m / larger), m / larger, and the share of the smaller in it; and how far
+    apart log2 p and log2 q are.
+    """
     # From the larger of the two, which neither over- nor underflows.
     distance = tl.abs(log_p - log_q)
     p_is_larger = log_p > log_q

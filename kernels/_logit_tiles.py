@@ -10,10 +10,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_models.kernels import _dispatch
-from liger_models.kernels._dispatch import at_least_float32, ceil_div, jit, next_power_of_2, tl
+from liger_models.kernels._dispatch import (
+    at_least_float32,
+    ceil_div,
+    interpreted,
+    jit,
+    next_power_of_2,
+    tl,
+    triton,
+)
 
-if _dispatch.triton is not None and not _dispatch._interpreted:
+if triton is not None and not interpreted:
     from triton.language.extra import libdevice
 
     # The hardware's own, off by 2^-22 at the most; tl.log2 takes about thirty instructions.

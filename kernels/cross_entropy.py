@@ -294,7 +294,8 @@ def row_losses(
 @functools.cache
 def _labels_ok(device: torch.device) -> Tensor:
     """One, for all calls on a device: when a kernel writes a zero here, the assertion ends the program."""
-    # Copied from the host, which waits for it once: a fill could run after what reads it on another stream.
+    # Copied from the host, which waits for it once (so the first call cannot be captured in a CUDA graph): a
+    # fill could run after what reads it on another stream.
     return torch.ones((), dtype=torch.int32, device="cpu").to(device)
 
 

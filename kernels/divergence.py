@@ -175,11 +175,11 @@ def row_divergences(
     (float64 for float64 logits). grad may be the student's logits, share no memory with them, or be one of
     half their element size whose rows begin where theirs do. Not differentiable.
     """
-    if grad_scale is not None and grad is None:
+    if grad_scale is None:
+        grad = None
+    elif grad is None:
         grad = student_logits
     if use_triton(student_logits, teacher_logits):
-        if grad_scale is None:
-            grad = None
         return launch_forward(student_logits, teacher_logits, labels, options, grad_scale, grad)[0]
     losses = divergence_plain(student_logits, teacher_logits, labels, options)
     if grad_scale is not None and grad is not None:

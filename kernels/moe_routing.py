@@ -14,7 +14,8 @@ With g the gradient of the weights, zero for experts that were not chosen, and w
 
 The fewest bytes that must move, for logits of b bytes: the forward reads b E and writes 8 k a token, the
 backward reads as much and writes b E. A row of logits lies in registers, where choosing takes k maxima in
-turn; the backward computes the scores again. Experts in groups, and more than 1,024, are plain PyTorch.
+turn; the backward computes the scores again. Experts in groups, more than 1,024, and more than 64 for a token
+are plain PyTorch.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def route(
     """
     _check(logits, top_k, score, softmax_after_top_k, correction_bias, num_groups, top_groups)
     fused = use_triton(logits, correction_bias)
-    if fused and top_groups == num_groups and logits.shape[1] <= _MOST_EXPERTS:
+    if fused and top_groups == num_groups and logits.shape[1] <= _MOST_EXPERTS and top_k <= _MOST_CHOSEN:
         # Divided by the sum of the chosen, a softmax over all is the softmax of the chosen. A bias may choose
         # experts whose share of all is nothing in float32: there the two differ.
         of_chosen = softmax_after_top_k or (score == "softmax" and renormalize and correction_bias is None)
@@ -258,6 +259,7 @@ def _launch(kernel, logits, weights, experts, extra, score, renormalize, scale):
 
 _ELEMENTS = 1024  # of a program's tile: 8 in each of its 128 threads
 _MOST_EXPERTS = _ELEMENTS
+_MOST_CHOSEN = 64  # the backward pass is unrolled over them: 2 s to compile, but 49 for 256
 
 
 @jit
@@ -313,7 +315,7 @@ def _forward_kernel(
     key = tl.where(expert < num_experts, _sort_key(choice), TAKEN)
     rank = tl.full((ROWS, LANES), TOP_K, tl.int32)
     for slot in range(TOP_K):
-        # Two reductions of integers, which a warp does in one instruction each; `tl.argmax` takes ten.
+        # Two reductions of integers: from 128 experts on, a warp does each in one instruction.
         largest = tl.max(key, 1)[:, None]
         best = expert == tl.min(tl.where(key == largest, expert, LANES), 1)[:, None]  # of equals the first
         key = tl.where(best, TAKEN, key)

@@ -5,6 +5,7 @@ import torch
 from kernel_operations import VOCAB
 
 from liger_models.kernels import (
+    _linear_chunks,
     linear_cosine_distillation,
     linear_cross_entropy,
     linear_jsd,
@@ -56,6 +57,16 @@ def test_with_all_labels_ignored_every_gradient_is_zero(loss, implementation):
     loss(x, weight, torch.full((3,), -100)).sum().backward()
     assert not x.grad.any()
     assert not weight.grad.any()
+
+
+def test_an_upstream_gradient_reaches_every_block_of_the_gradients(interpreted, monkeypatch):
+    monkeypatch.setattr(_linear_chunks, "_SCALE_BLOCK", 8)
+    monkeypatch.setattr(_linear_chunks, "_SCALE_BLOCKS", 2)  # several programs of several blocks
+    x, weight = torch.randn(5, 6, requires_grad=True), torch.randn(VOCAB, 6, requires_grad=True)
+    labels = torch.arange(5)
+    plain = torch.autograd.grad(linear_cross_entropy(x, weight, labels), [x, weight])
+    scaled = torch.autograd.grad(4 * linear_cross_entropy(x, weight, labels), [x, weight])
+    assert all(torch.equal(4 * a, b) for a, b in zip(plain, scaled, strict=True))
 
 
 # A row of logits with infinity in it has no direction, and so no cosine.
