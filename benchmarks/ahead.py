@@ -49,7 +49,7 @@ def compile_ahead(
     start = time.monotonic()
     processes = min(len(os.sched_getaffinity(0)) - 1, _MOST_PROCESSES)
     if len(jobs) < _FEWEST or processes < 2:
-        return "nothing compiled ahead"
+        return "no calls made ahead"
     done, late, errors = 0, 0, []
     # A GPU's context does not survive a fork. (`benchmarks.__main__` must have no global name `torch`: the
     # keys of torch.compile's cache would begin with `__mp_main__.torch` here, and never be found.)
@@ -68,7 +68,7 @@ def compile_ahead(
         if not late:
             pool.close()
             pool.join()
-    summary = f"{done} of {len(jobs)} calls compiled ahead in {time.monotonic() - start:.0f} s"
+    summary = f"{done} of {len(jobs)} calls made ahead in {time.monotonic() - start:.0f} s"
     return summary + (f"; {len(errors)} failed, the first with {errors[0]}" if errors else "")
 
 

@@ -72,8 +72,8 @@ def run(args: argparse.Namespace) -> int:
         small = [(operation.name, operation.small) for operation in operations if operation.small is not None]
         called = [*((operation.name, shape) for operation, shape in work), *small]
         print(compile_ahead(jobs_of(called, providers), dtype, device), file=sys.stderr, flush=True)
-    gc.collect()
-    gc.freeze()  # what is imported never goes: collecting after each provider need not look at it
+        gc.collect()
+        gc.freeze()  # what is imported never goes: collecting after each provider need not look at it
     meter = Meter(device, args.quick)
     ceilings = meter.ceilings()
     session = Session(meter, ceilings, dtype, providers, started, 60 * args.minutes)

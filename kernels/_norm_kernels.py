@@ -149,7 +149,8 @@ def norm_backward(
     else:
         block_rows, num_warps, stages, programs_per_sm = _backward_config(block_width)
         element_sizes = sum(t.element_size() for t in (dy, dtotal, x) if t is not None)
-        if block_rows * block_width * element_sizes * (stages - 1) > shared_memory(x) - 1024:
+        # 16 bytes a row for mean and rstd, which wait in the queue as well: narrow rows are many.
+        if block_rows * (block_width * element_sizes + 16) * (stages - 1) > shared_memory(x) - 1024:
             stages = 1  # float32 on a GPU with less room than a Hopper: loads wait in no queue
         programs = min(ceil_div(rows, block_rows), num_sms(x) * programs_per_sm)
     gradients = [gradient for gradient in (dweight, dbias) if gradient is not None]

@@ -66,7 +66,9 @@ class _Form:
 
 def unequal_lengths(documents: int, mean: int) -> tuple[int, ...]:
     """From half the mean to one and a half of it, in no order."""
-    steps = [mean * (0.5 + i / max(documents - 1, 1)) for i in range(documents)]
+    if documents == 1:
+        return (mean,)
+    steps = [mean * (0.5 + i / (documents - 1)) for i in range(documents)]
     ends = [round(end) for end in accumulate(steps, initial=0)]
     lengths = [end - start for start, end in pairwise(ends)]
     random.Random(0).shuffle(lengths)

@@ -4,9 +4,11 @@
 
 Compiles for a Hopper GPU as compile_kernels.py does, and prints for each launch its warps, registers and
 bytes spilled of a thread, shared memory, and how many warps then fit a multiprocessor. It fails if a kernel
-spills. Tiles are chosen by the size of a row, and hardly by the number of rows, so a few rows do here.
+spills, or takes more shared memory than there is. Tiles are chosen by the size of a row, and hardly by the
+number of rows, so a few rows do here.
 """
 
+import functools
 import re
 import subprocess
 import sys
@@ -36,14 +38,15 @@ def operand(*shape, dtype=BF16):
     return torch.empty(shape, dtype=dtype).requires_grad_()  # its memory is never touched
 
 
-def norms(width, cast="llama"):
-    x, weight = operand(TOKENS, width), operand(width)
+def norms(width, cast="llama", dtype=BF16):
+    x, weight = operand(TOKENS, width, dtype=dtype), operand(width, dtype=dtype)
     backward(kernels.rms_norm(x, weight, cast=cast))
-    backward(*kernels.add_rms_norm(x, operand(TOKENS, width), weight, cast=cast))
+    backward(*kernels.add_rms_norm(x, operand(TOKENS, width, dtype=dtype), weight, cast=cast))
 
 
-def layer_norm(width):
-    backward(kernels.layer_norm(operand(TOKENS, width), operand(width), operand(width)))
+def layer_norm(width, dtype=BF16):
+    x, weight, bias = (operand(*shape, dtype=dtype) for shape in ((TOKENS, width), (width,), (width,)))
+    backward(kernels.layer_norm(x, weight, bias))
 
 
 def rotary(heads, kv_heads, head_dim, turned=None, interleaved=False):
@@ -158,6 +161,15 @@ CASES = {
 }
 
 
+# For a GPU with less shared memory, where they must fit as well.
+DESKTOP_SHARED = 99 * 1024
+ON_A_DESKTOP = {
+    f"{name} in float32, {width}, on a desktop's GPU": functools.partial(run, width, dtype=torch.float32)
+    for name, run in (("norms", norms), ("layer norm", layer_norm))
+    for width in (1, 2, 5, 300, 4096)
+}
+
+
 def registers_and_spills(cubin: bytes) -> tuple[int, int]:
     """Registers and bytes of stack of a thread."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -196,14 +208,20 @@ def main(words: list[str]) -> None:
             f"shared {shared:6}  warps that fit {fit:2}  {blocks}",
             flush=True,
         )
-        if stack > SPILL_LIMIT and case not in KNOWN_SPILLS:
+        if case in ON_A_DESKTOP and shared > DESKTOP_SHARED:
+            spilled.append(f"{case}: {name} takes {shared} bytes of shared memory with {blocks}")
+        if stack > SPILL_LIMIT and case not in KNOWN_SPILLS and case not in ON_A_DESKTOP:
             spilled.append(f"{case}: {name} spills {stack} bytes a thread with {blocks}")
 
     modules = instead_of_launching(report)
     for module in modules:
         if hasattr(module, "num_sms"):
             module.num_sms = lambda x: 132
-    for case, run in CASES.items():
+    for case, run in (CASES | ON_A_DESKTOP).items():
+        if case in ON_A_DESKTOP:
+            for module in modules:
+                if hasattr(module, "shared_memory"):
+                    module.shared_memory = lambda x: DESKTOP_SHARED
         if not words or any(word in case for word in words):
             run()
     if spilled:
