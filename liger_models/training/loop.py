@@ -68,7 +68,11 @@ def train(config: TrainConfig) -> TrainResult:
     after SIGINT or SIGTERM, with the state saved.
     """
     with World(config.device) as world:
-        return Run(config, world).train()
+        run = Run(config, world)
+        try:
+            return run.train()
+        finally:
+            del run.wrapped  # DDP that outlives its process group waits for ever now and then
 
 
 class Run:

@@ -48,6 +48,7 @@ def main(folder: Path, wrapper: str, level: str) -> None:
         name: p.grad if wrapper == "ddp" else p.grad.full_tensor() for name, p in model.named_parameters()
     }
     torch.save({"loss": loss.detach(), "gradients": gradients}, folder / f"rank{rank}.pt")
+    del parallel, loss, model  # what outlives its process group waits for ever now and then
     dist.destroy_process_group()
 
 
