@@ -10,7 +10,7 @@ from liger_models.kernels._dispatch import ceil_div, early_start, jit, tl, wait_
 def column_sum(sums: Tensor, *results: Tensor) -> None:
     """Write the sums over the rows of float32 `sums` [results, programs, H] into each result [H].
 
-    One or two results; the launch is on the current GPU.
+    One or two results; for one, [programs, H] will do. The launch is on the current GPU.
     """
     rows, width = sums.shape[-2:]
     first, second = results if len(results) == 2 else (*results, None)

@@ -297,7 +297,7 @@ def _forward_config(heads: tuple[int, int, int], per_head: bool, row: int) -> tu
 
     With twice as many threads as elements of a shared row, Triton loads the row as the tile lies in
     registers. With no more threads than elements it gives each thread a few columns of all heads, and moves
-    the tile through shared memory before and after: 12% slower for heads of 128. Only heads of 256 are faster
+    the tile through shared memory before and after: 11% slower for heads of 128. Only heads of 256 are faster
     that way, with few threads.
     """
     num_heads, num_kv_heads, head_dim = heads

@@ -90,8 +90,8 @@ def _launch(kernel, wide_kernel, wide_tile, out, strided, *contiguous):
 
 _WIDEST_WHOLE = 16384  # elements of a row that a program keeps in registers: 16 a thread spill none
 _LEAST_ELEMENTS = 1024  # that a program takes, so that narrow rows share one
-# Lanes and depth for wider rows, chosen by reasoning and not measured. With 32 warps a multiprocessor has one
-# row at a time, and the L2 cache holds all that are read again; of the two operands of backward, in part.
+# Lanes and depth for wider rows, the fastest of several on an H200 at a width of 128,256 in bfloat16. With 32
+# warps a multiprocessor has one row at a time, or one pair, so that the L2 cache may hold what is read again.
 _FORWARD_TILE = 8192, 4
 _BACKWARD_TILE = 8192, 2
 
