@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.convert.hf_config import HFConfig
 from liger_models.layers.spec import Activation, AttentionSpec, MLPSpec, RopeSpec
 
 _ACTIVATIONS: dict[str, Activation] = {

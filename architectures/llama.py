@@ -4,7 +4,7 @@ to 3.2.
 
 from liger_models.architectures.common import attention, mlp
 from liger_models.architectures.registry import register
-from liger_models.convert.hf_config import HFConfig
+from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
 
 

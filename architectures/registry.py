@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import UnsupportedModelError
-from liger_models.convert.hf_config import HFConfig
 from liger_models.layers.model import ModelNames
 from liger_models.layers.spec import ModelSpec
 

@@ -1,19 +1,19 @@
 """Triton operations, each beside its plain PyTorch twin."""
 
-from liger_models.kernels.attention import attention, document_bounds
-from liger_models.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
-from liger_models.kernels.divergence import generalized_jsd, kl_div, total_variation
-from liger_models.kernels.gated import geglu, relu2, swiglu
-from liger_models.kernels.layer_norm import layer_norm
-from liger_models.kernels.linear_cross_entropy import linear_cross_entropy
-from liger_models.kernels.linear_divergence import linear_cosine_distillation, linear_jsd, linear_kl
-from liger_models.kernels.linear_log_probs import linear_log_probs
-from liger_models.kernels.moe_experts import moe_experts
-from liger_models.kernels.moe_routing import load_balancing_loss, route, router_z_loss
-from liger_models.kernels.qk_norm_rotary import split_norm_rotary_qkv
-from liger_models.kernels.rms_norm import add_rms_norm, rms_norm
-from liger_models.kernels.rotary import multi_axis_tables, rotary, split_rotary_qkv
-from liger_models.kernels.softmax import softmax
+from liger_models.kernels.activations.gated import geglu, relu2, swiglu
+from liger_models.kernels.activations.softmax import softmax
+from liger_models.kernels.attention.flash_attention import attention, document_bounds
+from liger_models.kernels.experts.moe_experts import moe_experts
+from liger_models.kernels.experts.moe_routing import load_balancing_loss, route, router_z_loss
+from liger_models.kernels.losses.cross_entropy import CrossEntropyOutput, cross_entropy
+from liger_models.kernels.losses.divergence import generalized_jsd, kl_div, total_variation
+from liger_models.kernels.losses.linear_cross_entropy import linear_cross_entropy
+from liger_models.kernels.losses.linear_divergence import linear_cosine_distillation, linear_jsd, linear_kl
+from liger_models.kernels.losses.linear_log_probs import linear_log_probs
+from liger_models.kernels.norms.layer_norm import layer_norm
+from liger_models.kernels.norms.rms_norm import add_rms_norm, rms_norm
+from liger_models.kernels.rotary.qk_norm_rotary import split_norm_rotary_qkv
+from liger_models.kernels.rotary.rotary import multi_axis_tables, rotary, split_rotary_qkv
 
 __all__ = [
     "CrossEntropyOutput",

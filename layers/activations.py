@@ -1,4 +1,4 @@
-"""Activations as modules, for use in any model. Formulas: kernels/softmax.py and kernels/gated.py."""
+"""Activations as modules, for use in any model. Formulas: kernels/activations/."""
 
 from __future__ import annotations
 

@@ -3,13 +3,13 @@
     out = softmax(cap(scale * q k^T), over the tokens that the query may see, and its head's sink) v
 
 A query sees the tokens of its own document up to itself, and of those the last `window` if there is a window.
-Soft cap and sinks: see kernels/attention.py.
+Soft cap and sinks: see kernels/attention/flash_attention.py.
 
 | backend  | does                                 | what it is                                            |
 |----------|--------------------------------------|-------------------------------------------------------|
 | `sdpa`   | equal documents without a window     | torch's scaled_dot_product_attention, cuDNN first     |
 | `varlen` | documents, windows; a GPU, 16 bits   | torch.nn.attention.varlen (FlashAttention 2)          |
-| `triton` | all, in heads of up to 256           | our own kernel: kernels/attention.py                  |
+| `triton` | all, in heads of up to 256           | our own kernel: kernels/attention/                    |
 | `masked` | documents, windows; memory T^2       | scaled_dot_product_attention with a mask              |
 | `eager`  | all; memory T^2 heads                | the plain twin: the formula above                     |
 
@@ -57,7 +57,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from liger_models.kernels import attention
 from liger_models.kernels._dispatch import use_triton
-from liger_models.kernels.attention import MOST_HEAD_DIM, attention_plain, attention_weights, visible_keys
+from liger_models.kernels.attention.flash_attention import (
+    MOST_HEAD_DIM,
+    attention_plain,
+    attention_weights,
+    visible_keys,
+)
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import AttentionSpec
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from liger_models.convert.weight_map import Expr
+from liger_models.convert.checkpoints.weight_map import Expr
 from liger_models.layers.activation_memory import ActivationMemory, recompute
-from liger_models.layers.attention import Attention
 from liger_models.layers.attention_backends import AttentionBackend
 from liger_models.layers.mlp import GatedMLP
 from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.self_attention import Attention
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import BlockSpec
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from liger_models.convert.weight_map import Cat, Expr, Ref
+from liger_models.convert.checkpoints.weight_map import Cat, Expr, Ref
 from liger_models.kernels import geglu, relu2, swiglu
 from liger_models.layers.activation_memory import carry_recipe, output_is_ours
 from liger_models.layers.spec import MLPSpec

@@ -3,8 +3,8 @@
     y = sum over the chosen experts e of weight_e * down_e(act(gate_e(x)) * up_e(x))
     y = y + shared(x),   or   y + sigmoid(gate(x)) * shared(x)
 
-Which experts a token goes to, and with what weights: kernels/moe_routing.py. Native weights are stacked:
-gate_up_proj [E, 2 I, H], the gate's rows first, and down_proj [E, H, I].
+Which experts a token goes to, and with what weights: kernels/experts/moe_routing.py. Native weights are
+stacked: gate_up_proj [E, 2 I, H], the gate's rows first, and down_proj [E, H, I].
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from liger_models.convert.weight_map import Cat, Expr, Ref, Stack, Transpose
+from liger_models.convert.checkpoints.weight_map import Cat, Expr, Ref, Stack, Transpose
 from liger_models.kernels import moe_experts, route
 from liger_models.layers.mlp import GatedMLP
 from liger_models.layers.sequences import Sequences

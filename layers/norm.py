@@ -1,4 +1,4 @@
-"""Normalisation layers. Formulas and orders of casts: kernels/rms_norm.py and kernels/layer_norm.py."""
+"""Normalisation layers. Formulas and orders of casts: kernels/norms/."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from liger_models.convert.weight_map import Expr, Ref
+from liger_models.convert.checkpoints.weight_map import Expr, Ref
 from liger_models.kernels import add_rms_norm, layer_norm, rms_norm
 from liger_models.layers.activation_memory import carry_recipe
 from liger_models.layers.spec import NormCast, NormSpec

@@ -57,7 +57,7 @@ class RopeSpec:
 @dataclass(frozen=True)
 class NormSpec:
     """RMSNorm: `x / rms(x) * (offset + weight)`; `cast` says where the result is rounded (see
-    kernels/rms_norm.py).
+    kernels/norms/rms_norm.py).
     """
 
     eps: float = 1e-6
@@ -108,10 +108,10 @@ class MoESpec:
     """Mixture of experts: each token goes to `experts_per_token` of `num_experts` gated MLPs.
 
     `score` to `routed_scaling_factor` say how experts are chosen and weighed, as the options of `route` in
-    kernels/moe_routing.py. `float32_router` computes the router's logits in float32, whatever the model's
-    dtype. `shared_expert` is one more MLP, which every token goes through; `shared_gate` weighs its output by
-    sigmoid(gate(x)). The coefficients are those of the load balancing loss and of the router's z-loss: see
-    layers/router_loss.py.
+    kernels/experts/moe_routing.py. `float32_router` computes the router's logits in float32, whatever the
+    model's dtype. `shared_expert` is one more MLP, which every token goes through; `shared_gate` weighs its
+    output by sigmoid(gate(x)). The coefficients are those of the load balancing loss and of the router's
+    z-loss: see layers/router_loss.py.
     """
 
     num_experts: int

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from liger_models.architectures import Architecture
-from liger_models.convert.checkpoint_writing import find_aux_files, save_checkpoint
+from liger_models.convert.checkpoints.source_layout import SourceLayout
+from liger_models.convert.checkpoints.weight_map import WeightMap
+from liger_models.convert.checkpoints.writing import find_aux_files, save_checkpoint
+from liger_models.convert.config.hf_config import ModelConfig, export_config
 from liger_models.convert.errors import CheckpointError, ConfigError
-from liger_models.convert.hf_config import ModelConfig, export_config
-from liger_models.convert.source_layout import SourceLayout
-from liger_models.convert.weight_map import WeightMap
 from liger_models.generation import generate
 from liger_models.layers.attention_backends import AttentionBackend
 from liger_models.layers.model import CausalLM
@@ -115,7 +115,7 @@ class LigerCausalLM(CausalLM):
         Raises:
             HubError: the hub refused, or could not be reached.
         """
-        from liger_models.convert.hub import push
+        from liger_models.convert.checkpoints.hub import push
 
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder, max_shard_size=max_shard_size)

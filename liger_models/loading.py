@@ -13,11 +13,11 @@ from torch.overrides import TorchFunctionMode
 
 from liger_models.architectures import Architecture, find_architecture
 from liger_models.causal_lm import LigerCausalLM, parse_dtype
-from liger_models.convert.checkpoint import CheckpointReader, load_parameters
+from liger_models.convert.checkpoints.reading import CheckpointReader, load_parameters
+from liger_models.convert.checkpoints.source_layout import match_layout
+from liger_models.convert.checkpoints.weight_map import WeightMap, checkpoint_shapes
+from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.convert.hf_config import HFConfig
-from liger_models.convert.source_layout import match_layout
-from liger_models.convert.weight_map import WeightMap, checkpoint_shapes
 from liger_models.layers.attention_backends import AttentionBackend
 from liger_models.layers.model import CausalLM
 
@@ -56,7 +56,7 @@ def from_hub(
         CheckpointError: a file or a tensor is missing, extra, misshapen or damaged.
         HubError: the repository, or the hub, cannot be had.
     """
-    from liger_models.convert.hub import resolve
+    from liger_models.convert.checkpoints.hub import resolve
 
     device = parse_device(device)
     folder = resolve(

@@ -34,7 +34,7 @@ def sources(part):
 
 
 def installed(path):
-    """Where a file lies once installed: kernels/rms_norm.py is liger_models/kernels/rms_norm.py."""
+    """Where a file lies once installed: kernels/norms/rms_norm.py is liger_models/kernels/rms_norm.py."""
     path = path.relative_to(ROOT)
     return path if path.parts[0] == "liger_models" else "liger_models" / path
 

@@ -10,7 +10,7 @@ def find_checkpoint(name: str) -> Path:
     Raises:
         CheckpointError, HubError: there is no such checkpoint, or it cannot be had.
     """
-    from liger_models.convert.hub import resolve
+    from liger_models.convert.checkpoints.hub import resolve
     from liger_models.training.state import newest_checkpoint
 
     folder = Path(name)

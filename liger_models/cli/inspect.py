@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from liger_models.causal_lm import LigerCausalLM
-    from liger_models.convert.weight_map import Expr
+    from liger_models.convert.checkpoints.weight_map import Expr
     from liger_models.layers.spec import BlockSpec
 
 
@@ -77,8 +77,8 @@ def activation_bytes(hidden_size: int, block: "BlockSpec", itemsize: int) -> dic
 def _find(name: str) -> tuple[Any, dict[str, str], Path | None]:
     """The config; the dtype of every checkpoint tensor, if the hub told them; the folder, if there is one."""
     from liger_models.cli.checkpoints import find_checkpoint
+    from liger_models.convert.checkpoints.hub import read_headers, resolve
     from liger_models.convert.errors import HubError
-    from liger_models.convert.hub import read_headers, resolve
     from liger_models.presets import PRESETS
 
     if Path(name).exists():
@@ -95,8 +95,8 @@ def _find(name: str) -> tuple[Any, dict[str, str], Path | None]:
 
 def _checked_dtypes(folder: Path, model: "LigerCausalLM") -> dict[str, str]:
     """The dtype of every checkpoint tensor, after the check that the files are those of this model."""
-    from liger_models.convert.checkpoint import CheckpointReader
-    from liger_models.convert.source_layout import match_layout
+    from liger_models.convert.checkpoints.reading import CheckpointReader
+    from liger_models.convert.checkpoints.source_layout import match_layout
     from liger_models.loading import tied_duplicates
 
     with CheckpointReader(folder) as reader:
@@ -125,7 +125,7 @@ def _parameters(model: "LigerCausalLM", dtypes: dict[str, str]) -> list[dict[str
 
 def _expression(expr: "Expr") -> str:
     """An expression of the weight algebra as text: `cat(a, b)`, `stack(...)`, `transpose(a)`, or a name."""
-    from liger_models.convert.weight_map import Cat, Ref, Stack, Transpose
+    from liger_models.convert.checkpoints.weight_map import Cat, Ref, Stack, Transpose
 
     match expr:
         case Ref(name):

@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
 def verify_bytes(folder: Path, skeleton: "LigerCausalLM") -> bool:
     """Compare every tensor with what comes back from our layout, one parameter at a time."""
     from liger_models.cli.checkpoints import bytes_text
-    from liger_models.convert.checkpoint import CheckpointReader, verify_roundtrip
-    from liger_models.convert.source_layout import match_layout
+    from liger_models.convert.checkpoints.reading import CheckpointReader, verify_roundtrip
+    from liger_models.convert.checkpoints.source_layout import match_layout
     from liger_models.loading import tied_duplicates
 
     with CheckpointReader(folder) as reader:

@@ -273,7 +273,7 @@ class Run:
             )
         if checkpoint:
             return checkpoint
-        from liger_models.convert.hub import resolve
+        from liger_models.convert.checkpoints.hub import resolve
 
         return resolve(config.model)
 

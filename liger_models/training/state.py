@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from liger_models.causal_lm import LigerCausalLM
-from liger_models.convert.atomic import atomic_folder
+from liger_models.convert.checkpoints.atomic import atomic_folder
 from liger_models.convert.errors import CheckpointError
 from liger_models.training.data import START, Position, tensor_bytes
 from liger_models.training.tokenizer import FILES

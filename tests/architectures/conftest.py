@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from liger_models.architectures import Architecture, find_architecture
-from liger_models.convert.hf_config import HFConfig
-from liger_models.convert.weight_map import Expr
+from liger_models.convert.checkpoints.weight_map import Expr
+from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.model import CausalLM
 from liger_models.layers.spec import ModelSpec
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from liger_models.architectures import find_architecture
-from liger_models.convert.hf_config import HFConfig
+from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.model import CausalLM
 
 

@@ -4,8 +4,8 @@ import pytest
 
 import liger_models
 from liger_models.architectures import find_architecture
+from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError, UnsupportedModelError
-from liger_models.convert.hf_config import HFConfig
 
 
 def spec_of(model_type, **changes):

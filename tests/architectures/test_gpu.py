@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from liger_models.architectures import find_architecture, list_architectures
-from liger_models.convert.hf_config import HFConfig
+from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.activation_memory import LEVELS
 from liger_models.layers.attention_backends import attend, attend_plain
 from liger_models.layers.model import CausalLM

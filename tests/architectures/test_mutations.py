@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from liger_models.architectures import list_architectures
-from liger_models.convert.weight_map import Cat
+from liger_models.convert.checkpoints.weight_map import Cat
 from liger_models.layers.norm import LigerRMSNorm
 
 EQUAL_HEADS = {"num_key_value_heads": 4}

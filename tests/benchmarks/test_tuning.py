@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from liger_models.kernels import _norm_kernels
+from liger_models.kernels.norms import _norm_kernels
 
 
 def test_every_choice_is_there_and_has_the_fields_that_are_told(benchmarks):
@@ -105,11 +105,11 @@ def test_a_configuration_with_other_results_is_not_timed(benchmarks, build, inte
     from benchmarks.measure import Meter
     from benchmarks.tune import Choice, tune
 
-    choice = Choice(("softmax",), "softmax", "_LEAST_ELEMENTS", ("elements",))
+    choice = Choice(("softmax",), "activations.softmax", "_LEAST_ELEMENTS", ("elements",))
     case = build("softmax", (9, 16), torch.float32)
     meter = Meter(torch.device("cpu"), quick=True)
     right = case.providers["ours"]().run
-    module = importlib.import_module("liger_models.kernels.softmax")
+    module = importlib.import_module("liger_models.kernels.activations.softmax")
     chosen = module._LEAST_ELEMENTS
 
     def wrong_if_changed(x):
@@ -128,7 +128,7 @@ def test_a_choice_that_has_no_say_in_an_operation_gives_no_trials(benchmarks, bu
     from benchmarks.measure import Meter
     from benchmarks.tune import Choice, tune
 
-    choice = Choice(("softmax",), "_norm_kernels", "_forward_config", ("rows", "warps"))
+    choice = Choice(("softmax",), "norms._norm_kernels", "_forward_config", ("rows", "warps"))
     assert tune(choice, build("softmax", (4, 16)), torch.bfloat16, Meter(torch.device("cpu"))) == []
 
 

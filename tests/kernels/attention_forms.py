@@ -3,7 +3,7 @@
 import torch
 
 from liger_models.kernels import attention, document_bounds
-from liger_models.kernels.attention import visible_keys
+from liger_models.kernels.attention.flash_attention import visible_keys
 
 
 def operands(tokens, heads=4, kv_heads=2, dim=8, sinks=False, dtype=torch.float32, device="cpu"):

@@ -121,7 +121,7 @@ def instead_of_launching(take: Callable[[JITFunction, dict, Any], None]) -> list
     """From now on compile each launch on CPU tensors for an sm_90, and hand the kernel, the keyword arguments
     of its launch and what was compiled to `take`. Gives the modules of the kernels.
     """
-    names = [module.name for module in pkgutil.iter_modules(kernels.__path__, "liger_models.kernels.")]
+    names = [module.name for module in pkgutil.walk_packages(kernels.__path__, "liger_models.kernels.")]
     modules = [importlib.import_module(name) for name in names]
     launch = JITFunction.run
 

@@ -24,7 +24,7 @@ def test_the_operations_to_check_launch_every_kernel(interpreted, monkeypatch):
     launched = set()
     monkeypatch.setattr(InterpretedFunction, "run", lambda kernel, *_, **__: launched.add(kernel.fn))
     memory_check.run_everything("cpu")
-    names = [module.name for module in pkgutil.iter_modules(kernels.__path__, "liger_models.kernels.")]
+    names = [module.name for module in pkgutil.walk_packages(kernels.__path__, "liger_models.kernels.")]
     everything = {
         value.fn
         for name in names

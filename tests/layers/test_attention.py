@@ -11,10 +11,10 @@ import torch.nn.functional as F
 
 from liger_models.kernels._dispatch import interpret
 from liger_models.layers import attention_backends
-from liger_models.layers.attention import Attention
 from liger_models.layers.attention_backends import attend, attend_cached, attend_plain, visible
 from liger_models.layers.cache import KVCache
 from liger_models.layers.model import CausalLM
+from liger_models.layers.self_attention import Attention
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, NormSpec, RopeSpec
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from liger_models.convert.weight_map import checkpoint_shapes
+from liger_models.convert.checkpoints.weight_map import checkpoint_shapes
 from liger_models.layers.moe import MixtureOfExperts, MoENames
 from liger_models.layers.spec import MLPSpec, MoESpec
 

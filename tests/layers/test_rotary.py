@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from liger_models.architectures.common import rope
-from liger_models.convert.hf_config import HFConfig
+from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.rotary import rotary_tables
 from liger_models.layers.spec import RopeSpec
 

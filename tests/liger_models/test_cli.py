@@ -17,9 +17,9 @@ from liger_models.architectures import find_architecture
 from liger_models.causal_lm import LigerCausalLM
 from liger_models.cli import inspect, main
 from liger_models.cli.checkpoints import find_checkpoint
-from liger_models.convert import hub
-from liger_models.convert.checkpoint import CheckpointReader
-from liger_models.convert.weight_map import Cat
+from liger_models.convert.checkpoints import hub
+from liger_models.convert.checkpoints.reading import CheckpointReader
+from liger_models.convert.checkpoints.weight_map import Cat
 from liger_models.kernels._dispatch import interpret
 from liger_models.layers.activation_memory import _Kept
 from liger_models.layers.mlp import GatedMLP

@@ -1,0 +1,206 @@
+"""Checkpoint folders from the Hugging Face hub, and to it, through the hub's own client.
+
+The client caches, resumes a broken download and retries; here stand only what to ask it for and what its
+failures mean for whoever called. A repository is reduced to the files that a language model needs, always
+by the same patterns: the client remembers which files of a snapshot it was asked for, and offline it cannot
+widen that.
+"""
+
+import errno
+import json
+import os
+import tempfile
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from liger_models.convert.checkpoints.safetensors_header import DTYPES
+from liger_models.convert.errors import CheckpointError, HubError
+
+ALLOW_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+# Subfolders hold other formats of the same weights, and so do the files of this name.
+IGNORE_PATTERNS = ["*/*", "consolidated*"]
+
+
+def resolve(
+    name_or_path: str | Path,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+) -> Path:
+    """The local folder of a checkpoint: itself if it is one, else downloaded from the hub or taken from the
+    cache.
+
+    Args:
+        name_or_path: a folder, or a repository on the hub such as `"meta-llama/Llama-3.2-1B"`.
+        revision: a branch, a tag or a commit of the repository. Default: its main branch.
+        token: the hub's access token; True demands the stored one, None uses it if there is one.
+        cache_dir: of the hub's client. Default: its own.
+        local_files_only: use the cache and no network.
+
+    Raises:
+        CheckpointError: the folder has no config.json, or the repository no safetensors weights.
+        HubError: the repository or revision does not exist, is gated or private, or could not be downloaded.
+    """
+    folder = Path(name_or_path).expanduser()
+    if folder.exists() or isinstance(name_or_path, Path) or _looks_like_a_path(name_or_path):
+        if not (folder / "config.json").is_file():
+            state = "has no config.json" if folder.is_dir() else "is not a folder"
+            raise CheckpointError(
+                f"{folder}: {state}; expected the folder of a checkpoint, or the name of a repository on "
+                "the hub (owner/name)"
+            )
+        return folder
+
+    from huggingface_hub import snapshot_download
+
+    repo_id = str(name_or_path)
+    try:
+        snapshot = snapshot_download(
+            repo_id,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
+            allow_patterns=ALLOW_PATTERNS,
+            ignore_patterns=IGNORE_PATTERNS,
+        )
+    except _client_errors() as error:
+        raise _explained(error, "download", repo_id, revision) from error
+    folder = Path(snapshot)
+    if not any(folder.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{repo_id}: the repository has no safetensors weights at its top level; pickles (*.bin, "
+            "*.pth) can run any code when opened and are not read: convert them where you trust them, "
+            "with transformers' from_pretrained and save_pretrained"
+        )
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{repo_id}: the repository has no config.json; expected a language model")
+    return folder
+
+
+def read_headers(
+    repo_id: str, *, revision: str | None = None, token: str | bool | None = None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The config of a repository, and the dtype of each of its tensors, without its weights.
+
+    Nothing of it goes into the cache, where half a checkpoint would stand in the way of a whole one.
+
+    Raises:
+        CheckpointError: the repository has no safetensors weights.
+        HubError: as for `resolve`.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi(token=token)
+    try:
+        with tempfile.TemporaryDirectory() as cache:
+            config = api.hf_hub_download(repo_id, "config.json", revision=revision, cache_dir=cache)
+            raw = json.loads(Path(config).read_text(encoding="utf-8"))
+        names = api.list_repo_files(repo_id, revision=revision)
+        weights = [n for n in names if fnmatchcase(n, "*.safetensors") and not _ignored(n)]
+        headers = [api.parse_safetensors_file_metadata(repo_id, n, revision=revision) for n in weights]
+    except _client_errors() as error:
+        raise _explained(error, "read", repo_id, revision) from error
+    if not headers:
+        raise CheckpointError(f"{repo_id}: the repository has no safetensors weights at its top level")
+    found = {name: info.dtype for header in headers for name, info in header.tensors.items()}
+    return raw, {name: str(DTYPES.get(dtype, dtype)).removeprefix("torch.") for name, dtype in found.items()}
+
+
+def _ignored(name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in IGNORE_PATTERNS)
+
+
+def push(
+    folder: str | Path,
+    repo_id: str,
+    *,
+    token: str | bool | None = None,
+    private: bool | None = None,
+    commit_message: str = "Upload model",
+    revision: str | None = None,
+) -> str:
+    """Uploads a folder to the hub in one commit, making the repository and the branch if need be.
+
+    Args:
+        private: of a repository that is made. Default: the owner's setting.
+        revision: the branch. Default: the main one.
+
+    Returns:
+        The address of the commit.
+
+    Raises:
+        HubError: not logged in, not allowed, or the upload failed.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi(token=token)
+    try:
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        if revision is not None:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=repo_id, folder_path=folder, commit_message=commit_message, revision=revision
+        )
+    except _client_errors() as error:
+        raise _explained(error, "upload", repo_id, revision) from error
+    return str(commit.commit_url)
+
+
+def _looks_like_a_path(name: str) -> bool:
+    return name.startswith((".", "~", os.sep)) or name.count("/") > 1 or os.path.isabs(name)
+
+
+def _client_errors() -> tuple[type[Exception], ...]:
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # The client's HTTP library changes with its version; its base error is the first base of the client's
+    # own.
+    http_error: Any = HfHubHTTPError.__bases__[0]
+    return (OSError, ValueError, http_error)
+
+
+def _explained(error: Exception, action: str, repo_id: str, revision: str | None) -> HubError:
+    """What went wrong, and what to do, in one sentence."""
+    from huggingface_hub import errors
+
+    what = repo_id if revision is None else f"{repo_id} at revision {revision!r}"
+    response = getattr(error, "response", None)
+    status = getattr(response, "status_code", None)
+    if isinstance(error, errors.HFValidationError):
+        reason = (
+            f"this is not the name of a repository ({error}); expected owner/name, or the path of a folder"
+        )
+    elif isinstance(error, errors.GatedRepoError):
+        reason = "the repository is gated: accept its licence on its page, then log in with `hf auth login`"
+    elif isinstance(error, errors.RepositoryNotFoundError):
+        reason = (
+            "there is no such repository, or it is private: check the name, or log in with `hf auth login`"
+        )
+    elif isinstance(error, errors.RevisionNotFoundError):
+        reason = "the repository has no such branch, tag or commit"
+    elif isinstance(error, errors.LocalEntryNotFoundError):
+        reason = (
+            "it is not (or not wholly) in the cache, and the hub was not asked or did not answer: check "
+            f"the network, and that offline mode is not on by mistake ({_cause(error)})"
+        )
+    elif status in (401, 403):
+        reason = (
+            f"the hub refused (HTTP {status}): check that your token is valid and has the right to {action}"
+        )
+    elif status is not None:
+        reason = f"the hub answered HTTP {status} ({error}); try again later"
+    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        reason = "the disk of the cache is full: make room, or choose another with cache_dir="
+    else:
+        reason = f"{type(error).__name__}: {error}; try again: what was already downloaded is kept"
+    return HubError(f"cannot {action} {what}: {reason}")
+
+
+def _cause(error: BaseException) -> str:
+    """The first line of the error below, which is what the network said."""
+    below = error.__cause__ or error
+    return f"{type(below).__name__}: {str(below).splitlines()[0] if str(below) else ''}"

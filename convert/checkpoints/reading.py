@@ -1,0 +1,344 @@
+"""Checkpoints of sharded safetensors files, read as streams.
+
+    with CheckpointReader(folder) as reader:
+        source = match_layout(reader, {"hub": weight_map})  # source_layout.py
+        load_parameters(parameters, weight_map, reader)
+    save_checkpoint(out, parameters, weight_map, source=source, config=config)  # checkpoint_writing.py
+
+Nothing is trusted: every header, and the index, is checked before the first byte of data is read. Bytes go
+from the file straight into the parameters' own memory. So the memory needed is the parameters and a few
+small buffers, one a thread, which also serve where bytes cannot go straight: to another dtype, into a
+strided view, to a GPU.
+"""
+
+import json
+import os
+import re
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_models.convert.checkpoints import tensor_bytes
+from liger_models.convert.checkpoints.safetensors_header import (
+    FileHeader,
+    TensorInfo,
+    parse_header,
+)
+from liger_models.convert.checkpoints.tensor_bytes import (
+    is_plain_memory,
+    memory_of,
+    row_pieces,
+    same_bits,
+    stage_for,
+)
+from liger_models.convert.checkpoints.weight_map import WeightMap, row_count
+from liger_models.convert.errors import CheckpointError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+READING_THREADS = 4
+
+
+class CheckpointReader:
+    """The checked tensors of a checkpoint folder. Use it in a `with` statement; it keeps the files open.
+
+    Attributes:
+        tensors: where each tensor lies, by name, in the order of the files and of their bytes.
+        files: the header of each file, by file name.
+        index: the bytes of the index file, or None for a checkpoint of one file.
+
+    Raises:
+        CheckpointError: there is no safetensors checkpoint in the folder, a file is damaged, or the files
+            and their index disagree.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.tensors: dict[str, TensorInfo] = {}
+        self.files: dict[str, FileHeader] = {}
+        self.index: bytes | None = None
+        self._fds: dict[str, int] = {}
+        self._staging = threading.local()
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "CheckpointReader":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the files."""
+        while self._fds:
+            os.close(self._fds.popitem()[1])
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all tensors together."""
+        return sum(info.nbytes for info in self.tensors.values())
+
+    def read(self, name: str) -> Tensor:
+        """One whole tensor, on the CPU, in the file's dtype."""
+        info = self.tensors[name]
+        out = torch.empty(info.shape, dtype=info.dtype)
+        self.read_into(name, out)
+        return out
+
+    def read_into(self, name: str, dest: Tensor, start: int = 0, stop: int | None = None) -> None:
+        """Fills `dest` with the rows [start, stop) of a tensor; all of them by default.
+
+        `dest` may be strided, on any device and of any dtype; a contiguous one on the CPU of the file's
+        dtype is filled without a copy. May be called from several threads.
+
+        Raises:
+            ValueError: `dest` has another shape than these rows.
+            CheckpointError: the file ends too early or cannot be read.
+        """
+        info = self.tensors[name]
+        rows = row_count(info.shape)
+        stop = rows if stop is None else stop
+        expected = (stop - start, *info.shape[1:]) if info.shape else ()
+        if not 0 <= start <= stop <= rows or dest.shape != expected:
+            raise ValueError(
+                f"rows [{start}, {stop}) of tensor {name!r} of shape {info.shape} do not fill a "
+                f"destination of shape {tuple(dest.shape)}"
+            )
+        dest = dest.detach()
+        if dest.numel() == 0:
+            return
+        row_bytes = info.nbytes // rows
+        offset = info.offset + start * row_bytes
+        if is_plain_memory(dest, info.dtype):
+            self._read_bytes(info, dest, offset)
+            return
+        for first, piece in row_pieces(dest, row_bytes):
+            stage = stage_for(self._staging, piece, info.dtype)
+            self._read_bytes(info, stage, offset + first * row_bytes)
+            piece.copy_(stage)
+
+    def _read_bytes(self, info: TensorInfo, dest: Tensor, offset: int) -> None:
+        memory = memory_of(dest)
+        done = 0
+        while done < len(memory):
+            try:
+                count = os.preadv(
+                    self._fds[info.file], [memory[done : done + tensor_bytes.PIECE_BYTES]], offset + done
+                )
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.folder / info.file}: cannot read tensor {info.name!r} ({error.strerror})"
+                ) from error
+            if count == 0:
+                raise CheckpointError(
+                    f"{self.folder / info.file}: ended at byte {offset + done}, inside tensor "
+                    f"{info.name!r}; the file was changed while it was read"
+                )
+            done += count
+
+    def _open(self) -> None:
+        placed = self._find_files()
+        for file in sorted(set(placed.values())) if placed else [self._only_file()]:
+            path = self.folder / file
+            try:
+                self._fds[file] = os.open(path, os.O_RDONLY)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{path}: cannot be opened ({error.strerror}); download it again"
+                ) from error
+            header = self.files[file] = parse_header(self._fds[file], path)
+            for info in header.tensors:
+                if info.name in self.tensors:
+                    raise CheckpointError(
+                        f"{path}: holds tensor {info.name!r}, which {self.tensors[info.name].file} holds too"
+                    )
+                if placed and info.name not in placed:
+                    raise CheckpointError(
+                        f"{path}: holds tensor {info.name!r}, which {INDEX_FILE} does not list"
+                    )
+                self.tensors[info.name] = info
+        for name, file in placed.items():
+            if name not in self.tensors or self.tensors[name].file != file:
+                raise CheckpointError(
+                    f"{self.folder / INDEX_FILE}: places tensor {name!r} in {file}, which does not hold it"
+                )
+
+    def _find_files(self) -> dict[str, str]:
+        """The index's map from tensor to file; {} where there is one file and no index."""
+        path = self.folder / INDEX_FILE
+        if (self.folder / SINGLE_FILE).exists() or not path.exists():
+            return {}
+        try:
+            self.index = path.read_bytes()
+            index = json.loads(self.index)
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path}: is not valid JSON ({error}); download it again") from error
+        placed = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(placed, dict) or not placed:
+            raise CheckpointError(f"{path}: has no weight_map, a non-empty object from tensor to file name")
+        for name, file in placed.items():
+            if not isinstance(file, str) or not re.fullmatch(r"[^/\\\0]+\.safetensors", file):
+                raise CheckpointError(
+                    f"{path}: places tensor {name!r} in {file!r}; expected the plain name of a "
+                    ".safetensors file in the same folder"
+                )
+        return placed
+
+    def _only_file(self) -> str:
+        if (self.folder / SINGLE_FILE).exists():
+            return SINGLE_FILE
+        if not self.folder.is_dir():
+            raise CheckpointError(f"{self.folder}: is not a folder; expected the folder of a checkpoint")
+        found = sorted(path.name for path in self.folder.glob("*.safetensors"))
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise CheckpointError(
+                f"{self.folder}: holds {len(found)} safetensors files ({', '.join(found[:3])}...) but no "
+                f"{INDEX_FILE} that tells which belong together; download the index too"
+            )
+        pickles = sorted(
+            p.name for p in self.folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt")
+        )
+        if pickles:
+            raise CheckpointError(
+                f"{self.folder}: holds weights only as pickles ({pickles[0]}), which can run any code "
+                "when opened and are not read here; convert them where you trust them: load the folder "
+                "with transformers' AutoModelForCausalLM.from_pretrained and write it with "
+                "save_pretrained, which makes safetensors"
+            )
+        raise CheckpointError(
+            f"{self.folder}: holds no safetensors file; expected {SINGLE_FILE} or {INDEX_FILE}"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------- loading
+
+
+def load_parameters(
+    parameters: Mapping[str, Tensor],
+    weight_map: WeightMap,
+    reader: CheckpointReader,
+    *,
+    progress: bool = False,
+) -> None:
+    """Fills native parameters from a checkpoint, each byte read once and in the order of the files.
+
+    Args:
+        parameters: the tensors to fill, by native name; on any device, of any dtype.
+        progress: show a progress bar in bytes, unless it would be gone within a second.
+
+    Raises:
+        ValueError: the names or the shapes of `parameters` are not those of the map.
+        CheckpointError: a file cannot be read.
+    """
+    check_parameters(parameters, weight_map)
+    jobs: list[_ReadJob] = []
+
+    def plan(name: str, dest: Tensor, start: int, stop: int) -> None:
+        info = reader.tensors[name]
+        row_bytes = info.nbytes // max(1, row_count(info.shape))
+        for first, piece in row_pieces(dest, row_bytes):
+            rows = row_count(tuple(piece.shape))
+            jobs.append(_ReadJob(info, rows * row_bytes, piece, start + first, start + first + rows))
+
+    for name, expr in weight_map.items():
+        expr.read_into(parameters[name].detach(), plan)
+    jobs.sort(key=lambda job: (job.info.file, job.info.offset, job.start))
+
+    total = sum(job.nbytes for job in jobs)
+    with _progress_bar(total, progress) as bar, ThreadPoolExecutor(READING_THREADS) as pool:
+        pending = {
+            pool.submit(reader.read_into, job.info.name, job.dest, job.start, job.stop): job for job in jobs
+        }
+        try:
+            for future in as_completed(pending):
+                future.result()
+                bar.update(pending[future].nbytes)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+class _ReadJob(NamedTuple):
+    info: TensorInfo
+    nbytes: int
+    dest: Tensor
+    start: int
+    stop: int
+
+
+def check_parameters(parameters: Mapping[str, Tensor], weight_map: WeightMap) -> None:
+    """Raises ValueError unless `parameters` has the names and the shapes of the map."""
+    if parameters.keys() != weight_map.keys():
+        raise ValueError(
+            "parameters without an entry in the weight map: "
+            f"{sorted(parameters.keys() - weight_map.keys())}; entries without a parameter: "
+            f"{sorted(weight_map.keys() - parameters.keys())}"
+        )
+    for name, tensor in parameters.items():
+        if tuple(tensor.shape) != weight_map[name].shape:
+            raise ValueError(
+                f"parameter {name!r} has shape {tuple(tensor.shape)}, its weight map {weight_map[name].shape}"
+            )
+
+
+def _progress_bar(total: int, enabled: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, unit="B", unit_scale=True, desc="loading", delay=1.0, disable=not enabled)
+
+
+# -------------------------------------------------------------------------------------------------- verifying
+
+
+@dataclass(frozen=True)
+class RoundTrip:
+    """The outcome of `verify_roundtrip`: how much was compared, and the names of tensors that came back
+    changed."""
+
+    tensors: int
+    nbytes: int
+    changed: tuple[str, ...]
+
+
+def verify_roundtrip(reader: CheckpointReader, weight_map: WeightMap) -> RoundTrip:
+    """Reads every native parameter, takes it apart again, and compares with the files bit by bit.
+
+    Holds one parameter in memory at a time, in the dtype of its tensors.
+    """
+    changed: list[str] = []
+    infos: list[TensorInfo] = []
+    for expr in weight_map.values():
+        parts = [reader.tensors[ref.name] for ref in expr.refs()]
+        infos += parts
+        dtype = parts[0].dtype
+        for info in parts:
+            dtype = torch.promote_types(dtype, info.dtype)  # holds the values of both exactly
+        native = torch.empty(expr.shape, dtype=dtype)
+        expr.read_into(native, reader.read_into)
+        for name, view in expr.write(native).items():
+            if not _equals_file(reader, reader.tensors[name], view):
+                changed.append(name)
+    return RoundTrip(len(infos), sum(info.nbytes for info in infos), tuple(changed))
+
+
+def _equals_file(reader: CheckpointReader, info: TensorInfo, view: Tensor) -> bool:
+    if view.numel() == 0:
+        return True
+    for first, piece in row_pieces(view, info.nbytes // row_count(info.shape)):
+        expected = torch.empty(piece.shape, dtype=info.dtype)
+        reader.read_into(info.name, expected, first, first + row_count(tuple(piece.shape)))
+        if not same_bits(piece.to(info.dtype).contiguous(), expected):
+            return False
+    return True

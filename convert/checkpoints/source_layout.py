@@ -1,0 +1,126 @@
+"""Which of a family's known layouts a checkpoint has, and what an export must know of it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor
+
+from liger_models.convert.checkpoints import tensor_bytes
+from liger_models.convert.checkpoints.reading import CheckpointReader
+from liger_models.convert.checkpoints.safetensors_header import FileHeader, TensorInfo
+from liger_models.convert.checkpoints.tensor_bytes import same_bits
+from liger_models.convert.checkpoints.weight_map import WeightMap, checkpoint_shapes, row_count
+from liger_models.convert.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class SourceLayout:
+    """What a checkpoint looked like, to write another one like it.
+
+    Attributes:
+        layout: the name of the layout that it matched.
+        files: the header of each file, by file name.
+        index: the bytes of the index file, if there was one.
+        carried: tensors that the model does not use, to be written out again as they were.
+        tied: tensors that repeat another one, by name; the value is the other one's name.
+    """
+
+    layout: str
+    files: Mapping[str, FileHeader]
+    index: bytes | None
+    carried: Mapping[str, Tensor]
+    tied: Mapping[str, str]
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
+        return {info.name: info for header in self.files.values() for info in header.tensors}
+
+
+def match_layout(
+    reader: CheckpointReader,
+    layouts: Mapping[str, WeightMap],
+    *,
+    carried: Sequence[str] = (),
+    tied_duplicates: Mapping[str, str] | None = None,
+) -> SourceLayout:
+    """Finds the layout whose tensors are exactly those of the checkpoint, with the right shapes.
+
+    Args:
+        layouts: the weight maps under which the family is known, by a name of the layout.
+        carried: patterns (`*` and `?`) of tensors that may be there too and are only carried through.
+        tied_duplicates: tensors that may be there too if they equal, bit by bit, the tensor named as the
+            value; a tied model's `lm_head.weight`, say.
+
+    Raises:
+        CheckpointError: no layout fits; shows what the nearest one misses and does not know, or the wrong
+            shapes. Or a duplicate differs from its original.
+    """
+    found = reader.tensors.keys()
+    tied = {name: original for name, original in (tied_duplicates or {}).items() if name in found}
+    extra = {name for name in found if any(fnmatchcase(name, pattern) for pattern in carried)}
+    best: tuple[int, str, list[str], list[str]] | None = None
+    for layout, weight_map in layouts.items():
+        shapes = checkpoint_shapes(weight_map)
+        missing = [name for name in shapes if name not in found]
+        unexpected = [name for name in found if name not in shapes and name not in extra and name not in tied]
+        if not missing and not unexpected:
+            _check_shapes(reader, shapes)
+            source_tied = {name: original for name, original in tied.items() if name not in shapes}
+            for name, original in source_tied.items():
+                _check_duplicate(reader, name, original)
+            kept = {name: reader.read(name) for name in found if name in extra and name not in shapes}
+            return SourceLayout(layout, dict(reader.files), reader.index, kept, source_tied)
+        if best is None or len(missing) + len(unexpected) < best[0]:
+            best = (len(missing) + len(unexpected), layout, missing, unexpected)
+    assert best is not None, "at least one layout is needed"
+    _, layout, missing, unexpected = best
+    raise CheckpointError(
+        f"{reader.folder}: its tensors are not those of this model (the nearest known layout is {layout!r})\n"
+        f"  missing from the checkpoint: {_listing(missing)}\n"
+        f"  unknown to the model: {_listing(unexpected)}\n"
+        "Either config.json belongs to another checkpoint, or this variant of the architecture is not "
+        "supported."
+    )
+
+
+def _check_shapes(reader: CheckpointReader, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    wrong = [
+        f"{name} in {reader.tensors[name].file} is {reader.tensors[name].shape}, expected {shape}"
+        for name, shape in shapes.items()
+        if reader.tensors[name].shape != shape
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{reader.folder}: {len(wrong)} of its tensors have other shapes than config.json demands:\n  "
+            + "\n  ".join(wrong[:10])
+        )
+
+
+def _check_duplicate(reader: CheckpointReader, name: str, original: str) -> None:
+    a, b = reader.tensors[name], reader.tensors.get(original)
+    if b is None or (a.dtype, a.shape) != (b.dtype, b.shape) or not _equal_bytes(reader, a, b):
+        raise CheckpointError(
+            f"{reader.folder / a.file}: the config ties {name!r} to {original!r}, but the file holds "
+            "other values for it; set tie_word_embeddings to false in config.json if they are meant to differ"
+        )
+
+
+def _equal_bytes(reader: CheckpointReader, a: TensorInfo, b: TensorInfo) -> bool:
+    step = max(1, tensor_bytes.PIECE_BYTES * row_count(a.shape) // max(1, a.nbytes))
+    for start in range(0, row_count(a.shape), step):
+        stop = min(start + step, row_count(a.shape))
+        pieces = []
+        for info in (a, b):
+            shape = (stop - start, *info.shape[1:]) if info.shape else ()
+            pieces.append(torch.empty(shape, dtype=info.dtype))
+            reader.read_into(info.name, pieces[-1], start, stop)
+        if not same_bits(*pieces):
+            return False
+    return True
+
+
+def _listing(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:10])
+    return f"{len(names)} tensors: {shown}{', ...' * (len(names) > 10)}" if names else "none"

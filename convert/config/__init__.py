@@ -1,0 +1,1 @@
+"""Reading a config.json without overlooking a key."""

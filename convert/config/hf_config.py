@@ -1,0 +1,295 @@
+"""Reading a Hugging Face config.json so that no key is overlooked.
+
+A spec is built by taking keys from the config. When it is complete, `finish()` demands that every key was
+either taken or cannot change the mathematics: a key that nobody asked for is an error that names it,
+because a setting that is quietly ignored gives a model that is quietly wrong.
+
+    c = HFConfig.load("folder")
+    hidden_size = c.take("hidden_size")
+    head_dim = c.take("head_dim", None)        # absent or null: the default
+    rope = c.take_rope()                       # old and new spelling, one form
+    c.finish()
+"""
+
+import copy
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from liger_models.convert.config.rope_config import both_rope_spellings, is_nested, read_rope
+from liger_models.convert.errors import ConfigError, abbreviate
+
+REQUIRED: Any = object()
+
+
+class HFConfig:
+    """The raw config.json of a model, and a record of which of its keys were taken.
+
+    Attributes:
+        raw: the dict as read, never changed.
+        model_type: the value of `model_type`.
+        name: where the config came from, for messages.
+    """
+
+    def __init__(self, raw: dict[str, Any], name: str, ignore_config_keys: tuple[str, ...] = ()):
+        self.raw = raw
+        self.name = name
+        self._ignored = frozenset(ignore_config_keys)
+        self._defaults: dict[str, Any] = {}
+        self._taken: set[str] = set()
+        self._taken_rope_layers: set[str] = set()
+        self.model_type: str = self.take("model_type")
+        self._checked("model_type", self.model_type, isinstance(self.model_type, str), "a name")
+
+    @classmethod
+    def load(
+        cls, path_or_dict: str | Path | Mapping[str, Any], *, ignore_config_keys: tuple[str, ...] = ()
+    ) -> "HFConfig":
+        """Reads a folder that holds config.json, a JSON file, or a dict.
+
+        Raises:
+            ConfigError: the file is missing or is not a JSON object, or `model_type` is missing.
+        """
+        if isinstance(path_or_dict, Mapping):
+            return cls(copy.deepcopy(dict(path_or_dict)), "config", ignore_config_keys)
+        path = Path(path_or_dict)
+        if path.is_dir():
+            path = path / "config.json"
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(
+                f"{path}: cannot be read ({error.strerror or error}); expected the config.json of a model"
+            ) from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}: is not valid JSON ({error})") from error
+        if not isinstance(raw, dict):
+            raise ConfigError(f"{path}: expected a JSON object, found {type(raw).__name__}")
+        return cls(raw, str(path), ignore_config_keys)
+
+    def fill(self, defaults: Mapping[str, Any]) -> None:
+        """Gives values to keys that this file leaves out and the family's reference then fills in.
+
+        A key that is present and null stays null.
+        """
+        self._defaults.update(defaults)
+
+    def take(self, key: str, default: Any = REQUIRED) -> Any:
+        """The value of `key`; `default`, where one is given, if the key is absent or null.
+
+        Raises:
+            ConfigError: no default was given and the key is absent or null.
+        """
+        return self.take_one_of(key, default=default)
+
+    def take_count(self, key: str, default: Any = REQUIRED) -> Any:
+        """As `take`, of a key that counts something: a whole number of 1 or more.
+
+        Raises:
+            ConfigError: it is missing, or something else.
+        """
+        value = self.take(key, default)
+        return self._checked(key, value, type(value) is int and value >= 1, "a whole number of 1 or more")
+
+    def take_number(self, key: str, default: Any = REQUIRED) -> Any:
+        """As `take`, of a key with a finite number of 0 or more.
+
+        Raises:
+            ConfigError: it is missing, or something else.
+        """
+        value = self.take(key, default)
+        good = type(value) in (int, float) and math.isfinite(value) and value >= 0
+        return self._checked(key, value, good, "a finite number of 0 or more")
+
+    def take_flag(self, key: str, default: bool) -> bool:
+        """As `take`, of a key that is true or false.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        value = self.take(key, default)
+        return self._checked(key, value, isinstance(value, bool), "true or false")
+
+    def _checked(self, key: str, value: Any, good: bool, expected: str) -> Any:
+        if not good and value is not None:  # None: a default, since a null in the file counts as absent
+            raise ConfigError(f"{self.name}: {key} must be {expected}, found {abbreviate(value)}")
+        return value
+
+    def take_one_of(self, *keys: str, default: Any = REQUIRED) -> Any:
+        """The value of whichever of `keys`, several names of one setting, is present; else as `take`.
+
+        Raises:
+            ConfigError: two of them are present and differ, or none is and no default was given.
+        """
+        self._taken.update(keys)
+        present = {key: self.raw[key] for key in keys if key in self.raw}
+        stated = present or {key: self._defaults[key] for key in keys if key in self._defaults}
+        found = {key: value for key, value in stated.items() if value is not None}
+        if not found:
+            if default is REQUIRED:
+                state = "null" if any(key in self.raw for key in keys) else "missing"
+                names = " or ".join(repr(key) for key in keys)
+                raise ConfigError(
+                    f"{self.name}: the key {names} is {state}, and this model cannot be built without it; "
+                    "take the value from the model's original config.json"
+                )
+            return default
+        values = list(found.values())
+        if any(value != values[0] for value in values[1:]):
+            raise ConfigError(f"{self.name}: {found} name one setting but differ; keep one of them")
+        return values[0]
+
+    def take_rope(
+        self,
+        layer_type: str | None = None,
+        *,
+        default_theta: float = 10000.0,
+        head_dim_default_partial: float = 1.0,
+    ) -> dict[str, Any]:
+        """The rotary settings, from the old spelling, the new one, or both if they agree.
+
+        Old: `rope_theta`, `rope_scaling`, `partial_rotary_factor` at the top level. New: one dict
+        `rope_parameters`, which may be nested by layer type. The result has `rope_type`, `rope_theta`,
+        `partial_rotary_factor` and every parameter of its type, defaults filled in, lists as tuples, so that
+        two spellings of one model compare equal.
+
+        Args:
+            layer_type: for families whose layers rotate differently (`"full_attention"`,
+                `"sliding_attention"`). In the old spelling a sliding layer has no scaling and takes
+                `rope_local_base_freq` as its theta.
+            default_theta: the family's theta where the config names none.
+            head_dim_default_partial: the family's share of the head that is rotated where the config names
+                none.
+
+        Raises:
+            ConfigError: an unknown rope type, an unknown, missing or mistyped parameter, or spellings that
+                disagree.
+        """
+        if layer_type is not None:
+            self._taken_rope_layers.add(layer_type)
+        return read_rope(self, layer_type, default_theta, head_dim_default_partial)
+
+    def finish(self) -> None:
+        """Checks that nothing was overlooked.
+
+        Raises:
+            ConfigError: names every key that was not taken and might change the mathematics.
+        """
+        left_over = [key for key in self.raw if key not in self._taken and not self._is_harmless(key)]
+        rope = self.raw.get("rope_parameters")
+        if self._taken_rope_layers and is_nested(rope):
+            layers = {layer for layer, settings in rope.items() if settings is not None}
+            left_over += [f"rope_parameters.{layer}" for layer in sorted(layers - self._taken_rope_layers)]
+            left_over = [key for key in left_over if key not in self._ignored]
+        if not left_over:
+            return
+        reasons = [f"  {key}: {abbreviate(self._value(key))}{_why(key)}" for key in left_over]
+        raise ConfigError(
+            f"{self.name}: the model type {self.model_type!r} does not know these keys, and each may change "
+            "what the model computes:\n"
+            + "\n".join(reasons)
+            + "\nIf you are sure that they do not matter, pass "
+            f"ignore_config_keys={tuple(left_over)!r}"
+        )
+
+    def _is_harmless(self, key: str) -> bool:
+        value = self.raw[key]
+        if value is None or value is False or key.startswith("_") or key in self._ignored:
+            return True
+        if key in _NEUTRAL_VALUE:
+            return value == _NEUTRAL_VALUE[key]
+        return key in _NO_EFFECT
+
+    def _value(self, dotted_key: str) -> Any:
+        value: Any = self.raw
+        for part in [dotted_key] if dotted_key in self.raw else dotted_key.split("."):
+            value = value[part]
+        return value
+
+
+class ModelConfig:
+    """The config of a model as its user sees it: the keys of config.json as attributes that may be set.
+
+    Other libraries read and set attributes of `model.config` (`use_cache`, `hidden_size`) and call the
+    methods below. Changing a size here does not rebuild the model.
+    """
+
+    def __init__(self, raw: Mapping[str, Any]):
+        self.__dict__.update(copy.deepcopy(dict(raw)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """A copy of the keys and values."""
+        return copy.deepcopy(self.__dict__)
+
+    def to_json_string(self) -> str:
+        """The keys and values as JSON."""
+        return json.dumps(self.__dict__, indent=2, sort_keys=True, default=str) + "\n"
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> "ModelConfig":
+        """The config of the language model: the nested `text_config` where there is one, else this one."""
+        nested = self.__dict__.get("text_config")
+        if not isinstance(nested, dict):
+            return self
+        text = ModelConfig({})
+        text.__dict__ = nested  # shared, so that what is set on it is seen here
+        return text
+
+    def __repr__(self) -> str:
+        return f"ModelConfig({self.__dict__!r})"
+
+
+def export_config(raw: Mapping[str, Any], *, dtype: str, source: bool) -> dict[str, Any]:
+    """The config.json to write beside exported weights.
+
+    One that was read from a checkpoint (`source`) goes out as it came in, except that a stated dtype
+    follows the weights. One made from nothing bears the old and the new spelling of dtype and of rotary
+    settings, because readers of the new one ignore the old one silently, and the other way round.
+
+    Args:
+        dtype: name of the weights' dtype as in config.json, such as `"bfloat16"`.
+    """
+    out = copy.deepcopy(dict(raw))
+    for key in ("torch_dtype", "dtype"):
+        if key in out or not source:
+            out[key] = dtype
+    return out if source else {**out, **both_rope_spellings(out)}
+
+
+# ------------------------------------------------------------------- keys that cannot change the mathematics
+
+# Of use to tokenizers, to text generation, to other tasks or to bookkeeping; never to the forward pass.
+_NO_EFFECT_NAMES = """
+    architectures auto_map dtype torch_dtype transformers_version name_or_path tokenizer_class
+    unsloth_fixed unsloth_version attn_implementation keys_to_ignore_at_inference use_cache return_dict
+    initializer_range gradient_checkpointing chunk_size_feed_forward torchscript use_bfloat16
+    tf_legacy_loss pruned_heads bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id
+    cls_token_id mask_token_id decoder_start_token_id id2label label2id num_labels problem_type
+    finetuning_task task_specific_params classifier_dropout output_attentions output_hidden_states
+    output_scores return_dict_in_generate max_length max_new_tokens min_length do_sample early_stopping
+    num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty
+    length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
+    forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty
+    suppress_tokens begin_suppress_tokens prefix
+"""
+_NO_EFFECT = frozenset(_NO_EFFECT_NAMES.split())
+
+_DROPOUT_NAMES = """
+    attention_dropout attn_dropout attn_pdrop embd_pdrop resid_pdrop hidden_dropout residual_dropout
+    embedding_dropout attention_probs_dropout_prob hidden_dropout_prob dropout layerdrop layer_dropout
+"""
+_DROPOUTS = _DROPOUT_NAMES.split()
+
+# Harmless at this one value.
+_NEUTRAL_VALUE: dict[str, Any] = {**dict.fromkeys(_DROPOUTS, 0), "pretraining_tp": 1}
+
+
+def _why(key: str) -> str:
+    if key in _DROPOUTS:
+        return " (dropout is not supported; set it to 0)"
+    if key == "pretraining_tp":
+        return " (only 1 is supported: other values split the matrix products and round differently)"
+    if key == "quantization_config":
+        return " (quantised checkpoints are not supported; use the original weights)"
+    return ""

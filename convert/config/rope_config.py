@@ -1,0 +1,234 @@
+"""Rotary settings in config.json, in the old spelling and the new one.
+
+Old: `rope_theta`, `rope_scaling` and `partial_rotary_factor` at the top level. New: one object,
+`rope_parameters`, which may be nested by layer type.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from liger_models.convert.errors import ConfigError, abbreviate
+
+if TYPE_CHECKING:
+    from liger_models.convert.config.hf_config import HFConfig
+
+_RopeFields = dict[str, tuple[type, ...]]
+_NUMBER: tuple[type, ...] = (int, float)
+_LIST: tuple[type, ...] = (list, tuple)
+_KIND_NAMES = {
+    _NUMBER: "a number",
+    _LIST: "a list of numbers",
+    (int,): "an integer",
+    (bool,): "true or false",
+}
+
+# Of every type: the parameters it needs, and those it may have with their defaults. Names and defaults are
+# those of the published configs; a default of None means that a formula of the rope type fills it in.
+_ROPE_TYPES: dict[str, tuple[_RopeFields, dict[str, Any]]] = {
+    "default": ({}, {}),
+    "linear": ({"factor": _NUMBER}, {}),
+    "dynamic": ({"factor": _NUMBER, "original_max_position_embeddings": (int,)}, {}),
+    "yarn": (
+        {"factor": _NUMBER, "original_max_position_embeddings": (int,)},
+        {
+            "attention_factor": None,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": None,
+            "mscale_all_dim": None,
+            "truncate": True,
+        },
+    ),
+    "longrope": (
+        {
+            "factor": _NUMBER,
+            "original_max_position_embeddings": (int,),
+            "short_factor": _LIST,
+            "long_factor": _LIST,
+        },
+        {"attention_factor": None},
+    ),
+    "llama3": (
+        {
+            "factor": _NUMBER,
+            "original_max_position_embeddings": (int,),
+            "low_freq_factor": _NUMBER,
+            "high_freq_factor": _NUMBER,
+        },
+        {},
+    ),
+}
+_ROPE_ALIASES = {"su": "longrope", "mrope": "default"}
+_THETA_KEYS = ("rope_theta", "rotary_emb_base")
+_PARTIAL_KEYS = ("partial_rotary_factor", "rotary_pct")
+_NO_EFFECT = frozenset({"finetuned"})
+# What frequencies and lengths are divided by, or whose logarithm is taken.
+_POSITIVE = frozenset({"rope_theta", "factor", "original_max_position_embeddings"})
+
+
+def read_rope(
+    c: HFConfig, layer_type: str | None, default_theta: float, default_partial: float
+) -> dict[str, Any]:
+    """The rotary settings of a config in one form: what `HFConfig.take_rope` gives, and raises."""
+    theta = c.take_one_of(*_THETA_KEYS, default=None)
+    partial = c.take_one_of(*_PARTIAL_KEYS, default=None)
+    scaling = c.take("rope_scaling", None)
+    new = c.take("rope_parameters", None)
+    if layer_type is not None:
+        local_theta = c.take("rope_local_base_freq", None)
+        if layer_type == "sliding_attention":
+            theta = theta if local_theta is None else local_theta
+            scaling = None
+
+    for key, value in (("rope_scaling", scaling), ("rope_parameters", new)):
+        if value is not None and not isinstance(value, Mapping):
+            raise ConfigError(f"{c.name}: {key} must be an object or null, found {value!r}")
+    if is_nested(new):
+        if layer_type is None:
+            raise ConfigError(
+                f"{c.name}: rope_parameters is nested by layer type ({', '.join(new)}), but every layer of a "
+                f"{c.model_type!r} model rotates alike; expected one flat object"
+            )
+        if new.get(layer_type) is None:
+            raise ConfigError(f"{c.name}: rope_parameters has no entry for the layer type {layer_type!r}")
+        new = new[layer_type]
+
+    defaults = {
+        "rope_theta": default_theta if theta is None else theta,
+        "partial_rotary_factor": default_partial if partial is None else partial,
+    }
+    if not new:
+        return _normalise(c, "rope_scaling", scaling or {}, defaults)
+
+    result = _normalise(c, "rope_parameters", new, defaults)
+    stated = {}
+    if theta is not None:
+        stated["rope_theta"] = float(theta)
+    if partial is not None:
+        stated["partial_rotary_factor"] = float(partial)
+    if "rope_scaling" in c.raw:
+        inherited = {**_pick(result, defaults), **stated}
+        stated = _normalise(c, "rope_scaling", scaling or {}, inherited)
+    differing = sorted(key for key in stated if stated[key] != result.get(key))
+    if differing:
+        pairs = ", ".join(f"{key} is {stated[key]!r} and {result.get(key)!r}" for key in differing)
+        raise ConfigError(
+            f"{c.name}: the old spelling (rope_theta, rope_scaling) and the new one (rope_parameters) "
+            f"describe two models: {pairs}; "
+            "remove the one that is wrong"
+        )
+    return result
+
+
+def both_rope_spellings(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that make `raw` readable for readers of either spelling; {} if it has no rotary settings."""
+    new = raw.get("rope_parameters")
+    if is_nested(new):
+        full, sliding = new.get("full_attention"), new.get("sliding_attention")
+        old = _old_rope_spelling(full) if full else {}
+        return {**old, "rope_local_base_freq": sliding["rope_theta"]} if sliding else old
+    if new:
+        return _old_rope_spelling(new)
+    scaling = dict(raw.get("rope_scaling") or {})
+    if "rope_theta" not in raw and not scaling:
+        return {}
+    scaling["rope_type"] = scaling.pop("type", scaling.get("rope_type", "default"))
+    return {"rope_parameters": {**scaling, **_pick(raw, ("rope_theta", "partial_rotary_factor"))}}
+
+
+def _old_rope_spelling(new: Mapping[str, Any]) -> dict[str, Any]:
+    outside = _pick(new, ("rope_theta", "partial_rotary_factor"))
+    scaling = {key: value for key, value in new.items() if key not in outside}
+    return {**outside, "rope_scaling": None if scaling.get("rope_type", "default") == "default" else scaling}
+
+
+def _normalise(
+    c: HFConfig, where: str, settings: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """One flat dict of rotary settings, complete and checked. `defaults`: what stands outside `settings`."""
+    rest = {key: value for key, value in settings.items() if value is not None}
+    names = {str(rest.pop(key)) for key in ("rope_type", "type") if key in rest} or {"default"}
+    types = {_ROPE_ALIASES.get(name, name) for name in names}
+    if len(types) > 1:
+        raise ConfigError(f"{c.name}: {where} names two rope types, {' and '.join(sorted(names))}")
+    rope_type = types.pop()
+    if rope_type not in _ROPE_TYPES:
+        raise ConfigError(
+            f"{c.name}: {where} has the unknown rope type {rope_type!r}; known are "
+            f"{', '.join(sorted(_ROPE_TYPES))}"
+        )
+    required, optional = _ROPE_TYPES[rope_type]
+
+    out: dict[str, Any] = {"rope_type": rope_type}
+    for key, default in defaults.items():
+        out[key] = float(_checked(c, where, key, rest.pop(key, default), _NUMBER))
+    if "mrope_section" in rest:
+        out["mrope_section"] = tuple(_checked(c, where, "mrope_section", rest.pop("mrope_section"), _LIST))
+    if "original_max_position_embeddings" in required:
+        rest["original_max_position_embeddings"] = _original_length(c, where, rope_type, rest)
+    if rope_type in ("longrope", "yarn") and "factor" not in rest:
+        # Both papers define the factor as this ratio, and some released configs state only the two lengths.
+        rest["factor"] = c.take("max_position_embeddings") / rest["original_max_position_embeddings"]
+
+    for key, kinds in required.items():
+        if key not in rest:
+            raise ConfigError(f"{c.name}: {where} of type {rope_type!r} lacks {key!r}")
+        out[key] = _plain(_checked(c, where, key, rest.pop(key), kinds))
+    for key, default in optional.items():
+        value = rest.pop(key, default)
+        if value is not None:
+            value = _plain(_checked(c, where, key, value, (bool,) if isinstance(default, bool) else _NUMBER))
+        out[key] = value
+    unknown = sorted(set(rest) - _NO_EFFECT)
+    if unknown:
+        raise ConfigError(
+            f"{c.name}: {where} of type {rope_type!r} has the unknown key{'s' * (len(unknown) > 1)} "
+            f"{', '.join(map(repr, unknown))}; known are {', '.join([*required, *optional, *defaults])}"
+        )
+    return out
+
+
+def _original_length(c: HFConfig, where: str, rope_type: str, rest: Mapping[str, Any]) -> Any:
+    """The context length before scaling: stated at the top level, or inside, or equal to the model's own."""
+    inside = rest.get("original_max_position_embeddings")
+    if rope_type == "dynamic":  # scaling begins where the model's own range ends, whatever else is stated
+        length = c.take("max_position_embeddings")
+        if inside not in (None, length):
+            raise ConfigError(
+                f"{c.name}: {where} of type 'dynamic' has original_max_position_embeddings {inside}, but "
+                f"this type scales beyond max_position_embeddings, {length}; remove it"
+            )
+        return length
+    top = c.take("original_max_position_embeddings", None)
+    if top is not None:
+        return top
+    return c.take("max_position_embeddings") if inside is None else inside
+
+
+def _checked(c: HFConfig, where: str, key: str, value: Any, kinds: tuple[type, ...]) -> Any:
+    right = isinstance(value, kinds) and (kinds == (bool,) or not isinstance(value, bool))
+    numbers: Iterable[Any] = value if right and kinds is _LIST else [value]
+    if not right or not all(isinstance(n, (int, float)) and math.isfinite(n) for n in numbers):
+        expected = _KIND_NAMES[kinds]
+        raise ConfigError(f"{c.name}: {key} of {where} must be {expected}, found {abbreviate(value)}")
+    if kinds in (_NUMBER, (int,)) and value < 0:
+        raise ConfigError(f"{c.name}: {key} of {where} must not be negative, found {value}")
+    if key in _POSITIVE and value == 0:
+        raise ConfigError(f"{c.name}: {key} of {where} must be above 0")
+    return value
+
+
+def _plain(value: Any) -> Any:
+    return tuple(float(x) for x in value) if isinstance(value, (list, tuple)) else value
+
+
+def is_nested(rope: Any) -> TypeGuard[Mapping[str, Any]]:
+    """Whether these rope_parameters have one entry a layer type."""
+    return isinstance(rope, Mapping) and any(isinstance(value, Mapping) for value in rope.values())
+
+
+def _pick(mapping: Mapping[str, Any], keys: Any) -> dict[str, Any]:
+    return {key: mapping[key] for key in keys if key in mapping}

@@ -1,0 +1,1 @@
+"""Our own attention: packed documents, windows, soft caps, sinks."""

@@ -1,0 +1,341 @@
+"""Causal attention over packed documents, with soft cap, sliding window and sinks.
+
+    s_qk  = scale * q . k,                       with a cap: softcap * tanh(s_qk / softcap)
+    p_qk  = exp(s_qk) / (sum_k exp(s_qk) + exp(sink)),       over the keys that q sees
+    out_q = sum_k p_qk v_k
+
+A query sees the tokens of its own document up to itself, and of those the last `window`, if there is one.
+
+    delta_q = dout_q . out_q,      ds_qk = p_qk (dout_q . v_k - delta_q),      with a cap times 1 - tanh^2
+    dq = scale * sum_k ds_qk k,    dk = scale * sum_q ds_qk q,    dv = sum_q p_qk dout_q
+    dsink = -sum_q exp(sink - lse_q) delta_q,      lse_q the logarithm of p's denominator
+
+FlashAttention 2 (Dao, 2023, arXiv:2307.08691), with dq in a kernel of its own in place of atomic additions:
+gradients are the same bits in every run. The cap is Gemma 2's (arXiv:2408.00118, section 2), the sinks are
+those of gpt-oss (arXiv:2508.10925, section 2).
+
+Scores never leave the chip. Kept for the backward pass are q, k, v, out and lse. The work is that of the
+tiles of scores in which anything is visible, in 2 products forward and 7 backward.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels._dispatch import (
+    at_least_float32,
+    ceil_div,
+    contiguous_like,
+    next_power_of_2,
+    on_device_of,
+    once_differentiable,
+    shared_memory,
+    use_triton,
+)
+from liger_models.kernels.attention._flash_attention_kernels import (
+    attention_forward_kernel,
+    attention_key_value_gradient_kernel,
+    attention_query_gradient_kernel,
+)
+
+MOST_HEAD_DIM = 256
+_LOG2_E = 1.4426950408889634  # lse is in units of ln(2)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    bounds: Tensor | None = None,
+) -> Tensor:
+    """Causal attention over packed documents.
+
+    Args:
+        q: [T, heads, D], of any strides; D is 256 at most.
+        k, v: [T, kv_heads, D], of q's dtype. Query head h reads key head h // (heads / kv_heads).
+        scale: of the scores; D ** -0.5 if None.
+        cu_seqlens: [documents + 1] integers on q's device that rise from 0 to T, the documents' boundaries;
+            None: one document.
+        window: how many tokens a query sees at the most, itself included; None: all before it.
+        softcap: bound of the scaled scores; None: no cap.
+        sinks: [heads], a logit of each head that takes its share of the weights and gives nothing.
+        bounds: `document_bounds(cu_seqlens, T)` in place of `cu_seqlens`, for calls that share documents.
+
+    Returns:
+        [T, heads, D] in q's dtype. Products are summed in float32, and those of float32 are exact (never
+        TF32). Gradients are for q, k, v and sinks.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit; a window or a cap that is not positive.
+        TypeError: a tensor of integers among q, k, v, sinks; boundaries that are not integers.
+    """
+    _check(q, k, v, window, softcap, sinks)
+    if cu_seqlens is not None:
+        if bounds is not None:
+            raise ValueError("got both cu_seqlens and bounds, which say the same; give one of them")
+        bounds = document_bounds(cu_seqlens, len(q))
+    elif bounds is not None and (bounds.shape != (2, len(q)) or bounds.dtype != torch.int32):
+        raise ValueError(
+            f"bounds is {bounds.dtype} of the shape {tuple(bounds.shape)}; expected [2, {len(q)}] int32, as "
+            "document_bounds gives it"
+        )
+    scale = q.shape[2] ** -0.5 if scale is None else float(scale)
+    softcap = None if softcap is None else float(softcap)
+    if window is not None and window >= len(q):
+        window = None
+    if not use_triton(q, k, v, sinks, bounds):
+        return attention_plain(q, k, v, scale, bounds, window, softcap, sinks)
+    q, k, v = (_with_small_strides(x) for x in (q, k, v))
+    sinks, bounds = (None if x is None else x.contiguous() for x in (sinks, bounds))
+    return _Attention.apply(q, k, v, sinks, bounds, scale, window, softcap)
+
+
+def document_bounds(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """Where each token's document begins and ends: [2, tokens] int32, on cu_seqlens' device.
+
+    cu_seqlens: [documents + 1] integers that rise from 0 to `tokens`; a document may be empty. That is
+    checked on a CPU alone: on a GPU it would mean to wait for it. Raises ValueError, TypeError.
+    """
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"cu_seqlens has the shape {tuple(cu_seqlens.shape)}; expected [documents + 1]")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens holds {cu_seqlens.dtype}; expected int32 or int64")
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+        if first != 0 or last != tokens or bool((cu_seqlens.diff() < 0).any()):
+            raise ValueError(
+                f"cu_seqlens must rise from 0 to the number of tokens, {tokens}; "
+                f"it holds {len(cu_seqlens)} values from {first} to {last}"
+            )
+    token = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    document = torch.bucketize(token, cu_seqlens[1:], right=True)
+    bounds = torch.stack([cu_seqlens[document], cu_seqlens[document + 1]]).int()
+    return bounds.clamp_(0, tokens)  # no kernel reads beside the tokens, even if the boundaries are wrong
+
+
+def visible_keys(tokens: int, bounds: Tensor | None, window: int | None, device: torch.device) -> Tensor:
+    """Which key (column) each query (row) sees: [tokens, tokens] bool. `bounds` as in `document_bounds`."""
+    token = torch.arange(tokens, device=device)
+    sees = token[:, None] >= token
+    if bounds is not None:
+        sees = sees & (token >= bounds[0][:, None])
+    if window is not None:
+        sees = sees & (token > token[:, None] - window)
+    return sees
+
+
+def attention_plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    bounds: Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The plain twin of `attention`, with memory for all scores."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    weights = attention_weights(scores, visible_keys(len(q), bounds, window, q.device), softcap, sinks)
+    return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+def attention_weights(
+    scores: Tensor, sees: Tensor, softcap: float | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """Scaled scores [..., heads, queries, keys] to the weights of their values: cap, and the softmax over the
+    keys where `sees` is true and over the sinks.
+    """
+    wide = at_least_float32(scores)
+    if softcap is not None:
+        wide = softcap * torch.tanh(wide / softcap)
+    wide = wide.masked_fill(~sees, float("-inf"))
+    if sinks is None:
+        return wide.softmax(-1).to(scores.dtype)
+    sink = sinks.to(wide.dtype)[:, None, None].expand(*wide.shape[:-1], 1)
+    return torch.cat([wide, sink], -1).softmax(-1)[..., :-1].to(scores.dtype)
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None
+) -> None:
+    if q.dim() != 3 or k.shape != v.shape or k.dim() != 3 or (len(k), k.shape[2]) != (len(q), q.shape[2]):
+        raise ValueError(f"found {_shapes(q, k, v)}; expected q [T, heads, D] and k, v [T, kv_heads, D]")
+    if not q.shape[1] or not k.shape[1] or q.shape[1] % k.shape[1]:
+        raise ValueError(f"found {_shapes(q, k, v)}: the query heads are no multiple of the key heads")
+    if not 0 < q.shape[2] <= MOST_HEAD_DIM:
+        raise ValueError(f"the head size is {q.shape[2]}; expected 1 to {MOST_HEAD_DIM}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"found q, k, v in {q.dtype}, {k.dtype}, {v.dtype}; expected one dtype")
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}; a query sees itself at least: expected 1 or more, or None")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap is {softcap}; expected a positive number, or None for no cap")
+    if sinks is None:
+        return
+    if sinks.shape != q.shape[1:2]:
+        raise ValueError(f"sinks has the shape {tuple(sinks.shape)}; expected one a query head, {q.shape[1]}")
+    if not sinks.is_floating_point():
+        raise TypeError(f"sinks holds {sinks.dtype}; expected a floating point tensor")
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+
+
+def _with_small_strides(x: Tensor) -> Tensor:
+    """x if its inner stride is one and a tile's offsets fit 32 bits, else a copy."""
+    return x if x.stride(2) == 1 and x.stride(0) < 2**23 else x.contiguous()
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, bounds, scale, window, softcap):
+        tokens, heads, _ = q.shape
+        out = contiguous_like(q)
+        lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
+        tiles = _configuration(q).forward
+        strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
+        if tokens:
+            with on_device_of(q):
+                attention_forward_kernel[(heads * ceil_div(tokens, tiles.queries),)](
+                    q,
+                    k,
+                    v,
+                    bounds,
+                    sinks,
+                    out,
+                    lse,
+                    *strides,
+                    tokens,
+                    heads,
+                    window,
+                    scale,
+                    softcap,
+                    **_constants(q, k, tiles),
+                )
+        ctx.save_for_backward(q, k, v, sinks, bounds, out, lse)
+        ctx.options = scale, window, softcap
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        q, k, v, sinks, bounds, out, lse = ctx.saved_tensors
+        scale, window, softcap = ctx.options
+        tokens, heads, _ = q.shape
+        kv_heads = k.shape[1]
+        dout = _with_small_strides(dout)
+        delta = torch.empty_like(lse)
+        dq, dk, dv = (contiguous_like(x) for x in (q, k, v))
+        strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *dout.stride()[:2]
+        if tokens:
+            with on_device_of(q):
+                tiles = _configuration(q).query_gradient
+                attention_query_gradient_kernel[(heads * ceil_div(tokens, tiles.queries),)](
+                    q,
+                    k,
+                    v,
+                    bounds,
+                    out,
+                    dout,
+                    lse,
+                    delta,
+                    dq,
+                    *strides,
+                    tokens,
+                    heads,
+                    window,
+                    scale,
+                    softcap,
+                    **_constants(q, k, tiles),
+                )
+                tiles = _configuration(q).key_value_gradient
+                attention_key_value_gradient_kernel[(kv_heads * ceil_div(tokens, tiles.keys),)](
+                    q,
+                    k,
+                    v,
+                    bounds,
+                    dout,
+                    lse,
+                    delta,
+                    dk,
+                    dv,
+                    *strides,
+                    tokens,
+                    kv_heads,
+                    window,
+                    scale,
+                    softcap,
+                    **_constants(q, k, tiles),
+                )
+        dsinks = None
+        if ctx.needs_input_grad[3]:
+            shares = torch.exp2(sinks.float()[:, None] * _LOG2_E - lse)
+            dsinks = -(shares * delta).sum(1).to(sinks.dtype)
+        return dq, dk, dv, dsinks, None, None, None, None
+
+
+class _Tiles(NamedTuple):
+    """How much one program of a kernel takes at a time, and how it is compiled."""
+
+    queries: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+class _Configuration(NamedTuple):
+    forward: _Tiles
+    query_gradient: _Tiles
+    key_value_gradient: _Tiles
+
+
+# By the largest head size, in 16 bits. On a data centre's GPU those of heads of 128 and 256 are the fastest
+# of several on an H200, spills included; the others are chosen from what the compiler reports.
+_DATA_CENTRE = {  # up to 197 KB of shared memory
+    64: _Configuration(_Tiles(128, 64, 4, 3), _Tiles(128, 64, 8, 3), _Tiles(64, 128, 8, 2)),
+    128: _Configuration(_Tiles(64, 64, 4, 3), _Tiles(128, 64, 8, 3), _Tiles(64, 128, 8, 2)),
+    256: _Configuration(_Tiles(128, 64, 8, 2), _Tiles(128, 32, 8, 2), _Tiles(32, 64, 8, 2)),
+}
+_DESKTOP = {  # up to 99 KB
+    64: _DATA_CENTRE[64],
+    128: _Configuration(_Tiles(64, 64, 4, 2), _Tiles(64, 32, 4, 2), _Tiles(32, 64, 8, 2)),
+    256: _Configuration(_Tiles(64, 32, 8, 1), _Tiles(32, 32, 8, 1), _Tiles(32, 32, 8, 1)),
+}
+# Products of float32 need their operands in registers.
+_FLOAT32 = {
+    64: _Configuration(*[_Tiles(32, 32, 8, 2)] * 3),
+    256: _Configuration(*[_Tiles(16, 32, 8, 2)] * 3),
+}
+
+
+def _configuration(q: Tensor) -> _Configuration:
+    if q.dtype == torch.float32:
+        table = _FLOAT32
+    else:
+        table = _DATA_CENTRE if shared_memory(q) >= 200 * 1024 else _DESKTOP
+    return next(choice for most, choice in table.items() if q.shape[2] <= most)
+
+
+def _constants(q: Tensor, k: Tensor, tiles: _Tiles) -> dict[str, int]:
+    return {
+        "GROUP": q.shape[1] // k.shape[1],
+        "HEAD_DIM": q.shape[2],
+        "BLOCK_DIM": max(16, next_power_of_2(q.shape[2])),  # tensor cores take no less than 16
+        "BLOCK_Q": tiles.queries,
+        "BLOCK_K": tiles.keys,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    }

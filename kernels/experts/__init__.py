@@ -1,0 +1,1 @@
+"""A mixture of experts: routing, and the experts' products."""

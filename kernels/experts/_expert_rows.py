@@ -1,0 +1,156 @@
+"""What happens to the rows of experts between their matrix products: each kernel one pass over memory.
+
+    spread_rows:     rows[r] = x[token of r]                                 T H + R H elements moved
+    sum_slots:       y[t] = sum over slots j of weights[t, j] * rows[row of (t, j)]      R H + T H
+    gated_backward:  of a = act(gate) * up, h = [gate | up]                                    6 R I
+
+Sums are in float32 and in a fixed order, without atomics.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels._dispatch import as_rows, ceil_div, jit, next_power_of_2, on_device_of, tl
+from liger_models.kernels.activations.gated import activation_slope, activation_slope_derivative
+from liger_models.kernels.experts._expert_order import ExpertOrder
+
+
+def spread_rows(x: Tensor, order: ExpertOrder) -> Tensor:
+    """x [T, H] -> [R, H], row r being that of its token. Each row of x is read once."""
+    x = as_rows(x)
+    width = x.shape[1]
+    rows = x.new_empty(order.num_rows, width)
+    if rows.numel():
+        block = min(1024, next_power_of_2(width))
+        with on_device_of(x):
+            _spread_rows_kernel[(len(x), ceil_div(width, block))](
+                x, order.position, rows, x.stride(0), width, TOP_K=order.top_k, BLOCK=block
+            )
+    return rows
+
+
+def sum_slots(rows: Tensor, weights: Tensor | None, order: ExpertOrder) -> Tensor:
+    """rows [R, H], weights [T, k] or None for ones -> y [T, H], slot after slot."""
+    width = rows.shape[1]
+    y = rows.new_empty(order.num_rows // order.top_k, width)
+    if y.numel():
+        block = min(1024, next_power_of_2(width))
+        weights = None if weights is None else weights.contiguous()
+        with on_device_of(y):
+            _sum_slots_kernel[(len(y), ceil_div(width, block))](
+                rows, weights, order.position, y, width, TOP_K=order.top_k, BLOCK=block
+            )
+    return y
+
+
+def gated_backward(
+    dproduct: Tensor | None,
+    h: Tensor,
+    weights: Tensor,
+    order: ExpertOrder,
+    activation: str,
+    want_h: bool,
+    want_weights: bool,
+    want_product: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """From h [R, 2 I] and dproduct [R, I], the gradient of a before its weight: those that are wanted of
+
+    dh [R, 2 I], dweights [T, k], and weights * a [R, I]. Only the last does without dproduct.
+    """
+    num_rows, width = h.shape[0], h.shape[1] // 2
+    weights = weights.contiguous()
+    dh = torch.empty_like(h) if want_h else None
+    dweights = torch.empty_like(weights) if want_weights else None
+    product = h.new_empty(num_rows, width) if want_product else None
+    if num_rows:
+        block = min(256, next_power_of_2(max(width, 1)))
+        block_rows = 1024 // block
+        with on_device_of(h):
+            _gated_backward_kernel[(ceil_div(num_rows, block_rows),)](
+                dproduct,
+                h,
+                weights,
+                order.order,
+                dh,
+                dweights,
+                product,
+                num_rows,
+                width,
+                ACTIVATION=activation,
+                BLOCK_ROWS=block_rows,
+                BLOCK=block,
+            )
+    return dh, dweights, product
+
+
+@jit
+def _spread_rows_kernel(x, position, rows, x_stride, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    value = tl.load(x + token * x_stride + column, mask)
+    for slot in tl.static_range(TOP_K):
+        row = tl.load(position + token * TOP_K + slot).to(tl.int64)
+        tl.store(rows + row * width + column, value, mask)
+
+
+@jit
+def _sum_slots_kernel(rows, weights, position, y, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    total = tl.zeros((BLOCK,), tl.float32)
+    for slot in tl.static_range(TOP_K):
+        row = tl.load(position + token * TOP_K + slot).to(tl.int64)
+        value = tl.load(rows + row * width + column, mask, 0.0).to(tl.float32)
+        if weights is not None:
+            value *= tl.load(weights + token * TOP_K + slot).to(tl.float32)
+        total += value
+    tl.store(y + token * width + column, total.to(y.dtype.element_ty), mask)
+
+
+@jit
+def _gated_backward_kernel(
+    dproduct,
+    h,
+    weights,
+    order,
+    dh,
+    dweights,
+    product,
+    num_rows,
+    width,
+    ACTIVATION: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    row_mask = row < num_rows
+    assignment = tl.load(order + row, row_mask, 0)
+    weight = tl.load(weights + assignment, row_mask, 0.0).to(tl.float32)[:, None]
+    dweight = tl.zeros((BLOCK_ROWS,), tl.float32)
+    start = row.to(tl.int64)[:, None] * width
+    for first in range(0, width, BLOCK):
+        column = first + tl.arange(0, BLOCK)[None, :]
+        mask = row_mask[:, None] & (column < width)
+        gate_at = 2 * start + column
+        up_at = gate_at + width
+        gate = tl.load(h + gate_at, mask, 0.0).to(tl.float32)
+        up = tl.load(h + up_at, mask, 0.0).to(tl.float32)
+        slope = activation_slope(gate, ACTIVATION)
+        derivative = activation_slope_derivative(gate, slope, ACTIVATION)
+        act = gate * slope
+        if product is not None:
+            tl.store(product + start + column, (weight * act * up).to(product.dtype.element_ty), mask)
+        if dproduct is not None:
+            gradient = tl.load(dproduct + start + column, mask, 0.0).to(tl.float32)
+            dweight += tl.sum(gradient * act * up, 1)
+            if dh is not None:
+                gradient *= weight
+                dgate = gradient * up * (slope + gate * derivative)
+                tl.store(dh + gate_at, dgate.to(dh.dtype.element_ty), mask)
+                tl.store(dh + up_at, (gradient * act).to(dh.dtype.element_ty), mask)
+    if dweights is not None:
+        tl.store(dweights + assignment, dweight.to(dweights.dtype.element_ty), row_mask)

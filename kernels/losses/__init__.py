@@ -1,0 +1,1 @@
+"""Losses over a vocabulary, of logits and of the product that makes them."""

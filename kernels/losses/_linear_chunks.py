@@ -1,0 +1,326 @@
+"""What the losses of a linear layer's output, `x @ weight.T + bias`, have in common.
+
+The logits of such a loss never exist all at once: `in_chunks` makes those of some tokens at a time, hands
+them to its caller's `step`, and takes the gradient that the step leaves in their place into dx and the sums
+of dW and dbias. Tokens without a label are left out of all products.
+
+A loss that is a sum over tokens makes its gradients so in the forward pass, for an upstream gradient of one
+(`reduced_forward`); the backward pass has only to multiply by the true one (`release_gradients`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels._dispatch import ceil_div, graph_is_kept, jit, on_device_of, tl, use_triton
+from liger_models.kernels.losses._reductions import raise_label_error
+
+# Room for a chunk of logits and for what the float32 sum of dW takes beyond dW itself. An H200 computes dW at
+# 561, 614, 633 TFLOP/s from chunks of 2,048, 4,096, 8,192 tokens (hidden size 4096, vocabulary 128,256,
+# bfloat16 summed in float32). There, 2 GiB gives one chunk to 8,192 tokens, and chunks of 4,096 to more.
+CHUNK_BYTES = 2 << 30
+_FEWEST_TOKENS = 1024  # in a chunk: below, moving the sum of dW takes longer than its product
+
+
+class Linear(NamedTuple):
+    """A linear layer and its input."""
+
+    x: Tensor  # [T, H]
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+    dtype: torch.dtype  # of the products
+    logits_dtype: torch.dtype | None = None  # if not that of the products: float32, and they are not rounded
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row of logits."""
+        return len(self.weight) * (self.logits_dtype or self.dtype).itemsize
+
+
+def gradient_place(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where a step leaves the gradient, of the products' dtype, of logits [N, V]: in their memory, each row's
+    where that row of logits begins."""
+    return logits if logits.dtype == dtype else logits.view(dtype)[:, : logits.shape[1]]
+
+
+def in_chunks(
+    linear: Linear,
+    index: Tensor | None,
+    step: Callable[..., None],
+    *,
+    chunk_bytes: int,
+    wanted: tuple[bool, bool, bool] = (False, False, False),
+    round_dw: bool = True,
+    teacher: Linear | None = None,
+) -> list[Tensor | None]:
+    """Call step(chunk, logits) for each chunk of x's rows; give dx, dw, dbias where wanted.
+
+    index holds the rows to take, None for all; `chunk` indexes [T]. Where a gradient is wanted the step
+    leaves that of the logits in their `gradient_place`. With a teacher, a layer over the same tokens and
+    without gradients, it is step(chunk, logits, teacher_logits). dw and dbias have their operands' dtypes, or
+    float32 if not round_dw.
+    """
+    x, weight, bias, dtype, _ = linear
+    want_dx, want_dw, want_db = wanted
+    rows, vocab = len(x) if index is None else len(index), len(weight)
+    sum_dtype = torch.promote_types(dtype, torch.float32)
+    sum_bytes = weight.numel() * (sum_dtype.itemsize - weight.itemsize) if want_dw else 0
+    row_bytes = linear.row_bytes + (0 if teacher is None else teacher.row_bytes)
+    size = _chunk_size(rows, row_bytes, sum_bytes, chunk_bytes)
+    dw_dtype = weight.dtype if round_dw and size >= rows and weight.dtype == dtype else sum_dtype
+
+    dx = dw = db = None
+    if want_dx:
+        dx = torch.empty_like(x) if index is None else torch.zeros_like(x)
+    if want_dw:
+        dw = (torch.empty if rows else torch.zeros)(weight.shape, dtype=dw_dtype, device=x.device)
+    if want_db:
+        db = torch.zeros(vocab, dtype=sum_dtype, device=x.device)
+
+    buffer = _LogitsBuffer(linear, min(size, rows))
+    teacher_buffer = None if teacher is None else _LogitsBuffer(teacher, min(size, rows))
+    for start in range(0, rows, size):
+        part = slice(start, min(start + size, rows))
+        chunk = part if index is None else index[part]
+        x_chunk = x[chunk].to(dtype)
+        logits = buffer.fill(x_chunk)
+        if teacher is None or teacher_buffer is None:
+            step(chunk, logits)
+        else:
+            step(chunk, logits, teacher_buffer.fill(teacher.x[chunk].to(teacher.dtype)))
+        dlogits = gradient_place(logits, dtype)
+        if dx is not None:
+            if isinstance(chunk, slice) and dx.dtype == dtype:
+                torch.mm(dlogits, buffer.weight, out=dx[chunk])
+            else:
+                dx[chunk] = torch.mm(dlogits, buffer.weight).to(dx.dtype)
+        if dw is not None:
+            _add_product(dw, dlogits.t(), x_chunk, first=start == 0)
+        if db is not None:
+            db += dlogits.sum(0, dtype=sum_dtype)
+        del logits, dlogits  # views that would keep the buffer alive
+    del buffer, teacher_buffer  # make room for the rounded dw
+    if round_dw:
+        dw = None if dw is None else dw.to(weight.dtype)
+        db = None if db is None or bias is None else db.to(bias.dtype)
+    return [dx, dw, db]
+
+
+class _LogitsBuffer:
+    """Room for a chunk of logits, used again for every chunk."""
+
+    def __init__(self, linear: Linear, rows: int):
+        dtype, vocab = linear.dtype, len(linear.weight)
+        padded_vocab = -(-vocab // 64) * 64  # so that every row is aligned
+        self.weight = linear.weight.detach().to(dtype)
+        self.bias = None if linear.bias is None else linear.bias.detach().to(dtype)
+        logits_dtype = linear.logits_dtype or dtype
+        self.rows = torch.empty(rows, padded_vocab, dtype=logits_dtype, device=self.weight.device)[:, :vocab]
+
+    def fill(self, x: Tensor) -> Tensor:
+        """x @ weight.T + bias, valid until the next call.  x [rows, H] -> [rows, V]"""
+        logits = self.rows[: len(x)]
+        if logits.dtype != x.dtype:
+            if self.bias is not None:
+                logits.copy_(self.bias)
+            _add_product(logits, x, self.weight.t(), first=self.bias is None)
+            return logits
+        if self.bias is None:
+            return torch.mm(x, self.weight.t(), out=logits)
+        return torch.addmm(self.bias, x, self.weight.t(), out=logits)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """total += a @ b, or total = a @ b if first, never rounding a float32 total's products to less."""
+    beta = 0 if first else 1
+    if total.dtype == a.dtype:
+        total.addmm_(a, b, beta=beta)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta)
+
+
+def _chunk_size(rows: int, row_bytes: int, sum_bytes: int, chunk_bytes: int) -> int:
+    """Tokens in a chunk: all if their logits fit, else equal parts beside the float32 sum of dW."""
+    if rows * row_bytes <= chunk_bytes:
+        return max(rows, 1)
+    most = max((chunk_bytes - sum_bytes) // row_bytes, _FEWEST_TOKENS)
+    size = -(-rows // -(-rows // most))
+    return min(-(-size // 128) * 128, rows)
+
+
+def part_of(values: Tensor | None, chunk: slice | Tensor) -> Tensor | None:
+    """A chunk's part of a vector [T]; one value alone stands for all tokens."""
+    return values if values is None or len(values) == 1 else values[chunk]
+
+
+def valid_rows(labels: Tensor, vocab_size: int, ignore_index: int, num_valid: int | None) -> Tensor | None:
+    """The indices of the rows to take; None if all are. IndexError for a label outside the vocabulary."""
+    if num_valid is None and labels.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    if num_valid is None or not labels.is_cuda:
+        valid = labels != ignore_index
+        outside = ((labels < 0) | (labels >= vocab_size)) & valid
+        counted, num_outside = torch.stack([valid.sum(), outside.sum()]).tolist()  # the one wait for the GPU
+        if num_outside:
+            raise_label_error(labels, outside, vocab_size, ignore_index)
+        if num_valid not in (None, counted):
+            raise ValueError(f"num_valid is {num_valid}, but {counted} labels differ from {ignore_index}")
+        num_valid = counted
+    if not 0 <= num_valid <= len(labels):
+        raise ValueError(f"num_valid is {num_valid}; expected 0 to {len(labels)}, the number of labels")
+    if num_valid == len(labels):
+        return None
+    # A stable sort puts the valid rows first, in their order; unlike nonzero it needs no count from the GPU.
+    return torch.sort(labels == ignore_index, stable=True).indices[:num_valid]
+
+
+def check_operands(x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
+    """Raise ValueError for shapes that do not fit: x [..., H], weight [V, H], labels [...], bias [V]."""
+    if weight.dim() != 2 or x.dim() < 2 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"found x {list(x.shape)} and weight {list(weight.shape)}; expected x [..., H] and weight [V, H]"
+        )
+    if labels.shape != x.shape[:-1]:
+        raise ValueError(
+            f"labels have shape {list(labels.shape)}; expected one a token, {list(x.shape[:-1])}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias has shape {list(bias.shape)}; expected {list(weight.shape[:1])}")
+
+
+def product_dtype(x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
+    """The dtype of the products: that of autocast where it is on (float64 it leaves alone), else x's."""
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(x.device.type)
+    dtypes = [operand.dtype for operand in (x, weight, bias) if operand is not None]
+    if len(set(dtypes)) > 1 or not x.is_floating_point():
+        raise TypeError(
+            f"x, weight and bias are {dtypes}; expected one floating dtype: cast them, or use autocast"
+        )
+    return x.dtype
+
+
+def gradients_wanted(*operands: Tensor | None) -> tuple[bool, ...]:
+    """Which of the operands a forward pass makes gradients for."""
+    return tuple(
+        torch.is_grad_enabled() and operand is not None and operand.requires_grad for operand in operands
+    )
+
+
+def reduced_forward(
+    ctx: Any,
+    operands: tuple[Tensor, Tensor, Tensor | None],
+    wanted: tuple[bool, bool, bool],
+    dtype: torch.dtype,
+    inverse: Tensor,
+    token_weights: Tensor | None,
+    chunked: Callable[[Tensor, bool], Sequence[Tensor | None]],
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The sum of all rows' losses times `inverse`, and other results; ctx keeps the gradients.
+
+    chunked(grad_scale, round_dw) gives the losses [T], other results, and the gradients of grad_scale ([1] or
+    [T]) times the losses for x, weight and bias where they are `wanted`. dtype is that of the products;
+    `inverse` has no dimensions, token_weights [T] are factors of the losses.
+    """
+    # float16 would lose gradients divided by the count of tokens: there the divisor waits for the backward
+    # pass, where it meets the loss scale that is meant to keep gradients in range.
+    late = dtype == torch.float16
+    grad_scale = torch.ones_like(inverse) if late else inverse
+    grad_scale = grad_scale.reshape(1) if token_weights is None else grad_scale * token_weights
+    losses, *others, dx, dw, db = chunked(grad_scale, not late)
+    assert losses is not None
+    ctx.grads = [dx, dw, db]
+    ctx.dtypes = [
+        None if operand is None or not want else operand.dtype
+        for operand, want in zip(operands, wanted, strict=True)
+    ]
+    ctx.inverse = inverse if late else None
+    ctx.set_materialize_grads(False)
+    return (losses if token_weights is None else losses * token_weights).sum() * inverse, others
+
+
+def release_gradients(ctx: Any, upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients that `reduced_forward` made for an upstream gradient of one, times the true one.
+
+    They leave ctx unless the graph is retained.
+    """
+    if upstream is None:
+        return (None,) * len(ctx.dtypes)
+    if ctx.grads is None:
+        raise RuntimeError(
+            "the gradients of this loss were used up by an earlier backward; call that one with "
+            "retain_graph=True to go through the graph again"
+        )
+    grads, factor = ctx.grads, upstream if ctx.inverse is None else upstream * ctx.inverse
+    keep = graph_is_kept()
+    if not keep:
+        ctx.grads = None  # a gradient that nobody else holds moves into .grad without a copy
+    return tuple(_scaled(grad, factor, dtype, keep) for grad, dtype in zip(grads, ctx.dtypes, strict=True))
+
+
+def _scaled(grad: Tensor | None, factor: Tensor, dtype: torch.dtype | None, keep: bool) -> Tensor | None:
+    """grad * factor in dtype; in grad's own memory unless that is to be kept."""
+    if grad is None:
+        return None
+    if keep or grad.dtype != dtype:
+        return (grad * factor).to(dtype)
+    if not use_triton(grad):
+        return grad.mul_(factor)
+    if grad.numel():
+        with on_device_of(grad):
+            programs = ceil_div(grad.numel(), _SCALE_BLOCK * _SCALE_BLOCKS)
+            _scale_kernel[(programs,)](grad, factor, grad.numel(), BLOCK=_SCALE_BLOCK, BLOCKS=_SCALE_BLOCKS)
+    return grad
+
+
+_SCALE_BLOCK = 4096
+_SCALE_BLOCKS = 16  # a program: where the factor is one, all that a launch takes is to start its programs
+
+
+@jit
+def _scale_kernel(values_ptr, factor_ptr, count, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    """Multiply in place, and do not touch the values where the factor is exactly one."""
+    factor = tl.load(factor_ptr).to(tl.float32)
+    if factor == 1.0:
+        return
+    first = tl.program_id(0).to(tl.int64) * (BLOCK * BLOCKS)
+    for block in range(BLOCKS):
+        offsets = first + block * BLOCK + tl.arange(0, BLOCK)
+        values = tl.load(values_ptr + offsets, mask=offsets < count)
+        values = (values.to(tl.float32) * factor).to(values.dtype)
+        tl.store(values_ptr + offsets, values, mask=offsets < count)
+
+
+# A custom op gives tensors only, so that for torch.compile the absent ones are empty.
+
+
+def fill_absent(results: Sequence[Tensor | None], like: Tensor) -> list[Tensor]:
+    """A custom op's results: an empty tensor for one that is not there."""
+    return [like.new_empty(0) if result is None else result for result in results]
+
+
+def drop_absent(results: Sequence[Tensor], present: Sequence[bool]) -> list[Tensor | None]:
+    """What `fill_absent` was given."""
+    return [result if there else None for result, there in zip(results, present, strict=True)]
+
+
+def fake_gradients(
+    operands: Sequence[Tensor | None], wanted: Sequence[bool], dtype: torch.dtype, round_dw: bool = True
+) -> list[Tensor]:
+    """Stand-ins for what `in_chunks` gives to a product dtype, as `fill_absent` has it."""
+    x = operands[0]
+    assert x is not None
+    sum_dtype = torch.promote_types(dtype, torch.float32)
+    grads = [
+        operand.new_empty(operand.shape, dtype=operand.dtype if round_dw or operand is x else sum_dtype)
+        if want and operand is not None
+        else None
+        for operand, want in zip(operands, wanted, strict=True)
+    ]
+    return fill_absent(grads, x)

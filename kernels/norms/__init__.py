@@ -1,0 +1,1 @@
+"""Norms: RMSNorm with and without the residual add, LayerNorm."""

@@ -1,0 +1,342 @@
+"""The kernels under RMSNorm and LayerNorm, which differ only in whether the mean is taken away.
+
+    n = (x - mean) / sqrt(mean((x - mean)^2) + eps)         (RMSNorm: mean = 0)
+    y = n * (offset + weight) + bias
+
+    g       = dy * (offset + weight)
+    dx      = (g - n * mean(g * n) - mean(g)) * rstd        (RMSNorm: without mean(g))
+    dweight = sum over rows of dy * n,  dbias = sum over rows of dy
+
+Bytes moved at the least, for rows of H elements of b bytes: forward 2 H b a row (4 H b with the residual
+add), backward 3 H b a row (4 H b with the residual's gradient).
+
+A row of up to `MAX_BLOCK_WIDTH` elements (half as many in the backward pass of LayerNorm) stays in
+registers: the forward kernel gives each program a few rows, the backward kernel lets a fixed number of
+programs stride over all rows, each with its own sums for dweight and dbias; a second kernel adds those up in
+a fixed order, so gradients are the same bits in every run. Wider rows are read in blocks, once for every sum
+that they need.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels._dispatch import (
+    as_rows,
+    ceil_div,
+    contiguous_like,
+    early_start,
+    jit,
+    next_power_of_2,
+    num_sms,
+    on_device_of,
+    shared_memory,
+    tl,
+    wait_for_inputs,
+)
+from liger_models.kernels.norms._norm_sums import column_sum, rstd_of
+from liger_models.kernels.norms._wide_norm_kernels import (
+    wide_backward_kernel,
+    wide_forward_kernel,
+    wide_sums_kernel,
+)
+
+MAX_BLOCK_WIDTH = 16384
+
+# No fused multiply-add in the backward pass: a norm's gradient is rounded before the residual's is added to
+# it. In float32 the sum then has the bits that autograd gives where add and norm are two operations.
+_ROUND_PRODUCTS = {"enable_fp_fusion": False}
+
+
+def norm_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    offset: float,
+    *,
+    center: bool,
+    round_first: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """Normalise x, or x + residual.
+
+    `center` takes the mean away (LayerNorm). `round_first` rounds n to the input's dtype before it meets the
+    weight, and the product has the dtype to which PyTorch promotes them.
+
+    Returns y [..., H], x + residual [..., H] or None, mean [rows] float32 or None, rstd [rows] float32.
+    """
+    total_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    y_dtype = total_dtype
+    if round_first and weight is not None:
+        y_dtype = torch.promote_types(total_dtype, weight.dtype)
+    y = contiguous_like(x, y_dtype)
+    total = None if residual is None else contiguous_like(y, total_dtype)
+    x_rows = as_rows(x)
+    residual_rows = None if residual is None else as_rows(residual)
+    rows, width = x_rows.shape
+    mean = torch.empty(rows, dtype=torch.float32, device=x.device) if center else None
+    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+    if y.numel() == 0:
+        return y, total, mean, rstd
+
+    block_width = next_power_of_2(width)
+    if block_width <= MAX_BLOCK_WIDTH:
+        kernel = _forward_kernel
+        block_rows, num_warps = _forward_config(block_width, center)
+    else:
+        kernel, block_rows, block_width, num_warps = wide_forward_kernel, 1, 8192, 16
+    with on_device_of(x):
+        kernel[(ceil_div(rows, block_rows),)](
+            x_rows,
+            residual_rows,
+            weight,
+            bias,
+            y,
+            total,
+            mean,
+            rstd,
+            x_rows.stride(0),
+            0 if residual_rows is None else residual_rows.stride(0),
+            rows,
+            width,
+            eps,
+            offset,
+            ROUND_FIRST=round_first,
+            BLOCK_ROWS=block_rows,
+            BLOCK_WIDTH=block_width,
+            num_warps=num_warps,
+            **early_start(x),
+        )
+    return y, total, mean, rstd
+
+
+def norm_backward(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    offset: float,
+    *,
+    round_first: bool,
+    want_dweight: bool,
+    dbias_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The gradients of x (plus `dtotal`, the gradient that reaches x by the residual), weight and bias.
+
+    x is what was normalised: for a residual add, the sum.
+    """
+    dx = contiguous_like(x)
+    x_rows, dy_rows = as_rows(x), as_rows(dy)
+    dtotal_rows = None if dtotal is None else as_rows(dtotal)
+    rows, width = x_rows.shape
+    dweight = torch.empty_like(weight) if want_dweight and weight is not None else None
+    dbias = None if dbias_dtype is None else x.new_empty(width, dtype=dbias_dtype)
+    if dx.numel() == 0:
+        for gradient in (dweight, dbias):
+            if gradient is not None:
+                gradient.zero_()
+        return dx, dweight, dbias
+
+    block_width = next_power_of_2(width)
+    # LayerNorm has one more sum in registers, so its rows become too wide earlier.
+    wide = block_width > (MAX_BLOCK_WIDTH if mean is None else MAX_BLOCK_WIDTH // 2)
+    if wide:
+        programs = min(64, ceil_div(rows, 16))  # of the kernel that sums over rows
+    else:
+        block_rows, num_warps, stages, programs_per_sm = _backward_config(block_width)
+        element_sizes = sum(t.element_size() for t in (dy, dtotal, x) if t is not None)
+        # 16 bytes a row for mean and rstd, which wait in the queue as well: narrow rows are many.
+        if block_rows * (block_width * element_sizes + 16) * (stages - 1) > shared_memory(x) - 1024:
+            stages = 1  # float32 on a GPU with less room than a Hopper: loads wait in no queue
+        programs = min(ceil_div(rows, block_rows), num_sms(x) * programs_per_sm)
+    gradients = [gradient for gradient in (dweight, dbias) if gradient is not None]
+    sums = rstd.new_empty(len(gradients), programs, width) if gradients else None
+    dweight_sums = None if sums is None or dweight is None else sums[0]
+    dbias_sums = None if sums is None or dbias is None else sums[-1]
+    inputs = (dy_rows, dtotal_rows, x_rows, weight, mean, rstd)
+    strides = (dy_rows.stride(0), 0 if dtotal_rows is None else dtotal_rows.stride(0), x_rows.stride(0))
+    early = early_start(x)
+    with on_device_of(x):
+        if not wide:
+            _backward_kernel[(programs,)](
+                *inputs,
+                dx,
+                dweight_sums,
+                dbias_sums,
+                *strides,
+                rows,
+                width,
+                offset,
+                ROUND_FIRST=round_first,
+                BLOCK_ROWS=block_rows,
+                BLOCK_WIDTH=block_width,
+                STAGES=stages,
+                num_warps=num_warps,
+                **early,
+                **_ROUND_PRODUCTS,
+            )
+        else:
+            wide_backward_kernel[(rows,)](
+                *inputs,
+                dx,
+                *strides,
+                width,
+                offset,
+                BLOCK_WIDTH=8192,
+                num_warps=16,
+                **early,
+                **_ROUND_PRODUCTS,
+            )
+            if dweight is not None or dbias is not None:
+                wide_sums_kernel[(ceil_div(width, 512), programs)](
+                    *inputs,
+                    dweight_sums,
+                    dbias_sums,
+                    *strides,
+                    rows,
+                    width,
+                    ROUND_FIRST=round_first,
+                    BLOCK_ROWS=4,
+                    BLOCK_WIDTH=512,
+                    num_warps=4,
+                    **early,
+                )
+        if sums is not None:
+            column_sum(sums, *gradients)
+    return dx, dweight, dbias
+
+
+def _forward_config(block_width: int, center: bool) -> tuple[int, int]:
+    """Rows a program, and warps: 16 elements a thread for RMSNorm of middling width, else 32. Measured on an
+    H200, as are those of the backward pass.
+    """
+    block_rows = max(1, 2048 // block_width)
+    elements = 16 if not center and 1024 <= block_width <= 4096 else 32
+    return block_rows, min(16, max(1, block_rows * block_width // (32 * elements)))
+
+
+def _backward_config(block_width: int) -> tuple[int, int, int, int]:
+    """Rows a tile, warps, stages of the pipeline of loads, and programs a multiprocessor.
+
+    The limit is registers: at 128 a thread, 512 threads fit a multiprocessor.
+    """
+    if block_width <= 4096:
+        return 4096 // block_width, 4 if block_width <= 1024 else 8, 3, 2
+    return (1, 16, 3, 1) if block_width <= 8192 else (1, 16, 1, 1)
+
+
+@jit
+def _forward_kernel(
+    x,
+    residual,
+    weight,
+    bias,
+    y,
+    total,
+    mean,
+    rstd,
+    x_stride,
+    residual_stride,
+    rows,
+    width,
+    eps,
+    offset,
+    ROUND_FIRST: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    EARLY_START: tl.constexpr,
+):
+    wait_for_inputs(EARLY_START)
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    column = tl.arange(0, BLOCK_WIDTH)[None, :]
+    mask = (row < rows) & (column < width)
+    value = tl.load(x + row * x_stride + column, mask, 0.0).to(tl.float32)
+    dtype = x.dtype.element_ty
+    if residual is not None:
+        dtype = total.dtype.element_ty
+        value += tl.load(residual + row * residual_stride + column, mask, 0.0).to(tl.float32)
+        # What is normalised is the sum as the caller gets it, so that rms_norm(total) gives the same bits.
+        value = value.to(dtype)
+        tl.store(total + row * width + column, value, mask)
+        value = value.to(tl.float32)
+    if mean is not None:
+        row_mean = tl.sum(value, 1, keep_dims=True) / width
+        tl.store(mean + row, row_mean, row < rows)
+        value = tl.where(column < width, value - row_mean, 0.0)
+    row_rstd = rstd_of(tl.sum(value * value, 1, keep_dims=True), width, eps)
+    tl.store(rstd + row, row_rstd, row < rows)
+    value = value * row_rstd
+    if ROUND_FIRST:
+        value = value.to(dtype).to(tl.float32)
+    if weight is not None:
+        value *= tl.load(weight + column, column < width, 0.0).to(tl.float32) + offset
+    if bias is not None:
+        value += tl.load(bias + column, column < width, 0.0).to(tl.float32)
+    tl.store(y + row * width + column, value.to(y.dtype.element_ty), mask)
+
+
+@jit
+def _backward_kernel(
+    dy,
+    dtotal,
+    x,
+    weight,
+    mean,
+    rstd,
+    dx,
+    dweight_sums,
+    dbias_sums,
+    dy_stride,
+    dtotal_stride,
+    x_stride,
+    rows,
+    width,
+    offset,
+    ROUND_FIRST: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY_START: tl.constexpr,
+):
+    wait_for_inputs(EARLY_START)
+    column = tl.arange(0, BLOCK_WIDTH)[None, :]
+    if weight is not None:
+        scale = tl.load(weight + column, column < width, 0.0).to(tl.float32) + offset
+    if dweight_sums is not None:
+        dweight = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float32)
+    if dbias_sums is not None:
+        dbias = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float32)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK_ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
+        mask = (row < rows) & (column < width)
+        n = tl.load(x + row * x_stride + column, mask, 0.0).to(tl.float32)
+        gradient = tl.load(dy + row * dy_stride + column, mask, 0.0).to(tl.float32)
+        row_rstd = tl.load(rstd + row, row < rows, 0.0)
+        if mean is not None:
+            n = tl.where(column < width, n - tl.load(mean + row, row < rows, 0.0), 0.0)
+        n = n * row_rstd
+        if dweight_sums is not None:
+            if ROUND_FIRST:
+                dweight += gradient * n.to(x.dtype.element_ty).to(tl.float32)
+            else:
+                dweight += gradient * n
+        if dbias_sums is not None:
+            dbias += gradient
+        if weight is not None:
+            gradient = gradient * scale
+        result = gradient - n * (tl.sum(gradient * n, 1, keep_dims=True) / width)
+        if mean is not None:
+            result -= tl.sum(gradient, 1, keep_dims=True) / width
+        result = result * row_rstd
+        if dtotal is not None:
+            result += tl.load(dtotal + row * dtotal_stride + column, mask, 0.0).to(tl.float32)
+        tl.store(dx + row * width + column, result.to(dx.dtype.element_ty), mask)
+    sums = tl.program_id(0).to(tl.int64) * width + column
+    if dweight_sums is not None:
+        tl.store(dweight_sums + sums, tl.sum(dweight, 0, keep_dims=True), column < width)
+    if dbias_sums is not None:
+        tl.store(dbias_sums + sums, tl.sum(dbias, 0, keep_dims=True), column < width)

@@ -1,0 +1,173 @@
+"""Root mean square normalisation (Zhang and Sennrich, 2019, arXiv:1910.07467), alone or after a residual add.
+
+    y = x / sqrt(mean(x^2) + eps) * (offset + weight)
+
+Formulas of the gradients and bytes moved: `_norm_kernels.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels._dispatch import at_least_float32, once_differentiable, use_triton
+from liger_models.kernels.norms._norm_kernels import norm_backward, norm_forward
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float = 1e-6, offset: float = 0.0, cast: str = "llama"
+) -> Tensor:
+    """RMSNorm over the last dimension, computed in float32 whatever the dtype.
+
+    Args:
+        x: [..., H], any floating dtype, any strides.
+        weight: [H], or None for none.
+        eps: added to the mean square.
+        offset: added to the weight, in float32 (Gemma: 1.0).
+        cast: where the families round to x's dtype. "llama": before the weight, and the result has the dtype
+            to which PyTorch promotes x and weight. "gemma", "float32" (OLMo 2): once, after the weight.
+
+    Returns:
+        y [..., H], contiguous. Running it again on the same x and weight gives the same bits.
+
+    Raises:
+        ValueError: the weight's shape is not (H,), an offset has no weight, tensors lie on several devices,
+            or `cast` is unknown.
+    """
+    _check(x, weight, offset, cast)
+    if use_triton(x, weight):
+        return _RMSNorm.apply(x, weight, eps, offset, cast == "llama")
+    return rms_norm_plain(x, weight, eps, offset, cast)
+
+
+def rms_norm_plain(
+    x: Tensor, weight: Tensor | None, eps: float = 1e-6, offset: float = 0.0, cast: str = "llama"
+) -> Tensor:
+    """The meaning of `rms_norm`, in plain PyTorch."""
+    wide = at_least_float32(x)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if weight is None:
+        return normed.to(x.dtype)
+    scale = at_least_float32(weight) + offset
+    if cast == "llama":
+        return (scale * normed.to(x.dtype)).to(torch.promote_types(x.dtype, weight.dtype))
+    return (scale * normed).to(x.dtype)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    cast: str = "llama",
+) -> tuple[Tensor, Tensor]:
+    """Residual add and RMSNorm in one pass.
+
+    Args:
+        x, residual: [..., H], of the same shape.
+        weight, eps, offset, cast: as in `rms_norm`.
+
+    Returns:
+        y and total, both [..., H]: the same bits as `total = x + residual`, `y = rms_norm(total, weight)`.
+        Of the activations, only `total` is kept for the backward pass.
+
+    Raises:
+        ValueError: as `rms_norm`, or the shapes of x and residual differ.
+    """
+    _check(x, weight, offset, cast)
+    if x.shape != residual.shape:
+        raise ValueError(f"x is {tuple(x.shape)}, residual {tuple(residual.shape)}; expected one shape")
+    if use_triton(x, residual, weight):
+        return _AddRMSNorm.apply(x, residual, weight, eps, offset, cast == "llama")
+    return add_rms_norm_plain(x, residual, weight, eps, offset, cast)
+
+
+def add_rms_norm_plain(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    cast: str = "llama",
+) -> tuple[Tensor, Tensor]:
+    """The meaning of `add_rms_norm`, in plain PyTorch."""
+    total = x + residual
+    return rms_norm_plain(total, weight, eps, offset, cast), total
+
+
+def _check(x: Tensor, weight: Tensor | None, offset: float, cast: str) -> None:
+    if cast not in ("llama", "gemma", "float32"):
+        raise ValueError(f"cast is {cast!r}; expected 'llama', 'gemma' or 'float32'")
+    if weight is None:
+        if offset:
+            raise ValueError(f"offset is {offset} but there is no weight to add it to")
+    elif weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"weight is {tuple(weight.shape)}; expected {tuple(x.shape[-1:])}, x's last dimension"
+        )
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps, offset, round_first):
+        weight = None if weight is None else weight.contiguous()
+        y, _, _, rstd = norm_forward(
+            x, None, weight, None, eps, offset, center=False, round_first=round_first
+        )
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.offset, ctx.round_first = offset, round_first
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight, rstd = ctx.saved_tensors
+        dx, dweight, _ = norm_backward(
+            dy,
+            None,
+            x,
+            weight,
+            None,
+            rstd,
+            ctx.offset,
+            round_first=ctx.round_first,
+            want_dweight=ctx.needs_input_grad[1],
+        )
+        return dx, dweight, None, None, None
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, residual, weight, eps, offset, round_first):
+        weight = None if weight is None else weight.contiguous()
+        y, total, _, rstd = norm_forward(
+            x, residual, weight, None, eps, offset, center=False, round_first=round_first
+        )
+        ctx.save_for_backward(total, weight, rstd)
+        ctx.set_materialize_grads(False)
+        ctx.offset, ctx.round_first = offset, round_first
+        ctx.dtypes = x.dtype, residual.dtype
+        return y, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, dtotal):
+        dx, dweight = dtotal, None
+        if dy is not None:
+            total, weight, rstd = ctx.saved_tensors
+            dx, dweight, _ = norm_backward(
+                dy,
+                dtotal,
+                total,
+                weight,
+                None,
+                rstd,
+                ctx.offset,
+                round_first=ctx.round_first,
+                want_dweight=ctx.needs_input_grad[2],
+            )
+        if dx is None:
+            return None, None, None, None, None, None
+        x_dtype, residual_dtype = ctx.dtypes
+        return dx.to(x_dtype), dx.to(residual_dtype), dweight, None, None, None

@@ -1,0 +1,68 @@
+"""The parameters of a model: memory for them, fresh values, the head that shares the embedding's."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.self_attention import Attention
+from liger_models.layers.spec import ModelSpec
+
+
+class ModelParameters(nn.Module):
+    """What `CausalLM` can do with its parameters, beside computing with them."""
+
+    spec: ModelSpec
+    embed_tokens: nn.Embedding
+    lm_head: nn.Linear
+
+    def tie_weights(self) -> None:
+        """Let the head use the embedding's parameter, if the spec says so."""
+        if self.spec.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def materialize(self, device: torch.device | str | None, dtype: torch.dtype) -> None:
+        """Give parameters that were made on the meta device uninitialised memory on a real one."""
+        made: dict[nn.Parameter, nn.Parameter] = {}  # a tied parameter stays one
+        for module in self.modules():
+            for name, old in module.named_parameters(recurse=False):
+                if old not in made:
+                    memory = torch.empty(old.shape, dtype=dtype, device=device)
+                    made[old] = nn.Parameter(memory, requires_grad=old.requires_grad)
+                setattr(module, name, made[old])
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Fresh weights in place: matrices and sinks from a normal distribution of `initializer_range`, norms
+        one, biases zero.
+        """
+        for module in self.modules():
+            if isinstance(module, LigerRMSNorm):
+                module.reset_parameters()
+            elif isinstance(module, nn.Linear | nn.Embedding):
+                module.weight.normal_(0.0, self.spec.initializer_range, generator=generator)
+                bias = getattr(module, "bias", None)
+                if bias is not None:
+                    bias.zero_()
+            elif isinstance(module, Attention) and module.sinks is not None:
+                module.sinks.normal_(0.0, self.spec.initializer_range, generator=generator)
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """The number of parameters, a tied head counted once."""
+        excluded = {id(self.embed_tokens.weight)} if exclude_embeddings else set()
+        counted = (p for p in self.parameters() if p.requires_grad or not only_trainable)
+        return sum(p.numel() for p in counted if id(p) not in excluded)
+
+
+def drop_tied_head(
+    model: nn.Module, state_dict: dict[str, Tensor], prefix: str, local_metadata: object
+) -> None:
+    """A tied parameter has one entry: sharding and safetensors refuse two."""
+    state_dict.pop(f"{prefix}lm_head.weight", None)
+
+
+def restore_tied_head(model: nn.Module, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
+    embedding = state_dict.get(f"{prefix}embed_tokens.weight")
+    if embedding is not None:
+        state_dict.setdefault(f"{prefix}lm_head.weight", embedding)

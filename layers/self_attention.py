@@ -1,0 +1,104 @@
+"""Self-attention with grouped key/value heads and rotary positions.
+
+    q, k, v = rotate(split(x @ W_qkv^T + b));   out = attend(q, k, v) @ W_o^T + b
+
+One matrix product for query, key and value; their weights lie below one another, in this order, by whole
+heads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.convert.checkpoints.weight_map import Cat, Expr, Ref
+from liger_models.kernels import split_rotary_qkv
+from liger_models.layers.activation_memory import output_is_ours
+from liger_models.layers.attention_backends import AttentionBackend, attend, attend_cached
+from liger_models.layers.sequences import Sequences
+from liger_models.layers.spec import AttentionSpec
+
+
+class Attention(nn.Module):
+    """Causal self-attention over packed documents.
+
+    Args:
+        hidden_size: the width H of the hidden states.
+        spec: heads, rotary settings, window, soft cap, sinks, biases.
+        layer: this layer's place in the model (its room in a key/value cache).
+        backend: see layers/attention_backends.py.
+    """
+
+    def __init__(
+        self, hidden_size: int, spec: AttentionSpec, layer: int = 0, backend: AttentionBackend = "auto"
+    ):
+        super().__init__()
+        self.spec, self.layer, self.backend = spec, layer, backend
+        self.hidden_size = hidden_size
+        self.qkv_proj = nn.Linear(hidden_size, spec.q_size + 2 * spec.kv_size, bias=spec.qkv_bias)
+        self.o_proj = nn.Linear(spec.q_size, hidden_size, bias=spec.o_bias)
+        self.sinks = nn.Parameter(torch.zeros(spec.num_attention_heads)) if spec.sinks else None
+
+    def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        q, k, v = self._query_key_value(self.qkv_proj(x), sequences)
+        if sequences.cache is None:
+            out = attend(q, k, v, self.spec, sequences, self.backend, self.sinks)
+        else:
+            out = self._attend_cached(q, k, v, sequences)
+        return self.o_proj(out.flatten(1))
+
+    def _query_key_value(self, qkv: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
+        spec = self.spec
+        if spec.rope is None:
+            q, k, v = qkv.split([spec.q_size, spec.kv_size, spec.kv_size], dim=-1)
+            return tuple(x.unflatten(-1, (-1, spec.head_dim)) for x in (q, k, v))  # type: ignore[return-value]
+        cos, sin = sequences.rotary[spec.rope]
+        return split_rotary_qkv(
+            qkv,
+            cos,
+            sin,
+            spec.num_attention_heads,
+            spec.num_key_value_heads,
+            spec.head_dim,
+            interleaved=spec.rope.interleaved,
+            inplace=output_is_ours(self.qkv_proj),  # whose backward does not read its output
+        )
+
+    def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
+        cache = sequences.cache
+        assert cache is not None
+        keys, values = cache.append(self.layer, k, v)
+        if cache.longest == sequences.max_seqlen:  # the prompts: they see nothing but themselves
+            return attend(q, k, v, self.spec, sequences, self.backend, self.sinks)
+        return attend_cached(q, keys, values, self.spec, cache.slots, self.sinks)
+
+    def weight_map(self, prefix: str, q: str, k: str, v: str, o: str, sinks: str) -> dict[str, Expr]:
+        """`prefix` of the native names; the checkpoint's names of the four projections, bare, and of the
+        sinks.
+        """
+        rows = (self.spec.q_size, self.spec.kv_size, self.spec.kv_size)
+        hidden = self.hidden_size
+
+        def stacked(kind: str, *rest: int) -> Expr:
+            parts = zip((q, k, v), rows, strict=True)
+            return Cat(tuple(Ref(f"{name}.{kind}", (size, *rest)) for name, size in parts))
+
+        expressions = {
+            f"{prefix}qkv_proj.weight": stacked("weight", hidden),
+            f"{prefix}o_proj.weight": Ref(f"{o}.weight", (hidden, self.spec.q_size)),
+        }
+        if self.spec.qkv_bias:
+            expressions[f"{prefix}qkv_proj.bias"] = stacked("bias")
+        if self.spec.o_bias:
+            expressions[f"{prefix}o_proj.bias"] = Ref(f"{o}.bias", (hidden,))
+        if self.spec.sinks:
+            expressions[f"{prefix}sinks"] = Ref(sinks, (self.spec.num_attention_heads,))
+        return expressions
+
+    def extra_repr(self) -> str:
+        spec = self.spec
+        window = "" if spec.window is None else f", window={spec.window}"
+        softcap = "" if spec.softcap is None else f", softcap={spec.softcap}"
+        heads = f"heads={spec.num_attention_heads}/{spec.num_key_value_heads}"
+        return f"{heads}, head_dim={spec.head_dim}{window}{softcap}{', sinks' if spec.sinks else ''}"

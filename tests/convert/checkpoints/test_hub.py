@@ -1,0 +1,449 @@
+"""The hub's answers, good and bad, from a local stand-in; the client is the real one, in a process of
+its own."""
+
+import ast
+import base64
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from liger_models.convert.checkpoints.hub import resolve
+from liger_models.convert.errors import CheckpointError
+
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "model.safetensors": bytes(range(256)) * 1500,
+    "tokenizer.json": b"{}",
+    "chat_template.jinja": b"{{ messages }}",
+}
+UNWANTED = {
+    "pytorch_model.bin": b"pickle",
+    "consolidated.safetensors": b"the same weights again",
+    "onnx/config.json": b"{}",
+    "README.md": b"words",
+}
+
+
+def commit_id(label):
+    return hashlib.sha1(label.encode()).hexdigest()
+
+
+class Hub:
+    """Repositories in memory, served the way that the client asks for them."""
+
+    def __init__(self):
+        self.repos = {}  # id -> {"refs": {name: commit}, "commits": {commit: {file: bytes}}}
+        self.gated = set()
+        self.broken = {}  # path prefix -> HTTP status
+        self.drop_once = {}  # file name -> bytes to send before the connection is dropped
+        self.ranges = []  # Range headers seen
+        self.blobs = {}  # what was uploaded, by sha256
+        self.authorization = set()
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self.endpoint = f"http://127.0.0.1:{self.server.server_address[1]}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def add(self, repo, files=None, revision="main", label=None):
+        commit = commit_id(label or repo)
+        entry = self.repos.setdefault(repo, {"refs": {}, "commits": {}})
+        entry["commits"][commit] = {**FILES, **UNWANTED} if files is None else files
+        entry["refs"][revision] = commit
+        return commit
+
+    def _handler(hub):
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *args):
+                pass
+
+            def answer(self, status, body=b"", headers=None):
+                body = body if isinstance(body, bytes) else json.dumps(body).encode()
+                self.send_response(status)
+                for name, value in {"Content-Length": len(body), **(headers or {})}.items():
+                    self.send_header(name, str(value))
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(body)
+
+            def error(self, status, code):
+                self.answer(status, {"error": code}, {"X-Error-Code": code, "X-Error-Message": code})
+
+            def commit(self, repo, revision):
+                """The commit that a request means; None after an error was answered."""
+                for prefix, status in hub.broken.items():
+                    if self.path.startswith(prefix):
+                        return self.answer(status)
+                if repo in hub.gated:
+                    return self.error(401, "GatedRepo")
+                if repo not in hub.repos:
+                    return self.error(401, "RepoNotFound")
+                entry = hub.repos[repo]
+                commit = entry["refs"].get(revision, revision)
+                if commit not in entry["commits"]:
+                    return self.error(404, "RevisionNotFound")
+                return commit
+
+            def do_HEAD(self):
+                self.do_GET()
+
+            def do_GET(self):
+                hub.authorization.add(self.headers.get("Authorization"))
+                path = self.path.split("?")[0]
+                if match := re.fullmatch(r"/api/models/(\w+/\w+)/tree/([^/]+)", path):
+                    if commit := self.commit(*match.groups()):
+                        files = hub.repos[match[1]]["commits"][commit]
+                        self.answer(200, [self.entry(name, data) for name, data in files.items()])
+                elif match := re.fullmatch(r"/api/models/(\w+/\w+?)(?:/revision/(.+))?", path):
+                    if commit := self.commit(match[1], (match[2] or "main").replace("%2F", "/")):
+                        self.answer(200, {"id": match[1], "sha": commit, "siblings": []})
+                elif match := re.fullmatch(r"/(\w+/\w+)/resolve/([^/]+)/(.+)", path):
+                    if commit := self.commit(match[1], match[2]):
+                        self.send_file(commit, match[3], hub.repos[match[1]]["commits"][commit])
+                else:
+                    self.error(404, "EntryNotFound")
+
+            def entry(self, name, data):
+                oid = hashlib.sha1(data).hexdigest()
+                entry = {"type": "file", "path": name, "size": len(data), "oid": oid}
+                if name.endswith(".safetensors"):
+                    sha = hashlib.sha256(data).hexdigest()
+                    entry["lfs"] = {"oid": sha, "size": len(data), "pointerSize": 130}
+                return entry
+
+            def send_file(self, commit, name, files):
+                if name not in files:
+                    return self.error(404, "EntryNotFound")
+                data, status = files[name], 200
+                etag = hashlib.sha256(data).hexdigest() if name.endswith(".safetensors") else None
+                headers = {
+                    "X-Repo-Commit": commit,
+                    "ETag": f'"{etag or hashlib.sha1(data).hexdigest()}"',
+                    "Accept-Ranges": "bytes",
+                }
+                if self.command == "GET" and (wanted := self.headers.get("Range")):
+                    hub.ranges.append(wanted)
+                    start = int(re.match(r"bytes=(\d+)-", wanted)[1])
+                    headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+                    data, status = data[start:], 206
+                if self.command == "GET" and name in hub.drop_once:
+                    sent = hub.drop_once.pop(name)
+                    self.send_response(status)
+                    for key, value in {**headers, "Content-Length": len(data)}.items():
+                        self.send_header(key, str(value))
+                    self.end_headers()
+                    self.wfile.write(data[:sent])
+                    self.wfile.flush()
+                    return self.connection.close()
+                return self.answer(status, data, headers)
+
+            def body(self):
+                return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+            def do_PUT(self):
+                data = self.body()
+                hub.blobs[hashlib.sha256(data).hexdigest()] = data
+                self.answer(200)
+
+            def do_POST(self):
+                hub.authorization.add(self.headers.get("Authorization"))
+                path, body = self.path.split("?")[0], self.body()
+                if path == "/api/repos/create":
+                    asked = json.loads(body)
+                    repo = (
+                        f"{asked['organization']}/{asked['name']}"
+                        if asked.get("organization")
+                        else asked["name"]
+                    )
+                    if repo.startswith("forbidden/"):
+                        return self.error(403, "Forbidden")
+                    status = 409 if repo in hub.repos else 200
+                    if status == 200:
+                        hub.add(repo, {})
+                    return self.answer(status, {"url": f"{hub.endpoint}/{repo}", "name": repo, "id": repo})
+                if match := re.fullmatch(r"/api/models/(\w+/\w+)/branch/(\w+)", path):
+                    refs = hub.repos[match[1]]["refs"]
+                    refs[match[2]] = refs["main"]
+                    return self.answer(200, {})
+                if match := re.fullmatch(r"/api/models/(\w+/\w+)/preupload/(\w+)", path):
+                    names = [file["path"] for file in json.loads(body)["files"]]
+                    mode = {name: "lfs" if name.endswith(".safetensors") else "regular" for name in names}
+                    files = [{"path": n, "uploadMode": mode[n], "shouldIgnore": False} for n in names]
+                    return self.answer(200, {"files": files})
+                if match := re.fullmatch(r"/(\w+/\w+)\.git/info/lfs/objects/batch", path):
+                    objects = [
+                        {**item, "actions": {"upload": {"href": f"{hub.endpoint}/upload/{item['oid']}"}}}
+                        for item in json.loads(body)["objects"]
+                    ]
+                    return self.answer(200, {"transfer": "basic", "objects": objects})
+                if match := re.fullmatch(r"/api/models/(\w+/\w+)/commit/(\w+)", path):
+                    return self.take_commit(match[1], match[2], body)
+                return self.error(404, "EntryNotFound")
+
+            def take_commit(self, repo, revision, body):
+                files, summary = {}, None
+                for line in map(json.loads, body.splitlines()):
+                    value = line["value"]
+                    if line["key"] == "header":
+                        summary = value["summary"]
+                    elif line["key"] == "file":
+                        files[value["path"]] = base64.b64decode(value["content"])
+                    elif line["key"] == "lfsFile":
+                        files[value["path"]] = hub.blobs[value["oid"]]
+                commit = hub.add(repo, files, revision, f"{repo}{revision}{summary}")
+                url = f"{hub.endpoint}/{repo}/commit/{commit}"
+                self.answer(200, {"success": True, "commitUrl": url, "commitOid": commit})
+
+        return Handler
+
+
+CLIENT = """
+import json, sys
+from liger_models.convert.checkpoints import hub
+for line in sys.stdin:
+    function, args, kwargs = json.loads(line)
+    try:
+        out = {"value": str(getattr(hub, function)(*args, **kwargs))}
+    except Exception as error:
+        out = {"error": type(error).__name__, "message": str(error)}
+    print(json.dumps(out), flush=True)
+"""
+
+
+class Client:
+    """`resolve` and `push` in a process whose environment names the stand-in, read when the client is
+    imported."""
+
+    def __init__(self, endpoint, home, **env):
+        env = {
+            **{key: value for key, value in os.environ.items() if not key.startswith("HF_")},
+            "HF_ENDPOINT": endpoint,
+            "HF_HOME": str(home),
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            **env,
+        }
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-c", CLIENT]
+        self.process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=env, text=True
+        )
+
+    def __call__(self, function, *args, **kwargs):
+        self.process.stdin.write(json.dumps([function, args, kwargs]) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait(10)
+
+
+@pytest.fixture(scope="module")
+def hub():
+    hub = Hub()
+    yield hub
+    hub.server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def client(hub, home):
+    client = Client(hub.endpoint, home)
+    yield client
+    client.close()
+
+
+def files_of(answer):
+    assert "value" in answer, answer
+    folder = answer["value"]
+    return {name: open(os.path.join(folder, name), "rb").read() for name in os.listdir(folder)}
+
+
+def message_of(answer, kind="HubError"):
+    assert answer.get("error") == kind, answer
+    return answer["message"]
+
+
+# ------------------------------------------------------------------------------------------ downloading
+
+
+def test_a_repository_is_downloaded_without_what_a_model_does_not_need(hub, client):
+    hub.add("org/plain")
+    assert files_of(client("resolve", "org/plain")) == FILES
+
+
+def test_a_branch_a_tag_and_a_commit_are_found(hub, client):
+    main = hub.add("org/versions", {**FILES, "tokenizer.json": b"main"})
+    hub.add("org/versions", {**FILES, "tokenizer.json": b"tag"}, "v1", "org/versions v1")
+    hub.add("org/versions", {**FILES, "tokenizer.json": b"branch"}, "refs/pr/1", "org/versions pr")
+    for revision, expected in ((None, b"main"), (main, b"main"), ("v1", b"tag"), ("refs/pr/1", b"branch")):
+        answer = client("resolve", "org/versions", revision=revision)
+        assert files_of(answer)["tokenizer.json"] == expected, revision
+
+
+def test_headers_are_read_without_the_weights(hub, client, home):
+    tensors = {"a.weight": {"dtype": "BF16", "shape": [1 << 20, 1 << 20], "data_offsets": [0, 1 << 41]}}
+    header = json.dumps(tensors).encode()
+    file = len(header).to_bytes(8, "little") + header  # two terabytes of weights, of which there are none
+    hub.add("org/huge", {**FILES, **UNWANTED, "model.safetensors": file})
+    value = client("read_headers", "org/huge")["value"]
+    assert ast.literal_eval(value) == ({"model_type": "llama"}, {"a.weight": "bfloat16"})
+    assert not list(home.glob("**/*org--huge*"))
+    message = message_of(client("read_headers", "org/missing"))
+    assert "cannot read org/missing: there is no such repository" in message
+    hub.add("org/pickles", {"config.json": b"{}", "pytorch_model.bin": b"pickle"})
+    assert "no safetensors" in message_of(client("read_headers", "org/pickles"), "CheckpointError")
+
+
+def test_the_token_reaches_the_hub(hub, client):
+    hub.add("org/token")
+    files_of(client("resolve", "org/token", token="hf_secret"))
+    assert "Bearer hf_secret" in hub.authorization
+
+
+def test_a_connection_that_drops_in_mid_file_is_resumed(hub, client):
+    data = os.urandom(1 << 20) * 12 + b"end"  # the client keeps what it has in steps of 10 MB
+    hub.add("org/dropped", {**FILES, "model.safetensors": data})
+    hub.drop_once["model.safetensors"] = 11 << 20
+    assert files_of(client("resolve", "org/dropped"))["model.safetensors"] == data
+    assert "model.safetensors" not in hub.drop_once
+    assert any(not wanted.startswith("bytes=0-") for wanted in hub.ranges)
+
+
+def test_what_is_in_the_cache_needs_no_network(hub, client, home):
+    hub.add("org/cached")
+    online = client("resolve", "org/cached")
+    assert client("resolve", "org/cached", local_files_only=True) == online
+    offline = Client("http://127.0.0.1:9", home, HF_HUB_OFFLINE="1")
+    assert offline("resolve", "org/cached") == online
+    message = message_of(offline("resolve", "org/never_seen"))
+    offline.close()
+    assert "cannot download org/never_seen: it is not (or not wholly) in the cache" in message
+    assert "offline mode" in message
+
+
+def test_what_is_not_in_the_cache_is_an_error_without_network(hub, client):
+    hub.add("org/not_cached")
+    message = message_of(client("resolve", "org/not_cached", local_files_only=True))
+    assert "org/not_cached: it is not (or not wholly) in the cache" in message
+
+
+def test_an_own_cache_folder_is_used(hub, client, tmp_path):
+    hub.add("org/elsewhere")
+    answer = client("resolve", "org/elsewhere", cache_dir=str(tmp_path))
+    assert files_of(answer) == FILES
+    assert answer["value"].startswith(str(tmp_path))
+
+
+def test_a_gated_repository_says_to_accept_its_licence_and_log_in(hub, client):
+    hub.add("org/gated")
+    hub.gated.add("org/gated")
+    message = message_of(client("resolve", "org/gated"))
+    assert "cannot download org/gated: the repository is gated: accept its licence" in message
+    assert "hf auth login" in message
+
+
+def test_a_missing_repository_says_to_check_the_name(client):
+    message = message_of(client("resolve", "org/nothing_here"))
+    assert "cannot download org/nothing_here: there is no such repository, or it is private" in message
+
+
+def test_a_missing_revision_is_named(hub, client):
+    hub.add("org/plain2")
+    message = message_of(client("resolve", "org/plain2", revision="v9"))
+    assert "org/plain2 at revision 'v9': the repository has no such branch, tag or commit" in message
+
+
+def test_a_hub_that_fails_is_said_to_have_failed(hub, client):
+    hub.add("org/broken")
+    hub.broken["/api/models/org/broken"] = 501  # one that the client does not retry for half a minute
+    message = message_of(client("resolve", "org/broken"))
+    assert "cannot download org/broken: " in message
+    assert "501" in message
+
+
+def test_a_full_disk_is_said_to_be_full(monkeypatch):
+    import huggingface_hub
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
+    with pytest.raises(Exception, match="cannot download org/big: the disk of the cache is full") as error:
+        resolve("org/big")
+    assert type(error.value).__name__ == "HubError"
+
+
+def test_a_name_that_cannot_be_one_is_refused(client):
+    assert "this is not the name of a repository" in message_of(client("resolve", "org/has spaces"))
+
+
+def test_a_repository_with_pickles_only_says_to_convert(hub, client):
+    hub.add("org/pickles", {"config.json": b"{}", "pytorch_model.bin": b"x"})
+    message = message_of(client("resolve", "org/pickles"), "CheckpointError")
+    assert "org/pickles: the repository has no safetensors weights" in message
+    assert "save_pretrained" in message
+
+
+def test_a_repository_without_config_is_refused(hub, client):
+    hub.add("org/weights", {"model.safetensors": b"x"})
+    assert "org/weights: the repository has no config.json" in message_of(
+        client("resolve", "org/weights"), "CheckpointError"
+    )
+
+
+# ------------------------------------------------------------------------------------------ local folders
+
+
+def test_a_folder_is_its_own_answer(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve(tmp_path) == tmp_path
+    assert resolve(str(tmp_path)) == tmp_path
+    monkeypatch.chdir(tmp_path.parent)
+    assert resolve(tmp_path.name).samefile(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["./gone", "../gone", "/gone/gone", "gone/a/b", "~/gone"])
+def test_a_path_to_nothing_is_not_looked_up_on_the_hub(name):
+    with pytest.raises(CheckpointError, match=r"gone.*is not a folder"):
+        resolve(name)
+
+
+def test_a_folder_without_config_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=f"{tmp_path}: has no config.json"):
+        resolve(tmp_path)
+
+
+# -------------------------------------------------------------------------------------------- uploading
+
+
+@pytest.mark.parametrize("revision", [None, "draft"])
+def test_a_folder_is_pushed_and_comes_back(hub, client, tmp_path, revision):
+    """The second time to a repository that exists."""
+    repo, branch = "org/pushed", revision or "main"
+    files = {**FILES, "tokenizer.json": branch.encode()}
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    answer = client("push", str(tmp_path), repo, revision=revision, token="hf_writer", commit_message="Mine")
+    commit = commit_id(f"{repo}{branch}Mine")
+    assert hub.repos[repo]["refs"][branch] == commit
+    assert answer == {"value": f"{hub.endpoint}/{repo}/commit/{commit}"}
+    assert files_of(client("resolve", repo, revision=revision)) == files
+    assert "Bearer hf_writer" in hub.authorization
+
+
+def test_a_push_that_is_not_allowed_says_so(client, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    message = message_of(client("push", str(tmp_path), "forbidden/repo", token="hf_reader"))
+    assert "cannot upload forbidden/repo: the hub refused (HTTP 403): check that your token" in message

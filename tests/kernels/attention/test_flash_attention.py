@@ -1,0 +1,284 @@
+"""attention: what test_products.py does not hold it to. Real sizes: test_attention_on_a_gpu.py."""
+
+import importlib
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_forms import attend, eager_attention, operands
+from kernel_operations import in_float64, run_with_gradients
+
+from liger_models.kernels import attention, document_bounds
+
+module = importlib.import_module("liger_models.kernels.attention.flash_attention")
+
+# An empty document, documents of one and two tokens, one that ends inside of a tile, one over several.
+PACKED = (0, 3, 3, 4, 6, 23, 50)
+TOKENS = PACKED[-1]
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Several tiles of each kind from few tokens, queries and keys in different numbers."""
+    tiles = (module._Tiles(16, 16, 4, 1), module._Tiles(16, 32, 4, 1), module._Tiles(16, 32, 4, 1))
+    monkeypatch.setattr(module, "_configuration", lambda q: module._Configuration(*tiles))
+
+
+def by_hand(q, k, v, *, scale=None, cu_seqlens=None, window=None, softcap=None, sinks=None):
+    """Query by query, over the keys that the docstring says it sees."""
+    tokens, heads, dim = q.shape
+    ends = [tokens] if cu_seqlens is None else cu_seqlens.tolist()
+    out = []
+    for t in range(tokens):
+        first = max((end for end in ends if end <= t), default=0)
+        first = first if window is None else max(first, t - window + 1)
+        for head in range(heads):
+            group = head // (heads // k.shape[1])
+            scores = k[first : t + 1, group] @ q[t, head] * (dim**-0.5 if scale is None else scale)
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[head : head + 1]])
+            weights = scores.softmax(0)[: t + 1 - first]
+            out.append(weights @ v[first : t + 1, group])
+    return torch.stack(out).view(q.shape)
+
+
+OPTIONS = {
+    "plain": {},
+    "scale": {"scale": 0.7},
+    "window": {"window": 20},
+    "window of one": {"window": 1},
+    "softcap": {"softcap": 1.5},
+    "packed": {"cu_seqlens": PACKED},
+    "packed, window": {"cu_seqlens": PACKED, "window": 9},
+    "all": {"cu_seqlens": PACKED, "window": 9, "softcap": 1.5, "scale": 0.7},
+}
+every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+
+
+@every_option
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+def test_the_plain_twin_is_the_formula(options, sinks):
+    inputs = operands(TOKENS, sinks=sinks, dtype=torch.float64)
+    found, grads, upstream = run_with_gradients(attend(options), inputs)
+    expected, expected_grads, _ = run_with_gradients(attend(options, by_hand), inputs, upstream)
+    for a, b in zip((*found, *grads), (*expected, *expected_grads), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
+# In the interpreter a tile takes milliseconds: each case has what the others have not.
+CASES = {
+    "a head each, two tiles of queries": (32, {}, {"heads": 2, "kv_heads": 2, "dim": 16}),
+    "all heads share one": (50, {}, {"heads": 3, "kv_heads": 1, "dim": 5}),
+    "window": (70, {"window": 20}, {"heads": 2, "kv_heads": 1, "sinks": True}),
+    "window of one": (20, {"window": 1}, {"heads": 2, "kv_heads": 1, "sinks": True}),
+    "softcap": (40, {"softcap": 1.5, "scale": 0.9}, {"heads": 2, "kv_heads": 1}),
+    "packed": (TOKENS, {"cu_seqlens": PACKED}, {"heads": 2, "kv_heads": 2, "dim": 20}),
+    "all": (TOKENS, OPTIONS["all"], {"heads": 2, "kv_heads": 1, "sinks": True}),
+    "one token": (1, {}, {"sinks": True}),
+}
+
+
+@pytest.mark.parametrize(("tokens", "options", "shape"), CASES.values(), ids=CASES)
+def test_the_kernels_compute_the_formula(tokens, options, shape, interpreted, small_tiles, assert_near):
+    inputs = operands(tokens, **shape)
+    found, grads, upstream = run_with_gradients(attend(options), inputs)
+    truth, true_grads, _ = run_with_gradients(attend(options), in_float64(inputs), in_float64(upstream))
+    # Scores of up to about 8 are off by a few roundings of themselves, and so are the weights, relatively: a
+    # mean of values is off by about 16 roundings. A gradient multiplies two such, and sums over more terms.
+    assert_near(found[0], truth[0], 16)
+    for actual, true in zip(grads, true_grads, strict=True):
+        assert_near(actual, true, 48)
+
+
+def test_the_tiles_of_a_real_gpu_compute_the_formula_too(interpreted, assert_near):
+    inputs = operands(140, heads=1, kv_heads=1)
+    options = {"cu_seqlens": (0, 9, 140), "window": 100}
+    found, grads, upstream = run_with_gradients(attend(options), inputs)
+    truth, true_grads, _ = run_with_gradients(attend(options), in_float64(inputs), in_float64(upstream))
+    for actual, true in zip((*found, *grads), (*truth, *true_grads), strict=True):
+        assert_near(actual, true, 48)
+
+
+def test_in_16_bits_it_is_as_near_to_the_truth_as_eager(interpreted, small_tiles):
+    inputs = operands(40, heads=2, kv_heads=1, dim=32, sinks=True, dtype=torch.float16)
+    run = attend({"softcap": 3.0})
+    found, grads, upstream = run_with_gradients(run, inputs)
+    eager, eager_grads, _ = run_with_gradients(attend({"softcap": 3.0}, eager_attention), inputs, upstream)
+    truth, true_grads, _ = run_with_gradients(run, in_float64(inputs), in_float64(upstream))
+    # The sinks' gradient has two elements: its error is chance.
+    results = (*found, *grads), (*eager, *eager_grads), (*truth, *true_grads)
+    for ours, theirs, true in list(zip(*results, strict=True))[:-1]:
+        assert ours.dtype == torch.float16
+        assert (ours - true).norm() <= 1.1 * (theirs - true).norm()
+    torch.testing.assert_close(grads[3].double(), true_grads[3], rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_token_that_is_not_seen_changes_nothing(window, interpreted, small_tiles):
+    q, k, v = (x.detach() for x in operands(TOKENS, heads=2, kv_heads=1))
+    run = attend({"cu_seqlens": PACKED, "window": window})
+    before = run(q, k, v)
+    first, last = 6, 22  # a document; only its own tokens may notice what it says
+    k[first:], v[first:] = k[first:] + 3, v[first:] * 2
+    after = run(q, k, v)
+    assert torch.equal(after[:first], before[:first])
+    k[:last], v[:last] = k[:last] - 2, v[:last] * 3
+    assert torch.equal(run(q, k, v)[last + 1 :], after[last + 1 :])
+
+
+def test_sinks_of_minus_infinity_are_none_and_great_ones_take_all(implementation):
+    q, k, v = operands(20, heads=2, kv_heads=1)
+    nothing = torch.full((2,), float("-inf"), requires_grad=True)
+    without, without_grads, upstream = run_with_gradients(attention, [q, k, v])
+    found, grads, _ = run_with_gradients(attend({}), [q, k, v, nothing], upstream)
+    for a, b in zip((*found, *grads), (*without, *without_grads, torch.zeros(2)), strict=True):
+        torch.testing.assert_close(a, b)
+    assert not attention(q, k, v, sinks=torch.full((2,), 1e4)).any()
+
+
+def test_great_scores_do_not_overflow(implementation, small_tiles):
+    q, k, v = operands(40, heads=1, kv_heads=1)
+    found, grads, upstream = run_with_gradients(attend({"scale": 1e4}), [q, k, v])
+    truth, _, _ = run_with_gradients(attend({"scale": 1e4}), in_float64([q, k, v]), in_float64(upstream))
+    # A softmax of scores of 10^4 that are off by 10^-3 is its largest element, or close to it.
+    torch.testing.assert_close(found[0].double(), truth[0], rtol=0, atol=1e-2)
+    assert all(grad.isfinite().all() for grad in grads)
+    capped, grads, _ = run_with_gradients(attend({"scale": 1e4, "softcap": 2.0}), [q, k, v], upstream)
+    assert all(x.isfinite().all() for x in (*capped, *grads))
+
+
+def test_views_of_one_packed_row_give_the_bits_of_copies(interpreted, small_tiles):
+    packed = torch.randn(20, 4, 8)
+    views = packed.split([2, 1, 1], dim=1)
+    copies = [x.contiguous().requires_grad_() for x in views]
+    expected, expected_grads, upstream = run_with_gradients(attention, copies)
+    found, grads, _ = run_with_gradients(attention, [x.requires_grad_() for x in views], upstream)
+    for a, b in zip((*found, *grads), (*expected, *expected_grads), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_bounds_may_stand_for_boundaries(implementation):
+    q, k, v = operands(TOKENS)
+    cu_seqlens = torch.tensor(PACKED, dtype=torch.int32)
+    bounds = document_bounds(cu_seqlens, TOKENS)
+    starts = [0] * 3 + [3] + [4] * 2 + [6] * 17 + [23] * 27
+    ends = [3] * 3 + [4] + [6] * 2 + [23] * 17 + [50] * 27
+    assert bounds.tolist() == [starts, ends]
+    assert bounds.dtype == torch.int32
+    assert torch.equal(attention(q, k, v, bounds=bounds), attention(q, k, v, cu_seqlens=cu_seqlens))
+    with pytest.raises(ValueError, match="give one of them"):
+        attention(q, k, v, bounds=bounds, cu_seqlens=cu_seqlens)
+
+
+def test_bounds_of_wrong_boundaries_lie_among_the_tokens(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # as on a GPU, nothing is checked
+    for wrong in ((-5, 2, 6), (0, 3, 9), (4, 1, 9)):
+        bounds = document_bounds(torch.tensor(wrong), 6)
+        assert bounds.min() >= 0
+        assert bounds.max() <= 6
+
+
+def test_no_tokens_in_empty_documents_are_no_error(implementation):
+    inputs = operands(0, sinks=True)
+    (out,), grads, _ = run_with_gradients(attend({"cu_seqlens": (0, 0, 0), "window": 3}), inputs)
+    assert out.shape == (0, 4, 8)
+    assert not grads[3].any()
+
+
+@every_option
+def test_the_plain_twin_passes_gradcheck_in_float64(options):
+    if "cu_seqlens" in options:
+        options = {**options, "cu_seqlens": (0, 2, 2, 7)}
+    inputs = operands(7, heads=2, kv_heads=1, dim=3, sinks=True, dtype=torch.float64)
+    assert torch.autograd.gradcheck(attend(options), inputs)
+
+
+def test_it_traces_without_a_graph_break():
+    inputs = operands(TOKENS, sinks=True)
+    run = attend(OPTIONS["all"])
+    found, grads, upstream = run_with_gradients(run, inputs)
+    compiled = torch.compile(run, fullgraph=True, backend="eager")
+    again, grads_again, _ = run_with_gradients(compiled, inputs, upstream)
+    for a, b in zip((*found, *grads), (*again, *grads_again), strict=True):
+        assert torch.equal(a, b)
+
+
+# Referees
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_it_is_torchs_attention(groups, implementation):
+    q, k, v = operands(24, heads=4, kv_heads=4 // groups, dim=16)
+    found, grads, upstream = run_with_gradients(attention, [q, k, v])
+
+    def torchs(q, k, v):
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+    expected, expected_grads, _ = run_with_gradients(torchs, [q, k, v], upstream)
+    for a, b in zip((*found, *grads), (*expected, *expected_grads), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_it_is_the_eager_attention_of_transformers(family, implementation):
+    name = f"transformers.models.{family}.modeling_{family}"
+    theirs = pytest.importorskip(name).eager_attention_forward
+    q, k, v, sinks = operands(24, dim=16, sinks=True)
+    options = {"softcap": 1.5} if family == "gemma2" else {}
+    inputs = [q, k, v] if family == "gemma2" else [q, k, v, sinks]
+    found, grads, upstream = run_with_gradients(attend({**options, "window": 9, "scale": 0.5}), inputs)
+
+    def reference(q, k, v, sinks=None):
+        layer = types.SimpleNamespace(num_key_value_groups=2, sinks=sinks, training=False)
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        sees = module.visible_keys(24, None, 9, q.device)
+        mask = torch.zeros(24, 24).masked_fill(~sees, torch.finfo(q.dtype).min)
+        return theirs(layer, q, k, v, mask, scaling=0.5, **options)[0][0]
+
+    expected, expected_grads, _ = run_with_gradients(reference, inputs, upstream)
+    for a, b in zip((*found, *grads), (*expected, *expected_grads), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.randn(5, 3, 8)}, "no multiple"),
+        ({"q": torch.randn(5, 0, 8)}, "no multiple"),
+        ({"q": torch.randn(6, 4, 8)}, r"expected q \[T, heads, D\]"),
+        ({"v": torch.randn(5, 2, 4)}, r"expected q \[T, heads, D\]"),
+        ({"k": torch.randn(5, 2, 8).double()}, "expected one dtype"),
+        ({"window": 0}, "window is 0"),
+        ({"softcap": 0.0}, "softcap is 0.0"),
+        ({"softcap": float("inf")}, "softcap is inf"),
+        ({"sinks": torch.randn(2)}, "one a query head, 4"),
+        ({"cu_seqlens": torch.tensor([0, 4])}, "rise from 0 to the number of tokens, 5"),
+        ({"cu_seqlens": torch.tensor([0, 3, 2, 5])}, "rise from 0"),
+        ({"cu_seqlens": torch.tensor(5)}, "documents . 1"),
+        ({"bounds": torch.zeros(2, 4, dtype=torch.int32)}, r"expected \[2, 5\]"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message, implementation):
+    q, k, v = operands(5)
+    with pytest.raises(ValueError, match=message):
+        attention(**{"q": q, "k": k, "v": v, **change})
+
+
+def test_too_wide_heads_and_wrong_types_are_refused(implementation):
+    with pytest.raises(ValueError, match="head size is 257"):
+        attention(*operands(2, dim=257))
+    q, k, v = operands(5)
+    with pytest.raises(TypeError, match="sinks holds"):
+        attention(q, k, v, sinks=torch.zeros(4, dtype=torch.int32))
+    with pytest.raises(TypeError, match="expected int32 or int64"):
+        attention(q, k, v, cu_seqlens=torch.tensor([0.0, 5.0]))
+    with pytest.raises(ValueError, match="move them to one device"):
+        attention(q, k, v, cu_seqlens=torch.tensor([0, 5]).to("meta"))

@@ -1,0 +1,331 @@
+"""The experts' layer against the formula written out, and against the blocks of transformers."""
+
+import importlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from liger_models.kernels import moe_experts, route
+from liger_models.kernels.experts._expert_order import sort_by_expert
+from liger_models.kernels.experts.moe_experts import moe_experts_plain
+
+module = importlib.import_module("liger_models.kernels.experts.moe_experts")
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+
+
+def formula(x, weights, experts, gate_up, down, activation="silu"):
+    """Every token with its own copy of its experts' matrices."""
+    gate, up = torch.einsum("tkoh,th->tko", gate_up[experts.long()], x).chunk(2, -1)
+    rows = torch.einsum("tkhi,tki->tkh", down[experts.long()], ACTIVATIONS[activation](gate) * up)
+    return torch.einsum("tk,tkh->th", weights, rows)
+
+
+def operands(tokens, hidden, inner, num_experts, top_k, favourite=None, dtype=torch.float32, device="cpu"):
+    """x, weights, experts, gate_up, down, with gradients for the floating ones."""
+    logits = torch.randn(tokens, num_experts, device=device)
+    if favourite is not None:
+        logits[:, favourite] += 100
+    experts = logits.topk(top_k).indices.int()
+    x = torch.randn(tokens, hidden, device=device).to(dtype)
+    weights = torch.randn(tokens, top_k, device=device)
+    gate_up = (torch.randn(num_experts, 2 * inner, hidden, device=device) / hidden**0.5).to(dtype)
+    down = (torch.randn(num_experts, hidden, inner, device=device) / inner**0.5).to(dtype)
+    return [t.requires_grad_(t.is_floating_point()) for t in (x, weights, experts, gate_up, down)]
+
+
+def run(function, inputs, upstream, **options):
+    """Result, and the gradients of x, weights, gate_up and down."""
+    inputs = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
+    y = function(*inputs, **options)
+    floating = [t for t in inputs if t.is_floating_point()]
+    return [y.detach(), *torch.autograd.grad(y, floating, upstream.to(y.dtype))]
+
+
+def doubled(inputs):
+    return [
+        t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t for t in inputs
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({"tokens": 7, "hidden": 10, "inner": 6, "num_experts": 5, "top_k": 2}, {}),
+        # All on one expert, the others empty; two tiles of rows, and an inner dimension with a rest.
+        ({"tokens": 70, "hidden": 33, "inner": 20, "num_experts": 3, "top_k": 1, "favourite": 1}, {}),
+        # Every token to every expert; several tiles of columns.
+        (
+            {"tokens": 5, "hidden": 70, "inner": 33, "num_experts": 4, "top_k": 4},
+            {"activation": "gelu_tanh"},
+        ),
+        ({"tokens": 3, "hidden": 4, "inner": 8, "num_experts": 9, "top_k": 2}, {"activation": "gelu"}),
+    ],
+)
+def test_result_and_gradients_are_those_of_the_formula(sizes, options, implementation, assert_near):
+    inputs = operands(**sizes)
+    upstream = torch.randn(sizes["tokens"], sizes["hidden"])
+    truth = run(formula, doubled(inputs), upstream, **options)
+    # Two products whose sums have up to 110 terms together walk about 10 roundings; their operands had some.
+    for actual, expected in zip(run(moe_experts, inputs, upstream, **options), truth, strict=True):
+        assert_near(actual, expected, 32)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe"])
+def test_a_block_of_transformers_gives_the_same_result_and_gradients(family):
+    modeling = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
+    name = next(n for n in dir(modeling) if n.lower().endswith("sparsemoeblock"))
+    config_class = getattr(modeling, name[: -len("SparseMoeBlock")] + "Config")
+    config = config_class(
+        hidden_size=24,
+        intermediate_size=20,
+        moe_intermediate_size=20,
+        num_local_experts=6,
+        num_experts=6,
+        num_experts_per_tok=3,
+    )
+    config._experts_implementation = "eager"
+    block = getattr(modeling, name)(config)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    x = torch.randn(2, 15, 24, requires_grad=True)
+    expected = block(x)
+    upstream = torch.randn_like(expected)
+    operands = (x, block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj)
+
+    rows = x.flatten(0, 1)
+    weights, experts = route(rows @ block.gate.weight.T, 3, renormalize=family == "mixtral")
+    actual = moe_experts(rows, weights, experts, *operands[2:]).view_as(x)
+    pairs = [(actual, expected)]
+    pairs += zip(
+        torch.autograd.grad(actual, operands, upstream),
+        torch.autograd.grad(expected, operands, upstream),
+        strict=True,
+    )
+    for a, b in pairs:
+        assert (a - b).abs().max() <= 1e-5 * b.abs().max()
+
+
+def test_the_plain_twin_passes_gradcheck():
+    x, weights, experts, gate_up, down = doubled(operands(4, 3, 2, 3, 2))
+    assert torch.autograd.gradcheck(
+        lambda x, w, g, d: moe_experts_plain(x, w, experts, g, d), (x, weights, gate_up, down)
+    )
+
+
+def test_no_tokens_give_no_rows_and_zero_gradients(implementation):
+    x, weights, experts, gate_up, down = operands(0, 6, 4, 3, 2)
+    y = moe_experts(x, weights, experts, gate_up, down)
+    assert y.shape == (0, 6)
+    for grad, operand in zip(
+        torch.autograd.grad(y.sum(), (x, weights, gate_up, down)), (x, weights, gate_up, down), strict=True
+    ):
+        assert torch.equal(grad, torch.zeros_like(operand))
+
+
+def test_an_expert_without_tokens_gets_a_zero_gradient(implementation):
+    x, weights, experts, gate_up, down = operands(6, 5, 4, 3, 1, favourite=1)
+    grads = torch.autograd.grad(moe_experts(x, weights, experts, gate_up, down).sum(), (gate_up, down))
+    for grad in grads:
+        assert torch.equal(grad[[0, 2]], torch.zeros_like(grad[[0, 2]]))
+        assert grad[1].abs().min() > 0
+
+
+def test_a_second_backward_and_a_second_run_give_the_same_bits_and_leave_inputs_alone(implementation):
+    inputs = operands(9, 6, 5, 3, 2)
+    before = [t.detach().clone() for t in inputs]
+    upstream = torch.randn(9, 6)
+    upstream_before = upstream.clone()
+    y = moe_experts(*inputs)
+    floating = [t for t in inputs if t.is_floating_point()]
+    first = torch.autograd.grad(y, floating, upstream, retain_graph=True)
+    second = torch.autograd.grad(y, floating, upstream)
+    for a, b, c in zip((y, *first), (y, *second), run(moe_experts, inputs, upstream), strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+    for a, b in zip((*inputs, upstream), (*before, upstream_before), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (3,), (4,), (3, 4), (0, 3, 4)])
+def test_frozen_operands_cost_no_product(wanted, interpreted, monkeypatch):
+    inputs = operands(4, 6, 5, 3, 2)
+    upstream = torch.randn(4, 6)
+    everything = dict(zip((0, 1, 3, 4), run(moe_experts, inputs, upstream)[1:], strict=True))
+    y = moe_experts(*(t.detach().requires_grad_(i in wanted) for i, t in enumerate(inputs)))
+    calls = []
+    for name in ("rows_product", "weight_product"):
+        product = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *a, name=name, product=product, **k: calls.append(name) or product(*a, **k)
+        )
+    leaves = [n for n, _ in y.grad_fn.next_functions if n is not None]
+    y.backward(upstream)
+    for leaf, i in zip(leaves, wanted, strict=True):
+        assert torch.equal(leaf.variable.grad, everything[i])
+    assert calls.count("weight_product") == (3 in wanted) + (4 in wanted)
+    assert calls.count("rows_product") == (0 in wanted) + bool({0, 1, 3} & set(wanted))
+
+
+def test_nan_in_one_token_stays_with_its_experts(implementation):
+    x, weights, experts, gate_up, down = operands(8, 6, 5, 4, 1)
+    experts = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3]).view(8, 1)
+    with torch.no_grad():
+        x[1] = torch.nan
+    y = moe_experts(x, weights, experts, gate_up, down)
+    assert y.isnan().any(1).tolist() == [False, True] + [False] * 6
+    for grad in torch.autograd.grad(y.sum(), (gate_up, down)):
+        assert grad.flatten(1).isnan().any(1).tolist() == [False, True, False, False]
+
+
+def test_strided_operands_are_read_as_they_are(implementation, assert_near):
+    x, weights, experts, gate_up, down = (t.detach() for t in operands(6, 10, 4, 3, 2))
+    expected = moe_experts(x, weights, experts, gate_up, down)
+    strided = (
+        x.T.contiguous().T,
+        weights.T.contiguous().T,
+        experts.T.contiguous().T,
+        gate_up.mT.contiguous().mT,
+        F.pad(down, (1, 2))[..., 1:-2],
+    )
+    assert_near(
+        moe_experts(*strided), expected.double(), 8
+    )  # a product of other strides sums in another order
+
+
+def test_autocast_takes_its_dtype_and_gradients_come_back_in_the_operands(implementation):
+    inputs = operands(5, 8, 6, 3, 2)
+    with torch.autocast("cpu", torch.float16):
+        y = moe_experts(*inputs)
+    assert y.dtype == torch.float16
+    truth = formula(*doubled(inputs))
+    # Operands, two products and their results: about six roundings of 2^-12 of the largest element.
+    assert (y.double() - truth).abs().max() <= 12 * 2**-12 * truth.abs().max()
+    floating = [t for t in inputs if t.is_floating_point()]
+    assert [g.dtype for g in torch.autograd.grad(y.sum(), floating)] == [torch.float32] * 4
+
+
+def test_the_backward_pass_keeps_only_operands_the_gate_up_product_and_the_order(interpreted):
+    x, weights, experts, gate_up, down = operands(5, 8, 6, 3, 2)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        moe_experts(x, weights, experts, gate_up, down)
+    floating = [t.data_ptr() for t in (x, weights, gate_up, down)]
+    others = [t for t in kept if t.data_ptr() not in floating]
+    assert [t.shape for t in others if t.is_floating_point()] == [(10, 12)]
+    assert all(t.numel() <= 10 for t in others if not t.is_floating_point())
+
+
+def test_a_compiled_graph_without_breaks_gives_the_same(assert_near):
+    inputs = operands(7, 6, 5, 3, 2)
+    upstream = torch.randn(7, 6)
+    compiled = torch.compile(moe_experts, backend="aot_eager", fullgraph=True)
+    truth = run(formula, doubled(inputs), upstream)
+    for actual, expected in zip(run(compiled, inputs, upstream), truth, strict=True):
+        assert_near(actual, expected, 32)
+
+
+@pytest.mark.parametrize("wanted", [(0, 1, 3, 4), (0,), (4,)])
+def test_the_operator_that_a_compiled_graph_calls_gives_the_same_bits(wanted, interpreted):
+    inputs = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(operands(5, 8, 6, 3, 2))]
+    leaves = [inputs[i] for i in wanted]
+    expected, actual = moe_experts(*inputs), module._operator(*inputs, "silu")[0]
+    upstream = torch.randn(5, 8)
+    assert torch.equal(actual, expected)
+    for a, b in zip(
+        torch.autograd.grad(actual, leaves, upstream),
+        torch.autograd.grad(expected, leaves, upstream),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+
+
+def test_the_operator_that_a_compiled_graph_calls_tells_true_shapes(interpreted):
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(module._operator, (*operands(5, 8, 6, 3, 2), "silu"), test_utils=checks)
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "num_experts"), [(90, 1, 200), (60, 4, 5)])
+def test_sorting_keeps_the_order_of_tokens_and_tiles_cover_every_row_once(
+    tokens, top_k, num_experts, interpreted
+):
+    experts = torch.randint(0, num_experts // 2, (tokens, top_k)) * 2  # odd ones have none
+    order = sort_by_expert(experts, num_experts)
+    keys, stable = experts.flatten().sort(stable=True)
+    assert torch.equal(order.order.long(), stable)
+    assert torch.equal(order.position[stable].long(), torch.arange(tokens * top_k))
+    assert torch.equal(order.offsets[1:].long(), torch.bincount(keys, minlength=num_experts).cumsum(0))
+    covered = []
+    for expert, row in zip(order.tile_expert.tolist(), order.tile_row.tolist(), strict=True):
+        if expert >= 0:
+            end = min(row + order.block, order.offsets[expert + 1].item())
+            assert (keys[row:end] == expert).all()
+            covered += range(row, end)
+    assert covered == list(range(tokens * top_k))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"activation": "relu"}, ValueError, "activation is 'relu'"),
+        ({"x": torch.zeros(3, 4)}, ValueError, r"x is \(3, 4\).*expected \[T, H\]"),
+        ({"weights": torch.zeros(2, 3)}, ValueError, r"weights \(2, 3\), experts \(2, 2\)"),
+        ({"gate_up": torch.zeros(5, 7, 4)}, ValueError, r"gate_up is \(5, 7, 4\); expected \[E, 2 I, 4\]"),
+        ({"down": torch.zeros(5, 4, 6)}, ValueError, r"down is \(5, 4, 6\); expected \(5, 4, 3\)"),
+        ({"experts": torch.zeros(2, 2)}, TypeError, "experts are torch.float32"),
+        ({"weights": torch.zeros(2, 2).long()}, TypeError, "weights torch.int64"),
+        ({"x": torch.zeros(2, 4).bfloat16()}, TypeError, "torch.bfloat16, torch.float32 and torch.float32"),
+        ({"experts": torch.full((2, 2), 5)}, IndexError, "experts lie from 5 to 5; expected 0 to 4"),
+        ({"experts": torch.full((2, 2), -1)}, IndexError, "experts lie from -1 to -1; expected 0 to 4"),
+    ],
+)
+def test_what_does_not_fit_is_a_clear_error(change, error, message):
+    good = {
+        "x": torch.zeros(2, 4),
+        "weights": torch.zeros(2, 2),
+        "experts": torch.zeros(2, 2, dtype=torch.int32),
+        "gate_up": torch.zeros(5, 6, 4),
+        "down": torch.zeros(5, 4, 3),
+    }
+    with pytest.raises(error, match=message):
+        moe_experts(**(good | change))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("favourite", [None, 3])
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "inner", "num_experts", "top_k"),
+    [(4096, 2048, 768, 128, 8), (3001, 1024, 3584, 8, 2), (1, 2048, 768, 128, 8), (700, 101, 77, 8, 2)],
+)
+def test_at_real_sizes_no_farther_from_the_truth_than_eager(
+    tokens, hidden, inner, num_experts, top_k, favourite
+):
+    inputs = operands(tokens, hidden, inner, num_experts, top_k, favourite, torch.bfloat16, "cuda")
+    upstream = torch.randn(tokens, hidden, device="cuda").bfloat16()
+    ours, again = run(moe_experts, inputs, upstream), run(moe_experts, inputs, upstream)
+    eager = run(moe_experts_plain, inputs, upstream)
+    truth = run(moe_experts_plain, [t.float() if t.is_floating_point() else t for t in inputs], upstream)
+    for mine, same, theirs, exact in zip(ours, again, eager, truth, strict=True):
+        assert torch.equal(mine, same)
+        assert (mine - exact).norm() <= 1.1 * (theirs - exact).norm() + 1e-6 * exact.norm()
+
+
+@pytest.mark.gpu
+def test_compiled_without_breaks_gives_the_same_bits_on_a_gpu():
+    inputs = operands(300, 256, 128, 16, 2, None, torch.bfloat16, "cuda")
+    upstream = torch.randn(300, 256, device="cuda").bfloat16()
+    compiled = torch.compile(moe_experts, fullgraph=True)
+    for a, b in zip(run(compiled, inputs, upstream), run(moe_experts, inputs, upstream), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+def test_neither_pass_waits_for_the_gpu():
+    inputs = operands(300, 256, 128, 16, 2, None, torch.bfloat16, "cuda")
+    upstream = torch.randn(300, 256, device="cuda").bfloat16()
+    run(moe_experts, inputs, upstream)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(moe_experts, inputs, upstream)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,390 @@
+"""Routing and the router's losses, against the routers of transformers and against the formulas."""
+
+import importlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from liger_models.kernels import load_balancing_loss, route, router_z_loss
+from liger_models.kernels.experts.moe_routing import route_plain
+
+module = importlib.import_module("liger_models.kernels.experts.moe_routing")
+
+TOKENS, HIDDEN, EXPERTS, TOP_K = 50, 12, 16, 3
+
+
+def transformers_router(family, **config):
+    """A router of transformers with random weights, and its logits, weights and experts for random input."""
+    module = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
+    configuration = pytest.importorskip(f"transformers.models.{family}.configuration_{family}")
+    name = next(n for n in dir(module) if n.lower().endswith("topkrouter"))
+    config_class = getattr(configuration, name[: -len("TopKRouter")] + "Config")
+    router = getattr(module, name)(
+        config_class(hidden_size=HIDDEN, num_experts_per_tok=TOP_K, **config)
+    ).requires_grad_(False)
+    for parameter in (*router.parameters(), *router.buffers()):
+        parameter.copy_(torch.randn_like(parameter))
+    found = router(torch.randn(TOKENS, HIDDEN))
+    if len(found) != 3 or found[2].is_floating_point():
+        pytest.skip(f"this transformers' {name} does not give logits, weights and experts")
+    return router, found
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "options"),
+    [
+        ("mixtral", {"num_local_experts": EXPERTS}, {}),
+        ("qwen3_moe", {"num_experts": EXPERTS, "norm_topk_prob": True}, {}),
+        ("qwen3_moe", {"num_experts": EXPERTS, "norm_topk_prob": False}, {"renormalize": False}),
+        ("olmoe", {"num_experts": EXPERTS, "norm_topk_prob": False}, {"renormalize": False}),
+        ("granitemoe", {"num_local_experts": EXPERTS}, {"softmax_after_top_k": True}),
+        (
+            "deepseek_v3",
+            {"n_routed_experts": EXPERTS, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
+            {"score": "sigmoid", "num_groups": 4, "top_groups": 2, "scale": 2.5},
+        ),
+        (
+            "glm4_moe",
+            {"n_routed_experts": EXPERTS, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+            {"score": "sigmoid", "renormalize": False},
+        ),
+    ],
+)
+def test_routes_as_transformers_does(family, config, options):
+    router, (logits, weights, experts) = transformers_router(family, **config)
+    options = dict(options)
+    if options.get("score") == "sigmoid":
+        options["correction_bias"] = router.e_score_correction_bias
+    ours, ours_experts = route(logits, TOP_K, **options)
+    # transformers does not sort DeepSeek's choice: compare expert by expert.
+    dense = torch.zeros(TOKENS, EXPERTS).scatter(1, experts, weights)
+    ours_dense = torch.zeros(TOKENS, EXPERTS).scatter(1, ours_experts.long(), ours)
+    torch.testing.assert_close(ours_dense, dense, rtol=1e-6, atol=1e-7)
+    assert ours.dtype == torch.float32
+    assert ours_experts.dtype == torch.int32
+
+
+def test_scores_are_computed_in_float32_from_bfloat16_logits(implementation):
+    logits = torch.randperm(TOKENS * EXPERTS).view(TOKENS, EXPERTS).bfloat16() / 100
+    for mine, truth in zip(route(logits, TOP_K), route(logits.float(), TOP_K), strict=True):
+        assert torch.equal(mine, truth)
+
+
+def test_ties_are_broken_as_in_torch_topk():
+    logits = torch.randint(0, 3, (TOKENS, EXPERTS)).float()
+    assert torch.equal(route(logits, TOP_K)[1].long(), logits.softmax(-1).topk(TOP_K).indices)
+
+
+def test_the_correction_bias_chooses_and_does_not_weigh(implementation, assert_near):
+    logits = torch.randn(TOKENS, EXPERTS)
+    bias = torch.zeros(EXPERTS)
+    bias[5] = 10
+    weights, experts = route(logits, TOP_K, score="sigmoid", correction_bias=bias, renormalize=False)
+    assert (experts[:, 0] == 5).all()
+    # An exponential, a sum and a division.
+    assert_near(weights, logits.double().sigmoid().gather(1, experts.long()), 4)
+
+
+def test_only_experts_of_the_best_groups_are_chosen_even_if_their_scores_are_negative():
+    logits = torch.randn(TOKENS, EXPERTS)
+    bias = torch.randn(EXPERTS) - 5  # every corrected score lies below the zero of a masked one
+    options = {"score": "sigmoid", "correction_bias": bias, "num_groups": 4, "top_groups": 2}
+    experts = route(logits, 8, **options)[1].long()  # all experts of two groups
+    quality = (logits.sigmoid() + bias).unflatten(1, (4, 4)).topk(2).values.sum(-1)
+    assert torch.equal((experts // 4).sort(1).values[:, ::4], quality.topk(2).indices.sort(1).values)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"renormalize": False},
+        {"softmax_after_top_k": True, "scale": 1.5},
+        {"score": "sigmoid", "num_groups": 4, "top_groups": 2, "scale": 2.5},
+    ],
+)
+def test_gradients_pass_gradcheck(options):
+    logits = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: route(x, 3, **options)[0], logits)
+
+
+# The kernel
+
+
+EVERY_FORM = {
+    "renormalized softmax": {},
+    "softmax": {"renormalize": False, "scale": 2.5},
+    "biased softmax": {"correction_bias": True},
+    "softmax of the chosen": {"softmax_after_top_k": True, "scale": 0.5},
+    "biased softmax of the chosen": {"softmax_after_top_k": True, "correction_bias": True},
+    "renormalized sigmoid": {"score": "sigmoid"},
+    "biased sigmoid": {"score": "sigmoid", "correction_bias": True, "renormalize": False, "scale": 2.5},
+    "biased renormalized sigmoid": {"score": "sigmoid", "correction_bias": True, "scale": 2.5},
+}
+every_form = pytest.mark.parametrize("options", EVERY_FORM.values(), ids=EVERY_FORM)
+
+
+def with_bias(options, num_experts, device="cpu"):
+    if "correction_bias" not in options:
+        return options
+    return {**options, "correction_bias": torch.randn(num_experts, device=device) / num_experts}
+
+
+def routed(function, logits, top_k, options, upstream=None):
+    """Weights, their gradient in the logits, and experts."""
+    weights, experts = function(logits, top_k, **options)
+    upstream = torch.randn_like(weights) if upstream is None else upstream.to(weights.dtype)
+    return weights, *torch.autograd.grad(weights, logits, upstream), experts, upstream
+
+
+def in_float64(x):
+    return x.detach().double().requires_grad_()
+
+
+@every_form
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "top_k"), [(300, 5, 2), (9, 128, 8), (2, 1000, 16), (3, 4, 4), (3, 1, 1)]
+)
+def test_the_kernel_gives_the_true_weights_experts_and_gradients(
+    options, tokens, num_experts, top_k, interpreted, assert_near
+):
+    options = with_bias(options, num_experts)
+    logits = (2 * torch.randn(tokens, num_experts)).requires_grad_()
+    weights, grad, experts, upstream = routed(route, logits, top_k, options)
+    true_weights, true_grad, true_experts, _ = routed(
+        route_plain, in_float64(logits), top_k, options, upstream
+    )
+    assert torch.equal(experts, true_experts)
+    assert weights.dtype == torch.float32
+    # An exponential of a rounded difference of about 10, a sum, two quotients and the scale; the gradient has
+    # them twice, in differences of products of a weight with upstream gradients, which may cancel.
+    assert_near(weights, true_weights, 16)
+    unit = torch.finfo(torch.float32).eps / 2 * true_weights.max() * upstream.abs().max()
+    assert (grad - true_grad).abs().max() <= 32 * unit
+
+
+@every_form
+@pytest.mark.parametrize("layout", ["transposed", "cut from wider", "broadcast"])
+def test_the_layout_in_memory_changes_no_bit(options, layout, interpreted):
+    options = with_bias(options, EXPERTS)
+    logits = torch.randn(7, EXPERTS)
+    laid_out = {
+        "transposed": logits.mT.contiguous().mT,
+        "cut from wider": torch.cat([torch.randn(7, 3), logits], 1)[:, 3:],
+        "broadcast": logits[:1].expand(7, EXPERTS),
+    }[layout]
+    solid = laid_out.contiguous()
+    weights, grad, experts, upstream = routed(route, solid.requires_grad_(), TOP_K, options)
+    spread = torch.stack([upstream, upstream], -1)[..., 0]
+    again = routed(route, laid_out.detach().requires_grad_(), TOP_K, options, spread)
+    for a, b in zip((weights, grad, experts), again, strict=False):
+        assert torch.equal(a, b)
+
+
+def test_nothing_is_written_for_the_gradient_that_experts_have_not(interpreted, monkeypatch):
+    logits = torch.randn(7, EXPERTS).requires_grad_()
+    weights, _ = route(logits, TOP_K)
+    seen = []
+    original = module._Route.backward
+    monkeypatch.setattr(module._Route, "backward", lambda *a: seen.append(a) or original(*a))
+    weights.sum().backward()
+    assert seen[0][2] is None
+
+
+@every_form
+def test_a_second_backward_and_a_second_run_give_the_same_bits_and_alter_nothing(options, interpreted):
+    options = with_bias(options, EXPERTS)
+    logits = torch.randn(7, EXPERTS).requires_grad_()
+    before = logits.detach().clone()
+    weights, experts = route(logits, TOP_K, **options)
+    upstream = torch.randn_like(weights)
+    upstream_before = upstream.clone()
+    grads = [torch.autograd.grad(weights, logits, upstream, retain_graph=True)[0] for _ in range(2)]
+    again = routed(route, logits, TOP_K, options, upstream)
+    for a, b in zip((weights, grads[0], experts, upstream), again, strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(*grads)
+    assert torch.equal(logits, before)
+    assert torch.equal(upstream, upstream_before)
+
+
+def test_of_equally_good_experts_the_kernel_takes_the_first(interpreted):
+    logits = torch.randint(0, 3, (TOKENS, EXPERTS)).float() - 1
+    logits = logits.where(torch.rand_like(logits) < 0.5, -logits)  # zeros of both signs are equally good
+    expected = logits.sort(dim=1, descending=True, stable=True).indices[:, :TOP_K]
+    assert torch.equal(route(logits, TOP_K)[1].long(), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"softmax_after_top_k": True}, {"score": "sigmoid"}], ids=str)
+def test_experts_stay_distinct_and_in_range_whatever_the_logits_hold(options, interpreted):
+    logits = torch.randn(4, 5)
+    logits[0, 1:] = -torch.inf
+    logits[1] = torch.nan
+    logits[2, 3] = -torch.nan
+    logits[3, :2] = torch.inf
+    weights, experts = route(logits, 3, **options)
+    assert experts.min() >= 0
+    assert experts.max() < 5
+    assert all(len(set(row)) == 3 for row in experts.tolist())
+    assert experts[2, 0] == 3  # as torch.topk has it
+    assert experts[3, :2].tolist() == [0, 1]
+    assert weights[1].isnan().all()
+    assert not weights[0].isnan().any()
+
+
+def test_sigmoids_that_all_underflow_give_zero_weights(implementation):
+    logits = torch.full((2, 4), -200.0, requires_grad=True)
+    weights, _ = route(logits, 2, score="sigmoid")
+    assert not weights.any()
+    assert not torch.autograd.grad(weights.sum(), logits)[0].any()
+
+
+def test_a_second_derivative_is_refused_and_not_wrong(interpreted):
+    logits = torch.randn(3, 4, requires_grad=True)
+    (grad,) = torch.autograd.grad(route(logits, 2)[0].square().sum(), logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "options"), [(1025, {}), (8, {"score": "sigmoid", "num_groups": 4, "top_groups": 2})]
+)
+def test_what_the_kernel_does_not_do_runs_in_plain_pytorch(num_experts, options, interpreted, monkeypatch):
+    monkeypatch.setattr(module, "_launch", None)
+    logits = torch.randn(3, num_experts)
+    for a, b in zip(route(logits, 2, **options), route_plain(logits, 2, **options), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_it_traces_without_a_graph_break():
+    logits = torch.randn(5, EXPERTS, requires_grad=True)
+    compiled = torch.compile(route, fullgraph=True, backend="eager")
+    expected = routed(route, logits, TOP_K, {})
+    for a, b in zip(routed(compiled, logits, TOP_K, {}, expected[-1]), expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+@every_form
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "dtype"),
+    [
+        (8, 2, torch.bfloat16),
+        (60, 4, torch.float16),
+        (128, 8, torch.bfloat16),
+        (512, 10, torch.float32),
+        (1024, 16, torch.float32),
+    ],
+    ids=str,
+)
+def test_on_a_gpu_it_is_as_near_to_the_truth_as_plain_pytorch(options, num_experts, top_k, dtype):
+    options = with_bias(options, num_experts, "cuda")
+    # Multiples of a power of two, in another order in each row: exact in every dtype, and distinct.
+    steps = torch.arange(num_experts, device="cuda") - num_experts // 2
+    order = torch.rand(4000, num_experts, device="cuda").argsort(1)
+    logits = (steps / 2 ** (num_experts.bit_length() - 3))[order].to(dtype).requires_grad_()
+    ours = routed(route, logits, top_k, options)
+    plain = routed(route_plain, logits, top_k, options, ours[-1])
+    truth = routed(route_plain, in_float64(logits), top_k, options, ours[-1])
+    # A bias may bring two scores within a rounding of one another.
+    same = ((ours[2] == truth[2]) & (plain[2] == truth[2])).all(1)
+    assert same.float().mean() > (0.99 if "correction_bias" in options else 0.9999)
+    for mine, theirs, true in zip(ours[:2], plain[:2], truth[:2], strict=True):
+        assert mine.dtype == theirs.dtype
+        true = true[same]
+        error, their_error = ((t[same].double() - true).square().mean().sqrt() for t in (mine, theirs))
+        # Both round at random, and in float32 two roundings are as good.
+        two_roundings = torch.finfo(torch.float32).eps * true.square().mean().sqrt()
+        assert error <= max(1.02 * their_error, two_roundings)
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_captures_forward_and_backward():
+    logits = torch.randn(64, 128, device="cuda", requires_grad=True)
+    upstream = torch.randn(64, 8, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        routed(route, logits, 8, {}, upstream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = routed(route, logits, 8, {}, upstream)
+    with torch.no_grad():
+        logits.copy_(torch.randn_like(logits))
+    graph.replay()
+    for a, b in zip(captured, routed(route, logits, 8, {}, upstream), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_no_tokens_and_all_experts(implementation):
+    logits = torch.randn(0, 4, requires_grad=True)
+    weights, experts = route(logits, 2)
+    assert weights.shape == experts.shape == (0, 2)
+    assert torch.autograd.grad(weights.sum(), logits)[0].shape == (0, 4)
+    weights, experts = route(torch.randn(3, 4), 4)
+    torch.testing.assert_close(weights.sum(1), torch.ones(3))
+    assert torch.equal(experts.sort(1).values, torch.arange(4, dtype=torch.int32).expand(3, 4))
+
+
+def test_the_load_balancing_loss_is_that_of_transformers_with_its_gradient():
+    reference = pytest.importorskip("transformers.models.mixtral.modeling_mixtral").load_balancing_loss_func
+    layers = [torch.randn(TOKENS, EXPERTS, requires_grad=True) for _ in range(2)]
+    for chosen in (layers[:1], layers):
+        expected = reference(tuple(chosen), EXPERTS, TOP_K)
+        actual = load_balancing_loss(chosen, TOP_K)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
+        for a, b in zip(
+            torch.autograd.grad(actual, chosen), torch.autograd.grad(expected, chosen), strict=True
+        ):
+            # Sums over 50 tokens in another order.
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * b.abs().max().item())
+    assert torch.equal(load_balancing_loss(layers[0], TOP_K), load_balancing_loss(layers[:1], TOP_K))
+
+
+def test_the_load_balancing_loss_of_an_even_load_is_top_k():
+    rolled = torch.stack([torch.arange(4.0).roll(i) for i in range(4)])
+    torch.testing.assert_close(load_balancing_loss(rolled, 2), torch.tensor(2.0))
+
+
+def test_the_z_loss_is_the_mean_squared_logsumexp_with_its_gradient():
+    logits = torch.randn(TOKENS, EXPERTS, requires_grad=True)
+    loss = router_z_loss(logits)
+    z = logits.detach().double().exp().sum(1).log()
+    torch.testing.assert_close(loss.double(), (z**2).mean(), rtol=1e-6, atol=0)
+    (grad,) = torch.autograd.grad(loss, logits)
+    expected = 2 * z[:, None] * F.softmax(logits.detach().double(), 1) / TOKENS
+    torch.testing.assert_close(grad.double(), expected, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"top_k": 0}, "top_k is 0; expected 1 to 8"),
+        ({"top_k": 9}, "top_k is 9; expected 1 to 8"),
+        ({"score": "tanh"}, "score is 'tanh'"),
+        ({"score": "sigmoid", "softmax_after_top_k": True}, "expected score 'softmax'"),
+        ({"correction_bias": torch.zeros(7)}, r"correction_bias is \(7,\); expected \(8,\)"),
+        ({"num_groups": 2, "top_groups": 3}, "top_groups is 3; expected 1 to num_groups, 2"),
+        ({"num_groups": 3, "top_groups": 1}, "3 groups, of which 1"),
+        ({"num_groups": 8, "top_groups": 4}, "8 groups, of which 4"),
+        ({"num_groups": 4, "top_groups": 1, "top_k": 3}, "4 groups, of which 1"),
+        ({"logits": torch.zeros(2, 3, 8)}, r"logits are \(2, 3, 8\); expected \[tokens, experts\]"),
+    ],
+)
+def test_what_does_not_fit_is_a_clear_error(change, message):
+    with pytest.raises(ValueError, match=message):
+        route(**({"logits": torch.zeros(3, 8), "top_k": 2} | change))
+
+
+def test_integers_and_operands_on_two_devices_are_refused():
+    with pytest.raises(TypeError, match="floating point"):
+        route(torch.ones(3, 4, dtype=torch.int64), 2)
+    with pytest.raises(ValueError, match="move them to one device"):
+        route(torch.zeros(3, 4), 2, correction_bias=torch.zeros(4, device="meta"))
+
+
+def test_losses_of_nothing_are_a_clear_error():
+    with pytest.raises(ValueError, match="found no router logits"):
+        load_balancing_loss([], 2)
+    with pytest.raises(ValueError, match="top_k is 5; expected 1 to 4"):
+        load_balancing_loss(torch.zeros(3, 4), 5)

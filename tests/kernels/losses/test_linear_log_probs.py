@@ -1,0 +1,225 @@
+"""Log-probabilities and entropies in chunks of tokens: against autograd through all logits, in float64."""
+
+import importlib
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from liger_models.kernels import linear_log_probs
+from liger_models.kernels.losses.linear_log_probs import linear_log_probs_plain
+
+module = importlib.import_module("liger_models.kernels.losses.linear_log_probs")
+chunks = importlib.import_module("liger_models.kernels.losses._linear_chunks")
+H, V = 8, 37
+
+OPTIONS = {
+    "plain": {},
+    "temperature": {"temperature": 0.6},
+    "softcap": {"softcap": 2.5},
+    "all": {"temperature": 1.7, "softcap": 3.0, "logit_scale": 1.4},
+}
+every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+
+
+def problem(tokens=7, dtype=torch.float32, ignored=(1, 4), device="cpu", hidden=H, vocab=V):
+    x = torch.randn(tokens, hidden, device=device)
+    weight = torch.randn(vocab, hidden, device=device) * (2 * hidden**-0.5)
+    bias = torch.randn(vocab, device=device)
+    labels = torch.randint(0, vocab, (tokens,), device=device)
+    labels[list(ignored)] = -100
+    return [t.to(dtype).requires_grad_() for t in (x, weight, bias)], labels
+
+
+def in_float64(operands):
+    return [t.detach().double().requires_grad_() for t in operands]
+
+
+def run(function, operands, labels, **options):
+    """Both results, and gradients for upstream ones that differ from token to token."""
+    x, weight, bias = operands
+    results = function(x, weight, labels, bias, **options)
+    first = torch.linspace(0.5, 2.0, labels.numel(), device=x.device).view(labels.shape)
+    upstream = [first.to(results[0].dtype), (first - 1.1).to(results[0].dtype)]
+    return *results, *torch.autograd.grad(results, operands, upstream)
+
+
+def test_the_plain_twin_is_torchs_categorical_distribution():
+    operands, labels = problem(dtype=torch.float64, ignored=())
+    x, weight, bias = operands
+    z = 3.0 * torch.tanh(1.4 * F.linear(x, weight, bias) / 3.0) / 1.7
+    distribution = torch.distributions.Categorical(logits=z)
+    expected = distribution.log_prob(labels), distribution.entropy()
+    torch.testing.assert_close(linear_log_probs_plain(x, weight, labels, bias, **OPTIONS["all"]), expected)
+
+
+@every_option
+def test_float32_is_as_close_as_rounding_allows(monkeypatch, implementation, options):
+    monkeypatch.setattr(chunks, "_chunk_size", lambda *_: 2)  # five tokens with a label: two, two and one
+    monkeypatch.setattr(module, "_FORWARD_TILE", (8, 2))  # three tiles a row, the last one partly outside
+    monkeypatch.setattr(module, "_BACKWARD_BLOCK", 16)
+    operands, labels = problem()
+    ours = run(linear_log_probs, operands, labels, **options)
+    truth = run(linear_log_probs_plain, in_float64(operands), labels, **options)
+    for a, true in zip(ours, truth, strict=True):
+        assert a.dtype == torch.float32
+        # Logits below 20 with a handful of roundings each, of which exp makes relative errors.
+        atol = 16 * 20 * torch.finfo(torch.float32).eps * true.abs().max().item()
+        torch.testing.assert_close(a.double(), true, rtol=0, atol=atol)
+
+
+@every_option
+def test_chunks_make_no_difference_in_float64(monkeypatch, options):
+    monkeypatch.setattr(chunks, "_chunk_size", lambda *_: 4)
+    operands, labels = problem(15, torch.float64)
+    ours = run(linear_log_probs, operands, labels, **options)
+    torch.testing.assert_close(ours, run(linear_log_probs_plain, operands, labels, **options))
+
+
+@every_option
+def test_chunked_gradients_pass_gradcheck(options):
+    operands, labels = problem(4, torch.float64, ignored=(1,))
+    torch.autograd.gradcheck(
+        lambda x, w, b: linear_log_probs(x, w, labels, b, **options), operands, fast_mode=True
+    )
+
+
+def test_either_result_alone_has_its_gradient(implementation):
+    operands, labels = problem(4, ignored=(1,))
+    for which in (0, 1):
+        ours = torch.autograd.grad(
+            linear_log_probs(*operands[:2], labels, operands[2])[which].sum(), operands
+        )
+        wide = in_float64(operands)
+        truth = torch.autograd.grad(linear_log_probs_plain(*wide[:2], labels, wide[2])[which].sum(), wide)
+        torch.testing.assert_close([t.double() for t in ours], list(truth), rtol=1e-4, atol=1e-5)
+
+
+def test_impossible_tokens_and_impossible_labels(implementation):
+    operands, labels = problem(3, ignored=())
+    with torch.no_grad():
+        operands[2][:20] = -math.inf
+    labels[:] = torch.tensor([30, 4, 25])
+    log_probs, entropy, dx, _, db = run(linear_log_probs, operands, labels)
+    assert log_probs.isneginf().tolist() == [False, True, False]
+    possible = [operands[0], operands[1][20:], operands[2][20:]]
+    kept = [t.detach().requires_grad_() for t in possible]
+    same = run(linear_log_probs, kept, torch.tensor([10, 0, 5]))
+    torch.testing.assert_close((log_probs[::2], entropy), (same[0][::2], same[1]))
+    torch.testing.assert_close(dx[::2], same[2][::2], rtol=1e-4, atol=1e-5)
+    assert db.isfinite().all()
+
+
+def test_ignored_tokens_are_zeros_and_leave_no_gradient(implementation):
+    operands, labels = problem(6)
+    labels, x = labels.view(2, 3).int(), operands[0].detach().view(2, 3, H).requires_grad_()
+    log_probs, entropy, dx, *_ = run(linear_log_probs, [x, *operands[1:]], labels)
+    ignored = labels == -100
+    assert log_probs.shape == entropy.shape == labels.shape
+    for t in (log_probs, entropy, dx):
+        assert t[ignored].count_nonzero() == 0
+        assert t[~ignored].all()
+    labels.fill_(-100)
+    assert all(t.count_nonzero() == 0 for t in run(linear_log_probs, [x, *operands[1:]], labels))
+
+
+def test_nothing_is_altered_and_backward_may_run_twice(implementation):
+    operands, labels = problem()
+    before = [t.detach().clone() for t in (*operands, labels)]
+    results = linear_log_probs(*operands[:2], labels, operands[2])
+    loss = results[0].sum() - 0.3 * results[1].sum()
+    first = torch.autograd.grad(loss, operands, retain_graph=True)
+    second = torch.autograd.grad(loss, operands)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, (*operands, labels), strict=True))
+
+
+def test_only_a_chunk_of_logits_exists(monkeypatch):
+    sizes = []
+    true_empty = torch.empty
+    monkeypatch.setattr(
+        torch,
+        "empty",
+        lambda *shape, **options: sizes.append(shape) or true_empty(*shape, **options),
+    )
+    monkeypatch.setattr(chunks, "_FEWEST_TOKENS", 1)
+    operands, labels = problem(600, ignored=range(0, 600, 2))
+    run(linear_log_probs, operands, labels, chunk_bytes=1)
+    # 300 tokens with a label: chunks of 128, forward and backward.
+    assert [shape for shape in sizes if len(shape) == 2] == [(128, 64), (128, 64)]
+
+
+def test_it_traces_without_a_graph_break():
+    operands, labels = problem()
+
+    def step(x, w, y, b):
+        return linear_log_probs(x, w, y, b, temperature=0.7, softcap=3.0)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(run(compiled, operands, labels), run(step, operands, labels))
+
+
+def test_results_may_be_altered_in_place(implementation):
+    operands, labels = problem()
+    mask = torch.linspace(0.0, 1.0, 7)
+    truth = run(lambda *a: [mask * result for result in linear_log_probs(*a)], operands, labels)
+    ours = run(lambda *a: [result.mul_(mask) for result in linear_log_probs(*a)], operands, labels)
+    assert all(map(torch.equal, ours, truth))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"temperature": -1.0}, ValueError, "temperature is -1.0"),
+        ({"softcap": 0.0}, ValueError, "softcap is 0.0"),
+        ({"labels": torch.zeros(7)}, TypeError, "expected int64 or int32"),
+        ({"labels": torch.zeros(6, dtype=torch.long)}, ValueError, "labels have shape"),
+        ({"labels": torch.full((7,), -1)}, IndexError, f"label -1 .* vocabulary of {V}"),
+        ({"weight": torch.zeros(V, H).half()}, TypeError, "one floating dtype"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, error, message):
+    (x, weight, _), labels = problem()
+    with pytest.raises(error, match=message):
+        linear_log_probs(**({"x": x, "weight": weight, "labels": labels} | change))
+
+
+# On a GPU
+
+
+LLAMA = {"device": "cuda", "dtype": torch.bfloat16, "hidden": 2048, "vocab": 128256}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "softcap": 30.0}], ids=["plain", "capped"])
+@pytest.mark.parametrize("chunk_bytes", [module.CHUNK_BYTES, 1], ids=["one chunk", "two chunks"])
+def test_as_close_to_the_truth_as_eager(options, chunk_bytes):
+    operands, labels = problem(2048, ignored=range(0, 2048, 50), **LLAMA)
+    truth = run(linear_log_probs_plain, in_float64(operands), labels, **options)
+    eager = run(linear_log_probs_plain, operands, labels, **options)
+    ours = run(linear_log_probs, operands, labels, chunk_bytes=chunk_bytes, **options)
+    for a, b, true in zip(ours, eager, truth, strict=True):
+        error, eager_error = ((g.double() - true).norm() / true.norm() for g in (a, b))
+        # 2,000 log-probabilities differ by chance by a few parts in the root of 2,000; gradients by less.
+        assert error <= max(1.01, 1 + 4 / true.numel() ** 0.5) * eager_error, (error, eager_error)
+
+
+@pytest.mark.gpu
+def test_memory_stays_within_its_chunk():
+    (x, weight, _), labels = problem(32768, ignored=(), **LLAMA)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    log_probs, entropy = linear_log_probs(x, weight, labels)
+    (log_probs.sum() + entropy.sum()).backward()
+    extra = torch.cuda.max_memory_allocated() - before - weight.grad.nbytes - x.grad.nbytes
+    # All logits would be 8.4 GB, in bfloat16 and without a gradient.
+    assert extra <= 1.2 * module.CHUNK_BYTES, extra
+
+
+@pytest.mark.gpu
+def test_compiled_on_a_gpu():
+    operands, labels = problem(3000, torch.bfloat16, device="cuda", hidden=64, vocab=1000)
+    compiled = torch.compile(linear_log_probs, fullgraph=True)
+    torch.testing.assert_close(run(compiled, operands, labels), run(linear_log_probs, operands, labels))
