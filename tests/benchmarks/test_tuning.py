@@ -87,7 +87,7 @@ def test_the_fastest_comes_first_and_nothing_stays_changed(
     monkeypatch.setattr(_norm_kernels, "_forward_config", original)
     arguments = ["tune", "rms_norm", "--shape", "4x16", "--dtype", "float32", "--device", "cpu"]
     choices = [
-        choice for choice in benchmarks.tune.CHOICES if choice.place == "_norm_kernels._forward_config"
+        choice for choice in benchmarks.tune.CHOICES if choice.place == "norms._norm_kernels._forward_config"
     ]
     monkeypatch.setattr(benchmarks.tune, "CHOICES", choices)
     assert benchmarks.__main__.main([*arguments, "--out", str(tmp_path)]) == 0
@@ -134,4 +134,5 @@ def test_a_choice_that_has_no_say_in_an_operation_gives_no_trials(benchmarks, bu
 
 def test_the_listing_names_operations_and_where_their_sizes_stand(benchmarks, capsys):
     assert benchmarks.__main__.main(["tune"]) == 0
-    assert "| swiglu, geglu | gated._TILE | elements, warps | (1024, 4) |" in capsys.readouterr().out
+    listing = capsys.readouterr().out
+    assert "| swiglu, geglu | activations.gated._TILE | elements, warps | (1024, 4) |" in listing
