@@ -5,13 +5,13 @@ import torch
 from kernel_operations import VOCAB
 
 from liger_models.kernels import (
-    _linear_chunks,
     linear_cosine_distillation,
     linear_cross_entropy,
     linear_jsd,
     linear_kl,
     linear_log_probs,
 )
+from liger_models.kernels.losses import _linear_chunks
 
 
 def log_probs(x, weight, labels, **options):

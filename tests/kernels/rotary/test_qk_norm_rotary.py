@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from liger_models.kernels.rotary import qk_norm_rotary, split_norm_rotary_qkv
+from liger_models.kernels import split_norm_rotary_qkv
+from liger_models.kernels.rotary import qk_norm_rotary
 from liger_models.kernels.rotary.qk_norm_rotary import split_norm_rotary_qkv_plain
 
 # What the families do, by their attention in transformers.
