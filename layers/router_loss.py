@@ -36,8 +36,8 @@ def router_loss(logits: list[Tensor], spec: MoESpec) -> Tensor:
 class RouterLogits:
     """The logits [T, E] of a model's routers in one call, in the order of its layers.
 
-    A list would do, but for sharding frameworks: they copy the dataclasses, lists and dicts that they find
-    among a layer's arguments, and join the tensors in them to that layer's graph. Other objects they leave.
+    A list would do, but for sharding frameworks: they copy the lists and dicts that they find among a layer's
+    arguments, and join the tensors in them to that layer's graph. Other objects they leave, as `Sequences`.
     """
 
     def __init__(self) -> None:

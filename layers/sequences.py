@@ -8,7 +8,6 @@ that a caller asks for.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,27 +22,36 @@ from liger_models.layers.spec import RopeSpec
 IGNORE_INDEX = -100
 
 
-@dataclass
 class Sequences:
     """T tokens and the documents that they form.
 
     `shape` is the caller's (batch, seq); `kept` the flat positions of the T tokens in it (None: all of them).
     `cu_seqlens` [n + 1] int32 holds the documents' boundaries; None says that every row of `shape` is one
-    document. `max_seqlen` is the longest document's length. `cache` is given in generation alone.
-    `router_logits` are noted by the layers of experts whose router has a loss.
+    document. `max_seqlen` is the longest document's length. `cache` is given in generation alone. `bounds` is
+    made by `document_bounds`, `rotary` by `prepare_rotary`. `router_logits` are noted by the layers of
+    experts whose router has a loss.
+
+    Not a dataclass: frameworks that cast a layer's arguments (FSDP2's mixed precision among them) copy the
+    dataclasses, lists and dicts that they find, and round the tensors in them. Other objects they leave, and
+    the rotary tables stay float32.
     """
 
-    shape: tuple[int, int]
-    position_ids: Tensor  # [T]
-    longest_position: int | None
-    max_seqlen: int
-    cu_seqlens: Tensor | None = None
-    kept: Tensor | None = None
-    cache: KVCache | None = None
-    bounds: Tensor | None = None  # see document_bounds
-    rotary: dict[RopeSpec, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    # torch.compile can make one in a function, though not by its class alone.
-    router_logits: RouterLogits = field(default_factory=lambda: RouterLogits())
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        position_ids: Tensor,  # [T]
+        longest_position: int | None,
+        max_seqlen: int,
+        cu_seqlens: Tensor | None = None,
+        kept: Tensor | None = None,
+    ):
+        self.shape, self.position_ids = shape, position_ids
+        self.longest_position, self.max_seqlen = longest_position, max_seqlen
+        self.cu_seqlens, self.kept = cu_seqlens, kept
+        self.cache: KVCache | None = None
+        self.bounds: Tensor | None = None
+        self.rotary: dict[RopeSpec, tuple[Tensor, Tensor]] = {}
+        self.router_logits = RouterLogits()
 
     @classmethod
     def from_call(

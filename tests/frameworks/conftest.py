@@ -1,0 +1,55 @@
+"""The model as other people's tools get it: a small one with every parameter random."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import liger_models
+from liger_models.causal_lm import LigerCausalLM
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Tensors of a few hundred elements gain nothing from a second thread, and wait for it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tiny_config() -> dict[str, Any]:
+    """A LLaMA of two layers."""
+    return {
+        "model_type": "llama",
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    }
+
+
+@pytest.fixture(scope="session")
+def make_model(tiny_config) -> Callable[..., LigerCausalLM]:
+    """A factory: `make_model(tie_word_embeddings=False)` is the tiny config with changes."""
+
+    def make(activation_memory: str = "lean", **changes: Any) -> LigerCausalLM:
+        model = liger_models.from_config(tiny_config | changes, activation_memory=activation_memory)
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for p in model.parameters():
+                noise = torch.randn(p.shape, generator=generator)
+                p.copy_(noise / p.shape[-1] ** 0.5 if p.dim() > 1 else 1 + 0.3 * noise)
+        return model
+
+    return make

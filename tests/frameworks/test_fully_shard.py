@@ -1,0 +1,113 @@
+"""FSDP2 with the policy that everybody writes (work in bf16, sums in float32) trains like one process.
+
+The policy casts floating tensors that it finds among the arguments of every layer, but not when a layer runs
+again in the backward pass.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from liger_models.layers.activation_memory import LEVELS
+
+RANK = Path(__file__).with_name("fully_shard_rank.py")
+CASES = list(itertools.product(LEVELS, (torch.float32, torch.bfloat16)))
+
+pytestmark = pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="torch was built without distributed"
+)
+
+
+def run_ranks(folder, task, ranks, device):
+    torch.save(task, folder / "task.pt")
+    environment = {**os.environ, "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(RANK), str(folder), device],
+            env={**environment, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        complaints = [process.communicate(timeout=200)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * ranks, complaints
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(ranks)]
+
+
+def run_alone(model, batch, ranks, num_items):
+    """The shares of all ranks one after another, in a model that is bf16 throughout: losses, and the mean of
+    the gradients in float32.
+    """
+    losses, sums = [], {}
+    for rank in range(ranks):
+        model.zero_grad()
+        share = {name: value.chunk(ranks)[rank] for name, value in batch.items()}
+        loss = model(**share, num_items_in_batch=num_items).loss
+        loss.backward()
+        losses.append(loss.detach().cpu())
+        for name, p in model.named_parameters():
+            sums[name] = sums.get(name, 0) + p.grad.cpu().float() / ranks
+    return losses, sums
+
+
+def check_ranks(make_model, folder, ranks, device):
+    model = make_model("all")
+    generator = torch.Generator().manual_seed(0)
+    # Positions of some length: angles in bfloat16 would be off by up to 100 / 256.
+    ids = torch.randint(0, 61, (2, 100), generator=generator)
+    labels = ids.clone()
+    labels[1, 60:] = -100  # the ranks have different numbers of labels
+    batch = {"input_ids": ids, "labels": labels}
+    num_items = int((labels[:, 1:] != -100).sum()) / ranks  # gradients are averaged over ranks
+    task = {"config": model.config.to_dict(), "state": model.state_dict(), "batch": batch, "cases": CASES}
+    results = run_ranks(folder, task | {"num_items": num_items}, ranks, device)
+
+    batch = {name: value.to(device) for name, value in batch.items()}
+    losses, gradients = run_alone(model.to(device, torch.bfloat16), batch, ranks, num_items)
+    for (rank, result), case in itertools.product(enumerate(results), CASES):
+        # The same operations on the same numbers. What differs is the order of the sum over ranks, and bf16
+        # parameters round their gradient to half of 2^-8.
+        rtol = 1e-5 if case[1] == torch.float32 else 2**-8
+        torch.testing.assert_close(result[case]["loss"], losses[rank], rtol=1e-6, atol=0)
+        for name, expected in gradients.items():
+            found = result[case]["gradients"][name].float()
+            atol = rtol * expected.abs().max().item()
+            torch.testing.assert_close(
+                found, expected, rtol=rtol, atol=atol, msg=lambda m, n=name, c=case: f"{n} {c}: {m}"
+            )
+
+
+@pytest.mark.slow
+def test_two_ranks_with_mixed_precision_equal_one_process_at_every_level(make_model, tmp_path):
+    check_ranks(make_model, tmp_path, 2, "cpu")
+
+
+@pytest.mark.gpu
+def test_one_rank_on_a_gpu_equals_the_model_alone(make_model, tmp_path):
+    check_ranks(make_model, tmp_path, 1, "cuda")
+
+
+def test_frameworks_find_nothing_to_cast_but_hidden_states(make_model):
+    from torch.distributed.utils import _apply_to_tensors  # what FSDP2 casts arguments with
+
+    model, found = make_model(), []
+
+    def look(module, args, kwargs):
+        _apply_to_tensors(lambda tensor: found.append(tensor.shape), (args, kwargs))
+
+    for layer in model.layers:
+        layer.register_forward_pre_hook(look, with_kwargs=True)
+    model(torch.arange(12)[None], cu_seqlens=torch.tensor([0, 5, 12]))
+    assert found == [(12, 32)] * 3  # the first layer has no residual
