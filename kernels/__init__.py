@@ -1,6 +1,6 @@
 """Triton operations, each beside its plain PyTorch twin."""
 
-from liger_models.kernels.activations.gated import geglu, relu2, swiglu
+from liger_models.kernels.activations.gated import ClampedSwiGLU, clamped_swiglu, geglu, relu2, swiglu
 from liger_models.kernels.activations.softmax import softmax
 from liger_models.kernels.attention.flash_attention import attention, document_bounds
 from liger_models.kernels.experts.moe_experts import moe_experts
@@ -16,9 +16,11 @@ from liger_models.kernels.rotary.qk_norm_rotary import split_norm_rotary_qkv
 from liger_models.kernels.rotary.rotary import multi_axis_tables, rotary, split_rotary_qkv
 
 __all__ = [
+    "ClampedSwiGLU",
     "CrossEntropyOutput",
     "add_rms_norm",
     "attention",
+    "clamped_swiglu",
     "cross_entropy",
     "document_bounds",
     "geglu",

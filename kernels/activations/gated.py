@@ -2,6 +2,8 @@
 
     SwiGLU (Shazeer, 2020, arXiv:2002.05202): y = silu(gate) * up,   silu(g) = g / (1 + exp(-g))
     GeGLU  (the same):                        y = gelu(gate) * up,   gelu(g) = g * Phi(g)
+    clamped SwiGLU (gpt-oss):                 y = g sigmoid(alpha g) * (clip(up) + 1),   g = min(gate, limit),
+                                              clip to -limit .. limit
     ReLU squared (So et al., 2021, arXiv:2109.08668): y = max(x, 0)^2
 
 Phi is the normal distribution's, "none": (1 + erf(g / sqrt(2))) / 2, or its approximation "tanh" (Hendrycks
@@ -12,6 +14,9 @@ forward 3 I b, backward 5 I b; ReLU squared 2 I b and 3 I b. Only the inputs are
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +35,17 @@ from liger_models.kernels._dispatch import (
     tl,
     use_triton,
 )
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """The clamped SwiGLU with its two numbers, where an activation is given as data: see `clamped_swiglu`."""
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+
+Activation = str | ClampedSwiGLU
 
 
 def swiglu(gate_up: Tensor, up: Tensor | None = None, *, reuse_input: bool = False) -> Tensor:
@@ -57,6 +73,22 @@ def geglu(
     return _gated(gate_up, up, _gelu_name(approximate), reuse_input)
 
 
+def clamped_swiglu(
+    gate_up: Tensor,
+    up: Tensor | None = None,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    *,
+    reuse_input: bool = False,
+) -> Tensor:
+    """g * sigmoid(alpha * g) * (clip(up, -limit, limit) + 1), g = min(gate, limit).
+
+    The limits themselves have gradients, what lies beyond has none, as in torch.clamp. The rest is as in
+    `swiglu`.
+    """
+    return _gated(gate_up, up, ClampedSwiGLU(alpha, limit), reuse_input)
+
+
 def relu2(x: Tensor) -> Tensor:
     """max(x, 0)^2 of x [...], any floating dtype; the result has x's shape and dtype and is contiguous."""
     return _ReLU2.apply(x) if use_triton(x) else relu2_plain(x)
@@ -73,7 +105,7 @@ def _gelu_name(approximate: str) -> str:
     return "gelu_tanh" if approximate == "tanh" else "gelu"
 
 
-def _gated(gate_up: Tensor, up: Tensor | None, activation: str, reuse_input: bool) -> Tensor:
+def _gated(gate_up: Tensor, up: Tensor | None, activation: Activation, reuse_input: bool) -> Tensor:
     if up is None:
         if gate_up.shape[-1] % 2:
             raise ValueError(
@@ -89,11 +121,15 @@ def _gated(gate_up: Tensor, up: Tensor | None, activation: str, reuse_input: boo
     return _Separate.apply(gate_up, up, activation)
 
 
-def gated_plain(gate_up: Tensor, up: Tensor | None, activation: str) -> Tensor:
-    """The meaning of `swiglu` ("silu") and of `geglu` ("gelu_tanh", "gelu"), in plain PyTorch."""
+def gated_plain(gate_up: Tensor, up: Tensor | None, activation: Activation) -> Tensor:
+    """The meaning of `swiglu` ("silu"), of `geglu` ("gelu_tanh", "gelu") and of `clamped_swiglu`."""
     gate, up = gate_up.chunk(2, -1) if up is None else (gate_up, up)
     gate, wide_up = at_least_float32(gate), at_least_float32(up)
-    if activation == "silu":
+    if isinstance(activation, ClampedSwiGLU):
+        gate = gate.clamp(max=activation.limit)
+        activated = gate * torch.sigmoid(activation.alpha * gate)
+        wide_up = wide_up.clamp(-activation.limit, activation.limit) + 1
+    elif activation == "silu":
         activated = F.silu(gate)
     else:
         activated = F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
@@ -168,7 +204,7 @@ def _flat_grid(count: int) -> tuple[int]:
     return (ceil_div(count, 2048),)
 
 
-def _launch_forward(gate: Tensor, up: Tensor | None, y: Tensor, activation: str) -> None:
+def _launch_forward(gate: Tensor, up: Tensor | None, y: Tensor, activation: Activation) -> None:
     """Write act(gate) * up into y [..., I]; without `up`, gate is [..., 2 I] and holds it."""
     if y.numel():
         gate, up = as_rows(gate), None if up is None else as_rows(up)
@@ -177,12 +213,21 @@ def _launch_forward(gate: Tensor, up: Tensor | None, y: Tensor, activation: str)
         grid, blocks, num_warps = _tiles(rows, width)
         with on_device_of(y):
             _gated_forward_kernel[grid](
-                gate, up, y, gate.stride(0), up_stride, rows, width, activation, *blocks, num_warps=num_warps
+                gate,
+                up,
+                y,
+                gate.stride(0),
+                up_stride,
+                rows,
+                width,
+                *blocks,
+                **activation_constants(activation),
+                num_warps=num_warps,
             )
 
 
 def _launch_backward(
-    dy: Tensor, gate: Tensor, up: Tensor | None, dgate: Tensor, dup: Tensor | None, activation: str
+    dy: Tensor, gate: Tensor, up: Tensor | None, dgate: Tensor, dup: Tensor | None, activation: Activation
 ) -> None:
     """Write the gradients of gate and up into dgate and dup, contiguous; all in dgate without up and dup."""
     if dy.numel():
@@ -202,10 +247,17 @@ def _launch_backward(
                 up_stride,
                 rows,
                 width,
-                activation,
                 *blocks,
+                **activation_constants(activation),
                 num_warps=num_warps,
             )
+
+
+def activation_constants(activation: Activation) -> dict[str, Any]:
+    """What a kernel is told of an activation, by the names of its arguments."""
+    if isinstance(activation, ClampedSwiGLU):
+        return {"ACTIVATION": "clamped_swiglu", "ALPHA": activation.alpha, "LIMIT": activation.limit}
+    return {"ACTIVATION": activation, "ALPHA": 0.0, "LIMIT": 0.0}
 
 
 def _tiles(rows: int, width: int) -> tuple[tuple[int], tuple[int, int], int]:
@@ -245,9 +297,11 @@ def _gated_forward_kernel(
     up_stride,
     rows,
     width,
-    ACTIVATION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):
     row, column = _tile(width, BLOCK_ROWS, BLOCK_WIDTH)
     mask = (row < rows) & (column < width)
@@ -256,8 +310,8 @@ def _gated_forward_kernel(
         up_stride = gate_stride
     g = tl.load(gate + row * gate_stride + column, mask, 0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask, 0.0).to(tl.float32)
-    result = g * activation_slope(g, ACTIVATION) * u
-    tl.store(y + row * width + column, result.to(y.dtype.element_ty), mask)
+    activated, _, factor, _ = gated_factors(g, u, ACTIVATION, ALPHA, LIMIT)
+    tl.store(y + row * width + column, (activated * factor).to(y.dtype.element_ty), mask)
 
 
 @jit
@@ -272,9 +326,11 @@ def _gated_backward_kernel(
     up_stride,
     rows,
     width,
-    ACTIVATION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):
     row, column = _tile(width, BLOCK_ROWS, BLOCK_WIDTH)
     mask = (row < rows) & (column < width)
@@ -287,34 +343,34 @@ def _gated_backward_kernel(
     gradient = tl.load(dy + row * dy_stride + column, mask, 0.0).to(tl.float32)
     g = tl.load(gate + row * gate_stride + column, mask, 0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask, 0.0).to(tl.float32)
-    # act(g) = g * slope(g), so act'(g) = slope(g) + g * slope'(g).
-    slope = activation_slope(g, ACTIVATION)
-    derivative = activation_slope_derivative(g, slope, ACTIVATION)
+    activated, derivative, factor, factor_derivative = gated_factors(g, u, ACTIVATION, ALPHA, LIMIT)
     target = row * gradient_stride + column
-    tl.store(dgate + target, (gradient * u * (slope + g * derivative)).to(dgate.dtype.element_ty), mask)
-    tl.store(dup + target, (gradient * g * slope).to(dup.dtype.element_ty), mask)
+    tl.store(dgate + target, (gradient * factor * derivative).to(dgate.dtype.element_ty), mask)
+    tl.store(dup + target, (gradient * activated * factor_derivative).to(dup.dtype.element_ty), mask)
 
 
 @jit
-def activation_slope(g, ACTIVATION: tl.constexpr):
-    """act(g) / g."""
-    if ACTIVATION == "silu":
-        return tl.sigmoid(g)
+def gated_factors(g, u, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """The result's two factors, that of the gate g and that of up u, each with its derivative after it."""
+    factor, factor_derivative = u, 1.0
+    if ACTIVATION == "clamped_swiglu":
+        beyond, up_beyond = g > LIMIT, tl.abs(u) > LIMIT  # both false for nan, which passes as in torch
+        g = tl.where(beyond, LIMIT, g)
+        slope = tl.sigmoid(ALPHA * g)
+        derivative = tl.where(beyond, 0.0, slope + g * (ALPHA * slope * (1 - slope)))
+        factor = tl.where(up_beyond, tl.where(u > 0, LIMIT, -LIMIT), u) + 1
+        factor_derivative = tl.where(up_beyond, 0.0, 1.0)
+    # The others are act(g) = g * slope(g), so act'(g) = slope(g) + g * slope'(g).
+    elif ACTIVATION == "silu":
+        slope = tl.sigmoid(g)
+        derivative = slope + g * (slope * (1 - slope))
     elif ACTIVATION == "gelu_tanh":
-        return tl.sigmoid(1.5957691216057308 * g * (1 + 0.044715 * g * g))  # 2 sqrt(2 / pi) = 1.5957...
+        slope = tl.sigmoid(1.5957691216057308 * g * (1 + 0.044715 * g * g))  # 2 sqrt(2 / pi) = 1.5957...
+        derivative = slope + g * (slope * (1 - slope) * 1.5957691216057308 * (1 + 0.134145 * g * g))
     else:
-        return 0.5 * (1 + tl.erf(g * 0.7071067811865476))
-
-
-@jit
-def activation_slope_derivative(g, slope, ACTIVATION: tl.constexpr):
-    """The derivative of act(g) / g, given its value."""
-    if ACTIVATION == "silu":
-        return slope * (1 - slope)
-    elif ACTIVATION == "gelu_tanh":
-        return slope * (1 - slope) * 1.5957691216057308 * (1 + 0.134145 * g * g)
-    else:
-        return 0.3989422804014327 * tl.exp(-0.5 * g * g)
+        slope = 0.5 * (1 + tl.erf(g * 0.7071067811865476))
+        derivative = slope + g * (0.3989422804014327 * tl.exp(-0.5 * g * g))
+    return g * slope, derivative, factor, factor_derivative
 
 
 @jit

@@ -3,6 +3,7 @@
     spread_rows:     rows[r] = x[token of r]                                 T H + R H elements moved
     sum_slots:       y[t] = sum over slots j of weights[t, j] * rows[row of (t, j)]      R H + T H
     gated_backward:  of a = act(gate) * up, h = [gate | up]                                    6 R I
+    sum_by_expert:   sums[e] = sum over the rows r of e of weights[r] * rows[r]                  R H
 
 Sums are in float32 and in a fixed order, without atomics.
 """
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels._dispatch import as_rows, ceil_div, jit, next_power_of_2, on_device_of, tl
-from liger_models.kernels.activations.gated import activation_slope, activation_slope_derivative
+from liger_models.kernels.activations.gated import Activation, activation_constants, gated_factors
 from liger_models.kernels.experts._expert_order import ExpertOrder
 
 
@@ -50,14 +51,18 @@ def gated_backward(
     h: Tensor,
     weights: Tensor,
     order: ExpertOrder,
-    activation: str,
+    activation: Activation,
     want_h: bool,
     want_weights: bool,
     want_product: bool,
+    dy: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    experts: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """From h [R, 2 I] and dproduct [R, I], the gradient of a before its weight: those that are wanted of
 
-    dh [R, 2 I], dweights [T, k], and weights * a [R, I]. Only the last does without dproduct.
+    dh [R, 2 I], dweights [T, k], and weights * a [R, I]. Only the last does without dproduct. What a bias of
+    the last product adds to dweights, dy [R, H] . down_bias[e(r)], is added if the three last are given.
     """
     num_rows, width = h.shape[0], h.shape[1] // 2
     weights = weights.contiguous()
@@ -73,16 +78,34 @@ def gated_backward(
                 h,
                 weights,
                 order.order,
+                dy,
+                down_bias,
+                experts,
                 dh,
                 dweights,
                 product,
                 num_rows,
                 width,
-                ACTIVATION=activation,
+                0 if dy is None else dy.shape[1],
+                **activation_constants(activation),
                 BLOCK_ROWS=block_rows,
                 BLOCK=block,
             )
     return dh, dweights, product
+
+
+def sum_by_expert(rows: Tensor, weights: Tensor | None, order: ExpertOrder) -> Tensor:
+    """rows [R, H], weights [T, k] or None for ones -> [E, H], zero for an expert without rows."""
+    num_experts, width = order.offsets.numel() - 1, rows.shape[1]
+    sums = rows.new_empty(num_experts, width)
+    if sums.numel():
+        weights = None if weights is None else weights.contiguous()
+        block = min(64, next_power_of_2(width))
+        with on_device_of(rows):
+            _sum_by_expert_kernel[(ceil_div(width, block), num_experts)](
+                rows, weights, order.order, order.offsets, sums, width, BLOCK_ROWS=64, BLOCK=block
+            )
+    return sums
 
 
 @jit
@@ -117,12 +140,18 @@ def _gated_backward_kernel(
     h,
     weights,
     order,
+    dy,
+    down_bias,
+    experts,
     dh,
     dweights,
     product,
     num_rows,
     width,
+    hidden,
     ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -139,18 +168,46 @@ def _gated_backward_kernel(
         up_at = gate_at + width
         gate = tl.load(h + gate_at, mask, 0.0).to(tl.float32)
         up = tl.load(h + up_at, mask, 0.0).to(tl.float32)
-        slope = activation_slope(gate, ACTIVATION)
-        derivative = activation_slope_derivative(gate, slope, ACTIVATION)
-        act = gate * slope
+        activated, derivative, factor, factor_derivative = gated_factors(gate, up, ACTIVATION, ALPHA, LIMIT)
         if product is not None:
-            tl.store(product + start + column, (weight * act * up).to(product.dtype.element_ty), mask)
+            value = weight * activated * factor
+            tl.store(product + start + column, value.to(product.dtype.element_ty), mask)
         if dproduct is not None:
             gradient = tl.load(dproduct + start + column, mask, 0.0).to(tl.float32)
-            dweight += tl.sum(gradient * act * up, 1)
+            dweight += tl.sum(gradient * activated * factor, 1)
             if dh is not None:
                 gradient *= weight
-                dgate = gradient * up * (slope + gate * derivative)
+                dgate = gradient * factor * derivative
+                dup = gradient * activated * factor_derivative
                 tl.store(dh + gate_at, dgate.to(dh.dtype.element_ty), mask)
-                tl.store(dh + up_at, (gradient * act).to(dh.dtype.element_ty), mask)
+                tl.store(dh + up_at, dup.to(dh.dtype.element_ty), mask)
     if dweights is not None:
+        if down_bias is not None:
+            expert = tl.load(experts + assignment, row_mask, 0).to(tl.int64)[:, None]
+            for first in range(0, hidden, BLOCK):
+                column = first + tl.arange(0, BLOCK)[None, :]
+                mask = row_mask[:, None] & (column < hidden)
+                gradient = tl.load(dy + row.to(tl.int64)[:, None] * hidden + column, mask, 0.0)
+                bias = tl.load(down_bias + expert * hidden + column, mask, 0.0)
+                dweight += tl.sum(gradient.to(tl.float32) * bias.to(tl.float32), 1)
         tl.store(dweights + assignment, dweight.to(dweights.dtype.element_ty), row_mask)
+
+
+@jit
+def _sum_by_expert_kernel(
+    rows, weights, order, offsets, sums, width, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    expert = tl.program_id(1)
+    start, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK_ROWS, BLOCK), tl.float32)
+    for first in range(start, end, BLOCK_ROWS):
+        row = first + tl.arange(0, BLOCK_ROWS)
+        mask = (row < end)[:, None] & (column < width)[None, :]
+        value = tl.load(rows + row.to(tl.int64)[:, None] * width + column[None, :], mask, 0.0).to(tl.float32)
+        if weights is not None:
+            assignment = tl.load(order + row, row < end, 0)
+            value *= tl.load(weights + assignment, row < end, 0.0).to(tl.float32)[:, None]
+        total += value
+    at = sums + expert.to(tl.int64) * width + column
+    tl.store(at, tl.sum(total, 0).to(sums.dtype.element_ty), column < width)

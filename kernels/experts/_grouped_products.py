@@ -1,6 +1,6 @@
 """Matrix products of rows that are grouped by expert: one weight a group, and one weight gradient a group.
 
-    rows_product:    C[r] = A[r] @ B[e(r)]                      r: a row, e(r): its expert
+    rows_product:    C[r] = A[r] @ B[e(r)] + bias[e(r)]         r: a row, e(r): its expert
     weight_product:  D[e] = sum over the rows r of e of P[r]^T Q[r]
 
 Rows lie sorted by expert (`_expert_order.py`). How many an expert has is known on the device alone, and no
@@ -23,12 +23,18 @@ from liger_models.kernels.experts._expert_order import ExpertOrder
 
 
 def rows_product(
-    a: Tensor, b: Tensor, order: ExpertOrder, *, transposed: bool, gather: bool = False
+    a: Tensor,
+    b: Tensor,
+    order: ExpertOrder,
+    *,
+    transposed: bool,
+    gather: bool = False,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """C [R, N], C[r] = A[r] @ B[e(r)], summed in float32 and rounded once.
+    """C [R, N], C[r] = A[r] @ B[e(r)] + bias[e(r)], summed in float32 and rounded once.
 
     a: [R, K] in the order of rows; or [T, K] in that of tokens, with `gather`. Its inner stride is one.
-    b: [E, K, N], or [E, N, K] if `transposed`; contiguous.
+    b: [E, K, N], or [E, N, K] if `transposed`; contiguous. bias: [E, N] or None, contiguous.
     """
     inner, width = (b.shape[2], b.shape[1]) if transposed else (b.shape[1], b.shape[2])
     c = a.new_empty(order.num_rows, width)
@@ -40,6 +46,7 @@ def rows_product(
         _rows_kernel[(order.tile_expert.numel() * ceil_div(width, block_n),)](
             a if gather else _descriptor(a, [block_m, block_k]),
             _descriptor(b, [1, block_n, block_k] if transposed else [1, block_k, block_n]),
+            bias,
             c,
             order.tile_expert,
             order.tile_row,
@@ -149,6 +156,7 @@ def _in_bands(program, height, width):
 def _rows_kernel(
     a,
     b,
+    bias,
     c,
     tile_expert,
     tile_row,
@@ -193,6 +201,9 @@ def _rows_kernel(
             b_block = b.load([expert, first, column]).reshape(BLOCK_K, BLOCK_N)
         total = tl.dot(a_block, b_block, total, input_precision=PRECISION)
     columns = column + tl.arange(0, BLOCK_N)
+    if bias is not None:
+        shift = tl.load(bias + expert.to(tl.int64) * width + columns, columns < width, 0.0)
+        total += shift.to(tl.float32)[None, :]
     c_tile = c + row.to(tl.int64)[:, None] * width + columns[None, :]
     tl.store(c_tile, total.to(c.dtype.element_ty), row_mask[:, None] & (columns < width)[None, :])
 

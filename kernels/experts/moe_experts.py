@@ -1,16 +1,20 @@
 """The experts of a mixture of experts: gated MLPs, each of which sees only the tokens routed to it.
 
-    y[t] = sum over slots j of weights[t, j] * down[e] @ (act(gate) * up),   gate, up = gate_up[e] @ x[t],
+    y[t] = sum over slots j of weights[t, j] * (down[e] @ (act(gate) * up) + down_bias[e]),
+           gate, up = gate_up[e] @ x[t] + gate_up_bias[e],
            e = experts[t, j]                                     (Mixtral, arXiv:2401.04088, section 2.1)
+
+Biases are optional, and added inside the products.
 
 The T k assignments are sorted by expert, so that each matrix product is one launch over all experts
 (`_grouped_products.py`), with whatever distribution and without the host waiting for it. With R = T k rows
 h = [gate | up], a = act(gate) * up and dy the gradient of y:
 
     da = dy[t] @ down[e]                        (not yet weighted)
-    dweights[t, j] = da . a                     which is dy . (down a), without making that again
+    dweights[t, j] = da . a + dy . down_bias[e]      which is dy . (down a + bias), without making that again
     dh = weights[t, j] * da * (the activation's derivatives)
     dx[t] = sum over j of dh @ gate_up[e],  dgate_up[e] = sum of dh x^T,  ddown[e] = sum of dy (weights a)^T
+    dgate_up_bias[e] = sum of dh,  ddown_bias[e] = sum of weights dy
 
 Kept for the backward pass: the operands, h [R, 2 I] and the order of rows. Sums over slots are in float32 and
 in a fixed order: the same input gives the same bits.
@@ -18,16 +22,23 @@ in a fixed order: the same input gives the same bits.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.kernels._dispatch import as_rows, at_least_float32, once_differentiable, triton, use_triton
-from liger_models.kernels.activations.gated import geglu, swiglu
+from liger_models.kernels.activations.gated import (
+    Activation,
+    ClampedSwiGLU,
+    activation_constants,
+    clamped_swiglu,
+    geglu,
+    swiglu,
+)
 from liger_models.kernels.experts._expert_order import ExpertOrder, sort_by_expert
-from liger_models.kernels.experts._expert_rows import gated_backward, spread_rows, sum_slots
+from liger_models.kernels.experts._expert_rows import gated_backward, spread_rows, sum_by_expert, sum_slots
 from liger_models.kernels.experts._grouped_products import rows_product, weight_product
 
 _ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
@@ -39,7 +50,9 @@ def moe_experts(
     experts: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    activation: str = "silu",
+    activation: Activation = "silu",
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
     """Weighted sum over a token's experts of down(act(gate(x)) * up(x)).
 
@@ -49,10 +62,12 @@ def moe_experts(
         experts: [T, k], integers in [0, E). A GPU does not check them: with others the result is undefined.
         gate_up: [E, 2 I, H], the gate's rows first, in x's dtype.
         down: [E, H, I], in x's dtype.
-        activation: of the gate: "silu", "gelu_tanh" or "gelu".
+        activation: of the gate: "silu", "gelu_tanh" or "gelu"; or of both, a `ClampedSwiGLU`.
+        gate_up_bias: [E, 2 I], the gate's first, in x's dtype, or None.
+        down_bias: [E, H], in x's dtype, or None. It is weighted as the rest of an expert's output is.
 
-    Under autocast x, gate_up and down may have any dtypes, and autocast's is taken. In a graph of
-    torch.compile on a CPU, all experts compute all tokens.
+    Under autocast x, the matrices and their biases may have any dtypes, and autocast's is taken. In a graph
+    of torch.compile on a CPU, all experts compute all tokens.
 
     Returns:
         [T, H] in the dtype of the products. Running it again gives the same bits, gradients included; those
@@ -63,14 +78,16 @@ def moe_experts(
         TypeError: dtypes that do not fit.
         IndexError: an expert outside [0, E), on a CPU.
     """
-    x, gate_up, down = _check(x, weights, experts, gate_up, down, activation)
+    _check(x, weights, experts, gate_up, down, activation, gate_up_bias, down_bias)
+    x, gate_up, down, gate_up_bias, down_bias = _cast(x, gate_up, down, gate_up_bias, down_bias)
+    operands = x, weights, experts, gate_up, down, gate_up_bias, down_bias
     if torch.compiler.is_compiling():
         if triton is not None and x.is_cuda and x.dtype != torch.float64:
-            return _operator(x, weights, experts, gate_up, down, activation)[0]
-        return _dense(x, weights, experts, gate_up, down, activation)
-    if use_triton(x, weights, experts, gate_up, down):
-        return _Experts.apply(x, weights, experts, gate_up, down, activation)
-    return moe_experts_plain(x, weights, experts, gate_up, down, activation)
+            return _operator(*operands, *activation_constants(activation).values())[0]
+        return _dense(*operands, activation)
+    if use_triton(x, weights, experts, gate_up, down, gate_up_bias, down_bias):
+        return _Experts.apply(*operands, activation)
+    return moe_experts_plain(x, weights, experts, gate_up, down, activation, gate_up_bias, down_bias)
 
 
 def moe_experts_plain(
@@ -79,7 +96,9 @@ def moe_experts_plain(
     experts: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    activation: str = "silu",
+    activation: Activation = "silu",
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
     """The meaning of `moe_experts`, in plain PyTorch."""
     if experts.numel() and not 0 <= experts.min() <= experts.max() < len(gate_up):
@@ -88,64 +107,105 @@ def moe_experts_plain(
     y = torch.zeros_like(at_least_float32(x))
     for e in range(len(gate_up)):
         token, slot = torch.where(experts == e)
-        rows = F.linear(_gated(F.linear(x[token], gate_up[e]), activation), down[e])  # [n, H]
+        h = F.linear(x[token], gate_up[e], None if gate_up_bias is None else gate_up_bias[e])  # [n, 2 I]
+        rows = F.linear(_gated(h, activation), down[e], None if down_bias is None else down_bias[e])  # [n, H]
         weight = at_least_float32(weights[token, slot])
         y = y.index_add(0, token, (weight.unsqueeze(-1) * at_least_float32(rows)).to(y.dtype))
     return y.to(x.dtype)
 
 
 def _dense(
-    x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, activation: str
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: Activation,
 ) -> Tensor:
     """The same through all experts for all tokens: the one form without shapes that depend on data."""
     h = torch.einsum("th,eih->tei", x, gate_up)
-    rows = at_least_float32(torch.einsum("tei,ehi->teh", _gated(h, activation), down))
+    h = h if gate_up_bias is None else h + gate_up_bias
+    rows = torch.einsum("tei,ehi->teh", _gated(h, activation), down)
+    rows = at_least_float32(rows if down_bias is None else rows + down_bias)
     weights = at_least_float32(weights).to(rows.dtype)
     share = rows.new_zeros(len(x), len(gate_up)).scatter_add(1, experts.long(), weights)
     return torch.einsum("te,teh->th", share, rows).to(x.dtype)
 
 
-def _gated(gate_up: Tensor, activation: str) -> Tensor:
+def _gated(gate_up: Tensor, activation: Activation) -> Tensor:
+    if isinstance(activation, ClampedSwiGLU):
+        return clamped_swiglu(gate_up, None, activation.alpha, activation.limit)
     if activation == "silu":
         return swiglu(gate_up)
     return geglu(gate_up, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def _check(
-    x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, activation: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Operands of the products, in autocast's dtype where it is on."""
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}; expected one of {', '.join(_ACTIVATIONS)}")
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: Activation,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+) -> None:
+    if not isinstance(activation, ClampedSwiGLU) and activation not in _ACTIVATIONS:
+        names = ", ".join(_ACTIVATIONS)
+        raise ValueError(f"activation is {activation!r}; expected one of {names}, or a ClampedSwiGLU")
     if x.dim() != 2 or weights.dim() != 2 or weights.shape != experts.shape or len(weights) != len(x):
         shapes = f"x is {tuple(x.shape)}, weights {tuple(weights.shape)}, experts {tuple(experts.shape)}"
         raise ValueError(f"{shapes}; expected [T, H], [T, k] and [T, k]")
     if gate_up.dim() != 3 or gate_up.shape[1] % 2 or gate_up.shape[2] != x.shape[1]:
         raise ValueError(f"gate_up is {tuple(gate_up.shape)}; expected [E, 2 I, {x.shape[1]}]")
-    expected = (len(gate_up), x.shape[1], gate_up.shape[1] // 2)
-    if down.shape != expected:
-        raise ValueError(f"down is {tuple(down.shape)}; expected {expected}, which is [E, H, I]")
+    num_experts, outputs, hidden = gate_up.shape
+    if down.shape != (num_experts, hidden, outputs // 2):
+        expected = f"{(num_experts, hidden, outputs // 2)}, which is [E, H, I]"
+        raise ValueError(f"down is {tuple(down.shape)}; expected {expected}")
+    for name, bias, width in (("gate_up_bias", gate_up_bias, outputs), ("down_bias", down_bias, hidden)):
+        if bias is not None and bias.shape != (num_experts, width):
+            raise ValueError(f"{name} is {tuple(bias.shape)}; expected {(num_experts, width)}")
     if experts.is_floating_point() or not weights.is_floating_point():
         raise TypeError(
             f"experts are {experts.dtype}, weights {weights.dtype}; expected integers and floating point"
         )
+
+
+def _cast(x: Tensor, *operands: Tensor | None) -> tuple[Any, ...]:
+    """All operands of the products in autocast's dtype where it is on; else as they are, in one."""
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
-        return x.to(dtype), gate_up.to(dtype), down.to(dtype)
-    if not x.dtype == gate_up.dtype == down.dtype:
-        dtypes = f"{x.dtype}, {gate_up.dtype} and {down.dtype}"
+        return tuple(None if t is None else t.to(dtype) for t in (x, *operands))
+    dtypes = [t.dtype for t in operands if t is not None]
+    if any(dtype != x.dtype for dtype in dtypes):
+        found = f"{x.dtype} and {', '.join(str(dtype) for dtype in dtypes)}"
         raise TypeError(
-            f"x, gate_up and down are {dtypes}; expected one floating dtype: cast them, or use autocast"
+            f"x and its experts' matrices and biases are {found}; expected one floating dtype: cast them, or "
+            "use autocast"
         )
-    return x, gate_up, down
+    return x, *operands
+
+
+class _Wanted(NamedTuple):
+    """Which gradients are."""
+
+    x: bool
+    weights: bool
+    gate_up: bool
+    down: bool
+    gate_up_bias: bool
+    down_bias: bool
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weights, experts, gate_up, down, activation):
+    def forward(ctx, x, weights, experts, gate_up, down, gate_up_bias, down_bias, activation):
         order = sort_by_expert(experts, len(gate_up))
-        y, h = _forward(x, weights, gate_up, down, order, activation)
-        ctx.save_for_backward(x, weights, gate_up, down, h, *order[:_TENSORS])
+        y, h = _forward(x, weights, gate_up, down, gate_up_bias, down_bias, order, activation)
+        experts = None if down_bias is None else experts  # which only the bias has a use for
+        ctx.save_for_backward(x, weights, experts, gate_up, down, down_bias, h, *order[:_TENSORS])
         ctx.sizes = order[_TENSORS:]
         ctx.activation = activation
         return y
@@ -153,25 +213,37 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, weights, gate_up, down, h, *order = ctx.saved_tensors
+        x, weights, experts, gate_up, down, down_bias, h, *order = ctx.saved_tensors
         order = ExpertOrder(*order, *ctx.sizes)
-        want_x, want_weights, _, *want_experts, _ = ctx.needs_input_grad
-        wanted = (want_x, want_weights, *want_experts)
-        dx, dweights, dgate_up, ddown = _backward(
-            dy, x, weights, gate_up, down, h, order, ctx.activation, *wanted
+        dx, dweights, *dexperts = _backward(
+            dy, x, weights, experts, gate_up, down, down_bias, h, order, ctx.activation, _wanted(ctx)
         )
-        return dx, dweights, None, dgate_up, ddown, None
+        return dx, dweights, None, *dexperts, None
 
 
 _TENSORS = 5  # of an ExpertOrder: its first fields
 
 
+def _wanted(ctx: Any) -> _Wanted:
+    x, weights, _, *of_experts = ctx.needs_input_grad[:7]
+    return _Wanted(x, weights, *of_experts)
+
+
 def _forward(
-    x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, order: ExpertOrder, activation: str
+    x: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    order: ExpertOrder,
+    activation: Activation,
 ) -> tuple[Tensor, Tensor]:
     """The result [T, H], and h [R, 2 I]."""
-    h = rows_product(as_rows(x), gate_up.contiguous(), order, transposed=True, gather=True)
-    rows = rows_product(_gated(h, activation), down.contiguous(), order, transposed=True)  # [R, H]
+    gate_up_bias, down_bias = (None if b is None else b.contiguous() for b in (gate_up_bias, down_bias))
+    h = rows_product(as_rows(x), gate_up.contiguous(), order, transposed=True, gather=True, bias=gate_up_bias)
+    product = _gated(h, activation)
+    rows = rows_product(product, down.contiguous(), order, transposed=True, bias=down_bias)  # [R, H]
     return sum_slots(rows, weights, order), h
 
 
@@ -179,36 +251,42 @@ def _backward(
     dy: Tensor,
     x: Tensor,
     weights: Tensor,
+    experts: Tensor | None,
     gate_up: Tensor,
     down: Tensor,
+    down_bias: Tensor | None,
     h: Tensor,
     order: ExpertOrder,
-    activation: str,
-    want_x: bool,
-    want_weights: bool,
-    want_gate_up: bool,
-    want_down: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """dx, dweights, dgate_up, ddown: those that are wanted. Buffers are freed as soon as they are used."""
-    want_h = want_x or want_gate_up
-    dx = dgate_up = ddown = dproduct = None
+    activation: Activation,
+    want: _Wanted,
+) -> tuple[Tensor | None, ...]:
+    """The gradients that are wanted, as in `_Wanted`. Buffers are freed as soon as they are used."""
+    want_h = want.x or want.gate_up or want.gate_up_bias
+    dx = dgate_up = ddown = dgate_up_bias = ddown_bias = dproduct = None
     dy = spread_rows(dy, order)  # [R, H]
-    if want_h or want_weights:
+    if want_h or want.weights:
         dproduct = rows_product(dy, down.contiguous(), order, transposed=False)  # [R, I]
+    biased = {}
+    if down_bias is not None and experts is not None and want.weights:
+        biased = {"dy": dy, "down_bias": down_bias.contiguous(), "experts": experts.contiguous()}
     dh: Any
     product: Any
     dh, dweights, product = gated_backward(  # each None unless it is wanted
-        dproduct, h, weights, order, activation, want_h, want_weights, want_down
+        dproduct, h, weights, order, activation, want_h, want.weights, want.down, **biased
     )
     del dproduct
-    if want_down:
+    if want.down:
         ddown = weight_product(dy, product, order)
-    del dy, product
-    if want_gate_up:
+    if want.down_bias:
+        ddown_bias = sum_by_expert(dy, weights, order)
+    del dy, product, biased
+    if want.gate_up:
         dgate_up = weight_product(dh, spread_rows(x, order), order)
-    if want_x:
+    if want.gate_up_bias:
+        dgate_up_bias = sum_by_expert(dh, None, order)
+    if want.x:
         dx = sum_slots(rows_product(dh, gate_up.contiguous(), order, transposed=False), None, order)
-    return dx, dweights, dgate_up, ddown
+    return dx, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias
 
 
 # torch.compile cannot look into the layer: how many rows an expert has would be a shape that depends on data.
@@ -217,13 +295,25 @@ def _backward(
 
 @torch.library.custom_op("liger_models::moe_experts", mutates_args=())
 def _operator(
-    x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, activation: str
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+    alpha: float,
+    limit: float,
 ) -> tuple[Tensor, Tensor]:
-    return _forward(x, weights, gate_up, down, sort_by_expert(experts, len(gate_up)), activation)
+    order = sort_by_expert(experts, len(gate_up))
+    return _forward(
+        x, weights, gate_up, down, gate_up_bias, down_bias, order, _activation(activation, alpha, limit)
+    )
 
 
 @_operator.register_fake
-def _(x, weights, experts, gate_up, down, activation):
+def _(x, weights, experts, gate_up, down, gate_up_bias, down_bias, activation, alpha, limit):
     return x.new_empty(x.shape), x.new_empty(experts.numel(), gate_up.shape[1])
 
 
@@ -235,34 +325,45 @@ def _backward_operator(
     experts: Tensor,
     gate_up: Tensor,
     down: Tensor,
+    down_bias: Tensor | None,
     h: Tensor,
     activation: str,
+    alpha: float,
+    limit: float,
     wanted: list[bool],
 ) -> list[Tensor]:
-    order = sort_by_expert(experts, len(gate_up))
-    grads = _backward(dy, x, weights, gate_up, down, h, order, activation, *wanted)
+    order, act = sort_by_expert(experts, len(gate_up)), _activation(activation, alpha, limit)
+    grads = _backward(dy, x, weights, experts, gate_up, down, down_bias, h, order, act, _Wanted(*wanted))
     return [grad for grad in grads if grad is not None]
 
 
 @_backward_operator.register_fake
-def _(dy, x, weights, experts, gate_up, down, h, activation, wanted):
-    operands = zip((x, weights, gate_up, down), wanted, strict=True)
-    return [t.new_empty(t.shape) for t, want in operands if want]
+def _(dy, x, weights, experts, gate_up, down, down_bias, h, activation, alpha, limit, wanted):
+    num_experts, outputs, hidden = gate_up.shape
+    shapes = (x.shape, None, gate_up.shape, down.shape, (num_experts, outputs), (num_experts, hidden))
+    return [
+        weights.new_empty(weights.shape) if shape is None else x.new_empty(shape)
+        for shape, want in zip(shapes, wanted, strict=True)
+        if want
+    ]
+
+
+def _activation(name: str, alpha: float, limit: float) -> Activation:
+    return ClampedSwiGLU(alpha, limit) if name == "clamped_swiglu" else name
 
 
 def _setup_context(ctx, inputs, output):
-    *operands, activation = inputs
-    ctx.save_for_backward(*operands, output[1])
+    x, weights, experts, gate_up, down, _, down_bias, *activation = inputs
+    ctx.save_for_backward(x, weights, experts, gate_up, down, down_bias, output[1])
     ctx.mark_non_differentiable(output[1])
     ctx.activation = activation
 
 
 def _differentiate(ctx, dy, _):
-    x, weights, experts, gate_up, down, h = ctx.saved_tensors
-    wanted = [want for i, want in enumerate(ctx.needs_input_grad[:5]) if i != 2]
-    found = iter(_backward_operator(dy, x, weights, experts, gate_up, down, h, ctx.activation, wanted))
-    dx, dweights, dgate_up, ddown = (next(found) if want else None for want in wanted)
-    return dx, dweights, None, dgate_up, ddown, None
+    wanted = list(_wanted(ctx))
+    found = iter(_backward_operator(dy, *ctx.saved_tensors, *ctx.activation, wanted))
+    dx, dweights, *dexperts = (next(found) if want else None for want in wanted)
+    return dx, dweights, None, *dexperts, None, None, None
 
 
 _operator.register_autograd(_differentiate, setup_context=_setup_context)

@@ -48,6 +48,7 @@ def run_everything() -> None:
     backward(kernels.swiglu(operand(8, 256)))
     for approximate in ("tanh", "none"):
         backward(kernels.geglu(operand(8, 128), operand(8, 128), approximate))
+    backward(kernels.clamped_swiglu(operand(8, 256)))
     backward(kernels.relu2(operand(8, 128)))
     backward(kernels.softmax(operand(8, 128)))
     backward(kernels.softmax(operand(2, 70_000)))
@@ -58,6 +59,8 @@ def run_everything() -> None:
     router = torch.randn(64, 8).softmax(-1).topk(2)
     experts = operand(8, 2 * 128, 64), operand(8, 64, 128)
     backward(kernels.moe_experts(operand(64, 64), router.values, router.indices.int(), *experts))
+    biases = kernels.ClampedSwiGLU(), operand(8, 2 * 128), operand(8, 64)
+    backward(kernels.moe_experts(operand(64, 64), router.values, router.indices.int(), *experts, *biases))
 
 
 def norms() -> None:

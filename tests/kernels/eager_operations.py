@@ -103,6 +103,19 @@ def eager_experts(x, weights, gate_up, down):
     return (weights[..., None] * rows.gather(1, chosen)).sum(1)
 
 
+def eager_clamped_swiglu(x, alpha, limit):
+    gate, up = halves(x)
+    gate = gate.clamp(max=limit)
+    return (up.clamp(-limit, limit) + 1) * (gate * torch.sigmoid(alpha * gate))
+
+
+def eager_clamped_experts(x, weights, gate_up, down, gate_up_bias, down_bias, alpha, limit):
+    hidden = torch.einsum("th,eih->tei", x, gate_up) + gate_up_bias
+    rows = torch.einsum("tei,ehi->teh", eager_clamped_swiglu(hidden, alpha, limit), down) + down_bias
+    chosen = experts_of(weights, len(down))[..., None].expand(-1, -1, x.shape[1])
+    return (weights[..., None] * rows.gather(1, chosen)).sum(1)
+
+
 def experts_of(weights, num_experts):
     """Two experts a token, not always the same, that follow from the sign of its first weight."""
     first = (weights.detach()[:, :1] > 0).long()

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from eager_operations import (
     eager_attention,
     eager_capped_cross_entropy,
+    eager_clamped_experts,
+    eager_clamped_swiglu,
     eager_cross_entropy,
     eager_experts,
     eager_jsd,
@@ -32,8 +34,10 @@ from eager_operations import (
 from torch import Tensor
 
 from liger_models.kernels import (
+    ClampedSwiGLU,
     add_rms_norm,
     attention,
+    clamped_swiglu,
     cross_entropy,
     geglu,
     generalized_jsd,
@@ -190,6 +194,11 @@ OPERATIONS = {
         lambda g, u: F.gelu(g) * u,
         lambda rows, width: [(rows, width), (rows, width)],
     ),
+    "clamped_swiglu": Operation(
+        lambda x: clamped_swiglu(x, alpha=1.3, limit=0.8),
+        lambda x: eager_clamped_swiglu(x, 1.3, 0.8),
+        lambda rows, width: [(rows, 2 * width)],
+    ),
     "relu2": Operation(relu2, lambda x: F.relu(x).square(), lambda rows, width: [(rows, width)]),
     "softmax": Operation(softmax, lambda x: x.softmax(-1), lambda rows, width: [(rows, width)]),
 }
@@ -289,6 +298,20 @@ WITH_PRODUCTS = {
             (rows, 2),
             (EXPERTS, 2 * INTERMEDIATE, width),
             (EXPERTS, width, INTERMEDIATE),
+        ],
+    ),
+    "moe_experts_biased": Operation(
+        lambda x, weights, gate_up, down, *biases: moe_experts(
+            x, weights, experts_of(weights, EXPERTS), gate_up, down, ClampedSwiGLU(1.3, 0.8), *biases
+        ),
+        lambda *operands: eager_clamped_experts(*operands, 1.3, 0.8),
+        lambda rows, width: [
+            (rows, width),
+            (rows, 2),
+            (EXPERTS, 2 * INTERMEDIATE, width),
+            (EXPERTS, width, INTERMEDIATE),
+            (EXPERTS, 2 * INTERMEDIATE),
+            (EXPERTS, width),
         ],
     ),
     "attention": Operation(

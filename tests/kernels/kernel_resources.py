@@ -70,6 +70,7 @@ def gated(width):
     backward(kernels.swiglu(operand(TOKENS, 2 * width)))
     for approximate in ("tanh", "none"):
         backward(kernels.geglu(operand(TOKENS, 2 * width), approximate=approximate))
+    backward(kernels.clamped_swiglu(operand(TOKENS, 2 * width)))
     backward(kernels.relu2(operand(TOKENS, width)))
 
 
@@ -104,12 +105,16 @@ def head():
     return torch.zeros(VOCAB, 16, dtype=BF16).requires_grad_()
 
 
-def experts(tokens, hidden_size, intermediate_size, num_experts, top_k, dtype=BF16):
+def experts(tokens, hidden_size, intermediate_size, num_experts, top_k, dtype=BF16, biases=False):
     router = torch.rand(tokens, num_experts).topk(top_k)
     gate_up = operand(num_experts, 2 * intermediate_size, hidden_size, dtype=dtype)
     down = operand(num_experts, hidden_size, intermediate_size, dtype=dtype)
     x = operand(tokens, hidden_size, dtype=dtype)
-    backward(kernels.moe_experts(x, router.values, router.indices.int(), gate_up, down))
+    rest = []
+    if biases:
+        widths = 2 * intermediate_size, hidden_size
+        rest = [kernels.ClampedSwiGLU(), *(operand(num_experts, width, dtype=dtype) for width in widths)]
+    backward(kernels.moe_experts(x, router.values, router.indices.int(), gate_up, down, *rest))
 
 
 def attention(heads, kv_heads, head_dim, sinks=False, **options):
@@ -156,6 +161,7 @@ CASES = {
     "experts, Qwen 3 30B": lambda: experts(2048, 2048, 768, 128, 8),
     "experts, Mixtral 8x7B": lambda: experts(512, 4096, 14336, 8, 2),
     "experts, Qwen 3 Next 80B": lambda: experts(2048, 2048, 512, 512, 10),
+    "experts, gpt-oss 20B": lambda: experts(2048, 2880, 2880, 32, 4, biases=True),
     "experts in float32, few rows": lambda: experts(64, 256, 128, 8, 2, torch.float32),
     "experts in float32, many rows": lambda: experts(2048, 256, 128, 8, 2, torch.float32),
 }

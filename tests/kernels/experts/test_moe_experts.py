@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_models.kernels import moe_experts, route
+from liger_models.kernels import ClampedSwiGLU, moe_experts, route
+from liger_models.kernels.activations.gated import activation_constants
 from liger_models.kernels.experts._expert_order import sort_by_expert
 from liger_models.kernels.experts.moe_experts import moe_experts_plain
 
@@ -14,15 +15,40 @@ module = importlib.import_module("liger_models.kernels.experts.moe_experts")
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 
 
-def formula(x, weights, experts, gate_up, down, activation="silu"):
+def formula(x, weights, experts, gate_up, down, activation="silu", gate_up_bias=None, down_bias=None):
     """Every token with its own copy of its experts' matrices."""
-    gate, up = torch.einsum("tkoh,th->tko", gate_up[experts.long()], x).chunk(2, -1)
-    rows = torch.einsum("tkhi,tki->tkh", down[experts.long()], ACTIVATIONS[activation](gate) * up)
-    return torch.einsum("tk,tkh->th", weights, rows)
+    experts = experts.long()
+    h = torch.einsum("tkoh,th->tko", gate_up[experts], x)
+    gate, up = (h if gate_up_bias is None else h + gate_up_bias[experts]).chunk(2, -1)
+    if isinstance(activation, ClampedSwiGLU):
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+        product = (up + 1) * gate * torch.sigmoid(activation.alpha * gate)
+    else:
+        product = ACTIVATIONS[activation](gate) * up
+    rows = torch.einsum("tkhi,tki->tkh", down[experts], product)
+    return torch.einsum("tk,tkh->th", weights, rows if down_bias is None else rows + down_bias[experts])
 
 
-def operands(tokens, hidden, inner, num_experts, top_k, favourite=None, dtype=torch.float32, device="cpu"):
-    """x, weights, experts, gate_up, down, with gradients for the floating ones."""
+CLAMPED = ClampedSwiGLU(alpha=1.3, limit=0.8)  # a limit that a third of all gates and half of all ups pass
+
+
+def with_biases(function):
+    """`function` of a list of operands that ends with the two biases, and with a clamped activation."""
+    return lambda *inputs: function(*inputs[:-2], CLAMPED, *inputs[-2:])
+
+
+def operands(
+    tokens,
+    hidden,
+    inner,
+    num_experts,
+    top_k,
+    favourite=None,
+    dtype=torch.float32,
+    device="cpu",
+    biases=False,
+):
+    """x, weights, experts, gate_up, down, and biases if wanted, with gradients for the floating ones."""
     logits = torch.randn(tokens, num_experts, device=device)
     if favourite is not None:
         logits[:, favourite] += 100
@@ -31,11 +57,14 @@ def operands(tokens, hidden, inner, num_experts, top_k, favourite=None, dtype=to
     weights = torch.randn(tokens, top_k, device=device)
     gate_up = (torch.randn(num_experts, 2 * inner, hidden, device=device) / hidden**0.5).to(dtype)
     down = (torch.randn(num_experts, hidden, inner, device=device) / inner**0.5).to(dtype)
-    return [t.requires_grad_(t.is_floating_point()) for t in (x, weights, experts, gate_up, down)]
+    found = [x, weights, experts, gate_up, down]
+    if biases:
+        found += [torch.randn(num_experts, width, device=device).to(dtype) for width in (2 * inner, hidden)]
+    return [t.requires_grad_(t.is_floating_point()) for t in found]
 
 
 def run(function, inputs, upstream, **options):
-    """Result, and the gradients of x, weights, gate_up and down."""
+    """Result, and the gradients of all operands but the experts."""
     inputs = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
     y = function(*inputs, **options)
     floating = [t for t in inputs if t.is_floating_point()]
@@ -69,6 +98,65 @@ def test_result_and_gradients_are_those_of_the_formula(sizes, options, implement
     # Two products whose sums have up to 110 terms together walk about 10 roundings; their operands had some.
     for actual, expected in zip(run(moe_experts, inputs, upstream, **options), truth, strict=True):
         assert_near(actual, expected, 32)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tokens": 7, "hidden": 10, "inner": 6, "num_experts": 5, "top_k": 2},
+        {"tokens": 70, "hidden": 33, "inner": 20, "num_experts": 3, "top_k": 1, "favourite": 1},
+        {"tokens": 3, "hidden": 4, "inner": 8, "num_experts": 9, "top_k": 2},
+    ],
+)
+def test_biases_and_a_clamped_activation_are_those_of_the_formula(sizes, implementation, assert_near):
+    inputs = operands(**sizes, biases=True)
+    upstream = torch.randn(sizes["tokens"], sizes["hidden"])
+    truth = run(with_biases(formula), doubled(inputs), upstream)
+    # As without biases; one of them is the sum of up to 70 rows.
+    for actual, expected in zip(run(with_biases(moe_experts), inputs, upstream), truth, strict=True):
+        assert_near(actual, expected, 32)
+
+
+def test_one_bias_alone_is_added_and_has_its_gradient(implementation, assert_near):
+    *inputs, gate_up_bias, down_bias = operands(7, 10, 6, 5, 2, biases=True)
+    upstream = torch.randn(7, 10)
+    for name, bias in (("gate_up_bias", gate_up_bias), ("down_bias", down_bias)):
+
+        def ours(*operands, name=name):
+            return moe_experts(*operands[:-1], **{name: operands[-1]})
+
+        def theirs(*operands, name=name):
+            return formula(*operands[:-1], **{name: operands[-1]})
+
+        truth = run(theirs, doubled([*inputs, bias]), upstream)
+        for actual, expected in zip(run(ours, [*inputs, bias], upstream), truth, strict=True):
+            assert_near(actual, expected, 32)
+
+
+def test_the_experts_of_gpt_oss_in_transformers_give_the_same_result_and_gradients(implementation):
+    modeling = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    config = modeling.GptOssConfig(hidden_size=24, intermediate_size=20, num_local_experts=6)
+    config._experts_implementation = "eager"
+    theirs = modeling.GptOssExperts(config)
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=1.0)  # so that gates and ups pass the limit of 7
+    x = torch.randn(15, 24, requires_grad=True)
+    weights, experts = torch.randn(15, 6).softmax(-1).topk(3)
+    weights.requires_grad_()
+    parameters = theirs.gate_up_proj, theirs.down_proj, theirs.gate_up_proj_bias, theirs.down_proj_bias
+    expected = theirs(x, experts, weights)
+    # There the inputs come first, and gates and ups in turn.
+    gate_up, down, gate_up_bias, down_bias = parameters
+    gate_up, gate_up_bias = (torch.cat([t[..., ::2], t[..., 1::2]], -1) for t in (gate_up, gate_up_bias))
+    actual = moe_experts(x, weights, experts, gate_up.mT, down.mT, ClampedSwiGLU(), gate_up_bias, down_bias)
+    upstream = torch.randn_like(expected)
+    leaves = x, weights, *parameters
+    for a, b in zip(
+        (actual, *torch.autograd.grad(actual, leaves, upstream)),
+        (expected, *torch.autograd.grad(expected, leaves, upstream)),
+        strict=True,
+    ):
+        assert (a - b).abs().max() <= 1e-5 * b.abs().max()
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe"])
@@ -111,6 +199,10 @@ def test_the_plain_twin_passes_gradcheck():
     assert torch.autograd.gradcheck(
         lambda x, w, g, d: moe_experts_plain(x, w, experts, g, d), (x, weights, gate_up, down)
     )
+    x, weights, experts, *matrices = doubled(operands(4, 3, 2, 3, 2, biases=True))
+    assert torch.autograd.gradcheck(
+        lambda x, w, *m: with_biases(moe_experts_plain)(x, w, experts, *m), (x, weights, *matrices)
+    )
 
 
 def test_no_tokens_give_no_rows_and_zero_gradients(implementation):
@@ -147,12 +239,13 @@ def test_a_second_backward_and_a_second_run_give_the_same_bits_and_leave_inputs_
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("wanted", [(0,), (1,), (3,), (4,), (3, 4), (0, 3, 4)])
+@pytest.mark.parametrize("wanted", [(0,), (1,), (3,), (4,), (3, 4), (0, 3, 4), (5,), (6,), (1, 6)])
 def test_frozen_operands_cost_no_product(wanted, interpreted, monkeypatch):
-    inputs = operands(4, 6, 5, 3, 2)
+    inputs = operands(4, 6, 5, 3, 2, biases=True)
     upstream = torch.randn(4, 6)
-    everything = dict(zip((0, 1, 3, 4), run(moe_experts, inputs, upstream)[1:], strict=True))
-    y = moe_experts(*(t.detach().requires_grad_(i in wanted) for i, t in enumerate(inputs)))
+    function = with_biases(moe_experts)
+    everything = dict(zip((0, 1, 3, 4, 5, 6), run(function, inputs, upstream)[1:], strict=True))
+    y = function(*(t.detach().requires_grad_(i in wanted) for i, t in enumerate(inputs)))
     calls = []
     for name in ("rows_product", "weight_product"):
         product = getattr(module, name)
@@ -164,7 +257,7 @@ def test_frozen_operands_cost_no_product(wanted, interpreted, monkeypatch):
     for leaf, i in zip(leaves, wanted, strict=True):
         assert torch.equal(leaf.variable.grad, everything[i])
     assert calls.count("weight_product") == (3 in wanted) + (4 in wanted)
-    assert calls.count("rows_product") == (0 in wanted) + bool({0, 1, 3} & set(wanted))
+    assert calls.count("rows_product") == (0 in wanted) + bool({0, 1, 3, 5} & set(wanted))
 
 
 def test_nan_in_one_token_stays_with_its_experts(implementation):
@@ -217,19 +310,21 @@ def test_the_backward_pass_keeps_only_operands_the_gate_up_product_and_the_order
 
 
 def test_a_compiled_graph_without_breaks_gives_the_same(assert_near):
-    inputs = operands(7, 6, 5, 3, 2)
+    inputs = operands(7, 6, 5, 3, 2, biases=True)
     upstream = torch.randn(7, 6)
-    compiled = torch.compile(moe_experts, backend="aot_eager", fullgraph=True)
-    truth = run(formula, doubled(inputs), upstream)
+    compiled = torch.compile(with_biases(moe_experts), backend="aot_eager", fullgraph=True)
+    truth = run(with_biases(formula), doubled(inputs), upstream)
     for actual, expected in zip(run(compiled, inputs, upstream), truth, strict=True):
         assert_near(actual, expected, 32)
 
 
-@pytest.mark.parametrize("wanted", [(0, 1, 3, 4), (0,), (4,)])
+@pytest.mark.parametrize("wanted", [(0, 1, 3, 4, 5, 6), (0,), (4,), (5,), (1, 6)])
 def test_the_operator_that_a_compiled_graph_calls_gives_the_same_bits(wanted, interpreted):
-    inputs = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(operands(5, 8, 6, 3, 2))]
+    operators_inputs = operands(5, 8, 6, 3, 2, biases=True)
+    inputs = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(operators_inputs)]
     leaves = [inputs[i] for i in wanted]
-    expected, actual = moe_experts(*inputs), module._operator(*inputs, "silu")[0]
+    expected = with_biases(moe_experts)(*inputs)
+    actual = module._operator(*inputs, *activation_constants(CLAMPED).values())[0]
     upstream = torch.randn(5, 8)
     assert torch.equal(actual, expected)
     for a, b in zip(
@@ -242,7 +337,11 @@ def test_the_operator_that_a_compiled_graph_calls_gives_the_same_bits(wanted, in
 
 def test_the_operator_that_a_compiled_graph_calls_tells_true_shapes(interpreted):
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(module._operator, (*operands(5, 8, 6, 3, 2), "silu"), test_utils=checks)
+    for rest in (
+        (None, None, "silu", 0.0, 0.0),
+        (*operands(5, 8, 6, 3, 2, biases=True)[-2:], "silu", 0.0, 0.0),
+    ):
+        torch.library.opcheck(module._operator, (*operands(5, 8, 6, 3, 2), *rest), test_utils=checks)
 
 
 @pytest.mark.parametrize(("tokens", "top_k", "num_experts"), [(90, 1, 200), (60, 4, 5)])
@@ -272,9 +371,12 @@ def test_sorting_keeps_the_order_of_tokens_and_tiles_cover_every_row_once(
         ({"weights": torch.zeros(2, 3)}, ValueError, r"weights \(2, 3\), experts \(2, 2\)"),
         ({"gate_up": torch.zeros(5, 7, 4)}, ValueError, r"gate_up is \(5, 7, 4\); expected \[E, 2 I, 4\]"),
         ({"down": torch.zeros(5, 4, 6)}, ValueError, r"down is \(5, 4, 6\); expected \(5, 4, 3\)"),
+        ({"gate_up_bias": torch.zeros(5, 3)}, ValueError, r"gate_up_bias is \(5, 3\); expected \(5, 6\)"),
+        ({"down_bias": torch.zeros(4)}, ValueError, r"down_bias is \(4,\); expected \(5, 4\)"),
+        ({"down_bias": torch.zeros(5, 4).half()}, TypeError, "torch.float32, torch.float16; expected one"),
         ({"experts": torch.zeros(2, 2)}, TypeError, "experts are torch.float32"),
         ({"weights": torch.zeros(2, 2).long()}, TypeError, "weights torch.int64"),
-        ({"x": torch.zeros(2, 4).bfloat16()}, TypeError, "torch.bfloat16, torch.float32 and torch.float32"),
+        ({"x": torch.zeros(2, 4).bfloat16()}, TypeError, "torch.bfloat16 and torch.float32, torch.float32"),
         ({"experts": torch.full((2, 2), 5)}, IndexError, "experts lie from 5 to 5; expected 0 to 4"),
         ({"experts": torch.full((2, 2), -1)}, IndexError, "experts lie from -1 to -1; expected 0 to 4"),
     ],
@@ -292,40 +394,45 @@ def test_what_does_not_fit_is_a_clear_error(change, error, message):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("favourite", [None, 3])
 @pytest.mark.parametrize(
     ("tokens", "hidden", "inner", "num_experts", "top_k"),
     [(4096, 2048, 768, 128, 8), (3001, 1024, 3584, 8, 2), (1, 2048, 768, 128, 8), (700, 101, 77, 8, 2)],
 )
 def test_at_real_sizes_no_farther_from_the_truth_than_eager(
-    tokens, hidden, inner, num_experts, top_k, favourite
+    tokens, hidden, inner, num_experts, top_k, favourite, biases
 ):
-    inputs = operands(tokens, hidden, inner, num_experts, top_k, favourite, torch.bfloat16, "cuda")
+    inputs = operands(tokens, hidden, inner, num_experts, top_k, favourite, torch.bfloat16, "cuda", biases)
     upstream = torch.randn(tokens, hidden, device="cuda").bfloat16()
-    ours, again = run(moe_experts, inputs, upstream), run(moe_experts, inputs, upstream)
-    eager = run(moe_experts_plain, inputs, upstream)
-    truth = run(moe_experts_plain, [t.float() if t.is_floating_point() else t for t in inputs], upstream)
+    fast, plain = (with_biases(f) if biases else f for f in (moe_experts, moe_experts_plain))
+    ours, again = run(fast, inputs, upstream), run(fast, inputs, upstream)
+    eager = run(plain, inputs, upstream)
+    truth = run(plain, [t.float() if t.is_floating_point() else t for t in inputs], upstream)
     for mine, same, theirs, exact in zip(ours, again, eager, truth, strict=True):
         assert torch.equal(mine, same)
         assert (mine - exact).norm() <= 1.1 * (theirs - exact).norm() + 1e-6 * exact.norm()
 
 
 @pytest.mark.gpu
-def test_compiled_without_breaks_gives_the_same_bits_on_a_gpu():
-    inputs = operands(300, 256, 128, 16, 2, None, torch.bfloat16, "cuda")
+@pytest.mark.parametrize("biases", [False, True])
+def test_compiled_without_breaks_gives_the_same_bits_on_a_gpu(biases):
+    inputs = operands(300, 256, 128, 16, 2, None, torch.bfloat16, "cuda", biases)
     upstream = torch.randn(300, 256, device="cuda").bfloat16()
-    compiled = torch.compile(moe_experts, fullgraph=True)
-    for a, b in zip(run(compiled, inputs, upstream), run(moe_experts, inputs, upstream), strict=True):
+    function = with_biases(moe_experts) if biases else moe_experts
+    compiled = torch.compile(function, fullgraph=True)
+    for a, b in zip(run(compiled, inputs, upstream), run(function, inputs, upstream), strict=True):
         assert torch.equal(a, b)
 
 
 @pytest.mark.gpu
 def test_neither_pass_waits_for_the_gpu():
-    inputs = operands(300, 256, 128, 16, 2, None, torch.bfloat16, "cuda")
+    inputs = operands(300, 256, 128, 16, 2, None, torch.bfloat16, "cuda", biases=True)
+    function = with_biases(moe_experts)
     upstream = torch.randn(300, 256, device="cuda").bfloat16()
-    run(moe_experts, inputs, upstream)
+    run(function, inputs, upstream)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        run(moe_experts, inputs, upstream)
+        run(function, inputs, upstream)
     finally:
         torch.cuda.set_sync_debug_mode("default")
