@@ -16,15 +16,20 @@ tensor has the same bits.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules.module import _global_forward_hooks
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+)
 from torch.utils.checkpoint import checkpoint
 
 ActivationMemory = Literal["all", "lean", "mlp", "checkpoint"]
@@ -46,53 +51,67 @@ class _Kept:
         self.version = tensor._version
 
     def get(self) -> Tensor:
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                f"a tensor of shape {tuple(self.tensor.shape)} needed for the backward pass was modified in "
-                f"place: it is at version {self.tensor._version}, expected {self.version}. Run backward() "
-                "before changing it."
-            )
+        _check_version(self.tensor, self.version)
         return self.tensor
 
 
 class Recipe:
-    """How to make a tensor again: `make(*inputs)`, without a graph."""
+    """How to make a tensor again: `make(*inputs)`, without a graph. Right for the tensor as it is now."""
 
-    __slots__ = ("_inputs", "_made", "_make")
+    __slots__ = ("_inputs", "_made", "_make", "_output", "_version")
 
-    def __init__(self, make: Callable[..., Tensor], inputs: tuple[Tensor, ...]):
+    def __init__(self, output: Tensor, make: Callable[..., Tensor], inputs: tuple[Tensor, ...]):
+        forget = functools.partial(_RECIPES.pop, id(output))
+        self._output = weakref.ref(output, lambda _: forget(None))
+        self._version = output._version
         self._make = make
         self._inputs = tuple(_Kept(tensor) for tensor in inputs)
         self._made: weakref.ref[Tensor] | None = None
 
+    def makes(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is the output, and nobody has written into it."""
+        return self._output() is tensor and tensor._version == self._version
+
     def get(self) -> Tensor:
         # Two consumers in a row (a frozen projection and its LoRA, say) share one rebuilt tensor while it
-        # lives.
+        # lives and nobody writes into it.
         made = self._made() if self._made is not None else None
-        if made is None:
+        if made is None or made._version:
             with torch.no_grad():
                 made = self._make(*(kept.get() for kept in self._inputs))
             self._made = weakref.ref(made)
         return made
 
 
+# By the id of the output, while it lives. On the output itself a recipe would be pickled along with it.
+_RECIPES: dict[int, Recipe] = {}
+
+
 def carry_recipe(output: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Note on `output` that `make(*inputs)` makes it again, bit for bit. Returns `output`."""
+    """Note of `output` that `make(*inputs)` makes it again, bit for bit. Returns `output`."""
     if not torch.compiler.is_compiling() and output.requires_grad:
-        output._recipe = Recipe(make, inputs)  # type: ignore[attr-defined]
+        _RECIPES[id(output)] = Recipe(output, make, inputs)
     return output
 
 
 def output_is_ours(module: nn.Module) -> bool:
-    """Whether the memory of the module's output may be used again: a linear layer keeps none of it, and no
-    hook of a user's has seen it. A wrapper around one may keep it, or need it for its own backward pass.
+    """Whether the memory of the module's output may be used again: it is torch's own linear layer, which
+    keeps none of it, of a plain weight, and nobody has changed how it runs or hooked into it. A hook has seen
+    the output; a wrapper, a subclass or a weight of some other class may need it for its backward pass.
     """
-    return isinstance(module, nn.Linear) and not (module._forward_hooks or _global_forward_hooks)
+    unchanged = type(module).forward is _LINEAR_FORWARD and "forward" not in vars(module)
+    plain = type(module._parameters.get("weight")) is nn.Parameter  # no parametrization either
+    own = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return unchanged and plain and not any(own) and not any(_GLOBAL_HOOKS)
+
+
+_LINEAR_FORWARD = nn.Linear.forward
+_GLOBAL_HOOKS = (_global_forward_hooks, _global_backward_hooks, _global_backward_pre_hooks)
 
 
 def _pack(tensor: Tensor) -> _Kept | Recipe:
-    recipe = getattr(tensor, "_recipe", None)
-    return _Kept(tensor) if recipe is None else recipe
+    recipe = _RECIPES.get(id(tensor))
+    return recipe if recipe is not None and recipe.makes(tensor) else _Kept(tensor)
 
 
 def _unpack(packed: _Kept | Recipe) -> Tensor:
@@ -100,17 +119,43 @@ def _unpack(packed: _Kept | Recipe) -> Tensor:
 
 
 def keep_recipes() -> AbstractContextManager[Any]:
-    """While active, autograd keeps recipes in place of the tensors that carry one."""
+    """While active, autograd keeps recipes in place of the tensors that carry one.
+
+    Hooks that the caller has set (`save_on_cpu`, torch's checkpoint) get all tensors instead: offloaded, a
+    recipe's inputs take no less room than what it makes.
+    """
+    if torch.compiler.is_compiling() or _callers_hooks(False) is not None:
+        return nullcontext()
     return saved_tensors_hooks(_pack, _unpack)
+
+
+_callers_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def recompute(function: Callable[..., Any], *args: Any) -> Any:
     """Run `function(*args)`, keep its inputs alone, and run it again in the backward pass.
 
     torch's own checkpoint, which stops the second run at the last tensor that backward needs: a matrix
-    product at the end of `function` is not repeated.
+    product at the end of `function` is not repeated. The second run raises RuntimeError if an input was
+    modified in place since the first began.
     """
-    return checkpoint(function, *args, use_reentrant=False)
+    versions = [(arg, arg._version) for arg in args if isinstance(arg, Tensor)]
+
+    def run(*args: Any) -> Any:
+        for tensor, version in versions:
+            _check_version(tensor, version)
+        return function(*args)
+
+    return checkpoint(run, *args, use_reentrant=False)
+
+
+def _check_version(tensor: Tensor, version: int) -> None:
+    if tensor._version != version:
+        raise RuntimeError(
+            f"a tensor of shape {tuple(tensor.shape)} needed for the backward pass was modified in place: it "
+            f"is at version {tensor._version}, expected {version}. Change a copy of it, or change it after "
+            "backward()."
+        )
 
 
 def parse_levels(levels: str | list[str] | tuple[str, ...], num_layers: int) -> tuple[ActivationMemory, ...]:

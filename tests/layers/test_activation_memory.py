@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_models.kernels._dispatch import interpret
 from liger_models.layers.activation_memory import LEVELS, carry_recipe, keep_recipes
+from liger_models.layers.norm import LigerRMSNorm
 
 MIXED = ["checkpoint", "lean", "mlp"]
 CHOICES = [*LEVELS, MIXED]
@@ -210,6 +211,117 @@ def test_a_recipe_notices_a_change_in_place():
     x.add_(1)
     with pytest.raises(RuntimeError, match=r"modified in place.*version 1, expected 0"):
         out.backward()
+
+
+def edit(module, args):
+    """A forward pre-hook that changes the module's input in place, by what the input does not depend on."""
+    args[0].mul_(1.5)
+
+
+def edit_unseen(module, args):
+    """The same, unseen by autograd: a change whose gradient is meant to be that of the identity."""
+    with torch.no_grad():
+        args[0].mul_(1.5)
+
+
+def edit_twice(module, args):
+    args[0][:, :4].mul_(1.5)  # through a view
+    nn.functional.dropout(args[0], 0.5, inplace=True)
+
+
+@pytest.mark.parametrize("levels", CHOICES[1:], ids=str)
+@pytest.mark.parametrize("hook", [edit, edit_unseen, edit_twice])
+@pytest.mark.parametrize("part", ["self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj"])
+def test_what_is_edited_in_place_before_its_use_has_the_same_gradients(part, hook, levels, make_model, batch):
+    """The norms' output and the gated product, whose recipes would make what was there before."""
+    model = make_model(activation_memory="all")
+    for layer in model.layers:
+        layer.get_submodule(part).register_forward_pre_hook(hook)
+    expected = run(model, batch)
+    model.set_activation_memory(levels)
+    assert_same_bits(run(model, batch), expected)
+
+
+class Halving(nn.Module):
+    """An adapter that begins in place."""
+
+    def __init__(self, base: nn.Linear):
+        super().__init__()
+        self.base = base
+        self.a = nn.Parameter(torch.randn(base.out_features, base.in_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.base(x)
+        return out + x.mul_(0.5) @ self.a.T
+
+
+@pytest.mark.parametrize("levels", ["all", "lean"])
+def test_an_edit_after_a_use_is_right_or_noticed(levels, make_model, batch):
+    """At `all` autograd notices it: the projection's gradient needs what was there. (Under recomputation it
+    is beyond the check, as under torch's own checkpoint.)
+    """
+    torch.manual_seed(3)
+    model = make_model(activation_memory=levels)
+    for layer in model.layers:
+        layer.mlp.down_proj = Halving(layer.mlp.down_proj)
+    found = run_or_none(model, batch)
+    for layer in model.layers:
+        halving = layer.mlp.down_proj
+        halving.forward = lambda x, h=halving: h.base(x) + (0.5 * x) @ h.a.T
+    expected = run(model, batch)
+    if found is not None:
+        assert_same_bits(found, expected)
+
+
+def run_or_none(model, batch):
+    try:
+        return run(model, batch)
+    except RuntimeError as error:
+        if "modified" not in str(error):
+            raise
+        return None
+
+
+@pytest.mark.parametrize("levels", CHOICES, ids=str)
+def test_an_edit_of_a_layers_input_is_right_or_noticed(levels, make_model, batch):
+    """A layer that runs again would edit what it has edited already."""
+    model = make_model(activation_memory=levels)
+    model.layers[1].register_forward_pre_hook(edit)
+    found = run_or_none(model, batch)
+    model.layers[1]._forward_pre_hooks.clear()
+    model.layers[1].register_forward_pre_hook(lambda module, args: (args[0] * 1.5, *args[1:]))
+    if found is not None:
+        assert_same_bits(found, run(model, batch))
+
+
+@pytest.mark.parametrize("levels", CHOICES, ids=str)
+def test_offloading_by_the_caller_changes_no_bit(levels, make_model, batch):
+    model = make_model(activation_memory=levels)
+    expected = run(model, batch)
+    with torch.autograd.graph.save_on_cpu():
+        assert_same_bits(run(model, batch), expected)
+
+
+def test_a_callers_hooks_get_every_saved_tensor(make_model, batch):
+    """Recipes stand aside: offloaded, their inputs would take no less room than what they make."""
+    model, seen = make_model(), {}
+    for level in ("all", "lean"):
+        model.set_activation_memory(level)
+        shapes = seen[level] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor, shapes=shapes: (shapes.append(tensor.shape), tensor)[1], lambda tensor: tensor
+        ):
+            model(**batch)
+    assert seen["lean"] == seen["all"]
+
+
+def test_a_saved_norm_output_is_a_tensor_alone(tmp_path):
+    """What is written to disk belongs to nobody's model, and is read without our code."""
+    y = LigerRMSNorm(8)(torch.randn(3, 8))
+    torch.save(y, tmp_path / "y.pt")
+    assert (tmp_path / "y.pt").stat().st_size < 3000  # with its recipe it would hold the inputs too
+    assert b"liger_models" not in (tmp_path / "y.pt").read_bytes()
+    assert torch.equal(torch.load(tmp_path / "y.pt", weights_only=True), y)
 
 
 @pytest.mark.parametrize("levels", CHOICES, ids=str)

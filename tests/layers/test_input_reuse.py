@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from liger_models.layers.activation_memory import output_is_ours
+from liger_models.layers.activation_memory import LEVELS, output_is_ours
 from liger_models.layers.mlp import LigerSwiGLUMLP
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -36,6 +36,79 @@ def test_a_global_hook_counts_too():
         assert not output_is_ours(module)
     finally:
         handle.remove()
+
+
+class KeepsItsOutput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * ctx.saved_tensors[0]
+
+
+class ExponentialLinear(torch.nn.Linear):
+    """A kind of linear layer, by its class, whose backward pass needs its output."""
+
+    def forward(self, x):
+        return KeepsItsOutput.apply(super().forward(x))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("part", ["self_attn.qkv_proj", "mlp.gate_up_proj"])
+def test_a_subclass_that_needs_its_output_has_the_same_gradients_at_every_level(part, level, make_model):
+    ids = torch.arange(5)[None]
+    gradients = []
+    for reuse in (True, False):
+        model = make_model(layers=1, activation_memory=level)
+        parent, name = part.split(".")
+        old = model.layers[0].get_submodule(part)
+        new = ExponentialLinear(old.in_features, old.out_features)
+        new.load_state_dict({key: value / 10 for key, value in old.state_dict().items()})
+        if not reuse:
+            new.register_forward_hook(lambda *args: None)  # now nothing is written over
+        setattr(model.layers[0].get_submodule(parent), name, new)
+        model(ids, labels=ids).loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for found, expected in zip(*gradients, strict=True):
+        assert torch.equal(found, expected)
+
+
+def patched(linear):
+    linear.forward = lambda x: torch.nn.functional.linear(x, linear.weight)
+
+
+def parametrized(linear):
+    torch.nn.utils.parametrizations.orthogonal(linear)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        patched,
+        parametrized,
+        lambda linear: linear.register_full_backward_hook(lambda *args: None),
+        lambda linear: linear.register_full_backward_pre_hook(lambda *args: None),
+        lambda linear: linear.register_forward_hook(lambda *args: None),
+    ],
+)
+def test_a_linear_layer_that_somebody_changed_keeps_its_output(change):
+    linear = torch.nn.Linear(4, 4)
+    assert output_is_ours(linear)
+    change(linear)
+    assert not output_is_ours(linear)
+
+
+def test_a_weight_that_is_more_than_a_tensor_keeps_the_output():
+    class Quantised(torch.Tensor):
+        """Its class decides what a product with it does, and keeps."""
+
+    linear = torch.nn.Linear(4, 4)
+    linear.weight = torch.nn.Parameter(linear.weight.detach().as_subclass(Quantised))
+    assert not output_is_ours(linear)
 
 
 class Wrapped(torch.nn.Module):
