@@ -36,6 +36,7 @@ from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
     },
     defaults={"max_position_embeddings": 2048},
     carried=("model.layers.*.self_attn.rotary_emb.inv_freq",),
+    variants={"no_bias": {"attention_bias": False, "mlp_bias": False}},
 )
 def llama(c: HFConfig) -> ModelSpec:
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6))

@@ -32,6 +32,8 @@ class Architecture:
         tiny: a config small enough for tests, with the family's traits switched on.
         defaults: values that the reference gives to keys which config.json leaves out.
         carried: patterns (with `*`) of checkpoint tensors that nothing reads and an export repeats.
+        variants: further configs for tests, as changes of `tiny`, by name.
+        skip: what tests leave out, such as "rope:yarn", each with the reason.
     """
 
     model_type: str
@@ -41,6 +43,8 @@ class Architecture:
     tiny: Mapping[str, Any]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     carried: tuple[str, ...] = ()
+    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    skip: Mapping[str, str] = field(default_factory=dict)
 
     def spec(self, config: HFConfig) -> ModelSpec:
         """The spec of a config, every key of which has been looked at.
@@ -65,6 +69,8 @@ def register(
     names: ModelNames | None = None,
     defaults: Mapping[str, Any] | None = None,
     carried: tuple[str, ...] = (),
+    variants: Mapping[str, Mapping[str, Any]] | None = None,
+    skip: Mapping[str, str] | None = None,
 ) -> Callable[[Callable[[HFConfig], ModelSpec]], Callable[[HFConfig], ModelSpec]]:
     """Enter the decorated function into the table. The arguments are the fields of `Architecture`."""
 
@@ -79,6 +85,8 @@ def register(
             {"model_type": model_type, **tiny},
             defaults or {},
             carried,
+            variants or {},
+            skip or {},
         )
         return build
 

@@ -171,6 +171,11 @@ class HFConfig:
             self._taken_rope_layers.add(layer_type)
         return read_rope(self, layer_type, default_theta, head_dim_default_partial)
 
+    @property
+    def taken(self) -> frozenset[str]:
+        """The keys that were asked for, present or not."""
+        return frozenset(self._taken)
+
     def finish(self) -> None:
         """Checks that nothing was overlooked.
 

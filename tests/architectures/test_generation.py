@@ -6,21 +6,10 @@ import pytest
 import torch
 
 from liger_models import generation
-from liger_models.architectures import list_architectures
 from liger_models.convert.errors import DataError
 from liger_models.generation import generate
 
 NEW = 24  # far beyond the windows of the tiny configs
-
-
-@pytest.fixture(params=list_architectures())
-def family(request):
-    return request.param
-
-
-@pytest.fixture
-def pair(family, make_pair):
-    return make_pair(family)
 
 
 def reference_text(pair, ids, mask=None, **options):

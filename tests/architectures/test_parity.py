@@ -2,116 +2,50 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from pairs import reference_takes
+from variants import left_out, nulls, rope_types, untried_keys, variants
 
-from liger_models.architectures import find_architecture, list_architectures
-
-# A key that is None is left out of the config. A variant concerns the families whose tiny config has its
-# keys.
-COMMON: dict[str, dict[str, Any]] = {
-    "as_is": {},
-    "one_kv_head": {"num_key_value_heads": 1},
-    "kv_heads_as_many_as_heads": {"num_key_value_heads": 4},
-    "head_dim_apart": {"head_dim": 24},
-    "head_dim_by_division": {"head_dim": None},
-    "even_vocabulary": {"vocab_size": 128},
-    "tied": {"tie_word_embeddings": True},
-    "untied": {"tie_word_embeddings": False},
-}
-
-OF_FAMILY: dict[str, dict[str, dict[str, Any]]] = {
-    "llama": {
-        "attention_bias_only": {"mlp_bias": False},
-        "mlp_bias_only": {"attention_bias": False},
-        "no_bias": {"attention_bias": False, "mlp_bias": False},
-    },
-    "mistral": {
-        "window_of_one": {"sliding_window": 1},
-        "window_as_long_as_the_sequence": {"sliding_window": 19},
-        "no_window": {"sliding_window": None},
-    },
-}
-
-LENGTH = 19
-FACTORS = {
-    "short_factor": [1.0 + 0.03 * i for i in range(8)],
-    "long_factor": [2.0 + 0.5 * i for i in range(8)],
-}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-LONGROPE = {"rope_type": "longrope", "factor": 4.0, **FACTORS}
-
-# rope settings, and max_position_embeddings
-ROPES: dict[str, tuple[dict[str, Any], int]] = {
-    "default": ({"rope_type": "default"}, 64),
-    "linear": ({"rope_type": "linear", "factor": 3.0}, 64),
-    "dynamic_within": ({"rope_type": "dynamic", "factor": 3.0}, 64),
-    "dynamic_beyond": ({"rope_type": "dynamic", "factor": 3.0}, 8),
-    "yarn": (YARN, 64),
-    "yarn_attention_factor": ({**YARN, "attention_factor": 1.7}, 64),
-    "yarn_mscale": ({**YARN, "mscale": 0.9, "mscale_all_dim": 0.5}, 64),
-    "yarn_fractional": ({**YARN, "truncate": False, "beta_fast": 4.0, "beta_slow": 0.5}, 64),
-    "longrope_short": ({**LONGROPE, "original_max_position_embeddings": 32}, 128),
-    "longrope_long": ({**LONGROPE, "original_max_position_embeddings": 16}, 64),
-    "longrope_attention_factor": (
-        {**LONGROPE, "original_max_position_embeddings": 16, "attention_factor": 1.3},
-        64,
-    ),
-    "llama3": (
-        {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 16,
-        },
-        128,
-    ),
-}
+from liger_models.architectures import list_architectures
 
 
-def variants() -> list[Any]:
-    chosen = []
-    for family in list_architectures():
-        tiny = find_architecture(family).tiny
-        table = {**COMMON, **OF_FAMILY.get(family, {})}
-        chosen += [
-            pytest.param(family, changes, id=f"{family}-{name}")
-            for name, changes in table.items()
-            if changes.keys() <= tiny.keys()
-        ]
-    return chosen
+def every(table):
+    """(family, changes) of every entry of every family's table."""
+    return [
+        pytest.param(family, changes, id=f"{family}-{name}")
+        for family in list_architectures()
+        for name, changes in table(family).items()
+    ]
 
 
-def rotating_families() -> list[str]:
-    return [family for family in list_architectures() if "rope_parameters" in find_architecture(family).tiny]
-
-
-@pytest.mark.parametrize(("family", "changes"), variants())
+@pytest.mark.parametrize(("family", "changes"), every(variants))
 def test_every_variant_agrees(family, changes, make_pair, failures):
     pair = make_pair(family, changes)
-    assert not failures(pair.distances(**pair.batch(length=LENGTH)))
+    assert not failures(pair.distances(**pair.batch()))
 
 
-@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
-@pytest.mark.parametrize("rope", ROPES)
-@pytest.mark.parametrize("family", rotating_families())
-def test_every_rope_type_agrees_in_both_spellings(family, rope, spelling, make_pair, failures):
-    settings, longest = ROPES[rope]
-    changes: dict[str, Any] = {"max_position_embeddings": longest}
-    if spelling == "rope_parameters":
-        changes["rope_parameters"] = {"rope_theta": 500.0, **settings}
-    else:
-        changes |= {"rope_parameters": None, "rope_theta": 500.0, "rope_scaling": settings}
-    pair = make_pair(family, changes)
-    assert not failures(pair.distances(**pair.batch(length=LENGTH)))
+@pytest.mark.parametrize(("family", "spellings"), every(rope_types))
+def test_every_rope_type_agrees_in_both_spellings(family, spellings, make_pair, failures):
+    pair = make_pair(family, spellings["rope_parameters"])
+    assert not failures(pair.distances(**pair.batch()))
+    old = make_pair(family, spellings["rope_scaling"])
+    assert old.ours.spec == pair.ours.spec
+    assert not failures({"logits": old.logits_distance()})
 
 
-@pytest.fixture(params=list_architectures())
-def pair(request, make_pair):
-    return make_pair(request.param)
+@pytest.mark.parametrize("table", [left_out, nulls])
+def test_a_key_left_out_or_null_means_what_it_means_to_the_reference(table, family, make_pair, failures):
+    found = {}
+    for key, changes in table(family):
+        if reference_takes(family, changes):
+            found[key] = make_pair(family, changes).logits_distance()
+    assert not failures(found)
+
+
+def test_every_key_that_a_family_reads_has_an_effect_in_one_of_its_configs(family):
+    """Else it could be read wrongly, and nobody would know: give the family a variant."""
+    assert not untried_keys(family)
 
 
 def test_logits_without_labels_agree_and_carry_gradients(pair, failures):
@@ -154,7 +88,7 @@ def test_shifted_labels_agree(pair, failures):
 
 def test_embeddings_in_place_of_ids_agree(pair, failures):
     labels = pair.batch()["labels"]
-    embeds = torch.randn(2, 19, pair.config["hidden_size"], requires_grad=True)
+    embeds = torch.randn(2, 19, pair.hidden_size, requires_grad=True)
     distances = pair.distances(inputs_embeds=embeds, labels=labels)
     assert "inputs_embeds" in distances
     assert not failures(distances)

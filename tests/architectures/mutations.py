@@ -1,0 +1,251 @@
+"""Faults, derived from what a family is: other values for every field of its spec, layer by layer; tensors of
+the checkpoint that change places; norms, residual streams and branches that are left out.
+
+None of them knows a family: they are found in the spec's dataclasses, in the weight map, in the module tree,
+and in the additions that a forward pass makes.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from pairs import BOUND, Pair, copy_parameters, native_model, relative_distance
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from liger_models.convert.checkpoints.weight_map import checkpoint_shapes
+from liger_models.layers.spec import ModelSpec
+
+Path = tuple[str | int, ...]
+
+# What no difference in logits or loss can show, and where it is tested.
+NOT_SEEN = {
+    "ModelSpec.initializer_range": "concerns fresh weights alone",
+    "NormSpec.cast": "float32 rounds nothing: test_rounding.py",
+}
+
+
+def name_of(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+# -- fields of the spec
+
+
+def spec_fields(spec: Any, path: Path = ()) -> Iterator[tuple[Path, str, Any, Any]]:
+    """(path, "Class.field", value, type) of every field of a spec and of its parts."""
+    hints = typing.get_type_hints(type(spec))
+    for field in fields(spec):
+        value, here = getattr(spec, field.name), (*path, field.name)
+        parts = list(enumerate(value)) if isinstance(value, tuple) else []
+        if parts and is_dataclass(parts[0][1]):
+            for i, part in parts:
+                yield from spec_fields(part, (*here, i))
+            continue
+        yield here, f"{type(spec).__name__}.{field.name}", value, hints[field.name]
+        if is_dataclass(value):
+            yield from spec_fields(value, here)
+
+
+def other_values(value: Any, hint: Any) -> list[Any]:
+    """Values that a faulty reading might give: near by, the other choices, none at all."""
+    kinds = _kinds(hint)
+    nothing = [None] if type(None) in kinds and value is not None else []
+    choices = [
+        choice for kind in kinds if typing.get_origin(kind) is Literal for choice in typing.get_args(kind)
+    ]
+    if value in choices:
+        return [choice for choice in choices if choice != value] + nothing
+    if isinstance(value, bool):
+        return [not value, *nothing]
+    if isinstance(value, int):
+        return [value + 1, *([value - 1] if value > 1 else []), *nothing]
+    if isinstance(value, float):
+        return [value + 0.01 * max(abs(value), 0.1), *nothing]  # for an eps of 1e-5: 1e-3 more
+    if isinstance(value, tuple) and value and isinstance(value[0], float):
+        return [(value[0] * 1.5, *value[1:]), (*value[:-1], value[-1] * 1.5), *nothing]
+    if value is None:
+        return [3] if int in kinds else [0.5] if float in kinds else []
+    return nothing
+
+
+def _choices(hint: Any) -> list[Any]:
+    literals = [kind for kind in _kinds(hint) if typing.get_origin(kind) is Literal]
+    return [choice for literal in literals for choice in typing.get_args(literal)]
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return tuple(kind for part in typing.get_args(hint) for kind in _kinds(part)) if union else (hint,)
+
+
+def with_value(spec: Any, path: Path, value: Any) -> Any:
+    """A copy of a spec in which the field at `path` is another."""
+    if not path:
+        return value
+    first, *rest = path
+    if isinstance(first, int):
+        return tuple(
+            with_value(part, tuple(rest), value) if i == first else part for i, part in enumerate(spec)
+        )
+    return replace(spec, **{first: with_value(getattr(spec, first), tuple(rest), value)})
+
+
+def unnoticed_fields(pair: Pair, wanted: Container[str] | None = None) -> dict[str, str]:
+    """What the comparison does not notice, as "path: value -> other", with its "Class.field". Of all fields,
+    or of those that are `wanted`.
+    """
+    missed = {}
+    for path, field, value, hint in spec_fields(pair.ours.spec):
+        if field in NOT_SEEN or (wanted is not None and field not in wanted):
+            continue
+        others = other_values(value, hint)
+        for other in others:
+            if not spec_is_noticed(pair, with_value(pair.ours.spec, path, other)):
+                missed[f"{name_of(path)}: {value!r} -> {other!r}"] = field
+        if not others and not is_dataclass(value) and len(_choices(hint)) != 1:
+            missed[f"{name_of(path)}: {value!r}"] = field  # no other value can be thought of
+    return missed
+
+
+def spec_is_noticed(pair: Pair, spec: ModelSpec) -> bool:
+    """Whether a model of this spec, with the reference's parameters, is told from the reference."""
+    try:
+        model = native_model(pair.architecture, spec)
+        if not _loads(model, pair):
+            return True
+        copy_parameters(model.weight_map(), model, pair.state)
+        return is_noticed(pair, model)
+    except (ValueError, RuntimeError, IndexError):  # sizes that do not fit one another
+        return True
+
+
+def _loads(model: Any, pair: Pair) -> bool:
+    """Whether the checkpoint has exactly the tensors of this model: else no model would come of it."""
+    return checkpoint_shapes(model.weight_map()) == checkpoint_shapes(pair.weight_map)
+
+
+def is_noticed(pair: Pair, model: Any = None) -> bool:
+    """By the logits; or, since a router's losses do not reach these, by the loss."""
+    batch, logits, loss = pair.probe
+    with torch.no_grad():
+        output = (model or pair.ours)(**batch, return_logits=True)
+    distances = relative_distance(output.logits, logits), relative_distance(output.loss, loss)
+    return not max(distances) <= BOUND
+
+
+# -- tensors that change places
+
+
+def swaps(pair: Pair) -> Iterator[tuple[str, str]]:
+    """Names of checkpoint tensors of one shape: neighbours within a native tensor, within a layer's module or
+    between layers.
+    """
+    shapes = checkpoint_shapes(pair.weight_map)
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for native, expression in pair.weight_map.items():
+        for ref in expression.refs():
+            layer, rest = _layer_and_rest(ref.name)
+            kind = rest.rpartition(".")[2]
+            shape = shapes[ref.name]
+            for group in (("packed", native), ("within", layer, kind), ("between", rest)):
+                groups.setdefault((*group, shape), []).append(ref.name)
+    seen = set()
+    for names in groups.values():
+        for couple in pairwise(names):
+            if couple not in seen:
+                seen.add(couple)
+                yield couple
+
+
+def _layer_and_rest(name: str) -> tuple[str, str]:
+    """The number of a layer in a tensor's name, and the name without it."""
+    parts = name.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    if number is None:
+        return "", name
+    return parts[number], ".".join(parts[:number] + parts[number + 1 :])
+
+
+@contextmanager
+def swapped(pair: Pair, first: str, second: str) -> Iterator[None]:
+    """The native model with two checkpoint tensors in each other's place."""
+    views = checkpoint_views(pair)
+    a, b = views[first], views[second]
+
+    def exchange() -> None:
+        with torch.no_grad():
+            kept = a.clone()
+            a.copy_(b)
+            b.copy_(kept)
+
+    exchange()
+    try:
+        yield
+    finally:
+        exchange()
+
+
+def checkpoint_views(pair: Pair) -> dict[str, Tensor]:
+    """The native model's memory under the checkpoint's names."""
+    own = pair.ours.state_dict(keep_vars=True)
+    views: dict[str, Tensor] = {}
+    for name, expression in pair.weight_map.items():
+        views |= expression.write(own[name].detach())
+    return views
+
+
+# -- what is left out
+
+
+def norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if type(module).__name__.endswith("Norm"):
+            yield name, module
+
+
+@contextmanager
+def without_norm(module: nn.Module) -> Iterator[list[Tensor]]:
+    """The norm's weight without its division; yields a list of what went through."""
+    calls = []
+
+    def skip(x: Tensor, residual: Tensor | None = None) -> Any:
+        x = x if residual is None else x + residual
+        calls.append(x)
+        weight = getattr(module, "weight", None)
+        scaled = x if weight is None else x * (weight + getattr(module, "offset", 0.0))
+        return scaled if residual is None else (scaled, x)
+
+    module.forward = skip  # type: ignore[assignment]  # of this one module alone
+    try:
+        yield calls
+    finally:
+        del module.forward
+
+
+class Additions(TorchDispatchMode):
+    """Counts the additions of two hidden states, and lets one of them give back only its first or its second
+    term: a residual stream, or a branch, that is left out.
+    """
+
+    def __init__(self, hidden_size: int, fault: int | None = None, keep: int = 0):
+        super().__init__()
+        self.hidden_size, self.fault, self.keep, self.count = hidden_size, fault, keep, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        terms = args[:2]
+        if function is torch.ops.aten.add.Tensor and all(self._is_hidden(term) for term in terms):
+            self.count += 1
+            if self.count - 1 == self.fault:
+                return terms[self.keep].clone()
+        return function(*args, **(kwargs or {}))
+
+    def _is_hidden(self, term: Any) -> bool:
+        return isinstance(term, Tensor) and term.dim() >= 2 and term.shape[-1] == self.hidden_size

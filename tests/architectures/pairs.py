@@ -1,0 +1,305 @@
+"""A native model beside its reference in transformers: the same random parameters, the same batch, and how
+far apart their results are.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.architectures import Architecture, find_architecture
+from liger_models.convert.checkpoints.weight_map import Expr, checkpoint_shapes
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.layers.model import CausalLM
+from liger_models.layers.spec import ModelSpec
+
+# float32 rounds to 6e-8 of a value. From a parameter to its gradient a value passes about a hundred roundings
+# that matter in a tiny model (three layers forward and back), and they add up like a random walk, 1e-6 at
+# most where nothing cancels. A gradient is a sum over tokens in which much cancels: a factor of ten for that.
+# Faults stand out far above (test_mutations.py).
+BOUND = 1e-5
+LENGTH = 19  # longer than the windows of the tiny configs
+ABSENT: Any = ...
+"""In the changes of a config: the key is left out. (None is a null.)"""
+
+
+@dataclass
+class Run:
+    """What came out of one forward and backward pass; gradients under the checkpoint's names."""
+
+    loss: Tensor | None
+    logits: Tensor | None
+    gradients: dict[str, Tensor]
+
+    def distances(self, truth: Run, positions: Tensor | None = None) -> dict[str, float]:
+        """The relative distance of every result. `positions` [batch, seq]: which logits to compare."""
+        results, expected = self._named(positions), truth._named(positions)
+        assert results.keys() == expected.keys(), results.keys() ^ expected.keys()
+        return {name: relative_distance(results[name], expected[name]) for name in results}
+
+    def _named(self, positions: Tensor | None) -> dict[str, Tensor]:
+        named = dict(self.gradients)
+        if self.loss is not None:
+            named["loss"] = self.loss
+        if self.logits is not None:
+            named["logits"] = self.logits if positions is None else self.logits[positions]
+        return named
+
+
+def relative_distance(found: Tensor, expected: Tensor) -> float:
+    """|found - expected| / |expected|, in float64; NaN counts as infinitely far."""
+    assert found.shape == expected.shape, (found.shape, expected.shape)
+    found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
+    distance, size = (found - expected).norm().item(), expected.norm().item()
+    if math.isnan(distance) or not math.isfinite(size):
+        return math.inf
+    return distance / size if size else distance
+
+
+def beyond_bound(distances: Mapping[str, float]) -> dict[str, float]:
+    """The results of a comparison that miss the bound."""
+    return {name: d for name, d in distances.items() if not d <= BOUND}
+
+
+@dataclass
+class Pair:
+    architecture: Architecture
+    config: dict[str, Any]
+    ours: CausalLM
+    reference: Any  # a PreTrainedModel
+    weight_map: dict[str, Expr]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.ours.spec.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        return self.ours.spec.hidden_size
+
+    def batch(self, rows: int = 2, length: int = LENGTH) -> dict[str, Tensor]:
+        """Random ids, and labels that leave some positions out."""
+        ids = torch.randint(0, self.vocab_size, (rows, length))
+        labels = ids.clone()
+        labels[:, 3:5] = -100
+        return {"input_ids": ids, "labels": labels}
+
+    @cached_property
+    def probe(self) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """One batch, and the reference's logits and loss for it: what mutants are judged by."""
+        batch = self.batch()
+        with torch.no_grad():
+            output = self.reference(**batch, use_cache=False)
+        return batch, output.logits, output.loss
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """The reference's tensors, under the checkpoint's names; a tied head's is the embedding's."""
+        return self.reference.state_dict()
+
+    def run_ours(self, cotangent: Tensor | None = None, **call: Any) -> Run:
+        """Forward, and backward from the loss, or from the logits with `cotangent`."""
+        output = self.ours(**call, return_logits=True)
+        grads = _gradients(self.ours, output, cotangent, call)
+        return Run(output.loss, output.logits, self.gradients_of_ours() | grads)
+
+    def gradients_of_ours(self) -> dict[str, Tensor]:
+        """Under the checkpoint's names."""
+        own = dict(self.ours.named_parameters())
+        by_name: dict[str, Tensor] = {}
+        for name, expression in self.weight_map.items():
+            if name in own and own[name].grad is not None:
+                by_name |= expression.write(own[name].grad)
+        return by_name
+
+    def run_reference(self, cotangent: Tensor | None = None, **call: Any) -> Run:
+        output = self.reference(**call, use_cache=False)
+        grads = _gradients(self.reference, output, cotangent, call)
+        by_name = {name: p.grad for name, p in self.reference.named_parameters() if p.grad is not None}
+        return Run(output.loss, output.logits, by_name | grads)
+
+    def run_reference_by_document(self, input_ids: Tensor, labels: Tensor, lengths: list[int]) -> Run:
+        """The reference of packed documents: each alone, and the mean over all their labels together.
+
+        Its own packing is not asked: in several families documents see each other there.
+        """
+        self.reference.zero_grad()
+        logits, targets = [], []
+        for ids, own_labels in zip(
+            input_ids.flatten().split(lengths), labels.flatten().split(lengths), strict=True
+        ):
+            if ids.numel():
+                logits.append(self.reference(input_ids=ids[None], use_cache=False).logits[0])
+                targets.append(torch.cat([own_labels[1:], torch.tensor([-100])]))
+        joint = torch.cat(logits)
+        loss = torch.nn.functional.cross_entropy(joint, torch.cat(targets))
+        loss.backward()
+        by_name = {name: p.grad for name, p in self.reference.named_parameters() if p.grad is not None}
+        return Run(loss, joint.unflatten(0, tuple(input_ids.shape)), by_name)
+
+    def distances(self, **call: Any) -> dict[str, float]:
+        return self.run_ours(**call).distances(self.run_reference(**call))
+
+    def logits_distance(self) -> float:
+        """Of the native model as it is now, from the reference on the probe."""
+        batch, logits, _ = self.probe
+        with torch.no_grad():
+            return relative_distance(self.ours(batch["input_ids"]).logits, logits)
+
+
+def _gradients(
+    model: nn.Module, output: Any, cotangent: Tensor | None, call: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Run backward, and return the gradient of embeddings, where they were given."""
+    model.zero_grad()
+    embeds = call.get("inputs_embeds")
+    if embeds is not None:
+        embeds.grad = None
+    if cotangent is None:
+        output.loss.backward()
+    else:
+        output.logits.backward(cotangent)
+    return {} if embeds is None else {"inputs_embeds": embeds.grad}
+
+
+# -- making them
+
+
+def changed(config: Mapping[str, Any], changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A config with changes, all its own: some references write into what they are given."""
+    merged = {**config, **(changes or {})}
+    return copy.deepcopy({key: value for key, value in merged.items() if value is not ABSENT})
+
+
+def spec_of(family: str, changes: Mapping[str, Any] | None = None) -> ModelSpec:
+    """The spec of the family's tiny config with changes."""
+    architecture = find_architecture(family)
+    return architecture.spec(HFConfig.load(changed(architecture.tiny, changes)))
+
+
+def native_model(architecture: Architecture, spec: ModelSpec, **options: Any) -> CausalLM:
+    return CausalLM(spec, architecture.names, **options)
+
+
+def weight_maps(architecture: Architecture, model: CausalLM) -> list[dict[str, Expr]]:
+    """One for each layout in which the family's checkpoints are found."""
+    return [model.weight_map()]
+
+
+def saved_tensors(model: CausalLM) -> dict[str, Tensor]:
+    """What a checkpoint holds, by native name: parameters, and buffers that no gradient reaches."""
+    return dict(model.named_parameters())
+
+
+def reference_class(architecture: Architecture) -> Any:
+    import transformers
+
+    return getattr(transformers, architecture.reference)
+
+
+def reference_takes(family: str, changes: Mapping[str, Any]) -> bool:
+    """Whether the reference can read the config: it refuses a null for a number, for one."""
+    architecture = find_architecture(family)
+    try:
+        reference_class(architecture).config_class(**changed(architecture.tiny, changes))
+    except Exception:  # of whatever kind: each of them is a refusal
+        return False
+    return True
+
+
+def reference_model(architecture: Architecture, config: Mapping[str, Any], attention: str = "eager") -> Any:
+    """The reference, with every parameter random."""
+    reference_config = reference_class(architecture).config_class(**copy.deepcopy(dict(config)))
+    reference_config._attn_implementation = attention
+    reference = reference_class(architecture)(reference_config)
+    reference.get_input_embeddings().padding_idx = None  # else it gives the row of this id no gradient
+    randomise(reference, torch.Generator().manual_seed(1))
+    return reference
+
+
+def make_pair(model_type: str, changes: Mapping[str, Any] | None = None, **model_options: Any) -> Pair:
+    """The family's tiny config, with changes, as a native model and as its reference."""
+    torch.manual_seed(0)
+    architecture = find_architecture(model_type)
+    config = changed(architecture.tiny, changes)
+    ours = native_model(architecture, architecture.spec(HFConfig.load(config)), **model_options)
+    reference = reference_model(architecture, config)
+    weight_map = _map_of(architecture, ours, reference)
+    copy_parameters(weight_map, ours, reference.state_dict())
+    return Pair(architecture, config, ours, reference, weight_map)
+
+
+def _map_of(architecture: Architecture, ours: CausalLM, reference: nn.Module) -> dict[str, Expr]:
+    """Of the family's layouts the one with the names that the reference uses in memory."""
+    held = names_of(reference)
+    maps = weight_maps(architecture, ours)
+    for found in maps:
+        if checkpoint_shapes(found).keys() == held:
+            return found
+    difference = sorted(checkpoint_shapes(maps[0]).keys() ^ held)
+    raise AssertionError(
+        f"none of the {len(maps)} layouts of {architecture.model_type} has the reference's names: "
+        f"{difference[:8]}"
+    )
+
+
+def names_of(reference: nn.Module) -> set[str]:
+    """Of all that the reference saves, a tied tensor once."""
+    seen: dict[int, str] = {}
+    for name, tensor in reference.state_dict().items():
+        seen.setdefault(tensor.data_ptr() or id(tensor), name)
+    return set(seen.values())
+
+
+def randomise(model: nn.Module, generator: torch.Generator) -> None:
+    """Every parameter random, and every saved buffer: the ones of fresh norms and the zeros of fresh biases
+    would hide a mix-up.
+    """
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, tensor in _saved_once(model):
+            noise = torch.randn(tensor.shape, generator=generator)
+            if name not in parameters:  # such as a bias that corrects a router's scores
+                tensor.copy_(0.3 * noise)
+            elif tensor.dim() > 1:  # such that activations and scores stay of the order of one
+                tensor.copy_(noise / math.sqrt(tensor.shape[-1]))
+            else:
+                tensor.copy_(0.3 * noise + (0.0 if name.endswith("bias") else 1.0))
+
+
+def _saved_once(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, then persistent buffers of floating point."""
+    yield from model.named_parameters()
+    saved = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in saved and buffer.is_floating_point():
+            yield name, buffer
+
+
+def copy_parameters(weight_map: Mapping[str, Expr], model: CausalLM, source: Mapping[str, Tensor]) -> None:
+    """Fill a native model from the checkpoint tensors `source`."""
+    own = saved_tensors(model)
+    assert own.keys() == weight_map.keys(), own.keys() ^ weight_map.keys()
+    with torch.no_grad():
+        for name, expression in weight_map.items():
+            own[name].copy_(expression.read(source.__getitem__))
+
+
+def make_pair_once() -> Callable[[str], Pair]:
+    """`make_pair` of tiny configs as they are, each made once: for tests that leave parameters alone."""
+    made: dict[str, Pair] = {}
+
+    def get(family: str) -> Pair:
+        if family not in made:
+            made[family] = make_pair(family)
+        torch.manual_seed(0)
+        return made[family]
+
+    return get

@@ -1,0 +1,205 @@
+"""The configs in which a family is tested, derived from its tiny one: flags turned, keys left out or null,
+every rope type in both spellings, and what its registration adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pairs import ABSENT, LENGTH, changed, spec_of
+
+from liger_models.architectures import find_architecture
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.errors import ConfigError
+
+Changes = dict[str, Any]
+
+# Settings of every rope type, and max_position_embeddings.
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE = {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 16}
+ROPES: dict[str, tuple[dict[str, Any], int]] = {
+    "default": ({"rope_type": "default"}, 64),
+    "linear": ({"rope_type": "linear", "factor": 3.0}, 64),
+    "dynamic_within": ({"rope_type": "dynamic", "factor": 3.0}, 64),
+    "dynamic_beyond": ({"rope_type": "dynamic", "factor": 3.0}, 8),
+    "yarn": (YARN, 64),
+    "yarn_attention_factor": ({**YARN, "attention_factor": 1.7}, 64),
+    "yarn_mscale": ({**YARN, "mscale": 0.9, "mscale_all_dim": 0.5}, 64),
+    "yarn_fractional": ({**YARN, "truncate": False, "beta_fast": 1.0, "beta_slow": 0.25}, 64),
+    "longrope_short": ({**LONGROPE, "original_max_position_embeddings": 32}, 128),
+    "longrope_long": (LONGROPE, 64),
+    "longrope_attention_factor": ({**LONGROPE, "attention_factor": 1.3}, 64),
+    "llama3": (
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.5,
+            "high_freq_factor": 4.5,
+            "original_max_position_embeddings": 16,
+        },
+        128,
+    ),
+}
+THETA = 500.0  # so that the slowest dimension turns visibly within a short sequence
+ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")
+
+
+def skipped(family: str, what: str, name: str) -> bool:
+    """Whether the family's registration skips `rope:yarn`, say; `rope:yarn_mscale` is skipped with it."""
+    entries = find_architecture(family).skip
+    return any(entry == f"{what}:{name}" or f"{what}:{name}".startswith(f"{entry}_") for entry in entries)
+
+
+def settings(family: str) -> dict[str, Changes]:
+    """Changes of what nearly every family has: heads, vocabulary, windows, an activation."""
+    tiny = find_architecture(family).tiny
+    heads = tiny.get("num_attention_heads")
+    table = {
+        "one_kv_head": {"num_key_value_heads": 1},
+        "kv_heads_as_many_as_heads": {"num_key_value_heads": heads},
+        "head_dim_apart": {"head_dim": 24},
+        "even_vocabulary": {"vocab_size": 128},
+        "window_of_one": {"sliding_window": 1},
+        "window_as_long_as_the_sequence": {"sliding_window": LENGTH},
+        "hidden_act": {"hidden_act": "gelu"},
+        "hidden_activation": {"hidden_activation": "gelu"},
+    }
+    return {
+        name: changes
+        for name, changes in table.items()
+        if changes.keys() <= tiny.keys() and not skipped(family, "variant", name)
+    }
+
+
+def flags(family: str) -> dict[str, Changes]:
+    """Every true-or-false of the tiny config turned; and the head tied and not, said or not."""
+    tiny = find_architecture(family).tiny
+    tied = spec_of(family).tie_word_embeddings
+    turned = {key: not value for key, value in tiny.items() if isinstance(value, bool)}
+    turned["tie_word_embeddings"] = not tied
+    return {
+        f"{key}={value}": {key: value}
+        for key, value in turned.items()
+        if not skipped(family, "variant", f"{key}={value}")
+    }
+
+
+def variants(family: str) -> dict[str, Changes]:
+    """By name: the tiny config as it is, and the changes above, and those of the family's registration."""
+    own = {name: dict(changes) for name, changes in find_architecture(family).variants.items()}
+    return {"as_is": {}, **settings(family), **flags(family), **own}
+
+
+def left_out(family: str) -> Iterator[tuple[str, Changes]]:
+    """The tiny config without one of its keys, for each that the family can do without."""
+    yield from _accepted(family, ABSENT, "absent")
+
+
+def nulls(family: str) -> Iterator[tuple[str, Changes]]:
+    """The tiny config with a null in place of a value, for each that the family can do without."""
+    yield from _accepted(family, None, "null")
+
+
+def _accepted(family: str, value: Any, what: str) -> Iterator[tuple[str, Changes]]:
+    for key in find_architecture(family).tiny:
+        if key == "model_type" or skipped(family, what, key):
+            continue
+        try:
+            spec_of(family, {key: value})
+        except ConfigError:
+            continue  # refused: nothing to compare
+        yield key, {key: value}
+
+
+# -- rope types
+
+
+def rope_types(family: str) -> dict[str, dict[str, Changes]]:
+    """By name, then by spelling: the changes that give the family's layers this kind of rotation.
+
+    Where rotary settings are nested by layer type, it is full attention that is scaled.
+    """
+    if not spec_of(family).ropes:
+        return {}
+    found = {}
+    for name, (scaling, longest) in ROPES.items():
+        if not skipped(family, "rope", name):
+            found[name] = _spellings(family, scaling, longest)
+    return found
+
+
+def _spellings(family: str, scaling: Mapping[str, Any], longest: int) -> dict[str, Changes]:
+    tiny = find_architecture(family).tiny
+    none = {key: ABSENT for key in ROPE_KEYS if key in tiny}
+    by_layer = _rope_by_layer_type(tiny)
+    full = by_layer.get("full_attention") or next(iter(by_layer.values()))
+    partial = {key: full[key] for key in ("partial_rotary_factor",) if key in full}
+    if scaling["rope_type"] == "longrope":
+        half = max(rope.dim for rope in spec_of(family).ropes) // 2
+        scaling = {
+            **scaling,
+            "short_factor": [1.0 + 0.03 * i for i in range(half)],
+            "long_factor": [2.0 + 0.5 * i for i in range(half)],
+        }
+    new: Changes = {"rope_theta": THETA, **partial, **scaling}
+    old: Changes = {"rope_theta": THETA, **partial, "rope_scaling": dict(scaling)}
+    if len(by_layer) > 1:
+        sliding = by_layer["sliding_attention"]
+        new = {"full_attention": new, "sliding_attention": dict(sliding)}
+        old["rope_local_base_freq"] = sliding["rope_theta"]
+    length = {"max_position_embeddings": longest}
+    if "original_max_position_embeddings" in tiny:  # which then goes before the one within
+        length["original_max_position_embeddings"] = scaling.get("original_max_position_embeddings", longest)
+    return {
+        "rope_parameters": {**none, **length, "rope_parameters": new},
+        "rope_scaling": {**none, **length, **old},
+    }
+
+
+def _rope_by_layer_type(tiny: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The rotary settings of a config by layer type; of one that does not tell them apart, as one entry."""
+    new = tiny.get("rope_parameters") or {}
+    if any(isinstance(value, Mapping) for value in new.values()):
+        return dict(new)
+    return {"": {**{key: tiny[key] for key in ROPE_KEYS if key in tiny}, **new}}
+
+
+# -- which keys are tried
+
+# Read by all families alike, and tested where they are read.
+READ_BY_ALL = {
+    "model_type": "names the family",
+    "initializer_range": "concerns fresh weights alone",
+    "rotary_emb_base": "an older name of rope_theta",
+    "rotary_pct": "an older name of partial_rotary_factor",
+    "partial_rotary_factor": "families that turn whole heads refuse it",
+    "max_position_embeddings": "without it there is no model",
+    "original_max_position_embeddings": "also stands within the rotary settings",
+}
+
+
+def untried_keys(family: str) -> set[str]:
+    """The keys that the family reads, but that have no effect in any of its configs."""
+    architecture = find_architecture(family)
+    configs = [changed(architecture.tiny, changes) for changes in variants(family).values()]
+    configs += [
+        changed(architecture.tiny, changes)
+        for spellings in rope_types(family).values()
+        for changes in spellings.values()
+    ]
+    read, tried = set(), set()
+    for raw in configs:
+        config = HFConfig.load(raw)
+        spec = architecture.spec(config)
+        read |= config.taken
+        for key in raw.keys() & config.taken - tried:
+            rest = {name: value for name, value in raw.items() if name != key}
+            try:
+                without = architecture.spec(HFConfig.load(rest))
+            except ConfigError:
+                without = None
+            if without != spec:
+                tried.add(key)
+    skip = {entry.removeprefix("key:") for entry in architecture.skip if entry.startswith("key:")}
+    return read - tried - READ_BY_ALL.keys() - skip
