@@ -16,7 +16,16 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import torch
-from pairs import BOUND, Pair, copy_parameters, native_model, relative_distance
+from pairs import (
+    BOUND,
+    Pair,
+    canonical_map,
+    copy_parameters,
+    map_like,
+    native_model,
+    relative_distance,
+    saved_tensors,
+)
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -119,17 +128,12 @@ def spec_is_noticed(pair: Pair, spec: ModelSpec) -> bool:
     """Whether a model of this spec, with the reference's parameters, is told from the reference."""
     try:
         model = native_model(pair.architecture, spec)
-        if not _loads(model, pair):
-            return True
-        copy_parameters(model.weight_map(), model, pair.state)
+        # A checkpoint with other names or shapes would be refused: `map_like` and `read` raise as loading does.
+        weight_map = map_like(pair.architecture, model, checkpoint_shapes(pair.weight_map).keys())
+        copy_parameters(weight_map, model, pair.state)
         return is_noticed(pair, model)
-    except (ValueError, RuntimeError, IndexError):  # sizes that do not fit one another
+    except (ValueError, RuntimeError, IndexError):  # or by sizes that do not fit one another
         return True
-
-
-def _loads(model: Any, pair: Pair) -> bool:
-    """Whether the checkpoint has exactly the tensors of this model: else no model would come of it."""
-    return checkpoint_shapes(model.weight_map()) == checkpoint_shapes(pair.weight_map)
 
 
 def is_noticed(pair: Pair, model: Any = None) -> bool:
@@ -145,12 +149,13 @@ def is_noticed(pair: Pair, model: Any = None) -> bool:
 
 
 def swaps(pair: Pair) -> Iterator[tuple[str, str]]:
-    """Names of checkpoint tensors of one shape: neighbours within a native tensor, within a layer's module or
+    """Canonical names of tensors of one shape: neighbours within a native tensor, within a layer's module or
     between layers.
     """
-    shapes = checkpoint_shapes(pair.weight_map)
+    weight_map = canonical_map(pair.ours)
+    shapes = checkpoint_shapes(weight_map)
     groups: dict[tuple[Any, ...], list[str]] = {}
-    for native, expression in pair.weight_map.items():
+    for native, expression in weight_map.items():
         for ref in expression.refs():
             layer, rest = _layer_and_rest(ref.name)
             kind = rest.rpartition(".")[2]
@@ -176,7 +181,7 @@ def _layer_and_rest(name: str) -> tuple[str, str]:
 
 @contextmanager
 def swapped(pair: Pair, first: str, second: str) -> Iterator[None]:
-    """The native model with two checkpoint tensors in each other's place."""
+    """The native model with two tensors in each other's place."""
     views = checkpoint_views(pair)
     a, b = views[first], views[second]
 
@@ -194,10 +199,10 @@ def swapped(pair: Pair, first: str, second: str) -> Iterator[None]:
 
 
 def checkpoint_views(pair: Pair) -> dict[str, Tensor]:
-    """The native model's memory under the checkpoint's names."""
-    own = pair.ours.state_dict(keep_vars=True)
+    """The native model's memory under canonical names."""
+    own = saved_tensors(pair.ours)
     views: dict[str, Tensor] = {}
-    for name, expression in pair.weight_map.items():
+    for name, expression in canonical_map(pair.ours).items():
         views |= expression.write(own[name].detach())
     return views
 

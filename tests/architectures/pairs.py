@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -184,6 +184,9 @@ def spec_of(family: str, changes: Mapping[str, Any] | None = None) -> ModelSpec:
     return architecture.spec(HFConfig.load(changed(architecture.tiny, changes)))
 
 
+# The four places where the names of a native model's tensors are asked for.
+
+
 def native_model(architecture: Architecture, spec: ModelSpec, **options: Any) -> CausalLM:
     return CausalLM(spec, architecture.names, **options)
 
@@ -191,6 +194,11 @@ def native_model(architecture: Architecture, spec: ModelSpec, **options: Any) ->
 def weight_maps(architecture: Architecture, model: CausalLM) -> list[dict[str, Expr]]:
     """One for each layout in which the family's checkpoints are found."""
     return [model.weight_map()]
+
+
+def canonical_map(model: CausalLM) -> dict[str, Expr]:
+    """The weight map in which every packed tensor is told by its parts."""
+    return model.weight_map()
 
 
 def saved_tensors(model: CausalLM) -> dict[str, Tensor]:
@@ -231,20 +239,19 @@ def make_pair(model_type: str, changes: Mapping[str, Any] | None = None, **model
     config = changed(architecture.tiny, changes)
     ours = native_model(architecture, architecture.spec(HFConfig.load(config)), **model_options)
     reference = reference_model(architecture, config)
-    weight_map = _map_of(architecture, ours, reference)
+    weight_map = map_like(architecture, ours, names_of(reference))
     copy_parameters(weight_map, ours, reference.state_dict())
     return Pair(architecture, config, ours, reference, weight_map)
 
 
-def _map_of(architecture: Architecture, ours: CausalLM, reference: nn.Module) -> dict[str, Expr]:
-    """Of the family's layouts the one with the names that the reference uses in memory."""
-    held = names_of(reference)
-    maps = weight_maps(architecture, ours)
+def map_like(architecture: Architecture, model: CausalLM, names: Set[str]) -> dict[str, Expr]:
+    """Of the family's layouts the one with these names: those that the reference uses in memory."""
+    maps = weight_maps(architecture, model)
     for found in maps:
-        if checkpoint_shapes(found).keys() == held:
+        if checkpoint_shapes(found).keys() == names:
             return found
-    difference = sorted(checkpoint_shapes(maps[0]).keys() ^ held)
-    raise AssertionError(
+    difference = sorted(checkpoint_shapes(maps[0]).keys() ^ names)
+    raise ValueError(
         f"none of the {len(maps)} layouts of {architecture.model_type} has the reference's names: "
         f"{difference[:8]}"
     )
