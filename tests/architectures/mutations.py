@@ -128,7 +128,7 @@ def spec_is_noticed(pair: Pair, spec: ModelSpec) -> bool:
     """Whether a model of this spec, with the reference's parameters, is told from the reference."""
     try:
         model = native_model(pair.architecture, spec)
-        # A checkpoint with other names or shapes would be refused: `map_like` and `read` raise as loading does.
+        # A checkpoint with other names or shapes is refused: `map_like` and `read` raise as loading does.
         weight_map = map_like(pair.architecture, model, checkpoint_shapes(pair.weight_map).keys())
         copy_parameters(weight_map, model, pair.state)
         return is_noticed(pair, model)
