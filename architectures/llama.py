@@ -35,7 +35,7 @@ from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
         },
     },
     defaults={"max_position_embeddings": 2048},
-    carried=("model.layers.*.self_attn.rotary_emb.inv_freq",),
+    carried=lambda c: ("model.layers.*.self_attn.rotary_emb.inv_freq",),
     variants={"no_bias": {"attention_bias": False, "mlp_bias": False}},
 )
 def llama(c: HFConfig) -> ModelSpec:

@@ -14,10 +14,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import UnsupportedModelError
-from liger_models.layers.model import ModelNames
 from liger_models.layers.spec import ModelSpec
+
+
+def _nothing(config: HFConfig) -> tuple[str, ...]:
+    return ()
 
 
 @dataclass(frozen=True)
@@ -27,22 +31,23 @@ class Architecture:
     Attributes:
         model_type: as config.json has it.
         build: from a config to a spec; it takes every key that the family knows.
-        names: what a checkpoint calls the parts.
         reference: the class of the reference implementation in transformers.
         tiny: a config small enough for tests, with the family's traits switched on.
         defaults: values that the reference gives to keys which config.json leaves out.
-        carried: patterns (with `*`) of checkpoint tensors that nothing reads and an export repeats.
+        layouts: in what the family's checkpoints differ from the canonical form, the usual one first.
+        carried: of a config, the patterns (with `*`) of checkpoint tensors that nothing reads and an export
+            repeats.
         variants: further configs for tests, as changes of `tiny`, by name.
         skip: what tests leave out, such as "rope:yarn", each with the reason.
     """
 
     model_type: str
     build: Callable[[HFConfig], ModelSpec]
-    names: ModelNames
     reference: str
     tiny: Mapping[str, Any]
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    carried: tuple[str, ...] = ()
+    layouts: tuple[Layout, ...] = (Layout(),)
+    carried: Callable[[HFConfig], tuple[str, ...]] = _nothing
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     skip: Mapping[str, str] = field(default_factory=dict)
 
@@ -66,9 +71,9 @@ def register(
     *,
     reference: str,
     tiny: Mapping[str, Any],
-    names: ModelNames | None = None,
     defaults: Mapping[str, Any] | None = None,
-    carried: tuple[str, ...] = (),
+    layouts: tuple[Layout, ...] = (Layout(),),
+    carried: Callable[[HFConfig], tuple[str, ...]] = _nothing,
     variants: Mapping[str, Mapping[str, Any]] | None = None,
     skip: Mapping[str, str] | None = None,
 ) -> Callable[[Callable[[HFConfig], ModelSpec]], Callable[[HFConfig], ModelSpec]]:
@@ -80,10 +85,10 @@ def register(
         _ARCHITECTURES[model_type] = Architecture(
             model_type,
             build,
-            names or ModelNames(),
             reference,
             {"model_type": model_type, **tiny},
             defaults or {},
+            layouts,
             carried,
             variants or {},
             skip or {},

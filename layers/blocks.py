@@ -6,12 +6,9 @@ stream: the sum is taken inside the next norm, in one kernel. `residual` is None
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
-from liger_models.convert.checkpoints.weight_map import Expr
 from liger_models.layers.activation_memory import ActivationMemory, recompute
 from liger_models.layers.attention_backends import AttentionBackend
 from liger_models.layers.mlp import GatedMLP
@@ -19,22 +16,6 @@ from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.self_attention import Attention
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import BlockSpec
-
-
-@dataclass(frozen=True)
-class BlockNames:
-    """What a checkpoint calls the parts of a layer, below the layer's own prefix."""
-
-    input_norm: str = "input_layernorm"
-    post_attention_norm: str = "post_attention_layernorm"
-    q_proj: str = "self_attn.q_proj"
-    k_proj: str = "self_attn.k_proj"
-    v_proj: str = "self_attn.v_proj"
-    o_proj: str = "self_attn.o_proj"
-    sinks: str = "self_attn.sinks"
-    gate_proj: str = "mlp.gate_proj"
-    up_proj: str = "mlp.up_proj"
-    down_proj: str = "mlp.down_proj"
 
 
 class PreNormBlock(nn.Module):
@@ -67,30 +48,6 @@ class PreNormBlock(nn.Module):
     def _feed_forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         x, residual = add_and_norm(self.post_attention_layernorm, x, residual)
         return self.mlp(x), residual
-
-    def weight_map(self, prefix: str, source: str, names: BlockNames) -> dict[str, Expr]:
-        """`prefix` of the native names, `source` of the checkpoint's."""
-
-        def at(name: str) -> str:
-            return source + name
-
-        return {
-            **self.input_layernorm.weight_map(f"{prefix}input_layernorm.", at(names.input_norm)),
-            **self.self_attn.weight_map(
-                f"{prefix}self_attn.",
-                at(names.q_proj),
-                at(names.k_proj),
-                at(names.v_proj),
-                at(names.o_proj),
-                at(names.sinks),
-            ),
-            **self.post_attention_layernorm.weight_map(
-                f"{prefix}post_attention_layernorm.", at(names.post_attention_norm)
-            ),
-            **self.mlp.weight_map(
-                f"{prefix}mlp.", at(names.gate_proj), at(names.up_proj), at(names.down_proj)
-            ),
-        }
 
 
 BLOCKS: dict[str, type[PreNormBlock]] = {"pre_norm": PreNormBlock}

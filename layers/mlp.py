@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from liger_models.convert.checkpoints.weight_map import Cat, Expr, Ref
 from liger_models.kernels import geglu, relu2, swiglu
 from liger_models.layers.activation_memory import carry_recipe, output_is_ours
+from liger_models.layers.packed_linear import PackedLinear
 from liger_models.layers.spec import MLPSpec
 
 _GATED: dict[str, Callable[..., Tensor]] = {
@@ -35,9 +35,10 @@ class GatedMLP(nn.Module):
 
     def __init__(self, hidden_size: int, spec: MLPSpec):
         super().__init__()
-        self.spec, self.hidden_size = spec, hidden_size
+        self.spec = spec
         self.gated_product = _GATED[spec.activation]
-        self.gate_up_proj = nn.Linear(hidden_size, 2 * spec.intermediate_size, bias=spec.bias)
+        parts = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
+        self.gate_up_proj = PackedLinear(hidden_size, parts, spec.bias)
         self.down_proj = nn.Linear(spec.intermediate_size, hidden_size, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,22 +46,6 @@ class GatedMLP(nn.Module):
         gate_up = self.gate_up_proj(x)
         product = self.gated_product(gate_up, reuse_input=output_is_ours(self.gate_up_proj))
         return self.down_proj(carry_recipe(product, self.gated_product, gate_up))
-
-    def weight_map(self, prefix: str, gate: str, up: str, down: str) -> dict[str, Expr]:
-        """`prefix` of the native names; the checkpoint's names of the three projections, bare."""
-        hidden, inner = self.hidden_size, self.spec.intermediate_size
-
-        def stacked(kind: str, *rest: int) -> Expr:
-            return Cat(tuple(Ref(f"{name}.{kind}", (inner, *rest)) for name in (gate, up)))
-
-        expressions = {
-            f"{prefix}gate_up_proj.weight": stacked("weight", hidden),
-            f"{prefix}down_proj.weight": Ref(f"{down}.weight", (hidden, inner)),
-        }
-        if self.spec.bias:
-            expressions[f"{prefix}gate_up_proj.bias"] = stacked("bias")
-            expressions[f"{prefix}down_proj.bias"] = Ref(f"{down}.bias", (hidden,))
-        return expressions
 
     def extra_repr(self) -> str:
         return f"activation={self.spec.activation!r}"

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from liger_models.convert.checkpoints.weight_map import Expr, Ref
 from liger_models.layers.activation_memory import ActivationMemory, keep_recipes, parse_levels, recompute
 from liger_models.layers.attention_backends import BACKENDS, AttentionBackend
-from liger_models.layers.blocks import BLOCKS, BlockNames, add_and_norm
+from liger_models.layers.blocks import BLOCKS, add_and_norm
 from liger_models.layers.cache import KVCache
 from liger_models.layers.call_checks import CallChecks, batch_shape, targets_of
 from liger_models.layers.head import LMHead
@@ -27,23 +25,11 @@ from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import ModelSpec
 
 
-@dataclass(frozen=True)
-class ModelNames:
-    """What a checkpoint calls the parts of a model. `layer` holds `{i}`, the layer's number."""
-
-    embed_tokens: str = "model.embed_tokens"
-    layer: str = "model.layers.{i}."
-    norm: str = "model.norm"
-    lm_head: str = "lm_head"
-    block: BlockNames = field(default_factory=BlockNames)
-
-
 class CausalLM(ModelParameters):
     """Embeddings, blocks, a final norm and a head.
 
     Args:
         spec: what the model is made of.
-        names: what its checkpoint calls the parts.
         attention: the attention backend, see layers/attention_backends.py.
         activation_memory: what is kept for the backward pass, one name for all layers or one a layer, see
             layers/activation_memory.py.
@@ -52,14 +38,13 @@ class CausalLM(ModelParameters):
     def __init__(
         self,
         spec: ModelSpec,
-        names: ModelNames | None = None,
         attention: AttentionBackend = "auto",
         activation_memory: str | Sequence[str] = "lean",
     ):
         super().__init__()
         if attention not in BACKENDS:
             raise ValueError(f"unknown attention backend {attention!r}; choose one of {', '.join(BACKENDS)}")
-        self.spec, self.names = spec, names or ModelNames()
+        self.spec = spec
         self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
         self.layers = nn.ModuleList(
             BLOCKS[block.topology](spec.hidden_size, block, i, attention)
@@ -71,6 +56,7 @@ class CausalLM(ModelParameters):
         if spec.tie_word_embeddings:
             self.register_state_dict_post_hook(drop_tied_head)
             self.register_load_state_dict_pre_hook(restore_tied_head)
+        self.note_canonical_forms()
         self.set_activation_memory(activation_memory)
 
     def forward(
@@ -168,22 +154,6 @@ class CausalLM(ModelParameters):
         ]
         weight = self.embed_tokens.weight
         return KVCache(sizes, batch, max_length, weight.device, weight.dtype)
-
-    # -- parameters
-    # --------------------------------------------------------------------------------------------
-
-    def weight_map(self) -> dict[str, Expr]:
-        """Every native parameter as an expression over the checkpoint's tensors, in the model's order."""
-        names, vocab = self.names, (self.spec.vocab_size, self.spec.hidden_size)
-        expressions: dict[str, Expr] = {"embed_tokens.weight": Ref(f"{names.embed_tokens}.weight", vocab)}
-        for i, layer in enumerate(self.layers):
-            expressions |= layer.weight_map(  # type: ignore[operator]  # a ModuleList forgets its class
-                f"layers.{i}.", names.layer.format(i=i), names.block
-            )
-        expressions |= self.norm.weight_map("norm.", names.norm)
-        if not self.spec.tie_word_embeddings:
-            expressions["lm_head.weight"] = Ref(f"{names.lm_head}.weight", vocab)
-        return expressions
 
     # -- activation memory
     # -------------------------------------------------------------------------------------

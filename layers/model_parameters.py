@@ -1,21 +1,47 @@
-"""The parameters of a model: memory for them, fresh values, the head that shares the embedding's."""
+"""The parameters of a model: their names in checkpoints, memory, fresh values, the head that shares the
+embedding's.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
+from liger_models.convert.checkpoints.layout import Layout, canonical_forms, saved_tensors
+from liger_models.convert.checkpoints.weight_map import Expr
 from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.self_attention import Attention
 from liger_models.layers.spec import ModelSpec
 
 
 class ModelParameters(nn.Module):
-    """What `CausalLM` can do with its parameters, beside computing with them."""
+    """What `CausalLM` can do with its parameters, beside computing with them.
+
+    Attributes:
+        layout: how the model's checkpoint differs from the canonical form.
+    """
+
+    layout: Layout = Layout()
 
     spec: ModelSpec
     embed_tokens: nn.Embedding
     lm_head: nn.Linear
+
+    def saved_tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds: the parameters and the persistent buffers; a tied one once."""
+        return saved_tensors(self)
+
+    def weight_map(self, layout: Layout | None = None) -> dict[str, Expr]:
+        """Every saved tensor as an expression over the checkpoint's, in the model's order.
+
+        Args:
+            layout: of the checkpoint. Default: the model's own.
+        """
+        return (layout or self.layout).weight_map(self._canonical_forms)
+
+    def note_canonical_forms(self) -> None:
+        """Remember what the tensors are, as they are now: what is changed later is then noticed."""
+        self._canonical_forms = canonical_forms(self)
 
     def tie_weights(self) -> None:
         """Let the head use the embedding's parameter, if the spec says so."""
@@ -23,9 +49,13 @@ class ModelParameters(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
 
     def materialize(self, device: torch.device | str | None, dtype: torch.dtype) -> None:
-        """Give parameters that were made on the meta device uninitialised memory on a real one."""
+        """Give tensors that were made on the meta device uninitialised memory on a real one: parameters in
+        `dtype`, buffers each in its own.
+        """
         made: dict[nn.Parameter, nn.Parameter] = {}  # a tied parameter stays one
         for module in self.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, torch.empty_like(buffer, device=device or torch.get_default_device()))
             for name, old in module.named_parameters(recurse=False):
                 if old not in made:
                     memory = torch.empty(old.shape, dtype=dtype, device=device)

@@ -9,7 +9,6 @@ stacked: gate_up_proj [E, 2 I, H], the gate's rows first, and down_proj [E, H, I
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,35 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from liger_models.convert.checkpoints.weight_map import Cat, Expr, Ref, Stack, Transpose
+from liger_models.convert.checkpoints.weight_map import Cat, Expr, Ref, Stack
 from liger_models.kernels import moe_experts, route
 from liger_models.layers.mlp import GatedMLP
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import MoESpec
-
-
-@dataclass(frozen=True)
-class MoENames:
-    """What a checkpoint calls the parts of a mixture of experts, below the layer's own prefix.
-
-    The names of the experts' projections are those of whole tensors. `{e}` stands for the expert's number; a
-    name without it is that of all experts' matrices in one tensor. If `gate_up_proj` is given, gate and up
-    are one tensor, the gate first, and their own names are not used. `transposed` says that the experts'
-    matrices have their inputs first, [.., in, out]. The other names are bare, without ".weight", but for that
-    of the correction bias.
-    """
-
-    router: str = "mlp.gate"
-    correction_bias: str = "mlp.gate.e_score_correction_bias"
-    gate_proj: str = "mlp.experts.{e}.gate_proj.weight"
-    up_proj: str = "mlp.experts.{e}.up_proj.weight"
-    down_proj: str = "mlp.experts.{e}.down_proj.weight"
-    gate_up_proj: str | None = None
-    transposed: bool = False
-    shared_gate_proj: str = "mlp.shared_expert.gate_proj"
-    shared_up_proj: str = "mlp.shared_expert.up_proj"
-    shared_down_proj: str = "mlp.shared_expert.down_proj"
-    shared_expert_gate: str = "mlp.shared_expert_gate"
 
 
 class MixtureOfExperts(nn.Module):
@@ -63,7 +38,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         if spec.shared_gate and spec.shared_expert is None:
             raise ValueError("shared_gate is the gate of a shared expert, but shared_expert is None")
-        self.spec, self.hidden_size = spec, hidden_size
+        self.spec = spec
         self.router = Router(hidden_size, spec)
         self.experts = Experts(hidden_size, spec)
         self.shared_expert = None if spec.shared_expert is None else GatedMLP(hidden_size, spec.shared_expert)
@@ -81,42 +56,6 @@ class MixtureOfExperts(nn.Module):
         if self.shared_expert_gate is not None:
             shared = self.shared_expert_gate(x).sigmoid() * shared
         return y + shared
-
-    def weight_map(self, prefix: str, source: str, names: MoENames) -> dict[str, Expr]:
-        """`prefix` of the native names, `source` of the checkpoint's."""
-        spec, hidden, inner = self.spec, self.hidden_size, self.spec.intermediate_size
-
-        def of_experts(name: str, out_features: int, in_features: int) -> Expr:
-            """All experts' matrices, [E, out, in]."""
-            shape = (in_features, out_features) if names.transposed else (out_features, in_features)
-            expr: Expr = Ref(source + name, (spec.num_experts, *shape))
-            if "{e}" in name:
-                each = (source + name.replace("{e}", str(e)) for e in range(spec.num_experts))
-                expr = Stack(tuple(Ref(name, shape) for name in each))
-            return Transpose(expr) if names.transposed else expr
-
-        if names.gate_up_proj is not None:
-            gate_up = of_experts(names.gate_up_proj, 2 * inner, hidden)
-        else:
-            gate_and_up = (of_experts(name, inner, hidden) for name in (names.gate_proj, names.up_proj))
-            gate_up = Cat(tuple(gate_and_up), dim=1)
-        expressions = {
-            f"{prefix}router.weight": Ref(f"{source}{names.router}.weight", (spec.num_experts, hidden)),
-            f"{prefix}experts.gate_up_proj": gate_up,
-            f"{prefix}experts.down_proj": of_experts(names.down_proj, hidden, inner),
-        }
-        if spec.correction_bias:
-            bias = Ref(source + names.correction_bias, (spec.num_experts,))
-            expressions[f"{prefix}router.correction_bias"] = bias
-        if self.shared_expert is not None:
-            shared = (names.shared_gate_proj, names.shared_up_proj, names.shared_down_proj)
-            expressions |= self.shared_expert.weight_map(
-                f"{prefix}shared_expert.", *(source + name for name in shared)
-            )
-        if self.shared_expert_gate is not None:
-            gate = Ref(f"{source}{names.shared_expert_gate}.weight", (1, hidden))
-            expressions[f"{prefix}shared_expert_gate.weight"] = gate
-        return expressions
 
 
 class Router(nn.Module):
@@ -182,6 +121,18 @@ class Experts(nn.Module):
     def reset_parameters(self) -> None:
         _reset_as_linear(self.gate_up_proj)
         _reset_as_linear(self.down_proj)
+
+    def canonical_form(self, path: str, name: str) -> Expr:
+        """The projections of each expert by themselves, `0.gate_proj.weight` and so on."""
+        num_experts, *rest = self.get_parameter(name).shape
+
+        def of_each(projection: str, rows: int) -> Expr:
+            shape = (rows, *rest[1:])
+            return Stack(tuple(Ref(f"{path}.{e}.{projection}.weight", shape) for e in range(num_experts)))
+
+        if name == "gate_up_proj":
+            return Cat((of_each("gate_proj", rest[0] // 2), of_each("up_proj", rest[0] // 2)), dim=1)
+        return of_each(name, rest[0])
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """x [T, H], weights [T, k], experts [T, k] -> [T, H]."""

@@ -7,7 +7,6 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from liger_models.convert.checkpoints.weight_map import Expr, Ref
 from liger_models.kernels import add_rms_norm, layer_norm, rms_norm
 from liger_models.layers.activation_memory import carry_recipe
 from liger_models.layers.spec import NormCast, NormSpec
@@ -47,9 +46,6 @@ class LigerRMSNorm(nn.Module):
             return carry_recipe(norm(x, self.weight), norm, x, self.weight)
         y, total = add_rms_norm(x, residual, self.weight, self.eps, self.offset, self.cast)
         return carry_recipe(y, norm, total, self.weight), total
-
-    def weight_map(self, prefix: str, source: str) -> dict[str, Expr]:
-        return {f"{prefix}weight": Ref(f"{source}.weight", tuple(self.weight.shape))}
 
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, eps={self.eps}, offset={self.offset}, cast={self.cast!r}"

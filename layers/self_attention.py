@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from liger_models.convert.checkpoints.weight_map import Cat, Expr, Ref
 from liger_models.kernels import split_rotary_qkv
 from liger_models.layers.activation_memory import output_is_ours
 from liger_models.layers.attention_backends import AttentionBackend, attend, attend_cached
+from liger_models.layers.packed_linear import PackedLinear
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import AttentionSpec
 
@@ -34,8 +34,8 @@ class Attention(nn.Module):
     ):
         super().__init__()
         self.spec, self.layer, self.backend = spec, layer, backend
-        self.hidden_size = hidden_size
-        self.qkv_proj = nn.Linear(hidden_size, spec.q_size + 2 * spec.kv_size, bias=spec.qkv_bias)
+        parts = {"q_proj": spec.q_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
+        self.qkv_proj = PackedLinear(hidden_size, parts, spec.qkv_bias)
         self.o_proj = nn.Linear(spec.q_size, hidden_size, bias=spec.o_bias)
         self.sinks = nn.Parameter(torch.zeros(spec.num_attention_heads)) if spec.sinks else None
 
@@ -72,29 +72,6 @@ class Attention(nn.Module):
         if cache.longest == sequences.max_seqlen:  # the prompts: they see nothing but themselves
             return attend(q, k, v, self.spec, sequences, self.backend, self.sinks)
         return attend_cached(q, keys, values, self.spec, cache.slots, self.sinks)
-
-    def weight_map(self, prefix: str, q: str, k: str, v: str, o: str, sinks: str) -> dict[str, Expr]:
-        """`prefix` of the native names; the checkpoint's names of the four projections, bare, and of the
-        sinks.
-        """
-        rows = (self.spec.q_size, self.spec.kv_size, self.spec.kv_size)
-        hidden = self.hidden_size
-
-        def stacked(kind: str, *rest: int) -> Expr:
-            parts = zip((q, k, v), rows, strict=True)
-            return Cat(tuple(Ref(f"{name}.{kind}", (size, *rest)) for name, size in parts))
-
-        expressions = {
-            f"{prefix}qkv_proj.weight": stacked("weight", hidden),
-            f"{prefix}o_proj.weight": Ref(f"{o}.weight", (hidden, self.spec.q_size)),
-        }
-        if self.spec.qkv_bias:
-            expressions[f"{prefix}qkv_proj.bias"] = stacked("bias")
-        if self.spec.o_bias:
-            expressions[f"{prefix}o_proj.bias"] = Ref(f"{o}.bias", (hidden,))
-        if self.spec.sinks:
-            expressions[f"{prefix}sinks"] = Ref(sinks, (self.spec.num_attention_heads,))
-        return expressions
 
     def extra_repr(self) -> str:
         spec = self.spec

@@ -30,6 +30,7 @@ class LigerCausalLM(CausalLM):
     Attributes:
         architecture: the family, as registered.
         config: the keys of config.json as attributes.
+        carried: patterns (with `*`) of checkpoint tensors that the model does not use and an export repeats.
         source: what the checkpoint looked like that it was read from; None for fresh weights.
         source_folder: where that checkpoint lies.
     """
@@ -42,9 +43,11 @@ class LigerCausalLM(CausalLM):
         attention: AttentionBackend = "auto",
         activation_memory: str | list[str] = "lean",
     ):
-        super().__init__(spec, architecture.names, attention, activation_memory)
+        super().__init__(spec, attention, activation_memory)
+        self.layout = architecture.layouts[0]
         self.architecture = architecture
         self.config = ModelConfig(raw_config)
+        self.carried: tuple[str, ...] = ()
         self.source: SourceLayout | None = None
         self.source_folder: Path | None = None
 
@@ -82,7 +85,7 @@ class LigerCausalLM(CausalLM):
             ConfigError: `dtype` is none of these.
         """
         dtype = None if dtype is None else parse_dtype(dtype)
-        parameters, weight_map = dict(self.named_parameters()), self.weight_map()
+        parameters, weight_map = self.saved_tensors(), self.weight_map()
         _check_savable(parameters, weight_map)
         written = dtype or (_source_dtype(self.source) if self.source else self.dtype)
         config = export_config(

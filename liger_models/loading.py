@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 from liger_models.architectures import Architecture, find_architecture
 from liger_models.causal_lm import LigerCausalLM, parse_dtype
 from liger_models.convert.checkpoints.reading import CheckpointReader, load_parameters
-from liger_models.convert.checkpoints.source_layout import match_layout
-from liger_models.convert.checkpoints.weight_map import WeightMap, checkpoint_shapes
+from liger_models.convert.checkpoints.source_layout import SourceLayout, match_layout
+from liger_models.convert.checkpoints.weight_map import checkpoint_shapes
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
 from liger_models.layers.attention_backends import AttentionBackend
@@ -65,14 +65,11 @@ def from_hub(
     config = HFConfig.load(folder, ignore_config_keys=ignore_config_keys)
     architecture = find_architecture(config.model_type)
     model = _skeleton(config, architecture, attention, activation_memory)
-    weight_map = model.weight_map()
     with CheckpointReader(folder) as reader:
-        model.source = match_layout(
-            reader, {"hub": weight_map}, carried=architecture.carried, tied_duplicates=tied_duplicates(model)
-        )
-        chosen = _checkpoint_dtype(reader, weight_map) if dtype == "auto" else parse_dtype(dtype)
+        model.source = find_layout(model, reader)
+        chosen = _checkpoint_dtype(reader, model) if dtype == "auto" else parse_dtype(dtype)
         model.materialize(device, chosen)
-        load_parameters(dict(model.named_parameters()), weight_map, reader, progress=True)
+        load_parameters(model.saved_tensors(), model.weight_map(), reader, progress=True)
     model.source_folder = folder
     return model
 
@@ -110,11 +107,19 @@ def from_config(
     return model
 
 
-def tied_duplicates(model: CausalLM) -> dict[str, str]:
-    """The head's tensor, which a tied model's checkpoint may hold beside the embedding that it repeats."""
-    if not model.spec.tie_word_embeddings:
-        return {}
-    return {f"{model.names.lm_head}.weight": f"{model.names.embed_tokens}.weight"}
+def find_layout(model: LigerCausalLM, reader: CheckpointReader) -> SourceLayout:
+    """Which of its family's layouts a checkpoint has; from here on it is the model's.
+
+    Raises:
+        CheckpointError: its tensors are those of none of them.
+    """
+    tied = {}
+    if model.spec.tie_word_embeddings:  # the head's tensor may be there beside the embedding that it repeats
+        tied = {model.layout.name("lm_head.weight"): model.layout.name("embed_tokens.weight")}
+    maps = {layout: model.weight_map(layout) for layout in model.architecture.layouts}
+    source = match_layout(reader, maps, carried=model.carried, tied_duplicates=tied)
+    model.layout = source.layout
+    return source
 
 
 def _skeleton(
@@ -127,7 +132,9 @@ def _skeleton(
     spec = architecture.spec(config)
     raw = {"architectures": [architecture.reference], **config.raw}
     with torch.device("meta"), _NoInitialisation():
-        return LigerCausalLM(spec, architecture, raw, attention, activation_memory)
+        model = LigerCausalLM(spec, architecture, raw, attention, activation_memory)
+    model.carried = architecture.carried(config)
+    return model
 
 
 class _NoInitialisation(TorchFunctionMode):
@@ -143,9 +150,12 @@ class _NoInitialisation(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def _checkpoint_dtype(reader: CheckpointReader, weight_map: WeightMap) -> torch.dtype:
-    """The narrowest dtype that holds every parameter of the checkpoint exactly."""
-    dtypes = {reader.tensors[name].dtype for name in checkpoint_shapes(weight_map)}
+def _checkpoint_dtype(reader: CheckpointReader, model: CausalLM) -> torch.dtype:
+    """The narrowest dtype that holds every matrix of the checkpoint exactly: one bias in float32 must not
+    double the model.
+    """
+    shapes = checkpoint_shapes(model.weight_map())
+    dtypes = {reader.tensors[name].dtype for name, shape in shapes.items() if len(shape) > 1}
     return parse_dtype(functools.reduce(torch.promote_types, dtypes))
 
 

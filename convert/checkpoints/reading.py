@@ -1,9 +1,9 @@
 """Checkpoints of sharded safetensors files, read as streams.
 
     with CheckpointReader(folder) as reader:
-        source = match_layout(reader, {"hub": weight_map})  # source_layout.py
+        source = match_layout(reader, {layout: weight_map})  # source_layout.py
         load_parameters(parameters, weight_map, reader)
-    save_checkpoint(out, parameters, weight_map, source=source, config=config)  # checkpoint_writing.py
+    save_checkpoint(out, parameters, weight_map, source=source, config=config)  # writing.py
 
 Nothing is trusted: every header, and the index, is checked before the first byte of data is read. Bytes go
 from the file straight into the parameters' own memory. So the memory needed is the parameters and a few
@@ -12,6 +12,7 @@ strided view, to a GPU.
 """
 
 import json
+import math
 import os
 import re
 import threading
@@ -33,11 +34,11 @@ from liger_models.convert.checkpoints.safetensors_header import (
 from liger_models.convert.checkpoints.tensor_bytes import (
     is_plain_memory,
     memory_of,
-    row_pieces,
+    pieces_of,
     same_bits,
     stage_for,
 )
-from liger_models.convert.checkpoints.weight_map import WeightMap, row_count
+from liger_models.convert.checkpoints.weight_map import WeightMap
 from liger_models.convert.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
@@ -96,35 +97,34 @@ class CheckpointReader:
         return out
 
     def read_into(self, name: str, dest: Tensor, start: int = 0, stop: int | None = None) -> None:
-        """Fills `dest` with the rows [start, stop) of a tensor; all of them by default.
+        """Fills `dest` with the elements [start, stop) of a tensor, in its own order; all by default.
 
-        `dest` may be strided, on any device and of any dtype; a contiguous one on the CPU of the file's
+        `dest` may have any shape, strides, device and dtype; a contiguous one on the CPU of the file's
         dtype is filled without a copy. May be called from several threads.
 
         Raises:
-            ValueError: `dest` has another shape than these rows.
+            ValueError: `dest` holds another number of elements.
             CheckpointError: the file ends too early or cannot be read.
         """
         info = self.tensors[name]
-        rows = row_count(info.shape)
-        stop = rows if stop is None else stop
-        expected = (stop - start, *info.shape[1:]) if info.shape else ()
-        if not 0 <= start <= stop <= rows or dest.shape != expected:
+        count = math.prod(info.shape)
+        stop = count if stop is None else stop
+        if not 0 <= start <= stop <= count or dest.numel() != stop - start:
             raise ValueError(
-                f"rows [{start}, {stop}) of tensor {name!r} of shape {info.shape} do not fill a "
+                f"elements [{start}, {stop}) of tensor {name!r} of shape {info.shape} do not fill a "
                 f"destination of shape {tuple(dest.shape)}"
             )
         dest = dest.detach()
         if dest.numel() == 0:
             return
-        row_bytes = info.nbytes // rows
-        offset = info.offset + start * row_bytes
+        itemsize = info.dtype.itemsize
+        offset = info.offset + start * itemsize
         if is_plain_memory(dest, info.dtype):
             self._read_bytes(info, dest, offset)
             return
-        for first, piece in row_pieces(dest, row_bytes):
+        for first, piece in pieces_of(dest, itemsize):
             stage = stage_for(self._staging, piece, info.dtype)
-            self._read_bytes(info, stage, offset + first * row_bytes)
+            self._read_bytes(info, stage, offset + first * itemsize)
             piece.copy_(stage)
 
     def _read_bytes(self, info: TensorInfo, dest: Tensor, offset: int) -> None:
@@ -247,10 +247,9 @@ def load_parameters(
 
     def plan(name: str, dest: Tensor, start: int, stop: int) -> None:
         info = reader.tensors[name]
-        row_bytes = info.nbytes // max(1, row_count(info.shape))
-        for first, piece in row_pieces(dest, row_bytes):
-            rows = row_count(tuple(piece.shape))
-            jobs.append(_ReadJob(info, rows * row_bytes, piece, start + first, start + first + rows))
+        for first, piece in pieces_of(dest, info.dtype.itemsize):
+            begin, count = start + first, piece.numel()
+            jobs.append(_ReadJob(info, count * info.dtype.itemsize, piece, begin, begin + count))
 
     for name, expr in weight_map.items():
         expr.read_into(parameters[name].detach(), plan)
@@ -327,18 +326,16 @@ def verify_roundtrip(reader: CheckpointReader, weight_map: WeightMap) -> RoundTr
             dtype = torch.promote_types(dtype, info.dtype)  # holds the values of both exactly
         native = torch.empty(expr.shape, dtype=dtype)
         expr.read_into(native, reader.read_into)
-        for name, view in expr.write(native).items():
-            if not _equals_file(reader, reader.tensors[name], view):
+        for name, tensor in expr.write(native).items():
+            if not _equals_file(reader, reader.tensors[name], tensor):
                 changed.append(name)
     return RoundTrip(len(infos), sum(info.nbytes for info in infos), tuple(changed))
 
 
-def _equals_file(reader: CheckpointReader, info: TensorInfo, view: Tensor) -> bool:
-    if view.numel() == 0:
-        return True
-    for first, piece in row_pieces(view, info.nbytes // row_count(info.shape)):
+def _equals_file(reader: CheckpointReader, info: TensorInfo, tensor: Tensor) -> bool:
+    for first, piece in pieces_of(tensor, info.dtype.itemsize):
         expected = torch.empty(piece.shape, dtype=info.dtype)
-        reader.read_into(info.name, expected, first, first + row_count(tuple(piece.shape)))
-        if not same_bits(piece.to(info.dtype).contiguous(), expected):
+        reader.read_into(info.name, expected, first, first + piece.numel())
+        if not same_bits(torch.empty_like(expected).copy_(piece), expected):
             return False
     return True

@@ -1,8 +1,10 @@
 """Which of a family's known layouts a checkpoint has, and what an export must know of it."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from liger_models.convert.checkpoints import tensor_bytes
 from liger_models.convert.checkpoints.reading import CheckpointReader
 from liger_models.convert.checkpoints.safetensors_header import FileHeader, TensorInfo
 from liger_models.convert.checkpoints.tensor_bytes import same_bits
-from liger_models.convert.checkpoints.weight_map import WeightMap, checkpoint_shapes, row_count
+from liger_models.convert.checkpoints.weight_map import WeightMap, checkpoint_shapes
 from liger_models.convert.errors import CheckpointError
 
 
@@ -20,14 +22,14 @@ class SourceLayout:
     """What a checkpoint looked like, to write another one like it.
 
     Attributes:
-        layout: the name of the layout that it matched.
+        layout: the one that it matched.
         files: the header of each file, by file name.
         index: the bytes of the index file, if there was one.
         carried: tensors that the model does not use, to be written out again as they were.
         tied: tensors that repeat another one, by name; the value is the other one's name.
     """
 
-    layout: str
+    layout: Any
     files: Mapping[str, FileHeader]
     index: bytes | None
     carried: Mapping[str, Tensor]
@@ -40,7 +42,7 @@ class SourceLayout:
 
 def match_layout(
     reader: CheckpointReader,
-    layouts: Mapping[str, WeightMap],
+    layouts: Mapping[Hashable, WeightMap],
     *,
     carried: Sequence[str] = (),
     tied_duplicates: Mapping[str, str] | None = None,
@@ -48,7 +50,7 @@ def match_layout(
     """Finds the layout whose tensors are exactly those of the checkpoint, with the right shapes.
 
     Args:
-        layouts: the weight maps under which the family is known, by a name of the layout.
+        layouts: the weight maps under which the family is known, by layout.
         carried: patterns (`*` and `?`) of tensors that may be there too and are only carried through.
         tied_duplicates: tensors that may be there too if they equal, bit by bit, the tensor named as the
             value; a tied model's `lm_head.weight`, say.
@@ -60,7 +62,7 @@ def match_layout(
     found = reader.tensors.keys()
     tied = {name: original for name, original in (tied_duplicates or {}).items() if name in found}
     extra = {name for name in found if any(fnmatchcase(name, pattern) for pattern in carried)}
-    best: tuple[int, str, list[str], list[str]] | None = None
+    best: tuple[int, list[str], list[str]] | None = None
     for layout, weight_map in layouts.items():
         shapes = checkpoint_shapes(weight_map)
         missing = [name for name in shapes if name not in found]
@@ -73,11 +75,12 @@ def match_layout(
             kept = {name: reader.read(name) for name in found if name in extra and name not in shapes}
             return SourceLayout(layout, dict(reader.files), reader.index, kept, source_tied)
         if best is None or len(missing) + len(unexpected) < best[0]:
-            best = (len(missing) + len(unexpected), layout, missing, unexpected)
+            best = (len(missing) + len(unexpected), missing, unexpected)
     assert best is not None, "at least one layout is needed"
-    _, layout, missing, unexpected = best
+    _, missing, unexpected = best
+    nearest = f" (the nearest of {len(layouts)} known layouts)" if len(layouts) > 1 else ""
     raise CheckpointError(
-        f"{reader.folder}: its tensors are not those of this model (the nearest known layout is {layout!r})\n"
+        f"{reader.folder}: its tensors are not those of this model{nearest}\n"
         f"  missing from the checkpoint: {_listing(missing)}\n"
         f"  unknown to the model: {_listing(unexpected)}\n"
         "Either config.json belongs to another checkpoint, or this variant of the architecture is not "
@@ -108,13 +111,12 @@ def _check_duplicate(reader: CheckpointReader, name: str, original: str) -> None
 
 
 def _equal_bytes(reader: CheckpointReader, a: TensorInfo, b: TensorInfo) -> bool:
-    step = max(1, tensor_bytes.PIECE_BYTES * row_count(a.shape) // max(1, a.nbytes))
-    for start in range(0, row_count(a.shape), step):
-        stop = min(start + step, row_count(a.shape))
+    count, step = math.prod(a.shape), max(1, tensor_bytes.PIECE_BYTES // a.dtype.itemsize)
+    for start in range(0, count, step):
+        stop = min(start + step, count)
         pieces = []
         for info in (a, b):
-            shape = (stop - start, *info.shape[1:]) if info.shape else ()
-            pieces.append(torch.empty(shape, dtype=info.dtype))
+            pieces.append(torch.empty(stop - start, dtype=info.dtype))
             reader.read_into(info.name, pieces[-1], start, stop)
         if not same_bits(*pieces):
             return False

@@ -20,15 +20,21 @@ def memory_of(tensor: Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
-def row_pieces(tensor: Tensor, row_bytes: int) -> Iterator[tuple[int, Tensor]]:
-    """Views of consecutive rows, each of at most PIECE_BYTES or one row, with the number of their first
-    row."""
-    if tensor.dim() == 0:
+def pieces_of(tensor: Tensor, itemsize: int) -> Iterator[tuple[int, Tensor]]:
+    """Views of consecutive elements, each of at most PIECE_BYTES or one element, with the number of their
+    first. An element counts `itemsize` bytes.
+    """
+    if tensor.dim() == 0 or tensor.numel() * itemsize <= PIECE_BYTES:
         yield 0, tensor
         return
-    step = max(1, PIECE_BYTES // max(1, row_bytes))
-    for first in range(0, tensor.shape[0], step):
-        yield first, tensor[first : first + step]
+    row = tensor.numel() // tensor.shape[0]
+    if step := PIECE_BYTES // (row * itemsize):
+        for first in range(0, tensor.shape[0], step):
+            yield first * row, tensor[first : first + step]
+        return
+    for i, part in enumerate(tensor.unbind(0)):
+        for first, piece in pieces_of(part, itemsize):
+            yield i * row + first, piece
 
 
 def stage_for(store: threading.local, like: Tensor, dtype: torch.dtype) -> Tensor:

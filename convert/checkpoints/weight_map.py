@@ -1,18 +1,26 @@
-"""The weight algebra: a native parameter as an expression over the tensors of a checkpoint.
+"""The weight algebra: a native tensor as an expression over the tensors of a checkpoint.
 
     gate_up = Cat((Ref("gate_proj.weight", (96, 64)), Ref("up_proj.weight", (96, 64))))  # [192, 64]
 
-`Ref` names one checkpoint tensor, `Cat` concatenates, `Stack` adds a leading dimension, `Transpose`
-exchanges the last two. Nothing computes on values, so every expression is a permutation of elements and has
-an exact inverse. One expression serves four uses: reading a parameter whole, reading only the rows that a
-shard needs, writing it back as views, and naming gradients (or optimizer moments) after the checkpoint's
-tensors.
+`Ref` names one checkpoint tensor, `Cat` concatenates, `Stack` adds a leading dimension, `Permute` reorders
+(`permuted` writes one down as "e h (i 2) -> e (2 i) h"), `Rows` cuts out a shard. Nothing computes on values,
+so every expression moves elements and has an exact inverse.
 
-A weight map is a dict from the native parameter's name to its expression.
+All of it rests on one question, which each kind answers for itself: where in the native tensor do the
+checkpoint's elements lie? `places` tells, as strided views: reading fills them, writing reads them out.
+
+A weight map is a dict from the native tensor's name to its expression.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,51 +28,83 @@ from torch import Tensor
 Shape = tuple[int, ...]
 
 Fetch = Callable[[str, Tensor, int, int], None]
-"""`fetch(name, dest, start, stop)` fills `dest`, any strided view, with the rows [start, stop) of tensor
-`name`.
-
-Rows are along dimension 0; a tensor without dimensions counts as one row.
+"""`fetch(name, dest, start, stop)` fills `dest`, a strided view of any shape, with the elements [start, stop)
+of tensor `name`, which are counted in the tensor's own order, as they lie in its file.
 """
 
 
+class Place(NamedTuple):
+    """Where elements of a checkpoint tensor lie: [start, stop) of `ref`, in order, are those of `view`.
+
+    `view` need not have the shape that they have in the checkpoint: where no strides give it, dimensions of
+    it are divided.
+    """
+
+    ref: Ref
+    start: int
+    stop: int
+    view: Tensor
+
+
 class Expr:
-    """What `Ref`, `Cat`, `Stack` and `Transpose` have in common."""
+    """What `Ref`, `Cat`, `Stack`, `Permute` and `Rows` have in common."""
 
     shape: Shape
 
-    def refs(self) -> Iterator["Ref"]:
+    def refs(self) -> Iterator[Ref]:
         """The checkpoint tensors, in order."""
         raise NotImplementedError
 
-    def read(self, get: Callable[[str], Tensor]) -> Tensor:
-        """The native parameter from whole checkpoint tensors, `get(name)`.
-
-        Raises:
-            ValueError: a tensor has another shape than its `Ref` says.
-        """
-        raise NotImplementedError
-
-    def read_rows(self, dest: Tensor, fetch: Fetch, start: int, stop: int) -> None:
-        """Fills `dest` with the rows [start, stop) of the native parameter, fetching only what they need.
-
-        Every fetch goes straight into a view of `dest`, except the columns of a two-dimensional `Transpose`.
-
-        Raises:
-            ValueError: `dest` has another shape than these rows.
-        """
-        raise NotImplementedError
-
-    def read_into(self, dest: Tensor, fetch: Fetch) -> None:
-        """Fills `dest` with the whole native parameter."""
-        self.read_rows(dest, fetch, 0, row_count(self.shape))
-
-    def write(self, tensor: Tensor) -> dict[str, Tensor]:
-        """The checkpoint tensors as views of a native parameter (or of its gradient), by name.
+    def places(self, tensor: Tensor) -> Iterator[Place]:
+        """Where in `tensor`, a native one of this expression's shape, the checkpoint's elements lie.
 
         Raises:
             ValueError: `tensor` has another shape than the expression.
         """
         raise NotImplementedError
+
+    def read(self, get: Callable[[str], Tensor]) -> Tensor:
+        """The native tensor from whole checkpoint tensors, `get(name)`.
+
+        Raises:
+            ValueError: a tensor has another shape than its `Ref` says.
+        """
+        found = {ref: get(ref.name) for ref in self.refs()}
+        for ref, tensor in found.items():
+            _check_shape(f"tensor {ref.name!r}", tensor.shape, ref.shape)
+        dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in found.values()])
+        native = torch.empty(self.shape, dtype=dtype, device=next(iter(found.values())).device)
+        for ref, start, stop, view in self.places(native):
+            view.copy_(found[ref].reshape(-1)[start:stop].view(view.shape))
+        return native
+
+    def read_into(self, dest: Tensor, fetch: Fetch) -> None:
+        """Fills `dest` with the whole native tensor. Every fetch goes straight into a view of `dest`."""
+        for ref, start, stop, view in self.places(dest):
+            fetch(ref.name, view, start, stop)
+
+    def read_rows(self, dest: Tensor, fetch: Fetch, start: int, stop: int) -> None:
+        """Fills `dest` with the rows [start, stop) of the native tensor, fetching only their elements.
+
+        Raises:
+            ValueError: `dest` has another shape than these rows.
+        """
+        Rows(self, start, stop).read_into(dest, fetch)
+
+    def write(self, tensor: Tensor) -> dict[str, Tensor]:
+        """The checkpoint tensors of a native one (or their gradients, from its gradient), by name: views of
+        it, but for those that no strides describe, which are copies.
+
+        Raises:
+            ValueError: `tensor` has another shape than the expression, or holds only rows of one of them.
+        """
+        written: dict[str, Tensor] = {}
+        for ref, places in places_by_ref(self, tensor).items():
+            if len(places) == 1:
+                written[ref.name] = places[0].view.reshape(ref.shape)
+            else:
+                written[ref.name] = torch.cat([view.reshape(-1) for *_, view in places]).view(ref.shape)
+        return written
 
 
 @dataclass(frozen=True)
@@ -77,21 +117,12 @@ class Ref(Expr):
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
 
-    def refs(self) -> Iterator["Ref"]:
+    def refs(self) -> Iterator[Ref]:
         yield self
 
-    def read(self, get: Callable[[str], Tensor]) -> Tensor:
-        tensor = get(self.name)
-        _check_shape(f"tensor {self.name!r}", tensor.shape, self.shape)
-        return tensor
-
-    def read_rows(self, dest: Tensor, fetch: Fetch, start: int, stop: int) -> None:
-        _check_rows(self, dest, start, stop)
-        fetch(self.name, dest, start, stop)
-
-    def write(self, tensor: Tensor) -> dict[str, Tensor]:
-        _check_shape(f"the value of {self.name!r}", tensor.shape, self.shape)
-        return {self.name: tensor}
+    def places(self, tensor: Tensor) -> Iterator[Place]:
+        _check_native(self, tensor)
+        yield Place(self, 0, tensor.numel(), tensor)
 
 
 @dataclass(frozen=True)
@@ -125,27 +156,11 @@ class Cat(Expr):
         for part in self.parts:
             yield from part.refs()
 
-    def read(self, get: Callable[[str], Tensor]) -> Tensor:
-        return torch.cat([part.read(get) for part in self.parts], dim=self.dim)
-
-    def read_rows(self, dest: Tensor, fetch: Fetch, start: int, stop: int) -> None:
-        _check_rows(self, dest, start, stop)
-        offset = 0
-        for part in self.parts:
-            size = part.shape[self.dim]
-            if self.dim > 0:
-                part.read_rows(dest.narrow(self.dim, offset, size), fetch, start, stop)
-            else:
-                low, high = max(start, offset), min(stop, offset + size)
-                if low < high:
-                    part.read_rows(dest[low - start : high - start], fetch, low - offset, high - offset)
-            offset += size
-
-    def write(self, tensor: Tensor) -> dict[str, Tensor]:
-        _check_shape(f"the value of {_describe(self)}", tensor.shape, self.shape)
+    def places(self, tensor: Tensor) -> Iterator[Place]:
+        _check_native(self, tensor)
         sizes = [part.shape[self.dim] for part in self.parts]
-        pieces = zip(self.parts, tensor.split(sizes, dim=self.dim), strict=True)
-        return _merge(part.write(piece) for part, piece in pieces)
+        for part, piece in zip(self.parts, tensor.split(sizes, dim=self.dim), strict=True):
+            yield from part.places(piece)
 
 
 @dataclass(frozen=True)
@@ -174,56 +189,131 @@ class Stack(Expr):
         for part in self.parts:
             yield from part.refs()
 
-    def read(self, get: Callable[[str], Tensor]) -> Tensor:
-        return torch.stack([part.read(get) for part in self.parts])
-
-    def read_rows(self, dest: Tensor, fetch: Fetch, start: int, stop: int) -> None:
-        _check_rows(self, dest, start, stop)
-        for row, part in zip(dest.unbind(0), self.parts[start:stop], strict=True):
-            part.read_into(row, fetch)
-
-    def write(self, tensor: Tensor) -> dict[str, Tensor]:
-        _check_shape(f"the value of {_describe(self)}", tensor.shape, self.shape)
-        return _merge(part.write(piece) for part, piece in zip(self.parts, tensor.unbind(0), strict=True))
+    def places(self, tensor: Tensor) -> Iterator[Place]:
+        _check_native(self, tensor)
+        for part, piece in zip(self.parts, tensor.unbind(0), strict=True):
+            yield from part.places(piece)
 
 
 @dataclass(frozen=True)
-class Transpose(Expr):
-    """`part` with its last two dimensions exchanged."""
+class Permute(Expr):
+    """`part.view(view).permute(order).reshape(shape)`, as torch has them.
+
+    `view` divides dimensions of the part, and `shape` joins neighbours after the permutation; nothing else
+    is a reordering with an inverse of the same kind. `permuted` makes it from a line of text.
+    """
 
     part: Expr
+    view: Shape
+    order: tuple[int, ...]
+    shape: Shape
 
     def __post_init__(self) -> None:
-        if len(self.part.shape) < 2:
+        for name in ("view", "order", "shape"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        what = f"Permute of {_describe(self.part)} of shape {self.part.shape}"
+        if sorted(self.order) != list(range(len(self.view))):
             raise ValueError(
-                f"Transpose of {_describe(self.part)}, whose shape {self.part.shape} is not a matrix"
+                f"{what}: the order {self.order} is no permutation of the dimensions {self.view}"
             )
+        if not _divides(self.view, self.part.shape):
+            raise ValueError(f"{what}: the view {self.view} does not divide its dimensions")
+        if not _divides(self._permuted, self.shape):
+            raise ValueError(f"{what}: {self._permuted} cannot be joined to {self.shape}")
+        if not isinstance(self.part, Ref) and self.view != self.part.shape:
+            raise ValueError(f"{what}: only the dimensions of a Ref can be divided; permute each Ref instead")
 
     @property
-    def shape(self) -> Shape:  # type: ignore[override]
-        *leading, rows, columns = self.part.shape
-        return (*leading, columns, rows)
+    def _permuted(self) -> Shape:
+        return tuple(self.view[dim] for dim in self.order)
 
     def refs(self) -> Iterator[Ref]:
         yield from self.part.refs()
 
-    def read(self, get: Callable[[str], Tensor]) -> Tensor:
-        return self.part.read(get).transpose(-1, -2).contiguous()
+    def places(self, tensor: Tensor) -> Iterator[Place]:
+        _check_native(self, tensor)
+        back = sorted(range(len(self.order)), key=self.order.__getitem__)
+        view = tensor.view(self._permuted).permute(back)  # always a view: dimensions are divided, not joined
+        if isinstance(self.part, Ref):
+            yield Place(self.part, 0, view.numel(), view)
+        else:
+            yield from self.part.places(view)
 
-    def read_rows(self, dest: Tensor, fetch: Fetch, start: int, stop: int) -> None:
-        _check_rows(self, dest, start, stop)
-        if len(self.shape) > 2:
-            self.part.read_rows(dest.transpose(-1, -2), fetch, start, stop)
-        elif (start, stop) == (0, self.shape[0]):
-            self.part.read_into(dest.transpose(-1, -2), fetch)
-        else:  # rows of the result are columns of the part, and only rows can be fetched
-            whole = torch.empty(self.part.shape, dtype=dest.dtype, device=dest.device)
-            self.part.read_into(whole, fetch)
-            dest.copy_(whole[:, start:stop].transpose(0, 1))
 
-    def write(self, tensor: Tensor) -> dict[str, Tensor]:
-        _check_shape(f"the value of {_describe(self)}", tensor.shape, self.shape)
-        return self.part.write(tensor.transpose(-1, -2))
+@dataclass(frozen=True)
+class Rows(Expr):
+    """The rows [start, stop) of `part`: a shard. Reading it fetches its own elements alone.
+
+    Shards by rows (FSDP) are `Rows(whole, start, stop)`; by heads, a `Cat` of `Rows` of query, key and value;
+    by experts, `Rows` of a `Stack`. Only shards that together have all rows of a tensor can write it.
+    """
+
+    part: Expr
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        rows = row_count(self.part.shape)
+        if not 0 <= self.start <= self.stop <= rows:
+            raise ValueError(f"rows [{self.start}, {self.stop}) of {_describe(self.part)}, which has {rows}")
+
+    @property
+    def shape(self) -> Shape:  # type: ignore[override]
+        return (self.stop - self.start, *self.part.shape[1:]) if self.part.shape else ()
+
+    def refs(self) -> Iterator[Ref]:
+        yield from self.part.refs()
+
+    def places(self, tensor: Tensor) -> Iterator[Place]:
+        """Two tensors without memory stand for the whole: one strided as `tensor`, and one whose elements are
+        the numbers of their rows. Where the numbers of a place are those asked for is read off the strides.
+        """
+        _check_native(self, tensor)
+        shape = self.part.shape
+        if (self.start, self.stop) == (0, row_count(shape)):
+            yield from self.part.places(tensor)
+        if tensor.numel() == 0 or self.shape == shape:
+            return
+        whole = torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        numbers = torch.empty_strided(shape, (1,) + (0,) * (len(shape) - 1), device="meta")
+        first = tensor.storage_offset() - self.start * tensor.stride(0)
+        for place, number in zip(self.part.places(whole), self.part.places(numbers), strict=True):
+            rows = number.view
+            for box in _boxes(rows.shape, rows.stride(), rows.storage_offset(), self.start, self.stop):
+                view = place.view[box]
+                begin = place.start + _element(rows.shape, box)
+                view = tensor.as_strided(view.shape, view.stride(), first + view.storage_offset())
+                yield Place(place.ref, begin, begin + view.numel(), view)
+
+
+def permuted(name: str, shape: Shape, pattern: str, **sizes: int) -> Permute:
+    """The native tensor of `shape` that holds checkpoint tensor `name` in another order.
+
+        permuted("gate_up_proj", (8, 192, 64), "e h (i 2) -> e (2 i) h")  # [8, 64, 192] in the checkpoint
+
+    Both sides of the arrow name the same axes; parentheses join neighbours to one dimension, the checkpoint's
+    on the left, the native one on the right. An axis may be a number, which is then its size; where two sizes
+    of one dimension are open, `sizes` gives them.
+
+    Raises:
+        ValueError: the pattern is none, or does not fit the shape.
+    """
+    sides = [re.findall(r"\(([^()]*)\)|(\w+)", side) for side in pattern.split("->")]
+    disk, native = ([(group or axis).split() for group, axis in side] for side in (sides * 2)[:2])
+    axes, order = ([axis for group in side for axis in group] for side in (disk, native))
+    if len(sides) != 2 or sorted(axes) != sorted(order) or len(set(axes)) != len(axes):
+        raise ValueError(f"{pattern!r} does not name the same axes, each once, on both sides of one arrow")
+    if len(native) != len(shape):
+        raise ValueError(f"{pattern!r} gives {len(native)} dimensions, {name!r} has the native shape {shape}")
+    sizes |= {axis: int(axis) for axis in axes if axis.isdigit()}
+    for group, size in zip(native, shape, strict=True):
+        known = math.prod(sizes.get(axis, 1) for axis in group)
+        unknown = [axis for axis in group if axis not in sizes]
+        if len(unknown) > 1 or size % known or (not unknown and size != known):
+            raise ValueError(f"{pattern!r} does not divide the native shape {shape} of {name!r}: {group}")
+        sizes |= dict.fromkeys(unknown, size // known)
+    part = Ref(name, tuple(math.prod(sizes[axis] for axis in group) for group in disk))
+    return Permute(part, tuple(sizes[axis] for axis in axes), tuple(map(axes.index, order)), shape)
 
 
 WeightMap = Mapping[str, Expr]
@@ -239,7 +329,7 @@ def checkpoint_shapes(weight_map: WeightMap) -> dict[str, Shape]:
     owner: dict[str, str] = {}
     for parameter, expr in weight_map.items():
         for ref in expr.refs():
-            if ref.name in shapes:
+            if ref.name in shapes and not (owner[ref.name] == parameter and _is_disjoint(expr)):
                 raise ValueError(
                     f"checkpoint tensor {ref.name!r} is used twice: by {owner[ref.name]!r} and {parameter!r}"
                 )
@@ -248,16 +338,86 @@ def checkpoint_shapes(weight_map: WeightMap) -> dict[str, Shape]:
     return shapes
 
 
+def places_by_ref(expr: Expr, tensor: Tensor) -> dict[Ref, list[Place]]:
+    """The places of whole checkpoint tensors in a native one, of each in the order of its elements.
+
+    Raises:
+        ValueError: elements of a checkpoint tensor are missing, or there twice.
+    """
+    found: dict[Ref, list[Place]] = {ref: [] for ref in expr.refs()}
+    for place in expr.places(tensor):
+        found[place.ref].append(place)
+    for ref, places in found.items():
+        places.sort(key=lambda place: place.start)
+        ends = [0, *(place.stop for place in places)]
+        if [*(place.start for place in places), math.prod(ref.shape)] != ends:
+            raise ValueError(f"{_describe(expr)} holds a part of {ref.name!r}, not each of its elements once")
+    return found
+
+
 def row_count(shape: Shape) -> int:
     """The number of rows along dimension 0; a tensor without dimensions is one row."""
     return shape[0] if shape else 1
 
 
-def _check_rows(expr: Expr, dest: Tensor, start: int, stop: int) -> None:
-    if not 0 <= start <= stop <= row_count(expr.shape):
-        raise ValueError(f"rows [{start}, {stop}) of {_describe(expr)}, which has {row_count(expr.shape)}")
-    expected = (stop - start, *expr.shape[1:]) if expr.shape else ()
-    _check_shape(f"the destination of {_describe(expr)}", dest.shape, expected)
+def _boxes(
+    sizes: Sequence[int], strides: Sequence[int], low: int, start: int, stop: int
+) -> Iterator[tuple[int | slice, ...]]:
+    """The indices at which `low + sum(index * stride)` is within [start, stop), as boxes: some integers, at
+    most one slice behind them, and whatever the further dimensions hold.
+    """
+    span = sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
+    if low + span < start or low >= stop:
+        return
+    if start <= low and low + span < stop:
+        yield ()
+        return
+    n, stride = sizes[0], strides[0]
+    inner = span - (n - 1) * stride
+    some, full = range(n), range(0)
+    if stride:
+        some = range(max(0, -((low + inner - start) // stride)), min(n, (stop - 1 - low) // stride + 1))
+        full = range(max(0, -((low - start) // stride)), min(n, (stop - 1 - low - inner) // stride + 1))
+    if full:
+        yield (slice(full.start, full.stop),)
+    for i in some:
+        if i not in full:
+            for box in _boxes(sizes[1:], strides[1:], low + i * stride, start, stop):
+                yield (i, *box)
+
+
+def _element(sizes: Sequence[int], box: tuple[int | slice, ...]) -> int:
+    """The number of the first element of a box."""
+    element = 0
+    for size, index in zip(sizes, (*box, *[0] * (len(sizes) - len(box))), strict=True):
+        element = element * size + (index.start if isinstance(index, slice) else index)
+    return element
+
+
+def _is_disjoint(expr: Expr) -> bool:
+    """Whether no element of the checkpoint is used twice."""
+    ranges = sorted(
+        (place.ref.name, place.start, place.stop)
+        for place in expr.places(torch.empty(expr.shape, device="meta"))
+    )
+    return all(a[0] != b[0] or a[2] <= b[1] for a, b in itertools.pairwise(ranges))
+
+
+def _divides(fine: Shape, coarse: Shape) -> bool:
+    """Whether consecutive dimensions of `fine` multiply to those of `coarse`, in order."""
+    rest = list(fine)
+    for size in coarse:
+        product = 1
+        while rest and (product < size or rest[0] == 1):
+            product *= rest.pop(0)
+        if product != size:
+            return False
+    return not rest
+
+
+def _check_native(expr: Expr, tensor: Tensor) -> None:
+    if tensor.shape != expr.shape:
+        _check_shape(f"the native tensor of {_describe(expr)}", tensor.shape, expr.shape)
 
 
 def _check_shape(what: str, found: Iterable[int], expected: Shape) -> None:
@@ -276,10 +436,3 @@ def _describe(expr: Expr) -> str:
 
 def _without(shape: Shape, dim: int) -> Shape:
     return (*shape[:dim], *shape[dim + 1 :])
-
-
-def _merge(pieces: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
-    out: dict[str, Tensor] = {}
-    for piece in pieces:
-        out.update(piece)
-    return out

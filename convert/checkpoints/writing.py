@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import re
 import shutil
@@ -22,8 +23,15 @@ from liger_models.convert.checkpoints.safetensors_header import (
     build_header,
 )
 from liger_models.convert.checkpoints.source_layout import SourceLayout
-from liger_models.convert.checkpoints.tensor_bytes import is_plain_memory, memory_of, row_pieces, stage_for
-from liger_models.convert.checkpoints.weight_map import WeightMap, checkpoint_shapes, row_count
+from liger_models.convert.checkpoints.tensor_bytes import is_plain_memory, memory_of, pieces_of, stage_for
+from liger_models.convert.checkpoints.weight_map import (
+    Place,
+    Ref,
+    Shape,
+    WeightMap,
+    checkpoint_shapes,
+    places_by_ref,
+)
 from liger_models.convert.errors import CheckpointError
 
 
@@ -130,14 +138,21 @@ def parse_size(size: int | str) -> int:
 
 @dataclass(frozen=True)
 class _Output:
-    """One tensor to write: a view of a parameter, in its native dtype, and the dtype that it is to have."""
+    """One tensor to write: its places in native tensors, in the order of its elements, and the dtype that
+    it is to have.
+    """
 
-    view: Tensor
+    shape: Shape
+    places: list[Place]
     dtype: torch.dtype
 
     @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
-        return self.view.numel() * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
 
 def _tensors_to_write(
@@ -148,27 +163,30 @@ def _tensors_to_write(
 ) -> dict[str, _Output]:
     check_parameters(parameters, weight_map)
     checkpoint_shapes(weight_map)
-    views: dict[str, Tensor] = {}
+    places: dict[str, list[Place]] = {}
     for name, expr in weight_map.items():
-        views.update(expr.write(parameters[name].detach()))
+        found = places_by_ref(expr, parameters[name].detach())
+        places |= {ref.name: of_ref for ref, of_ref in found.items()}
     stated: dict[str, torch.dtype] = {}
     carried: Mapping[str, Tensor] = {}
     if source is not None:
         carried = source.carried
-        views.update({name: views[original] for name, original in source.tied.items()})
-        views.update(carried)
+        places |= {name: places[original] for name, original in source.tied.items()}
+        for name, tensor in carried.items():
+            places |= {name: list(Ref(name, tuple(tensor.shape)).places(tensor))}
         stated = {name: info.dtype for name, info in source.tensors.items()}
-        if views.keys() != stated.keys():
-            differing = sorted(views.keys() ^ stated.keys())
+        if places.keys() != stated.keys():
+            differing = sorted(places.keys() ^ stated.keys())
             raise ValueError(
                 f"the weight map is not that of the source's layout; they differ in {differing[:10]}"
             )
     out = {}
-    for name, view in views.items():
-        target = stated.get(name, view.dtype)
+    for name, of_name in places.items():
+        first = of_name[0]
+        target = stated.get(name, first.view.dtype)
         if dtype is not None and target.is_floating_point and name not in carried:
             target = dtype
-        out[name] = _Output(view, target)
+        out[name] = _Output(first.ref.shape, of_name, target)
     return out
 
 
@@ -191,7 +209,7 @@ def _divide(tensors: Mapping[str, _Output], limit: int) -> dict[str, list[str]]:
 
 def _index(files: Mapping[str, Sequence[str]], tensors: Mapping[str, _Output], total: int) -> bytes:
     metadata = {
-        "total_parameters": sum(out.view.numel() for out in tensors.values()),
+        "total_parameters": sum(out.numel for out in tensors.values()),
         "total_size": total,
     }
     placed = {name: file for file, names in files.items() for name in names}
@@ -200,7 +218,7 @@ def _index(files: Mapping[str, Sequence[str]], tensors: Mapping[str, _Output], t
 
 
 def _write_file(path: Path, tensors: Mapping[str, _Output], source: SourceLayout | None) -> None:
-    entries = [(name, out.dtype, tuple(out.view.shape)) for name, out in tensors.items()]
+    entries = [(name, out.dtype, out.shape) for name, out in tensors.items()]
     old = source.files.get(path.name) if source is not None else None
     if old is not None and entries == [(info.name, info.dtype, info.shape) for info in old.tensors]:
         header = old.raw
@@ -210,16 +228,16 @@ def _write_file(path: Path, tensors: Mapping[str, _Output], source: SourceLayout
     with open(path, "wb", buffering=0) as file:
         _write_all(file.fileno(), memoryview(header))
         for out in tensors.values():
-            if out.view.numel() == 0:
-                continue
-            if is_plain_memory(out.view, out.dtype):
-                _write_all(file.fileno(), memory_of(out.view))
-                continue
-            row_bytes = out.nbytes // row_count(tuple(out.view.shape))
-            for _, piece in row_pieces(out.view, row_bytes):
-                stage = stage_for(staging, piece, out.dtype)
-                stage.copy_(piece)
-                _write_all(file.fileno(), memory_of(stage))
+            for place in out.places:
+                if place.view.numel() == 0:
+                    continue
+                if is_plain_memory(place.view, out.dtype):
+                    _write_all(file.fileno(), memory_of(place.view))
+                    continue
+                for _, piece in pieces_of(place.view, out.dtype.itemsize):
+                    stage = stage_for(staging, piece, out.dtype)
+                    stage.copy_(piece)
+                    _write_all(file.fileno(), memory_of(stage))
 
 
 def _write_all(fd: int, memory: memoryview) -> None:

@@ -96,16 +96,10 @@ def _find(name: str) -> tuple[Any, dict[str, str], Path | None]:
 def _checked_dtypes(folder: Path, model: "LigerCausalLM") -> dict[str, str]:
     """The dtype of every checkpoint tensor, after the check that the files are those of this model."""
     from liger_models.convert.checkpoints.reading import CheckpointReader
-    from liger_models.convert.checkpoints.source_layout import match_layout
-    from liger_models.loading import tied_duplicates
+    from liger_models.loading import find_layout
 
     with CheckpointReader(folder) as reader:
-        match_layout(
-            reader,
-            {"hub": model.weight_map()},
-            carried=model.architecture.carried,
-            tied_duplicates=tied_duplicates(model),
-        )
+        find_layout(model, reader)
         return {name: str(info.dtype).removeprefix("torch.") for name, info in reader.tensors.items()}
 
 
@@ -124,8 +118,8 @@ def _parameters(model: "LigerCausalLM", dtypes: dict[str, str]) -> list[dict[str
 
 
 def _expression(expr: "Expr") -> str:
-    """An expression of the weight algebra as text: `cat(a, b)`, `stack(...)`, `transpose(a)`, or a name."""
-    from liger_models.convert.checkpoints.weight_map import Cat, Ref, Stack, Transpose
+    """An expression of the algebra as text: `cat(a, b)`, `stack(...)`, `permute(a, ...)`, or a name."""
+    from liger_models.convert.checkpoints.weight_map import Cat, Permute, Ref, Stack
 
     match expr:
         case Ref(name):
@@ -135,8 +129,8 @@ def _expression(expr: "Expr") -> str:
             return f"cat({', '.join(map(_expression, parts))}{along})"
         case Stack(parts):
             return f"stack({', '.join(map(_expression, parts))})"
-        case Transpose(part):
-            return f"transpose({_expression(part)})"
+        case Permute(part, view, order):
+            return f"permute({_expression(part)}, {view}, {order})"
     raise TypeError(f"no text for a {type(expr).__name__}")
 
 
@@ -145,7 +139,8 @@ def _memory(model: "LigerCausalLM", parameters: list[dict[str, Any]]) -> dict[st
 
     import torch
 
-    dtypes = [getattr(torch, name) for row in parameters for name in row["dtype"].split("/")]
+    matrices = [row for row in parameters if len(row["shape"]) > 1]  # as loading chooses a dtype
+    dtypes = [getattr(torch, name) for row in matrices for name in row["dtype"].split("/")]
     dtype = functools.reduce(torch.promote_types, dtypes)
     weights = model.num_parameters() * dtype.itemsize
     layers = [activation_bytes(model.spec.hidden_size, block, dtype.itemsize) for block in model.spec.blocks]

@@ -26,9 +26,7 @@ def main(folder: Path, wrapper: str, level: str) -> None:
     dist.init_process_group("gloo", init_method=(folder / "meeting").as_uri(), rank=rank, world_size=ranks)
     task = torch.load(folder / "task.pt")
     architecture = find_architecture(task["config"]["model_type"])
-    model = CausalLM(
-        architecture.spec(HFConfig.load(task["config"])), architecture.names, activation_memory=level
-    )
+    model = CausalLM(architecture.spec(HFConfig.load(task["config"])), activation_memory=level)
     model.load_state_dict(task["state"])
     own = {name: value.chunk(ranks)[rank] for name, value in task["batch"].items()}
 

@@ -49,7 +49,7 @@ def native(changes: dict[str, Any], dtype: torch.dtype, **options: Any) -> Causa
     """A model on the GPU whose parameters are not yet set."""
     architecture = find_architecture("llama")
     with torch.device("meta"):
-        model = CausalLM(architecture.spec(HFConfig.load({**WIDE, **changes})), architecture.names, **options)
+        model = CausalLM(architecture.spec(HFConfig.load({**WIDE, **changes})), **options)
     model.materialize("cuda", dtype)
     return model
 

@@ -11,27 +11,75 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from liger_models.convert.checkpoints.layout import Layout, canonical_forms
 from liger_models.convert.checkpoints.weight_map import checkpoint_shapes
-from liger_models.layers.moe import MixtureOfExperts, MoENames
+from liger_models.layers.moe import MixtureOfExperts
 from liger_models.layers.spec import MLPSpec, MoESpec
 
 TOKENS, HIDDEN, INNER, SHARED, EXPERTS, TOP_K = 40, 16, 12, 20, 8, 3
 
-STACKED = {"gate_up_proj": "mlp.experts.gate_up_proj", "down_proj": "mlp.experts.down_proj"}
-MIXTRAL = MoENames(
-    "block_sparse_moe.gate",
-    gate_proj="block_sparse_moe.experts.{e}.w1.weight",
-    up_proj="block_sparse_moe.experts.{e}.w3.weight",
-    down_proj="block_sparse_moe.experts.{e}.w2.weight",
+
+@dataclass
+class Disk:
+    """What a checkpoint calls a block's tensors, by hand (`{e}`: the expert), and the layout that says so."""
+
+    layout: Layout
+    router: str = "mlp.gate.weight"
+    gate_proj: str = "mlp.experts.{e}.gate_proj.weight"
+    up_proj: str = "mlp.experts.{e}.up_proj.weight"
+    down_proj: str = "mlp.experts.{e}.down_proj.weight"
+    gate_up_proj: str | None = None
+    inputs_first: bool = False
+    alternating: bool = False
+
+
+GATE = ("mlp.router.", "mlp.gate.")
+ONE_BY_ONE = Disk(Layout((GATE,), root="mlp."))
+STACKED = Disk(
+    Layout((GATE,), whole=("experts.*",), root="mlp."),
+    gate_up_proj="mlp.experts.gate_up_proj",
+    down_proj="mlp.experts.down_proj",
 )
-GRANITE = MoENames(
-    "block_sparse_moe.router.layer",
+INPUTS_FIRST = replace(
+    STACKED, layout=replace(STACKED.layout, permuted=(("experts.*", "e i o -> e o i"),)), inputs_first=True
+)
+GPT_OSS = replace(
+    INPUTS_FIRST,
+    layout=replace(
+        STACKED.layout,
+        permuted=(
+            ("experts.gate_up_proj", "e h (i 2) -> e (2 i) h"),
+            ("experts.down_proj", "e i h -> e h i"),
+        ),
+    ),
+    alternating=True,
+)
+MIXTRAL = Disk(
+    Layout(
+        (GATE, ("mlp.", "block_sparse_moe."), ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")),
+        root="mlp.",
+    ),
+    "block_sparse_moe.gate.weight",
+    "block_sparse_moe.experts.{e}.w1.weight",
+    "block_sparse_moe.experts.{e}.w3.weight",
+    "block_sparse_moe.experts.{e}.w2.weight",
+)
+GRANITE = Disk(
+    Layout(
+        (
+            ("router.", "router.layer."),
+            ("experts.gate_up_proj", "input_linear.weight"),
+            ("experts.down_proj", "output_linear.weight"),
+        ),
+        whole=("experts.*",),
+        root="block_sparse_moe.",
+    ),
+    "block_sparse_moe.router.layer.weight",
     gate_up_proj="block_sparse_moe.input_linear.weight",
     down_proj="block_sparse_moe.output_linear.weight",
 )
-SHARED_EXPERTS = {
-    f"shared_{part}": f"mlp.shared_experts.{part}" for part in ("gate_proj", "up_proj", "down_proj")
-}
+BIAS = ("router.correction_bias", "gate.e_score_correction_bias")
+DEEPSEEK_V3 = Disk(Layout((BIAS, GATE, ("shared_expert.", "shared_experts.")), root="mlp."))
 
 
 @dataclass
@@ -42,13 +90,13 @@ class Family:
     block: str
     config: dict[str, Any]
     spec: dict[str, Any] = field(default_factory=dict)
-    names: MoENames = field(default_factory=MoENames)
+    disk: Disk = field(default_factory=lambda: ONE_BY_ONE)
 
 
 QWEN = {"num_experts": EXPERTS, "moe_intermediate_size": INNER}
 DEEPSEEK = {"n_routed_experts": EXPERTS, "moe_intermediate_size": INNER, "n_shared_experts": 2}
 FAMILIES = {
-    "mixtral": Family("mixtral", "MixtralSparseMoeBlock", {"num_local_experts": EXPERTS}, names=MIXTRAL),
+    "mixtral": Family("mixtral", "MixtralSparseMoeBlock", {"num_local_experts": EXPERTS}, disk=MIXTRAL),
     "qwen3_moe": Family("qwen3_moe", "Qwen3MoeSparseMoeBlock", QWEN | {"norm_topk_prob": True}),
     "qwen3_moe, not renormalised": Family(
         "qwen3_moe", "Qwen3MoeSparseMoeBlock", QWEN | {"norm_topk_prob": False}, {"renormalize": False}
@@ -85,7 +133,7 @@ FAMILIES = {
             "float32_router": True,
             "shared_expert": MLPSpec(2 * INNER),
         },
-        MoENames(**SHARED_EXPERTS),
+        DEEPSEEK_V3,
     ),
     "glm4_moe": Family(
         "glm4_moe",
@@ -98,7 +146,7 @@ FAMILIES = {
             "float32_router": True,
             "shared_expert": MLPSpec(2 * INNER),
         },
-        MoENames(**SHARED_EXPERTS),
+        DEEPSEEK_V3,
     ),
 }
 
@@ -122,29 +170,28 @@ def spec_of(family: Family) -> MoESpec:
     return MoESpec(EXPERTS, TOP_K, INNER, **family.spec)
 
 
-def as_checkpoint(tensors: dict[str, torch.Tensor], names: MoENames) -> dict[str, torch.Tensor]:
+def as_checkpoint(tensors: dict[str, torch.Tensor], disk: Disk) -> dict[str, torch.Tensor]:
     """A block's tensors (or their gradients) under the names of its family's checkpoints, cut by hand."""
-    routers = ("gate.weight", "router.weight")
     checkpoint = {}
     for name, tensor in tensors.items():
-        if name in routers:
-            checkpoint[f"{names.router}.weight"] = tensor
+        if name in ("gate.weight", "router.weight"):
+            checkpoint[disk.router] = tensor
         elif not name.startswith("experts."):
             checkpoint[f"mlp.{name}"] = tensor
-        elif names.gate_up_proj is not None:
-            checkpoint[names.gate_up_proj if "gate_up" in name else names.down_proj] = tensor
+        elif disk.gate_up_proj is not None:
+            checkpoint[disk.gate_up_proj if "gate_up" in name else disk.down_proj] = tensor
         else:
             for e, matrix in enumerate(tensor):
                 if "gate_up" in name:
-                    checkpoint[names.gate_proj.format(e=e)] = matrix[:INNER]
-                    checkpoint[names.up_proj.format(e=e)] = matrix[INNER:]
+                    checkpoint[disk.gate_proj.format(e=e)] = matrix[:INNER]
+                    checkpoint[disk.up_proj.format(e=e)] = matrix[INNER:]
                 else:
-                    checkpoint[names.down_proj.format(e=e)] = matrix
+                    checkpoint[disk.down_proj.format(e=e)] = matrix
     return checkpoint
 
 
-def load(layer: MixtureOfExperts, names: MoENames, tensors: dict[str, torch.Tensor]) -> None:
-    expressions = layer.weight_map("", "", names)
+def load(layer: MixtureOfExperts, disk: Disk, tensors: dict[str, torch.Tensor]) -> None:
+    expressions = disk.layout.weight_map(canonical_forms(layer))
     assert checkpoint_shapes(expressions).keys() == tensors.keys()
     own = layer.state_dict()
     assert expressions.keys() == own.keys()
@@ -156,7 +203,7 @@ def load(layer: MixtureOfExperts, names: MoENames, tensors: dict[str, torch.Tens
 def test_values_and_every_gradient_are_those_of_transformers(family, randomised):
     block = randomised(reference_block(family))
     layer = MixtureOfExperts(HIDDEN, spec_of(family))
-    load(layer, family.names, as_checkpoint(dict(block.state_dict()), family.names))
+    load(layer, family.disk, as_checkpoint(dict(block.state_dict()), family.disk))
     x = torch.randn(2, TOKENS // 2, HIDDEN)
     theirs, ours = x.clone().requires_grad_(), x.clone().requires_grad_()
     expected, found = block(theirs), layer(ours.flatten(0, 1)).view_as(x)
@@ -165,10 +212,10 @@ def test_values_and_every_gradient_are_those_of_transformers(family, randomised)
     found.backward(upstream)
 
     gradients = {name: p.grad for name, p in block.named_parameters()}
-    expected_gradients = as_checkpoint(gradients, family.names)
+    expected_gradients = as_checkpoint(gradients, family.disk)
     found_gradients = {}
     parameters = dict(layer.named_parameters())
-    for name, expression in layer.weight_map("", "", family.names).items():
+    for name, expression in family.disk.layout.weight_map(canonical_forms(layer)).items():
         if name in parameters:
             found_gradients |= expression.write(parameters[name].grad)
     assert found_gradients.keys() == expected_gradients.keys()
@@ -183,17 +230,11 @@ def test_values_and_every_gradient_are_those_of_transformers(family, randomised)
 
 
 @pytest.mark.parametrize(
-    "names",
-    [
-        MoENames(),
-        MoENames(**STACKED),
-        MoENames(**STACKED, transposed=True),
-        MoENames(gate_up_proj="mlp.experts.{e}.gate_up", transposed=True),
-        MoENames(gate_proj="mlp.w1", up_proj="mlp.w3", down_proj="mlp.w2"),
-    ],
-    ids=["one by one", "stacked", "stacked, transposed", "one by one, transposed", "stacked apart"],
+    "disk",
+    [ONE_BY_ONE, STACKED, INPUTS_FIRST, GPT_OSS, MIXTRAL],
+    ids=["one by one", "stacked", "inputs first", "inputs first, gate and up alternating", "renamed"],
 )
-def test_every_layout_of_a_checkpoint_comes_back_bit_for_bit(names, randomised):
+def test_every_layout_of_a_checkpoint_comes_back_bit_for_bit(disk, randomised):
     spec = MoESpec(
         EXPERTS,
         TOP_K,
@@ -203,28 +244,29 @@ def test_every_layout_of_a_checkpoint_comes_back_bit_for_bit(names, randomised):
         shared_gate=True,
     )
     layer = randomised(MixtureOfExperts(HIDDEN, spec))
-    expressions = layer.weight_map("layers.0.mlp.", "model.layers.0.", names)
+    expressions = disk.layout.weight_map(canonical_forms(layer))
+    assert expressions.keys() == layer.state_dict().keys()
     written = {}
     for name, tensor in layer.state_dict().items():
-        written |= expressions[f"layers.0.mlp.{name}"].write(tensor)
-    assert all(name.startswith("model.layers.0.mlp.") for name in written)
+        written |= expressions[name].write(tensor)
     assert len(written) == len(checkpoint_shapes(expressions))
     for name, tensor in layer.state_dict().items():
-        assert torch.equal(expressions[f"layers.0.mlp.{name}"].read(written.__getitem__), tensor)
+        assert torch.equal(expressions[name].read(written.__getitem__), tensor)
     gate_up, down = layer.experts.gate_up_proj[3], layer.experts.down_proj[3]
-    if names.transposed:
+    if disk.alternating:
+        gate_up = torch.stack(gate_up.split(INNER), dim=1).flatten(0, 1)
+    if disk.inputs_first:
         gate_up, down = gate_up.T, down.T
 
     def third(name):
-        name = f"model.layers.0.{name}"
         return written[name.replace("{e}", "3")] if "{e}" in name else written[name][3]
 
-    assert torch.equal(third(names.down_proj), down)
-    if names.gate_up_proj is not None:
-        assert torch.equal(third(names.gate_up_proj), gate_up)
+    assert torch.equal(third(disk.down_proj), down)
+    if disk.gate_up_proj is not None:
+        assert torch.equal(third(disk.gate_up_proj), gate_up)
     else:
-        assert torch.equal(third(names.gate_proj), gate_up[:INNER])
-        assert torch.equal(third(names.up_proj), gate_up[INNER:])
+        assert torch.equal(third(disk.gate_proj), gate_up[:INNER])
+        assert torch.equal(third(disk.up_proj), gate_up[INNER:])
 
 
 # The router
@@ -296,7 +338,7 @@ def test_on_a_gpu_it_is_as_near_to_the_truth_as_transformers_is(randomised):
     family = FAMILIES["qwen2_moe"]
     block = randomised(reference_block(family, hidden)).to(device, torch.bfloat16)
     layer = MixtureOfExperts(hidden, spec_of(family)).to(device, torch.bfloat16)
-    load(layer, family.names, as_checkpoint(dict(block.state_dict()), family.names))
+    load(layer, family.disk, as_checkpoint(dict(block.state_dict()), family.disk))
     truth = copy.deepcopy(layer).double()
     x = torch.randn(tokens, hidden, device=device).bfloat16()
     # Where logits are nearly equal their rounding chooses the expert: tokens for which the three differ have

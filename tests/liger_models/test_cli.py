@@ -18,11 +18,11 @@ from liger_models.causal_lm import LigerCausalLM
 from liger_models.cli import inspect, main
 from liger_models.cli.checkpoints import find_checkpoint
 from liger_models.convert.checkpoints import hub
+from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.checkpoints.reading import CheckpointReader
 from liger_models.convert.checkpoints.weight_map import Cat
 from liger_models.kernels._dispatch import interpret
 from liger_models.layers.activation_memory import _Kept
-from liger_models.layers.mlp import GatedMLP
 from liger_models.presets import PRESETS
 
 TEXT = "the quick brown fox jumps over the lazy dog; el pingüino come sushi 寿司"
@@ -228,10 +228,15 @@ def test_verify_finds_bytes_that_change_on_the_way(checkpoint, capsys, monkeypat
 
 def test_verify_finds_a_wrong_weight_map_that_bytes_cannot_show(checkpoint, capsys, monkeypatch):
     """Gate and up exchanged both ways: the round trip is perfect, and the model is another one."""
-    weight_map = GatedMLP.weight_map
-    monkeypatch.setattr(
-        GatedMLP, "weight_map", lambda self, prefix, gate, up, down: weight_map(self, prefix, up, gate, down)
-    )
+    weight_map = Layout.weight_map
+
+    def exchanged(self, forms):
+        found = weight_map(self, forms)
+        return {
+            name: Cat(expr.parts[::-1]) if "gate_up_proj" in name else expr for name, expr in found.items()
+        }
+
+    monkeypatch.setattr(Layout, "weight_map", exchanged)
     assert main(["verify", str(checkpoint), "--transformers"]) == 1
     shown = capsys.readouterr().out
     assert "every byte the same" in shown

@@ -19,7 +19,7 @@ from liger_models.convert.checkpoints.reading import (
     verify_roundtrip,
 )
 from liger_models.convert.checkpoints.source_layout import match_layout
-from liger_models.convert.checkpoints.weight_map import Cat, Ref, Stack, Transpose, checkpoint_shapes
+from liger_models.convert.checkpoints.weight_map import Cat, Ref, Stack, checkpoint_shapes, permuted
 from liger_models.convert.errors import CheckpointError
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.int8, torch.bool]
@@ -28,7 +28,7 @@ MAP = {
     "norm": Ref("norm.weight", (6,)),
     "qkv": Cat([Ref("q.weight", (8, 6)), Ref("k.weight", (2, 6)), Ref("v.weight", (2, 6))]),
     "experts": Stack([Cat([Ref(f"e{i}.gate", (3, 6)), Ref(f"e{i}.up", (3, 6))]) for i in range(4)]),
-    "conv": Transpose(Ref("conv.weight", (5, 7))),
+    "conv": permuted("conv.weight", (7, 5), "i o -> o i"),
     "empty": Ref("empty", (0, 6)),
     "scalar": Ref("scalar", ()),
 }
@@ -139,7 +139,7 @@ def test_rows_are_read_alone(tmp_path):
                 rows = torch.empty_like(whole[1:3])
                 expr.read_rows(rows, reader.read_into, min(1, len(whole)), min(3, len(whole)))
                 assert torch.equal(rows, whole[1:3])
-        with pytest.raises(ValueError, match=r"rows \[0, 3\) of tensor 'norm.weight' of shape \(6,\)"):
+        with pytest.raises(ValueError, match=r"elements \[0, 3\) of tensor 'norm.weight' of shape \(6,\)"):
             reader.read_into("norm.weight", torch.empty(4), 0, 3)
 
 
@@ -415,7 +415,7 @@ def test_names_that_fit_no_layout_are_shown_both_ways(tmp_path):
         match(tmp_path, tensors)
     message = str(error.value)
     assert str(tmp_path) in message
-    assert "nearest known layout is 'first'" in message
+    assert "the nearest of 2 known layouts" in message
     assert "missing from the checkpoint: 2 tensors: norm.weight, q.weight" in message
     assert "unknown to the model: 1 tensors: surplus" in message
 
