@@ -123,16 +123,22 @@ class Experts(nn.Module):
         _reset_as_linear(self.down_proj)
 
     def canonical_form(self, path: str, name: str) -> Expr:
-        """The projections of each expert by themselves, `0.gate_proj.weight` and so on."""
-        num_experts, *rest = self.get_parameter(name).shape
+        """The projections of each expert by themselves: `0.gate_proj.weight`, `0.gate_proj.bias`, and so on.
+
+        Here a matrix bears the projection's own name, and its bias that name with `_bias` behind it.
+        """
+        num_experts, rows, *rest = self.get_parameter(name).shape
+        projection = name.removesuffix("_bias")
+        kind = "weight" if projection == name else "bias"
 
         def of_each(projection: str, rows: int) -> Expr:
-            shape = (rows, *rest[1:])
-            return Stack(tuple(Ref(f"{path}.{e}.{projection}.weight", shape) for e in range(num_experts)))
+            return Stack(
+                tuple(Ref(f"{path}.{e}.{projection}.{kind}", (rows, *rest)) for e in range(num_experts))
+            )
 
-        if name == "gate_up_proj":
-            return Cat((of_each("gate_proj", rest[0] // 2), of_each("up_proj", rest[0] // 2)), dim=1)
-        return of_each(name, rest[0])
+        if projection == "gate_up_proj":
+            return Cat((of_each("gate_proj", rows // 2), of_each("up_proj", rows // 2)), dim=1)
+        return of_each(projection, rows)
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """x [T, H], weights [T, k], experts [T, k] -> [T, H]."""
