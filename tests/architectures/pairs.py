@@ -188,12 +188,12 @@ def spec_of(family: str, changes: Mapping[str, Any] | None = None) -> ModelSpec:
 
 
 def native_model(architecture: Architecture, spec: ModelSpec, **options: Any) -> CausalLM:
-    return CausalLM(spec, architecture.names, **options)
+    return CausalLM(spec, **options)
 
 
 def weight_maps(architecture: Architecture, model: CausalLM) -> list[dict[str, Expr]]:
     """One for each layout in which the family's checkpoints are found."""
-    return [model.weight_map()]
+    return [model.weight_map(layout) for layout in architecture.layouts]
 
 
 def canonical_map(model: CausalLM) -> dict[str, Expr]:
@@ -203,7 +203,7 @@ def canonical_map(model: CausalLM) -> dict[str, Expr]:
 
 def saved_tensors(model: CausalLM) -> dict[str, Tensor]:
     """What a checkpoint holds, by native name: parameters, and buffers that no gradient reaches."""
-    return dict(model.named_parameters())
+    return model.saved_tensors()
 
 
 def reference_class(architecture: Architecture) -> Any:
