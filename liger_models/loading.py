@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from liger_models.architectures import Architecture, find_architecture
 from liger_models.causal_lm import LigerCausalLM, parse_dtype
-from liger_models.convert.checkpoints.reading import CheckpointReader, load_parameters
+from liger_models.convert.checkpoints.reading import WEIGHT_DTYPES, CheckpointReader, load_parameters
 from liger_models.convert.checkpoints.source_layout import SourceLayout, match_layout
 from liger_models.convert.checkpoints.weight_map import checkpoint_shapes
 from liger_models.convert.config.hf_config import HFConfig
@@ -64,8 +64,9 @@ def from_hub(
     )
     config = HFConfig.load(folder, ignore_config_keys=ignore_config_keys)
     architecture = find_architecture(config.model_type)
-    model = _skeleton(config, architecture, attention, activation_memory)
     with CheckpointReader(folder) as reader:
+        config.most_layers = min(config.most_layers, len(reader.tensors))
+        model = _skeleton(config, architecture, attention, activation_memory)
         model.source = find_layout(model, reader)
         chosen = _checkpoint_dtype(reader, model) if dtype == "auto" else parse_dtype(dtype)
         model.materialize(device, chosen)
@@ -131,8 +132,12 @@ def _skeleton(
     """The model on the meta device: shapes without memory."""
     spec = architecture.spec(config)
     raw = {"architectures": [architecture.reference], **config.raw}
-    with torch.device("meta"), _NoInitialisation():
-        model = LigerCausalLM(spec, architecture, raw, attention, activation_memory)
+    try:
+        with torch.device("meta"), _NoInitialisation():
+            model = LigerCausalLM(spec, architecture, raw, attention, activation_memory)
+    except RuntimeError as error:  # sizes whose product is beyond 64 bits
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{config.name}: a model of these sizes cannot be laid out ({reason})") from error
     model.carried = architecture.carried(config)
     return model
 
@@ -156,7 +161,9 @@ def _checkpoint_dtype(reader: CheckpointReader, model: CausalLM) -> torch.dtype:
     """
     shapes = checkpoint_shapes(model.weight_map())
     dtypes = {reader.tensors[name].dtype for name, shape in shapes.items() if len(shape) > 1}
-    return parse_dtype(functools.reduce(torch.promote_types, dtypes))
+    # What is no dtype of weights is refused, by its name, when it is loaded.
+    weights = dtypes.intersection(WEIGHT_DTYPES) or {torch.float32}
+    return functools.reduce(torch.promote_types, weights)
 
 
 def parse_device(device: str | torch.device | None) -> torch.device | None:

@@ -4,7 +4,12 @@ The interpreter must be asked for before Triton is first imported, hence here. I
 kernels run in it only inside `liger_models.kernels._dispatch.interpret()`, all else runs the plain twins.
 """
 
+import contextlib
 import os
+import re
+import signal
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,3 +36,35 @@ def interpreted():
 
     with interpret():
         yield
+
+
+@pytest.fixture
+def within_a_second():
+    """`with within_a_second():` holds what stands in it to one second of the processor and 200 MB."""
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("only Linux tells the peak of a process's memory")
+    return _within_a_second
+
+
+@contextlib.contextmanager
+def _within_a_second():
+    """One second of the processor, of which a busy machine needs no more, 200 MB, and no waiting at all."""
+
+    def peak(reset=False):
+        if reset:
+            Path("/proc/self/clear_refs").write_text("5")  # the peak becomes what is in use now
+        return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
+
+    def waits(*_):
+        raise AssertionError("waited for a file")
+
+    handler = signal.signal(signal.SIGALRM, waits)
+    signal.alarm(20)
+    before, started = peak(reset=True), time.process_time()
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, handler)
+    assert time.process_time() - started < 1
+    assert peak() - before < 200

@@ -11,7 +11,6 @@ small buffers, one a thread, which also serve where bytes cannot go straight: to
 strided view, to a GPU.
 """
 
-import json
 import math
 import os
 import re
@@ -27,9 +26,12 @@ from torch import Tensor
 
 from liger_models.convert.checkpoints import tensor_bytes
 from liger_models.convert.checkpoints.safetensors_header import (
+    MAX_HEADER_BYTES,
     FileHeader,
     TensorInfo,
+    open_file,
     parse_header,
+    parse_json,
 )
 from liger_models.convert.checkpoints.tensor_bytes import (
     is_plain_memory,
@@ -39,12 +41,14 @@ from liger_models.convert.checkpoints.tensor_bytes import (
     stage_for,
 )
 from liger_models.convert.checkpoints.weight_map import WeightMap
-from liger_models.convert.errors import CheckpointError
+from liger_models.convert.errors import CheckpointError, abbreviate
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 READING_THREADS = 4
+WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+MAX_INDEX_BYTES = 2 * MAX_HEADER_BYTES  # room for the names of some 300,000 tensors in any number of files
 
 
 class CheckpointReader:
@@ -150,12 +154,7 @@ class CheckpointReader:
         placed = self._find_files()
         for file in sorted(set(placed.values())) if placed else [self._only_file()]:
             path = self.folder / file
-            try:
-                self._fds[file] = os.open(path, os.O_RDONLY)
-            except OSError as error:
-                raise CheckpointError(
-                    f"{path}: cannot be opened ({error.strerror}); download it again"
-                ) from error
+            self._fds[file] = open_file(path)
             header = self.files[file] = parse_header(self._fds[file], path)
             for info in header.tensors:
                 if info.name in self.tensors:
@@ -178,18 +177,14 @@ class CheckpointReader:
         path = self.folder / INDEX_FILE
         if (self.folder / SINGLE_FILE).exists() or not path.exists():
             return {}
-        try:
-            self.index = path.read_bytes()
-            index = json.loads(self.index)
-        except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path}: is not valid JSON ({error}); download it again") from error
-        placed = index.get("weight_map") if isinstance(index, dict) else None
+        self.index = _read_small(path)
+        placed = parse_json(self.index, f"{path}:").get("weight_map")
         if not isinstance(placed, dict) or not placed:
             raise CheckpointError(f"{path}: has no weight_map, a non-empty object from tensor to file name")
         for name, file in placed.items():
             if not isinstance(file, str) or not re.fullmatch(r"[^/\\\0]+\.safetensors", file):
                 raise CheckpointError(
-                    f"{path}: places tensor {name!r} in {file!r}; expected the plain name of a "
+                    f"{path}: places tensor {name!r} in {abbreviate(file)}; expected the plain name of a "
                     ".safetensors file in the same folder"
                 )
         return placed
@@ -222,6 +217,17 @@ class CheckpointReader:
         )
 
 
+def _read_small(path: Path) -> bytes:
+    """The bytes of a JSON file beside the weights, which has no reason to be large."""
+    with open(open_file(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_INDEX_BYTES:
+            raise CheckpointError(
+                f"{path}: is {size} bytes long, and an index at most {MAX_INDEX_BYTES}; download it again"
+            )
+        return file.read()
+
+
 # ---------------------------------------------------------------------------------------------------- loading
 
 
@@ -240,13 +246,19 @@ def load_parameters(
 
     Raises:
         ValueError: the names or the shapes of `parameters` are not those of the map.
-        CheckpointError: a file cannot be read.
+        CheckpointError: a file cannot be read, or holds integers or 8 bits where a parameter is a float.
     """
     check_parameters(parameters, weight_map)
     jobs: list[_ReadJob] = []
 
     def plan(name: str, dest: Tensor, start: int, stop: int) -> None:
         info = reader.tensors[name]
+        if dest.is_floating_point() and info.dtype not in (*WEIGHT_DTYPES, dest.dtype):
+            raise CheckpointError(
+                f"{reader.folder / info.file}: tensor {name!r} is in {info.dtype}, and weights must be in "
+                f"{', '.join(map(str, WEIGHT_DTYPES))}. Quantised weights mean nothing without their scales: "
+                "use the original checkpoint"
+            )
         for first, piece in pieces_of(dest, info.dtype.itemsize):
             begin, count = start + first, piece.numel()
             jobs.append(_ReadJob(info, count * info.dtype.itemsize, piece, begin, begin + count))

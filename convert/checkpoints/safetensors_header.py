@@ -11,6 +11,7 @@ it or mean two things.
 import json
 import math
 import os
+import stat
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from liger_models.convert.errors import CheckpointError
+from liger_models.convert.errors import CheckpointError, abbreviate
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -37,7 +38,9 @@ DTYPES: dict[str, torch.dtype] = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+# The format allows 100 MB, which can become gigabytes of Python objects. This is room for 150,000 tensors in
+# one file; checkpoints of more are divided into many.
+MAX_HEADER_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,24 @@ class FileHeader:
     tensors: tuple[TensorInfo, ...]
 
 
+def open_file(path: Path) -> int:
+    """Opens a regular file for reading, and nothing that a read could wait for or never see the end of.
+
+    Raises:
+        CheckpointError: it cannot be opened, or is a folder, a named pipe, a socket or a device.
+    """
+    try:
+        # Without the flag, opening a named pipe waits for its writer.
+        mode = os.stat(path).st_mode
+        if stat.S_ISREG(mode):
+            return os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{path}: cannot be opened ({reason}); download it again") from error
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
+    raise CheckpointError(f"{path}: is {kinds.get(stat.S_IFMT(mode), 'a device')}, expected a file")
+
+
 def parse_header(fd: int, path: Path) -> FileHeader:
     """Reads and checks the header of the file `path`, open as `fd`.
 
@@ -69,7 +90,22 @@ def parse_header(fd: int, path: Path) -> FileHeader:
         CheckpointError: the header is damaged, or does not describe the file's bytes exactly.
     """
     size = os.fstat(fd).st_size
-    prefix = os.pread(fd, 8, 0)
+    try:
+        prefix = os.pread(fd, 8, 0)
+        raw = prefix + os.pread(fd, _header_length(prefix, size, path), 8)
+    except OSError as error:
+        raise CheckpointError(f"{path}: its header cannot be read ({error.strerror})") from error
+    header = parse_json(raw[8:], f"{path}: its header")
+    metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{path}: __metadata__ of its header must map strings to strings")
+    tensors = [_parse_entry(name, entry, path, len(raw)) for name, entry in header.items()]
+    tensors.sort(key=lambda info: (info.offset, info.nbytes))
+    _check_coverage(tensors, path, len(raw), size)
+    return FileHeader(raw, metadata, tuple(tensors))
+
+
+def _header_length(prefix: bytes, size: int, path: Path) -> int:
     if len(prefix) < 8:
         raise CheckpointError(
             f"{path}: is {size} bytes long, too short for a safetensors file; download it again"
@@ -80,21 +116,17 @@ def parse_header(fd: int, path: Path) -> FileHeader:
             f"{path}: its header claims {length} bytes, but the file has {size} and a header at most "
             f"{MAX_HEADER_BYTES}; the file is truncated or not safetensors; download it again"
         )
-    raw = prefix + os.pread(fd, length, 8)
-    header = _parse_json(raw[8:], path)
-    metadata = header.pop("__metadata__", None) or {}
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CheckpointError(f"{path}: __metadata__ of its header must map strings to strings")
-    tensors = [_parse_entry(name, entry, path, len(raw)) for name, entry in header.items()]
-    tensors.sort(key=lambda info: (info.offset, info.nbytes))
-    _check_coverage(tensors, path, len(raw), size)
-    return FileHeader(raw, metadata, tuple(tensors))
+    return int(length)
 
 
 def build_header(
     tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> bytes:
-    """The bytes that open a safetensors file holding these tensors, in this order, without gaps."""
+    """The bytes that open a safetensors file holding these tensors, in this order, without gaps.
+
+    Raises:
+        CheckpointError: they are so many that `parse_header` would refuse the file.
+    """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for name, dtype, shape in tensors:
@@ -103,53 +135,72 @@ def build_header(
         offset = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # so that the first tensor is aligned
+    if len(text) > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"a file of {len(header)} tensors would need a header of {len(text)} bytes, more than "
+            f"{MAX_HEADER_BYTES}; choose a smaller max_shard_size"
+        )
     return struct.pack("<Q", len(text)) + text
 
 
-def _parse_json(text: bytes, path: Path) -> dict[str, Any]:
+def parse_json(text: bytes, what: str) -> dict[str, Any]:
+    """A JSON object in UTF-8, without a byte order mark, that names no key twice; `what` begins the message.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        out = dict(pairs)
-        if len(out) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise CheckpointError(f"{path}: its header names {twice!r} twice")
+        out: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in out:
+                raise CheckpointError(f"{what} names {name!r} twice")
+            out[name] = value
         return out
 
     try:
-        header = json.loads(text, object_pairs_hook=unique)
+        # json.loads guesses the encoding of bytes, and takes UTF-16 and 32, which other readers refuse.
+        parsed = json.loads(text.decode(), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: its header is not valid JSON ({error}); download it again") from error
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{path}: its header must be a JSON object, found {type(header).__name__}")
-    return header
+        raise CheckpointError(f"{what} is not valid JSON ({error}); download it again") from error
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{what} must be a JSON object, found {type(parsed).__name__}")
+    if rb"\u" in text:  # only so can half of a pair stand in UTF-8
+        try:
+            json.dumps(parsed, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise CheckpointError(f"{what} holds half of a surrogate pair, which no text can") from error
+    return parsed
 
 
 def _parse_entry(name: str, entry: Any, path: Path, data_start: int) -> TensorInfo:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(
             f"{path}: the header's entry for {name!r} must hold dtype, shape and data_offsets, found "
-            f"{entry!r:.100}"
+            f"{abbreviate(entry)}"
         )
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(
-            f"{path}: tensor {name!r} has dtype {dtype!r}, which is not known here; known are "
+            f"{path}: tensor {name!r} has dtype {abbreviate(dtype)}, which is not known here; known are "
             f"{', '.join(DTYPES)}"
         )
-    if not _is_natural(shape):
+    # Torch counts elements and bytes in 64 bits, and takes an empty dimension for 1 as it makes strides.
+    if not _is_natural(shape) or math.prod(max(1, n) for n in shape) * DTYPES[dtype].itemsize >= 2**63:
         raise CheckpointError(
-            f"{path}: tensor {name!r} has the shape {shape!r:.100}, expected a list of sizes"
+            f"{path}: tensor {name!r} has the shape {abbreviate(shape)}, expected a list of sizes below 2^63 "
+            "bytes in all"
         )
     if not _is_natural(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CheckpointError(
-            f"{path}: tensor {name!r} has the data_offsets {offsets!r:.100}, expected [begin, end]"
+            f"{path}: tensor {name!r} has the data_offsets {abbreviate(offsets)}, expected [begin, end]"
         )
     begin, end = offsets
     expected = math.prod(shape) * DTYPES[dtype].itemsize
     if end - begin != expected:
         raise CheckpointError(
             f"{path}: tensor {name!r} of shape {tuple(shape)} and dtype {dtype} needs {expected} bytes, "
-            f"but its data_offsets {offsets} hold {end - begin}"
+            f"but its data_offsets are {abbreviate(offsets)}"
         )
     return TensorInfo(name, path.name, DTYPES[dtype], tuple(shape), data_start + begin, expected)
 
@@ -178,4 +229,4 @@ def _check_coverage(tensors: list[TensorInfo], path: Path, data_start: int, size
 
 
 def _is_natural(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)

@@ -13,12 +13,11 @@ because a setting that is quietly ignored gives a model that is quietly wrong.
 
 import copy
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from liger_models.convert.config.rope_config import both_rope_spellings, is_nested, read_rope
+from liger_models.convert.config.rope_config import both_rope_spellings, is_finite, is_nested, read_rope
 from liger_models.convert.errors import ConfigError, abbreviate
 
 REQUIRED: Any = object()
@@ -31,7 +30,11 @@ class HFConfig:
         raw: the dict as read, never changed.
         model_type: the value of `model_type`.
         name: where the config came from, for messages.
+        most_layers: no model that can be meant is deeper. The number of tensors in the checkpoint, where
+            there is one: each layer has at least one.
     """
+
+    most_layers = 10_000
 
     def __init__(self, raw: dict[str, Any], name: str, ignore_config_keys: tuple[str, ...] = ()):
         self.raw = raw
@@ -58,6 +61,8 @@ class HFConfig:
         if path.is_dir():
             path = path / "config.json"
         try:
+            if path.exists() and not path.is_file():  # a pipe or a device might never end
+                raise OSError("it is no file")
             raw = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(
@@ -85,13 +90,17 @@ class HFConfig:
         return self.take_one_of(key, default=default)
 
     def take_count(self, key: str, default: Any = REQUIRED) -> Any:
-        """As `take`, of a key that counts something: a whole number of 1 or more.
+        """As `take`, of a key that counts something: a whole number from 1 to 2^31 - 1.
+
+        A count of layers is at most `most_layers`, for layers are made one by one.
 
         Raises:
             ConfigError: it is missing, or something else.
         """
         value = self.take(key, default)
-        return self._checked(key, value, type(value) is int and value >= 1, "a whole number of 1 or more")
+        self._checked(key, value, type(value) is int and value >= 1, "a whole number of 1 or more")
+        most = self.most_layers if key.endswith("layers") else 2**31 - 1
+        return self._checked(key, value, value is None or value <= most, f"at most {most}")
 
     def take_number(self, key: str, default: Any = REQUIRED) -> Any:
         """As `take`, of a key with a finite number of 0 or more.
@@ -100,7 +109,7 @@ class HFConfig:
             ConfigError: it is missing, or something else.
         """
         value = self.take(key, default)
-        good = type(value) in (int, float) and math.isfinite(value) and value >= 0
+        good = is_finite(value) and value >= 0
         return self._checked(key, value, good, "a finite number of 0 or more")
 
     def take_flag(self, key: str, default: bool) -> bool:

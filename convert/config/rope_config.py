@@ -6,7 +6,7 @@ Old: `rope_theta`, `rope_scaling` and `partial_rotary_factor` at the top level. 
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -83,9 +83,8 @@ def read_rope(
             theta = theta if local_theta is None else local_theta
             scaling = None
 
-    for key, value in (("rope_scaling", scaling), ("rope_parameters", new)):
-        if value is not None and not isinstance(value, Mapping):
-            raise ConfigError(f"{c.name}: {key} must be an object or null, found {value!r}")
+    _check_object(c, "rope_scaling", scaling)
+    _check_object(c, "rope_parameters", new)
     if is_nested(new):
         if layer_type is None:
             raise ConfigError(
@@ -95,6 +94,7 @@ def read_rope(
         if new.get(layer_type) is None:
             raise ConfigError(f"{c.name}: rope_parameters has no entry for the layer type {layer_type!r}")
         new = new[layer_type]
+        _check_object(c, f"{layer_type} of rope_parameters", new)
 
     defaults = {
         "rope_theta": default_theta if theta is None else theta,
@@ -105,10 +105,9 @@ def read_rope(
 
     result = _normalise(c, "rope_parameters", new, defaults)
     stated = {}
-    if theta is not None:
-        stated["rope_theta"] = float(theta)
-    if partial is not None:
-        stated["partial_rotary_factor"] = float(partial)
+    for key, value in (("rope_theta", theta), ("partial_rotary_factor", partial)):
+        if value is not None:
+            stated[key] = float(_checked(c, "the top level", key, value, _NUMBER))
     if "rope_scaling" in c.raw:
         inherited = {**_pick(result, defaults), **stated}
         stated = _normalise(c, "rope_scaling", scaling or {}, inherited)
@@ -157,7 +156,7 @@ def _normalise(
     rope_type = types.pop()
     if rope_type not in _ROPE_TYPES:
         raise ConfigError(
-            f"{c.name}: {where} has the unknown rope type {rope_type!r}; known are "
+            f"{c.name}: {where} has the unknown rope type {abbreviate(rope_type)}; known are "
             f"{', '.join(sorted(_ROPE_TYPES))}"
         )
     required, optional = _ROPE_TYPES[rope_type]
@@ -171,7 +170,9 @@ def _normalise(
         rest["original_max_position_embeddings"] = _original_length(c, where, rope_type, rest)
     if rope_type in ("longrope", "yarn") and "factor" not in rest:
         # Both papers define the factor as this ratio, and some released configs state only the two lengths.
-        rest["factor"] = c.take("max_position_embeddings") / rest["original_max_position_embeddings"]
+        original = rest["original_max_position_embeddings"]
+        _checked(c, where, "original_max_position_embeddings", original, (int,))
+        rest["factor"] = c.take_count("max_position_embeddings") / original
 
     for key, kinds in required.items():
         if key not in rest:
@@ -195,30 +196,43 @@ def _original_length(c: HFConfig, where: str, rope_type: str, rest: Mapping[str,
     """The context length before scaling: stated at the top level, or inside, or equal to the model's own."""
     inside = rest.get("original_max_position_embeddings")
     if rope_type == "dynamic":  # scaling begins where the model's own range ends, whatever else is stated
-        length = c.take("max_position_embeddings")
+        length = c.take_count("max_position_embeddings")
         if inside not in (None, length):
             raise ConfigError(
-                f"{c.name}: {where} of type 'dynamic' has original_max_position_embeddings {inside}, but "
-                f"this type scales beyond max_position_embeddings, {length}; remove it"
+                f"{c.name}: {where} of type 'dynamic' has original_max_position_embeddings "
+                f"{abbreviate(inside)}, but this type scales beyond max_position_embeddings, {length}; "
+                "remove it"
             )
         return length
     top = c.take("original_max_position_embeddings", None)
     if top is not None:
         return top
-    return c.take("max_position_embeddings") if inside is None else inside
+    return c.take_count("max_position_embeddings") if inside is None else inside
 
 
 def _checked(c: HFConfig, where: str, key: str, value: Any, kinds: tuple[type, ...]) -> Any:
-    right = isinstance(value, kinds) and (kinds == (bool,) or not isinstance(value, bool))
-    numbers: Iterable[Any] = value if right and kinds is _LIST else [value]
-    if not right or not all(isinstance(n, (int, float)) and math.isfinite(n) for n in numbers):
+    right = isinstance(value, kinds)
+    if kinds != (bool,):
+        numbers: Iterable[Any] = value if right and kinds is _LIST else [value]
+        right = right and all(is_finite(n) for n in numbers)
+    if not right:
         expected = _KIND_NAMES[kinds]
         raise ConfigError(f"{c.name}: {key} of {where} must be {expected}, found {abbreviate(value)}")
     if kinds in (_NUMBER, (int,)) and value < 0:
-        raise ConfigError(f"{c.name}: {key} of {where} must not be negative, found {value}")
+        raise ConfigError(f"{c.name}: {key} of {where} must not be negative, found {abbreviate(value)}")
     if key in _POSITIVE and value == 0:
         raise ConfigError(f"{c.name}: {key} of {where} must be above 0")
     return value
+
+
+def is_finite(value: Any) -> bool:
+    """Whether this is a number that a float can hold: NaN, infinities and 1 with 400 zeros are none."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
+def _check_object(c: HFConfig, where: str, value: Any) -> None:
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"{c.name}: {where} must be an object or null, found {abbreviate(value)}")
 
 
 def _plain(value: Any) -> Any:

@@ -1,5 +1,6 @@
 """Every key of a config.json is honoured, known to be harmless, or refused."""
 
+import contextlib
 import copy
 import json
 
@@ -331,3 +332,45 @@ def test_a_nested_config_made_from_nothing_bears_both_spellings():
     old_only = {key: value for key, value in out.items() if key != "rope_parameters"}
     for layer_type in ("full_attention", "sliding_attention"):
         assert rope(out, layer_type) == rope(old_only, layer_type) == rope(raw, layer_type)
+
+
+# ------------------------------------------------------------------------- values of a type that none has
+
+WRONG = ["4096", [4096], {"a": 1}, True, -1, 0, 4096.5, float("nan"), float("inf"), 10**400, "x" * 10_000]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda value: repr(value)[:12])
+@pytest.mark.parametrize("rope_type", ["yarn", "longrope", "dynamic", "llama3", "linear"])
+def test_rotary_settings_of_a_wrong_type_are_config_errors(rope_type, wrong):
+    """Every size that rotary settings are made of, in both spellings, at the top level and inside."""
+    for raw in (old_spelling(rope_type), new_spelling(rope_type)):
+        inside = raw["rope_scaling"] if "rope_scaling" in raw else raw["rope_parameters"]
+        places = [(raw, key) for key in ("max_position_embeddings", "rope_theta", "partial_rotary_factor")]
+        places += [(raw, "original_max_position_embeddings"), (inside, "original_max_position_embeddings")]
+        places += [(inside, key) for key in SCALINGS[rope_type]] + [(inside, "factor"), (raw, "rope_scaling")]
+        for where, key in places:
+            kept = dict(where)
+            where[key] = wrong
+            if key == "original_max_position_embeddings" and where is inside and rope_type != "linear":
+                where.pop("factor", None)  # the ratio of the two lengths, where the type knows one
+            with contextlib.suppress(ConfigError):  # some are right: a theta of 4096.5, say
+                rope(raw)
+            where.clear()
+            where.update(kept)
+
+
+@pytest.mark.parametrize("rope_type", ["yarn", "longrope"])
+@pytest.mark.parametrize("wrong", ["4096", [4096], 0, -4, True, 10**400, 4096.5], ids=lambda v: repr(v)[:12])
+@pytest.mark.parametrize("key", ["original_max_position_embeddings", "max_position_embeddings"])
+def test_the_lengths_that_make_a_factor_are_checked_before_they_are_divided(rope_type, wrong, key):
+    raw = new_spelling(rope_type)
+    raw["rope_parameters"].pop("factor", None)
+    raw[key] = wrong
+    with pytest.raises(ConfigError, match=rf"{key}.* must "):
+        rope(raw)
+
+
+def test_an_entry_of_nested_rotary_settings_that_is_no_object_is_a_config_error():
+    raw = {**BASE, "rope_parameters": {"full_attention": 5, "sliding_attention": {"rope_theta": 1.0}}}
+    with pytest.raises(ConfigError, match=r"full_attention.*must be an object"):
+        rope(raw, "full_attention")

@@ -1,0 +1,100 @@
+"""A config.json that cannot be that of its weights is refused before anything is built."""
+
+import json
+
+import pytest
+import torch
+
+import liger_models
+from liger_models.convert.errors import CheckpointError, ConfigError, LigerModelsError
+
+SHAPE = {
+    "model_type": "llama",
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("small") / "model"
+    liger_models.from_config(SHAPE, dtype=torch.float32, device="cpu").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def load_with(checkpoint, tmp_path):
+    """Loads the checkpoint under another config: the changed keys as JSON text, so that any number can be
+    written."""
+
+    def load(**changes):
+        folder = tmp_path / "changed"
+        folder.mkdir(exist_ok=True)
+        for file in checkpoint.iterdir():
+            if not (folder / file.name).exists():
+                (folder / file.name).symlink_to(file)
+        texts = {key: json.dumps(value) for key, value in SHAPE.items()} | changes
+        (folder / "config.json").unlink()
+        (folder / "config.json").write_text(
+            "{" + ",".join(f'"{key}":{text}' for key, text in texts.items()) + "}"
+        )
+        return liger_models.from_hub(folder)
+
+    return load
+
+
+def test_the_unchanged_config_loads(load_with):
+    assert load_with().num_parameters() > 0
+
+
+@pytest.mark.parametrize("layers", [10**5, 10**9, 10**400], ids=["1e5", "1e9", "1e400"])
+def test_more_layers_than_tensors_are_refused_within_a_second(within_a_second, load_with, layers):
+    load_with()  # what is imported late is imported now
+    with within_a_second(), pytest.raises(ConfigError, match="num_hidden_layers must be at most 21") as error:
+        load_with(num_hidden_layers=str(layers))
+    assert len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize("layers", [10**5, 10**9])
+def test_a_depth_that_no_model_has_is_refused_without_weights_too(layers):
+    with pytest.raises(ConfigError, match="num_hidden_layers must be"):
+        liger_models.from_config(SHAPE | {"num_hidden_layers": layers}, device="meta")
+
+
+@pytest.mark.parametrize("value", ["1" + "0" * 400, "1" + "0" * 5000, str(2**62), str(2**63), str(2**31)])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "rope_theta",
+        "initializer_range",
+    ],
+)
+def test_huge_numbers_are_clear_errors(load_with, key, value):
+    small = len(value) < 100
+    if small and key in ("rms_norm_eps", "rope_theta", "initializer_range"):
+        return  # numbers like any other
+    with pytest.raises(LigerModelsError) as error:
+        load_with(**{key: value})
+    assert len(str(error.value)) < 1000
+    assert small or key in str(error.value) or "not valid JSON" in str(error.value)
+
+
+def test_sizes_whose_product_overflows_are_clear_errors(load_with):
+    most = str(2**31 - 1)
+    with pytest.raises((ConfigError, CheckpointError), match=r"other shapes|cannot be laid out"):
+        load_with(vocab_size=most, hidden_size=str(2**31 - 16), intermediate_size=most)
