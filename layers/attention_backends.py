@@ -9,7 +9,7 @@ Soft cap and sinks: see kernels/attention/flash_attention.py.
 |----------|--------------------------------------|-------------------------------------------------------|
 | `sdpa`   | equal documents without a window     | torch's scaled_dot_product_attention, cuDNN first     |
 | `varlen` | documents, windows; a GPU, 16 bits   | torch.nn.attention.varlen (FlashAttention 2)          |
-| `triton` | all, in heads of up to 256           | our own kernel: kernels/attention/                    |
+| `triton` | all, in heads of up to 512           | our own kernel: kernels/attention/                    |
 | `masked` | documents, windows; memory T^2       | scaled_dot_product_attention with a mask              |
 | `eager`  | all; memory T^2 heads                | the plain twin: the formula above                     |
 
@@ -21,8 +21,11 @@ Soft cap and sinks: see kernels/attention/flash_attention.py.
 | packed documents, a window  | `triton` | `masked`  |
 | soft cap or sinks           | `triton` | `eager`   |
 
-Elsewhere is a CPU, float64, heads of more than 256, and torch.compile, under which `triton` would run its
+Elsewhere is a CPU, float64, heads of more than 512, and torch.compile, under which `triton` would run its
 twin; there `varlen` goes before `masked` on a GPU in 16 bits, for heads of up to 256 that are multiples of 8.
+Values may be narrower or wider than keys, but for `varlen`. For such heads, and those of more than 256, a GPU
+takes `triton` in place of `sdpa` where torch has no kernel of cuDNN's: the others keep all scores, or copy
+keys and values for every query head.
 On a CPU `masked` and `eager` take packed documents one by one, and T is a document's length.
 
 Measured on an H200 with torch 2.11 and Triton 3.6, 32,768 tokens, bfloat16, milliseconds forward; forward and
@@ -91,14 +94,15 @@ def attend(
     """Causal attention over packed documents.
 
     Args:
-        q: [T, num_attention_heads, head_dim]; k, v: [T, num_key_value_heads, head_dim]; any strides.
+        q: [T, num_attention_heads, head_dim]; k: [T, num_key_value_heads, head_dim]; v: the same, or with
+            heads of another size; any strides.
         spec: scale, window and soft cap.
         sequences: the documents.
         backend: a row of the table above, or "auto".
         sinks: [num_attention_heads], if the spec has them.
 
     Returns:
-        [T, num_attention_heads, head_dim].
+        [T, num_attention_heads, the size of v's heads].
 
     Raises:
         ValueError: the named backend cannot do what is asked, or is unknown.
@@ -107,7 +111,7 @@ def attend(
         given = "no sinks" if sinks is None else "sinks"
         raise ValueError(f"got {given}, but the spec says sinks={spec.sinks}")
     if backend == "auto":
-        backend = _choose(q, spec, sequences)
+        backend = _choose(q, k, v, spec, sequences)
     if backend in ("masked", "eager") and _boundaries_are_at_hand(q, sequences):
         return _one_by_one(q, k, v, spec, sequences, backend, sinks)
     if backend == "triton":
@@ -150,12 +154,12 @@ def attend_cached(
 
     Args:
         q: [batch, num_attention_heads, head_dim]; keys, values: [batch, longest, num_key_value_heads,
-            head_dim].
+            head_dim], or values with heads of another size.
         slots: [batch], the new token's own place among the keys.
         sinks: [num_attention_heads], if the spec has them.
 
     Returns:
-        [batch, num_attention_heads, head_dim].
+        [batch, num_attention_heads, the size of the values' heads].
     """
     place = torch.arange(keys.shape[1], device=q.device)
     sees = place <= slots[:, None]
@@ -171,17 +175,30 @@ def attend_cached(
     return (weights.unflatten(1, (kv_heads, -1)) @ values).flatten(1, 2)
 
 
-def _choose(q: Tensor, spec: AttentionSpec, sequences: Sequences) -> AttentionBackend:
+def _choose(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Sequences) -> AttentionBackend:
     plain = _is_plain_softmax(spec)
-    if plain and _is_plain_causal(spec, sequences):
+    ours = use_triton(q) and max(q.shape[-1], v.shape[-1]) <= MOST_HEAD_DIM
+    usual = q.shape[-1] == v.shape[-1] <= 256
+    if (
+        plain
+        and _is_plain_causal(spec, sequences)
+        and (usual or not ours or _cudnn_takes(q, k, v, sequences))
+    ):
         return "sdpa"
-    small_heads = spec.head_dim <= MOST_HEAD_DIM
-    if use_triton(q) and small_heads:
+    if ours:
         return "triton"
-    flash = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and spec.head_dim % 8 == 0
+    flash = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0
     if plain:
-        return "varlen" if flash and small_heads else "masked"
+        return "varlen" if flash and usual else "masked"
     return "eager"
+
+
+def _cudnn_takes(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> bool:
+    q, k, v = (x.unflatten(0, sequences.shape).transpose(1, 2) for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    return q.is_cuda and torch.backends.cuda.can_use_cudnn_attention(
+        torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, grouped)
+    )
 
 
 def _is_plain_softmax(spec: AttentionSpec) -> bool:
@@ -270,9 +287,10 @@ def _one_by_one(
 def _grouped_sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, mask: Tensor | None) -> Tensor:
     """q [batch, heads, queries, dim]; k, v [batch, kv_heads, keys, dim]."""
     groups = spec.num_attention_heads // spec.num_key_value_heads
-    if groups > 1 and (mask is not None or q.dtype == torch.float32):
-        # The kernels that take a mask, or float32, do not know grouped heads, and the fallback would keep all
-        # the scores.
+    unusual = mask is not None or q.dtype == torch.float32 or q.shape[-1] != v.shape[-1] or q.shape[-1] > 256
+    if groups > 1 and unusual:
+        # The kernels that take a mask, float32 or heads like these do not know grouped heads, and the
+        # fallback would keep all the scores.
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         groups = 1
     return F.scaled_dot_product_attention(

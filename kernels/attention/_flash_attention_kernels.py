@@ -6,6 +6,9 @@ meets are some at its beginning that are visible in part, then some that are vis
 its end that are visible in part. Only the outer ones need a mask. They are taken first.
 
 Scores and `lse` are in units of ln(2), so that exp2 is the softmax's exponential.
+
+Queries and keys have HEAD_DIM elements, values and results VALUE_DIM. A tile's sizes are powers of two, so a
+head of 192 is taken in two parts, BLOCK_DIM = 128 and BLOCK_REST = 64; BLOCK_REST is 0 where one part does.
 """
 
 from __future__ import annotations
@@ -35,20 +38,27 @@ def attention_forward_kernel(
     softcap,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     FLOAT32: tl.constexpr = q.dtype.element_ty == tl.float32
+    REST_DIM: tl.constexpr = HEAD_DIM - BLOCK_DIM
     head, row = _query_block(tokens, heads, BLOCK_Q)
     queries = row + tl.arange(0, BLOCK_Q)
+    q += head * q_head_stride
     k += head // GROUP * k_head_stride
     v += head // GROUP * v_head_stride
-    q_tile = _load_rows(q + head * q_head_stride, row, q_stride, tokens, True, HEAD_DIM, BLOCK_DIM, BLOCK_Q)
+    q_tile = _load_rows(q, row, q_stride, tokens, True, HEAD_DIM, BLOCK_DIM, BLOCK_Q)
+    if BLOCK_REST:
+        q_rest = _load_rows(q + BLOCK_DIM, row, q_stride, tokens, True, REST_DIM, BLOCK_REST, BLOCK_Q)
     firsts = _first_key(queries, bounds, tokens, window)
     tile, before, whole, partial = _key_tiles(row, bounds, tokens, window, BLOCK_Q, BLOCK_K)
 
-    accumulator = tl.zeros([BLOCK_Q, BLOCK_DIM], tl.float32)
+    accumulator = tl.zeros([BLOCK_Q, BLOCK_VALUE], tl.float32)
     if sinks is not None:  # one more key, whose value is zero
         largest = tl.zeros([BLOCK_Q], tl.float32) + tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
         total = tl.zeros([BLOCK_Q], tl.float32) + 1.0
@@ -59,8 +69,14 @@ def attention_forward_kernel(
         for i in range(0, whole if WHOLE else partial):
             column = (tile + _nth_tile(i, before, whole, WHOLE)) * BLOCK_K
             k_tile = _load_rows(k, column, k_stride, tokens, not WHOLE, HEAD_DIM, BLOCK_DIM, BLOCK_K)
-            v_tile = _load_rows(v, column, v_stride, tokens, not WHOLE, HEAD_DIM, BLOCK_DIM, BLOCK_K)
-            scores, _ = _scores(tl.dot(q_tile, k_tile.T, input_precision="ieee"), scale, softcap, FLOAT32)
+            v_tile = _load_rows(v, column, v_stride, tokens, not WHOLE, VALUE_DIM, BLOCK_VALUE, BLOCK_K)
+            products = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+            if BLOCK_REST:
+                k_rest = _load_rows(
+                    k + BLOCK_DIM, column, k_stride, tokens, not WHOLE, REST_DIM, BLOCK_REST, BLOCK_K
+                )
+                products = tl.dot(q_rest, k_rest.T, products, input_precision="ieee")
+            scores, _ = _scores(products, scale, softcap, FLOAT32)
             if WHOLE:
                 larger = tl.maximum(largest, tl.max(scores, 1))
                 shift = larger
@@ -78,10 +94,9 @@ def attention_forward_kernel(
             accumulator = tl.dot(weights.to(v_tile.dtype), v_tile, accumulator, input_precision="ieee")
             largest = larger
     tl.store(lse + head * tokens + queries, largest + tl.log2(total), queries < tokens)
-    target = out + head * HEAD_DIM
-    _store_rows(
-        target, accumulator / total[:, None], row, heads * HEAD_DIM, tokens, HEAD_DIM, BLOCK_DIM, BLOCK_Q
-    )
+    result = accumulator / total[:, None]
+    out += head * VALUE_DIM
+    _store_rows(out, result, row, heads * VALUE_DIM, tokens, VALUE_DIM, BLOCK_VALUE, BLOCK_Q)
 
 
 @jit
@@ -110,48 +125,68 @@ def attention_query_gradient_kernel(
     softcap,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """dq, and on the way delta, which the other kernel needs too."""
     FLOAT32: tl.constexpr = q.dtype.element_ty == tl.float32
+    REST_DIM: tl.constexpr = HEAD_DIM - BLOCK_DIM
     head, row = _query_block(tokens, heads, BLOCK_Q)
     queries = row + tl.arange(0, BLOCK_Q)
     exists = queries < tokens
     dout += head * dout_head_stride
-    dout_tile = _load_rows(dout, row, dout_stride, tokens, True, HEAD_DIM, BLOCK_DIM, BLOCK_Q)
+    dout_tile = _load_rows(dout, row, dout_stride, tokens, True, VALUE_DIM, BLOCK_VALUE, BLOCK_Q)
     out_tile = _load_rows(
-        out + head * HEAD_DIM, row, heads * HEAD_DIM, tokens, True, HEAD_DIM, BLOCK_DIM, BLOCK_Q
+        out + head * VALUE_DIM, row, heads * VALUE_DIM, tokens, True, VALUE_DIM, BLOCK_VALUE, BLOCK_Q
     )
     row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
     tl.store(delta + head * tokens + queries, row_delta, exists)
 
+    q += head * q_head_stride
     k += head // GROUP * k_head_stride
     v += head // GROUP * v_head_stride
-    q_tile = _load_rows(q + head * q_head_stride, row, q_stride, tokens, True, HEAD_DIM, BLOCK_DIM, BLOCK_Q)
+    q_tile = _load_rows(q, row, q_stride, tokens, True, HEAD_DIM, BLOCK_DIM, BLOCK_Q)
+    if BLOCK_REST:
+        q_rest = _load_rows(q + BLOCK_DIM, row, q_stride, tokens, True, REST_DIM, BLOCK_REST, BLOCK_Q)
     row_lse = tl.load(lse + head * tokens + queries, exists, 0.0)
     firsts = _first_key(queries, bounds, tokens, window)
     tile, before, whole, partial = _key_tiles(row, bounds, tokens, window, BLOCK_Q, BLOCK_K)
 
     gradient = tl.zeros([BLOCK_Q, BLOCK_DIM], tl.float32)
+    if BLOCK_REST:
+        gradient_rest = tl.zeros([BLOCK_Q, BLOCK_REST], tl.float32)
     for WHOLE in tl.static_range(2):
         for i in range(0, whole if WHOLE else partial):
             column = (tile + _nth_tile(i, before, whole, WHOLE)) * BLOCK_K
             k_tile = _load_rows(k, column, k_stride, tokens, not WHOLE, HEAD_DIM, BLOCK_DIM, BLOCK_K)
-            v_tile = _load_rows(v, column, v_stride, tokens, not WHOLE, HEAD_DIM, BLOCK_DIM, BLOCK_K)
-            scores, slope = _scores(tl.dot(q_tile, k_tile.T, input_precision="ieee"), scale, softcap, FLOAT32)
+            v_tile = _load_rows(v, column, v_stride, tokens, not WHOLE, VALUE_DIM, BLOCK_VALUE, BLOCK_K)
+            products = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+            if BLOCK_REST:
+                k_rest = _load_rows(
+                    k + BLOCK_DIM, column, k_stride, tokens, not WHOLE, REST_DIM, BLOCK_REST, BLOCK_K
+                )
+                products = tl.dot(q_rest, k_rest.T, products, input_precision="ieee")
+            scores, slope = _scores(products, scale, softcap, FLOAT32)
             weights = tl.exp2(scores - row_lse[:, None])
             if not WHOLE:
                 keys = column + tl.arange(0, BLOCK_K)
                 seen = _visible(queries[:, None], keys[None, :], firsts[:, None], bounds, window)
                 weights = tl.where(seen, weights, 0.0)
             dweights = tl.dot(dout_tile, v_tile.T, input_precision="ieee")
-            dscores = (weights * slope) * (dweights - row_delta[:, None])
-            gradient = tl.dot(dscores.to(k_tile.dtype), k_tile, gradient, input_precision="ieee")
-    _store_rows(
-        dq + head * HEAD_DIM, gradient * scale, row, heads * HEAD_DIM, tokens, HEAD_DIM, BLOCK_DIM, BLOCK_Q
-    )
+            dscores = ((weights * slope) * (dweights - row_delta[:, None])).to(k_tile.dtype)
+            gradient = tl.dot(dscores, k_tile, gradient, input_precision="ieee")
+            if BLOCK_REST:
+                gradient_rest = tl.dot(dscores, k_rest, gradient_rest, input_precision="ieee")
+    dq += head * HEAD_DIM
+    stride = heads * HEAD_DIM
+    _store_rows(dq, gradient * scale, row, stride, tokens, HEAD_DIM, BLOCK_DIM, BLOCK_Q)
+    if BLOCK_REST:
+        dq += BLOCK_DIM
+        _store_rows(dq, gradient_rest * scale, row, stride, tokens, REST_DIM, BLOCK_REST, BLOCK_Q)
 
 
 @jit
@@ -180,12 +215,16 @@ def attention_key_value_gradient_kernel(
     softcap,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """dk and dv of a block of keys, over all query heads that share its head, in a fixed order."""
     FLOAT32: tl.constexpr = q.dtype.element_ty == tl.float32
+    REST_DIM: tl.constexpr = HEAD_DIM - BLOCK_DIM
     kv_head = (tl.program_id(0) % kv_heads).to(tl.int64)
     # The first keys are seen by most queries.
     column = tl.program_id(0) // kv_heads * BLOCK_K
@@ -193,7 +232,9 @@ def attention_key_value_gradient_kernel(
     k += kv_head * k_head_stride
     v += kv_head * v_head_stride
     k_tile = _load_rows(k, column, k_stride, tokens, True, HEAD_DIM, BLOCK_DIM, BLOCK_K)
-    v_tile = _load_rows(v, column, v_stride, tokens, True, HEAD_DIM, BLOCK_DIM, BLOCK_K)
+    v_tile = _load_rows(v, column, v_stride, tokens, True, VALUE_DIM, BLOCK_VALUE, BLOCK_K)
+    if BLOCK_REST:
+        k_rest = _load_rows(k + BLOCK_DIM, column, k_stride, tokens, True, REST_DIM, BLOCK_REST, BLOCK_K)
     lasts = _last_query(keys, bounds, tokens, window)
     last_key = tl.minimum(column + BLOCK_K, tokens) - 1
     tile, before, whole, partial = _tiles(
@@ -205,7 +246,9 @@ def attention_key_value_gradient_kernel(
     )
 
     dk_tile = tl.zeros([BLOCK_K, BLOCK_DIM], tl.float32)
-    dv_tile = tl.zeros([BLOCK_K, BLOCK_DIM], tl.float32)
+    if BLOCK_REST:
+        dk_rest = tl.zeros([BLOCK_K, BLOCK_REST], tl.float32)
+    dv_tile = tl.zeros([BLOCK_K, BLOCK_VALUE], tl.float32)
     for head in range(kv_head * GROUP, (kv_head + 1) * GROUP):
         q_head = q + head * q_head_stride
         dout_head = dout + head * dout_head_stride
@@ -215,28 +258,37 @@ def attention_key_value_gradient_kernel(
                 queries = row + tl.arange(0, BLOCK_Q)
                 q_tile = _load_rows(q_head, row, q_stride, tokens, not WHOLE, HEAD_DIM, BLOCK_DIM, BLOCK_Q)
                 dout_tile = _load_rows(
-                    dout_head, row, dout_stride, tokens, not WHOLE, HEAD_DIM, BLOCK_DIM, BLOCK_Q
+                    dout_head, row, dout_stride, tokens, not WHOLE, VALUE_DIM, BLOCK_VALUE, BLOCK_Q
                 )
                 exists = queries < tokens
                 row_lse = tl.load(lse + head * tokens + queries, exists, 0.0)
                 row_delta = tl.load(delta + head * tokens + queries, exists, 0.0)
                 # Everything transposed, [keys, queries], so that both products below take it as it is.
-                scores, slope = _scores(
-                    tl.dot(k_tile, q_tile.T, input_precision="ieee"), scale, softcap, FLOAT32
-                )
+                products = tl.dot(k_tile, q_tile.T, input_precision="ieee")
+                if BLOCK_REST:
+                    q_rest = _load_rows(
+                        q_head + BLOCK_DIM, row, q_stride, tokens, not WHOLE, REST_DIM, BLOCK_REST, BLOCK_Q
+                    )
+                    products = tl.dot(k_rest, q_rest.T, products, input_precision="ieee")
+                scores, slope = _scores(products, scale, softcap, FLOAT32)
                 weights = tl.exp2(scores - row_lse[None, :])
                 if not WHOLE:
                     seen = (queries[None, :] >= keys[:, None]) & (queries[None, :] <= lasts[:, None])
                     weights = tl.where(seen, weights, 0.0)
                 dv_tile = tl.dot(weights.to(q_tile.dtype), dout_tile, dv_tile, input_precision="ieee")
                 dweights = tl.dot(v_tile, dout_tile.T, input_precision="ieee")
-                dscores = (weights * slope) * (dweights - row_delta[None, :])
-                dk_tile = tl.dot(dscores.to(q_tile.dtype), q_tile, dk_tile, input_precision="ieee")
+                dscores = ((weights * slope) * (dweights - row_delta[None, :])).to(q_tile.dtype)
+                dk_tile = tl.dot(dscores, q_tile, dk_tile, input_precision="ieee")
+                if BLOCK_REST:
+                    dk_rest = tl.dot(dscores, q_rest, dk_rest, input_precision="ieee")
+    dk += kv_head * HEAD_DIM
     stride = kv_heads * HEAD_DIM
-    _store_rows(
-        dk + kv_head * HEAD_DIM, dk_tile * scale, column, stride, tokens, HEAD_DIM, BLOCK_DIM, BLOCK_K
-    )
-    _store_rows(dv + kv_head * HEAD_DIM, dv_tile, column, stride, tokens, HEAD_DIM, BLOCK_DIM, BLOCK_K)
+    _store_rows(dk, dk_tile * scale, column, stride, tokens, HEAD_DIM, BLOCK_DIM, BLOCK_K)
+    if BLOCK_REST:
+        dk += BLOCK_DIM
+        _store_rows(dk, dk_rest * scale, column, stride, tokens, REST_DIM, BLOCK_REST, BLOCK_K)
+    dv += kv_head * VALUE_DIM
+    _store_rows(dv, dv_tile, column, kv_heads * VALUE_DIM, tokens, VALUE_DIM, BLOCK_VALUE, BLOCK_K)
 
 
 @jit

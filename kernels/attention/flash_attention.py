@@ -42,7 +42,7 @@ from liger_models.kernels.attention._flash_attention_kernels import (
     attention_query_gradient_kernel,
 )
 
-MOST_HEAD_DIM = 256
+MOST_HEAD_DIM = 512
 _LOG2_E = 1.4426950408889634  # lse is in units of ln(2)
 
 
@@ -61,8 +61,9 @@ def attention(
     """Causal attention over packed documents.
 
     Args:
-        q: [T, heads, D], of any strides; D is 256 at most.
-        k, v: [T, kv_heads, D], of q's dtype. Query head h reads key head h // (heads / kv_heads).
+        q: [T, heads, D], of any strides; D is 512 at most.
+        k: [T, kv_heads, D], v: [T, kv_heads, V], of q's dtype; V is 512 at most, and need not be D. Query
+            head h reads key head h // (heads / kv_heads).
         scale: of the scores; D ** -0.5 if None.
         cu_seqlens: [documents + 1] integers on q's device that rise from 0 to T, the documents' boundaries;
             None: one document.
@@ -72,7 +73,7 @@ def attention(
         bounds: `document_bounds(cu_seqlens, T)` in place of `cu_seqlens`, for calls that share documents.
 
     Returns:
-        [T, heads, D] in q's dtype. Products are summed in float32, and those of float32 are exact (never
+        [T, heads, V] in q's dtype. Products are summed in float32, and those of float32 are exact (never
         TF32). Gradients are for q, k, v and sinks.
 
     Raises:
@@ -170,12 +171,15 @@ def attention_weights(
 def _check(
     q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None
 ) -> None:
-    if q.dim() != 3 or k.shape != v.shape or k.dim() != 3 or (len(k), k.shape[2]) != (len(q), q.shape[2]):
-        raise ValueError(f"found {_shapes(q, k, v)}; expected q [T, heads, D] and k, v [T, kv_heads, D]")
+    fits = q.dim() == k.dim() == v.dim() == 3 and k.shape[:2] == v.shape[:2]
+    if not fits or (len(k), k.shape[2]) != (len(q), q.shape[2]):
+        expected = "q [T, heads, D], k [T, kv_heads, D] and v [T, kv_heads, V]"
+        raise ValueError(f"found {_shapes(q, k, v)}; expected {expected}")
     if not q.shape[1] or not k.shape[1] or q.shape[1] % k.shape[1]:
         raise ValueError(f"found {_shapes(q, k, v)}: the query heads are no multiple of the key heads")
-    if not 0 < q.shape[2] <= MOST_HEAD_DIM:
-        raise ValueError(f"the head size is {q.shape[2]}; expected 1 to {MOST_HEAD_DIM}")
+    for size in (q.shape[2], v.shape[2]):
+        if not 0 < size <= MOST_HEAD_DIM:
+            raise ValueError(f"the head size is {size}; expected 1 to {MOST_HEAD_DIM}")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"found q, k, v in {q.dtype}, {k.dtype}, {v.dtype}; expected one dtype")
     if window is not None and window < 1:
@@ -203,9 +207,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, bounds, scale, window, softcap):
         tokens, heads, _ = q.shape
-        out = contiguous_like(q)
+        out = q.new_empty(tokens, heads, v.shape[2])
         lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
-        tiles = _configuration(q).forward
+        tiles = _configuration(q, v).forward
         strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
         if tokens:
             with on_device_of(q):
@@ -223,7 +227,7 @@ class _Attention(torch.autograd.Function):
                     window,
                     scale,
                     softcap,
-                    **_constants(q, k, tiles),
+                    **_constants(q, k, v, tiles),
                 )
         ctx.save_for_backward(q, k, v, sinks, bounds, out, lse)
         ctx.options = scale, window, softcap
@@ -242,7 +246,7 @@ class _Attention(torch.autograd.Function):
         strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *dout.stride()[:2]
         if tokens:
             with on_device_of(q):
-                tiles = _configuration(q).query_gradient
+                tiles = _configuration(q, v).query_gradient
                 attention_query_gradient_kernel[(heads * ceil_div(tokens, tiles.queries),)](
                     q,
                     k,
@@ -259,9 +263,9 @@ class _Attention(torch.autograd.Function):
                     window,
                     scale,
                     softcap,
-                    **_constants(q, k, tiles),
+                    **_constants(q, k, v, tiles),
                 )
-                tiles = _configuration(q).key_value_gradient
+                tiles = _configuration(q, v).key_value_gradient
                 attention_key_value_gradient_kernel[(kv_heads * ceil_div(tokens, tiles.keys),)](
                     q,
                     k,
@@ -278,7 +282,7 @@ class _Attention(torch.autograd.Function):
                     window,
                     scale,
                     softcap,
-                    **_constants(q, k, tiles),
+                    **_constants(q, k, v, tiles),
                 )
         dsinks = None
         if ctx.needs_input_grad[3]:
@@ -302,38 +306,53 @@ class _Configuration(NamedTuple):
     key_value_gradient: _Tiles
 
 
-# By the largest head size, in 16 bits. On a data centre's GPU those of heads of 128 and 256 are the fastest
-# of several on an H200, spills included; the others are chosen from what the compiler reports.
+# By the largest sizes of a key's and of a value's head, in 16 bits. On a data centre's GPU those of heads of
+# 128 and 256 are the fastest of several on an H200, spills included; the others are chosen from what the
+# compiler reports.
 _DATA_CENTRE = {  # up to 197 KB of shared memory
-    64: _Configuration(_Tiles(128, 64, 4, 3), _Tiles(128, 64, 8, 3), _Tiles(64, 128, 8, 2)),
-    128: _Configuration(_Tiles(64, 64, 4, 3), _Tiles(128, 64, 8, 3), _Tiles(64, 128, 8, 2)),
-    256: _Configuration(_Tiles(128, 64, 8, 2), _Tiles(128, 32, 8, 2), _Tiles(32, 64, 8, 2)),
+    (64, 64): _Configuration(_Tiles(128, 64, 4, 3), _Tiles(128, 64, 8, 3), _Tiles(64, 128, 8, 2)),
+    (128, 128): _Configuration(_Tiles(64, 64, 4, 3), _Tiles(128, 64, 8, 3), _Tiles(64, 128, 8, 2)),
+    (192, 128): _Configuration(_Tiles(128, 64, 8, 2), _Tiles(128, 64, 8, 2), _Tiles(32, 128, 8, 2)),
+    (256, 256): _Configuration(_Tiles(128, 64, 8, 2), _Tiles(128, 32, 8, 2), _Tiles(32, 64, 8, 2)),
+    (512, 512): _Configuration(_Tiles(32, 32, 8, 1), _Tiles(32, 32, 8, 1), _Tiles(32, 16, 8, 1)),
 }
 _DESKTOP = {  # up to 99 KB
-    64: _DATA_CENTRE[64],
-    128: _Configuration(_Tiles(64, 64, 4, 2), _Tiles(64, 32, 4, 2), _Tiles(32, 64, 8, 2)),
-    256: _Configuration(_Tiles(64, 32, 8, 1), _Tiles(32, 32, 8, 1), _Tiles(32, 32, 8, 1)),
+    (64, 64): _DATA_CENTRE[64, 64],
+    (128, 128): _Configuration(_Tiles(64, 64, 4, 2), _Tiles(64, 32, 4, 2), _Tiles(32, 64, 8, 2)),
+    (256, 256): _Configuration(_Tiles(64, 32, 8, 1), _Tiles(32, 32, 8, 1), _Tiles(32, 32, 8, 1)),
+    (512, 512): _Configuration(*[_Tiles(16, 16, 4, 1)] * 3),
 }
 # Products of float32 need their operands in registers.
 _FLOAT32 = {
-    64: _Configuration(*[_Tiles(32, 32, 8, 2)] * 3),
-    256: _Configuration(*[_Tiles(16, 32, 8, 2)] * 3),
+    (64, 64): _Configuration(*[_Tiles(32, 32, 8, 2)] * 3),
+    (256, 256): _Configuration(*[_Tiles(16, 32, 8, 2)] * 3),
+    (512, 512): _Configuration(*[_Tiles(16, 16, 8, 1)] * 3),
 }
 
 
-def _configuration(q: Tensor) -> _Configuration:
+def _configuration(q: Tensor, v: Tensor) -> _Configuration:
     if q.dtype == torch.float32:
         table = _FLOAT32
     else:
         table = _DATA_CENTRE if shared_memory(q) >= 200 * 1024 else _DESKTOP
-    return next(choice for most, choice in table.items() if q.shape[2] <= most)
+    return next(
+        choice for (keys, values), choice in table.items() if q.shape[2] <= keys and v.shape[2] <= values
+    )
 
 
-def _constants(q: Tensor, k: Tensor, tiles: _Tiles) -> dict[str, int]:
+def _constants(q: Tensor, k: Tensor, v: Tensor, tiles: _Tiles) -> dict[str, int]:
+    head_dim, value_dim = q.shape[2], v.shape[2]
+    block, rest = max(16, next_power_of_2(head_dim)), 0  # tensor cores take no less than 16
+    if block >= 256 and head_dim <= block * 3 // 4:
+        block //= 2
+        rest = max(16, next_power_of_2(head_dim - block))
     return {
         "GROUP": q.shape[1] // k.shape[1],
-        "HEAD_DIM": q.shape[2],
-        "BLOCK_DIM": max(16, next_power_of_2(q.shape[2])),  # tensor cores take no less than 16
+        "HEAD_DIM": head_dim,
+        "VALUE_DIM": value_dim,
+        "BLOCK_DIM": block,
+        "BLOCK_REST": rest,
+        "BLOCK_VALUE": max(16, next_power_of_2(value_dim)),
         "BLOCK_Q": tiles.queries,
         "BLOCK_K": tiles.keys,
         "num_warps": tiles.num_warps,

@@ -6,8 +6,11 @@ from liger_models.kernels import attention, document_bounds
 from liger_models.kernels.attention.flash_attention import visible_keys
 
 
-def operands(tokens, heads=4, kv_heads=2, dim=8, sinks=False, dtype=torch.float32, device="cpu"):
-    shapes = [(tokens, heads, dim), (tokens, kv_heads, dim), (tokens, kv_heads, dim)]
+def operands(
+    tokens, heads=4, kv_heads=2, dim=8, sinks=False, dtype=torch.float32, device="cpu", value_dim=None
+):
+    """q, k, v and perhaps sinks; a value is as wide as a key, if nothing is said."""
+    shapes = [(tokens, heads, dim), (tokens, kv_heads, dim), (tokens, kv_heads, value_dim or dim)]
     shapes += [(heads,)] if sinks else []
     return [torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in shapes]
 

@@ -95,6 +95,7 @@ def rotary() -> None:
 def attention() -> None:
     everything = {"cu_seqlens": torch.tensor([0, 3, 16]), "window": 5, "softcap": 30.0, "sinks": operand(4)}
     cases = [(64, BF16, {}), (128, BF16, everything), (256, torch.float16, everything)]
+    backward(kernels.attention(*(operand(16, 4, dim) for dim in (192, 192, 128)), **everything))
     for dim, dtype, options in [*cases, (96, torch.float32, everything)]:
         backward(kernels.attention(*(operand(16, heads, dim, dtype=dtype) for heads in (4, 2, 2)), **options))
 

@@ -322,6 +322,14 @@ WITH_PRODUCTS = {
         lambda rows, width: [(rows, 4, width), (rows, 2, width), (rows, 2, width), (4,)],
         widest=256,
     ),
+    "attention_narrow_values": Operation(
+        lambda q, k, v, sinks: attention(
+            q, k, v, cu_seqlens=documents_of(q), window=3, softcap=2.0, sinks=sinks
+        ),
+        eager_attention,
+        lambda rows, width: [(rows, 4, width), (rows, 2, width), (rows, 2, (width + 1) // 2), (4,)],
+        widest=512,
+    ),
     "route": Operation(
         lambda x: route(x, min(2, x.shape[1]))[0], eager_route, lambda rows, width: [(rows, width)]
     ),

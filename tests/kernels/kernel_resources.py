@@ -117,8 +117,9 @@ def experts(tokens, hidden_size, intermediate_size, num_experts, top_k, dtype=BF
     backward(kernels.moe_experts(x, router.values, router.indices.int(), gate_up, down, *rest))
 
 
-def attention(heads, kv_heads, head_dim, sinks=False, **options):
-    q, k, v = (operand(TOKENS, count, head_dim) for count in (heads, kv_heads, kv_heads))
+def attention(heads, kv_heads, head_dim, value_dim=None, sinks=False, **options):
+    q, k = (operand(TOKENS, count, head_dim) for count in (heads, kv_heads))
+    v = operand(TOKENS, kv_heads, value_dim or head_dim)
     options |= {"cu_seqlens": torch.tensor([0, TOKENS]), "sinks": operand(heads) if sinks else None}
     backward(kernels.attention(q, k, v, **options))
 
@@ -157,6 +158,8 @@ CASES = {
     "divergences": divergences,
     "attention, LLaMA 8B": lambda: attention(32, 8, 128),
     "attention, Gemma 2 9B": lambda: attention(16, 8, 256, window=4096, softcap=50.0),
+    "attention, DeepSeek V3": lambda: attention(128, 128, 192, 128),
+    "attention, Gemma 4": lambda: attention(8, 2, 512),
     "attention, gpt-oss 20B": lambda: attention(64, 8, 64, window=128, sinks=True),
     "experts, Qwen 3 30B": lambda: experts(2048, 2048, 768, 128, 8),
     "experts, Mixtral 8x7B": lambda: experts(512, 4096, 14336, 8, 2),

@@ -114,6 +114,21 @@ def test_backends_agree_with_the_plain_twin(form, groups, window, backend):
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(("form", "window", "backend"), CASES)
+def test_backends_agree_on_values_narrower_than_keys(form, window, backend):
+    torch.manual_seed(0)
+    spec, sequences = heads(2, window), sequences_of(form)
+    packed, (q, k, v) = random_qkv(sequences.num_tokens, spec)
+    v = v[..., :5]
+    expected = attend_plain(q, k, v, spec, sequences)
+    cotangent = torch.randn_like(expected)
+    found = attend(q, k, v, spec, sequences, backend)
+    assert found.shape == (sequences.num_tokens, 4, 5)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    gradients = [torch.autograd.grad(out, packed, cotangent)[0] for out in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("backend", ["auto", "triton", "eager"])
 @pytest.mark.parametrize("extras", [(1.5, False), (None, True), (1.5, True)])
 @pytest.mark.parametrize("window", [None, 4])
@@ -222,18 +237,42 @@ CHOICES = [
     ("rows", {"sinks": True}, BF16, "triton"),
     ("packed", {"softcap": 30.0, "window": 4}, F32, "triton"),
     ("packed", {}, F64, "masked"),
-    ("packed", {"head_dim": 264}, BF16, "masked"),
-    ("rows", {"sinks": True, "head_dim": 264}, BF16, "eager"),
+    ("packed", {"head_dim": 520}, BF16, "masked"),
+    ("rows", {"sinks": True, "head_dim": 520}, BF16, "eager"),
     ("rows", {"softcap": 30.0}, F64, "eager"),
+    ("rows", {"head_dim": 512}, BF16, "triton"),
+    ("packed", {"head_dim": 512}, BF16, "triton"),
+    ("rows", {"head_dim": 520}, BF16, "sdpa"),
 ]
+
+
+def choice(spec, dtype, form, value_dim=None):
+    """What `auto` chooses on a GPU."""
+
+    def operand(dim):
+        return types.SimpleNamespace(is_cuda=True, dtype=dtype, shape=(ROWS * LENGTH, 4, dim))
+
+    qkv = (operand(dim) for dim in (spec.head_dim, spec.head_dim, value_dim or spec.head_dim))
+    return attention_backends._choose(*qkv, spec, sequences_of(form))
 
 
 @pytest.mark.parametrize(("form", "asked", "dtype", "backend"), CHOICES)
 def test_auto_chooses_by_what_is_asked(form, asked, dtype, backend, monkeypatch):
     monkeypatch.setattr(attention_backends, "use_triton", lambda q: q.dtype != F64)
-    q = types.SimpleNamespace(is_cuda=True, dtype=dtype)
-    spec = dataclasses.replace(heads(1, None), **asked)
-    assert attention_backends._choose(q, spec, sequences_of(form)) == backend
+    monkeypatch.setattr(attention_backends, "_cudnn_takes", lambda *_: False)
+    assert choice(dataclasses.replace(heads(1, None), **asked), dtype, form) == backend
+
+
+@pytest.mark.parametrize("cudnn", [False, True])
+def test_values_of_another_size_go_to_cudnn_where_it_takes_them(cudnn, monkeypatch):
+    monkeypatch.setattr(attention_backends, "use_triton", lambda q: True)
+    monkeypatch.setattr(attention_backends, "_cudnn_takes", lambda *_: cudnn)
+    spec = dataclasses.replace(heads(1, None), head_dim=192)
+    assert choice(spec, BF16, "rows", 128) == ("sdpa" if cudnn else "triton")
+    assert choice(spec, BF16, "packed", 128) == "triton"
+    monkeypatch.setattr(attention_backends, "use_triton", lambda q: False)
+    assert choice(spec, BF16, "rows", 128) == "sdpa"
+    assert choice(spec, BF16, "packed", 128) == "masked"  # varlen takes none
 
 
 WITHOUT_TRITON = [
@@ -252,9 +291,7 @@ def test_auto_takes_torch_on_a_gpu_where_the_kernel_would_run_its_twin(
 ):
     """As under torch.compile."""
     monkeypatch.setattr(attention_backends, "use_triton", lambda q: False)
-    q = types.SimpleNamespace(is_cuda=True, dtype=dtype)
-    spec = dataclasses.replace(heads(1, None), **asked)
-    assert attention_backends._choose(q, spec, sequences_of(form)) == backend
+    assert choice(dataclasses.replace(heads(1, None), **asked), dtype, form) == backend
 
 
 @pytest.mark.parametrize("window", [None, 4])

@@ -22,7 +22,7 @@ TOKENS = PACKED[-1]
 def small_tiles(monkeypatch):
     """Several tiles of each kind from few tokens, queries and keys in different numbers."""
     tiles = (module._Tiles(16, 16, 4, 1), module._Tiles(16, 32, 4, 1), module._Tiles(16, 32, 4, 1))
-    monkeypatch.setattr(module, "_configuration", lambda q: module._Configuration(*tiles))
+    monkeypatch.setattr(module, "_configuration", lambda q, v: module._Configuration(*tiles))
 
 
 def by_hand(q, k, v, *, scale=None, cu_seqlens=None, window=None, softcap=None, sinks=None):
@@ -42,7 +42,7 @@ def by_hand(q, k, v, *, scale=None, cu_seqlens=None, window=None, softcap=None, 
                 scores = torch.cat([scores, sinks[head : head + 1]])
             weights = scores.softmax(0)[: t + 1 - first]
             out.append(weights @ v[first : t + 1, group])
-    return torch.stack(out).view(q.shape)
+    return torch.stack(out).view(tokens, heads, v.shape[2])
 
 
 OPTIONS = {
@@ -61,7 +61,7 @@ every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @every_option
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 def test_the_plain_twin_is_the_formula(options, sinks):
-    inputs = operands(TOKENS, sinks=sinks, dtype=torch.float64)
+    inputs = operands(TOKENS, sinks=sinks, dtype=torch.float64, value_dim=5)
     found, grads, upstream = run_with_gradients(attend(options), inputs)
     expected, expected_grads, _ = run_with_gradients(attend(options, by_hand), inputs, upstream)
     for a, b in zip((*found, *grads), (*expected, *expected_grads), strict=True):
@@ -78,6 +78,14 @@ CASES = {
     "packed": (TOKENS, {"cu_seqlens": PACKED}, {"heads": 2, "kv_heads": 2, "dim": 20}),
     "all": (TOKENS, OPTIONS["all"], {"heads": 2, "kv_heads": 1, "sinks": True}),
     "one token": (1, {}, {"sinks": True}),
+    "narrow values": (
+        TOKENS,
+        OPTIONS["all"],
+        {"heads": 2, "kv_heads": 1, "dim": 24, "value_dim": 7, "sinks": True},
+    ),
+    "wide values": (20, {}, {"heads": 2, "kv_heads": 2, "dim": 7, "value_dim": 24}),
+    "keys in two parts": (40, {"window": 20}, {"heads": 2, "kv_heads": 1, "dim": 150, "value_dim": 128}),
+    "the widest heads": (20, {}, {"heads": 2, "kv_heads": 1, "dim": 512}),
 }
 
 
@@ -254,7 +262,10 @@ def test_it_is_the_eager_attention_of_transformers(family, implementation):
         ({"q": torch.randn(5, 3, 8)}, "no multiple"),
         ({"q": torch.randn(5, 0, 8)}, "no multiple"),
         ({"q": torch.randn(6, 4, 8)}, r"expected q \[T, heads, D\]"),
-        ({"v": torch.randn(5, 2, 4)}, r"expected q \[T, heads, D\]"),
+        ({"k": torch.randn(5, 2, 4)}, r"expected q \[T, heads, D\]"),
+        ({"v": torch.randn(5, 1, 8)}, r"v \[T, kv_heads, V\]"),
+        ({"v": torch.randn(5, 2, 0)}, "head size is 0"),
+        ({"v": torch.randn(5, 2, 513)}, "head size is 513"),
         ({"k": torch.randn(5, 2, 8).double()}, "expected one dtype"),
         ({"window": 0}, "window is 0"),
         ({"softcap": 0.0}, "softcap is 0.0"),
@@ -273,8 +284,8 @@ def test_what_does_not_fit_is_refused(change, message, implementation):
 
 
 def test_too_wide_heads_and_wrong_types_are_refused(implementation):
-    with pytest.raises(ValueError, match="head size is 257"):
-        attention(*operands(2, dim=257))
+    with pytest.raises(ValueError, match="head size is 513"):
+        attention(*operands(2, dim=513))
     q, k, v = operands(5)
     with pytest.raises(TypeError, match="sinks holds"):
         attention(q, k, v, sinks=torch.zeros(4, dtype=torch.int32))

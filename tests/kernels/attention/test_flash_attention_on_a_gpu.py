@@ -39,8 +39,10 @@ def gpu_case(options, tokens):
 # What differs by head size and dtype are the tiles; by option, the code around them.
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 GPU_SHAPES = [
-    *((dim, BF16, 2, "all") for dim in (16, 64, 80, 96, 128, 192, 256)),
-    *((dim, dtype, 2, "all") for dim in (64, 96, 256) for dtype in (F16, F32)),
+    *((dim, BF16, 2, "all") for dim in (16, 64, 80, 96, 128, 192, 256, 320, 512)),
+    *((dim, dtype, 2, "all") for dim in (64, 96, 256, 512) for dtype in (F16, F32)),
+    *(((192, 128), dtype, 4, name) for dtype in (BF16, F32) for name in ("causal", "all")),
+    *((dims, BF16, 2, "all") for dims in ((96, 64), (48, 128), (72, 64), (192, 256), (256, 128))),
     *((dim, BF16, kv_heads, name) for dim, kv_heads in ((64, 1), (128, 4)) for name in list(GPU_CASES)[:-1]),
 ]
 
@@ -49,7 +51,8 @@ GPU_SHAPES = [
 def test_at_real_sizes_no_farther_from_the_truth_than_eager(dim, dtype, kv_heads, name):
     tokens = 1111
     options = gpu_case(GPU_CASES[name], tokens)
-    inputs = operands(tokens, 4, kv_heads, dim, True, dtype, "cuda")
+    dim, value_dim = dim if isinstance(dim, tuple) else (dim, dim)
+    inputs = operands(tokens, 4, kv_heads, dim, True, dtype, "cuda", value_dim)
 
     def run(q, k, v, sinks):
         return attention(q, k, v, sinks=sinks, **options)
@@ -77,9 +80,12 @@ def test_at_real_sizes_no_farther_from_the_truth_than_eager(dim, dtype, kv_heads
         assert (ours - true).norm() <= chance * (theirs - true).norm() + few
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (8, 4, 256), (64, 8, 64)])
-def test_thousands_of_tokens_are_as_exact(heads, kv_heads, dim):
-    inputs = operands(8192, heads, kv_heads, dim, False, torch.bfloat16, "cuda")
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "value_dim"),
+    [(32, 8, 128, 128), (8, 4, 256, 256), (64, 8, 64, 64), (16, 16, 192, 128), (8, 2, 512, 512)],
+)
+def test_thousands_of_tokens_are_as_exact(heads, kv_heads, dim, value_dim):
+    inputs = operands(8192, heads, kv_heads, dim, False, torch.bfloat16, "cuda", value_dim)
     options = gpu_case({"cu_seqlens": "random", "softcap": 50.0}, 8192)
     found, grads, upstream = run_with_gradients(lambda q, k, v: attention(q, k, v, **options), inputs)
     ends = options["cu_seqlens"].tolist()
