@@ -184,7 +184,7 @@ def spec_of(family: str, changes: Mapping[str, Any] | None = None) -> ModelSpec:
     return architecture.spec(HFConfig.load(changed(architecture.tiny, changes)))
 
 
-# The four places where the names of a native model's tensors are asked for.
+# The places where the names of a native model's tensors are asked for.
 
 
 def native_model(architecture: Architecture, spec: ModelSpec, **options: Any) -> CausalLM:
@@ -194,6 +194,15 @@ def native_model(architecture: Architecture, spec: ModelSpec, **options: Any) ->
 def weight_maps(architecture: Architecture, model: CausalLM) -> list[dict[str, Expr]]:
     """One for each layout in which the family's checkpoints are found."""
     return [model.weight_map(layout) for layout in architecture.layouts]
+
+
+def layout_count(architecture: Architecture) -> int:
+    return 1
+
+
+def carried(architecture: Architecture, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Patterns of the tensors that a checkpoint of this config may hold and nothing reads."""
+    return architecture.carried
 
 
 def canonical_map(model: CausalLM) -> dict[str, Expr]:

@@ -132,8 +132,8 @@ def rope_types(family: str) -> dict[str, dict[str, Changes]]:
 def _spellings(family: str, scaling: Mapping[str, Any], longest: int) -> dict[str, Changes]:
     tiny = find_architecture(family).tiny
     none = {key: ABSENT for key in ROPE_KEYS if key in tiny}
-    by_layer = _rope_by_layer_type(tiny)
-    full = by_layer.get("full_attention") or next(iter(by_layer.values()))
+    stated = tiny.get("rope_parameters") or {}
+    full = {**tiny, **stated, **stated.get("full_attention", {})}
     partial = {key: full[key] for key in ("partial_rotary_factor",) if key in full}
     if scaling["rope_type"] == "longrope":
         half = max(rope.dim for rope in spec_of(family).ropes) // 2
@@ -143,11 +143,9 @@ def _spellings(family: str, scaling: Mapping[str, Any], longest: int) -> dict[st
             "long_factor": [2.0 + 0.5 * i for i in range(half)],
         }
     new: Changes = {"rope_theta": THETA, **partial, **scaling}
-    old: Changes = {"rope_theta": THETA, **partial, "rope_scaling": dict(scaling)}
-    if len(by_layer) > 1:
-        sliding = by_layer["sliding_attention"]
-        new = {"full_attention": new, "sliding_attention": dict(sliding)}
-        old["rope_local_base_freq"] = sliding["rope_theta"]
+    if "full_attention" in stated:
+        new = {**stated, "full_attention": new}
+    old = as_transformers_4({"rope_parameters": new})
     length = {"max_position_embeddings": longest}
     if "original_max_position_embeddings" in tiny:  # which then goes before the one within
         length["original_max_position_embeddings"] = scaling.get("original_max_position_embeddings", longest)
@@ -157,12 +155,22 @@ def _spellings(family: str, scaling: Mapping[str, Any], longest: int) -> dict[st
     }
 
 
-def _rope_by_layer_type(tiny: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The rotary settings of a config by layer type; of one that does not tell them apart, as one entry."""
-    new = tiny.get("rope_parameters") or {}
-    if any(isinstance(value, Mapping) for value in new.values()):
-        return dict(new)
-    return {"": {**{key: tiny[key] for key in ROPE_KEYS if key in tiny}, **new}}
+def as_transformers_4(config: Mapping[str, Any]) -> Changes:
+    """A config in the older spelling: rope_theta, rope_scaling, torch_dtype."""
+    old = dict(config)
+    if "dtype" in old:
+        old["torch_dtype"] = old.pop("dtype")
+    new = old.pop("rope_parameters", None)
+    if not new:
+        return old
+    full = dict(new.get("full_attention", new))
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if key in full:
+            old[key] = full.pop(key)
+    old["rope_scaling"] = None if full.get("rope_type", "default") == "default" else full
+    if "sliding_attention" in new:
+        old["rope_local_base_freq"] = new["sliding_attention"]["rope_theta"]
+    return old
 
 
 # -- which keys are tried

@@ -1,0 +1,148 @@
+"""Checkpoints of every family, in every layout in which they are found, come in whole and go out byte for
+byte; what the reference writes we read, and the other way round.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pairs
+import pytest
+import torch
+from pairs import changed, native_model, randomise, reference_class, relative_distance, saved_tensors
+from safetensors.torch import save_file
+from variants import as_transformers_4
+
+import liger_models
+from liger_models.architectures import find_architecture, list_architectures
+from liger_models.cli import main
+from liger_models.convert.config.hf_config import HFConfig
+
+SHARDS = 3
+
+
+@pytest.fixture(scope="module")
+def written_by_reference(shared_pair, tmp_path_factory):
+    """The folder of a family's checkpoint as the reference itself writes it, in float32, in several files."""
+    folders: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in folders:
+            folders[family] = tmp_path_factory.mktemp("checkpoints") / family
+            shared_pair(family).reference.save_pretrained(folders[family], max_shard_size=100_000)
+        return folders[family]
+
+    return get
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_checkpoint_of_the_reference_comes_back_byte_for_byte(family, written_by_reference, tmp_path):
+    folder = written_by_reference(family)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    liger_models.from_hub(folder).save_pretrained(tmp_path / "out")
+    assert files(tmp_path / "out") == files(folder)
+
+
+def test_a_checkpoint_of_the_reference_gives_its_logits(family, pair, written_by_reference, failures):
+    model = liger_models.from_hub(written_by_reference(family))
+    batch, logits, _ = pair.probe
+    with torch.no_grad():
+        found = model(batch["input_ids"]).logits
+    assert not failures({"logits": relative_distance(found, logits)})
+
+
+def test_the_reference_reads_what_we_write(family, written_by_reference, failures, tmp_path):
+    """After training, that is: with other values than those that came in."""
+    model = liger_models.from_hub(written_by_reference(family))
+    randomise(model, torch.Generator().manual_seed(2))
+    model.save_pretrained(tmp_path / "out")
+    read = reference_class(model.architecture).from_pretrained(tmp_path / "out", attn_implementation="eager")
+    ids = torch.randint(0, model.spec.vocab_size, (2, 9), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        found, expected = model(ids).logits, read(ids, use_cache=False).logits
+    assert not failures({"logits": relative_distance(found, expected)})
+
+
+def test_verify_accepts_it(family, written_by_reference, capsys):
+    assert main(["verify", str(written_by_reference(family)), "--transformers"]) == 0
+    shown = capsys.readouterr().out
+    assert "every byte the same" in shown
+    assert "not compared" not in shown
+
+
+# -- layouts
+
+
+def every_layout():
+    return [
+        pytest.param(family, i, id=f"{family}-{i}")
+        for family in list_architectures()
+        for i in range(pairs.layout_count(find_architecture(family)))
+    ]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(("family", "layout"), every_layout())
+def test_every_layout_comes_back_byte_for_byte(family, layout, tied, tmp_path):
+    """Of mixed dtypes, the parts of a packed tensor in different files, with a tied head's tensor as a copy,
+    and with what is only carried along.
+    """
+    architecture = find_architecture(family)
+    named = {"architectures": [architecture.reference], "tie_word_embeddings": tied}
+    config = changed(architecture.tiny, named)
+    model = native_model(architecture, architecture.spec(HFConfig.load(config)))
+    randomise(model, torch.Generator().manual_seed(4))
+    tensors: dict[str, torch.Tensor] = {}
+    for name, expression in pairs.weight_maps(architecture, model)[layout].items():
+        tensors |= expression.write(saved_tensors(model)[name].detach())
+    tensors = {
+        name: value.to(torch.bfloat16 if value.dim() > 1 else torch.float32).contiguous()
+        for name, value in tensors.items()
+    }
+    if tied:
+        tensors["lm_head.weight"] = next(
+            value.clone() for name, value in tensors.items() if "embed_tokens" in name
+        )
+    for pattern in pairs.carried(architecture, config):
+        tensors[pattern.replace("*", "0")] = torch.rand(3)
+    write(tmp_path / "in", tensors, config)
+
+    loaded = liger_models.from_hub(tmp_path / "in")
+    loaded.save_pretrained(tmp_path / "out")
+    assert files(tmp_path / "out") == files(tmp_path / "in")
+    assert loaded.embed_tokens.weight.dtype == torch.bfloat16
+    for name, value in saved_tensors(loaded).items():
+        assert torch.equal(value, saved_tensors(model)[name].to(torch.bfloat16).to(value.dtype)) or (
+            value.dim() == 1
+        ), name
+
+
+def write(folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
+    """A checkpoint whose tensors are dealt out to its files like cards."""
+    folder.mkdir()
+    names = [f"model-{i + 1:05d}-of-{SHARDS:05d}.safetensors" for i in range(SHARDS)]
+    placed = {name: names[i % SHARDS] for i, name in enumerate(tensors)}
+    for file in names:
+        held = {name: value for name, value in tensors.items() if placed[name] == file}
+        save_file(held, folder / file, {"format": "pt"})
+    size = sum(value.nbytes for value in tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(placed.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}, indent=2) + "\n")
+
+
+# -- config.json
+
+
+def test_a_config_is_one_model_in_the_spelling_of_transformers_4_and_5(family, pair, written_by_reference):
+    raw = json.loads((written_by_reference(family) / "config.json").read_text())
+    architecture = find_architecture(family)
+    new, old = HFConfig.load(raw), HFConfig.load(as_transformers_4(raw))
+    assert "rope_parameters" not in old.raw
+    assert architecture.spec(new) == architecture.spec(old) == pair.ours.spec

@@ -1,0 +1,46 @@
+"""The config.json of well-known models is read completely, and gives as many parameters as were published.
+
+`published/NAME.json` holds {"parameters": ..., "config": {...}}: facts, from the model's own repository.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from variants import as_transformers_4
+
+import liger_models
+from liger_models.architectures import find_architecture, list_architectures
+from liger_models.convert.config.hf_config import HFConfig
+
+PUBLISHED = {path.stem: path for path in sorted((Path(__file__).parent / "published").glob("*.json"))}
+
+
+@pytest.fixture(params=PUBLISHED)
+def published(request):
+    return json.loads(PUBLISHED[request.param].read_text())
+
+
+def test_a_published_config_has_the_published_parameters(published):
+    model = liger_models.from_config(published["config"], device="meta")
+    assert model.num_parameters() == published["parameters"]
+
+
+def test_a_published_config_is_read_as_its_reference_reads_it(published):
+    """What the reference makes of it and writes, in the spelling of its own version, is the same model."""
+    transformers = pytest.importorskip("transformers")
+    config = published["config"]
+    architecture = find_architecture(config["model_type"])
+    reference = getattr(transformers, architecture.reference).config_class
+    rewritten = reference(**json.loads(json.dumps(config))).to_dict()
+    spec = architecture.spec(HFConfig.load(config))
+    assert architecture.spec(HFConfig.load(rewritten)) == spec
+    assert architecture.spec(HFConfig.load(as_transformers_4(rewritten))) == spec
+
+
+@pytest.mark.parametrize("family", list_architectures())
+def test_every_family_has_a_published_config(family):
+    configs = [json.loads(path.read_text())["config"] for path in PUBLISHED.values()]
+    assert family in {config["model_type"] for config in configs}
