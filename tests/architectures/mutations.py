@@ -19,17 +19,16 @@ import torch
 from pairs import (
     BOUND,
     Pair,
-    canonical_map,
     copy_parameters,
     map_like,
-    native_model,
     relative_distance,
-    saved_tensors,
 )
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.checkpoints.weight_map import checkpoint_shapes
+from liger_models.layers.model import CausalLM
 from liger_models.layers.spec import ModelSpec
 
 Path = tuple[str | int, ...]
@@ -127,7 +126,7 @@ def unnoticed_fields(pair: Pair, wanted: Container[str] | None = None) -> dict[s
 def spec_is_noticed(pair: Pair, spec: ModelSpec) -> bool:
     """Whether a model of this spec, with the reference's parameters, is told from the reference."""
     try:
-        model = native_model(pair.architecture, spec)
+        model = CausalLM(spec)
         # A checkpoint with other names or shapes is refused: `map_like` and `read` raise as loading does.
         weight_map = map_like(pair.architecture, model, checkpoint_shapes(pair.weight_map).keys())
         copy_parameters(weight_map, model, pair.state)
@@ -152,7 +151,7 @@ def swaps(pair: Pair) -> Iterator[tuple[str, str]]:
     """Canonical names of tensors of one shape: neighbours within a native tensor, within a layer's module or
     between layers.
     """
-    weight_map = canonical_map(pair.ours)
+    weight_map = pair.ours.weight_map(Layout())
     shapes = checkpoint_shapes(weight_map)
     groups: dict[tuple[Any, ...], list[str]] = {}
     for native, expression in weight_map.items():
@@ -200,9 +199,9 @@ def swapped(pair: Pair, first: str, second: str) -> Iterator[None]:
 
 def checkpoint_views(pair: Pair) -> dict[str, Tensor]:
     """The native model's memory under canonical names."""
-    own = saved_tensors(pair.ours)
+    own = pair.ours.saved_tensors()
     views: dict[str, Tensor] = {}
-    for name, expression in canonical_map(pair.ours).items():
+    for name, expression in pair.ours.weight_map(Layout()).items():
         views |= expression.write(own[name].detach())
     return views
 

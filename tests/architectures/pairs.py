@@ -184,37 +184,6 @@ def spec_of(family: str, changes: Mapping[str, Any] | None = None) -> ModelSpec:
     return architecture.spec(HFConfig.load(changed(architecture.tiny, changes)))
 
 
-# The places where the names of a native model's tensors are asked for.
-
-
-def native_model(architecture: Architecture, spec: ModelSpec, **options: Any) -> CausalLM:
-    return CausalLM(spec, **options)
-
-
-def weight_maps(architecture: Architecture, model: CausalLM) -> list[dict[str, Expr]]:
-    """One for each layout in which the family's checkpoints are found."""
-    return [model.weight_map(layout) for layout in architecture.layouts]
-
-
-def layout_count(architecture: Architecture) -> int:
-    return 1
-
-
-def carried(architecture: Architecture, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Patterns of the tensors that a checkpoint of this config may hold and nothing reads."""
-    return architecture.carried
-
-
-def canonical_map(model: CausalLM) -> dict[str, Expr]:
-    """The weight map in which every packed tensor is told by its parts."""
-    return model.weight_map()
-
-
-def saved_tensors(model: CausalLM) -> dict[str, Tensor]:
-    """What a checkpoint holds, by native name: parameters, and buffers that no gradient reaches."""
-    return model.saved_tensors()
-
-
 def reference_class(architecture: Architecture) -> Any:
     import transformers
 
@@ -246,7 +215,7 @@ def make_pair(model_type: str, changes: Mapping[str, Any] | None = None, **model
     torch.manual_seed(0)
     architecture = find_architecture(model_type)
     config = changed(architecture.tiny, changes)
-    ours = native_model(architecture, architecture.spec(HFConfig.load(config)), **model_options)
+    ours = CausalLM(architecture.spec(HFConfig.load(config)), **model_options)
     reference = reference_model(architecture, config)
     weight_map = map_like(architecture, ours, names_of(reference))
     copy_parameters(weight_map, ours, reference.state_dict())
@@ -255,7 +224,7 @@ def make_pair(model_type: str, changes: Mapping[str, Any] | None = None, **model
 
 def map_like(architecture: Architecture, model: CausalLM, names: Set[str]) -> dict[str, Expr]:
     """Of the family's layouts the one with these names: those that the reference uses in memory."""
-    maps = weight_maps(architecture, model)
+    maps = [model.weight_map(layout) for layout in architecture.layouts]
     for found in maps:
         if checkpoint_shapes(found).keys() == names:
             return found
@@ -301,7 +270,7 @@ def _saved_once(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def copy_parameters(weight_map: Mapping[str, Expr], model: CausalLM, source: Mapping[str, Tensor]) -> None:
     """Fill a native model from the checkpoint tensors `source`."""
-    own = saved_tensors(model)
+    own = model.saved_tensors()
     assert own.keys() == weight_map.keys(), own.keys() ^ weight_map.keys()
     with torch.no_grad():
         for name, expression in weight_map.items():
