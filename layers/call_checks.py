@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -61,21 +64,51 @@ def targets_of(sequences: Sequences, labels: Tensor | None, shift_labels: Tensor
     return sequences.next_labels(packed) if labels is not None else packed
 
 
+def refuse_unknown(keywords: Mapping[str, Any]) -> None:
+    """Let pass what asks for nothing, as other libraries' models are often called.
+
+    Raises:
+        TypeError: a keyword that asks for something, by name.
+    """
+    for name, value in keywords.items():
+        if not (value is None or value is False or (name == "return_dict" and value is True)):
+            raise TypeError(
+                f"forward() got {name}=..., which this model does not know and would ignore; "
+                "help(liger_models.layers.model.CausalLM.forward) tells what it takes"
+            )
+
+
 class CallChecks:
-    """The range of ids and labels, counted on the device when the call begins and looked at when its layers
-    are queued, so that neither waits.
+    """The range of ids and labels and the given count, seen on the device when the call begins and looked at
+    when its layers are queued, so that neither waits.
 
     Args:
         input_ids: [batch, seq], or None.
         targets: [T], or None.
         vocab_size: ids and labels must be below it.
+        num_items: what the loss is divided by, if it is given.
+
+    Raises:
+        DataError: a count that is not above 0, or of a dtype that does not hold counts.
     """
 
-    def __init__(self, input_ids: Tensor | None, targets: Tensor | None, vocab_size: int):
+    def __init__(
+        self,
+        input_ids: Tensor | None,
+        targets: Tensor | None,
+        vocab_size: int,
+        num_items: Tensor | int | None = None,
+    ):
         self._vocab_size, self._with_labels = vocab_size, targets is not None
-        self._counts: HostCopy | None = None
-        if torch.compiler.is_compiling():
-            return
+        self._num_items = num_items
+        if isinstance(num_items, Tensor):
+            if num_items.dtype in (torch.bfloat16, torch.float16, torch.bool):
+                raise DataError(
+                    f"num_items_in_batch came as {num_items.dtype}, which does not hold a count; give a "
+                    "number or a tensor of integers (mixed precision casts floating point tensors)"
+                )
+        elif num_items is not None and not num_items > 0:
+            raise DataError(_WRONG_COUNT.format(num_items))
         ids = (
             torch.zeros(2, dtype=torch.long) if input_ids is None else torch.stack(input_ids.aminmax()).long()
         )
@@ -86,19 +119,18 @@ class CallChecks:
             valid = targets != IGNORE_INDEX
             seen = torch.where(valid, targets, 0)
             counts = torch.stack([valid.sum(), *seen.aminmax()]).long()
-        self._counts = HostCopy(torch.cat([ids.to(device), counts]))
+        rows = [ids.to(device), counts]
+        if isinstance(num_items, Tensor):
+            rows.append((num_items > 0).all().long()[None].to(device))
+        self._counts = HostCopy(torch.cat(rows))
 
-    def finish(self, num_items: Tensor | int | None = None) -> int | None:
-        """The number of labels that count; None if that is not known on the host.
+    def finish(self) -> int:
+        """The number of labels that count.
 
         Raises:
             DataError: an id or a label outside the vocabulary, no label, or a count that is not above 0.
         """
-        if isinstance(num_items, int | float) and not num_items > 0:
-            raise DataError(f"num_items_in_batch must be above 0, found {num_items}")
-        if self._counts is None:
-            return None
-        lowest_id, highest_id, num_valid, lowest_label, highest_label = self._counts.tolist()
+        lowest_id, highest_id, num_valid, lowest_label, highest_label, *positive = self._counts.tolist()
         vocab = self._vocab_size
         for what, low, high in (("id", lowest_id, highest_id), ("label", lowest_label, highest_label)):
             if low < 0 or high >= vocab:
@@ -107,9 +139,15 @@ class CallChecks:
                     f"{vocab}: expected 0 to {vocab - 1}{' or -100' if what == 'label' else ''}. Does the "
                     "tokenizer belong to this model?"
                 )
-        if self._with_labels and num_valid == 0 and num_items is None:
+        if positive == [0]:
+            assert isinstance(self._num_items, Tensor)
+            raise DataError(_WRONG_COUNT.format(self._num_items.tolist()))
+        if self._with_labels and num_valid == 0 and self._num_items is None:
             raise DataError(
                 "no token of the batch has a label (all are -100, padding, or the first of a document), so "
                 "the mean loss is undefined; drop the batch, or pass num_items_in_batch"
             )
         return num_valid
+
+
+_WRONG_COUNT = "num_items_in_batch must be above 0, found {}"

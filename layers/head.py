@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
-from liger_models.kernels import linear_cross_entropy
+from liger_models.kernels import cross_entropy, linear_cross_entropy
+from liger_models.layers.activation_memory import recompute
+from liger_models.layers.sequences import IGNORE_INDEX
 
 
 class LMHead(nn.Linear):
@@ -37,3 +40,33 @@ class LMHead(nn.Linear):
         )
         assert isinstance(loss, Tensor)  # nothing else was asked for
         return loss
+
+
+def loss_of_head(
+    head: nn.Module,
+    hidden: Tensor,
+    labels: Tensor,
+    num_valid: int | None = None,
+    num_items: Tensor | int | None = None,
+) -> Tensor:
+    """The loss, as `LMHead.forward` gives it with labels, of a head that may have been wrapped or replaced.
+
+    An adapter around the head, or a quantised one, knows logits alone. They are made in chunks of tokens,
+    which run again in the backward pass so that not all exist at once.
+    """
+    if type(head).forward is LMHead.forward:
+        return head(hidden, labels, num_valid=num_valid, num_items=num_items)
+    kept = (labels != IGNORE_INDEX).nonzero()[:, 0]
+    hidden, labels = hidden[kept], labels[kept]
+
+    def summed_loss(hidden: Tensor, labels: Tensor) -> Tensor:
+        loss = cross_entropy(head(hidden), labels, reduction="sum")
+        assert isinstance(loss, Tensor)  # nothing else was asked for
+        return loss
+
+    pieces = zip(hidden.split(_CHUNK), labels.split(_CHUNK), strict=True)
+    total = torch.stack([recompute(summed_loss, *piece) for piece in pieces]).sum()
+    return total / (len(labels) if num_items is None else num_items)
+
+
+_CHUNK = 4096  # tokens, as many as make a matrix product run at full speed

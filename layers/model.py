@@ -6,8 +6,9 @@ seq, V]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,8 @@ from liger_models.layers.activation_memory import ActivationMemory, keep_recipes
 from liger_models.layers.attention_backends import BACKENDS, AttentionBackend
 from liger_models.layers.blocks import BLOCKS, add_and_norm
 from liger_models.layers.cache import KVCache
-from liger_models.layers.call_checks import CallChecks, batch_shape, targets_of
-from liger_models.layers.head import LMHead
+from liger_models.layers.call_checks import CallChecks, batch_shape, refuse_unknown, targets_of
+from liger_models.layers.head import LMHead, loss_of_head
 from liger_models.layers.model_output import CausalLMOutput
 from liger_models.layers.model_parameters import ModelParameters, drop_tied_head, restore_tied_head
 from liger_models.layers.norm import LigerRMSNorm
@@ -56,21 +57,24 @@ class CausalLM(ModelParameters):
         if spec.tie_word_embeddings:
             self.register_state_dict_post_hook(drop_tied_head)
             self.register_load_state_dict_pre_hook(restore_tied_head)
+            # With assign=True each module gets a parameter of its own.
+            self.register_load_state_dict_post_hook(lambda model, keys: model.tie_weights())
         self.note_canonical_forms()
         self.set_activation_memory(activation_memory)
 
     def forward(
         self,
         input_ids: Tensor | None = None,
+        *,
         labels: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
-        shift_labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         logits_to_keep: int | Tensor = 0,
         return_logits: bool | None = None,
+        **others: Any,
     ) -> CausalLMOutput:
         """Loss with labels, logits without.
 
@@ -85,10 +89,14 @@ class CausalLM(ModelParameters):
                 neither see nor predict one another. On the CPU it costs no synchronisation.
             shift_labels: [batch, seq], already shifted: the label of position t is what position t shall
                 predict.
+                (Not in the signature: trainers take any parameter with "label" in its name for one that every
+                batch must have.)
             num_items_in_batch: the loss is the sum over labels divided by this count, not by their own (exact
                 gradient accumulation).
             logits_to_keep: make logits of the last so many positions only, or of these positions; 0: of all.
             return_logits: make logits beside the loss. Default: only if there are no labels.
+            others: keywords of other libraries' models are taken where they ask for nothing: None, False, and
+                return_dict=True.
 
         Returns:
             A dict with `loss` (float32 scalar) and `logits` ([batch, seq, V], zero at padding) as asked.
@@ -96,17 +104,20 @@ class CausalLM(ModelParameters):
         Raises:
             DataError: shapes that do not fit, ids or labels outside the vocabulary, no label in the batch,
                 positions beyond the rotary tables, a num_items_in_batch that is not above 0.
+            TypeError: a keyword that asks for what is not there.
         """
+        shift_labels = others.pop("shift_labels", None)
+        refuse_unknown(others)
         shape, device = batch_shape(input_ids, inputs_embeds, self.spec.hidden_size)
         sequences = Sequences.from_call(shape, device, attention_mask, position_ids, cu_seqlens)
         targets = targets_of(sequences, labels, shift_labels)
-        checks = CallChecks(input_ids, targets, self.spec.vocab_size)
+        checks = CallChecks(input_ids, targets, self.spec.vocab_size, num_items_in_batch)
         hidden = self.hidden_states(sequences, input_ids, inputs_embeds)
-        num_valid = checks.finish(num_items_in_batch)
+        num_valid = checks.finish()
 
         output: dict[str, Tensor] = {}
         if targets is not None:
-            output["loss"] = self.lm_head(hidden, targets, num_valid=num_valid, num_items=num_items_in_batch)
+            output["loss"] = loss_of_head(self.lm_head, hidden, targets, num_valid, num_items_in_batch)
         if return_logits or (return_logits is None and targets is None):
             output["logits"] = self._logits(hidden, sequences, logits_to_keep)
         return CausalLMOutput(**output)
@@ -174,17 +185,52 @@ class CausalLM(ModelParameters):
             layer.activation_memory = level  # type: ignore[assignment]
         self._levels_before_checkpointing = self.activation_memory
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None) -> None:
-        """Level `checkpoint` for every layer. The keyword is accepted for trainers that pass it; it changes
-        nothing.
+    def activation_checkpointing_enable(
+        self,
+        activation_checkpointing_kwargs: Mapping[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
+        """Level `checkpoint` for the first of every `every_n_layers` layers, as trainers switch it on.
+
+        `use_reentrant` and `preserve_rng_state` may be anything: the results are those of a run without
+        checkpointing whatever they say. `offload` is not done here: run the step under
+        `torch.autograd.graph.save_on_cpu`.
+
+        Raises:
+            ValueError: another option, which would not be honoured.
         """
+        given = set(activation_checkpointing_kwargs or {}) - {"use_reentrant", "preserve_rng_state"}
+        if offload:
+            given.add("offload")
+        if given or every_n_layers < 1:
+            found = f"{sorted(given)}" if given else f"every_n_layers={every_n_layers}"
+            raise ValueError(
+                f"found {found}; of the options of checkpointing only use_reentrant, preserve_rng_state and "
+                "every_n_layers (1 or more) are known. To hold activations on the host, run the step under "
+                "torch.autograd.graph.save_on_cpu()."
+            )
         before = self._levels_before_checkpointing
-        self.set_activation_memory("checkpoint")
+        levels = [level if i % every_n_layers else "checkpoint" for i, level in enumerate(before)]
+        self.set_activation_memory(levels)
         self._levels_before_checkpointing = before
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        """The older name of `activation_checkpointing_enable`."""
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
 
     def gradient_checkpointing_disable(self) -> None:
         """Back to the levels that were chosen before."""
         self.set_activation_memory(self._levels_before_checkpointing)
+
+    activation_checkpointing_disable = gradient_checkpointing_disable
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """Whether some layer runs again as a whole in the backward pass."""
+        return "checkpoint" in self.activation_memory
 
     def _logits(self, hidden: Tensor, sequences: Sequences, logits_to_keep: int | Tensor) -> Tensor:
         if isinstance(logits_to_keep, int) and logits_to_keep == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -12,11 +13,12 @@ class CausalLMOutput(dict):
     """`loss` (float32 scalar) and `logits` ([batch, seq, V]), each only if there is one; `output.loss`,
     `output["loss"]`.
 
-    An attribute that is not an entry is None for these two, and an AttributeError otherwise.
+    Made from names or, as wrappers that convert outputs make them again, from a mapping. None stands for no
+    entry. An attribute that is not an entry is None for these two, and an AttributeError otherwise.
     """
 
-    def __init__(self, loss: Tensor | None = None, logits: Tensor | None = None):
-        entries = {"loss": loss, "logits": logits}
+    def __init__(self, entries: Mapping[str, Any] | None = None, /, **named: Any):
+        entries = {**(entries or {}), **named}
         super().__init__({name: value for name, value in entries.items() if value is not None})
 
     @property

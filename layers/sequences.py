@@ -207,6 +207,8 @@ class Sequences:
             ends = rows.new_full((self.shape[0], 1), IGNORE_INDEX)
             return torch.cat([rows[:, 1:], ends], dim=1).flatten()
         shifted = labels.roll(-1)
+        if self.kept is not None:  # across a hole in a mask the next token is not the one to predict
+            shifted[:-1][self.kept.diff() != 1] = IGNORE_INDEX
         # An empty document's end is its neighbour's end (or index -1, the very last): always the end of some
         # document.
         shifted[self.cu_seqlens[1:].long() - 1] = IGNORE_INDEX
@@ -235,8 +237,9 @@ def _check_mask(attention_mask: Tensor, shape: tuple[int, int]) -> None:
             f"attention_mask must have the shape of the tokens, {shape}; found "
             f"{tuple(attention_mask.shape)}. Packed documents are given by cu_seqlens, not by a mask."
         )
-    if attention_mask.is_floating_point() and bool((attention_mask < 0).any()):
+    if bool(((attention_mask != 0) & (attention_mask != 1)).any()):
+        low, high = (value.item() for value in attention_mask.aminmax())
         raise DataError(
-            "attention_mask holds negative numbers, as a mask that is added to scores does; expected 1 at "
-            "tokens and 0 at padding"
+            f"attention_mask holds values from {low} to {high}; expected 1 at tokens and 0 at padding. What "
+            "is added to scores is no such mask, nor are numbers of documents: cu_seqlens takes their bounds."
         )

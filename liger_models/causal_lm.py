@@ -20,6 +20,7 @@ from liger_models.convert.config.hf_config import ModelConfig, export_config
 from liger_models.convert.errors import CheckpointError, ConfigError
 from liger_models.generation import generate
 from liger_models.layers.attention_backends import AttentionBackend
+from liger_models.layers.blocks import BLOCKS
 from liger_models.layers.model import CausalLM
 from liger_models.layers.spec import ModelSpec
 
@@ -34,6 +35,14 @@ class LigerCausalLM(CausalLM):
         source: what the checkpoint looked like that it was read from; None for fresh weights.
         source_folder: where that checkpoint lies.
     """
+
+    # What transformers' Trainer and accelerate ask of a model: that the loss takes num_items_in_batch and
+    # shifts the labels, the name of its input, and which modules stay whole when a model is divided.
+    accepts_loss_kwargs = True
+    loss_type = "ForCausalLM"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _no_split_modules = tuple(block.__name__ for block in BLOCKS.values())
 
     def __init__(
         self,
@@ -50,6 +59,18 @@ class LigerCausalLM(CausalLM):
         self.carried: tuple[str, ...] = ()
         self.source: SourceLayout | None = None
         self.source_folder: Path | None = None
+
+    def _get_name(self) -> str:
+        # Trainer looks here for a causal language model, whose labels are shifted under label smoothing too.
+        return self.architecture.reference
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        """Asked for by PEFT when it wraps a causal language model; transformers' `generate` is not used here.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("this model generates by its own method: model.generate(input_ids, ...)")
 
     @property
     def device(self) -> torch.device:

@@ -176,3 +176,76 @@ def test_fresh_weights_are_made_where_and_as_the_spec_says(make_model):
         else:
             # the standard deviation of n normal numbers is off by 1 / sqrt(2 n); five of those
             assert p.std().item() == pytest.approx(0.02, rel=5 / (2 * p.numel()) ** 0.5), name
+
+
+def test_labels_and_all_that_follows_are_given_by_name(make_model, ids):
+    """By position, transformers' second argument would be taken for ours."""
+    with pytest.raises(TypeError, match="positional"):
+        make_model()(ids, torch.ones_like(ids))
+
+
+@pytest.mark.parametrize("name", ["lables", "use_cache", "output_hidden_states", "past_key_values"])
+def test_a_keyword_that_asks_for_what_is_not_there_is_refused_by_name(name, make_model, ids):
+    with pytest.raises(TypeError, match=name):
+        make_model()(ids, **{name: True})
+    make_model()(ids, **{name: None}, return_dict=True)
+
+
+@pytest.mark.parametrize("count", [0, -3, 0.0, float("nan")])
+@pytest.mark.parametrize("form", [float, torch.tensor])
+def test_a_count_of_items_that_is_not_above_zero_is_refused(form, count, make_model, ids):
+    with pytest.raises(DataError, match="num_items_in_batch must be above 0, found"):
+        make_model()(ids, labels=ids, num_items_in_batch=form(count))
+
+
+def test_a_count_of_items_in_16_bits_is_refused(make_model, ids):
+    """257 labels are 256 in bfloat16: mixed precision casts the arguments of a sharded model."""
+    with pytest.raises(DataError, match=r"bfloat16.*tensor of integers"):
+        make_model()(ids, labels=ids, num_items_in_batch=torch.tensor(257.0).bfloat16())
+
+
+def test_a_token_before_a_hole_in_the_mask_is_not_trained_on_the_one_behind_it(make_model, ids):
+    model = make_model()
+    mask = torch.ones_like(ids)
+    mask[0, 3] = mask[1, :2] = 0
+    loss = model(ids, labels=ids, attention_mask=mask).loss
+    labels = ids.masked_fill(mask == 0, -100)
+    logits = model(ids, attention_mask=mask).logits
+    targets = labels[:, 1:].masked_fill(mask[:, :-1] == 0, -100)
+    expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)  # float32, sums in another order
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_tied_head_stays_tied_when_a_state_is_loaded(assign, make_model):
+    model = make_model(tied=True)
+    state = {name: value.clone() + 1 for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=assign)
+    assert model.lm_head.weight is model.embed_tokens.weight
+    assert torch.equal(model.lm_head.weight, state["embed_tokens.weight"])
+
+
+def test_an_output_is_made_again_from_a_mapping(make_model, ids):
+    """As accelerate makes one when it converts outputs to float32."""
+    output = make_model()(ids, labels=ids, return_logits=True)
+    again = type(output)({name: value.double() for name, value in output.items()})
+    assert type(again) is type(output)
+    assert list(again) == ["loss", "logits"]
+    assert again.loss.dtype == torch.float64
+    assert again.loss == output.loss.double()
+
+
+def test_checkpointing_options_that_would_be_ignored_are_refused(make_model):
+    model = make_model()
+    for options in (
+        {"offload": True},
+        {"every_n_layers": 0},
+        {"activation_checkpointing_kwargs": {"context_fn": 1}},
+    ):
+        with pytest.raises(ValueError, match="only use_reentrant, preserve_rng_state and every_n_layers"):
+            model.activation_checkpointing_enable(**options)
+    model.activation_checkpointing_enable({"use_reentrant": True}, every_n_layers=2)
+    assert model.activation_memory == ("checkpoint", "lean", "checkpoint")
+    assert model.is_gradient_checkpointing
+    model.activation_checkpointing_disable()
+    assert not model.is_gradient_checkpointing

@@ -1,0 +1,122 @@
+"""transformers' Trainer trains a native model as it trains its own."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+ROWS, LENGTH = 8, 12
+
+
+def rows():
+    """Sequences with very different counts of labels, as fine-tuning has them."""
+    generator = torch.Generator().manual_seed(0)
+    for row in range(ROWS):
+        ids = torch.randint(3, 61, (LENGTH,), generator=generator)
+        labels = ids.clone()
+        labels[: 10 - 3 * (row % 4)] = -100
+        yield {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+@pytest.fixture
+def train(tmp_path):
+    """A function: train a model for two steps of eight rows with plain gradient descent, and give the
+    Trainer.
+    """
+
+    def run(model, batch_size=ROWS, **settings):
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path / "run"),
+            per_device_train_batch_size=batch_size,
+            gradient_accumulation_steps=ROWS // batch_size,
+            max_steps=2,
+            learning_rate=0.05,
+            lr_scheduler_type="constant",
+            optim="sgd",
+            max_grad_norm=0,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+            **settings,
+        )
+        data = list(rows())
+        trainer = transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=data)
+        trainer.train()
+        return trainer
+
+    return run
+
+
+@pytest.fixture
+def make_both(make_model, tmp_path):
+    """A native model, and transformers' own with its weights."""
+
+    def make(**changes):
+        model = make_model(**changes)
+        model.save_pretrained(tmp_path / "start")
+        return model, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "start")
+
+    return make
+
+
+def losses(trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def assert_close_parameters(found, expected):
+    # Two steps of float32, whose gradients are sums in another order: see BOUND in tests/architectures.
+    for name, p in expected.named_parameters():
+        torch.testing.assert_close(found.get_parameter(name), p, rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_accumulation_over_batches_equals_one_batch(batch_size, make_model, train):
+    """Labels are counted over all of them: a mean of means would weigh the rows with few labels more."""
+    whole, parts = make_model(), make_model()
+    expected = losses(train(whole))
+    assert losses(train(parts, batch_size)) == pytest.approx(expected, rel=1e-5)
+    assert_close_parameters(parts, whole)
+
+
+def test_training_equals_that_of_transformers_own_model(make_both, train):
+    model, reference = make_both()
+    assert losses(train(model, 2)) == pytest.approx(losses(train(reference, 2)), rel=1e-4)
+
+
+def test_label_smoothing_equals_that_of_transformers_own_model(make_both, train):
+    model, reference = make_both()
+    expected = losses(train(reference, 2, label_smoothing_factor=0.2))
+    assert losses(train(model, 2, label_smoothing_factor=0.2)) == pytest.approx(expected, rel=1e-4)
+
+
+def test_evaluation_has_the_loss_of_the_model(make_model, train):
+    trainer = train(make_model())
+    batch = {name: torch.stack([row[name] for row in rows()]) for name in ("input_ids", "labels")}
+    with torch.no_grad():
+        expected = trainer.model(**batch).loss.item()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_bf16_trains_as_under_autocast(make_model, train):
+    model = make_model()
+    batch = {name: torch.stack([row[name] for row in rows()]) for name in ("input_ids", "labels")}
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = model(**batch).loss.item()
+    assert losses(train(model, bf16=True))[0] == pytest.approx(expected, abs=1e-3)  # the order of the rows
+
+
+def test_checkpointing_is_switched_on_without_a_warning(make_model, train):
+    expected, model = make_model(), make_model("mlp")
+    train(expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        train(model, activation_checkpointing=True, activation_checkpointing_kwargs={"every_n_layers": 2})
+    assert model.activation_memory == ("checkpoint", "mlp")
+    assert_close_parameters(model, expected)
