@@ -86,13 +86,13 @@ def in_chunks(
     for start in range(0, rows, size):
         part = slice(start, min(start + size, rows))
         chunk = part if index is None else index[part]
-        x_chunk = x[chunk].to(dtype)
+        x_chunk = _without_gaps(x[chunk].to(dtype))
         logits = buffer.fill(x_chunk)
         if teacher is None or teacher_buffer is None:
             step(chunk, logits)
         else:
-            step(chunk, logits, teacher_buffer.fill(teacher.x[chunk].to(teacher.dtype)))
-        dlogits = gradient_place(logits, dtype)
+            step(chunk, logits, teacher_buffer.fill(_without_gaps(teacher.x[chunk].to(teacher.dtype))))
+        dlogits = _safe_to_multiply(gradient_place(logits, dtype)) if any(wanted) else logits
         if dx is not None:
             if isinstance(chunk, slice) and dx.dtype == dtype:
                 torch.mm(dlogits, buffer.weight, out=dx[chunk])
@@ -110,14 +110,36 @@ def in_chunks(
     return [dx, dw, db]
 
 
+# A CPU's matrix library takes a row in tiles, of which the last may reach into the gap before the next row.
+# There it multiplies by zero what it finds: with AMX, in bfloat16, nan of unwritten memory is nan in the
+# product. cuBLAS does not look there, and wants rows that are aligned.
+_TILE = 64  # columns
+
+
+def _safe_to_multiply(gradient: Tensor) -> Tensor:
+    """The gradient of logits [N, V] with numbers in the gap between its rows, or with no gap on a CPU."""
+    if not gradient.is_cuda:
+        return _without_gaps(gradient)
+    vocab = gradient.shape[1]
+    if gap := -vocab % _TILE:
+        shape = (len(gradient), gap)
+        gradient.as_strided(shape, gradient.stride(), gradient.storage_offset() + vocab).zero_()
+    return gradient
+
+
+def _without_gaps(x: Tensor) -> Tensor:
+    """On a CPU, matrix x or a copy of it in which row follows on row, or column on column."""
+    return x if x.is_cuda or x.t().is_contiguous() else x.contiguous()
+
+
 class _LogitsBuffer:
     """Room for a chunk of logits, used again for every chunk."""
 
     def __init__(self, linear: Linear, rows: int):
         dtype, vocab = linear.dtype, len(linear.weight)
-        padded_vocab = -(-vocab // 64) * 64  # so that every row is aligned
-        self.weight = linear.weight.detach().to(dtype)
+        self.weight = _without_gaps(linear.weight.detach().to(dtype))
         self.bias = None if linear.bias is None else linear.bias.detach().to(dtype)
+        padded_vocab = ceil_div(vocab, _TILE) * _TILE if self.weight.is_cuda else vocab
         logits_dtype = linear.logits_dtype or dtype
         self.rows = torch.empty(rows, padded_vocab, dtype=logits_dtype, device=self.weight.device)[:, :vocab]
 

@@ -167,7 +167,7 @@ def test_a_chunk_bounds_the_memory(monkeypatch):
     monkeypatch.setattr(chunks, "_FEWEST_TOKENS", 1)
     student, teacher, labels = problem(600, ignored=(3,))
     run(linear_jsd, student, teacher, labels, chunk_bytes=4 * 2 * V * 4)
-    assert [shape for shape in sizes if len(shape) == 2] == [(128, 64), (128, 64)]  # student's and teacher's
+    assert [shape for shape in sizes if len(shape) == 2] == [(128, V), (128, V)]  # student's and teacher's
 
 
 def test_only_wanted_gradients_are_computed_and_the_teacher_has_none():
