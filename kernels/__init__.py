@@ -12,12 +12,16 @@ from liger_models.kernels.losses.linear_divergence import linear_cosine_distilla
 from liger_models.kernels.losses.linear_log_probs import linear_log_probs
 from liger_models.kernels.norms.layer_norm import layer_norm
 from liger_models.kernels.norms.rms_norm import add_rms_norm, rms_norm
+from liger_models.kernels.optimizer.adamw import AdamWSettings, AdamWTensors, adamw
 from liger_models.kernels.rotary.qk_norm_rotary import split_norm_rotary_qkv
 from liger_models.kernels.rotary.rotary import multi_axis_tables, rotary, split_rotary_qkv
 
 __all__ = [
+    "AdamWSettings",
+    "AdamWTensors",
     "ClampedSwiGLU",
     "CrossEntropyOutput",
+    "adamw",
     "add_rms_norm",
     "attention",
     "clamped_swiglu",

@@ -130,14 +130,27 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="largest gradient norm; 0: no clipping (default: %(default)s)",
     )
 
+    add(
+        "--weights",
+        choices=("master", "compensated", "stochastic", "plain"),
+        default="master",
+        help="how bfloat16 weights are kept: with 16 further bits, with what rounding lost as a bfloat16, "
+        "rounded at random, or to the nearest, which loses small steps (default: %(default)s)",
+    )
+    add(
+        "--moments",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="dtype of AdamW's two moments (default: that of the weights)",
+    )
+
     group = parser.add_argument_group("the machine")
     add = group.add_argument
     add(
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
         default="auto",
-        help="of weights, AdamW's state and what is saved (default: the checkpoint's; a preset: bfloat16 on "
-        "a GPU)",
+        help="of weights and of what is saved (default: the checkpoint's; a preset: bfloat16 on a GPU)",
     )
     add("--device", default="auto", help="cuda, cuda:1, cpu (default: a GPU if there is one)")
     add(

@@ -6,8 +6,10 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from liger_models.convert.errors import ConfigError
+from liger_models.kernels.optimizer.adamw import WEIGHTS
 from liger_models.layers.activation_memory import LEVELS
 from liger_models.layers.attention_backends import BACKENDS
+from liger_models.optim import MOMENTS
 
 SCHEDULES = ("cosine", "linear", "constant")
 DTYPES = ("auto", "float32", "bfloat16")
@@ -31,8 +33,10 @@ class TrainConfig:
     lr, schedule, warmup    peak learning rate, its decay (to zero), steps of linear warmup
     weight_decay       of AdamW, on matrices only
     clip               largest norm of the gradient; 0 leaves it alone
-    dtype              of weights, AdamW's state and what is saved; auto: the checkpoint's (a preset:
-                       bfloat16 on a GPU)
+    dtype              of weights and of what is saved; auto: the checkpoint's (a preset: bfloat16 on a GPU)
+    weights            how AdamW keeps bfloat16 weights: master, compensated, stochastic or plain (see
+                       liger_models.optim.AdamW)
+    moments            the dtype of AdamW's moments; auto: that of the weights
     eval_every, save_every  in steps; 0: evaluate at both ends only, save only when interrupted
     keep               how many checkpoint-N folders stay; 0: all
     resume             None: a new run; "auto": from the newest checkpoint in `output`, if any; or a folder
@@ -56,6 +60,8 @@ class TrainConfig:
     weight_decay: float = 0.1
     clip: float = 1.0
     dtype: str = "auto"
+    weights: str = "master"
+    moments: str = "auto"
     device: str = "auto"
     activation_memory: str = "lean"
     attention: str = "auto"
@@ -87,6 +93,8 @@ class TrainConfig:
         check("lr", 0 < self.lr < float("inf"), "a number above 0")
         check("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
         check("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
+        check("weights", self.weights in WEIGHTS, f"one of {', '.join(WEIGHTS)}")
+        check("moments", self.moments in MOMENTS, f"one of {', '.join(MOMENTS)}")
         check("attention", self.attention in BACKENDS, f"one of {', '.join(BACKENDS)}")
         check("activation_memory", self.activation_memory in LEVELS, f"one of {', '.join(LEVELS)}")
         check("seed", abs(self.seed) < 2**63, "a number of 64 bits")

@@ -88,7 +88,14 @@ class Run:
         self.model = self._load_model(checkpoint)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.documents, self.held_out = self._load_data()
-        self.optimizer = build_adamw(self.model, lr=config.lr, weight_decay=config.weight_decay)
+        self.optimizer = build_adamw(
+            self.model,
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            weights=config.weights,
+            moments=config.moments,
+            seed=config.seed,
+        )
         self.progress, self.resumed = Progress(), checkpoint is not None
         self.data = self.documents.fingerprint()
         if checkpoint and resumed:
@@ -167,7 +174,7 @@ class Run:
                 (share * world.size).backward()
             loss += share.detach()
         loss = world.sum(loss)
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, config.clip or math.inf)
+        norm = self.optimizer.clip_grad_norm(config.clip or math.inf)
         # The one synchronisation of a step, and it must come before the update: a NaN that has reached the
         # weights and both moments cannot be taken back.
         loss_value, norm_value = torch.stack([loss, norm.to(loss)]).tolist()
@@ -336,7 +343,7 @@ class Run:
     def _check_resumed(self, checkpoint: Path, state: dict[str, Any]) -> None:
         """The position in the data means something only for the same data in the same order."""
         changed = self.config.differences(state["config"])
-        for name in ("seq_len", "seed", "dtype"):
+        for name in ("seq_len", "seed", "dtype", "weights", "moments"):
             if name in changed:
                 then, now = changed[name]
                 raise ConfigError(

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import nn
+
+from liger_models.optim import AdamW
 
 # The second moment forgets faster than Adam's default 0.999, as is usual for language models since GPT-3
 # (Brown et al., 2020, appendix B): a run of some thousand steps never sees the end of a 1000-step memory.
@@ -27,7 +28,9 @@ def learning_rate(step: int, *, peak: float, total: int, warmup: int, schedule: 
     return peak * max(0.0, decay)
 
 
-def build_adamw(model: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.AdamW:
+def build_adamw(
+    model: nn.Module, *, lr: float, weight_decay: float, weights: str, moments: str, seed: int
+) -> AdamW:
     """AdamW that decays matrices only: to pull a norm's weight or a bias to zero regularises nothing."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -35,5 +38,4 @@ def build_adamw(model: nn.Module, *, lr: float, weight_decay: float) -> torch.op
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    fused = parameters[0].device.type in ("cpu", "cuda")  # one kernel for all parameters, no temporaries
-    return torch.optim.AdamW(groups, lr=lr, betas=BETAS, eps=EPS, fused=fused)
+    return AdamW(groups, lr=lr, betas=BETAS, eps=EPS, weights=weights, moments=moments, seed=seed)

@@ -25,6 +25,7 @@ from torch import Tensor
 from liger_models.causal_lm import LigerCausalLM
 from liger_models.convert.checkpoints.atomic import atomic_folder
 from liger_models.convert.errors import CheckpointError
+from liger_models.optim import STATE_TENSORS, AdamW
 from liger_models.training.data import START, Position, tensor_bytes
 from liger_models.training.tokenizer import FILES
 
@@ -102,9 +103,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def restore(
-    checkpoint: Path, state: dict[str, Any], model: LigerCausalLM, optimizer: torch.optim.Optimizer
-) -> Progress:
+def restore(checkpoint: Path, state: dict[str, Any], model: LigerCausalLM, optimizer: AdamW) -> Progress:
     """Put AdamW's state and the random states back; `model` was read from the checkpoint itself."""
     from safetensors import SafetensorError, safe_open
 
@@ -120,11 +119,7 @@ def restore(
             raise CheckpointError(
                 f"{checkpoint}: AdamW's state is of {min(unknown)}, which this model does not have"
             )
-        for name, parameter in model.named_parameters():
-            if f"step.{name}" in names:
-                optimizer.state[parameter] = {
-                    key: file.get_tensor(f"{key}.{name}").to(parameter.device) for key in ADAMW
-                }
+        _restore_optimizer(file, names, model, optimizer)
         torch.set_rng_state(file.get_tensor("random.torch"))
         if "random.cuda" in names and torch.cuda.is_available():
             torch.cuda.set_rng_state(file.get_tensor("random.cuda"))
@@ -152,16 +147,33 @@ def _write_model(model: LigerCausalLM, folder: Path, tokenizer: Path) -> None:
             shutil.copyfile(source, folder / name)
 
 
-ADAMW = ("exp_avg", "exp_avg_sq", "step")
-
-
 def _optimizer_tensors(model: LigerCausalLM, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return {
-        f"{key}.{name}": optimizer.state[parameter][key]
+        f"{key}.{name}": value
         for name, parameter in model.named_parameters()
-        for key in ADAMW
         if parameter in optimizer.state
+        for key, value in optimizer.state[parameter].items()
     }
+
+
+def _restore_optimizer(file: Any, stored: set[str], model: LigerCausalLM, optimizer: AdamW) -> None:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = {
+        place: {
+            key: file.get_tensor(f"{key}.{names[parameter]}").to(parameter.device)
+            for key in STATE_TENSORS
+            if f"{key}.{names[parameter]}" in stored
+        }
+        for place, parameter in enumerate(parameters)
+        if f"step.{names[parameter]}" in stored
+    }
+    try:
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+    except ValueError as error:
+        raise CheckpointError(
+            f"AdamW's state cannot be used: {error}; resume from another checkpoint"
+        ) from error
 
 
 def _random_tensors() -> dict[str, Tensor]:
@@ -176,6 +188,7 @@ DTYPE_NAMES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
+    torch.int16: "I16",
     torch.uint8: "U8",
 }
 

@@ -61,6 +61,7 @@ def run_everything() -> None:
     backward(kernels.moe_experts(operand(64, 64), router.values, router.indices.int(), *experts))
     biases = kernels.ClampedSwiGLU(), operand(8, 2 * 128), operand(8, 64)
     backward(kernels.moe_experts(operand(64, 64), router.values, router.indices.int(), *experts, *biases))
+    optimizer()
 
 
 def norms() -> None:
@@ -98,6 +99,17 @@ def attention() -> None:
     backward(kernels.attention(*(operand(16, 4, dim) for dim in (192, 192, 128)), **everything))
     for dim, dtype, options in [*cases, (96, torch.float32, everything)]:
         backward(kernels.attention(*(operand(16, heads, dim, dtype=dtype) for heads in (4, 2, 2)), **options))
+
+
+def optimizer() -> None:
+    residues = {"compensated": torch.zeros(64, dtype=BF16), "master": torch.zeros(64, dtype=torch.int16)}
+    for weights in ("stochastic", "compensated", "master", "plain"):
+        for dtype, residue in ((BF16, residues.get(weights)), (torch.float32, None)):
+            for moments in (torch.zeros(2, 64), torch.zeros(2, 64, dtype=BF16)):
+                settings = kernels.AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 0.1, weights, 0)
+                tensors = torch.zeros(64, dtype=dtype), torch.zeros(64), *moments, torch.ones(()), residue
+                scalars = (torch.ones(()), torch.zeros(())) if weights == "plain" else ()
+                kernels.adamw([kernels.AdamWTensors(*tensors, 0)], settings, *scalars)
 
 
 def losses() -> None:

@@ -1,0 +1,1 @@
+"""Optimizers: the update of AdamW, in each way to keep bfloat16 weights."""

@@ -1,0 +1,434 @@
+"""AdamW (Loshchilov & Hutter, 2019, arXiv:1711.05101, algorithm 2), and ways to keep weights in bfloat16.
+
+    g = gradient * factor                    clipping and the loss scale, folded in
+    m = beta1 m + (1 - beta1) g
+    v = beta2 v + (1 - beta2) g^2
+    w = w - lr * weight_decay * w - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
+
+computed in float32 (float64 for such weights). A bfloat16 weight of 0.02 has neighbours at a distance of
+0.0001, so that rounding w to the nearest loses every step that is less than half of that. Hence:
+
+    stochastic     w is rounded up or down at random, with the odds that make it right on average (as Gupta et
+                   al., 2015, arXiv:1502.02551); 2 bytes a weight
+    compensated    what rounding lost is kept, as a bfloat16, and added before the next step (Kahan, 1965);
+                   4 bytes, which hold about 17 bits of the weight
+    master         what rounding lost is kept exactly: the weight and 16 further bits are the two halves of a
+                   float32, and the course is that of float32 weights; 4 bytes
+    plain          rounded to the nearest, as torch.optim.AdamW does; 2 bytes
+
+bfloat16 moments are rounded stochastically, with plain to the nearest: rounded to the nearest, beta2 = 0.999
+could never let a second moment fall.
+
+Bytes moved at the least, for moments of b bytes: 6 + 4 b a bfloat16 weight (gradient and weight read, weight
+written, moments read and written), 10 + 4 b with what rounding lost. One launch for all tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels._dispatch import at_least_float32, ceil_div, jit, on_device_of, tl, use_triton
+from liger_models.kernels.optimizer._random_bits import BLOCK, QUARTER, block_of_bits, random_bits
+
+WEIGHTS = ("stochastic", "compensated", "master", "plain")
+
+# What is kept of a bfloat16 weight besides itself.
+RESIDUE_DTYPES = {"compensated": torch.bfloat16, "master": torch.int16}
+
+
+class AdamWSettings(NamedTuple):
+    """What the parameters of a group have in common. `weights` is of WEIGHTS, `seed` a number of 64 bits."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    weights: str
+    seed: int
+
+
+class AdamWTensors(NamedTuple):
+    """A parameter and what belongs to it: contiguous, of one size, on one device.
+
+    Args:
+        parameter: float32, bfloat16 or float64.
+        gradient: any floating dtype.
+        exp_avg, exp_avg_sq: the moments m and v, of one dtype: the parameter's, float32 or bfloat16.
+        step: the number t of the step that is to be made, float32 without dimensions.
+        residue: what rounding lost, of RESIDUE_DTYPES[weights], of a bfloat16 parameter; else None.
+        index: the parameter's place in the optimizer, for random bits.
+        offset: the place of its first element in the whole parameter, of which this may be a shard.
+    """
+
+    parameter: Tensor
+    gradient: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: Tensor
+    residue: Tensor | None
+    index: int
+    offset: int = 0
+
+
+def adamw(
+    tensors: Sequence[AdamWTensors],
+    settings: AdamWSettings,
+    factor: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """One step of AdamW on parameters of one device, in place: parameters, moments and residues change.
+
+    Args:
+        tensors: the parameters and their state.
+        settings: what they have in common.
+        factor: gradients are multiplied by it; float32 without dimensions, None for 1.
+        found_inf: nothing changes if it is not 0; float32 without dimensions.
+
+    Raises:
+        TypeError: a dtype that is not taken.
+        ValueError: sizes that differ, memory that is not contiguous, or several devices.
+    """
+    tensors = [one for one in tensors if one.parameter.numel()]
+    if not tensors:
+        return
+    for one in tensors:
+        _check(one, settings.weights)
+    operands = [operand for one in tensors for operand in one[:6]]
+    floating = [operand for operand in operands if operand is None or operand.is_floating_point()]
+    if use_triton(tensors[0].parameter, *floating, factor, found_inf):
+        _launch(tensors, settings, factor, found_inf)
+    elif found_inf is None or not found_inf.item():
+        for one in tensors:
+            adamw_plain(one, settings, factor)
+
+
+def adamw_plain(tensors: AdamWTensors, settings: AdamWSettings, factor: Tensor | None = None) -> None:
+    """The meaning of `adamw`, in plain PyTorch, for one parameter. Random bits are those of the kernel."""
+    size, offset = tensors.parameter.numel(), tensors.offset
+    flat = [None if tensor is None else tensor.view(-1) for tensor in (*tensors[:4], tensors.residue)]
+    for first in range(0, size, _PIECE):
+        count = min(_PIECE, size - first)
+        pieces = [None if tensor is None else tensor[first : first + count] for tensor in flat]
+        _update_piece(*pieces, tensors.step, tensors.index, offset + first, settings, factor)
+
+
+_PIECE = 16 * BLOCK  # so that what is computed on the way stays in a CPU's cache
+
+
+def _update_piece(parameter, gradient, exp_avg, exp_avg_sq, residue, step, index, first, settings, factor):
+    lr, beta1, beta2, eps, weight_decay, weights, seed = settings
+    # In place, which writes straight into a state that has the dtype of the computation.
+    wide = at_least_float32(parameter) if residue is None else _with_residue(parameter, residue)
+    g = gradient.to(wide.dtype)
+    if factor is not None:
+        g = g * factor
+    m = exp_avg.to(wide.dtype).mul_(beta1).add_(g, alpha=1 - beta1)
+    v = exp_avg_sq.to(wide.dtype).mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    t = step.double()
+    step_size, root = lr / (1 - beta1**t), (1 - beta2**t).sqrt()
+    denominator = v.sqrt().div_(root).add_(eps)
+    wide = wide.sub_(wide, alpha=lr * weight_decay).sub_((step_size * m).div_(denominator))
+
+    noise = moment_noise = None
+    if _draws(parameter, exp_avg, weights):
+        bits = random_bits(seed, step, index, first, parameter.numel()).to(parameter.device)
+        moment_noise = (bits >> 16).int()
+        noise = (bits & 0xFFFF).int() if weights == "stochastic" else None
+    _store(exp_avg, m, moment_noise)
+    _store(exp_avg_sq, v, moment_noise)
+    if residue is None:
+        _store(parameter, wide, noise)
+    else:
+        _store_with_residue(parameter, residue, wide)
+
+
+def _draws(parameter: Tensor, exp_avg: Tensor, weights: str) -> bool:
+    """Whether anything is rounded at random."""
+    stochastic = weights == "stochastic" and parameter.dtype == torch.bfloat16
+    return stochastic or (weights != "plain" and exp_avg.dtype == torch.bfloat16)
+
+
+def _with_residue(parameter: Tensor, residue: Tensor) -> Tensor:
+    if residue.dtype == torch.bfloat16:
+        return parameter.float() + residue.float()
+    return ((parameter.view(torch.int16).int() << 16) + residue.int()).view(torch.float32)
+
+
+def _store_with_residue(parameter: Tensor, residue: Tensor, wide: Tensor) -> None:
+    if residue.dtype == torch.bfloat16:
+        parameter.copy_(wide)
+        residue.copy_(wide - parameter.float())
+        return
+    # A tie goes away from zero and not to the even number: then 16 bits hold the difference.
+    _store(parameter, wide, torch.full_like(wide, 0x8000, dtype=torch.int32))
+    difference = wide.view(torch.int32) - (parameter.view(torch.int16).int() << 16)
+    residue.copy_(difference.where(wide == wide, 0))
+
+
+def _store(target: Tensor, wide: Tensor, noise: Tensor | None) -> None:
+    """Round to the nearest; or to bfloat16 by cutting after noise of 16 bits was added to the lower half."""
+    if noise is None or target.dtype != torch.bfloat16:
+        target.copy_(wide)
+        return
+    cut = (wide.float().view(torch.int32) + noise) >> 16
+    target.view(torch.int16).copy_(cut.where(wide == wide, _NAN))  # a carry would make zeros of some NaNs
+
+
+_NAN = 0x7FC0
+
+
+def _check(tensors: AdamWTensors, weights: str) -> None:
+    parameter, gradient, exp_avg, exp_avg_sq, step, residue, *_ = tensors
+    if weights not in WEIGHTS:
+        raise ValueError(f"weights is {weights!r}; expected one of {', '.join(WEIGHTS)}")
+    if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float64):
+        raise TypeError(f"a parameter is {parameter.dtype}; expected float32, bfloat16 or float64")
+    if not gradient.is_floating_point():
+        raise TypeError(f"a gradient is {gradient.dtype}; expected a floating point tensor")
+    if exp_avg.dtype not in (parameter.dtype, torch.float32, torch.bfloat16):
+        raise TypeError(f"a moment is {exp_avg.dtype}; expected {parameter.dtype}, float32 or bfloat16")
+    if exp_avg_sq.dtype != exp_avg.dtype:
+        raise TypeError(f"the moments are {exp_avg.dtype} and {exp_avg_sq.dtype}; expected one dtype")
+    if step.dtype != torch.float32 or step.numel() != 1:
+        raise TypeError(f"step is {step.dtype} {tuple(step.shape)}; expected one float32 number")
+    expected = RESIDUE_DTYPES.get(weights) if parameter.dtype == torch.bfloat16 else None
+    if (residue is None) != (expected is None) or (residue is not None and residue.dtype != expected):
+        found = None if residue is None else residue.dtype
+        raise TypeError(f"the residue of a {parameter.dtype} parameter is {found}; {weights} has {expected}")
+    for tensor in (parameter, gradient, exp_avg, exp_avg_sq, residue):
+        if tensor is None:
+            continue
+        if tensor.numel() != parameter.numel():
+            raise ValueError(f"found {tuple(tensor.shape)} beside a parameter of {tuple(parameter.shape)}")
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"a tensor of {tuple(tensor.shape)} has strides {tensor.stride()}: not contiguous"
+            )
+        if tensor.device != parameter.device:
+            raise ValueError(f"found tensors on {parameter.device} and on {tensor.device}")
+
+
+# The table of a launch has a row a tensor: six addresses, then numel, offset, index, seed and the number of
+# the tensor's first chunk. A program does one chunk.
+_COLUMNS = 11
+_CHUNK_BLOCKS = 4
+
+
+def _launch(
+    tensors: Sequence[AdamWTensors], settings: AdamWSettings, factor: Tensor | None, found_inf: Tensor | None
+) -> None:
+    kinds: dict[tuple[torch.dtype, torch.dtype, torch.dtype, bool], list[AdamWTensors]] = {}
+    for one in tensors:
+        kind = (one.parameter.dtype, one.gradient.dtype, one.exp_avg.dtype, _is_aligned(one))
+        kinds.setdefault(kind, []).append(one)
+    # Autograd must notice a step between forward and backward pass, and does not see what a kernel writes.
+    torch.autograd.graph.increment_version([one.parameter for one in tensors])
+    with on_device_of(tensors[0].parameter):
+        for kind, alike in kinds.items():
+            _launch_alike(alike, kind, settings, factor, found_inf)
+
+
+def _is_aligned(tensors: AdamWTensors) -> bool:
+    """Whether 16 bytes can be read at once, whatever the dtype."""
+    if tensors.offset % 16 or tensors.parameter.numel() % 16:
+        return False
+    return not any(tensor is not None and tensor.data_ptr() % 16 for tensor in (*tensors[:4], tensors[5]))
+
+
+def _launch_alike(tensors, kind, settings, factor, found_inf) -> None:
+    rows, counts = [], []
+    for one in tensors:
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in one[:6]]
+        size = one.parameter.numel()
+        rows.append([*addresses, size, one.offset, one.index, _signed(settings.seed), sum(counts)])
+        blocks = ceil_div(one.offset + size, BLOCK) - one.offset // BLOCK
+        counts.append(ceil_div(blocks, _CHUNK_BLOCKS))
+    device = tensors[0].parameter.device
+    table = torch.tensor([[*row, count] for row, count in zip(rows, counts, strict=True)])
+    if device.type == "cuda":  # from pinned memory, so that the host need not wait
+        table = table.pin_memory().to(device, non_blocking=True)
+    numbers = torch.arange(len(rows), dtype=torch.int32, device=device)
+    tensor_of_chunk = numbers.repeat_interleave(table[:, _COLUMNS], output_size=sum(counts))
+    parameter_dtype, gradient_dtype, moment_dtype, aligned = kind
+    lr, beta1, beta2, eps, weight_decay, weights, _ = settings
+    _adamw_kernel[(sum(counts),)](
+        table,
+        tensor_of_chunk,
+        factor,
+        found_inf,
+        float(lr),
+        float(beta1),
+        1.0 - beta1,
+        math.log2(beta1) if beta1 else -math.inf,
+        float(beta2),
+        1.0 - beta2,
+        math.log2(beta2) if beta2 else -math.inf,
+        float(eps),
+        float(lr * weight_decay),
+        PARAMETER=_STORED[parameter_dtype],
+        GRADIENT=_STORED[gradient_dtype],
+        MOMENT=_STORED[moment_dtype],
+        WEIGHTS=weights,
+        DRAWS=_draws(tensors[0].parameter, tensors[0].exp_avg, weights),
+        ALIGNED=aligned,
+        COLUMNS=_COLUMNS + 1,
+        CHUNK_BLOCKS=_CHUNK_BLOCKS,
+        QUARTER=QUARTER,
+        num_warps=4,
+    )
+
+
+def _signed(seed: int) -> int:
+    """The same 64 bits, as int64 has them."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+# How the kernel sees memory: bfloat16 as its bits, so that rounding is spelled out and alike everywhere.
+_STORED = {torch.float32: "float32", torch.bfloat16: "bits", torch.float16: "float16"}
+
+
+@jit
+def _adamw_kernel(
+    table,
+    tensor_of_chunk,
+    factor,
+    found_inf,
+    lr,
+    beta1,
+    rest1,
+    log2_beta1,
+    beta2,
+    rest2,
+    log2_beta2,
+    eps,
+    decay,
+    PARAMETER: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    MOMENT: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    DRAWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNK_BLOCKS: tl.constexpr,
+    QUARTER: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    row = table + tl.load(tensor_of_chunk + chunk).to(tl.int64) * COLUMNS
+    parameter = _pointer(row, PARAMETER, ALIGNED)
+    gradient = _pointer(row + 1, GRADIENT, ALIGNED)
+    exp_avg = _pointer(row + 2, MOMENT, ALIGNED)
+    exp_avg_sq = _pointer(row + 3, MOMENT, ALIGNED)
+    step = tl.load(tl.load(row + 4).to(tl.pointer_type(tl.float32)))
+    residue = _pointer(row + 5, "bits", ALIGNED)
+    size, offset = tl.load(row + 6), tl.load(row + 7)
+    if ALIGNED:
+        size, offset = tl.multiple_of(size, 16), tl.multiple_of(offset, 16)
+    index, seed = tl.load(row + 8), tl.load(row + 9)
+
+    t = step.to(tl.float64)
+    step_size = (lr / (1.0 - tl.exp2(t * log2_beta1))).to(tl.float32)
+    root = tl.sqrt(1.0 - tl.exp2(t * log2_beta2)).to(tl.float32)
+    scale = 1.0 if factor is None else tl.load(factor)
+
+    # Blocks are counted from the whole parameter's first element, of which this tensor may be a part.
+    first = offset // (4 * QUARTER) + (chunk - tl.load(row + 10)) * CHUNK_BLOCKS
+    last = tl.minimum(first + CHUNK_BLOCKS, (offset + size + 4 * QUARTER - 1) // (4 * QUARTER))
+    if found_inf is not None:
+        last = tl.where(tl.load(found_inf) == 0.0, last, first)
+    lane = tl.arange(0, QUARTER)
+    for block in range(first, last):
+        if DRAWS:
+            words = block_of_bits(seed, step, index, block, QUARTER)
+        for quarter in tl.static_range(4):
+            start = block * (4 * QUARTER) + quarter * QUARTER - offset
+            low = tl.maximum(-start, 0).to(tl.int32)
+            high = tl.minimum(size - start, QUARTER).to(tl.int32)
+            inside = (lane >= low) & (lane < high)
+            if ALIGNED:
+                inside = tl.max_constancy(inside, 16)
+
+            g = _read(gradient + start + lane, inside, GRADIENT) * scale
+            m = _read(exp_avg + start + lane, inside, MOMENT)
+            v = _read(exp_avg_sq + start + lane, inside, MOMENT)
+            w = _read(parameter + start + lane, inside, PARAMETER)
+            if PARAMETER == "bits" and WEIGHTS == "compensated":
+                w += _read(residue + start + lane, inside, "bits")
+            elif PARAMETER == "bits" and WEIGHTS == "master":
+                kept = tl.load(residue + start + lane, inside, 0).to(tl.int32)
+                w = (w.to(tl.int32, bitcast=True) + kept).to(tl.float32, bitcast=True)
+
+            m = beta1 * m + rest1 * g
+            v = beta2 * v + rest2 * g * g
+            w -= decay * w
+            w -= tl.div_rn(step_size * m, tl.div_rn(tl.sqrt_rn(v), root) + eps)
+
+            noise = tl.zeros([QUARTER], tl.int32)
+            moment_noise = noise
+            if DRAWS:
+                noise = (words[quarter] & 0xFFFF).to(tl.int32)
+                moment_noise = (words[quarter] >> 16).to(tl.int32)
+            _write(exp_avg + start + lane, m, inside, moment_noise, MOMENT, DRAWS)
+            _write(exp_avg_sq + start + lane, v, inside, moment_noise, MOMENT, DRAWS)
+            if PARAMETER == "bits" and WEIGHTS == "master":
+                bits = _cut(w, tl.full([QUARTER], 0x8000, tl.int32))
+                tl.store(parameter + start + lane, bits, inside)
+                lost = w.to(tl.int32, bitcast=True) - (bits.to(tl.int32) << 16)
+                tl.store(residue + start + lane, tl.where(w == w, lost, 0).to(tl.int16), inside)
+            elif PARAMETER == "bits" and WEIGHTS == "compensated":
+                bits = _cut(w, _to_nearest(w))
+                tl.store(parameter + start + lane, bits, inside)
+                lost = w - (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+                tl.store(residue + start + lane, _cut(lost, _to_nearest(lost)), inside)
+            else:
+                _write(parameter + start + lane, w, inside, noise, PARAMETER, WEIGHTS == "stochastic")
+
+
+@jit
+def _pointer(cell, STORED: tl.constexpr, ALIGNED: tl.constexpr):
+    """The address in a cell of the table, as a pointer."""
+    address = tl.load(cell)
+    if STORED == "bits":
+        pointer = address.to(tl.pointer_type(tl.int16))
+    elif STORED == "float16":
+        pointer = address.to(tl.pointer_type(tl.float16))
+    else:
+        pointer = address.to(tl.pointer_type(tl.float32))
+    return tl.multiple_of(pointer, 16) if ALIGNED else pointer
+
+
+@jit
+def _read(pointers, inside, STORED: tl.constexpr):
+    value = tl.load(pointers, inside, 0)
+    if STORED == "bits":
+        return (value.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return value.to(tl.float32)
+
+
+@jit
+def _write(pointers, wide, inside, noise, STORED: tl.constexpr, AT_RANDOM: tl.constexpr):
+    if STORED == "float32":
+        tl.store(pointers, wide, inside)
+    elif AT_RANDOM:
+        tl.store(pointers, _cut(wide, noise), inside)
+    else:
+        tl.store(pointers, _cut(wide, _to_nearest(wide)), inside)
+
+
+@jit
+def _cut(wide, noise):
+    """The bits of a bfloat16: the upper half of a float32's, after noise was added to the lower."""
+    bits = (wide.to(tl.int32, bitcast=True) + noise) >> 16
+    return tl.where(wide == wide, bits, 0x7FC0).to(tl.int16)  # a carry would make zeros of some NaNs
+
+
+@jit
+def _to_nearest(wide):
+    """The noise with which cutting rounds to the nearest, ties to even."""
+    return 0x7FFF + ((wide.to(tl.int32, bitcast=True) >> 16) & 1)
