@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from liger_models.convert.checkpoints.layout import Layout, canonical_forms, saved_tensors
 from liger_models.convert.checkpoints.weight_map import Expr
 from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.packed_linear import fuse_projections, split_projections, weight_map_of_parts
 from liger_models.layers.self_attention import Attention
 from liger_models.layers.spec import ModelSpec
 
@@ -37,11 +38,31 @@ class ModelParameters(nn.Module):
         Args:
             layout: of the checkpoint. Default: the model's own.
         """
-        return (layout or self.layout).weight_map(self._canonical_forms)
+        return weight_map_of_parts(self, (layout or self.layout).weight_map(self._canonical_forms))
 
     def note_canonical_forms(self) -> None:
         """Remember what the tensors are, as they are now: what is changed later is then noticed."""
         self._canonical_forms = canonical_forms(self)
+
+    def split_projections(self) -> None:
+        """Give query, key, value, gate and up layers of their own, in place and over the same memory.
+
+        The model computes the same as before, somewhat slower; modules and parameters bear the checkpoint's
+        names (`self_attn.q_proj.weight`), for LoRA libraries, quantisers and whoever sends weights elsewhere.
+        Parameters are new objects: make the optimizer afterwards.
+
+        Raises:
+            ValueError: the model is sharded, or wrapped by an adapter.
+        """
+        split_projections(self)
+
+    def fuse_projections(self) -> None:
+        """Turn `split_projections` back, in place.
+
+        Raises:
+            ValueError: a projection is sharded, or wrapped by an adapter.
+        """
+        fuse_projections(self)
 
     def tie_weights(self) -> None:
         """Let the head use the embedding's parameter, if the spec says so."""

@@ -2,16 +2,19 @@
 
     PackedLinear(H, {"q_proj": 4096, "k_proj": 1024, "v_proj": 1024})(x) = x @ cat(W_q, W_k, W_v)^T
 
-The weights lie below one another, in the order of the names, which are those of a checkpoint.
+The weights lie below one another, in the order of the names, which are those of a checkpoint. Fused is the
+fast form. `split_projections` gives each projection a linear layer of its own, under its own name and over
+the same memory, for tools that look for layers by name; `fuse_projections` turns that back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from liger_models.convert.checkpoints.weight_map import Cat, Expr, Ref
+from liger_models.convert.checkpoints.weight_map import Cat, Expr, Ref, WeightMap, rows_of
 
 
 class PackedLinear(nn.Linear):
@@ -25,14 +28,194 @@ class PackedLinear(nn.Linear):
 
     def __init__(self, in_features: int, parts: Mapping[str, int], bias: bool = False):
         super().__init__(in_features, sum(parts.values()), bias)
+        self._name_parts(parts)
+
+    def _name_parts(self, parts: Mapping[str, int]) -> None:
         self.parts = dict(parts)
+        for name in parts:
+            self.add_module(name, _Part(name))
 
     def canonical_form(self, path: str, name: str) -> Expr:
         """Each projection by itself, beside where the packed one stands."""
-        parent = path.rpartition(".")[0]
-        prefix = f"{parent}." if parent else ""
         rest = self.get_parameter(name).shape[1:]
-        return Cat(tuple(Ref(f"{prefix}{part}.{name}", (rows, *rest)) for part, rows in self.parts.items()))
+        names = (f"{_beside(path, part)}.{name}" for part in self.parts)
+        return Cat(tuple(Ref(n, (rows, *rest)) for n, rows in zip(names, self.parts.values(), strict=True)))
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, parts={self.parts}, bias={self.bias is not None}"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        )
+
+
+class SplitProjections(nn.Module):
+    """Stands where the packed projection stood, and puts the outputs of its parts side by side.
+
+    The parts are the children of `owner`, whatever takes their places there (adapters, quantised layers).
+    """
+
+    def __init__(self, owner: nn.Module, parts: Mapping[str, int]):
+        super().__init__()
+        self._owner = (owner,)  # in a tuple, or it would become a child of its own child
+        self.parts = dict(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., sum of the parts]."""
+        owner = self._owner[0]
+        return torch.cat([getattr(owner, part)(x) for part in self.parts], dim=-1)
+
+    def extra_repr(self) -> str:
+        return ", ".join(self.parts)
+
+
+@torch.no_grad()
+def split_projections(model: nn.Module) -> None:
+    """Make every packed projection of a model linear layers of their own, over the same memory.
+
+    Their parameters are new objects, so this comes before an optimizer, a wrapper or an adapter is made.
+
+    Raises:
+        ValueError: a packed projection is sharded, wrapped or hooked into.
+    """
+    for owner, name, packed in list(_children(model, PackedLinear)):
+        _check_plain([packed], PackedLinear, "split", "split before sharding and before adding adapters")
+        weights = _cut(packed.weight, packed.parts.values())
+        biases = _cut(packed.bias, packed.parts.values())
+        linears = [_linear(nn.Linear, *pair) for pair in zip(weights, biases, strict=True)]
+        made = dict(zip(packed.parts, linears, strict=True))
+        _replace(owner, name, {**made, name: SplitProjections(owner, packed.parts)})
+
+
+@torch.no_grad()
+def fuse_projections(model: nn.Module) -> None:
+    """Turn `split_projections` back: in place, or with a copy where parts no longer lie below one another.
+
+    Raises:
+        ValueError: a part is no longer a plain linear layer, or the parts differ in what they are.
+    """
+    for owner, name, split in list(_children(model, SplitProjections)):
+        linears = [getattr(owner, part) for part in split.parts]
+        _check_plain(linears, nn.Linear, "fused", "merge or unload adapters first")
+        weight = _join([linear.weight for linear in linears])
+        bias = _join([linear.bias for linear in linears])
+        packed = _linear(PackedLinear, weight, bias)
+        packed._name_parts(split.parts)
+        for part in split.parts:
+            del owner._modules[part]
+        _replace(owner, name, {name: packed})
+
+
+def weight_map_of_parts(model: nn.Module, weight_map: WeightMap) -> dict[str, Expr]:
+    """The weight map of a model, some of whose packed projections are split, from that of the fused one."""
+    split = {
+        path: module.parts for path, module in model.named_modules() if isinstance(module, SplitProjections)
+    }
+    expressions: dict[str, Expr] = {}
+    for name, packed in weight_map.items():
+        path, _, kind = name.rpartition(".")
+        if path not in split:
+            expressions[name] = packed
+            continue
+        start = 0
+        for part, rows in split[path].items():
+            expressions[f"{_beside(path, part)}.{kind}"] = rows_of(packed, start, start + rows)
+            start += rows
+    return expressions
+
+
+class _Part(nn.Module):
+    """Where a tool looks for a projection by its name, and would otherwise pass over it in silence."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self._name = name
+
+    def forward(self, *args: object) -> Tensor:
+        raise RuntimeError(repr(self))
+
+    def __repr__(self) -> str:
+        return f"{self._name}: packed with others; call model.split_projections() to have it as a layer"
+
+
+def _children(model: nn.Module, kind: type) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    for owner in model.modules():
+        for name, child in owner.named_children():
+            if isinstance(child, kind):
+                yield owner, name, child
+
+
+def _linear(kind: type, weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
+    """A linear layer of these parameters: its constructor would make others, and random numbers for them."""
+    linear = kind.__new__(kind)
+    nn.Module.__init__(linear)
+    linear.out_features, linear.in_features = weight.shape
+    linear.weight = weight
+    linear.register_parameter("bias", bias)
+    return linear
+
+
+def _cut(packed: nn.Parameter | None, rows: Sequence[int]) -> list[nn.Parameter | None]:
+    """Parameters over the rows of a packed one, and over those of its gradient."""
+    sizes = list(rows)
+    if packed is None:
+        return [None] * len(sizes)
+    parts = [nn.Parameter(part, packed.requires_grad) for part in packed.detach().split(sizes)]
+    if packed.grad is not None:
+        for part, grad in zip(parts, packed.grad.split(sizes), strict=True):
+            part.grad = grad
+    return parts
+
+
+def _join(parts: Sequence[nn.Parameter | None]) -> nn.Parameter | None:
+    """One parameter over these, which lie below one another, or a copy of them."""
+    if all(part is None for part in parts):
+        return None
+    if len({(part.dtype, part.device, part.requires_grad) for part in parts}) > 1:
+        raise ValueError(
+            "projections that differ in dtype, device or requires_grad cannot be fused; make them equal first"
+        )
+    packed = nn.Parameter(_below([part.detach() for part in parts]), parts[0].requires_grad)
+    grads = [part.grad for part in parts]
+    if any(grad is not None for grad in grads):
+        pairs = zip(parts, grads, strict=True)
+        packed.grad = _below([torch.zeros_like(part) if grad is None else grad for part, grad in pairs])
+    return packed
+
+
+def _below(tensors: Sequence[Tensor]) -> Tensor:
+    first, end = tensors[0], tensors[0].data_ptr()
+    for tensor in tensors:
+        if tensor.data_ptr() != end or not tensor.is_contiguous() or tensor.is_meta:
+            return torch.cat(list(tensors))
+        end += tensor.numel() * tensor.element_size()
+    storage = first.untyped_storage()
+    if end > storage.data_ptr() + storage.nbytes():  # neighbours by chance
+        return torch.cat(list(tensors))
+    shape = (sum(len(tensor) for tensor in tensors), *first.shape[1:])
+    return first.as_strided(shape, first.stride())
+
+
+def _check_plain(layers: Sequence[nn.Module], kind: type, what: str, remedy: str) -> None:
+    for layer in layers:
+        parameters = {type(p).__name__ for p in layer.parameters()}
+        hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks)
+        if type(layer) is not kind or parameters != {"Parameter"} or any(hooks):
+            raise ValueError(
+                f"a {type(layer).__name__} of {' and '.join(sorted(parameters))} cannot be {what}: it is "
+                f"sharded, wrapped, quantised or hooked into; {remedy}"
+            )
+
+
+def _replace(owner: nn.Module, name: str, by: Mapping[str, nn.Module]) -> None:
+    """Put modules in the place of one, so that the order of a model's parameters stays."""
+    old = dict(owner._modules)
+    mode = owner.training
+    owner._modules.clear()
+    for key, module in old.items():
+        owner._modules.update(by if key == name else {key: module})
+    for module in by.values():
+        module.train(mode)
+
+
+def _beside(path: str, name: str) -> str:
+    parent = path.rpartition(".")[0]
+    return f"{parent}.{name}" if parent else name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -21,6 +21,8 @@ from liger_models.convert.errors import ConfigError
 from liger_models.layers.attention_backends import AttentionBackend
 from liger_models.layers.model import CausalLM
 
+Projections = Literal["fused", "split"]
+
 
 def from_hub(
     name_or_path: str | Path,
@@ -33,6 +35,7 @@ def from_hub(
     device: str | torch.device | None = None,
     attention: AttentionBackend = "auto",
     activation_memory: str | list[str] = "lean",
+    projections: Projections = "fused",
     ignore_config_keys: tuple[str, ...] = (),
 ) -> LigerCausalLM:
     """Load a Hugging Face checkpoint, from the hub or from a folder, into a model in training mode.
@@ -47,6 +50,9 @@ def from_hub(
         device: of the parameters; by default torch's default device.
         attention: the attention backend, see layers/attention_backends.py.
         activation_memory: what is kept for the backward pass, see layers/activation_memory.py.
+        projections: "fused" computes query, key and value in one product, and gate and up; "split" gives each
+            a layer under the checkpoint's name, for LoRA libraries and quantisers, at some cost in speed. See
+            `split_projections` and `fuse_projections` of the model.
         ignore_config_keys: keys of config.json that are unknown and known not to matter.
 
     Raises:
@@ -59,6 +65,7 @@ def from_hub(
     from liger_models.convert.checkpoints.hub import resolve
 
     device = parse_device(device)
+    _check_projections(projections)
     folder = resolve(
         name_or_path, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
     )
@@ -72,6 +79,8 @@ def from_hub(
         model.materialize(device, chosen)
         load_parameters(model.saved_tensors(), model.weight_map(), reader, progress=True)
     model.source_folder = folder
+    if projections == "split":
+        model.split_projections()
     return model
 
 
@@ -85,6 +94,7 @@ def from_config(
     device: str | torch.device | None = None,
     attention: AttentionBackend = "auto",
     activation_memory: str | list[str] = "lean",
+    projections: Projections = "fused",
     ignore_config_keys: tuple[str, ...] = (),
 ) -> LigerCausalLM:
     """A model with fresh random weights, made directly on the device (torch's seed decides them).
@@ -92,12 +102,13 @@ def from_config(
     Args:
         config: what a config.json holds: a dict, a file, or a folder with one.
         dtype: of the parameters; "auto" takes the config's, or float32.
-        device, attention, activation_memory, ignore_config_keys: as for `from_hub`.
+        device, attention, activation_memory, projections, ignore_config_keys: as for `from_hub`.
 
     Raises:
         UnsupportedModelError, ConfigError: as for `from_hub`.
     """
     device = parse_device(device)
+    _check_projections(projections)
     read = HFConfig.load(config, ignore_config_keys=ignore_config_keys)
     architecture = find_architecture(read.model_type)
     model = _skeleton(read, architecture, attention, activation_memory)
@@ -105,6 +116,8 @@ def from_config(
         dtype = read.raw.get("dtype") or read.raw.get("torch_dtype") or "float32"
     model.materialize(device, parse_dtype(dtype))
     model.reset_parameters()
+    if projections == "split":
+        model.split_projections()
     return model
 
 
@@ -164,6 +177,11 @@ def _checkpoint_dtype(reader: CheckpointReader, model: CausalLM) -> torch.dtype:
     # What is no dtype of weights is refused, by its name, when it is loaded.
     weights = dtypes.intersection(WEIGHT_DTYPES) or {torch.float32}
     return functools.reduce(torch.promote_types, weights)
+
+
+def _check_projections(projections: str) -> None:
+    if projections not in get_args(Projections):
+        raise ConfigError(f"projections must be 'fused' or 'split', found {projections!r}")
 
 
 def parse_device(device: str | torch.device | None) -> torch.device | None:

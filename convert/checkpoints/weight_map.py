@@ -316,6 +316,22 @@ def permuted(name: str, shape: Shape, pattern: str, **sizes: int) -> Permute:
     return Permute(part, tuple(sizes[axis] for axis in axes), tuple(map(axes.index, order)), shape)
 
 
+def rows_of(expr: Expr, start: int, stop: int) -> Expr:
+    """The rows [start, stop) of an expression, as `Rows` of as few of its parts as hold them."""
+    if (start, stop) == (0, row_count(expr.shape)):
+        return expr
+    if not isinstance(expr, Cat) or expr.dim > 0:
+        return Rows(expr, start, stop)
+    cut, offset = [], 0
+    for part in expr.parts:
+        rows = part.shape[0]
+        low, high = max(start - offset, 0), min(stop - offset, rows)
+        if low < high:
+            cut.append(rows_of(part, low, high))
+        offset += rows
+    return cut[0] if len(cut) == 1 else Cat(tuple(cut))
+
+
 WeightMap = Mapping[str, Expr]
 
 
@@ -326,15 +342,16 @@ def checkpoint_shapes(weight_map: WeightMap) -> dict[str, Shape]:
         ValueError: two places of the map name one tensor, so that a write would lose one of them.
     """
     shapes: dict[str, Shape] = {}
-    owner: dict[str, str] = {}
-    for parameter, expr in weight_map.items():
+    owners: dict[str, list[str]] = {}
+    for native, expr in weight_map.items():
         for ref in expr.refs():
-            if ref.name in shapes and not (owner[ref.name] == parameter and _is_disjoint(expr)):
-                raise ValueError(
-                    f"checkpoint tensor {ref.name!r} is used twice: by {owner[ref.name]!r} and {parameter!r}"
-                )
             shapes[ref.name] = ref.shape
-            owner[ref.name] = parameter
+            owners.setdefault(ref.name, []).append(native)
+    for name, natives in owners.items():
+        if len(natives) > 1 and not _is_disjoint(name, [weight_map[native] for native in set(natives)]):
+            raise ValueError(
+                f"checkpoint tensor {name!r} is used twice: by {natives[0]!r} and {natives[1]!r}"
+            )
     return shapes
 
 
@@ -394,13 +411,11 @@ def _element(sizes: Sequence[int], box: tuple[int | slice, ...]) -> int:
     return element
 
 
-def _is_disjoint(expr: Expr) -> bool:
-    """Whether no element of the checkpoint is used twice."""
-    ranges = sorted(
-        (place.ref.name, place.start, place.stop)
-        for place in expr.places(torch.empty(expr.shape, device="meta"))
-    )
-    return all(a[0] != b[0] or a[2] <= b[1] for a, b in itertools.pairwise(ranges))
+def _is_disjoint(name: str, exprs: Sequence[Expr]) -> bool:
+    """Whether no element of a checkpoint tensor is used twice."""
+    places = [place for expr in exprs for place in expr.places(torch.empty(expr.shape, device="meta"))]
+    ranges = sorted((place.start, place.stop) for place in places if place.ref.name == name)
+    return all(stop <= start for (_, stop), (start, _) in itertools.pairwise(ranges))
 
 
 def _divides(fine: Shape, coarse: Shape) -> bool:

@@ -39,6 +39,24 @@ def test_a_tensor_that_is_only_carried_along_does_not_choose_the_dtype(model, tm
     assert liger_models.from_hub(tmp_path / "out").dtype == torch.bfloat16
 
 
+def test_split_projections_load_and_save_the_same_bytes(model, tmp_path):
+    model.save_pretrained(tmp_path / "out")
+    split = liger_models.from_hub(tmp_path / "out", projections="split")
+    assert type(split.layers[0].self_attn.q_proj) is nn.Linear
+    split.save_pretrained(tmp_path / "again")
+    files = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in ("out", "again")]
+    assert files[0] == files[1]
+
+
+def test_fresh_split_projections_have_the_weights_of_fused_ones(model):
+    torch.manual_seed(0)
+    split = liger_models.from_config(model.config.to_dict(), projections="split")
+    split.fuse_projections()
+    assert all(torch.equal(a, b) for a, b in zip(split.parameters(), model.parameters(), strict=True))
+    with pytest.raises(ConfigError, match="projections must be 'fused' or 'split', found 'separate'"):
+        liger_models.from_config(model.config.to_dict(), projections="separate")
+
+
 class Adapter(nn.Module):
     def __init__(self, base):
         super().__init__()
