@@ -2,21 +2,93 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.spec import Activation, AttentionSpec, MLPSpec, RopeSpec
+from liger_models.layers.spec import (
+    Activation,
+    AttentionSpec,
+    BlockSpec,
+    LayerNormSpec,
+    MLPSpec,
+    ModelSpec,
+    NormSpec,
+    RopeSpec,
+)
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
     "gelu": "gelu",
+    "relu2": "relu2",
 }
 
 
-def attention(c: HFConfig, *, bias: bool = False, window: int | None = None) -> AttentionSpec:
-    """Grouped-query attention with rotary positions, from the keys that nearly every config has."""
+def decoder(
+    c: HFConfig, blocks: Sequence[BlockSpec], norm: NormSpec | LayerNormSpec, **settings: Any
+) -> ModelSpec:
+    """A model of these blocks, with what nearly every config says of the rest. `settings` are further fields
+    of the `ModelSpec`.
+    """
+    return ModelSpec(
+        vocab_size=c.take_count("vocab_size"),
+        hidden_size=c.take_count("hidden_size"),
+        blocks=tuple(blocks),
+        norm=norm,
+        tie_word_embeddings=c.take_flag("tie_word_embeddings", False),
+        initializer_range=c.take_number("initializer_range", 0.02),
+        **settings,
+    )
+
+
+def layer_types(c: HFConfig, default: Callable[[int], str], known: Sequence[str]) -> list[str]:
+    """The type of each layer, by `layer_types`, or by `default(layer)` where the config does not say.
+
+    Raises:
+        ConfigError: as many types as layers, each one of `known`, are not there.
+    """
+    count = c.take_count("num_hidden_layers")
+    types = c.take("layer_types", None)
+    if types is None:
+        types = [default(i) for i in range(count)]
+    if not isinstance(types, list) or len(types) != count or not set(types) <= set(known):
+        raise ConfigError(
+            f"{c.name}: layer_types must name {' or '.join(known)} for each of the {count} layers, "
+            f"found {types}"
+        )
+    return types
+
+
+def windows(c: HFConfig, default: Callable[[int], str]) -> list[int | None]:
+    """The window of each layer: `sliding_window` where its type is sliding_attention, else None. `default`
+    gives the type of a layer where the config has no `layer_types`.
+
+    Raises:
+        ConfigError: an unknown type, or layers that slide without a sliding_window.
+    """
+    types = layer_types(c, default, ("full_attention", "sliding_attention"))
+    window = c.take_count("sliding_window", None)
+    if window is None and "sliding_attention" in types:
+        raise ConfigError(f"{c.name}: layer_types has sliding_attention, but sliding_window is missing")
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def attention(
+    c: HFConfig,
+    *,
+    bias: bool = False,
+    window: int | None = None,
+    partial: float | None = None,
+    interleaved: bool = False,
+) -> AttentionSpec:
+    """Grouped-query attention with rotary positions, from the keys that nearly every config has. `partial`
+    and `interleaved` as in `rope`.
+    """
     hidden_size, heads = c.take_count("hidden_size"), c.take_count("num_attention_heads")
     kv_heads = c.take_count("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -37,28 +109,43 @@ def attention(c: HFConfig, *, bias: bool = False, window: int | None = None) -> 
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         scale=head_dim**-0.5,
-        rope=rope(c, head_dim),
+        rope=rope(c, head_dim, partial=partial, interleaved=interleaved),
         window=window,
         qkv_bias=bias,
         o_bias=bias,
     )
 
 
-def rope(c: HFConfig, head_dim: int) -> RopeSpec:
-    """The rotary settings, in whichever spelling the config has them."""
-    settings = c.take_rope()
+def rope(
+    c: HFConfig,
+    head_dim: int,
+    *,
+    layer_type: str | None = None,
+    partial: float | None = None,
+    interleaved: bool = False,
+    theta: float = 10000.0,
+) -> RopeSpec:
+    """The rotary settings, in whichever spelling the config has them.
+
+    Args:
+        layer_type: of families whose layers turn differently by type.
+        partial: the share of a head that turns where the config does not say; None: whole heads always do.
+        interleaved: pairs are neighbours, (2i, 2i + 1), and not (i, i + dim / 2).
+        theta: where the config does not say.
+    """
+    settings = c.take_rope(layer_type, default_theta=theta, head_dim_default_partial=partial or 1.0)
     if "mrope_section" in settings:
         raise ConfigError(
             f"{c.name}: mrope_section asks for rotary positions on several axes, which {c.model_type!r} "
             "models do not have"
         )
     share = settings.pop("partial_rotary_factor")
-    if share != 1:  # the references of these families turn whole heads, whatever the config says
+    if partial is None and share != 1:  # the references turn whole heads, whatever the config says
         raise ConfigError(
             f"{c.name}: partial_rotary_factor is {share}, but {c.model_type!r} models turn "
             "whole heads; remove it"
         )
-    dim = head_dim
+    dim = int(head_dim * share)
     if dim < 2 or dim % 2:
         raise ConfigError(f"{c.name}: rotary positions need an even number of dimensions, found {dim}")
     for key in ("short_factor", "long_factor"):
@@ -68,20 +155,21 @@ def rope(c: HFConfig, head_dim: int) -> RopeSpec:
         dim=dim,
         theta=settings.pop("rope_theta"),
         type=settings.pop("rope_type"),
+        interleaved=interleaved,
         max_position_embeddings=c.take_count("max_position_embeddings"),
         **settings,
     )
 
 
-def mlp(c: HFConfig, *, bias: bool = False) -> MLPSpec:
-    """A gated MLP."""
-    return MLPSpec(c.take_count("intermediate_size"), activation(c, c.take("hidden_act", "silu")), bias)
+def mlp(c: HFConfig, *, bias: bool = False, gated: bool = True, key: str = "hidden_act") -> MLPSpec:
+    """An MLP, from the keys that nearly every config has; `key` is that of the activation."""
+    return MLPSpec(c.take_count("intermediate_size"), activation(c, key, gated), bias, gated)
 
 
-def activation(c: HFConfig, name: str) -> Activation:
-    """The kernel of an activation's name in the config."""
-    if not isinstance(name, str) or name not in _ACTIVATIONS:
-        raise ConfigError(
-            f"{c.name}: hidden_act {name!r} is unknown; expected one of {', '.join(_ACTIVATIONS)}"
-        )
+def activation(c: HFConfig, key: str = "hidden_act", gated: bool = True) -> Activation:
+    """The kernel of the activation that the config names."""
+    name = c.take(key, "silu")
+    known = [known for known in _ACTIVATIONS if not (gated and known == "relu2")]
+    if name not in known:
+        raise ConfigError(f"{c.name}: {key} {name!r} is unknown; expected one of {', '.join(known)}")
     return _ACTIVATIONS[name]

@@ -2,7 +2,7 @@
 to 3.2.
 """
 
-from liger_models.architectures.common import attention, mlp
+from liger_models.architectures.common import attention, decoder, mlp
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
@@ -45,11 +45,4 @@ def llama(c: HFConfig) -> ModelSpec:
         mlp(c, bias=c.take_flag("mlp_bias", False)),
         norm,
     )
-    return ModelSpec(
-        vocab_size=c.take_count("vocab_size"),
-        hidden_size=c.take_count("hidden_size"),
-        blocks=(block,) * c.take_count("num_hidden_layers"),
-        norm=norm,
-        tie_word_embeddings=c.take_flag("tie_word_embeddings", False),
-        initializer_range=c.take_number("initializer_range", 0.02),
-    )
+    return decoder(c, [block] * c.take_count("num_hidden_layers"), norm)

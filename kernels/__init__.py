@@ -10,7 +10,7 @@ from liger_models.kernels.losses.divergence import generalized_jsd, kl_div, tota
 from liger_models.kernels.losses.linear_cross_entropy import linear_cross_entropy
 from liger_models.kernels.losses.linear_divergence import linear_cosine_distillation, linear_jsd, linear_kl
 from liger_models.kernels.losses.linear_log_probs import linear_log_probs
-from liger_models.kernels.norms.layer_norm import layer_norm
+from liger_models.kernels.norms.layer_norm import add_layer_norm, layer_norm
 from liger_models.kernels.norms.rms_norm import add_rms_norm, rms_norm
 from liger_models.kernels.optimizer.adamw import AdamWSettings, AdamWTensors, adamw
 from liger_models.kernels.rotary.qk_norm_rotary import split_norm_rotary_qkv
@@ -21,6 +21,7 @@ __all__ = [
     "AdamWTensors",
     "ClampedSwiGLU",
     "CrossEntropyOutput",
+    "add_layer_norm",
     "adamw",
     "add_rms_norm",
     "attention",

@@ -117,6 +117,12 @@ def _pack(tensor: Tensor) -> _Kept | Recipe:
     return recipe if recipe is not None and recipe.makes(tensor) else _Kept(tensor)
 
 
+def _would_keep(tensor: Tensor) -> Tensor | _Kept | Recipe:
+    """What autograd keeps of a tensor that is saved now: its recipe only while that is asked for."""
+    hooks = _callers_hooks(False)
+    return _pack(tensor) if hooks is not None and hooks[0] is _pack else tensor
+
+
 def _unpack(packed: _Kept | Recipe) -> Tensor:
     return packed.get()
 
@@ -140,9 +146,10 @@ def recompute(function: Callable[..., Any], *args: Any) -> Any:
 
     torch's own checkpoint, which stops the second run at the last tensor that backward needs: a matrix
     product at the end of `function` is not repeated. The second run raises RuntimeError if an input was
-    modified in place since the first began.
+    modified in place since the first began; one that carries a recipe is made again for it, and may be.
     """
-    versions = [(arg, arg._version) for arg in args if isinstance(arg, Tensor)]
+    kept = [arg for arg in args if isinstance(arg, Tensor) and not isinstance(_would_keep(arg), Recipe)]
+    versions = [(tensor, tensor._version) for tensor in kept]
 
     def run(*args: Any) -> Any:
         for tensor, version in versions:

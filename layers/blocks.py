@@ -6,21 +6,20 @@ stream: the sum is taken inside the next norm, in one kernel. `residual` is None
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
-from liger_models.layers.activation_memory import ActivationMemory, recompute
+from liger_models.layers.activation_memory import ActivationMemory
 from liger_models.layers.attention_backends import AttentionBackend
-from liger_models.layers.mlp import GatedMLP
-from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.mlp import GatedMLP, PlainMLP, make_mlp
+from liger_models.layers.moe import MixtureOfExperts
+from liger_models.layers.norm import Norm, make_norm
 from liger_models.layers.self_attention import Attention
 from liger_models.layers.sequences import Sequences
-from liger_models.layers.spec import BlockSpec
+from liger_models.layers.spec import BlockSpec, MoESpec
 
 
-class PreNormBlock(nn.Module):
-    """`h = x + attention(norm(x)); y = h + mlp(norm(h))` (Xiong et al., 2020, arXiv:2002.04745): LLaMA,
-    Mistral, Qwen.
+class Block(nn.Module):
+    """A mixer and an MLP, by the types of their specs. What connects them is a subclass.
 
     Args:
         hidden_size: the width H of the hidden states.
@@ -31,28 +30,136 @@ class PreNormBlock(nn.Module):
 
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
         super().__init__()
-        self.input_layernorm = LigerRMSNorm.from_spec(hidden_size, spec.norm)
-        self.self_attn = Attention(hidden_size, spec.attention, layer, attention)
-        self.post_attention_layernorm = LigerRMSNorm.from_spec(hidden_size, spec.norm)
-        self.mlp = GatedMLP(hidden_size, spec.mlp)
+        self.hidden_size, self.spec = hidden_size, spec
+        self.self_attn = Attention(hidden_size, spec.mixer, layer, attention)
+        self.mlp: GatedMLP | PlainMLP | MixtureOfExperts
+        if isinstance(spec.mlp, MoESpec):
+            self.mlp = MixtureOfExperts(hidden_size, spec.mlp)
+        else:
+            self.mlp = make_mlp(hidden_size, spec.mlp)
         self.activation_memory: ActivationMemory = "lean"
 
     def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """x, residual [T, H] -> the MLP's output and the residual stream before it, [T, H] each."""
+        """x, residual [T, H] -> two tensors [T, H] whose sum is the residual stream behind the layer."""
+        raise NotImplementedError
+
+    def set_activation_memory(self, level: ActivationMemory) -> None:
+        """Choose what is kept for the backward pass, here and in the parts that have a choice."""
+        for module in self.modules():
+            if hasattr(module, "activation_memory"):
+                module.activation_memory = level
+
+    def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
+        """Bytes that the layer keeps for its backward pass, of each token, as on a GPU.
+
+        What a level needs during the backward pass, one layer at a time, is not in it.
+        """
+        parts = [part for part in self.children() if hasattr(part, "activation_bytes")]
+        if level == "checkpoint":
+            return itemsize * self.hidden_size + self._noted_bytes(itemsize)
+        kept = sum(part.activation_bytes(level, itemsize) for part in parts)
+        return kept + itemsize * self.hidden_size * self._branch_inputs(level)
+
+    def _branch_inputs(self, level: ActivationMemory) -> int:
+        """How many tensors [T, H] the branches keep of what they read, beside the norms' own inputs."""
+        raise NotImplementedError
+
+    def _noted_bytes(self, itemsize: int) -> int:
+        """The router's logits, which the loss reads."""
+        mlp = self.spec.mlp
+        if not isinstance(mlp, MoESpec) or not mlp.has_router_loss:
+            return 0
+        return mlp.num_experts * (4 if mlp.float32_router else itemsize)
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        """What a branch adds to the residual stream."""
+        return x if self.spec.residual_scale == 1.0 else x * self.spec.residual_scale
+
+
+class PreNormBlock(Block):
+    """`h = x + attention(norm(x)); y = h + mlp(norm(h))` (Xiong et al., 2020, arXiv:2002.04745): LLaMA,
+    Mistral, Qwen.
+    """
+
+    def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
+        super().__init__(hidden_size, spec, layer, attention)
+        self.input_layernorm = make_norm(hidden_size, spec.norm)
+        self.post_attention_layernorm = make_norm(hidden_size, spec.norm)
+
+    def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> tuple[Tensor, Tensor]:
         x, residual = add_and_norm(self.input_layernorm, x, residual)
-        x = self.self_attn(x, sequences)
-        if self.activation_memory == "mlp" and torch.is_grad_enabled():
-            return recompute(self._feed_forward, x, residual)
-        return self._feed_forward(x, residual)
-
-    def _feed_forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        x = self._scaled(self.self_attn(x, sequences))
         x, residual = add_and_norm(self.post_attention_layernorm, x, residual)
-        return self.mlp(x), residual
+        return self._scaled(self.mlp(x, sequences)), residual
+
+    def _branch_inputs(self, level: ActivationMemory) -> int:
+        return 2 if level == "all" else 0
 
 
-BLOCKS: dict[str, type[PreNormBlock]] = {"pre_norm": PreNormBlock}
+class SandwichBlock(Block):
+    """`h = x + norm(attention(norm(x))); y = h + norm(mlp(norm(h)))` (Gemma 2, arXiv:2408.00118): Gemma 2 and
+    3, GLM-4.
+    """
+
+    def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
+        super().__init__(hidden_size, spec, layer, attention)
+        self.input_layernorm = make_norm(hidden_size, spec.norm)
+        self.post_attention_layernorm = make_norm(hidden_size, spec.norm)
+        self.pre_feedforward_layernorm = make_norm(hidden_size, spec.norm)
+        self.post_feedforward_layernorm = make_norm(hidden_size, spec.norm)
+
+    def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        x, residual = add_and_norm(self.input_layernorm, x, residual)
+        x = self._scaled(self.post_attention_layernorm(self.self_attn(x, sequences)))
+        x, residual = add_and_norm(self.pre_feedforward_layernorm, x, residual)
+        return self._scaled(self.post_feedforward_layernorm(self.mlp(x, sequences))), residual
+
+    def _branch_inputs(self, level: ActivationMemory) -> int:
+        return 2 if level == "all" else 0
 
 
-def add_and_norm(norm: LigerRMSNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+class PostNormBlock(Block):
+    """`h = x + norm(attention(x)); y = h + norm(mlp(h))` (OLMo 2, arXiv:2501.00656, section 3.2): OLMo 2 and
+    3, EXAONE 4.
+    """
+
+    def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
+        super().__init__(hidden_size, spec, layer, attention)
+        self.post_attention_layernorm = make_norm(hidden_size, spec.norm)
+        self.post_feedforward_layernorm = make_norm(hidden_size, spec.norm)
+
+    def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        x = x if residual is None else x + residual
+        x = x + self._scaled(self.post_attention_layernorm(self.self_attn(x, sequences)))
+        return self._scaled(self.post_feedforward_layernorm(self.mlp(x, sequences))), x
+
+    def _branch_inputs(self, level: ActivationMemory) -> int:
+        return 2  # the branches read the residual stream itself
+
+
+class ParallelBlock(Block):
+    """`n = norm(x); y = x + attention(n) + mlp(n)` (GPT-J, 2021; PaLM, arXiv:2204.02311): Cohere, Phi."""
+
+    def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
+        super().__init__(hidden_size, spec, layer, attention)
+        self.input_layernorm = make_norm(hidden_size, spec.norm)
+
+    def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        x, residual = add_and_norm(self.input_layernorm, x, residual)
+        return self._scaled(self.self_attn(x, sequences) + self.mlp(x, sequences)), residual
+
+    def _branch_inputs(self, level: ActivationMemory) -> int:
+        return 1 if level == "all" else 0
+
+
+BLOCKS: dict[str, type[Block]] = {
+    "pre_norm": PreNormBlock,
+    "sandwich": SandwichBlock,
+    "post_norm": PostNormBlock,
+    "parallel": ParallelBlock,
+}
+
+
+def add_and_norm(norm: Norm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
     """(norm(x + residual), x + residual); in front of the first block there is nothing to add."""
-    return (norm(x), x) if residual is None else norm(x, residual)  # type: ignore[return-value]
+    return (norm(x), x) if residual is None else norm(x, residual)

@@ -1,4 +1,4 @@
-"""Keys and values of the tokens so far, for generation."""
+"""What the layers remember of the tokens so far, for generation."""
 
 from __future__ import annotations
 
@@ -7,27 +7,20 @@ from torch import Tensor
 
 
 class KVCache:
-    """Room for `max_length` tokens of `batch` sequences in every layer. A token's slot is its position in its
+    """Room for the tokens of `batch` sequences in every layer. A token's slot is its position in its
     sequence, so sequences of different lengths need no padding.
 
+    A layer's room is whatever its mixer asks for, a tuple of tensors: keys and values [batch, max_length,
+    heads, dim], say. A mixer that remembers a state and not tokens reads and writes its tensors itself.
+
     Args:
-        kv_heads_and_dims: (num_key_value_heads, head_dim) of each layer.
-        batch, max_length: sequences, and tokens of the longest.
-        device, dtype: of the keys and values.
+        layers: the room of each layer.
+        batch: the number of sequences.
+        device: that of the room.
     """
 
-    def __init__(
-        self,
-        kv_heads_and_dims: list[tuple[int, int]],
-        batch: int,
-        max_length: int,
-        device: torch.device,
-        dtype: torch.dtype,
-    ):
-        def room(heads: int, dim: int) -> Tensor:
-            return torch.zeros(batch, max_length, heads, dim, device=device, dtype=dtype)
-
-        self.layers = [(room(*size), room(*size)) for size in kv_heads_and_dims]
+    def __init__(self, layers: list[tuple[Tensor, ...]], batch: int, device: torch.device):
+        self.layers = layers
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)  # tokens held, a sequence
         self.longest = 0
         self.rows = torch.empty(
@@ -47,9 +40,11 @@ class KVCache:
         self.longest += most
         return self.slots
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new tokens' k, v [T, heads, dim] and return all, [batch, longest, heads, dim]."""
-        keys, values = self.layers[layer]
-        keys[self.rows, self.slots] = k
-        values[self.rows, self.slots] = v
-        return keys[:, : self.longest], values[:, : self.longest]
+    def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
+        """Store what a layer remembers of the new tokens, each [T, ...], and return it of all, each [batch,
+        longest, ...].
+        """
+        room = self.layers[layer]
+        for tensor, values in zip(room, new, strict=True):
+            tensor[self.rows, self.slots] = values
+        return tuple(tensor[:, : self.longest] for tensor in room)

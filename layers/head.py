@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
 from liger_models.kernels import cross_entropy, linear_cross_entropy
 from liger_models.layers.activation_memory import recompute
 from liger_models.layers.sequences import IGNORE_INDEX
+
+
+@dataclass(frozen=True)
+class LogitForm:
+    """What becomes of a head's product z: `scale * z`, or `softcap * tanh(scale * z / softcap)`.
+
+    It stands beside the head and not in it: an adapter around the head adds to the product.
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, z: Tensor) -> Tensor:
+        """z [..., V] -> logits [..., V]."""
+        z = z if self.scale == 1.0 else z * self.scale
+        return z if self.softcap is None else self.softcap * (z / self.softcap).tanh()
 
 
 class LMHead(nn.Linear):
@@ -17,8 +35,8 @@ class LMHead(nn.Linear):
     frameworks gather it for just that time).
     """
 
-    def __init__(self, hidden_size: int, vocab_size: int):
-        super().__init__(hidden_size, vocab_size, bias=False)
+    def __init__(self, hidden_size: int, vocab_size: int, bias: bool = False):
+        super().__init__(hidden_size, vocab_size, bias=bias)
 
     def forward(  # type: ignore[override]
         self,
@@ -26,17 +44,25 @@ class LMHead(nn.Linear):
         labels: Tensor | None = None,
         num_valid: int | None = None,
         num_items: Tensor | int | None = None,
+        form: LogitForm = LogitForm(),
     ) -> Tensor:
-        """Without `labels`: hidden [..., H] -> logits [..., V].
+        """Without `labels`: hidden [..., H] -> the product [..., V].
 
         With labels [T] (of the tokens to predict; -100 does not count): hidden [T, H] -> float32 scalar, the
-        summed cross entropy over `num_items`, or over the count of labels if that is None. `num_valid` is the
-        count of labels, if it is known on the host.
+        summed cross entropy of the logits, in their form, over `num_items`, or over the count of labels if
+        that is None. `num_valid` is the count of labels, if it is known on the host.
         """
         if labels is None:
             return super().forward(hidden)
         loss = linear_cross_entropy(
-            hidden, self.weight, labels, self.bias, num_valid=num_valid, num_items=num_items
+            hidden,
+            self.weight,
+            labels,
+            self.bias,
+            num_valid=num_valid,
+            num_items=num_items,
+            logit_scale=form.scale,
+            softcap=form.softcap,
         )
         assert isinstance(loss, Tensor)  # nothing else was asked for
         return loss
@@ -48,19 +74,21 @@ def loss_of_head(
     labels: Tensor,
     num_valid: int | None = None,
     num_items: Tensor | int | None = None,
+    form: LogitForm = LogitForm(),
 ) -> Tensor:
     """The loss, as `LMHead.forward` gives it with labels, of a head that may have been wrapped or replaced.
 
-    An adapter around the head, or a quantised one, knows logits alone. They are made in chunks of tokens,
+    An adapter around the head, or a quantised one, knows its product alone. It is made in chunks of tokens,
     which run again in the backward pass so that not all exist at once.
     """
     if type(head).forward is LMHead.forward:
-        return head(hidden, labels, num_valid=num_valid, num_items=num_items)
+        return head(hidden, labels, num_valid=num_valid, num_items=num_items, form=form)
     kept = (labels != IGNORE_INDEX).nonzero()[:, 0]
     hidden, labels = hidden[kept], labels[kept]
 
     def summed_loss(hidden: Tensor, labels: Tensor) -> Tensor:
-        loss = cross_entropy(head(hidden), labels, reduction="sum")
+        product, cap = head(hidden), form.softcap
+        loss = cross_entropy(product, labels, reduction="sum", logit_scale=form.scale, softcap=cap)
         assert isinstance(loss, Tensor)  # nothing else was asked for
         return loss
 

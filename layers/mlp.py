@@ -1,9 +1,12 @@
-"""MLPs: gated (Shazeer, 2020, arXiv:2002.05202), and with a squared ReLU (So et al., 2021, arXiv:2109.08668).
+"""MLPs: gated (Shazeer, 2020, arXiv:2002.05202), and of two projections (Vaswani et al., 2017,
+arXiv:1706.03762).
 
     down(act(gate(x)) * up(x)) + b
-    down(max(up(x), 0)^2) + b
+    down(act(up(x))) + b
 
-One matrix product for gate and up; their weights lie below one another, gate first.
+One matrix product for gate and up; their weights lie below one another, gate first. What stands before `down`
+carries a recipe: inside a model only gate and up are kept for the backward pass, and at the level `mlp` of
+activation memory not even those.
 """
 
 from __future__ import annotations
@@ -11,11 +14,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_models.kernels import geglu, relu2, swiglu
-from liger_models.layers.activation_memory import carry_recipe, output_is_ours
+from liger_models.layers.activation_memory import (
+    ActivationMemory,
+    carry_recipe,
+    output_is_ours,
+    recompute,
+)
 from liger_models.layers.packed_linear import PackedLinear
+from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import MLPSpec
 
 _GATED: dict[str, Callable[..., Tensor]] = {
@@ -23,9 +34,35 @@ _GATED: dict[str, Callable[..., Tensor]] = {
     "gelu_tanh": functools.partial(geglu, approximate="tanh"),
     "gelu": functools.partial(geglu, approximate="none"),
 }
+_PLAIN: dict[str, Callable[..., Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+    "relu2": relu2,
+}
 
 
-class GatedMLP(nn.Module):
+def make_mlp(hidden_size: int, spec: MLPSpec) -> GatedMLP | PlainMLP:
+    """The MLP that the spec describes."""
+    return GatedMLP(hidden_size, spec) if spec.gated else PlainMLP(hidden_size, spec)
+
+
+class _MLP(nn.Module):
+    """What both MLPs share: whether what stands before `down` is kept, or made again as a whole."""
+
+    activation_memory: ActivationMemory = "lean"
+
+    def forward(self, x: Tensor, sequences: Sequences | None = None) -> Tensor:
+        """x [..., H] -> [..., H]. `sequences` is for layers of experts, which stand in the same place."""
+        if self.activation_memory == "mlp" and torch.is_grad_enabled():
+            return recompute(self._forward, x)
+        return self._forward(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class GatedMLP(_MLP):
     """`down(act(gate(x)) * up(x))`.
 
     Args:
@@ -36,16 +73,48 @@ class GatedMLP(nn.Module):
     def __init__(self, hidden_size: int, spec: MLPSpec):
         super().__init__()
         self.spec = spec
-        self.gated_product = _GATED[spec.activation]
+        self.gated_product = _chosen(_GATED, spec, "gated")
         parts = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
         self.gate_up_proj = PackedLinear(hidden_size, parts, spec.bias)
         self.down_proj = nn.Linear(spec.intermediate_size, hidden_size, bias=spec.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., H] -> [..., H]."""
+    def _forward(self, x: Tensor) -> Tensor:
         gate_up = self.gate_up_proj(x)
         product = self.gated_product(gate_up, reuse_input=output_is_ours(self.gate_up_proj))
         return self.down_proj(carry_recipe(product, self.gated_product, gate_up))
+
+    def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
+        """Of a token: gate, up and their product, as far as they are kept."""
+        kept = {"all": 3, "lean": 2}.get(level, 0)
+        return kept * itemsize * self.spec.intermediate_size
+
+    def extra_repr(self) -> str:
+        return f"activation={self.spec.activation!r}"
+
+
+class PlainMLP(_MLP):
+    """`down(act(up(x)))`.
+
+    Args:
+        hidden_size: the width H of input and output.
+        spec: intermediate size, activation, bias.
+    """
+
+    def __init__(self, hidden_size: int, spec: MLPSpec):
+        super().__init__()
+        self.spec = spec
+        self.activation = _chosen(_PLAIN, spec, "plain")
+        self.up_proj = nn.Linear(hidden_size, spec.intermediate_size, bias=spec.bias)
+        self.down_proj = nn.Linear(spec.intermediate_size, hidden_size, bias=spec.bias)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        up = self.up_proj(x)
+        return self.down_proj(carry_recipe(self.activation(up), self.activation, up))
+
+    def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
+        """Of a token: the projection and its activation, as far as they are kept."""
+        kept = {"all": 2, "lean": 1}.get(level, 0)
+        return kept * itemsize * self.spec.intermediate_size
 
     def extra_repr(self) -> str:
         return f"activation={self.spec.activation!r}"
@@ -75,7 +144,7 @@ class LigerGEGLUMLP(GatedMLP):
         super().__init__(hidden_size, MLPSpec(intermediate_size, "gelu_tanh", bias))
 
 
-class LigerReLUSquaredMLP(nn.Module):
+class LigerReLUSquaredMLP(PlainMLP):
     """The MLP of Nemotron: `down(max(up(x), 0)^2)`, for use in any model.
 
     Args:
@@ -84,11 +153,12 @@ class LigerReLUSquaredMLP(nn.Module):
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False):
-        super().__init__()
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+        super().__init__(hidden_size, MLPSpec(intermediate_size, "relu2", bias, gated=False))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., H] -> [..., H]."""
-        up = self.up_proj(x)
-        return self.down_proj(carry_recipe(relu2(up), relu2, up))
+
+def _chosen(table: dict[str, Callable[..., Tensor]], spec: MLPSpec, kind: str) -> Callable[..., Tensor]:
+    if spec.activation not in table:
+        raise ValueError(
+            f"a {kind} MLP has no activation {spec.activation!r}; expected one of {', '.join(table)}"
+        )
+    return table[spec.activation]

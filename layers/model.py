@@ -18,10 +18,12 @@ from liger_models.layers.attention_backends import BACKENDS, AttentionBackend
 from liger_models.layers.blocks import BLOCKS, add_and_norm
 from liger_models.layers.cache import KVCache
 from liger_models.layers.call_checks import CallChecks, batch_shape, refuse_unknown, targets_of
-from liger_models.layers.head import LMHead, loss_of_head
+from liger_models.layers.embedding import TokenEmbedding
+from liger_models.layers.head import LMHead, LogitForm, loss_of_head
 from liger_models.layers.model_output import CausalLMOutput
 from liger_models.layers.model_parameters import ModelParameters, drop_tied_head, restore_tied_head
-from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.norm import make_norm
+from liger_models.layers.router_loss import router_loss
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import ModelSpec
 
@@ -46,13 +48,14 @@ class CausalLM(ModelParameters):
         if attention not in BACKENDS:
             raise ValueError(f"unknown attention backend {attention!r}; choose one of {', '.join(BACKENDS)}")
         self.spec = spec
-        self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        self.embed_tokens = TokenEmbedding(spec.vocab_size, spec.hidden_size, spec.embed_scale)
         self.layers = nn.ModuleList(
             BLOCKS[block.topology](spec.hidden_size, block, i, attention)
             for i, block in enumerate(spec.blocks)
         )
-        self.norm = LigerRMSNorm.from_spec(spec.hidden_size, spec.norm)
-        self.lm_head = LMHead(spec.hidden_size, spec.vocab_size)
+        self.norm = make_norm(spec.hidden_size, spec.norm)
+        self.lm_head = LMHead(spec.hidden_size, spec.vocab_size, spec.head_bias)
+        self.logit_form = LogitForm(spec.logit_scale, spec.logit_softcap)
         self.tie_weights()
         if spec.tie_word_embeddings:
             self.register_state_dict_post_hook(drop_tied_head)
@@ -117,7 +120,11 @@ class CausalLM(ModelParameters):
 
         output: dict[str, Tensor] = {}
         if targets is not None:
-            output["loss"] = loss_of_head(self.lm_head, hidden, targets, num_valid, num_items_in_batch)
+            output["loss"] = loss_of_head(
+                self.lm_head, hidden, targets, num_valid, num_items_in_batch, self.logit_form
+            )
+            if self.spec.router is not None:
+                output["loss"] += router_loss(sequences.router_logits.take(), self.spec.router)
         if return_logits or (return_logits is None and targets is None):
             output["logits"] = self._logits(hidden, sequences, logits_to_keep)
         return CausalLMOutput(**output)
@@ -136,6 +143,8 @@ class CausalLM(ModelParameters):
             inputs_embeds = self.embed_tokens(ids)
         else:
             inputs_embeds = sequences.pack(inputs_embeds)
+        if self.spec.input_scale != 1.0:
+            inputs_embeds = inputs_embeds * self.spec.input_scale
 
         lean = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         x, residual = inputs_embeds, None
@@ -149,6 +158,10 @@ class CausalLM(ModelParameters):
                     x, residual = layer(x, residual, sequences)
         return add_and_norm(self.norm, x, residual)[0]
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The logits [..., V] of hidden states [..., H], as `hidden_states` gives them."""
+        return self.logit_form(self.lm_head(hidden))
+
     def check_ids(self, input_ids: Tensor) -> None:
         """Check [batch, seq] ids as `forward` does, now and not beside the work (it waits for the device).
 
@@ -159,12 +172,12 @@ class CausalLM(ModelParameters):
         CallChecks(input_ids, None, self.spec.vocab_size).finish()
 
     def new_cache(self, batch: int, max_length: int) -> KVCache:
-        """Room for the keys and values of `batch` sequences of up to `max_length` tokens, for generation."""
-        sizes = [
-            (block.attention.num_key_value_heads, block.attention.head_dim) for block in self.spec.blocks
-        ]
+        """Room for what the layers remember of `batch` sequences of up to `max_length` tokens, for
+        generation.
+        """
         weight = self.embed_tokens.weight
-        return KVCache(sizes, batch, max_length, weight.device, weight.dtype)
+        room = (batch, max_length, weight.device, weight.dtype)
+        return KVCache([layer.self_attn.new_cache(*room) for layer in self.layers], batch, weight.device)
 
     # -- activation memory
     # -------------------------------------------------------------------------------------
@@ -182,7 +195,7 @@ class CausalLM(ModelParameters):
         """
         levels = levels if isinstance(levels, str) else tuple(levels)
         for layer, level in zip(self.layers, parse_levels(levels, len(self.layers)), strict=True):
-            layer.activation_memory = level  # type: ignore[assignment]
+            layer.set_activation_memory(level)
         self._levels_before_checkpointing = self.activation_memory
 
     def activation_checkpointing_enable(
@@ -234,7 +247,7 @@ class CausalLM(ModelParameters):
 
     def _logits(self, hidden: Tensor, sequences: Sequences, logits_to_keep: int | Tensor) -> Tensor:
         if isinstance(logits_to_keep, int) and logits_to_keep == 0:
-            return sequences.unpack(self.lm_head(hidden))
+            return sequences.unpack(self.logits(hidden))
         rows = sequences.unpack(hidden)
         rows = rows[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else rows[:, logits_to_keep]
-        return self.lm_head(rows)
+        return self.logits(rows)

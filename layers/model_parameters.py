@@ -9,9 +9,7 @@ from torch import Tensor, nn
 
 from liger_models.convert.checkpoints.layout import Layout, canonical_forms, saved_tensors
 from liger_models.convert.checkpoints.weight_map import Expr
-from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.packed_linear import fuse_projections, split_projections, weight_map_of_parts
-from liger_models.layers.self_attention import Attention
 from liger_models.layers.spec import ModelSpec
 
 
@@ -85,19 +83,18 @@ class ModelParameters(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Fresh weights in place: matrices and sinks from a normal distribution of `initializer_range`, norms
-        one, biases zero.
+        """Fresh weights in place: matrices from a normal distribution of `initializer_range`, biases zero;
+        norms, routers, experts and sinks by their own `reset_parameters`.
         """
+        std = self.spec.initializer_range
         for module in self.modules():
-            if isinstance(module, LigerRMSNorm):
-                module.reset_parameters()
-            elif isinstance(module, nn.Linear | nn.Embedding):
-                module.weight.normal_(0.0, self.spec.initializer_range, generator=generator)
+            if isinstance(module, nn.Linear | nn.Embedding):
+                module.weight.normal_(0.0, std, generator=generator)
                 bias = getattr(module, "bias", None)
                 if bias is not None:
                     bias.zero_()
-            elif isinstance(module, Attention) and module.sinks is not None:
-                module.sinks.normal_(0.0, self.spec.initializer_range, generator=generator)
+            elif module is not self and hasattr(module, "reset_parameters"):
+                module.reset_parameters(std, generator)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """The number of parameters, a tied head counted once."""

@@ -18,7 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from liger_models.convert.checkpoints.weight_map import Cat, Expr, Ref, Stack
 from liger_models.kernels import moe_experts, route
-from liger_models.layers.mlp import GatedMLP
+from liger_models.layers.activation_memory import ActivationMemory, recompute
+from liger_models.layers.mlp import make_mlp
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import MoESpec
 
@@ -38,10 +39,10 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         if spec.shared_gate and spec.shared_expert is None:
             raise ValueError("shared_gate is the gate of a shared expert, but shared_expert is None")
-        self.spec = spec
+        self.spec, self.hidden_size = spec, hidden_size
         self.router = Router(hidden_size, spec)
         self.experts = Experts(hidden_size, spec)
-        self.shared_expert = None if spec.shared_expert is None else GatedMLP(hidden_size, spec.shared_expert)
+        self.shared_expert = None if spec.shared_expert is None else make_mlp(hidden_size, spec.shared_expert)
         self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False) if spec.shared_gate else None
 
     def forward(self, x: Tensor, sequences: Sequences | None = None) -> Tensor:
@@ -56,6 +57,15 @@ class MixtureOfExperts(nn.Module):
         if self.shared_expert_gate is not None:
             shared = self.shared_expert_gate(x).sigmoid() * shared
         return y + shared
+
+    def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
+        """Of a token: what its parts keep, and of a shared expert with a gate the two factors."""
+        kept = self.router.activation_bytes(level, itemsize) + self.experts.activation_bytes(level, itemsize)
+        if self.shared_expert is not None:
+            kept += self.shared_expert.activation_bytes(level, itemsize)
+        if self.shared_expert_gate is not None:
+            kept += itemsize * (self.hidden_size + 1)
+        return kept
 
 
 class Router(nn.Module):
@@ -76,10 +86,16 @@ class Router(nn.Module):
         self.register_buffer("correction_bias", bias)
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        _reset_as_linear(self.weight)
+    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
+        """The matrix from a normal distribution, the correction bias zero."""
+        nn.init.normal_(self.weight, 0.0, std, generator)
         if self.correction_bias is not None:
             self.correction_bias.zero_()
+
+    def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
+        """Of a token: the logits, the chosen experts and, in float32, their weights."""
+        spec = self.spec
+        return spec.num_experts * (4 if spec.float32_router else itemsize) + 8 * spec.experts_per_token
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, H] -> logits [T, E], weights [T, k] in float32, experts [T, k] int32."""
@@ -107,20 +123,23 @@ class Experts(nn.Module):
     """Gated MLPs of one size, each of which computes the tokens that were routed to it.
 
     For the backward pass it keeps its input, the weights and the products with gate and up, [T k, 2 I]. Run
-    again in the backward pass (the levels `mlp` and `checkpoint`), it repeats both matrix products.
+    again in the backward pass (the levels `mlp` and `checkpoint`), it repeats both matrix products. At the
+    level `mlp` the router is not run again: its decision is kept.
     """
+
+    activation_memory: ActivationMemory = "lean"
 
     def __init__(self, hidden_size: int, spec: MoESpec):
         super().__init__()
-        self.activation = spec.activation
-        inner = spec.intermediate_size
+        self.spec, inner = spec, spec.intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(spec.num_experts, 2 * inner, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(spec.num_experts, hidden_size, inner))
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        _reset_as_linear(self.gate_up_proj)
-        _reset_as_linear(self.down_proj)
+    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
+        """The matrices from a normal distribution."""
+        nn.init.normal_(self.gate_up_proj, 0.0, std, generator)
+        nn.init.normal_(self.down_proj, 0.0, std, generator)
 
     def canonical_form(self, path: str, name: str) -> Expr:
         """The projections of each expert by themselves: `0.gate_proj.weight`, `0.gate_proj.bias`, and so on.
@@ -142,16 +161,24 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """x [T, H], weights [T, k], experts [T, k] -> [T, H]."""
-        return moe_experts(x, weights, experts, self.gate_up_proj, self.down_proj, self.activation)
+        if self.activation_memory == "mlp" and torch.is_grad_enabled():
+            return recompute(self._forward, x, weights, experts)
+        return self._forward(x, weights, experts)
+
+    def _forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        return moe_experts(x, weights, experts, self.gate_up_proj, self.down_proj, self.spec.activation)
+
+    def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
+        """Of a token, as on a GPU: gate and up of each of its experts, and its rows' places among the rows
+        sorted by expert, both ways. Where tiles of rows begin is a few bytes more.
+        """
+        if level in ("mlp", "checkpoint"):
+            return 0
+        return self.spec.experts_per_token * (2 * itemsize * self.spec.intermediate_size + 8)
 
     def extra_repr(self) -> str:
         num_experts, hidden, inner = self.down_proj.shape
-        return f"{num_experts} of {hidden} x {inner}, activation={self.activation!r}"
-
-
-def _reset_as_linear(weight: nn.Parameter) -> None:
-    bound = weight.shape[-1] ** -0.5
-    nn.init.uniform_(weight, -bound, bound)
+        return f"{num_experts} of {hidden} x {inner}, activation={self.spec.activation!r}"
 
 
 class _ProductInFloat32(torch.autograd.Function):

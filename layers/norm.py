@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from liger_models.kernels import add_rms_norm, layer_norm, rms_norm
-from liger_models.layers.activation_memory import carry_recipe
-from liger_models.layers.spec import NormCast, NormSpec
+from liger_models.kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from liger_models.layers.activation_memory import ActivationMemory, carry_recipe
+from liger_models.layers.spec import LayerNormSpec, NormCast, NormSpec
+
+
+def make_norm(width: int, spec: NormSpec | LayerNormSpec) -> Norm:
+    """The norm over a last dimension of `width` that the spec describes."""
+    if isinstance(spec, NormSpec):
+        return LigerRMSNorm(width, spec.eps, spec.offset, spec.cast)
+    return LigerLayerNorm(width, spec.eps, spec.bias, spec.offset)
 
 
 class LigerRMSNorm(nn.Module):
@@ -32,11 +40,8 @@ class LigerRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(hidden_size))
         self.reset_parameters()
 
-    @classmethod
-    def from_spec(cls, hidden_size: int, spec: NormSpec) -> LigerRMSNorm:
-        return cls(hidden_size, spec.eps, spec.offset, spec.cast)
-
-    def reset_parameters(self) -> None:
+    def reset_parameters(self, *_: Any) -> None:
+        """A factor of one, whatever matrices start with."""
         nn.init.constant_(self.weight, 1.0 - self.offset)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
@@ -47,28 +52,53 @@ class LigerRMSNorm(nn.Module):
         y, total = add_rms_norm(x, residual, self.weight, self.eps, self.offset, self.cast)
         return carry_recipe(y, norm, total, self.weight), total
 
+    def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
+        """Of a token: the input, and 1/rms in float32. What reads the output answers for it."""
+        return itemsize * self.weight.numel() + 4
+
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, eps={self.eps}, offset={self.offset}, cast={self.cast!r}"
 
 
 class LigerLayerNorm(nn.Module):
-    """LayerNorm (Ba et al., 2016, arXiv:1607.06450): `(x - mean) / sqrt(var + eps) * weight + bias`.
+    """LayerNorm (Ba et al., 2016, arXiv:1607.06450): `(x - mean) / sqrt(var + eps) * (offset + weight) +
+    bias`, alone or together with the residual add before it, as `LigerRMSNorm`.
 
     Args:
         hidden_size: the width H of the last dimension.
         eps: added to the variance.
         bias: whether there is a bias.
+        offset: added to the weight (Nemotron: 1.0). The weight starts at `1 - offset`.
     """
 
-    def __init__(self, hidden_size: int, eps: float = 1e-5, bias: bool = True):
+    def __init__(self, hidden_size: int, eps: float = 1e-5, bias: bool = True, offset: float = 0.0):
         super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.bias = nn.Parameter(torch.zeros(hidden_size)) if bias else None
+        self.eps, self.offset = eps, offset
+        self.weight = nn.Parameter(torch.empty(hidden_size))
+        self.bias = nn.Parameter(torch.empty(hidden_size)) if bias else None
+        self.reset_parameters()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., H] -> [..., H]."""
-        return layer_norm(x, self.weight, self.bias, self.eps)
+    def reset_parameters(self, *_: Any) -> None:
+        """A factor of one and a bias of zero, whatever matrices start with."""
+        nn.init.constant_(self.weight, 1.0 - self.offset)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """x [..., H] -> normalised [..., H]; with `residual` [..., H]: (normalised sum, sum)."""
+        norm = functools.partial(layer_norm, eps=self.eps, offset=self.offset)
+        parameters = (self.weight,) if self.bias is None else (self.weight, self.bias)
+        if residual is None:
+            return carry_recipe(norm(x, *parameters), norm, x, *parameters)
+        y, total = add_layer_norm(x, residual, *parameters, eps=self.eps, offset=self.offset)
+        return carry_recipe(y, norm, total, *parameters), total
+
+    def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
+        """Of a token: the input, and mean and 1/std in float32. What reads the output answers for it."""
+        return itemsize * self.weight.numel() + 8
 
     def extra_repr(self) -> str:
-        return f"{self.weight.numel()}, eps={self.eps}, bias={self.bias is not None}"
+        return f"{self.weight.numel()}, eps={self.eps}, bias={self.bias is not None}, offset={self.offset}"
+
+
+Norm = LigerRMSNorm | LigerLayerNorm

@@ -2,6 +2,8 @@
 
     q, k, v = rotate(split(x @ W_qkv^T + b));   out = attend(q, k, v) @ W_o^T + b
 
+with norms of queries and keys, where there are such, in layers/qk_norm.py.
+
 One matrix product for query, key and value; their weights lie below one another, in this order, by whole
 heads.
 """
@@ -12,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.kernels import split_rotary_qkv
-from liger_models.layers.activation_memory import output_is_ours
+from liger_models.layers.activation_memory import ActivationMemory, output_is_ours
 from liger_models.layers.attention_backends import AttentionBackend, attend, attend_cached
 from liger_models.layers.packed_linear import PackedLinear
+from liger_models.layers.qk_norm import LentScale, norm_bytes, split_norm_turn
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import AttentionSpec
 
@@ -38,6 +41,10 @@ class Attention(nn.Module):
         self.qkv_proj = PackedLinear(hidden_size, parts, spec.qkv_bias)
         self.o_proj = nn.Linear(spec.q_size, hidden_size, bias=spec.o_bias)
         self.sinks = nn.Parameter(torch.zeros(spec.num_attention_heads)) if spec.sinks else None
+        self.q_norm = self.k_norm = None
+        if spec.qk_norm is not None:
+            self.q_norm = LentScale(spec.num_attention_heads, spec.head_dim, spec.qk_norm)
+            self.k_norm = LentScale(spec.num_key_value_heads, spec.head_dim, spec.qk_norm)
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         """x [T, H] -> [T, H]."""
@@ -50,20 +57,43 @@ class Attention(nn.Module):
 
     def _query_key_value(self, qkv: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
         spec = self.spec
-        if spec.rope is None:
+        tables = None if spec.rope is None else sequences.rotary[spec.rope]
+        if self.q_norm is not None and self.k_norm is not None:
+            return split_norm_turn(qkv, tables, spec, self.q_norm, self.k_norm)
+        if spec.rope is None or tables is None:
             q, k, v = qkv.split([spec.q_size, spec.kv_size, spec.kv_size], dim=-1)
             return tuple(x.unflatten(-1, (-1, spec.head_dim)) for x in (q, k, v))  # type: ignore[return-value]
-        cos, sin = sequences.rotary[spec.rope]
         return split_rotary_qkv(
             qkv,
-            cos,
-            sin,
+            *tables,
             spec.num_attention_heads,
             spec.num_key_value_heads,
             spec.head_dim,
             interleaved=spec.rope.interleaved,
             inplace=output_is_ours(self.qkv_proj),  # whose backward does not read its output
         )
+
+    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
+        """Sinks from a normal distribution; the projections and norms are parts of their own."""
+        if self.sinks is not None:
+            nn.init.normal_(self.sinks, 0.0, std, generator)
+
+    def new_cache(
+        self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        """Room for keys and values, [batch, max_length, num_key_value_heads, head_dim] each."""
+        shape = (batch, max_length, self.spec.num_key_value_heads, self.spec.head_dim)
+        return tuple(torch.zeros(shape, device=device, dtype=dtype) for _ in ("keys", "values"))
+
+    def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
+        """Of a token, as on a GPU: q, k, v, the output, and in float32 the log-sum-exp of each head; of query
+        and key norms their inputs and statistics.
+        """
+        spec = self.spec
+        kept = itemsize * (2 * spec.q_size + 2 * spec.kv_size) + 4 * spec.num_attention_heads
+        if spec.qk_norm is not None:
+            kept += norm_bytes(spec, itemsize)
+        return kept
 
     def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
         cache = sequences.cache

@@ -12,7 +12,8 @@ from typing import Literal
 
 RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
 NormCast = Literal["llama", "gemma", "float32"]
-Activation = Literal["silu", "gelu_tanh", "gelu"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
+Topology = Literal["pre_norm", "sandwich", "post_norm", "parallel"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,29 @@ class NormSpec:
 
 
 @dataclass(frozen=True)
+class LayerNormSpec:
+    """LayerNorm: `(x - mean(x)) / std(x) * (offset + weight) + bias`, with or without a bias."""
+
+    eps: float = 1e-5
+    bias: bool = True
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
+class QKNormSpec:
+    """A norm of the queries and one of the keys, before they are turned or after.
+
+    `scope` says what is normalised together, and by which weight: "head", each head by itself and all by one
+    weight [head_dim] (Qwen 3, Gemma 3); "own_head", each head by itself with a weight of its own, [heads,
+    head_dim] (Cohere); "all_heads", the heads of a token together, by a weight [heads * head_dim] (OLMo 2).
+    """
+
+    norm: NormSpec | LayerNormSpec = NormSpec()
+    scope: Literal["head", "own_head", "all_heads"] = "head"
+    before_rope: bool = True
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """Causal attention with grouped key/value heads.
 
@@ -84,6 +108,7 @@ class AttentionSpec:
     o_bias: bool = False
     softcap: float | None = None
     sinks: bool = False
+    qk_norm: QKNormSpec | None = None
 
     @property
     def q_size(self) -> int:
@@ -93,14 +118,20 @@ class AttentionSpec:
     def kv_size(self) -> int:
         return self.num_key_value_heads * self.head_dim
 
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """The rotary settings whose tables the layer reads."""
+        return () if self.rope is None else (self.rope,)
+
 
 @dataclass(frozen=True)
 class MLPSpec:
-    """Gated MLP: `down(act(gate(x)) * up(x))`."""
+    """MLP: gated, `down(act(gate(x)) * up(x))`, or not, `down(act(up(x)))`."""
 
     intermediate_size: int
     activation: Activation = "silu"
     bias: bool = False
+    gated: bool = True
 
 
 @dataclass(frozen=True)
@@ -138,32 +169,54 @@ class MoESpec:
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """One layer: its topology (a class of `layers/blocks.py`) and its parts."""
+    """One layer: its topology (a class of `layers/blocks.py`) and its parts.
 
-    attention: AttentionSpec
-    mlp: MLPSpec
-    norm: NormSpec
-    topology: Literal["pre_norm"] = "pre_norm"
+    `mixer` lets tokens see each other; which module it is follows from the spec's type, as with `mlp`. `norm`
+    is that of each of the layer's norms. `residual_scale` multiplies what either branch adds to the residual
+    stream.
+    """
+
+    mixer: AttentionSpec
+    mlp: MLPSpec | MoESpec
+    norm: NormSpec | LayerNormSpec
+    topology: Topology = "pre_norm"
+    residual_scale: float = 1.0
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A causal language model: embeddings, blocks, a final norm and a head."""
+    """A causal language model: embeddings, blocks, a final norm and a head.
+
+    `embed_scale` multiplies the embeddings of ids, after it was rounded to their dtype (Gemma); `input_scale`
+    whatever enters the first block, as it is (Granite). `logit_scale` multiplies the logits, and
+    `logit_softcap` bounds them: softcap * tanh(logit / softcap).
+    """
 
     vocab_size: int
     hidden_size: int
     blocks: tuple[BlockSpec, ...]
-    norm: NormSpec
+    norm: NormSpec | LayerNormSpec
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
+    embed_scale: float = 1.0
+    input_scale: float = 1.0
+    head_bias: bool = False
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
         """The distinct rotary settings of the layers, in the order of first use."""
-        return tuple(dict.fromkeys(b.attention.rope for b in self.blocks if b.attention.rope is not None))
+        return tuple(dict.fromkeys(rope for block in self.blocks for rope in block.mixer.ropes))
 
     @property
     def position_limit(self) -> int | None:
         """The first position that some layer's rotation was not made for; None where all stretch on."""
         limits = [rope.position_limit for rope in self.ropes if rope.position_limit is not None]
         return min(limits, default=None)
+
+    @property
+    def router(self) -> MoESpec | None:
+        """The experts whose routers add to the loss: those of the first layer that has such."""
+        mixtures = (block.mlp for block in self.blocks if isinstance(block.mlp, MoESpec))
+        return next((spec for spec in mixtures if spec.has_router_loss), None)

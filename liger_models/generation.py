@@ -69,7 +69,7 @@ def generate(
         sequences.longest_position = cache.longest
         hidden = model.hidden_states(sequences, new_ids)
         last = hidden[lengths.cumsum(0) - 1]
-        chosen = _choose(model.lm_head(last).float(), temperature, top_p, top_k, generator)
+        chosen = _choose(model.logits(last).float(), temperature, top_p, top_k, generator)
         chosen = torch.where(done, pad, chosen)
         tokens.append(chosen[:, None])
         if on_token is not None:

@@ -77,6 +77,26 @@ def _layer_norm(shape, dtype, device):
     )
 
 
+@operation(
+    "add_layer_norm", "tokens x hidden", ((32768, 8192), (8192, 4096)), tiny=(64, 256), small=(512, 4096)
+)
+def _add_layer_norm(shape, dtype, device):
+    x, residual, dy, dtotal = (normal(shape, dtype, device) for _ in range(4))
+
+    def eager(x, residual, weight, bias):
+        total = x + residual
+        return F.layer_norm(total, total.shape[-1:], weight, bias, EPS), total
+
+    return standard_case(
+        (x, residual, near_one(shape[-1], dtype, device), normal(shape[-1:], dtype, device)),
+        (dy, dtotal),
+        ours=lambda x, residual, weight, bias: kernels.add_layer_norm(x, residual, weight, bias, EPS),
+        eager=eager,
+        forward=Cost(4 * x.nbytes),  # as of RMSNorm with the residual add
+        training=Cost(8 * x.nbytes),
+    )
+
+
 @operation("softmax", "rows x width", ((32768, 4096), (8192, 128256)), tiny=(64, 256), small=(512, 4096))
 def _softmax(shape, dtype, device):
     x, dy = normal(shape, dtype, device, 3.0), normal(shape, dtype, device)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from liger_models.causal_lm import LigerCausalLM
     from liger_models.convert.checkpoints.weight_map import Expr
-    from liger_models.layers.spec import BlockSpec
 
 
 def add_parser(subparsers) -> None:
@@ -51,26 +50,6 @@ def inspect(name: str) -> dict[str, Any]:
         "spec": asdict(model.spec),
         "parameters": parameters,
         "memory": _memory(model, parameters),
-    }
-
-
-def activation_bytes(hidden_size: int, block: "BlockSpec", itemsize: int) -> dict[str, int]:
-    """Bytes that a layer keeps for its backward pass, for each token, by level of activation memory.
-
-    The table of layers/activation_memory.py in numbers, as on a GPU. A level's working space during the
-    backward pass, one layer at a time, is not in it; nor is what the embedding, the last norm and the loss
-    keep.
-    """
-    attention, inner = block.attention, block.mlp.intermediate_size
-    stream = hidden_size  # the residual stream in front of a norm, which is all that `checkpoint` keeps
-    scalars = 4 * (attention.num_attention_heads + 2)  # in float32: softmax's lse a head, 1/rms a norm
-    attended = 2 * attention.q_size + 2 * attention.kv_size  # q, k, v and the output
-    lean = 2 * stream + attended + 2 * inner
-    return {
-        "all": itemsize * (lean + 2 * hidden_size + inner) + scalars,  # the norms' outputs, the gated product
-        "lean": itemsize * lean + scalars,
-        "mlp": itemsize * (stream + attended + hidden_size) + scalars - 4,  # o_proj's output, not the MLP's
-        "checkpoint": itemsize * stream,
     }
 
 
@@ -139,17 +118,21 @@ def _memory(model: "LigerCausalLM", parameters: list[dict[str, Any]]) -> dict[st
 
     import torch
 
+    from liger_models.layers.activation_memory import LEVELS
+
     matrices = [row for row in parameters if len(row["shape"]) > 1]  # as loading chooses a dtype
     dtypes = [getattr(torch, name) for row in matrices for name in row["dtype"].split("/")]
     dtype = functools.reduce(torch.promote_types, dtypes)
     weights = model.num_parameters() * dtype.itemsize
-    layers = [activation_bytes(model.spec.hidden_size, block, dtype.itemsize) for block in model.spec.blocks]
     return {
         "dtype": str(dtype).removeprefix("torch."),
         "weights": weights,
         "gradients": weights,
         "adamw": 2 * weights,
-        "activations_per_token": {level: sum(layer[level] for layer in layers) for level in layers[0]},
+        "activations_per_token": {
+            level: sum(layer.activation_bytes(level, dtype.itemsize) for layer in model.layers)
+            for level in LEVELS
+        },
     }
 
 

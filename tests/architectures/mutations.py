@@ -11,7 +11,7 @@ import types
 import typing
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import MISSING, fields, is_dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -80,8 +80,16 @@ def other_values(value: Any, hint: Any) -> list[Any]:
     if isinstance(value, tuple) and value and isinstance(value[0], float):
         return [(value[0] * 1.5, *value[1:]), (*value[:-1], value[-1] * 1.5), *nothing]
     if value is None:
+        parts = [kind for kind in kinds if is_dataclass(kind) and not _needed(kind)]
+        if parts:
+            return [kind() for kind in parts]  # type: ignore[operator]
         return [3] if int in kinds else [0.5] if float in kinds else []
     return nothing
+
+
+def _needed(spec: Any) -> list[str]:
+    """The fields of a dataclass without a default."""
+    return [f.name for f in fields(spec) if f.default is MISSING and f.default_factory is MISSING]
 
 
 def _choices(hint: Any) -> list[Any]:

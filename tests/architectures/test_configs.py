@@ -87,6 +87,6 @@ def test_an_unknown_model_type_shows_the_nearest():
 def test_keys_that_a_mistral_config_leaves_out_have_the_reference_values():
     changes = {"sliding_window": ABSENT, "num_key_value_heads": ABSENT, "num_attention_heads": 8}
     spec = spec_of("mistral", changes)
-    attention = spec.blocks[0].attention
+    attention = spec.blocks[0].mixer
     assert (attention.window, attention.num_key_value_heads) == (4096, 8)
-    assert spec_of("mistral", {"sliding_window": None}).blocks[0].attention.window is None
+    assert spec_of("mistral", {"sliding_window": None}).blocks[0].mixer.window is None

@@ -130,7 +130,7 @@ def test_a_padding_token_predicts_nothing(pair):
     unlabelled[:, 4] = -100
     batch["labels"][:, 4] = batch["input_ids"][:, 4]
     with_label = pair.ours(**batch, attention_mask=mask).loss
-    without = pair.ours(batch["input_ids"], unlabelled, attention_mask=mask).loss
+    without = pair.ours(batch["input_ids"], labels=unlabelled, attention_mask=mask).loss
     assert with_label == without
 
 

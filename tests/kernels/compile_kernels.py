@@ -72,6 +72,7 @@ def norms() -> None:
             backward(*kernels.add_rms_norm(x, operand(8, width), weight, cast=cast))
         backward(kernels.rms_norm(x, None))
         backward(kernels.layer_norm(x, weight, bias))
+        backward(*kernels.add_layer_norm(x, operand(8, width), weight, bias))
 
 
 def rotary() -> None:

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from liger_models.kernels import (
     ClampedSwiGLU,
+    add_layer_norm,
     add_rms_norm,
     attention,
     clamped_swiglu,
@@ -116,6 +117,11 @@ OPERATIONS = {
         lambda x, w, b: layer_norm(x, w, b, 1e-5),
         lambda x, w, b: F.layer_norm(x, w.shape, w, b, 1e-5),
         lambda rows, width: [(rows, width), (width,), (width,)],
+    ),
+    "add_layer_norm": Operation(
+        lambda x, r, w, b: add_layer_norm(x, r, w, b, 1e-5),
+        lambda x, r, w, b: (F.layer_norm(x + r, w.shape, w, b, 1e-5), x + r),
+        lambda rows, width: [(rows, width), (rows, width), (width,), (width,)],
     ),
     "layer_norm_unbiased": Operation(
         lambda x, w: layer_norm(x, w, None, 1e-5, 1.0),

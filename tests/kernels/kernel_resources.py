@@ -47,6 +47,7 @@ def norms(width, cast="llama", dtype=BF16):
 def layer_norm(width, dtype=BF16):
     x, weight, bias = (operand(*shape, dtype=dtype) for shape in ((TOKENS, width), (width,), (width,)))
     backward(kernels.layer_norm(x, weight, bias))
+    backward(*kernels.add_layer_norm(x, operand(TOKENS, width, dtype=dtype), weight, bias))
 
 
 def rotary(heads, kv_heads, head_dim, turned=None, interleaved=False):

@@ -361,7 +361,7 @@ def test_a_layer_with_a_cache_gives_what_a_whole_pass_gives():
     layer = layer_with_everything()
     x = torch.randn(7, 24, dtype=torch.float64)
     expected = layer(x, prepared(layer, (1, 7)))
-    cache, found = KVCache([(2, DIM)], 1, 7, x.device, x.dtype), []
+    cache, found = KVCache([layer.new_cache(1, 7, x.device, x.dtype)], 1, x.device), []
     for start, end in ((0, 5), (5, 6), (6, 7)):
         positions = cache.reserve(torch.tensor([end - start]), end - start)
         step = prepared(layer, (1, end - start), position_ids=positions)

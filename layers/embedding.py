@@ -1,0 +1,31 @@
+"""Token embeddings, scaled in some families.
+
+x = scale * weight[id],    the scale rounded to the weight's dtype
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class TokenEmbedding(nn.Embedding):
+    """Embeddings of ids.
+
+    Args:
+        vocab_size, hidden_size: V and H.
+        scale: multiplies the embeddings. It is rounded to their dtype first, as it was when the models with
+            one (Gemma) were trained: in bfloat16 the root of 3072 is 55.5.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, scale: float = 1.0):
+        super().__init__(vocab_size, hidden_size)
+        self.scale = scale
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [...] -> [..., H]."""
+        x = super().forward(ids)
+        return x if self.scale == 1.0 else x * torch.full((), self.scale, dtype=x.dtype, device=x.device)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + ("" if self.scale == 1.0 else f", scale={self.scale:.6g}")

@@ -1,0 +1,135 @@
+"""Norms of queries and keys (Henry et al., 2020, arXiv:2010.04245), before they are turned or after.
+
+    q, k, v = split(qkv);   q = turn(norm(q)),  k = turn(norm(k)),   or   norm(turn(q)), norm(turn(k))
+
+What is normalised together, and by which weight: `QKNormSpec` in layers/spec.py. RMSNorm together with the
+rotation is one kernel (kernels/rotary/qk_norm_rotary.py); what that does not know is done step by step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.kernels import layer_norm, rms_norm, rotary, split_norm_rotary_qkv
+from liger_models.kernels.norms.layer_norm import layer_norm_plain
+from liger_models.kernels.norms.rms_norm import rms_norm_plain
+from liger_models.layers.spec import AttentionSpec, NormSpec, QKNormSpec
+
+Tables = tuple[Tensor, Tensor]
+Split = tuple[Tensor, Tensor, Tensor]
+
+
+class LentScale(nn.Module):
+    """The weight and bias of a query or key norm, for whoever applies it together with something else.
+
+    `scale(use)` is `use(weight, bias)`: they are read inside their own module's forward, since sharding
+    frameworks gather them for just that time.
+
+    Args:
+        heads, head_dim: of the queries, or of the keys.
+        spec: the norm, and what is normalised together.
+    """
+
+    def __init__(self, heads: int, head_dim: int, spec: QKNormSpec):
+        super().__init__()
+        self.spec = spec
+        shapes = {"head": (head_dim,), "own_head": (heads, head_dim), "all_heads": (heads * head_dim,)}
+        shape = shapes[spec.scope]
+        with_bias = not isinstance(spec.norm, NormSpec) and spec.norm.bias
+        self.weight = nn.Parameter(torch.empty(shape))
+        self.bias = nn.Parameter(torch.empty(shape)) if with_bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self, *_: Any) -> None:
+        """A factor of one and a bias of zero, whatever matrices start with."""
+        nn.init.constant_(self.weight, 1.0 - self.spec.norm.offset)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, use: Callable[[Tensor, Tensor | None], Split]) -> Split:
+        return use(self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, {self.spec}"
+
+
+def split_norm_turn(
+    qkv: Tensor, tables: Tables | None, spec: AttentionSpec, q_scale: LentScale, k_scale: LentScale
+) -> Split:
+    """Queries and keys normalised and turned, and values.
+
+    Args:
+        qkv: [T, q_size + 2 kv_size], queries first, then keys, then values.
+        tables: cosines and sines, [T, dim / 2] each; None: nothing turns.
+        spec: heads and norms.
+        q_scale, k_scale: the norms' weights.
+
+    Returns:
+        q [T, num_attention_heads, head_dim], k and v [T, num_key_value_heads, head_dim].
+    """
+    assert spec.qk_norm is not None
+    split = _fused if tables is not None and is_fused(spec) else _step_by_step
+    return q_scale(lambda *q: k_scale(lambda *k: split(qkv, tables, spec, spec.qk_norm, q, k)))
+
+
+def is_fused(spec: AttentionSpec) -> bool:
+    """Whether one kernel normalises and turns."""
+    norms = spec.qk_norm
+    rms = norms is not None and isinstance(norms.norm, NormSpec) and norms.scope != "own_head"
+    return rms and spec.rope is not None
+
+
+def norm_bytes(spec: AttentionSpec, itemsize: int) -> int:
+    """What the norms add to what attention keeps of a token: their inputs, and 1/rms in float32 (mean and
+    1/std of LayerNorm) of each head or, for all heads together, of queries and keys. Step by step, the
+    rotation behind a norm keeps nothing.
+    """
+    norms = spec.qk_norm
+    assert norms is not None
+    rows = 2 if norms.scope == "all_heads" else spec.num_attention_heads + spec.num_key_value_heads
+    statistics = 4 if isinstance(norms.norm, NormSpec) else 8
+    return itemsize * (spec.q_size + spec.kv_size) + statistics * rows
+
+
+def _fused(qkv: Tensor, tables: Any, spec: Any, norms: Any, q: Any, k: Any) -> Split:
+    heads = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
+    return split_norm_rotary_qkv(
+        qkv,
+        q[0],
+        k[0],
+        *tables,
+        *heads,
+        eps=norms.norm.eps,
+        offset=norms.norm.offset,
+        cast=norms.norm.cast,
+        per_head=norms.scope == "head",
+        norm_first=norms.before_rope,
+        interleaved=spec.rope.interleaved,
+    )
+
+
+def _step_by_step(qkv: Tensor, tables: Any, spec: Any, norms: Any, q: Any, k: Any) -> Split:
+    parts = qkv.split([spec.q_size, spec.kv_size, spec.kv_size], dim=-1)
+    queries, keys, values = (part.unflatten(-1, (-1, spec.head_dim)) for part in parts)
+    if norms.before_rope:
+        queries, keys = _norm(queries, norms, *q), _norm(keys, norms, *k)
+    if tables is not None:
+        queries, keys = rotary(queries, keys, *tables, interleaved=spec.rope.interleaved)
+    if not norms.before_rope:
+        queries, keys = _norm(queries, norms, *q), _norm(keys, norms, *k)
+    return queries, keys, values
+
+
+def _norm(x: Tensor, norms: QKNormSpec, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [T, heads, head_dim] normalised."""
+    norm, own = norms.norm, norms.scope == "own_head"  # whose weight differs by row: not for the kernels
+    rows = x.flatten(1) if norms.scope == "all_heads" else x
+    if isinstance(norm, NormSpec):
+        y = (rms_norm_plain if own else rms_norm)(rows, weight, norm.eps, norm.offset, norm.cast)
+    else:
+        y = (layer_norm_plain if own else layer_norm)(rows, weight, bias, norm.eps, norm.offset)
+    return y.view(x.shape)
