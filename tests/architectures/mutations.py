@@ -119,10 +119,14 @@ def unnoticed_fields(pair: Pair, wanted: Container[str] | None = None) -> dict[s
     or of those that are `wanted`.
     """
     missed = {}
+    elsewhere: dict[str, list[Any]] = {}  # the values of a field in all layers
+    for _, field, value, _ in spec_fields(pair.ours.spec):
+        elsewhere.setdefault(field, []).append(value)
     for path, field, value, hint in spec_fields(pair.ours.spec):
         if field in NOT_SEEN or (wanted is not None and field not in wanted):
             continue
         others = other_values(value, hint)
+        others += [other for other in elsewhere[field] if other != value and other not in others][:1]
         for other in others:
             if not spec_is_noticed(pair, with_value(pair.ours.spec, path, other)):
                 missed[f"{name_of(path)}: {value!r} -> {other!r}"] = field

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -185,9 +186,11 @@ def spec_of(family: str, changes: Mapping[str, Any] | None = None) -> ModelSpec:
 
 
 def reference_class(architecture: Architecture) -> Any:
-    import transformers
-
-    return getattr(transformers, architecture.reference)
+    transformers = pytest.importorskip("transformers")
+    found = getattr(transformers, architecture.reference, None)
+    if found is None:
+        pytest.skip(f"transformers {transformers.__version__} does not have {architecture.reference}")
+    return found
 
 
 def reference_takes(family: str, changes: Mapping[str, Any]) -> bool:

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 import pytest
+from pairs import reference_class
 from variants import as_transformers_4
 
 import liger_models
@@ -30,10 +31,9 @@ def test_a_published_config_has_the_published_parameters(published):
 
 def test_a_published_config_is_read_as_its_reference_reads_it(published):
     """What the reference makes of it and writes, in the spelling of its own version, is the same model."""
-    transformers = pytest.importorskip("transformers")
     config = published["config"]
     architecture = find_architecture(config["model_type"])
-    reference = getattr(transformers, architecture.reference).config_class
+    reference = reference_class(architecture).config_class
     rewritten = reference(**json.loads(json.dumps(config))).to_dict()
     spec = architecture.spec(HFConfig.load(config))
     assert architecture.spec(HFConfig.load(rewritten)) == spec
