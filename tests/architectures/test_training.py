@@ -67,7 +67,7 @@ def test_gradient_accumulation_by_item_count_is_exact(make_pair):
     items = (batch["labels"][:, 1:] != -100).sum()
     pair.ours.zero_grad()
     losses = [
-        pair.ours(ids, labels, num_items_in_batch=items)
+        pair.ours(ids, labels=labels, num_items_in_batch=items)
         for ids, labels in zip(batch["input_ids"].split(2), batch["labels"].split(2), strict=True)
     ]
     for output in losses:
