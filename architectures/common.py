@@ -42,8 +42,26 @@ def decoder(
         norm=norm,
         tie_word_embeddings=c.take_flag("tie_word_embeddings", False),
         initializer_range=c.take_number("initializer_range", 0.02),
+        padding_idx=padding_row(c),
         **settings,
     )
+
+
+def padding_row(c: HFConfig) -> int | None:
+    """The row of the embedding that belongs to padding; a negative id counts from the end, as in the
+    references.
+
+    Raises:
+        ConfigError: there is no such row.
+    """
+    pad, vocab = c.take("pad_token_id", None), c.take_count("vocab_size")
+    if pad is None:
+        return None
+    if type(pad) is not int or not -vocab <= pad < vocab:
+        raise ConfigError(
+            f"{c.name}: pad_token_id must be an id of the vocabulary of {vocab}, or null, found {pad!r}"
+        )
+    return pad % vocab
 
 
 def layer_types(c: HFConfig, default: Callable[[int], str], known: Sequence[str]) -> list[str]:

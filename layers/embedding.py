@@ -16,10 +16,13 @@ class TokenEmbedding(nn.Embedding):
         vocab_size, hidden_size: V and H.
         scale: multiplies the embeddings. It is rounded to their dtype first, as it was when the models with
             one (Gemma) were trained: in bfloat16 the root of 3072 is 55.5.
+        padding_idx: the row whose lookup has no gradient.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, scale: float = 1.0):
-        super().__init__(vocab_size, hidden_size)
+    def __init__(
+        self, vocab_size: int, hidden_size: int, scale: float = 1.0, padding_idx: int | None = None
+    ):
+        super().__init__(vocab_size, hidden_size, padding_idx)
         self.scale = scale
 
     def forward(self, ids: Tensor) -> Tensor:

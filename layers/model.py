@@ -48,7 +48,9 @@ class CausalLM(ModelParameters):
         if attention not in BACKENDS:
             raise ValueError(f"unknown attention backend {attention!r}; choose one of {', '.join(BACKENDS)}")
         self.spec = spec
-        self.embed_tokens = TokenEmbedding(spec.vocab_size, spec.hidden_size, spec.embed_scale)
+        self.embed_tokens = TokenEmbedding(
+            spec.vocab_size, spec.hidden_size, spec.embed_scale, spec.padding_idx
+        )
         self.layers = nn.ModuleList(
             BLOCKS[block.topology](spec.hidden_size, block, i, attention)
             for i, block in enumerate(spec.blocks)

@@ -83,8 +83,8 @@ class ModelParameters(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Fresh weights in place: matrices from a normal distribution of `initializer_range`, biases zero;
-        norms, routers, experts and sinks by their own `reset_parameters`.
+        """Fresh weights in place: matrices from a normal distribution of `initializer_range`, biases and the
+        embedding of padding zero; norms, routers, experts and sinks by their own `reset_parameters`.
         """
         std = self.spec.initializer_range
         for module in self.modules():
@@ -95,6 +95,8 @@ class ModelParameters(nn.Module):
                     bias.zero_()
             elif module is not self and hasattr(module, "reset_parameters"):
                 module.reset_parameters(std, generator)
+        if self.spec.padding_idx is not None:  # here at the end, for a tied head's weights are drawn again
+            self.embed_tokens.weight[self.spec.padding_idx].zero_()
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """The number of parameters, a tied head counted once."""

@@ -189,7 +189,9 @@ class ModelSpec:
 
     `embed_scale` multiplies the embeddings of ids, after it was rounded to their dtype (Gemma); `input_scale`
     whatever enters the first block, as it is (Granite). `logit_scale` multiplies the logits, and
-    `logit_softcap` bounds them: softcap * tanh(logit / softcap).
+    `logit_softcap` bounds them: softcap * tanh(logit / softcap). `padding_idx` is the row of the embedding
+    whose lookup has no gradient, as in the reference, and that starts as zeros. (A tied head still gives it a
+    gradient.)
     """
 
     vocab_size: int
@@ -203,6 +205,7 @@ class ModelSpec:
     head_bias: bool = False
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    padding_idx: int | None = None
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:

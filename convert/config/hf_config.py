@@ -278,7 +278,7 @@ _NO_EFFECT_NAMES = """
     architectures auto_map dtype torch_dtype transformers_version name_or_path tokenizer_class
     unsloth_fixed unsloth_version attn_implementation keys_to_ignore_at_inference use_cache return_dict
     initializer_range gradient_checkpointing chunk_size_feed_forward torchscript use_bfloat16
-    tf_legacy_loss pruned_heads bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id
+    tf_legacy_loss pruned_heads bos_token_id eos_token_id unk_token_id sep_token_id
     cls_token_id mask_token_id decoder_start_token_id id2label label2id num_labels problem_type
     finetuning_task task_specific_params classifier_dropout output_attentions output_hidden_states
     output_scores return_dict_in_generate max_length max_new_tokens min_length do_sample early_stopping

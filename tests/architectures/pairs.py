@@ -208,7 +208,6 @@ def reference_model(architecture: Architecture, config: Mapping[str, Any], atten
     reference_config = reference_class(architecture).config_class(**copy.deepcopy(dict(config)))
     reference_config._attn_implementation = attention
     reference = reference_class(architecture)(reference_config)
-    reference.get_input_embeddings().padding_idx = None  # else it gives the row of this id no gradient
     randomise(reference, torch.Generator().manual_seed(1))
     return reference
 

@@ -7,7 +7,8 @@ import torch
 from pairs import reference_takes
 from variants import left_out, nulls, rope_types, untried_keys, variants
 
-from liger_models.architectures import list_architectures
+import liger_models
+from liger_models.architectures import find_architecture, list_architectures
 
 
 def every(table):
@@ -46,6 +47,25 @@ def test_a_key_left_out_or_null_means_what_it_means_to_the_reference(table, fami
 def test_every_key_that_a_family_reads_has_an_effect_in_one_of_its_configs(family):
     """Else it could be read wrongly, and nobody would know: give the family a variant."""
     assert not untried_keys(family)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("pad", [5, -1])
+def test_the_row_of_padding_has_the_references_gradient(pad, tied, family, make_pair, failures):
+    """None from its lookup; from a tied head it has one. Models whose padding is the end token meet it in every
+    batch.
+    """
+    pair = make_pair(family, {"pad_token_id": pad, "tie_word_embeddings": tied})
+    batch = pair.batch()
+    batch["input_ids"][:, ::3] = pad % pair.vocab_size
+    assert not failures(pair.distances(**batch))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_fresh_row_of_padding_is_zero_as_the_references(tied, family):
+    tiny = {**find_architecture(family).tiny, "pad_token_id": 5, "tie_word_embeddings": tied}
+    weight = liger_models.from_config(tiny).embed_tokens.weight
+    assert weight.any(dim=1).tolist() == [i != 5 for i in range(len(weight))]
 
 
 def test_logits_without_labels_agree_and_carry_gradients(pair, failures):

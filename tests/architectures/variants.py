@@ -178,6 +178,7 @@ def as_transformers_4(config: Mapping[str, Any]) -> Changes:
 # Read by all families alike, and tested where they are read.
 READ_BY_ALL = {
     "model_type": "names the family",
+    "pad_token_id": "concerns the gradient of one row alone: test_parity.py",
     "initializer_range": "concerns fresh weights alone",
     "rotary_emb_base": "an older name of rope_theta",
     "rotary_pct": "an older name of partial_rotary_factor",
