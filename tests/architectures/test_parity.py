@@ -52,7 +52,7 @@ def test_every_key_that_a_family_reads_has_an_effect_in_one_of_its_configs(famil
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("pad", [5, -1])
 def test_the_row_of_padding_has_the_references_gradient(pad, tied, family, make_pair, failures):
-    """None from its lookup; from a tied head it has one. Where padding is the end token, every batch has it."""
+    """None from its lookup; from a tied head it has one. If padding is the end token, every batch has it."""
     pair = make_pair(family, {"pad_token_id": pad, "tie_word_embeddings": tied})
     batch = pair.batch()
     batch["input_ids"][:, ::3] = pad % pair.vocab_size
