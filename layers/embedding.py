@@ -19,9 +19,7 @@ class TokenEmbedding(nn.Embedding):
         padding_idx: the row whose lookup has no gradient.
     """
 
-    def __init__(
-        self, vocab_size: int, hidden_size: int, scale: float = 1.0, padding_idx: int | None = None
-    ):
+    def __init__(self, vocab_size: int, hidden_size: int, scale: float = 1.0, padding_idx: int | None = None):
         super().__init__(vocab_size, hidden_size, padding_idx)
         self.scale = scale
 
