@@ -125,6 +125,44 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True)
+class LatentAttentionSpec:
+    """Causal attention whose keys and values are made from a latent of `kv_lora_rank`, which all heads share,
+    and whose queries from one of `q_lora_rank`, or from the hidden state where that is None.
+
+    Of a head's query and key `qk_nope_head_dim` dimensions have no position, and `qk_rope_head_dim`, behind
+    them, are turned by `rope` if it is given; those of the keys are one head, common to all. `scale`
+    multiplies the scores. `bias` is that of the projections to the latents and of the output's. `norm` is
+    that of the latents.
+    """
+
+    num_attention_heads: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    kv_lora_rank: int
+    scale: float
+    q_lora_rank: int | None = None
+    rope: RopeSpec | None = None
+    bias: bool = False
+    norm: NormSpec = NormSpec(eps=1e-6)
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The product of the heads, once queries, keys and values are made."""
+        heads = self.num_attention_heads
+        return AttentionSpec(heads, heads, self.qk_head_dim, self.scale)
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """The rotary settings whose tables the layer reads."""
+        return () if self.rope is None else (self.rope,)
+
+
+@dataclass(frozen=True)
 class MLPSpec:
     """MLP: gated, `down(act(gate(x)) * up(x))`, or not, `down(act(up(x)))`."""
 
