@@ -111,6 +111,7 @@ class Router(nn.Module):
             correction_bias=self.correction_bias,
             num_groups=spec.num_groups,
             top_groups=spec.top_groups,
+            group_score=spec.group_score,
             scale=spec.routed_scaling_factor,
         )
         return logits, weights, experts

@@ -193,6 +193,7 @@ class MoESpec:
     correction_bias: bool = False
     num_groups: int = 1
     top_groups: int = 1
+    group_score: Literal["top_2", "max"] = "top_2"
     routed_scaling_factor: float = 1.0
     float32_router: bool = False
     shared_expert: MLPSpec | None = None

@@ -14,8 +14,8 @@ With g the gradient of the weights, zero for experts that were not chosen, and w
 
 The fewest bytes that must move, for logits of b bytes: the forward reads b E and writes 8 k a token, the
 backward reads as much and writes b E. A row of logits lies in registers, where choosing takes k maxima in
-turn; the backward computes the scores again. Experts in groups, more than 1,024, and more than 64 for a token
-are plain PyTorch.
+turn; the backward computes the scores again. More than 1,024 experts, and more than 64 for a token, are plain
+PyTorch.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ def route(
     correction_bias: Tensor | None = None,
     num_groups: int = 1,
     top_groups: int = 1,
+    group_score: str = "top_2",
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Choose `top_k` of E experts for every token, and their weights.
@@ -60,7 +61,9 @@ def route(
         renormalize: divide the weights by their sum over the chosen experts.
         correction_bias: [E], added to the scores for the choice alone; weights and gradients do not see it.
         num_groups, top_groups: consecutive experts form `num_groups` groups of one size, and only experts of
-            the `top_groups` best are chosen; a group is as good as the sum of its two best scores.
+            the `top_groups` best are chosen.
+        group_score: how good a group is, by its (corrected) scores: "top_2", the sum of its two best
+            (DeepSeek-V3), or "max", its best (DeepSeek-V2, arXiv:2405.04434, section 2.2.2).
         scale: multiplies the weights.
 
     Returns:
@@ -72,14 +75,16 @@ def route(
         ValueError: shapes or options that do not fit, tensors on several devices.
         TypeError: logits that are not floating point.
     """
-    _check(logits, top_k, score, softmax_after_top_k, correction_bias, num_groups, top_groups)
+    groups = num_groups, top_groups, group_score
+    _check(logits, top_k, score, softmax_after_top_k, correction_bias, *groups)
     fused = use_triton(logits, correction_bias)
-    if fused and top_groups == num_groups and logits.shape[1] <= _MOST_EXPERTS and top_k <= _MOST_CHOSEN:
+    if fused and logits.shape[1] <= _MOST_EXPERTS and top_k <= _MOST_CHOSEN:
         # Divided by the sum of the chosen, a softmax over all is the softmax of the chosen. A bias may choose
         # experts whose share of all is nothing in float32: there the two differ.
-        of_chosen = softmax_after_top_k or (score == "softmax" and renormalize and correction_bias is None)
+        plainly = correction_bias is None and top_groups == num_groups
+        of_chosen = softmax_after_top_k or (score == "softmax" and renormalize and plainly)
         score, renormalize = ("softmax_of_chosen", False) if of_chosen else (score, renormalize)
-        return _Route.apply(as_rows(logits), correction_bias, top_k, score, renormalize, scale)
+        return _Route.apply(as_rows(logits), correction_bias, top_k, score, renormalize, scale, groups)
     return route_plain(
         logits,
         top_k,
@@ -89,6 +94,7 @@ def route(
         correction_bias=correction_bias,
         num_groups=num_groups,
         top_groups=top_groups,
+        group_score=group_score,
         scale=scale,
     )
 
@@ -103,6 +109,7 @@ def route_plain(
     correction_bias: Tensor | None = None,
     num_groups: int = 1,
     top_groups: int = 1,
+    group_score: str = "top_2",
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """The meaning of `route`, in plain PyTorch."""
@@ -113,7 +120,7 @@ def route_plain(
     with torch.no_grad():
         choice = scores if correction_bias is None else scores + correction_bias.to(scores.dtype)
         if top_groups < num_groups:
-            choice = _best_groups_only(choice, num_groups, top_groups)
+            choice = _best_groups_only(choice, num_groups, top_groups, group_score)
         experts = choice.topk(top_k, dim=-1).indices
     weights = scores.gather(-1, experts)
     if softmax_after_top_k:
@@ -163,9 +170,9 @@ def router_z_loss(logits: Tensor) -> Tensor:
     return at_least_float32(logits).logsumexp(-1).square().mean()
 
 
-def _best_groups_only(choice: Tensor, num_groups: int, top_groups: int) -> Tensor:
+def _best_groups_only(choice: Tensor, num_groups: int, top_groups: int, group_score: str) -> Tensor:
     grouped = choice.unflatten(-1, (num_groups, -1))  # [T, groups, E / groups]
-    quality = grouped.topk(2, dim=-1).values.sum(-1)
+    quality = grouped.topk(2 if group_score == "top_2" else 1, dim=-1).values.sum(-1)
     best = torch.zeros_like(quality, dtype=torch.bool)
     best.scatter_(-1, quality.topk(top_groups, dim=-1).indices, True)
     # Corrected scores may be negative: only -inf keeps every other expert behind.
@@ -180,6 +187,7 @@ def _check(
     correction_bias: Tensor | None,
     num_groups: int,
     top_groups: int,
+    group_score: str,
 ) -> None:
     if logits.dim() != 2:
         raise ValueError(f"logits are {tuple(logits.shape)}; expected [tokens, experts]")
@@ -193,12 +201,16 @@ def _check(
         raise ValueError(f"correction_bias is {tuple(correction_bias.shape)}; expected ({num_experts},)")
     if not 1 <= top_groups <= num_groups:
         raise ValueError(f"top_groups is {top_groups}; expected 1 to num_groups, {num_groups}")
+    if group_score not in ("top_2", "max"):
+        raise ValueError(f"group_score is {group_score!r}; expected 'top_2' or 'max'")
     if top_groups < num_groups:
         size, rest = divmod(num_experts, num_groups)
-        if rest or size < 2 or top_k > top_groups * size:
+        least = 2 if group_score == "top_2" else 1
+        if rest or size < least or top_k > top_groups * size:
+            expected = f"groups of one size, of {least} experts or more, and enough of them"
             raise ValueError(
                 f"{num_groups} groups, of which {top_groups} are taken, do not fit {num_experts} experts, "
-                f"{top_k} a token; expected groups of one size, of two experts or more, and enough of them"
+                f"{top_k} a token; expected {expected}"
             )
 
 
@@ -209,13 +221,14 @@ def _check_top_k(top_k: int, num_experts: int) -> None:
 
 class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, correction_bias, top_k, score, renormalize, scale):
+    def forward(ctx, logits, correction_bias, top_k, score, renormalize, scale, groups):
         weights = torch.empty(len(logits), top_k, dtype=torch.float32, device=logits.device)
         experts = torch.empty(len(logits), top_k, dtype=torch.int32, device=logits.device)
         if correction_bias is not None:
             correction_bias = correction_bias.contiguous()
         ctx.options = score, renormalize, scale
-        _launch(_forward_kernel, logits, weights, experts, correction_bias, *ctx.options)
+        grouping = dict(zip(("NUM_GROUPS", "TOP_GROUPS", "GROUP_SCORE"), groups, strict=True))
+        _launch(_forward_kernel, logits, weights, experts, correction_bias, *ctx.options, **grouping)
         ctx.save_for_backward(logits, experts)
         ctx.mark_non_differentiable(experts)
         ctx.set_materialize_grads(False)  # else zeros are written for the experts in every backward pass
@@ -225,14 +238,14 @@ class _Route(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dweights, _):
         if dweights is None:
-            return (None,) * 6
+            return (None,) * 7
         logits, experts = ctx.saved_tensors
         dlogits = contiguous_like(logits)
         _launch(_backward_kernel, logits, dweights.contiguous(), experts, dlogits, *ctx.options)
-        return dlogits, None, None, None, None, None
+        return dlogits, None, None, None, None, None, None
 
 
-def _launch(kernel, logits, weights, experts, extra, score, renormalize, scale):
+def _launch(kernel, logits, weights, experts, extra, score, renormalize, scale, **grouping):
     rows, num_experts = logits.shape
     if not rows:
         return
@@ -253,6 +266,7 @@ def _launch(kernel, logits, weights, experts, extra, score, renormalize, scale):
             TOP_K=experts.shape[1],
             ROWS=rows_a_program,
             LANES=lanes,
+            **grouping,
             num_warps=4,
         )
 
@@ -289,6 +303,29 @@ def _sort_key(x):
 
 
 @jit
+def _group_quality(
+    choice,
+    expert,
+    group,
+    NUM_GROUPS: tl.constexpr,
+    GROUP_SCORE: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """How good each expert's group is; of a group with a nan, nan."""
+    quality = choice
+    for g in range(NUM_GROUPS):
+        mine = group == g
+        inside = tl.where(mine, choice, -float("inf"))
+        best = tl.max(inside, 1)[:, None]
+        if GROUP_SCORE == "top_2":
+            first = tl.min(tl.where(mine & (inside == best), expert, LANES), 1)[:, None]
+            best += tl.max(tl.where(expert == first, -float("inf"), inside), 1)[:, None]
+        broken = tl.max((inside != inside).to(tl.int32), 1)[:, None] == 1
+        quality = tl.where(mine, tl.where(broken, float("nan"), best), quality)
+    return quality
+
+
+@jit
 def _forward_kernel(
     logits,
     weights,
@@ -303,6 +340,9 @@ def _forward_kernel(
     TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    GROUP_SCORE: tl.constexpr,
 ):
     TAKEN: tl.constexpr = -(1 << 31)
     row, expert, x = _load_tile(logits, stride, rows, num_experts, ROWS, LANES)
@@ -312,6 +352,19 @@ def _forward_kernel(
     choice = x  # which has the order of its scores, and no ties from rounding them
     if correction_bias is not None:
         choice = scores + tl.load(correction_bias + expert, expert < num_experts, 0.0).to(tl.float32)
+    if TOP_GROUPS < NUM_GROUPS:
+        choice = scores if correction_bias is None else choice  # sums of logits have another order
+        group = expert // (num_experts // NUM_GROUPS)
+        quality = _group_quality(choice, expert, group, NUM_GROUPS, GROUP_SCORE, LANES)
+        group_key = tl.where(expert < num_experts, _sort_key(quality), TAKEN)
+        kept = tl.zeros((ROWS, LANES), tl.int32)
+        for _ in range(TOP_GROUPS):
+            largest = tl.max(group_key, 1)[:, None]
+            first = tl.min(tl.where(group_key == largest, group, NUM_GROUPS), 1)[:, None]
+            group_key = tl.where(group == first, TAKEN, group_key)
+            kept = tl.where(group == first, 1, kept)
+        # Corrected scores may be negative: only -inf keeps every other expert behind.
+        choice = tl.where(kept == 1, choice, -float("inf"))
     key = tl.where(expert < num_experts, _sort_key(choice), TAKEN)
     rank = tl.full((ROWS, LANES), TOP_K, tl.int32)
     for slot in range(TOP_K):

@@ -45,6 +45,18 @@ def transformers_router(family, **config):
             {"score": "sigmoid", "num_groups": 4, "top_groups": 2, "scale": 2.5},
         ),
         (
+            "deepseek_v2",
+            {
+                "n_routed_experts": EXPERTS,
+                "n_group": 4,
+                "topk_group": 2,
+                "topk_method": "group_limited_greedy",
+                "routed_scaling_factor": 16.0,
+                "num_attention_heads": 2,
+            },
+            {"renormalize": False, "num_groups": 4, "top_groups": 2, "group_score": "max", "scale": 16.0},
+        ),
+        (
             "glm4_moe",
             {"n_routed_experts": EXPERTS, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
             {"score": "sigmoid", "renormalize": False},
@@ -102,6 +114,7 @@ def test_only_experts_of_the_best_groups_are_chosen_even_if_their_scores_are_neg
         {"renormalize": False},
         {"softmax_after_top_k": True, "scale": 1.5},
         {"score": "sigmoid", "num_groups": 4, "top_groups": 2, "scale": 2.5},
+        {"num_groups": 4, "top_groups": 2, "group_score": "max", "renormalize": False},
     ],
 )
 def test_gradients_pass_gradcheck(options):
@@ -122,6 +135,23 @@ EVERY_FORM = {
     "biased sigmoid": {"score": "sigmoid", "correction_bias": True, "renormalize": False, "scale": 2.5},
     "biased renormalized sigmoid": {"score": "sigmoid", "correction_bias": True, "scale": 2.5},
 }
+IN_GROUPS = {
+    "DeepSeek-V3": {
+        "score": "sigmoid",
+        "correction_bias": True,
+        "num_groups": 8,
+        "top_groups": 4,
+        "scale": 2.5,
+    },
+    "DeepSeek-V2": {
+        "renormalize": False,
+        "num_groups": 8,
+        "top_groups": 3,
+        "group_score": "max",
+        "scale": 16.0,
+    },
+    "renormalized softmax": {"num_groups": 4, "top_groups": 1},
+}
 every_form = pytest.mark.parametrize("options", EVERY_FORM.values(), ids=EVERY_FORM)
 
 
@@ -140,6 +170,33 @@ def routed(function, logits, top_k, options, upstream=None):
 
 def in_float64(x):
     return x.detach().double().requires_grad_()
+
+
+@pytest.mark.parametrize("options", IN_GROUPS.values(), ids=IN_GROUPS)
+@pytest.mark.parametrize(("tokens", "num_experts", "top_k"), [(9, 256, 8), (30, 160, 6), (40, 24, 3)])
+def test_the_kernel_takes_the_best_groups_as_the_plain_twin_does(
+    options, tokens, num_experts, top_k, interpreted, assert_near
+):
+    options = with_bias(options, num_experts)
+    logits = torch.randn(tokens, num_experts, requires_grad=True)
+    weights, gradient, experts, upstream = routed(route, logits, top_k, options)
+    truth, true_gradient, true_experts, _ = routed(route_plain, in_float64(logits), top_k, options, upstream)
+    assert torch.equal(experts, true_experts)
+    assert_near(weights, truth, 8)
+    assert_near(gradient, true_gradient, 24)
+
+
+def test_in_groups_nan_reaches_its_token_alone(interpreted):
+    options = with_bias(IN_GROUPS["DeepSeek-V3"], 16)
+    logits = torch.randn(6, 16)
+    expected = route(logits, 3, **options)
+    logits[2, 5] = torch.nan
+    weights, experts = route(logits, 3, **options)
+    assert weights.isnan().all(1).tolist() == [False, False, True, False, False, False]
+    assert 0 <= experts.min() <= experts.max() < 16
+    others = [0, 1, 3, 4, 5]
+    for found, before in zip((weights, experts), expected, strict=True):
+        assert torch.equal(found[others], before[others])
 
 
 @every_form
@@ -247,13 +304,11 @@ def test_a_second_derivative_is_refused_and_not_wrong(interpreted):
         grad.sum().backward()
 
 
-@pytest.mark.parametrize(
-    ("num_experts", "options"), [(1025, {}), (8, {"score": "sigmoid", "num_groups": 4, "top_groups": 2})]
-)
-def test_what_the_kernel_does_not_do_runs_in_plain_pytorch(num_experts, options, interpreted, monkeypatch):
+@pytest.mark.parametrize(("num_experts", "top_k"), [(1025, 2), (70, 65)])
+def test_what_the_kernel_does_not_do_runs_in_plain_pytorch(num_experts, top_k, interpreted, monkeypatch):
     monkeypatch.setattr(module, "_launch", None)
     logits = torch.randn(3, num_experts)
-    for a, b in zip(route(logits, 2, **options), route_plain(logits, 2, **options), strict=True):
+    for a, b in zip(route(logits, top_k), route_plain(logits, top_k), strict=True):
         assert torch.equal(a, b)
 
 
@@ -297,6 +352,21 @@ def test_on_a_gpu_it_is_as_near_to_the_truth_as_plain_pytorch(options, num_exper
         # Both round at random, and in float32 two roundings are as good.
         two_roundings = torch.finfo(torch.float32).eps * true.square().mean().sqrt()
         assert error <= max(1.02 * their_error, two_roundings)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", IN_GROUPS.values(), ids=IN_GROUPS)
+@pytest.mark.parametrize(("num_experts", "top_k"), [(256, 8), (160, 6)])
+def test_on_a_gpu_the_best_groups_are_those_of_the_plain_twin(options, num_experts, top_k):
+    options = with_bias(options, num_experts, "cuda")
+    logits = torch.randn(4000, num_experts, device="cuda", requires_grad=True)
+    ours = routed(route, logits, top_k, options)
+    plain = routed(route_plain, logits, top_k, options, ours[-1])
+    same = (ours[2] == plain[2]).all(1)  # two sums may lie within a rounding of one another
+    assert same.float().mean() > 0.99
+    for mine, theirs in zip(ours[:2], plain[:2], strict=True):
+        few = 32 * torch.finfo(torch.float32).eps * theirs.abs().max().item()
+        torch.testing.assert_close(mine[same], theirs[same], rtol=0, atol=few)
 
 
 @pytest.mark.gpu
@@ -366,6 +436,7 @@ def test_the_z_loss_is_the_mean_squared_logsumexp_with_its_gradient():
         ({"correction_bias": torch.zeros(7)}, r"correction_bias is \(7,\); expected \(8,\)"),
         ({"num_groups": 2, "top_groups": 3}, "top_groups is 3; expected 1 to num_groups, 2"),
         ({"num_groups": 3, "top_groups": 1}, "3 groups, of which 1"),
+        ({"group_score": "sum"}, "group_score is 'sum'; expected 'top_2' or 'max'"),
         ({"num_groups": 8, "top_groups": 4}, "8 groups, of which 4"),
         ({"num_groups": 4, "top_groups": 1, "top_k": 3}, "4 groups, of which 1"),
         ({"logits": torch.zeros(2, 3, 8)}, r"logits are \(2, 3, 8\); expected \[tokens, experts\]"),
