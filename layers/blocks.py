@@ -6,16 +6,19 @@ stream: the sum is taken inside the next norm, in one kernel. `residual` is None
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from liger_models.layers.activation_memory import ActivationMemory
 from liger_models.layers.attention_backends import AttentionBackend
+from liger_models.layers.latent_attention import LatentAttention
 from liger_models.layers.mlp import GatedMLP, PlainMLP, make_mlp
 from liger_models.layers.moe import MixtureOfExperts
 from liger_models.layers.norm import Norm, make_norm
 from liger_models.layers.self_attention import Attention
 from liger_models.layers.sequences import Sequences
-from liger_models.layers.spec import BlockSpec, MoESpec
+from liger_models.layers.spec import AttentionSpec, BlockSpec, LatentAttentionSpec, MoESpec
 
 
 class Block(nn.Module):
@@ -31,7 +34,7 @@ class Block(nn.Module):
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
         super().__init__()
         self.hidden_size, self.spec = hidden_size, spec
-        self.self_attn = Attention(hidden_size, spec.mixer, layer, attention)
+        self.self_attn = MIXERS[type(spec.mixer)](hidden_size, spec.mixer, layer, attention)
         self.mlp: GatedMLP | PlainMLP | MixtureOfExperts
         if isinstance(spec.mlp, MoESpec):
             self.mlp = MixtureOfExperts(hidden_size, spec.mlp)
@@ -152,6 +155,10 @@ class ParallelBlock(Block):
         return 1 if level == "all" else 0
 
 
+MIXERS: dict[type, Callable[..., nn.Module]] = {
+    AttentionSpec: Attention,
+    LatentAttentionSpec: LatentAttention,
+}
 BLOCKS: dict[str, type[Block]] = {
     "pre_norm": PreNormBlock,
     "sandwich": SandwichBlock,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from liger_models.kernels import rotary
 from liger_models.layers.activation_memory import ActivationMemory
 from liger_models.layers.attention_backends import AttentionBackend, attend, attend_cached
-from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.norm import make_norm
 from liger_models.layers.packed_linear import PackedLinear
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import LatentAttentionSpec
@@ -47,9 +47,9 @@ class LatentAttention(nn.Module):
         if rank is None:
             self.q_proj = nn.Linear(hidden_size, heads * spec.qk_head_dim, bias=False)
         else:
-            self.q_a_layernorm = LigerRMSNorm(rank, spec.norm.eps)
+            self.q_a_layernorm = make_norm(rank, spec.norm)
             self.q_b_proj = nn.Linear(rank, heads * spec.qk_head_dim, bias=False)
-        self.kv_a_layernorm = LigerRMSNorm(spec.kv_lora_rank, spec.norm.eps)
+        self.kv_a_layernorm = make_norm(spec.kv_lora_rank, spec.norm)
         self.kv_b_proj = nn.Linear(
             spec.kv_lora_rank, heads * (spec.qk_nope_head_dim + spec.v_head_dim), bias=False
         )

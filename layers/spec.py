@@ -215,7 +215,7 @@ class BlockSpec:
     stream.
     """
 
-    mixer: AttentionSpec
+    mixer: AttentionSpec | LatentAttentionSpec
     mlp: MLPSpec | MoESpec
     norm: NormSpec | LayerNormSpec
     topology: Topology = "pre_norm"

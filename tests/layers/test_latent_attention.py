@@ -11,6 +11,7 @@ from torch import Tensor
 from liger_models.convert.checkpoints.layout import Layout, canonical_forms
 from liger_models.kernels._dispatch import interpret
 from liger_models.layers import latent_attention
+from liger_models.layers.cache import KVCache
 from liger_models.layers.latent_attention import LatentAttention
 from liger_models.layers.rotary import rotary_tables
 from liger_models.layers.sequences import Sequences
@@ -154,6 +155,22 @@ def test_values_reach_the_product_as_narrow_as_they_are(monkeypatch):
     assert (
         v.untyped_storage().nbytes() == 4 * 3 * (10 + 7) * 8
     )  # beside the keys' unturned part, without a copy
+
+
+@pytest.mark.parametrize("spec", [SPEC, SPECS["no latent of queries"]], ids=["", "no latent of queries"])
+def test_generation_remembers_latents_and_gives_what_a_whole_pass_gives(spec):
+    layer = layer_of(spec)
+    x = torch.randn(7, HIDDEN, dtype=torch.float64)
+    room = layer.new_cache(1, 7, x.device, x.dtype)
+    assert [tuple(tensor.shape) for tensor in room] == [(1, 7, 8), (1, 7, 6)]
+    cache, found = KVCache([room], 1, x.device), []
+    for start, end in ((0, 5), (5, 6), (6, 7)):
+        positions = cache.reserve(torch.tensor([end - start]), end - start)
+        step = sequences_of(spec, (1, end - start), position_ids=positions)
+        step.cache = cache
+        found.append(layer(x[start:end], step))
+    expected = layer(x, sequences_of(spec, (1, 7)))
+    torch.testing.assert_close(torch.cat(found), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are compiled")
