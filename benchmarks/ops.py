@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
@@ -26,6 +25,7 @@ from benchmarks.operations import CPU_PROVIDERS, REGISTRY, Case, Operation, Prov
 from benchmarks.operations.core import Cost, Tensors
 from benchmarks.picture import draw
 from benchmarks.report import machine, publish
+from benchmarks.row import Row
 from benchmarks.tables import markdown
 
 SUMMARY = "kernels beside liger-kernel, torch.compile and eager PyTorch: correctness, time, memory"
@@ -90,38 +90,6 @@ def run(args: argparse.Namespace) -> int:
     note = draw(rows, title, ceilings, f"{args.out}/ops.png")
     print(f"\n{note}\n{time.monotonic() - started:.0f} s in all")
     return 1 if any(row.failed and row.provider == "ours" for row in rows) else 0
-
-
-@dataclass
-class Row:
-    """One provider of one operation at one shape."""
-
-    operation: str
-    group: str
-    shape: str
-    provider: str
-    note: str = ""
-    failed: bool = False
-    error: float | None = None  # the largest relative error of an output or a gradient
-    forward: Timing | None = None
-    training: Timing | None = None
-    forward_ceiling: float | None = None  # share of the ceiling, 0 to 1 and a little beyond
-    training_ceiling: float | None = None
-    forward_copy: float | None = None  # share of the ceiling that a copy of as many bytes reaches
-    training_copy: float | None = None  # and two copies: of the forward and of the backward pass's bytes
-    forward_tflops: float | None = None  # where the ceiling is that of matrix products
-    tflops: float | None = None
-    peak_bytes: int | None = None
-    forward_launch_us: float | None = None
-    training_launch_us: float | None = None
-
-    def record(self) -> dict[str, object]:
-        record: dict[str, object] = dict(vars(self))
-        for name in ("forward", "training"):
-            timing = record.pop(name)
-            for part in ("median", "low", "high"):
-                record[f"{name}_ms_{part}"] = getattr(timing, part, None)
-        return record
 
 
 def device_of(name: str) -> torch.device:

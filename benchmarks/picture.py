@@ -8,12 +8,9 @@ on or beyond it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from benchmarks.measure import Ceilings
-
-if TYPE_CHECKING:
-    from benchmarks.ops import Row
+from benchmarks.row import Row
 
 _OURS = "#d1495b"
 _PEERS = {  # colour and mark

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from benchmarks.measure import Ceilings
 from benchmarks.report import markdown_table
-
-if TYPE_CHECKING:
-    from benchmarks.ops import Row
+from benchmarks.row import Row
 
 
 def markdown(rows: Sequence[Row], title: str, ceilings: Ceilings, dtype: str) -> str:

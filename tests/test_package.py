@@ -9,6 +9,7 @@ import sys
 import tarfile
 import textwrap
 import zipfile
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def sources(part):
 def installed(path):
     """Where a file lies once installed: kernels/norms/rms_norm.py is liger_models/kernels/rms_norm.py."""
     path = path.relative_to(ROOT)
-    return path if path.parts[0] == "liger_models" else "liger_models" / path
+    return path if path.parts[0] in ("liger_models", "benchmarks") else "liger_models" / path
 
 
 def module_name(path):
@@ -98,6 +99,28 @@ def test_modules_import_only_hard_dependencies_at_their_top():
                 if first not in sys.stdlib_module_names | HARD_DEPENDENCIES | {"liger_models"}:
                     wrong.append(f"{path.relative_to(ROOT)} imports {name}")
     assert not wrong, wrong
+
+
+def imports_between(files):
+    """Of every module in `files` (by name) those others that it imports, at its top, in a function or for
+    types alone.
+    """
+    graph = {}
+    for name, path in files.items():
+        graph[name] = set()
+        for wanted in imported(path, ast.walk(ast.parse(path.read_text()))):
+            while wanted and wanted not in files:  # a class or function of a module, or somebody else's
+                wanted = wanted.rpartition(".")[0]
+            graph[name] |= {wanted} - {"", name}
+    return graph
+
+
+@pytest.mark.parametrize("parts", [[*MAY_IMPORT], ["benchmarks"]], ids=["package", "benchmarks"])
+def test_no_module_imports_another_that_imports_it(parts):
+    files = {module_name(path): path for part in parts for path in sources(part)}
+    graph = imports_between(files)
+    assert sum(map(len, graph.values())) > len(graph)
+    list(TopologicalSorter(graph).static_order())  # CycleError names the circle
 
 
 def run_python(code, cwd, **env):
@@ -162,6 +185,24 @@ def test_every_module_imports_without_triton_and_the_extras(tmp_path):
         TRITON_INTERPRET="0",
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_checkout_imports_no_part_of_another(tmp_path):
+    """Started from the root of a second checkout, Python finds that one first: and then all of it."""
+    for part in MAY_IMPORT:
+        (tmp_path / part).symlink_to(ROOT / part)
+    done = run_python(
+        f"""
+        import importlib, sys
+        for name in {ALL_MODULES}:
+            if not name.endswith("__main__"):
+                importlib.import_module(name)
+        ours = [module for name, module in sys.modules.items() if name.split(".")[0] == "liger_models"]
+        print(sorted(m.__file__ for m in ours if not m.__file__.startswith({str(tmp_path)!r})), len(ours))
+        """,
+        tmp_path,
+    )
+    assert done.stdout.split() == ["[]", str(len(ALL_MODULES) - 1)], done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 from liger_models.convert.errors import ConfigError, abbreviate
-
-if TYPE_CHECKING:
-    from liger_models.convert.config.hf_config import HFConfig
 
 _RopeFields = dict[str, tuple[type, ...]]
 _NUMBER: tuple[type, ...] = (int, float)
@@ -69,8 +66,20 @@ _NO_EFFECT = frozenset({"finetuned"})
 _POSITIVE = frozenset({"rope_theta", "factor", "original_max_position_embeddings"})
 
 
+class Keys(Protocol):
+    """What is asked of a config here; `HFConfig` has it, and more."""
+
+    name: str
+    model_type: str
+    raw: dict[str, Any]
+
+    def take(self, key: str, default: Any = ...) -> Any: ...
+
+    def take_one_of(self, *keys: str, default: Any = ...) -> Any: ...
+
+
 def read_rope(
-    c: HFConfig, layer_type: str | None, default_theta: float, default_partial: float
+    c: Keys, layer_type: str | None, default_theta: float, default_partial: float
 ) -> dict[str, Any]:
     """The rotary settings of a config in one form: what `HFConfig.take_rope` gives, and raises."""
     theta = c.take_one_of(*_THETA_KEYS, default=None)
@@ -145,7 +154,7 @@ def _old_rope_spelling(new: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _normalise(
-    c: HFConfig, where: str, settings: Mapping[str, Any], defaults: Mapping[str, Any]
+    c: Keys, where: str, settings: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
     """One flat dict of rotary settings, complete and checked. `defaults`: what stands outside `settings`."""
     rest = {key: value for key, value in settings.items() if value is not None}
@@ -192,7 +201,7 @@ def _normalise(
     return out
 
 
-def _original_length(c: HFConfig, where: str, rope_type: str, rest: Mapping[str, Any]) -> Any:
+def _original_length(c: Keys, where: str, rope_type: str, rest: Mapping[str, Any]) -> Any:
     """The context length before scaling: stated at the top level, or inside, or equal to the model's own."""
     inside = rest.get("original_max_position_embeddings")
     if rope_type == "dynamic":  # scaling begins where the model's own range ends, whatever else is stated
@@ -210,7 +219,7 @@ def _original_length(c: HFConfig, where: str, rope_type: str, rest: Mapping[str,
     return c.take_count("max_position_embeddings") if inside is None else inside
 
 
-def _checked(c: HFConfig, where: str, key: str, value: Any, kinds: tuple[type, ...]) -> Any:
+def _checked(c: Keys, where: str, key: str, value: Any, kinds: tuple[type, ...]) -> Any:
     right = isinstance(value, kinds)
     if kinds != (bool,):
         numbers: Iterable[Any] = value if right and kinds is _LIST else [value]
@@ -230,7 +239,7 @@ def is_finite(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
-def _check_object(c: HFConfig, where: str, value: Any) -> None:
+def _check_object(c: Keys, where: str, value: Any) -> None:
     if value is not None and not isinstance(value, Mapping):
         raise ConfigError(f"{c.name}: {where} must be an object or null, found {abbreviate(value)}")
 

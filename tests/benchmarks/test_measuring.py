@@ -84,11 +84,11 @@ def test_a_row_says_what_copies_of_its_passes_reach(benchmarks, meter, monkeypat
     monkeypatch.setattr(meter, "copy_milliseconds", lambda num_bytes: 1.0 + num_bytes / 1e6)
     ceilings = benchmarks.measure.Ceilings(1e9, 1e12)  # a byte takes 1e-6 ms
     session = benchmarks.ops.Session(meter, ceilings, torch.bfloat16, ("ours",), time.monotonic(), 60.0)
-    row = benchmarks.ops.Row("rms_norm", "norms", "4x8", "ours")
+    row = benchmarks.row.Row("rms_norm", "norms", "4x8", "ours")
     session._set_copies([row], build("rms_norm", (500, 1000)))
     assert row.forward_copy == pytest.approx(2 / 3)  # 2 MB in 1 + 2 ms
     assert row.training_copy == pytest.approx(5 / 7)  # 5 MB in 1 + 2 and 1 + 3 ms
-    product = benchmarks.ops.Row("attention", "attention", "1x4x2x1x8", "ours")
+    product = benchmarks.row.Row("attention", "attention", "1x4x2x1x8", "ours")
     session._set_copies([product], build("attention", (1, 4, 2, 1, 8)))
     assert product.forward_copy is None is product.training_copy
 
@@ -108,7 +108,7 @@ def test_launches_are_measured_at_the_small_shape_forward_and_in_training(benchm
 @pytest.fixture
 def rows(benchmarks):
     from benchmarks.measure import Timing
-    from benchmarks.ops import Row
+    from benchmarks.row import Row
 
     def row(operation, provider, ms, share, **others):
         return Row(

@@ -1,0 +1,39 @@
+"""What `ops` measured of one provider, for the tables, the picture and the record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.measure import Timing
+
+
+@dataclass
+class Row:
+    """One provider of one operation at one shape."""
+
+    operation: str
+    group: str
+    shape: str
+    provider: str
+    note: str = ""
+    failed: bool = False
+    error: float | None = None  # the largest relative error of an output or a gradient
+    forward: Timing | None = None
+    training: Timing | None = None
+    forward_ceiling: float | None = None  # share of the ceiling, 0 to 1 and a little beyond
+    training_ceiling: float | None = None
+    forward_copy: float | None = None  # share of the ceiling that a copy of as many bytes reaches
+    training_copy: float | None = None  # and two copies: of the forward and of the backward pass's bytes
+    forward_tflops: float | None = None  # where the ceiling is that of matrix products
+    tflops: float | None = None
+    peak_bytes: int | None = None
+    forward_launch_us: float | None = None
+    training_launch_us: float | None = None
+
+    def record(self) -> dict[str, object]:
+        record: dict[str, object] = dict(vars(self))
+        for name in ("forward", "training"):
+            timing = record.pop(name)
+            for part in ("median", "low", "high"):
+                record[f"{name}_ms_{part}"] = getattr(timing, part, None)
+        return record
