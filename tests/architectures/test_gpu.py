@@ -137,7 +137,6 @@ def wide_reference(architecture: Architecture, config: dict[str, Any], dtype: to
     settings._attn_implementation = kind
     with torch.device(DEVICE):
         model = made(settings).to(dtype)
-    model.get_input_embeddings().padding_idx = None
     return model
 
 
