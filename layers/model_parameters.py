@@ -69,16 +69,21 @@ class ModelParameters(nn.Module):
 
     def materialize(self, device: torch.device | str | None, dtype: torch.dtype) -> None:
         """Give tensors that were made on the meta device uninitialised memory on a real one: parameters in
-        `dtype`, buffers each in its own.
+        `dtype`, buffers each in its own. Sharded ones get their part, by default where their mesh is.
         """
+
+        def memory(old: Tensor, dtype: torch.dtype) -> Tensor:
+            mesh = getattr(old, "device_mesh", None)
+            default = torch.get_default_device() if mesh is None else mesh.device_type
+            return torch.empty_like(old, dtype=dtype, device=device or default)
+
         made: dict[nn.Parameter, nn.Parameter] = {}  # a tied parameter stays one
         for module in self.modules():
             for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, torch.empty_like(buffer, device=device or torch.get_default_device()))
+                setattr(module, name, memory(buffer, buffer.dtype))
             for name, old in module.named_parameters(recurse=False):
                 if old not in made:
-                    memory = torch.empty(old.shape, dtype=dtype, device=device)
-                    made[old] = nn.Parameter(memory, requires_grad=old.requires_grad)
+                    made[old] = nn.Parameter(memory(old.detach(), dtype), requires_grad=old.requires_grad)
                 setattr(module, name, made[old])
 
     @torch.no_grad()

@@ -90,7 +90,8 @@ class LigerCausalLM(CausalLM):
 
         A model that was read from a checkpoint goes out as it came: tensor names, dtypes, division into
         files, config, generation config, tokenizer and chat template. An existing checkpoint in `folder` is
-        replaced in one step, when the new one is whole.
+        replaced in one step, when the new one is whole. A model that is sharded over processes (FSDP2) is
+        saved by all of them together: its tensors are gathered one at a time, and the first process writes.
 
         Args:
             folder: where to.
@@ -101,8 +102,7 @@ class LigerCausalLM(CausalLM):
 
         Raises:
             CheckpointError: the disk is full or cannot be written to; an old checkpoint is then untouched. Or
-                the model no longer has the parameters that it was made with: they are sharded over processes,
-                or belong to an adapter.
+                the model no longer has the parameters that it was made with, as with an adapter in it.
             ConfigError: `dtype` is none of these.
         """
         dtype = None if dtype is None else parse_dtype(dtype)
@@ -121,6 +121,7 @@ class LigerCausalLM(CausalLM):
             source=self.source,
             max_shard_size=max_shard_size,
             dtype=dtype,
+            fixed=parameters.keys() - dict(self.named_parameters()).keys(),  # buffers
             aux_files=aux,
         )
 
@@ -206,12 +207,6 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 def _check_savable(parameters: Mapping[str, Tensor], weight_map: WeightMap) -> None:
     for name, parameter in parameters.items():
-        if hasattr(parameter, "full_tensor"):  # a DTensor
-            raise CheckpointError(
-                f"{name} is sharded over processes; gather the weights first (get_model_state_dict of "
-                "torch.distributed.checkpoint.state_dict, with full_state_dict=True), load them into a model "
-                "that is not sharded, and save that one"
-            )
         if parameter.is_meta:
             raise CheckpointError(f"{name} is on the meta device, so there are no values to save")
     if unknown := sorted(parameters.keys() ^ weight_map.keys()):

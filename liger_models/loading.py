@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -36,6 +36,7 @@ def from_hub(
     attention: AttentionBackend = "auto",
     activation_memory: str | list[str] = "lean",
     projections: Projections = "fused",
+    shard: Callable[[LigerCausalLM], object] | None = None,
     ignore_config_keys: tuple[str, ...] = (),
 ) -> LigerCausalLM:
     """Load a Hugging Face checkpoint, from the hub or from a folder, into a model in training mode.
@@ -53,6 +54,8 @@ def from_hub(
         projections: "fused" computes query, key and value in one product, and gate and up; "split" gives each
             a layer under the checkpoint's name, for LoRA libraries and quantisers, at some cost in speed. See
             `split_projections` and `fuse_projections` of the model.
+        shard: called with the model before it has memory, to divide it over processes, as by `fully_shard` of
+            torch.distributed.fsdp on each layer and on the model. Each process then reads its own rows alone.
         ignore_config_keys: keys of config.json that are unknown and known not to matter.
 
     Raises:
@@ -76,11 +79,15 @@ def from_hub(
         model = _skeleton(config, architecture, attention, activation_memory)
         model.source = find_layout(model, reader)
         chosen = _checkpoint_dtype(reader, model) if dtype == "auto" else parse_dtype(dtype)
+        if shard is not None:
+            model.materialize("meta", chosen)  # wrappers note the dtype
+            _split_if(projections, model)
+            shard(model)
         model.materialize(device, chosen)
         load_parameters(model.saved_tensors(), model.weight_map(), reader, progress=True)
     model.source_folder = folder
-    if projections == "split":
-        model.split_projections()
+    if shard is None:
+        _split_if(projections, model)  # over the memory of the packed ones
     return model
 
 
@@ -116,8 +123,7 @@ def from_config(
         dtype = read.raw.get("dtype") or read.raw.get("torch_dtype") or "float32"
     model.materialize(device, parse_dtype(dtype))
     model.reset_parameters()
-    if projections == "split":
-        model.split_projections()
+    _split_if(projections, model)
     return model
 
 
@@ -177,6 +183,11 @@ def _checkpoint_dtype(reader: CheckpointReader, model: CausalLM) -> torch.dtype:
     # What is no dtype of weights is refused, by its name, when it is loaded.
     weights = dtypes.intersection(WEIGHT_DTYPES) or {torch.float32}
     return functools.reduce(torch.promote_types, weights)
+
+
+def _split_if(projections: str, model: LigerCausalLM) -> None:
+    if projections == "split":
+        model.split_projections()
 
 
 def _check_projections(projections: str) -> None:

@@ -62,8 +62,8 @@ class Layout:
                 return Stack(tuple(map(self._source, parts)))
             case Permute(part, view, order, shape):
                 return Permute(self._source(part), view, order, shape)
-            case Rows(part, start, stop):
-                return Rows(self._source(part), start, stop)
+            case Rows(part, start, stop, dim):
+                return Rows(self._source(part), start, stop, dim)
         raise TypeError(f"a canonical form cannot hold a {type(form).__name__}")
 
 

@@ -33,6 +33,7 @@ from liger_models.convert.checkpoints.safetensors_header import (
     parse_header,
     parse_json,
 )
+from liger_models.convert.checkpoints.shards import local_part
 from liger_models.convert.checkpoints.tensor_bytes import (
     is_plain_memory,
     memory_of,
@@ -238,10 +239,11 @@ def load_parameters(
     *,
     progress: bool = False,
 ) -> None:
-    """Fills native parameters from a checkpoint, each byte read once and in the order of the files.
+    """Fills native tensors from a checkpoint, each byte read once and in the order of the files.
 
     Args:
-        parameters: the tensors to fill, by native name; on any device, of any dtype.
+        parameters: the tensors to fill, by native name; on any device, of any dtype. Of one that is sharded
+            over processes, each reads its own part.
         progress: show a progress bar in bytes, unless it would be gone within a second.
 
     Raises:
@@ -264,7 +266,8 @@ def load_parameters(
             jobs.append(_ReadJob(info, count * info.dtype.itemsize, piece, begin, begin + count))
 
     for name, expr in weight_map.items():
-        expr.read_into(parameters[name].detach(), plan)
+        dest, part = local_part(parameters[name].detach(), expr)
+        part.read_into(dest, plan)
     jobs.sort(key=lambda job: (job.info.file, job.info.offset, job.start))
 
     total = sum(job.nbytes for job in jobs)

@@ -99,7 +99,7 @@ class Expr:
             ValueError: `tensor` has another shape than the expression, or holds only rows of one of them.
         """
         written: dict[str, Tensor] = {}
-        for ref, places in places_by_ref(self, tensor).items():
+        for ref, places in _places_by_ref([(self, tensor)]).items():
             if len(places) == 1:
                 written[ref.name] = places[0].view.reshape(ref.shape)
             else:
@@ -242,24 +242,29 @@ class Permute(Expr):
 
 @dataclass(frozen=True)
 class Rows(Expr):
-    """The rows [start, stop) of `part`: a shard. Reading it fetches its own elements alone.
+    """The rows [start, stop) of `part`, or its columns with `dim=1`, and so on: a shard. Reading it fetches
+    its own elements alone.
 
     Shards by rows (FSDP) are `Rows(whole, start, stop)`; by heads, a `Cat` of `Rows` of query, key and value;
-    by experts, `Rows` of a `Stack`. Only shards that together have all rows of a tensor can write it.
+    by experts, `Rows` of a `Stack`. Only shards that together have all of a tensor can write it.
     """
 
     part: Expr
     start: int
     stop: int
+    dim: int = 0
 
     def __post_init__(self) -> None:
-        rows = row_count(self.part.shape)
+        rows = (self.part.shape or (1,))[self.dim]
         if not 0 <= self.start <= self.stop <= rows:
             raise ValueError(f"rows [{self.start}, {self.stop}) of {_describe(self.part)}, which has {rows}")
 
     @property
     def shape(self) -> Shape:  # type: ignore[override]
-        return (self.stop - self.start, *self.part.shape[1:]) if self.part.shape else ()
+        shape = list(self.part.shape)
+        if shape:
+            shape[self.dim] = self.stop - self.start
+        return tuple(shape)
 
     def refs(self) -> Iterator[Ref]:
         yield from self.part.refs()
@@ -270,13 +275,14 @@ class Rows(Expr):
         """
         _check_native(self, tensor)
         shape = self.part.shape
-        if (self.start, self.stop) == (0, row_count(shape)):
+        if self.shape == shape:
             yield from self.part.places(tensor)
         if tensor.numel() == 0 or self.shape == shape:
             return
         whole = torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        numbers = torch.empty_strided(shape, (1,) + (0,) * (len(shape) - 1), device="meta")
-        first = tensor.storage_offset() - self.start * tensor.stride(0)
+        along = [int(dim == self.dim) for dim in range(len(shape))]
+        numbers = torch.empty_strided(shape, along, device="meta")
+        first = tensor.storage_offset() - self.start * tensor.stride(self.dim)
         for place, number in zip(self.part.places(whole), self.part.places(numbers), strict=True):
             rows = number.view
             for box in _boxes(rows.shape, rows.stride(), rows.storage_offset(), self.start, self.stop):
@@ -355,20 +361,25 @@ def checkpoint_shapes(weight_map: WeightMap) -> dict[str, Shape]:
     return shapes
 
 
-def places_by_ref(expr: Expr, tensor: Tensor) -> dict[Ref, list[Place]]:
-    """The places of whole checkpoint tensors in a native one, of each in the order of its elements.
+def check_whole(weight_map: WeightMap) -> None:
+    """Raises ValueError unless each element of the checkpoint's tensors has one place, as writing needs."""
+    _places_by_ref((expr, torch.empty(expr.shape, device="meta")) for expr in weight_map.values())
 
-    Raises:
-        ValueError: elements of a checkpoint tensor are missing, or there twice.
-    """
-    found: dict[Ref, list[Place]] = {ref: [] for ref in expr.refs()}
-    for place in expr.places(tensor):
-        found[place.ref].append(place)
+
+def _places_by_ref(natives: Iterable[tuple[Expr, Tensor]]) -> dict[Ref, list[Place]]:
+    """The places of whole checkpoint tensors, of each in the order of its elements."""
+    found: dict[Ref, list[Place]] = {}
+    for expr, tensor in natives:
+        found |= {ref: found.get(ref, []) for ref in expr.refs()}
+        for place in expr.places(tensor):
+            found[place.ref].append(place)
     for ref, places in found.items():
         places.sort(key=lambda place: place.start)
         ends = [0, *(place.stop for place in places)]
         if [*(place.start for place in places), math.prod(ref.shape)] != ends:
-            raise ValueError(f"{_describe(expr)} holds a part of {ref.name!r}, not each of its elements once")
+            raise ValueError(
+                f"of checkpoint tensor {ref.name!r} some elements have no place in the model, or two"
+            )
     return found
 
 

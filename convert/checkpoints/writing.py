@@ -7,8 +7,9 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,10 @@ from liger_models.convert.checkpoints.reading import INDEX_FILE, SINGLE_FILE, ch
 from liger_models.convert.checkpoints.safetensors_header import (
     build_header,
 )
+from liger_models.convert.checkpoints.shards import write_together
 from liger_models.convert.checkpoints.source_layout import SourceLayout
 from liger_models.convert.checkpoints.tensor_bytes import is_plain_memory, memory_of, pieces_of, stage_for
-from liger_models.convert.checkpoints.weight_map import (
-    Place,
-    Ref,
-    Shape,
-    WeightMap,
-    checkpoint_shapes,
-    places_by_ref,
-)
+from liger_models.convert.checkpoints.weight_map import Expr, Shape, WeightMap, check_whole
 from liger_models.convert.errors import CheckpointError
 
 
@@ -44,6 +39,7 @@ def save_checkpoint(
     source: SourceLayout | None = None,
     max_shard_size: int | str | None = None,
     dtype: torch.dtype | None = None,
+    fixed: Collection[str] = (),
     aux_files: Mapping[str, Path | bytes] | None = None,
 ) -> None:
     """Writes a checkpoint folder, which takes the place of an old one in one step when it is whole.
@@ -52,12 +48,16 @@ def save_checkpoint(
     unless `max_shard_size` is given; parameters that did not change then give the same files, byte for
     byte. What an existing folder holds beside its weights is kept.
 
+    Tensors that are sharded over processes are made whole one at a time, and the first process writes. All
+    of them must call this.
+
     Args:
         config: the content of config.json. If `aux_files` has a config.json that says the same, its bytes
             are used.
         max_shard_size: bytes, or text such as `"5GB"` (10^9) or `"5GiB"` (2^30), of one file. Default: the
             source's division, or 5 GB.
         dtype: of all floating-point tensors. Default: the source's, or the parameters' own.
+        fixed: native names of tensors whose dtype stays, whatever is asked for.
         aux_files: further files, by plain file name: bytes, or a path to copy from (see `find_aux_files`).
 
     Raises:
@@ -66,35 +66,27 @@ def save_checkpoint(
         CheckpointError: the disk is full or cannot be written to. An old checkpoint is then untouched.
     """
     folder = Path(folder)
-    limit = parse_size("5GB" if max_shard_size is None else max_shard_size)
-    tensors = _tensors_to_write(parameters, weight_map, source, dtype)
-    index = None
-    if source is not None and max_shard_size is None:
-        files = {file: [info.name for info in header.tensors] for file, header in source.files.items()}
-        if all(tensors[name].dtype == info.dtype for name, info in source.tensors.items()):
-            index = source.index
-    else:
-        files = _divide(tensors, limit)
-    total = sum(out.nbytes for out in tensors.values())
-    if index is None and len(files) > 1:
-        index = _index(files, tensors, total)
     for name in aux_files or {}:
         if not name or name != os.path.basename(name) or name in (".", ".."):
             raise ValueError(f"aux_files must be named by plain file names, found {name!r}")
-    _check_free_space(folder, total)
-    try:
-        with atomic_folder(folder, replaces=_is_weight_file) as new:
-            for file, names in files.items():
-                _write_file(new / file, {name: tensors[name] for name in names}, source)
-            if index is not None:
-                (new / INDEX_FILE).write_bytes(index)
-            _write_aux(new, config, aux_files or {})
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        raise CheckpointError(
-            f"{folder}: could not write the checkpoint ({error.strerror or error}); it needs {total} bytes"
-            f"{', so make room or choose another disk' if full else ''}. What was there before is untouched."
-        ) from error
+    limit = None if max_shard_size is None else parse_size(max_shard_size)
+    plan = _plan(parameters, weight_map, source, limit, dtype, fixed)
+
+    def write(tensors: Iterator[Tensor]) -> None:
+        _check_free_space(folder, plan.nbytes)
+        try:
+            with atomic_folder(folder, replaces=_is_weight_file) as new:
+                _write_files(new, plan, zip(weight_map.values(), tensors, strict=True))
+                _write_aux(new, config, aux_files or {})
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            raise CheckpointError(
+                f"{folder}: could not write the checkpoint ({error.strerror or error}); it needs "
+                f"{plan.nbytes} bytes{', so make room or choose another disk' if full else ''}. What was "
+                "there before is untouched."
+            ) from error
+
+    write_together([parameters[name].detach() for name in weight_map], write)
 
 
 def find_aux_files(folder: str | Path) -> dict[str, Path | bytes]:
@@ -138,12 +130,9 @@ def parse_size(size: int | str) -> int:
 
 @dataclass(frozen=True)
 class _Output:
-    """One tensor to write: its places in native tensors, in the order of its elements, and the dtype that
-    it is to have.
-    """
+    """A tensor to write: its shape, and the dtype that it is to have."""
 
     shape: Shape
-    places: list[Place]
     dtype: torch.dtype
 
     @property
@@ -155,39 +144,74 @@ class _Output:
         return self.numel * self.dtype.itemsize
 
 
-def _tensors_to_write(
+@dataclass(frozen=True)
+class _Plan:
+    """What is written where: the header of each file, and the tensors behind it by name, in order."""
+
+    headers: Mapping[str, bytes]
+    files: Mapping[str, Mapping[str, _Output]]
+    index: bytes | None
+    carried: Mapping[str, Tensor]
+    tied: Mapping[str, str]
+    nbytes: int
+
+
+def _plan(
+    parameters: Mapping[str, Tensor],
+    weight_map: WeightMap,
+    source: SourceLayout | None,
+    limit: int | None,
+    dtype: torch.dtype | None,
+    fixed: Collection[str],
+) -> _Plan:
+    check_parameters(parameters, weight_map)
+    check_whole(weight_map)
+    outputs = _outputs(parameters, weight_map, source, dtype, fixed)
+    index = None
+    if source is not None and limit is None:
+        names = {file: [info.name for info in header.tensors] for file, header in source.files.items()}
+        if all(outputs[name].dtype == info.dtype for name, info in source.tensors.items()):
+            index = source.index
+    else:
+        names = _divide(outputs, parse_size("5GB") if limit is None else limit)
+    files = {file: {name: outputs[name] for name in within} for file, within in names.items()}
+    nbytes = sum(out.nbytes for out in outputs.values())
+    if index is None and len(files) > 1:
+        index = _index(names, outputs, nbytes)
+    headers = {file: _header(file, within, source) for file, within in files.items()}
+    carried, tied = ({}, {}) if source is None else (source.carried, source.tied)
+    return _Plan(headers, files, index, carried, tied, nbytes)
+
+
+def _outputs(
     parameters: Mapping[str, Tensor],
     weight_map: WeightMap,
     source: SourceLayout | None,
     dtype: torch.dtype | None,
+    fixed: Collection[str],
 ) -> dict[str, _Output]:
-    check_parameters(parameters, weight_map)
-    checkpoint_shapes(weight_map)
-    places: dict[str, list[Place]] = {}
-    for name, expr in weight_map.items():
-        found = places_by_ref(expr, parameters[name].detach())
-        places |= {ref.name: of_ref for ref, of_ref in found.items()}
-    stated: dict[str, torch.dtype] = {}
-    carried: Mapping[str, Tensor] = {}
+    """Every tensor of the checkpoint by name."""
+    outputs = {
+        ref.name: _Output(ref.shape, parameters[native].dtype)
+        for native, expr in weight_map.items()
+        for ref in expr.refs()
+    }
+    keep = {ref.name for native in fixed for ref in weight_map[native].refs()}
     if source is not None:
-        carried = source.carried
-        places |= {name: places[original] for name, original in source.tied.items()}
-        for name, tensor in carried.items():
-            places |= {name: list(Ref(name, tuple(tensor.shape)).places(tensor))}
+        keep |= source.carried.keys()
+        outputs |= {name: outputs[original] for name, original in source.tied.items()}
+        outputs |= {name: _Output(tuple(kept.shape), kept.dtype) for name, kept in source.carried.items()}
         stated = {name: info.dtype for name, info in source.tensors.items()}
-        if places.keys() != stated.keys():
-            differing = sorted(places.keys() ^ stated.keys())
+        if outputs.keys() != stated.keys():
+            differing = sorted(outputs.keys() ^ stated.keys())
             raise ValueError(
                 f"the weight map is not that of the source's layout; they differ in {differing[:10]}"
             )
-    out = {}
-    for name, of_name in places.items():
-        first = of_name[0]
-        target = stated.get(name, first.view.dtype)
-        if dtype is not None and target.is_floating_point and name not in carried:
-            target = dtype
-        out[name] = _Output(first.ref.shape, of_name, target)
-    return out
+        outputs = {name: replace(out, dtype=stated[name]) for name, out in outputs.items()}
+    if dtype is None:
+        return outputs
+    change = {name for name, out in outputs.items() if out.dtype.is_floating_point} - keep
+    return {name: replace(out, dtype=dtype) if name in change else out for name, out in outputs.items()}
 
 
 def _divide(tensors: Mapping[str, _Output], limit: int) -> dict[str, list[str]]:
@@ -217,33 +241,58 @@ def _index(files: Mapping[str, Sequence[str]], tensors: Mapping[str, _Output], t
     return text.encode()
 
 
-def _write_file(path: Path, tensors: Mapping[str, _Output], source: SourceLayout | None) -> None:
+def _header(file: str, tensors: Mapping[str, _Output], source: SourceLayout | None) -> bytes:
     entries = [(name, out.dtype, out.shape) for name, out in tensors.items()]
-    old = source.files.get(path.name) if source is not None else None
+    old = source.files.get(file) if source is not None else None
     if old is not None and entries == [(info.name, info.dtype, info.shape) for info in old.tensors]:
-        header = old.raw
-    else:
-        header = build_header(entries, old.metadata if old is not None else {"format": "pt"})
-    staging = threading.local()
-    with open(path, "wb", buffering=0) as file:
-        _write_all(file.fileno(), memoryview(header))
-        for out in tensors.values():
-            for place in out.places:
-                if place.view.numel() == 0:
-                    continue
-                if is_plain_memory(place.view, out.dtype):
-                    _write_all(file.fileno(), memory_of(place.view))
-                    continue
-                for _, piece in pieces_of(place.view, out.dtype.itemsize):
-                    stage = stage_for(staging, piece, out.dtype)
-                    stage.copy_(piece)
-                    _write_all(file.fileno(), memory_of(stage))
+        return old.raw
+    return build_header(entries, old.metadata if old is not None else {"format": "pt"})
 
 
-def _write_all(fd: int, memory: memoryview) -> None:
+def _write_files(folder: Path, plan: _Plan, natives: Iterable[tuple[Expr, Tensor]]) -> None:
+    """One native tensor after the other, to wherever its parts belong: no two need be in memory at once."""
+    copies: dict[str, list[str]] = {}
+    for name, original in plan.tied.items():
+        copies.setdefault(original, []).append(name)
+    with ExitStack() as stack:
+        targets: dict[str, tuple[int, int, torch.dtype]] = {}
+        for file, tensors in plan.files.items():
+            fd = stack.enter_context(open(folder / file, "wb", buffering=0)).fileno()
+            _write_all(fd, memoryview(plan.headers[file]), 0)
+            offset = len(plan.headers[file])
+            for name, out in tensors.items():
+                targets[name] = (fd, offset, out.dtype)
+                offset += out.nbytes
+            os.truncate(fd, offset)
+        staging = threading.local()
+        for expr, native in natives:
+            for ref, start, _, view in expr.places(native):
+                for name in (ref.name, *copies.get(ref.name, ())):
+                    _write_tensor(*targets[name], start, view, staging)
+        for name, tensor in plan.carried.items():
+            _write_tensor(*targets[name], 0, tensor, staging)
+    if plan.index is not None:
+        (folder / INDEX_FILE).write_bytes(plan.index)
+
+
+def _write_tensor(
+    fd: int, offset: int, dtype: torch.dtype, start: int, view: Tensor, staging: threading.local
+) -> None:
+    """`view` as the elements from `start` of the tensor that begins at `offset`."""
+    offset += start * dtype.itemsize
+    if view.numel() and is_plain_memory(view, dtype):
+        _write_all(fd, memory_of(view), offset)
+    elif view.numel():
+        for first, piece in pieces_of(view, dtype.itemsize):
+            stage = stage_for(staging, piece, dtype)
+            stage.copy_(piece)
+            _write_all(fd, memory_of(stage), offset + first * dtype.itemsize)
+
+
+def _write_all(fd: int, memory: memoryview, offset: int) -> None:
     done = 0
     while done < len(memory):
-        done += os.write(fd, memory[done : done + tensor_bytes.PIECE_BYTES])
+        done += os.pwrite(fd, memory[done : done + tensor_bytes.PIECE_BYTES], offset + done)
 
 
 def _write_aux(new: Path, config: Mapping[str, Any], aux_files: Mapping[str, Path | bytes]) -> None:

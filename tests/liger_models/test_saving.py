@@ -87,19 +87,6 @@ def test_a_model_without_values_is_not_saved(model, tmp_path):
         model.to("meta").save_pretrained(tmp_path / "out")
 
 
-def test_a_sharded_model_is_not_saved_as_if_it_were_whole(model, tmp_path):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
-    try:
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        with pytest.raises(CheckpointError, match="is sharded over processes; gather the weights first"):
-            model.save_pretrained(tmp_path / "out")
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 @pytest.mark.parametrize("device", ["nonsense", "cuda:99"])
 def test_a_device_that_is_not_there_is_refused(device, model):
     with pytest.raises(ConfigError, match=f"device '{device}' cannot be used"):

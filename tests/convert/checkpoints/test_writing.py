@@ -371,15 +371,15 @@ def old(tmp_path):
 @pytest.mark.parametrize("failing_call", [1, 2, 5])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_a_write_that_fails_leaves_the_old_checkpoint(old, monkeypatch, failing_call, code):
-    true_write, calls = os.write, []
+    true_write, calls = os.pwrite, []
 
-    def write(fd, data):
+    def write(fd, data, offset):
         calls.append(fd)
         if len(calls) >= failing_call:
             raise OSError(code, os.strerror(code))
-        return true_write(fd, data)
+        return true_write(fd, data, offset)
 
-    monkeypatch.setattr(os, "write", write)
+    monkeypatch.setattr(os, "pwrite", write)
     message = rf"{old}: could not write the checkpoint \({os.strerror(code)}\)"
     with pytest.raises(CheckpointError, match=message) as error:
         save_checkpoint(old, random_parameters(seed=2), MAP, config=CONFIG)
@@ -388,8 +388,8 @@ def test_a_write_that_fails_leaves_the_old_checkpoint(old, monkeypatch, failing_
 
 
 def test_writes_that_take_less_than_they_are_given_are_continued(tmp_path, monkeypatch):
-    true_write = os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: true_write(fd, data[:5]))
+    true_write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: true_write(fd, data[:5], offset))
     save_checkpoint(tmp_path / "out", random_parameters(), MAP, config=CONFIG)
     again, _ = load(tmp_path / "out")
     assert all(same_bits(again[name], value) for name, value in random_parameters().items())
@@ -435,16 +435,16 @@ def test_a_kill_while_writing_leaves_the_old_checkpoint_and_the_next_save_cleans
     before = files_of(out)
     child = os.fork()
     if child == 0:
-        true_write, calls = os.write, []
+        true_write, calls = os.pwrite, []
 
-        def write(fd, data):
+        def write(fd, data, offset):
             calls.append(fd)
             if len(calls) == kill_at:
-                true_write(fd, data[: len(data) // 2])
+                true_write(fd, data[: len(data) // 2], offset)
                 os.kill(os.getpid(), signal.SIGKILL)
-            return true_write(fd, data)
+            return true_write(fd, data, offset)
 
-        os.write = write
+        os.pwrite = write
         save_checkpoint(out, random_parameters(seed=2), MAP, max_shard_size=200, config=CONFIG)
         os._exit(0)
     _, status = os.waitpid(child, 0)

@@ -1,0 +1,65 @@
+"""Tensors that are divided over processes (DTensor of torch.distributed), at the checkpoint's edge.
+
+Loading, each process reads the part that it holds (`local_part`). Saving, every process takes part in making
+one tensor after the other whole (`whole`), and one of them writes (`write_together`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from liger_models.convert.checkpoints.weight_map import Expr, Rows
+from liger_models.convert.errors import CheckpointError
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    return hasattr(tensor, "full_tensor")  # without torch.distributed there is no class to ask for
+
+
+def local_part(tensor: Tensor, expr: Expr) -> tuple[Tensor, Expr]:
+    """The memory of `tensor` in this process, and the expression of what it holds of the whole."""
+    if not is_sharded(tensor):
+        return tensor, expr
+    sharded: Any = tensor
+    (chunk,) = sharded.__create_chunk_list__()  # the interface of torch.distributed.checkpoint
+    for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+        if size < expr.shape[dim]:
+            expr = Rows(expr, start, start + size, dim)
+    return sharded.to_local(), expr
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of a tensor. Every process that holds a part must ask for it."""
+    sharded: Any = tensor
+    return sharded.full_tensor() if is_sharded(tensor) else tensor
+
+
+def write_together(tensors: Iterable[Tensor], write: Callable[[Iterator[Tensor]], None]) -> None:
+    """Hand the tensors, each of them whole, to `write` in turn: in the first process, if some are sharded.
+
+    All processes come back together, and all fail if that one did.
+    """
+    tensors = list(tensors)
+    one_by_one = (whole(tensor) for tensor in tensors)
+    if not any(map(is_sharded, tensors)):
+        write(one_by_one)
+        return
+    import torch.distributed as dist
+
+    error: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            write(one_by_one)
+        except Exception as caught:
+            error = caught
+    for _ in one_by_one:  # what is left of them: the others wait for this process's part
+        pass
+    outcome: list[str | None] = [None if error is None else str(error)]
+    dist.broadcast_object_list(outcome, src=0)
+    if error is not None:
+        raise error
+    if outcome[0] is not None:
+        raise CheckpointError(f"the process that writes failed: {outcome[0]}")

@@ -1,0 +1,79 @@
+"""One rank of test_sharding.py: loads checkpoints into sharded models, trains a step, and saves them.
+
+Run as `python sharded_rank.py FOLDER`, with RANK and WORLD_SIZE set; reads FOLDER/NAME/source for each name
+and writes FOLDER/NAME/loaded and FOLDER/NAME/trained, and FOLDER/bytes{rank}.json.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import liger_models
+from liger_models.convert.errors import CheckpointError
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=(folder / "meeting").as_uri(), rank=rank, world_size=ranks)
+    mesh = init_device_mesh("cpu", (ranks,))
+
+    def shard(model):
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+    counts = {}
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    for name in names:
+        projections = "split" if name.endswith("split") else "fused"
+        count = Count()
+        with count:
+            model = liger_models.from_hub(folder / name / "source", projections=projections, shard=shard)
+        held = {p: p.to_local().numel() * p.itemsize for p in model.parameters()}
+        held |= {b: b.numel() * b.itemsize for b in model.buffers()}
+        counts[name] = {"read": count.nbytes, "held": sum(held.values())}
+        model.save_pretrained(folder / name / "loaded")
+        train_a_step(model)
+        model.save_pretrained(folder / name / "trained", max_shard_size="20KB")
+    (folder / f"bytes{rank}.json").write_text(json.dumps(counts))
+    try:
+        model.save_pretrained(folder / "meeting")  # a file: only the first rank sees that
+    except CheckpointError as error:
+        (folder / f"error{rank}").write_text(str(error))
+    del model
+    dist.destroy_process_group()
+
+
+def train_a_step(model) -> None:
+    """The same batch on every rank: the mean of equal gradients is each of them, to the bit."""
+    ids = torch.arange(14).view(2, 7)
+    model(ids, labels=ids).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+class Count:
+    """Counts the bytes that are read from checkpoints."""
+
+    def __enter__(self):
+        self.nbytes, self.true = 0, os.preadv
+        os.preadv = self
+        return self
+
+    def __call__(self, fd, buffers, offset):
+        count = self.true(fd, buffers, offset)
+        self.nbytes += count
+        return count
+
+    def __exit__(self, *exc):
+        os.preadv = self.true
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

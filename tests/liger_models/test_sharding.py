@@ -1,0 +1,82 @@
+"""A model that is sharded over two processes loads, trains and saves as one in one process does."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import liger_models
+from liger_models.architectures import find_architecture, list_architectures
+
+RANK = Path(__file__).with_name("sharded_rank.py")
+train_a_step = runpy.run_path(str(RANK))["train_a_step"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Every family's tiny model, loaded, trained and saved by two ranks; and what one process makes of it."""
+    folder = tmp_path_factory.mktemp("sharded")
+    for family in list_architectures():
+        for form in ("fused", "split"):
+            torch.manual_seed(0)
+            config = dict(find_architecture(family).tiny)
+            model = liger_models.from_config({**config, "vocab_size": 133})  # uneven shards
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.normal_(0, 0.3)
+            model.save_pretrained(folder / f"{family}-{form}" / "source", max_shard_size="50KB")
+            model = liger_models.from_hub(folder / f"{family}-{form}" / "source", projections=form)
+            train_a_step(model)
+            model.save_pretrained(folder / f"{family}-{form}" / "expected", max_shard_size="20KB")
+    environment = {**os.environ, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(RANK), str(folder)],
+            env={**environment, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        complaints = [rank.communicate(timeout=300)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], complaints
+    return folder
+
+
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+@pytest.mark.parametrize("form", ["fused", "split"])
+@pytest.mark.parametrize("family", list_architectures())
+def test_two_ranks_read_their_rows_and_save_the_bytes_of_the_whole_model(family, form, folder):
+    name = f"{family}-{form}"
+    counts = [json.loads((folder / f"bytes{rank}.json").read_text())[name] for rank in range(2)]
+    total = sum(
+        path.stat().st_size for path in (folder / name / "source").iterdir() if path.suffix == ".safetensors"
+    )
+    for count in counts:
+        assert count["read"] == count["held"]
+        assert 0.4 * total < count["read"] < 0.6 * total  # each about half, headers and buffers left aside
+    assert files_of(folder / name / "loaded") == files_of(folder / name / "source")
+    assert files_of(folder / name / "trained") == files_of(folder / name / "expected")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+def test_all_ranks_are_told_that_the_first_could_not_write(folder):
+    for rank in range(2):
+        assert f"{folder / 'meeting'}" in (folder / f"error{rank}").read_text()
