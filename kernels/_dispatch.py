@@ -172,16 +172,36 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def once_differentiable(backward):
-    """torch's decorator of that name, without the microsecond that its no_grad takes where no gradient of
-    the gradient is asked for.
+    """A backward pass that raises RuntimeError where it is itself to be differentiated.
+
+    torch's decorator of that name raises only if a gradient that comes in requires one. That of a loss does
+    not, and what goes out would be a constant without a word.
     """
-    refusing = torch.autograd.function.once_differentiable(backward)
 
     @functools.wraps(backward)
     def run(ctx, *gradients):
-        return (refusing if torch.is_grad_enabled() else backward)(ctx, *gradients)
+        _refuse_create_graph(*gradients)
+        return backward(ctx, *gradients)
 
     return run
+
+
+def as_once_differentiable(*results: Tensor) -> Any:
+    """Results of a plain twin, which from now on refuse what those of a kernel refuse."""
+    if not torch.compiler.is_compiling():
+        for result in results:
+            if result.grad_fn is not None:
+                result.grad_fn.register_prehook(_refuse_create_graph)
+    return results[0] if len(results) == 1 else results
+
+
+def _refuse_create_graph(*_) -> None:
+    # A backward pass runs with gradients enabled if and only if a graph of it is made.
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "the operations of liger_models are differentiable once, and create_graph=True asks for the "
+            "gradient of a gradient: leave it away (retain_graph=True keeps the graph for another backward)"
+        )
 
 
 def graph_is_kept() -> bool:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from liger_models.convert.checkpoints.weight_map import Cat, Expr, Ref, Stack
 from liger_models.kernels import moe_experts, route
+from liger_models.kernels._dispatch import once_differentiable
 from liger_models.layers.activation_memory import ActivationMemory, recompute
 from liger_models.layers.mlp import make_mlp
 from liger_models.layers.sequences import Sequences

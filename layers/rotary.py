@@ -156,19 +156,40 @@ def liger_rotary_pos_emb(
 
     Args:
         q, k: [batch, heads, seq, head_dim], or [batch, seq, heads, head_dim] with `unsqueeze_dim=2`.
-        cos, sin: [batch or 1, seq, R], R <= head_dim, the same R / 2 angles twice over; float32 advised.
+        cos, sin: [batch or 1, seq, R], the same R / 2 angles twice over; float32 advised. R is head_dim, or
+            less where only the first R elements of a head turn.
         position_ids: accepted because callers pass it; the tables already belong to the positions.
 
     Returns:
         q and k turned, in the layout in which they came.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes that do not fit, or tables narrower than a head whose halves differ, such as those
+            that hold each angle once. On a GPU the latter end the program by a device-side assertion.
     """
-    half = cos.shape[-1] // 2
+    width, head_dim = cos.shape[-1], q.shape[-1]
+    if width % 2 or not 0 < width <= head_dim or sin.shape != cos.shape:
+        found = f"cos is {tuple(cos.shape)} and sin {tuple(sin.shape)}"
+        raise ValueError(f"{found}; expected both [..., R], R even and at most the head size, {head_dim}")
+    if width < head_dim:
+        _check_partial(cos, sin, head_dim)
+    half = width // 2
     # Tables without a batch repeat for every sequence; expanded over the batch they would be copied.
     cos, sin = ((table.squeeze(0) if table.dim() > 2 else table)[..., :half] for table in (cos, sin))
     if unsqueeze_dim == 2:
         return rotary(q, k, cos, sin)
     turned_q, turned_k = rotary(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
     return turned_q.transpose(1, 2), turned_k.transpose(1, 2)
+
+
+def _check_partial(cos: Tensor, sin: Tensor, head_dim: int) -> None:
+    """Tables of a head that turns in part hold every angle twice, as those of a whole head do."""
+    message = (
+        f"the halves of cos or sin {tuple(cos.shape)} differ; for heads of {head_dim}, of which R elements "
+        "turn, expected tables [..., R] that hold R / 2 angles twice over: torch.cat([angles, angles], -1)"
+    )
+    alike = torch.stack([(a == b).all() for a, b in (cos.chunk(2, -1), sin.chunk(2, -1))]).all()
+    if alike.device.type != "cpu" or torch.compiler.is_compiling():
+        torch._assert_async(alike, message)
+    elif not alike:
+        raise ValueError(message)

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.kernels._dispatch import (
+    as_once_differentiable,
     as_rows,
     at_least_float32,
     ceil_div,
@@ -91,7 +92,7 @@ def clamped_swiglu(
 
 def relu2(x: Tensor) -> Tensor:
     """max(x, 0)^2 of x [...], any floating dtype; the result has x's shape and dtype and is contiguous."""
-    return _ReLU2.apply(x) if use_triton(x) else relu2_plain(x)
+    return _ReLU2.apply(x) if use_triton(x) else as_once_differentiable(relu2_plain(x))
 
 
 def relu2_plain(x: Tensor) -> Tensor:
@@ -115,7 +116,7 @@ def _gated(gate_up: Tensor, up: Tensor | None, activation: Activation, reuse_inp
         found = f"gate is {tuple(gate_up.shape)} {gate_up.dtype}, up is {tuple(up.shape)} {up.dtype}"
         raise ValueError(f"{found}; expected the same shape and dtype")
     if not use_triton(gate_up, up):
-        return gated_plain(gate_up, up, activation)
+        return as_once_differentiable(gated_plain(gate_up, up, activation))
     if up is None:
         return _Packed.apply(gate_up, activation, reuse_input)
     return _Separate.apply(gate_up, up, activation)

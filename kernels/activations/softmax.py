@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels._dispatch import (
+    as_once_differentiable,
     as_rows,
     at_least_float32,
     ceil_div,
@@ -36,8 +37,10 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
     torch. Another dimension than the last costs a copy. Raises TypeError for integers, IndexError for a
     dimension that x does not have.
     """
+    if x.dim() == 0:
+        raise IndexError("x has no dimensions; expected at least one, to take a softmax over")
     if not use_triton(x):
-        return softmax_plain(x, dim)
+        return as_once_differentiable(softmax_plain(x, dim))
     if dim in (-1, x.dim() - 1):
         return _Softmax.apply(x)
     return _Softmax.apply(x.movedim(dim, -1)).movedim(-1, dim)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels._dispatch import (
+    as_once_differentiable,
     at_least_float32,
     ceil_div,
     contiguous_like,
@@ -95,7 +96,7 @@ def attention(
     if window is not None and window >= len(q):
         window = None
     if not use_triton(q, k, v, sinks, bounds):
-        return attention_plain(q, k, v, scale, bounds, window, softcap, sinks)
+        return as_once_differentiable(attention_plain(q, k, v, scale, bounds, window, softcap, sinks))
     q, k, v = (_with_small_strides(x) for x in (q, k, v))
     sinks, bounds = (None if x is None else x.contiguous() for x in (sinks, bounds))
     return _Attention.apply(q, k, v, sinks, bounds, scale, window, softcap)

@@ -28,7 +28,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_models.kernels._dispatch import as_rows, at_least_float32, once_differentiable, triton, use_triton
+from liger_models.kernels._dispatch import (
+    as_once_differentiable,
+    as_rows,
+    at_least_float32,
+    once_differentiable,
+    triton,
+    use_triton,
+)
 from liger_models.kernels.activations.gated import (
     Activation,
     ClampedSwiGLU,
@@ -87,7 +94,9 @@ def moe_experts(
         return _dense(*operands, activation)
     if use_triton(x, weights, experts, gate_up, down, gate_up_bias, down_bias):
         return _Experts.apply(*operands, activation)
-    return moe_experts_plain(x, weights, experts, gate_up, down, activation, gate_up_bias, down_bias)
+    return as_once_differentiable(
+        moe_experts_plain(x, weights, experts, gate_up, down, activation, gate_up_bias, down_bias)
+    )
 
 
 def moe_experts_plain(

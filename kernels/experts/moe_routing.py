@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels._dispatch import (
+    as_once_differentiable,
     as_rows,
     at_least_float32,
     ceil_div,
@@ -85,7 +86,7 @@ def route(
         of_chosen = softmax_after_top_k or (score == "softmax" and renormalize and plainly)
         score, renormalize = ("softmax_of_chosen", False) if of_chosen else (score, renormalize)
         return _Route.apply(as_rows(logits), correction_bias, top_k, score, renormalize, scale, groups)
-    return route_plain(
+    plain = route_plain(
         logits,
         top_k,
         score=score,
@@ -97,6 +98,7 @@ def route(
         group_score=group_score,
         scale=scale,
     )
+    return as_once_differentiable(*plain)
 
 
 def route_plain(

@@ -253,7 +253,11 @@ def reduced_forward(
     # float16 would lose gradients divided by the count of tokens: there the divisor waits for the backward
     # pass, where it meets the loss scale that is meant to keep gradients in range.
     late = dtype == torch.float16
-    grad_scale = torch.ones_like(inverse) if late else inverse
+    grad_scale, late_scale = inverse, None
+    if late:
+        # One over no tokens does not wait: it would make nan of gradients that are zero.
+        infinite = inverse.isinf()
+        grad_scale, late_scale = inverse.where(infinite, 1.0), inverse.masked_fill(infinite, 1.0)
     grad_scale = grad_scale.reshape(1) if token_weights is None else grad_scale * token_weights
     losses, *others, dx, dw, db = chunked(grad_scale, not late)
     assert losses is not None
@@ -262,7 +266,7 @@ def reduced_forward(
         None if operand is None or not want else operand.dtype
         for operand, want in zip(operands, wanted, strict=True)
     ]
-    ctx.inverse = inverse if late else None
+    ctx.late_scale = late_scale
     ctx.set_materialize_grads(False)
     return (losses if token_weights is None else losses * token_weights).sum() * inverse, others
 
@@ -279,7 +283,7 @@ def release_gradients(ctx: Any, upstream: Tensor | None) -> tuple[Tensor | None,
             "the gradients of this loss were used up by an earlier backward; call that one with "
             "retain_graph=True to go through the graph again"
         )
-    grads, factor = ctx.grads, upstream if ctx.inverse is None else upstream * ctx.inverse
+    grads, factor = ctx.grads, upstream if ctx.late_scale is None else upstream * ctx.late_scale
     keep = graph_is_kept()
     if not keep:
         ctx.grads = None  # a gradient that nobody else holds moves into .grad without a copy

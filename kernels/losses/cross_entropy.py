@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels._dispatch import (
+    as_once_differentiable,
     as_rows,
     at_least_float32,
     contiguous_like,
@@ -118,7 +119,7 @@ def cross_entropy(
         losses, lse, predicted = cross_entropy_plain(
             rows, row_labels, weight, options, extras.need_predictions
         )
-        loss = reduced(losses)
+        loss = reduced(as_once_differentiable(losses, lse)[0])
     return add_extras(loss, extras, lse, predicted, labels, weight, options, reduction, reduced)
 
 

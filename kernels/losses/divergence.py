@@ -27,7 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_models.kernels._dispatch import as_rows, contiguous_like, once_differentiable, use_triton
+from liger_models.kernels._dispatch import (
+    as_once_differentiable,
+    as_rows,
+    contiguous_like,
+    once_differentiable,
+    use_triton,
+)
 from liger_models.kernels.losses._divergence_kernels import DivergenceOptions, launch_backward, launch_forward
 from liger_models.kernels.losses._logit_tiles import cap_logits, check_softcap, check_temperature
 from liger_models.kernels.losses._reductions import check_label_dtype, check_reduction, mean_divisor
@@ -210,7 +216,7 @@ def _divergence(student_logits, teacher_logits, labels, options, reduction, num_
     if use_triton(student, teacher, labels):
         losses = _Divergence.apply(student, teacher, labels, options)
     else:
-        losses = divergence_plain(student, teacher, labels, options)
+        losses = as_once_differentiable(divergence_plain(student, teacher, labels, options))
     if reduction == "none":
         return losses.view(shape)
     total = losses.sum()

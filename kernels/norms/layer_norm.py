@@ -10,7 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_models.kernels._dispatch import at_least_float32, once_differentiable, use_triton
+from liger_models.kernels._dispatch import (
+    as_once_differentiable,
+    at_least_float32,
+    once_differentiable,
+    use_triton,
+)
 from liger_models.kernels.norms._norm_kernels import norm_backward, norm_forward
 
 
@@ -35,7 +40,7 @@ def layer_norm(
     _check(x, weight, bias, offset)
     if use_triton(x, weight, bias):
         return _LayerNorm.apply(x, weight, bias, eps, offset)
-    return layer_norm_plain(x, weight, bias, eps, offset)
+    return as_once_differentiable(layer_norm_plain(x, weight, bias, eps, offset))
 
 
 def layer_norm_plain(

@@ -10,7 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_models.kernels._dispatch import at_least_float32, once_differentiable, use_triton
+from liger_models.kernels._dispatch import (
+    as_once_differentiable,
+    at_least_float32,
+    once_differentiable,
+    use_triton,
+)
 from liger_models.kernels.norms._norm_kernels import norm_backward, norm_forward
 
 
@@ -37,7 +42,7 @@ def rms_norm(
     _check(x, weight, offset, cast)
     if use_triton(x, weight):
         return _RMSNorm.apply(x, weight, eps, offset, cast == "llama")
-    return rms_norm_plain(x, weight, eps, offset, cast)
+    return as_once_differentiable(rms_norm_plain(x, weight, eps, offset, cast))
 
 
 def rms_norm_plain(
@@ -80,7 +85,7 @@ def add_rms_norm(
         raise ValueError(f"x is {tuple(x.shape)}, residual {tuple(residual.shape)}; expected one shape")
     if use_triton(x, residual, weight):
         return _AddRMSNorm.apply(x, residual, weight, eps, offset, cast == "llama")
-    return add_rms_norm_plain(x, residual, weight, eps, offset, cast)
+    return as_once_differentiable(*add_rms_norm_plain(x, residual, weight, eps, offset, cast))
 
 
 def add_rms_norm_plain(

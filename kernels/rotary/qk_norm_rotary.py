@@ -26,6 +26,7 @@ from torch import Tensor
 
 from liger_models.kernels._dispatch import (
     as_heads,
+    as_once_differentiable,
     as_rows,
     ceil_div,
     early_start,
@@ -90,7 +91,7 @@ def split_norm_rotary_qkv(
         return _SplitNormRotaryQKV.apply(
             qkv, q_weight, k_weight, cos, sin, heads, eps, offset, cast == "llama", flags
         )
-    return split_norm_rotary_qkv_plain(
+    plain = split_norm_rotary_qkv_plain(
         qkv,
         q_weight,
         k_weight,
@@ -104,6 +105,7 @@ def split_norm_rotary_qkv(
         norm_first=norm_first,
         interleaved=interleaved,
     )
+    return as_once_differentiable(*plain)
 
 
 def split_norm_rotary_qkv_plain(

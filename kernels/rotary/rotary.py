@@ -24,6 +24,7 @@ from torch import Tensor
 
 from liger_models.kernels._dispatch import (
     as_heads,
+    as_once_differentiable,
     at_least_float32,
     ceil_div,
     contiguous_like,
@@ -69,7 +70,9 @@ def split_rotary_qkv(
     check_tables(cos, sin, qkv.shape[:1], head_dim)
     if use_triton(qkv, cos, sin):
         return _SplitRotaryQKV.apply(qkv, cos, sin, num_heads, num_kv_heads, head_dim, interleaved, inplace)
-    return split_rotary_qkv_plain(qkv, cos, sin, num_heads, num_kv_heads, head_dim, interleaved)
+    return as_once_differentiable(
+        *split_rotary_qkv_plain(qkv, cos, sin, num_heads, num_kv_heads, head_dim, interleaved)
+    )
 
 
 def split_rotary_qkv_plain(
@@ -111,7 +114,7 @@ def rotary(
     check_tables(cos, sin, q_shape[:-2], q_shape[-1])
     if use_triton(q, k, cos, sin):
         return _Rotary.apply(q, k, cos, sin, interleaved)
-    return rotary_plain(q, k, cos, sin, interleaved)
+    return as_once_differentiable(*rotary_plain(q, k, cos, sin, interleaved))
 
 
 def rotary_plain(

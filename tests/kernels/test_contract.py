@@ -15,6 +15,7 @@ from kernel_operations import (
     outputs_of,
     run_with_gradients,
 )
+from torch.utils.checkpoint import checkpoint
 
 every_operation = pytest.mark.parametrize("op", EVERYTHING.values(), ids=EVERYTHING)
 
@@ -162,12 +163,30 @@ def test_operands_shared_between_uses_add_up_their_gradients(op, interpreted, as
 
 
 @every_operation
-def test_a_second_derivative_is_refused_and_not_wrong(op, interpreted):
+@pytest.mark.parametrize("function", [torch.sum, torch.linalg.vector_norm])  # linear or not in the outputs
+def test_a_graph_of_the_gradient_is_refused_at_once(op, function, implementation):
     inputs = make_inputs(op, 3, 6)
-    outputs = outputs_of(op.run, inputs)
-    (grad, *_) = torch.autograd.grad([o.square().sum() for o in outputs], inputs[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+    needed = [x for x in inputs if x.requires_grad]
+    for nth, output in enumerate(outputs_of(op.run, inputs)):
+        if output.requires_grad:
+            loss = function(outputs_of(op.run, inputs)[nth])
+            with pytest.raises(RuntimeError, match="create_graph=True"):
+                torch.autograd.grad(loss, needed, create_graph=True, allow_unused=True)
+
+
+@every_operation
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_it_may_run_again_under_checkpointing(op, reentrant, implementation):
+    inputs = make_inputs(op, 3, 6)
+    outputs, grads, upstream = run_with_gradients(op.run, inputs)
+
+    def run(*inputs):
+        return checkpoint(lambda *x: outputs_of(op.run, x), *inputs, use_reentrant=reentrant)
+
+    again = outputs_of(run, inputs)
+    torch.autograd.backward(again, upstream, retain_graph=not reentrant)
+    grads_again = [x.grad for x in inputs if x.requires_grad]
+    assert_same(op, (*outputs, *grads), (*again, *grads_again))
 
 
 @every_operation

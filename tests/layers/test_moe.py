@@ -294,6 +294,13 @@ def test_a_float32_router_computes_in_float32_and_keeps_no_copies(autocast, rand
         assert torch.equal(a, b.bfloat16())
 
 
+def test_a_float32_router_refuses_a_graph_of_its_gradient(randomised, moe_spec):
+    router = randomised(MixtureOfExperts(HIDDEN, moe_spec)).router
+    x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        torch.autograd.grad(router(x)[0].sum(), x, create_graph=True)
+
+
 def test_a_router_in_the_models_dtype_does_not(randomised):
     layer = randomised(MixtureOfExperts(HIDDEN, MoESpec(EXPERTS, TOP_K, INNER))).bfloat16()
     x = torch.randn(TOKENS, HIDDEN).bfloat16()

@@ -181,6 +181,29 @@ def test_rotary_turns_pairs_of_halves(heads_dim, batch_of_tables):
         torch.testing.assert_close(turned, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_rotary_of_a_part_of_each_head_leaves_the_rest():
+    q, k = torch.randn(2, 4, 7, 8), torch.randn(2, 2, 7, 8)
+    angles = torch.randn(1, 7, 2)
+    tables = [torch.cat([table, table], dim=-1) for table in (angles.cos(), angles.sin())]
+    for turned, x in zip(liger_rotary_pos_emb(q, k, *tables), (q, k), strict=True):
+        (expected, _), rest = liger_rotary_pos_emb(x[..., :4], k[..., :4], *tables), x[..., 4:]
+        assert torch.equal(turned, torch.cat([expected, rest], -1))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_rotary_refuses_tables_of_another_width(compiled):
+    run = liger_rotary_pos_emb
+    if compiled:
+        run = torch.compile(run, fullgraph=True, backend="eager")
+    q, k, angles = torch.randn(2, 4, 7, 8), torch.randn(2, 2, 7, 8), torch.randn(1, 7, 4)
+    with pytest.raises((ValueError, RuntimeError), match="halves"):  # each angle once
+        run(q, k, angles.cos(), angles.sin())
+    for width in (0, 7, 10):
+        table = torch.randn(1, 7, width)
+        with pytest.raises((ValueError, RuntimeError), match="R even and at most the head size, 8"):
+            run(q, k, table, table)
+
+
 def labels_with_gaps(*shape: int):
     labels = torch.randint(0, VOCAB, shape)
     labels.view(-1)[::3] = -100

@@ -54,3 +54,9 @@ def test_a_vocabularys_width():
     for a, b, true in zip(ours, eager, truth, strict=True):
         error, eager_error = ((t.double() - true).norm() for t in (a, b))
         assert error <= 1.01 * eager_error
+
+
+def test_a_number_without_dimensions_has_no_softmax(implementation):
+    for dim in (0, -1):
+        with pytest.raises(IndexError, match="no dimensions"):
+            softmax(torch.tensor(1.0), dim)

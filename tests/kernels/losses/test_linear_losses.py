@@ -33,6 +33,8 @@ OF_LABELS = {
     "cosine": distilled(linear_cosine_distillation),
 }
 every_loss = pytest.mark.parametrize("loss", OF_LABELS.values(), ids=OF_LABELS)
+MEANS = {name: loss for name, loss in OF_LABELS.items() if name != "log_probs"}
+every_mean = pytest.mark.parametrize("loss", MEANS.values(), ids=MEANS)
 
 
 @every_loss
@@ -52,11 +54,23 @@ def test_a_gpu_names_a_label_outside_the_vocabulary_too(loss):
 
 
 @every_loss
-def test_with_all_labels_ignored_every_gradient_is_zero(loss, implementation):
-    x, weight = torch.randn(3, 6, requires_grad=True), torch.randn(VOCAB, 6, requires_grad=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_with_all_labels_ignored_every_gradient_is_zero(loss, dtype, implementation):
+    x = torch.randn(3, 6).to(dtype).requires_grad_()
+    weight = torch.randn(VOCAB, 6).to(dtype).requires_grad_()
     loss(x, weight, torch.full((3,), -100)).sum().backward()
     assert not x.grad.any()
     assert not weight.grad.any()
+
+
+@every_mean
+def test_a_divisor_of_zero_is_no_less_visible_in_float16(loss, implementation):
+    def gradient(dtype):
+        x, weight = torch.randn(3, 6).to(dtype).requires_grad_(), torch.randn(VOCAB, 6).to(dtype)
+        return torch.autograd.grad(loss(x, weight, torch.tensor([3, -100, 5]), num_items=0), x)[0]
+
+    for dtype in (torch.float16, torch.float32):
+        assert not gradient(dtype)[0].isfinite().any()
 
 
 def test_an_upstream_gradient_reaches_every_block_of_the_gradients(interpreted, monkeypatch):
