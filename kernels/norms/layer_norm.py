@@ -83,7 +83,7 @@ def add_layer_norm(
         raise ValueError(f"x is {tuple(x.shape)}, residual {tuple(residual.shape)}; expected one shape")
     if use_triton(x, residual, weight, bias):
         return _AddLayerNorm.apply(x, residual, weight, bias, eps, offset)
-    return add_layer_norm_plain(x, residual, weight, bias, eps, offset)
+    return as_once_differentiable(*add_layer_norm_plain(x, residual, weight, bias, eps, offset))
 
 
 def add_layer_norm_plain(
