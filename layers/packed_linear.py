@@ -10,6 +10,7 @@ the same memory, for tools that look for layers by name; `fuse_projections` turn
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -78,9 +79,9 @@ def split_projections(model: nn.Module) -> None:
     """
     for owner, name, packed in list(_children(model, PackedLinear)):
         _check_plain([packed], PackedLinear, "split", "split before sharding and before adding adapters")
-        weights = _cut(packed.weight, packed.parts.values())
-        biases = _cut(packed.bias, packed.parts.values())
-        linears = [_linear(nn.Linear, *pair) for pair in zip(weights, biases, strict=True)]
+        weights = _cut(packed.weight, packed.parts)
+        biases = [None] * len(weights) if packed.bias is None else _cut(packed.bias, packed.parts)
+        linears = [_filled(nn.Linear, *pair) for pair in zip(weights, biases, strict=True)]
         made = dict(zip(packed.parts, linears, strict=True))
         _replace(owner, name, {**made, name: SplitProjections(owner, packed.parts)})
 
@@ -96,8 +97,8 @@ def fuse_projections(model: nn.Module) -> None:
         linears = [getattr(owner, part) for part in split.parts]
         _check_plain(linears, nn.Linear, "fused", "merge or unload adapters first")
         weight = _join([linear.weight for linear in linears])
-        bias = _join([linear.bias for linear in linears])
-        packed = _linear(PackedLinear, weight, bias)
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        packed = _filled(PackedLinear, weight, _join(biases) if biases else None)
         packed._name_parts(split.parts)
         for part in split.parts:
             del owner._modules[part]
@@ -136,14 +137,18 @@ class _Part(nn.Module):
         return f"{self._name}: packed with others; call model.split_projections() to have it as a layer"
 
 
-def _children(model: nn.Module, kind: type) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+Kind = TypeVar("Kind", bound=nn.Module)
+Linear = TypeVar("Linear", bound=nn.Linear)
+
+
+def _children(model: nn.Module, kind: type[Kind]) -> Iterator[tuple[nn.Module, str, Kind]]:
     for owner in model.modules():
         for name, child in owner.named_children():
             if isinstance(child, kind):
                 yield owner, name, child
 
 
-def _linear(kind: type, weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
+def _filled(kind: type[Linear], weight: nn.Parameter, bias: nn.Parameter | None) -> Linear:
     """A linear layer of these parameters: its constructor would make others, and random numbers for them."""
     linear = kind.__new__(kind)
     nn.Module.__init__(linear)
@@ -153,11 +158,9 @@ def _linear(kind: type, weight: nn.Parameter, bias: nn.Parameter | None) -> nn.L
     return linear
 
 
-def _cut(packed: nn.Parameter | None, rows: Sequence[int]) -> list[nn.Parameter | None]:
+def _cut(packed: Tensor, rows: Mapping[str, int]) -> list[nn.Parameter]:
     """Parameters over the rows of a packed one, and over those of its gradient."""
-    sizes = list(rows)
-    if packed is None:
-        return [None] * len(sizes)
+    sizes = list(rows.values())
     parts = [nn.Parameter(part, packed.requires_grad) for part in packed.detach().split(sizes)]
     if packed.grad is not None:
         for part, grad in zip(parts, packed.grad.split(sizes), strict=True):
@@ -165,19 +168,15 @@ def _cut(packed: nn.Parameter | None, rows: Sequence[int]) -> list[nn.Parameter 
     return parts
 
 
-def _join(parts: Sequence[nn.Parameter | None]) -> nn.Parameter | None:
+def _join(parts: Sequence[nn.Parameter]) -> nn.Parameter:
     """One parameter over these, which lie below one another, or a copy of them."""
-    if all(part is None for part in parts):
-        return None
     if len({(part.dtype, part.device, part.requires_grad) for part in parts}) > 1:
         raise ValueError(
             "projections that differ in dtype, device or requires_grad cannot be fused; make them equal first"
         )
     packed = nn.Parameter(_below([part.detach() for part in parts]), parts[0].requires_grad)
-    grads = [part.grad for part in parts]
-    if any(grad is not None for grad in grads):
-        pairs = zip(parts, grads, strict=True)
-        packed.grad = _below([torch.zeros_like(part) if grad is None else grad for part, grad in pairs])
+    if any(part.grad is not None for part in parts):
+        packed.grad = _below([torch.zeros_like(part) if part.grad is None else part.grad for part in parts])
     return packed
 
 

@@ -1,7 +1,7 @@
 """Which of a family's known layouts a checkpoint has, and what an export must know of it."""
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -42,7 +42,7 @@ class SourceLayout:
 
 def match_layout(
     reader: CheckpointReader,
-    layouts: Mapping[Hashable, WeightMap],
+    layouts: Mapping[Any, WeightMap],
     *,
     carried: Sequence[str] = (),
     tied_duplicates: Mapping[str, str] | None = None,

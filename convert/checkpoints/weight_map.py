@@ -285,7 +285,7 @@ class Rows(Expr):
         first = tensor.storage_offset() - self.start * tensor.stride(self.dim)
         for place, number in zip(self.part.places(whole), self.part.places(numbers), strict=True):
             rows = number.view
-            for box in _boxes(rows.shape, rows.stride(), rows.storage_offset(), self.start, self.stop):
+            for box in _boxes(rows.shape, rows.stride(), int(rows.storage_offset()), self.start, self.stop):
                 view = place.view[box]
                 begin = place.start + _element(rows.shape, box)
                 view = tensor.as_strided(view.shape, view.stride(), first + view.storage_offset())
