@@ -41,6 +41,13 @@ def inspect(name: str) -> dict[str, Any]:
     model = liger_models.from_config(config, device="meta", dtype="bfloat16" if preset else "auto")
     if folder is not None:
         dtypes = _checked_dtypes(folder, model)
+    elif dtypes:
+        from liger_models.convert.checkpoints.weight_map import checkpoint_shapes
+
+        for layout in model.architecture.layouts:
+            if checkpoint_shapes(model.weight_map(layout)).keys() <= dtypes.keys():
+                model.layout = layout
+                break
     parameters = _parameters(model, dtypes)
     return {
         "name": name,

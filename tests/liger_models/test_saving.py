@@ -1,13 +1,18 @@
 """Which models can be saved, in which dtype, and where they can be."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 import liger_models
-from liger_models.architectures import find_architecture
+from liger_models.architectures import Architecture, find_architecture, registry
+from liger_models.convert.checkpoints.layout import Layout
+from liger_models.convert.checkpoints.weight_map import checkpoint_shapes
 from liger_models.convert.errors import CheckpointError, ConfigError
+from liger_models.layers.spec import MoESpec
 
 
 @pytest.fixture
@@ -55,6 +60,67 @@ def test_fresh_split_projections_have_the_weights_of_fused_ones(model):
     assert all(torch.equal(a, b) for a, b in zip(split.parameters(), model.parameters(), strict=True))
     with pytest.raises(ConfigError, match="projections must be 'fused' or 'split', found 'separate'"):
         liger_models.from_config(model.config.to_dict(), projections="separate")
+
+
+GATE = ((".router.correction_bias", ".gate.e_score_correction_bias"), (".router.", ".gate."))
+LAYOUTS = (
+    Layout(rename=GATE),
+    Layout(rename=GATE, whole=("*.experts.*",)),
+    Layout(
+        whole=("*.experts.*",),
+        permuted=(
+            ("*.experts.gate_up_proj", "e h (i 2) -> e (2 i) h"),
+            ("*.experts.down_proj", "e i h -> e h i"),
+        ),
+    ),
+)
+
+
+@pytest.fixture
+def experts_model(monkeypatch):
+    """A family of three layouts, with experts and a saved buffer."""
+
+    def build(c):
+        block = llama(c).blocks[0]
+        moe = MoESpec(4, 2, 24, score="sigmoid", correction_bias=True)
+        return replace(llama(c), blocks=(replace(block, mlp=moe), block))
+
+    llama = find_architecture("llama").build
+    tiny = {**find_architecture("llama").tiny, "model_type": "of_experts"}
+    family = Architecture("of_experts", build, "LlamaForCausalLM", tiny, layouts=LAYOUTS)
+    monkeypatch.setitem(registry._ARCHITECTURES, "of_experts", family)
+    torch.manual_seed(0)
+    model = liger_models.from_config(tiny, dtype="bfloat16")
+    model.layers[0].mlp.router.correction_bias.normal_()
+    return model
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["one by one", "stacked", "inputs first, alternating"])
+def test_a_checkpoint_goes_out_in_the_layout_in_which_it_came(layout, experts_model, tmp_path):
+    experts_model.layout = layout
+    experts_model.save_pretrained(tmp_path / "in")
+    found = load_file(tmp_path / "in" / "model.safetensors")
+    assert found.keys() == checkpoint_shapes(experts_model.weight_map(layout)).keys()
+    again = liger_models.from_hub(tmp_path / "in")
+    assert again.layout == layout
+    tensors = experts_model.saved_tensors()
+    for name, tensor in again.saved_tensors().items():
+        assert torch.equal(tensor, tensors[name]), name
+    again.save_pretrained(tmp_path / "out")
+    files = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in ("in", "out")]
+    assert files[0] == files[1]
+
+
+def test_a_buffer_is_saved_and_loaded_and_keeps_its_dtype(experts_model, tmp_path):
+    bias = experts_model.layers[0].mlp.router.correction_bias
+    experts_model.save_pretrained(tmp_path / "out", dtype="float16")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    stored = found.pop("model.layers.0.mlp.gate.e_score_correction_bias")
+    assert torch.equal(stored, bias)
+    assert {tensor.dtype for tensor in found.values()} == {torch.float16}
+    again = liger_models.from_hub(tmp_path / "out")  # the bias in float32 does not choose the dtype
+    assert again.dtype == torch.float16
+    assert torch.equal(again.layers[0].mlp.router.correction_bias, bias)
 
 
 class Adapter(nn.Module):
