@@ -46,5 +46,5 @@ class KVCache:
         """
         room = self.layers[layer]
         for tensor, values in zip(room, new, strict=True):
-            tensor[self.rows, self.slots] = values
+            tensor[self.rows, self.slots] = values.to(tensor.dtype)
         return tuple(tensor[:, : self.longest] for tensor in room)

@@ -178,7 +178,9 @@ class CausalLM(ModelParameters):
         generation.
         """
         weight = self.embed_tokens.weight
-        room = (batch, max_length, weight.device, weight.dtype)
+        kind = weight.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        room = (batch, max_length, weight.device, dtype)
         return KVCache([layer.self_attn.new_cache(*room) for layer in self.layers], batch, weight.device)
 
     # -- activation memory

@@ -40,7 +40,7 @@ def rotary_tables(spec: RopeSpec, position_ids: Tensor, longest: int | None = No
     Returns:
         cos, sin: [T, dim / 2] float32, scaled by the type's attention factor.
     """
-    length = _effective_length(spec, longest) if spec.depends_on_length else 0
+    length = effective_length(spec, longest) if spec.depends_on_length else 0
     if torch.compiler.is_compiling():
         inv_freq = _inverse_frequencies(spec, length).to(position_ids.device)
     else:
@@ -57,8 +57,10 @@ def _cached_inverse_frequencies(spec: RopeSpec, length: int, device: torch.devic
         return _inverse_frequencies(spec, length).to(device)
 
 
-def _effective_length(spec: RopeSpec, longest: int | None) -> int:
-    """The length that decides the frequencies; the same number for all lengths that share them."""
+def effective_length(spec: RopeSpec, longest: int | None) -> int:
+    """The length that decides the frequencies of a type that depends on it; the same number for all lengths
+    that share them.
+    """
     if longest is None:
         raise ValueError(f"rope type {spec.type!r} needs the longest position")
     if spec.type == "longrope":

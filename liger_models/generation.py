@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.errors import DataError
+from liger_models.layers.cache import KVCache
 from liger_models.layers.model import CausalLM
+from liger_models.layers.rotary import effective_length
 from liger_models.layers.sequences import Sequences
 
 
@@ -58,12 +60,20 @@ def generate(
     if seed is not None:
         generator = torch.Generator(device=input_ids.device).manual_seed(seed)
 
-    sequences, lengths = _prompts(model, input_ids, attention_mask)
-    cache = model.new_cache(input_ids.shape[0], sequences.max_seqlen + max_new_tokens)
-    new_ids = input_ids
-    done = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+    _check_prompts(model, input_ids)
+    batch, seq = input_ids.shape
+    cache: KVCache | None = None
+    done = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
     tokens = [input_ids]
     for _ in range(max_new_tokens):
+        if cache is None or _tables(model, cache.longest) != _tables(model, cache.longest + 1):
+            # The prompts; or a length at which all keys are turned otherwise, those in the cache too.
+            new_ids = torch.cat(tokens, dim=1)
+            sequences, lengths = _documents(new_ids, attention_mask)
+            cache = model.new_cache(batch, seq + max_new_tokens)
+        else:
+            new_ids, lengths = tokens[-1], torch.ones_like(lengths)
+            sequences = Sequences.from_call((batch, 1), input_ids.device)
         sequences.cache = cache
         sequences.position_ids = cache.reserve(lengths, sequences.max_seqlen)
         sequences.longest_position = cache.longest
@@ -78,23 +88,31 @@ def generate(
             done = done | torch.isin(chosen, end_ids)
             if bool(done.all()):
                 break
-        new_ids = chosen[:, None]
-        lengths = torch.ones_like(lengths)
-        sequences = Sequences.from_call((len(chosen), 1), chosen.device)
     return torch.cat(tokens, dim=1)
 
 
-def _prompts(model: CausalLM, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Sequences, Tensor]:
-    """The prompts as packed documents, and their lengths [batch]."""
+def _tables(model: CausalLM, longest: int) -> tuple[int, ...]:
+    """What decides by which rotary tables a batch is turned whose longest sequence has this length."""
+    return tuple(effective_length(rope, longest) for rope in model.spec.ropes if rope.depends_on_length)
+
+
+def _check_prompts(model: CausalLM, input_ids: Tensor) -> None:
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         raise DataError(
             f"prompts must have the shape [batch, seq] and hold a token, found {tuple(input_ids.shape)}"
         )
     model.check_ids(input_ids)
-    batch, seq = input_ids.shape
-    sequences = Sequences.from_call((batch, seq), input_ids.device, attention_mask)
+
+
+def _documents(ids: Tensor, attention_mask: Tensor | None) -> tuple[Sequences, Tensor]:
+    """The prompts, and what was added to them, as packed documents; and their lengths [batch]."""
+    batch, length = ids.shape
+    if attention_mask is not None and attention_mask.dim() == 2:  # else it is refused
+        added = attention_mask.new_ones(batch, length - attention_mask.shape[1])
+        attention_mask = torch.cat([attention_mask, added], dim=1)
+    sequences = Sequences.from_call((batch, length), ids.device, attention_mask)
     if sequences.cu_seqlens is None:
-        return sequences, torch.full((batch,), seq, dtype=torch.long, device=input_ids.device)
+        return sequences, torch.full((batch,), length, dtype=torch.long, device=ids.device)
     lengths = sequences.cu_seqlens.diff().long()
     if bool((lengths == 0).any()):
         raise DataError("a prompt of the batch is empty: its attention_mask is 0 everywhere")

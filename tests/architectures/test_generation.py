@@ -29,6 +29,42 @@ def test_greedy_text_is_the_reference_text(tied, family, make_pair):
     assert torch.equal(generate(pair.ours, ids, NEW), reference_text(pair, ids, pad_token_id=0))
 
 
+LONGROPE = {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 16}
+FACTORS = {"short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [2.0 + i for i in range(8)]}
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize(
+    ("rope", "positions"), [(LONGROPE | FACTORS, 64), ({"rope_type": "dynamic", "factor": 3.0}, 16)]
+)
+def test_where_tables_depend_on_the_length_the_cache_changes_nothing(rope, positions, side, make_pair):
+    """The text crosses the length at which all keys, the old ones too, are turned otherwise."""
+    settings = {"rope_theta": 500.0, **rope}
+    pair = make_pair("llama", {"rope_parameters": settings, "max_position_embeddings": positions})
+    ids = prompts(pair, rows=2)
+    mask = torch.ones_like(ids)
+    if side != "none":
+        mask[1] = torch.arange(9) >= 4 if side == "left" else torch.arange(9) < 5
+    found = generate(pair.ours, ids, 14, attention_mask=mask)
+    for _ in range(14):
+        positions = mask.cumsum(1) - 1  # in the sequence, without its padding
+        logits = pair.ours(ids, attention_mask=mask, position_ids=positions).logits
+        last = (mask * torch.arange(mask.shape[1])).argmax(1)
+        ids = torch.cat([ids, logits[torch.arange(2), last].argmax(-1, keepdim=True)], dim=1)
+        mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
+    assert torch.equal(found, ids)
+
+
+def test_greedy_text_under_autocast_is_likely_under_autocast(pair):
+    """The keys come in bfloat16, the weights are in float32."""
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        ids = generate(pair.ours, prompts(pair), NEW)
+        logits = pair.ours(ids).logits[:, 8:-1].float()
+    chosen = logits.gather(-1, ids[:, 9:, None])[..., 0]
+    # Logits are of the order of 3, and pass some ten roundings of 2^-9 on either way.
+    assert (logits.amax(-1) - chosen).max() < 3 * 20 * 2**-9
+
+
 def test_greedy_text_of_padded_prompts_is_the_reference_text(pair):
     ids = prompts(pair)
     mask = (torch.arange(9) >= torch.tensor([[0], [3], [8]])).long()
