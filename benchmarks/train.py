@@ -60,7 +60,7 @@ MODELS = {
     "llama-3.2-1b": _shape(2048, 16, 32, 8, 8192, tie_word_embeddings=True),
     "tiny": _shape(256, 2, 4, 2, 512, vocab_size=1024),
 }
-PROVIDERS = ("ours", "transformers", "transformers+liger")
+PROVIDERS = ("ours", "ours+compile", "transformers", "transformers+liger")
 CONFIGURATIONS = (
     "ours:lean:2",
     "transformers+liger:none:2",
@@ -206,14 +206,14 @@ def _train(job: dict[str, Any]) -> dict[str, Any]:
 
 def _build(job: dict[str, Any], device: torch.device) -> torch.nn.Module:
     config = dict(MODELS[job["model"]])
-    if job["provider"] == "ours":
+    if job["provider"].startswith("ours"):
         import liger_models
 
         levels = _levels(job["memory"], config["num_hidden_layers"])
         model = liger_models.from_config(
             config, dtype=torch.bfloat16, device=device, activation_memory=levels
         )
-        return model.train()
+        return torch.compile(model) if job["provider"] == "ours+compile" else model
 
     import transformers
 

@@ -18,6 +18,7 @@ from liger_models.layers.attention_backends import BACKENDS, AttentionBackend
 from liger_models.layers.blocks import BLOCKS, add_and_norm
 from liger_models.layers.cache import KVCache
 from liger_models.layers.call_checks import CallChecks, batch_shape, refuse_unknown, targets_of
+from liger_models.layers.eager import not_compiled
 from liger_models.layers.embedding import TokenEmbedding
 from liger_models.layers.head import LMHead, LogitForm, loss_of_head
 from liger_models.layers.model_output import CausalLMOutput
@@ -67,6 +68,7 @@ class CausalLM(ModelParameters):
         self.note_canonical_forms()
         self.set_activation_memory(activation_memory)
 
+    @not_compiled
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -131,6 +133,7 @@ class CausalLM(ModelParameters):
             output["logits"] = self._logits(hidden, sequences, logits_to_keep)
         return CausalLMOutput(**output)
 
+    @not_compiled
     def hidden_states(
         self, sequences: Sequences, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None
     ) -> Tensor:
@@ -148,7 +151,7 @@ class CausalLM(ModelParameters):
         if self.spec.input_scale != 1.0:
             inputs_embeds = inputs_embeds * self.spec.input_scale
 
-        lean = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        lean = torch.is_grad_enabled()
         x, residual = inputs_embeds, None
         for layer in self.layers:
             if layer.activation_memory == "checkpoint" and torch.is_grad_enabled():

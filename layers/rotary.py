@@ -41,10 +41,7 @@ def rotary_tables(spec: RopeSpec, position_ids: Tensor, longest: int | None = No
         cos, sin: [T, dim / 2] float32, scaled by the type's attention factor.
     """
     length = effective_length(spec, longest) if spec.depends_on_length else 0
-    if torch.compiler.is_compiling():
-        inv_freq = _inverse_frequencies(spec, length).to(position_ids.device)
-    else:
-        inv_freq = _cached_inverse_frequencies(spec, length, position_ids.device)
+    inv_freq = _cached_inverse_frequencies(spec, length, position_ids.device)
     angles = position_ids[:, None].float() * inv_freq  # [T, dim / 2]
     factor = _attention_factor(spec)
     return (angles.cos(), angles.sin()) if factor == 1.0 else (angles.cos() * factor, angles.sin() * factor)

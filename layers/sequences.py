@@ -40,7 +40,7 @@ class Sequences:
         self,
         shape: tuple[int, int],
         position_ids: Tensor,  # [T]
-        longest_position: int | None,
+        longest_position: int,
         max_seqlen: int,
         cu_seqlens: Tensor | None = None,
         kept: Tensor | None = None,
@@ -91,7 +91,7 @@ class Sequences:
         if position_ids is None:
             positions = torch.arange(seq, device=device).repeat(batch)
             return cls(shape, positions, seq, seq)
-        if attention_mask is None and not torch.compiler.is_compiling():
+        if attention_mask is None:
             row_starts = torch.arange(0, total, seq, device=device)
             jumps = position_ids[1:] != position_ids[:-1] + 1
             starts = torch.cat([torch.ones(1, dtype=torch.bool, device=device), jumps])
@@ -100,8 +100,7 @@ class Sequences:
             if boundaries.numel() > batch:
                 bounds = torch.cat([boundaries, boundaries.new_tensor([total])])
                 return cls._packed(shape, device, bounds, position_ids)
-        longest = None if torch.compiler.is_compiling() else int(position_ids.max()) + 1
-        return cls(shape, position_ids, longest, seq)
+        return cls(shape, position_ids, int(position_ids.max()) + 1, seq)
 
     @classmethod
     def _packed(
@@ -177,16 +176,13 @@ class Sequences:
         """
         for rope in ropes:
             limit = rope.position_limit
-            if limit is not None and self.longest_position is not None and self.longest_position > limit:
+            if limit is not None and self.longest_position > limit:
                 raise DataError(
                     f"position {self.longest_position - 1} is beyond the rotary tables: the config's "
                     f"max_position_embeddings is {limit}. Shorten the sequences, or load the model with a "
                     "longer context in its config (max_position_embeddings, with a rope_scaling that fits)."
                 )
-            longest = self.longest_position
-            if longest is None and rope.depends_on_length:
-                longest = int(self.position_ids.max()) + 1
-            self.rotary[rope] = rotary_tables(rope, self.position_ids, longest)
+            self.rotary[rope] = rotary_tables(rope, self.position_ids, self.longest_position)
 
     def pack(self, tensor: Tensor) -> Tensor:
         """[batch, seq, ...] -> the T tokens, [T, ...]."""
