@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Container, Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass, replace
 from itertools import pairwise
@@ -115,9 +115,9 @@ def with_value(spec: Any, path: Path, value: Any) -> Any:
     return replace(spec, **{first: with_value(getattr(spec, first), tuple(rest), value)})
 
 
-def unnoticed_fields(pair: Pair, wanted: Container[str] | None = None) -> dict[str, str]:
-    """What the comparison does not notice, as "path: value -> other", with its "Class.field". Of all fields,
-    or of those that are `wanted`.
+def unnoticed_fields(pair: Pair, wanted: Set[str] | None = None) -> dict[str, str]:
+    """What the comparison does not notice, as "path: value -> other", with its "Class.field". Of all fields
+    in all layers, or of those that are `wanted`, each in the first layer that has it.
     """
     missed = {}
     elsewhere: dict[str, list[Any]] = {}  # the values of a field in all layers
@@ -126,6 +126,7 @@ def unnoticed_fields(pair: Pair, wanted: Container[str] | None = None) -> dict[s
     for path, field, value, hint in spec_fields(pair.ours.spec):
         if field in NOT_SEEN or (wanted is not None and field not in wanted):
             continue
+        wanted = wanted if wanted is None else wanted - {field}
         others = other_values(value, hint)
         others += [other for other in elsewhere[field] if other != value and other not in others][:1]
         for other in others:
