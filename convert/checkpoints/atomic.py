@@ -13,6 +13,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
@@ -70,17 +71,36 @@ def atomic_folder(
         shutil.rmtree(new, ignore_errors=True)
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Errors of the system in the block name the file: those of a write, on a full disk say, do not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def _hidden(target: Path, kind: str) -> Path:
     return target.with_name(f".{target.name}.{kind}-{secrets.token_hex(6)}")
 
 
+def _is_hidden(path: Path) -> bool:
+    """Whether `_hidden` could have made this folder, and not somebody with a likeness for such names."""
+    made = re.fullmatch(r"\..*\.(tmp|old)-[0-9a-f]{12}", path.name, re.DOTALL) is not None
+    return made and path.is_dir() and not path.is_symlink()
+
+
 def _clear_stale(target: Path) -> None:
     """Removes what a killed process left beside the target."""
-    moved_away = sorted(target.parent.glob(f".{_escape(target.name)}.old-*"))
+    moved_away = [p for p in sorted(target.parent.glob(f".{_escape(target.name)}.old-*")) if _is_hidden(p)]
     if moved_away and not target.exists():
         os.rename(moved_away.pop(), target)
     for folder in [*moved_away, *target.parent.glob(f".{_escape(target.name)}.tmp-*")]:
-        handle = os.open(folder, os.O_RDONLY)
+        if not _is_hidden(folder):
+            continue
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -97,17 +117,17 @@ def _escape(name: str) -> str:
 def _keep_entries(old: Path, new: Path, replaces: Callable[[str], bool]) -> None:
     for entry in os.scandir(old):
         if not replaces(entry.name) and not os.path.lexists(new / entry.name):
-            _link_tree(Path(entry.path), new / entry.name)
+            link_tree(Path(entry.path), new / entry.name)
 
 
-def _link_tree(source: Path, dest: Path) -> None:
+def link_tree(source: Path, dest: Path) -> None:
     """Puts `source` at `dest` too, without moving a byte: both names mean one file, also to whoever has
     it open."""
     if source.is_dir() and not source.is_symlink():
         dest.mkdir()
         shutil.copymode(source, dest)
         for entry in os.scandir(source):
-            _link_tree(Path(entry.path), dest / entry.name)
+            link_tree(Path(entry.path), dest / entry.name)
         return
     try:
         os.link(source, dest, follow_symlinks=False)

@@ -10,12 +10,13 @@ import errno
 import json
 import os
 import tempfile
+import warnings
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from liger_models.convert.checkpoints.safetensors_header import DTYPES
-from liger_models.convert.errors import CheckpointError, HubError
+from liger_models.convert.errors import CheckpointError, HubError, LigerModelsError, abbreviate
 
 ALLOW_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 # Subfolders hold other formats of the same weights, and so do the files of this name.
@@ -44,7 +45,7 @@ def resolve(
         CheckpointError: the folder has no config.json, or the repository no safetensors weights.
         HubError: the repository or revision does not exist, is gated or private, or could not be downloaded.
     """
-    folder = Path(name_or_path).expanduser()
+    folder = local_path(name_or_path)
     if folder.exists() or isinstance(name_or_path, Path) or _looks_like_a_path(name_or_path):
         if not (folder / "config.json").is_file():
             state = "has no config.json" if folder.is_dir() else "is not a folder"
@@ -79,6 +80,40 @@ def resolve(
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{repo_id}: the repository has no config.json; expected a language model")
     return folder
+
+
+def local_path(name: str | Path, error: type[LigerModelsError] = CheckpointError) -> Path:
+    """A path with `~` expanded, of which the system can at least be asked whether it exists.
+
+    Raises:
+        CheckpointError, or the `error` asked for: there is no such user, or no path is so long.
+    """
+    try:
+        path = Path(name).expanduser()
+        os.path.lexists(path) or path.stat()
+    except FileNotFoundError:
+        pass
+    except (OSError, RuntimeError, ValueError) as problem:
+        reason = getattr(problem, "strerror", None) or problem
+        raise error(f"{abbreviate(str(name))} is no path that can be used: {reason}") from problem
+    return path
+
+
+def belongs_to(file: Path, folder: Path) -> bool:
+    """Whether a file of a checkpoint folder is its own, and may be copied into an export.
+
+    A link may lead elsewhere in the folder, or to the blobs of the cache of which the folder is a snapshot
+    (`<repository>/snapshots/<commit>`, `<repository>/blobs`). Any other could be a link to a private file,
+    which an export must not publish: that is said in a warning.
+    """
+    real, home = file.resolve(), folder.resolve()
+    repository = home.parent.parent
+    if real.is_relative_to(home) or (
+        home.parent.name == "snapshots" and real.is_relative_to(repository / "blobs")
+    ):
+        return True
+    warnings.warn(f"{file} is a link out of its folder, to {real}: exports go without it", stacklevel=2)
+    return False
 
 
 def read_headers(
@@ -194,7 +229,8 @@ def _explained(error: Exception, action: str, repo_id: str, revision: str | None
     elif status is not None:
         reason = f"the hub answered HTTP {status} ({error}); try again later"
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        reason = "the disk of the cache is full: make room, or choose another with cache_dir="
+        where = f" ({error.filename})" if error.filename else ""
+        reason = f"the disk of the cache is full{where}: make room, or choose another with cache_dir="
     else:
         reason = f"{type(error).__name__}: {error}; try again: what was already downloaded is kept"
     return HubError(f"cannot {action} {what}: {reason}")

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.checkpoints import tensor_bytes
-from liger_models.convert.checkpoints.atomic import atomic_folder
+from liger_models.convert.checkpoints.atomic import atomic_folder, naming
+from liger_models.convert.checkpoints.hub import belongs_to
 from liger_models.convert.checkpoints.reading import INDEX_FILE, SINGLE_FILE, check_parameters
 from liger_models.convert.checkpoints.safetensors_header import (
     build_header,
@@ -81,8 +83,9 @@ def save_checkpoint(
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             raise CheckpointError(
-                f"{folder}: could not write the checkpoint ({error.strerror or error}); it needs "
-                f"{plan.nbytes} bytes{', so make room or choose another disk' if full else ''}. What was "
+                f"{folder}: could not write {os.path.basename(error.filename or 'the checkpoint')} "
+                f"({error.strerror or error}); the checkpoint needs {plan.nbytes} bytes"
+                f"{', so make room or choose another disk' if full else ''}. What was "
                 "there before is untouched."
             ) from error
 
@@ -95,7 +98,9 @@ def find_aux_files(folder: str | Path) -> dict[str, Path | bytes]:
     return {
         path.name: path
         for path in sorted(Path(folder).iterdir())
-        if path.is_file() and any(fnmatchcase(path.name, pattern) for pattern in _AUX_PATTERNS)
+        if path.is_file()
+        and any(fnmatchcase(path.name, pattern) for pattern in _AUX_PATTERNS)
+        and belongs_to(path, Path(folder))
     }
 
 
@@ -255,15 +260,16 @@ def _write_files(folder: Path, plan: _Plan, natives: Iterable[tuple[Expr, Tensor
     for name, original in plan.tied.items():
         copies.setdefault(original, []).append(name)
     with ExitStack() as stack:
-        targets: dict[str, tuple[int, int, torch.dtype]] = {}
+        targets: dict[str, tuple[FileIO, int, torch.dtype]] = {}
         for file, tensors in plan.files.items():
-            fd = stack.enter_context(open(folder / file, "wb", buffering=0)).fileno()
-            _write_all(fd, memoryview(plan.headers[file]), 0)
+            opened = stack.enter_context(FileIO(folder / file, "w"))
+            _write_all(opened, memoryview(plan.headers[file]), 0)
             offset = len(plan.headers[file])
             for name, out in tensors.items():
-                targets[name] = (fd, offset, out.dtype)
+                targets[name] = (opened, offset, out.dtype)
                 offset += out.nbytes
-            os.truncate(fd, offset)
+            with naming(folder / file):
+                opened.truncate(offset)
         staging = threading.local()
         for expr, native in natives:
             for ref, start, _, view in expr.places(native):
@@ -272,38 +278,46 @@ def _write_files(folder: Path, plan: _Plan, natives: Iterable[tuple[Expr, Tensor
         for name, tensor in plan.carried.items():
             _write_tensor(*targets[name], 0, tensor, staging)
     if plan.index is not None:
-        (folder / INDEX_FILE).write_bytes(plan.index)
+        _write_bytes(folder / INDEX_FILE, plan.index)
 
 
 def _write_tensor(
-    fd: int, offset: int, dtype: torch.dtype, start: int, view: Tensor, staging: threading.local
+    file: FileIO, offset: int, dtype: torch.dtype, start: int, view: Tensor, staging: threading.local
 ) -> None:
     """`view` as the elements from `start` of the tensor that begins at `offset`."""
     offset += start * dtype.itemsize
     if view.numel() and is_plain_memory(view, dtype):
-        _write_all(fd, memory_of(view), offset)
+        _write_all(file, memory_of(view), offset)
     elif view.numel():
         for first, piece in pieces_of(view, dtype.itemsize):
             stage = stage_for(staging, piece, dtype)
             stage.copy_(piece)
-            _write_all(fd, memory_of(stage), offset + first * dtype.itemsize)
+            _write_all(file, memory_of(stage), offset + first * dtype.itemsize)
 
 
-def _write_all(fd: int, memory: memoryview, offset: int) -> None:
+def _write_all(file: FileIO, memory: memoryview, offset: int) -> None:
     done = 0
-    while done < len(memory):
-        done += os.pwrite(fd, memory[done : done + tensor_bytes.PIECE_BYTES], offset + done)
+    with naming(Path(file.name)):
+        while done < len(memory):
+            piece = memory[done : done + tensor_bytes.PIECE_BYTES]
+            done += os.pwrite(file.fileno(), piece, offset + done)
 
 
 def _write_aux(new: Path, config: Mapping[str, Any], aux_files: Mapping[str, Path | bytes]) -> None:
     for name, content in aux_files.items():
         if isinstance(content, bytes):
-            (new / name).write_bytes(content)
+            _write_bytes(new / name, content)
         else:
-            shutil.copyfile(content, new / name)
+            with naming(new / name):
+                shutil.copyfile(content, new / name)
     path = new / "config.json"
     if not path.exists() or json.loads(path.read_bytes()) != dict(config):
-        path.write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n")
+        _write_bytes(path, (json.dumps(dict(config), indent=2, sort_keys=True) + "\n").encode())
+
+
+def _write_bytes(path: Path, content: bytes) -> None:
+    with naming(path):
+        path.write_bytes(content)
 
 
 def _is_weight_file(name: str) -> bool:

@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_models.convert.errors import DataError
+from liger_models.convert.checkpoints.hub import local_path
+from liger_models.convert.errors import DataError, abbreviate
 from liger_models.training.tokenizer import TextTokenizer
 
 IGNORE = -100
@@ -221,7 +222,7 @@ def load_documents(
     for path in files:
         texts: list[Record] = []
         records = 0
-        for record in _read(Path(path), counts):
+        for record in _read(local_path(path, DataError), counts):
             records += 1
             if record.form == "text":
                 texts.append(record)
@@ -345,7 +346,8 @@ def describe(counts: Counter[str]) -> str:
 
 def _read(path: Path, counts: Counter[str]) -> Iterator[Record]:
     if not path.is_file():
-        what = "is a folder; name its files" if path.is_dir() else "does not exist"
+        what = "is no file" if path.exists() else "does not exist"
+        what = "is a folder; name its files" if path.is_dir() else what
         raise DataError(f"data file {path} {what}")
     if path.suffix in TEXT_SUFFIXES:
         try:
@@ -409,6 +411,16 @@ def _check_messages(where: str, messages: Any) -> list[dict[str, Any]]:
         raise DataError(f"{where}: 'messages' must be a list of objects with 'role' and 'content'")
     if any("content" not in m and "tool_calls" not in m for m in messages):
         raise DataError(f"{where}: a message has neither 'content' nor 'tool_calls'")
+    for number, message in enumerate(messages):
+        role, content = message["role"], message.get("content")
+        if not isinstance(role, str):
+            raise DataError(f"{where}: the role of message {number} is {abbreviate(role)}, expected a name")
+        # Templates would write the word "None", and a model would learn to say it.
+        if not isinstance(content, (str, list)) and not (content is None and message.get("tool_calls")):
+            raise DataError(
+                f"{where}: the content of message {number} ({role}) is {abbreviate(content)}; expected text, "
+                "or tool_calls beside it"
+            )
     if not any(m["role"] == "assistant" for m in messages):
         raise DataError(f"{where}: no message has the role 'assistant', so there is nothing to train on")
     return messages

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.causal_lm import LigerCausalLM
+from liger_models.convert.checkpoints.hub import local_path
 from liger_models.convert.errors import ConfigError, DataError, TrainingError
 from liger_models.presets import PRESETS, preset
 from liger_models.training import state as states
@@ -35,8 +36,9 @@ from liger_models.training.data import (
     load_documents,
     split,
 )
-from liger_models.training.metrics import METRICS, Metrics, peak_memory, plot_losses, read_metrics
+from liger_models.training.metrics import Metrics, peak_memory, plot_losses, read_metrics
 from liger_models.training.optimizer import build_adamw, learning_rate
+from liger_models.training.run_folder import MANIFEST, abandon_after, check_output, locked
 from liger_models.training.signals import Signals
 from liger_models.training.state import Progress
 from liger_models.training.tokenizer import TextTokenizer
@@ -67,7 +69,10 @@ def train(config: TrainConfig) -> TrainResult:
     when the loss or the gradient stops being finite, with the last good state saved; TrainingInterrupted
     after SIGINT or SIGTERM, with the state saved.
     """
-    with World(config.device) as world:
+    output = local_path(config.output, ConfigError)
+    # The first rank writes for all.
+    lock = locked(output) if World.is_main() else contextlib.nullcontext()
+    with lock, World(config.device) as world:
         run = Run(config, world)
         try:
             return run.train()
@@ -80,9 +85,8 @@ class Run:
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         self.config, self.world = config, world
-        self.output = Path(config.output)
-        checkpoint = self._find_checkpoint()
-        resumed = states.read_state(checkpoint) if checkpoint else None
+        self.output = local_path(config.output, ConfigError)
+        checkpoint, resumed = self._find_checkpoint()
         self.tokenizer = TextTokenizer(self._tokenizer_folder(checkpoint))
         torch.manual_seed(config.seed)  # fresh weights are the same in every rank
         self.model = self._load_model(checkpoint)
@@ -107,7 +111,12 @@ class Run:
             self.stream.count_rows(config.epochs or 0) / self.rows_per_step
         )
         self.wrapped = world.wrap(self.model)
+        world.barrier()  # every rank has found the checkpoint where it was
         if world.main:
+            for left in abandon_after(self.output, checkpoint) if checkpoint else ():
+                world.say(
+                    f"what came after {checkpoint} is set aside as {left}; remove it if it is of no use"
+                )
             self.output.mkdir(parents=True, exist_ok=True)
             self.metrics = Metrics(self.output, resumed_step=self.progress.step if checkpoint else None)
         self._announce(checkpoint)
@@ -203,7 +212,13 @@ class Run:
         self.model.train()
         return world.sum(total).item()
 
-    def save(self) -> None:
+    def save(self, *, keep: int | None = None) -> None:
+        """Save the state, and drop all but the newest `keep` checkpoints (default: as the settings say)."""
+        if not self._weights_are_finite():
+            raise TrainingError(
+                f"step {self.progress.step}: the weights are no longer finite and are not saved; "
+                f"{self._retry()}"
+            )
         if self.world.main:
             saved = states.save_state(
                 self.output,
@@ -213,7 +228,7 @@ class Run:
                 config=self.config.to_dict(),
                 data=self.data,
                 tokenizer=self.tokenizer.folder,
-                keep=self.config.keep,
+                keep=self.config.keep if keep is None else keep,
             )
             # The checkpoint that the run came from may go as newer ones come: take from here what travels
             # along.
@@ -221,6 +236,16 @@ class Run:
             if self.model.source_folder:
                 self.model.source_folder = saved
         self.world.barrier()
+
+    def _weights_are_finite(self) -> bool:
+        """Weights that overflowed are no state to go on from, and must not push out one that is."""
+        largest = torch._foreach_norm([*self.parameters], math.inf)
+        return bool(torch.stack([value.float() for value in largest]).isfinite().all())
+
+    def _retry(self) -> str:
+        last = states.newest_checkpoint(self.output)
+        begin = f"resume from {last}" if last else "begin anew"
+        return f"{begin} with a lower --lr, a longer --warmup or a smaller --clip"
 
     def _due(self, every: int) -> bool:
         return self.progress.step == self.total or bool(every and self.progress.step % every == 0)
@@ -250,30 +275,42 @@ class Run:
 
     def _not_finite(self, loss: float, norm: float) -> TrainingError:
         self.optimizer.zero_grad()
-        self.save()
         step = self.progress.step
+        if not self._weights_are_finite():
+            return TrainingError(
+                f"step {step + 1}: the loss is {loss}, the gradient's norm {norm}, and weights that the step "
+                f"before made are not finite either: they are not saved; {self._retry()}"
+            )
+        # This state may be the one that goes wrong again: the earlier ones stay, however few are to be kept.
+        self.save(keep=0)
         return TrainingError(
             f"step {step + 1}: the loss is {loss} and the gradient's norm {norm}, which must be finite. The "
             f"state before this step is saved in {self.output / f'checkpoint-{step}'}; resume from an "
             "earlier checkpoint with a lower --lr, a longer --warmup or a smaller --clip"
         )
 
-    def _find_checkpoint(self) -> Path | None:
+    def _find_checkpoint(self) -> tuple[Path, dict[str, Any]] | tuple[None, None]:
+        """The checkpoint to go on from and its state, after a look at what stands in the way of a run."""
         config = self.config
-        if config.resume == "auto":
-            return states.newest_checkpoint(self.output)
-        if config.resume:
-            return Path(config.resume)
-        if any(read_metrics(self.output / METRICS)):
-            raise ConfigError(
-                f"{self.output} already holds a run; go on with --resume, or choose another --output"
-            )
-        return None
+        if config.resume and config.resume != "auto":
+            checkpoint = local_path(config.resume)
+            found: Any = checkpoint, states.read_state(checkpoint)
+        elif config.resume:
+            found = states.find_whole_checkpoint(self.output, self.world.say)
+            if not found[0] and (self.output / "final" / MANIFEST).is_file():
+                raise ConfigError(
+                    f"{self.output} holds a finished run without a checkpoint to go on from; to train its "
+                    f"model further, start from {self.output / 'final'} in another --output"
+                )
+        else:
+            found = None, None
+        check_output(self.output, new=not config.resume)
+        return found
 
     def _tokenizer_folder(self, checkpoint: Path | None) -> Path:
         config = self.config
         if config.tokenizer:
-            return Path(config.tokenizer)
+            return local_path(config.tokenizer)
         if _is_preset(config.model):
             raise ConfigError(
                 f"the preset {config.model} has no tokenizer of its own; name one with --tokenizer FOLDER"

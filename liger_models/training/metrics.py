@@ -7,6 +7,7 @@ GPU, or of the process on a CPU) and, on steps that evaluated, eval_loss. Step 0
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from liger_models.convert.errors import TrainingError
 
 METRICS = "metrics.jsonl"
 COLUMNS = ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "memory", "eval_loss")
@@ -38,18 +41,31 @@ class Metrics:
 
     def write(self, record: dict[str, Any]) -> None:
         for path, line in ((self.jsonl, json.dumps(record) + "\n"), (self.csv, _csv_line(record))):
-            with path.open("a", encoding="utf-8") as file:
+            with _naming(path), path.open("a", encoding="utf-8") as file:
                 file.write(line)
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a metrics.jsonl; a last line that a kill cut short is not one."""
     if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_bytes().splitlines():
             try:
-                yield json.loads(line)
-            except ValueError:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
                 return
+            if not isinstance(record, dict) or type(record.get("step")) is not int:
+                return
+            yield record
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TrainingError(
+            f"{path}: cannot be written ({error.strerror or error}); make room and go on with --resume"
+        ) from error
 
 
 def _csv_line(record: dict[str, Any]) -> str:
@@ -60,8 +76,9 @@ def _csv_line(record: dict[str, Any]) -> str:
 
 def _replace(path: Path, text: str) -> None:
     beside = path.with_name(f".{path.name}.new")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+    with _naming(path):
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
 
 
 def peak_memory(device: torch.device) -> int:

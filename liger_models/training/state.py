@@ -2,19 +2,24 @@
 
     output/checkpoint-N/                    a Hugging Face checkpoint, ready for use, and beside it
         training_state/state.json           step, position in the data, settings, Python's random state
-        training_state/tensors.safetensors  AdamW's state, torch's random state
+        training_state/tensors.safetensors  the optimizer's state, torch's random state
+        .written.json                       a checksum of each file (run_folder.py)
 
 The weights are written in the dtype of training, whatever the source's was: no bit of them is lost. The
 tensors stand in a folder of their own because loaders take every .safetensors beside config.json for
-weights. A folder named checkpoint-N is whole: it is written under another name and renamed.
+weights. A folder named checkpoint-N is whole: it is written under another name and renamed. What is read
+back is checked first, against the checksums and against what this model and this optimizer can hold: fused
+kernels trust the shapes and dtypes of their state.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
-import re
 import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,14 +28,15 @@ import torch
 from torch import Tensor
 
 from liger_models.causal_lm import LigerCausalLM
-from liger_models.convert.checkpoints.atomic import atomic_folder
+from liger_models.convert.checkpoints.hub import belongs_to
+from liger_models.convert.checkpoints.reading import CheckpointReader
+from liger_models.convert.checkpoints.safetensors_header import TensorInfo, build_header
 from liger_models.convert.errors import CheckpointError
-from liger_models.optim import STATE_TENSORS, AdamW
 from liger_models.training.data import START, Position, tensor_bytes
+from liger_models.training.run_folder import STATE, checkpoints, prune, verify, written_folder
 from liger_models.training.tokenizer import FILES
 
-STATE = "training_state"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass
@@ -43,9 +49,33 @@ class Progress:
 
 
 def newest_checkpoint(output: str | Path) -> Path | None:
-    """The whole checkpoint with the most steps in a run's folder; None if there is none."""
-    found = _checkpoints(Path(output))
+    """The checkpoint with the most steps in a run's folder; None if there is none."""
+    found = checkpoints(Path(output))
     return found[-1] if found else None
+
+
+def find_whole_checkpoint(
+    output: Path, say: Callable[[str], None]
+) -> tuple[Path, dict[str, Any]] | tuple[None, None]:
+    """The newest checkpoint that is not damaged, and its state; (None, None) if there are none at all.
+
+    Raises:
+        CheckpointError: there are some, and all are damaged.
+    """
+    damage: list[str] = []
+    for checkpoint in reversed(checkpoints(output)):
+        try:
+            state = read_state(checkpoint)
+        except CheckpointError as error:
+            damage.append(str(error))
+            say(f"{checkpoint} is damaged and is passed over: {error}")
+        else:
+            return checkpoint, state
+    if damage:
+        raise CheckpointError(
+            f"every checkpoint in {output} is damaged: {'; '.join(damage)}. Begin a new run in another folder"
+        )
+    return None, None
 
 
 def save_state(
@@ -59,78 +89,199 @@ def save_state(
     tokenizer: Path,
     keep: int,
 ) -> Path:
-    """Write output/checkpoint-<step> and drop all but the newest `keep`. `data` is its fingerprint."""
+    """Write output/checkpoint-<step> and drop all but the newest `keep`, if that is above 0.
+
+    `data` is its fingerprint.
+    """
     target = output / f"checkpoint-{progress.step}"
-    with atomic_folder(target) as folder:
+    tensors, numbers = _optimizer_state(model, optimizer)
+    state = {
+        "version": VERSION,
+        "step": progress.step,
+        "tokens": progress.tokens,
+        "position": progress.position._asdict(),
+        "data": data,
+        "config": config,
+        "optimizer": numbers,
+        "python_random": random.getstate(),
+    }
+    with written_folder(target) as folder:
         _write_model(model, folder, tokenizer)
         (folder / STATE).mkdir()
-        tensors = _optimizer_tensors(model, optimizer) | _random_tensors()
-        write_tensors(folder / STATE / "tensors.safetensors", tensors)
-        state = {
-            "version": VERSION,
-            "step": progress.step,
-            "tokens": progress.tokens,
-            "position": progress.position._asdict(),
-            "data": data,
-            "config": config,
-            "python_random": random.getstate(),
-        }
-        (folder / STATE / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+        write_tensors(folder / STATE / "tensors.safetensors", tensors | _random_tensors())
+        write_text(folder / STATE / "state.json", json.dumps(state, indent=1))
     if keep:
-        for old in _checkpoints(output)[:-keep]:
-            # Renamed first: a kill halfway must not leave half a folder under the name of a whole one.
-            doomed = old.with_name(f".{old.name}.removed")
-            old.rename(doomed)
-        for doomed in output.glob(".checkpoint-*.removed"):
-            shutil.rmtree(doomed, ignore_errors=True)
+        prune(output, keep)
     return target
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """state.json of a checkpoint folder; CheckpointError if it has none or another version's."""
+    """state.json of a checkpoint folder, every file of which is as it was written.
+
+    Raises:
+        CheckpointError: it has none, or another version's, or a file is missing or damaged.
+    """
     path = checkpoint / STATE / "state.json"
-    try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    if not path.is_file():
         raise CheckpointError(
             f"{checkpoint} holds no training state ({path.name} is missing); name a checkpoint-N folder that "
             "training wrote, or start a new run from these weights without --resume"
-        ) from error
-    except ValueError as error:
+        )
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if state.get("version") != VERSION:
-        raise CheckpointError(f"{path} has version {state.get('version')!r}; this program reads {VERSION}")
+    version = state.get("version") if isinstance(state, dict) else None
+    if version != VERSION:
+        raise CheckpointError(f"{path} has version {version!r:.20}; this program reads {VERSION}")
+    verify(checkpoint)
+    if problem := _problem(state):
+        raise CheckpointError(f"{path}: {problem}; resume from another checkpoint")
     return state
 
 
-def restore(checkpoint: Path, state: dict[str, Any], model: LigerCausalLM, optimizer: AdamW) -> Progress:
-    """Put AdamW's state and the random states back; `model` was read from the checkpoint itself."""
-    from safetensors import SafetensorError, safe_open
-
-    path = checkpoint / STATE / "tensors.safetensors"
+def _problem(state: dict[str, Any]) -> str | None:
+    """What makes a state.json of the right version unusable, if anything does."""
+    kinds = {"step": int, "tokens": int, "position": dict, "data": str, "config": dict, "optimizer": dict}
+    for key, kind in kinds.items():
+        if type(state.get(key)) is not kind:
+            return f"{key} must be {kind.__name__}, found {state.get(key)!r:.100}"
+    position = state["position"]
+    counts = [state["step"], state["tokens"], *position.values()]
+    if position.keys() != set(Position._fields) or not all(type(n) is int and n >= 0 for n in counts):
+        return f"step, tokens and position must be counts, found {counts!r:.100}"
     try:
-        opened = safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); resume from another checkpoint") from error
-    with opened as file:
-        names = set(file.keys())
-        stored = {name.removeprefix("step.") for name in names if name.startswith("step.")}
-        if unknown := stored - {name for name, _ in model.named_parameters()}:
-            raise CheckpointError(
-                f"{checkpoint}: AdamW's state is of {min(unknown)}, which this model does not have"
-            )
-        _restore_optimizer(file, names, model, optimizer)
-        torch.set_rng_state(file.get_tensor("random.torch"))
-        if "random.cuda" in names and torch.cuda.is_available():
-            torch.cuda.set_rng_state(file.get_tensor("random.cuda"))
+        _python_random(state).getstate()
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        return f"python_random is no state of Python's random numbers ({error})"
+    return None
+
+
+def _python_random(state: dict[str, Any]) -> random.Random:
     version, internal, gauss = state["python_random"]
-    random.setstate((version, tuple(internal), gauss))
+    generator = random.Random()
+    generator.setstate((version, tuple(internal), gauss))
+    return generator
+
+
+def restore(
+    checkpoint: Path, state: dict[str, Any], model: LigerCausalLM, optimizer: torch.optim.Optimizer
+) -> Progress:
+    """Put the optimizer's state and the random states back; `model` was read from the checkpoint itself.
+
+    Raises:
+        CheckpointError: they are not such as this model and this optimizer have. Nothing was then changed.
+    """
+    folder = checkpoint / STATE
+    with CheckpointReader(folder) as reader:
+        planned = _plan_optimizer_state(folder, reader.tensors, state["optimizer"], model, optimizer)
+        random_states = [("random.torch", torch.get_rng_state, torch.set_rng_state)]
+        if "random.cuda" in reader.tensors and torch.cuda.is_available():
+            random_states.append(("random.cuda", torch.cuda.get_rng_state, torch.cuda.set_rng_state))
+        for name, current, _ in random_states:
+            like = current()
+            found = reader.tensors.get(name)
+            if found is None or (found.dtype, found.shape) != (like.dtype, tuple(like.shape)):
+                raise CheckpointError(
+                    f"{folder}: {name} must be {(like.dtype, tuple(like.shape))}, as this torch keeps it, "
+                    f"found {found and (found.dtype, found.shape)}; resume with the torch that wrote it"
+                )
+        for parameter, values in planned.items():
+            optimizer.state[parameter] = {
+                key: reader.read(value.name).to(parameter.device) if isinstance(value, TensorInfo) else value
+                for key, value in values.items()
+            }
+        for name, _, change in random_states:
+            change(reader.read(name))
+    random.setstate(_python_random(state).getstate())
     return Progress(state["step"], state["tokens"], Position(**state["position"]))
+
+
+# -------------------------------------------------------------------------------------- the optimizer's state
+
+
+def _optimizer_state(
+    model: LigerCausalLM, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    """Its tensors as `<key>.<parameter>`, and what is no tensor by parameter and key."""
+    tensors: dict[str, Tensor] = {}
+    numbers: dict[str, dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"{key}.{name}"] = value
+            else:
+                numbers.setdefault(name, {})[key] = value
+    return tensors, numbers
+
+
+def _plan_optimizer_state(
+    folder: Path,
+    tensors: dict[str, TensorInfo],
+    numbers: dict[str, Any],
+    model: LigerCausalLM,
+    optimizer: torch.optim.Optimizer,
+) -> dict[Tensor, dict[str, Any]]:
+    """For each parameter the tensors and numbers of its state, which are those that the optimizer makes."""
+
+    def refuse(what: str) -> CheckpointError:
+        return CheckpointError(f"{folder}: the optimizer's state {what}; resume from another checkpoint")
+
+    left = {name for name in tensors if not name.startswith("random.")}
+    planned: dict[Tensor, dict[str, Any]] = {}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = names[parameter]
+            stated = numbers.get(name, {})
+            made = _state_made_for(optimizer, group, parameter)
+            if not any(f"{key}.{name}" in tensors or key in stated for key in made):
+                continue  # it has not had a gradient yet
+            planned[parameter] = {}
+            for key, like in made.items():
+                found: Any = tensors.get(f"{key}.{name}", stated.get(key))
+                kept = (found.dtype, found.shape) if isinstance(found, TensorInfo) else type(found)
+                if kept != like:
+                    raise refuse(f"has {kept} as {key} of {name}, expected {like}")
+                planned[parameter][key] = found
+                left.discard(f"{key}.{name}")
+    if left:
+        raise refuse(f"has {min(left)}, which this model and this optimizer do not have")
+    return planned
+
+
+def _state_made_for(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor
+) -> dict[str, Any]:
+    """What this optimizer, of whatever kind, keeps of a parameter: (dtype, shape) of a tensor, or a type.
+
+    It is asked by a step on a stand-in of two elements along each dimension.
+    """
+    stand_in = torch.zeros((2,) * parameter.ndim, dtype=parameter.dtype, device=parameter.device)
+    stand_in.grad = torch.zeros_like(stand_in)
+    copy = object.__new__(type(optimizer))
+    copy.__dict__.update(optimizer.__dict__)
+    copy.state = defaultdict(dict)
+    copy.param_groups = [{**group, "params": [stand_in]}]
+    type(optimizer).step(copy)
+
+    def kept(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return type(value)
+        shape = tuple(value.shape)
+        if value.ndim == parameter.ndim:  # a size of 1 belongs to statistics of rows or columns
+            shape = tuple(whole if n == 2 else n for n, whole in zip(shape, parameter.shape, strict=True))
+        return value.dtype, shape
+
+    return {key: kept(value) for key, value in copy.state[stand_in].items()}
+
+
+# ------------------------------------------------------------------------------------------------------ files
 
 
 def export(model: LigerCausalLM, target: Path, tokenizer: Path) -> None:
     """Write a Hugging Face checkpoint with its tokenizer, which a model with fresh weights does not carry."""
-    with atomic_folder(target) as folder:
+    with written_folder(target) as folder:
         _write_model(model, folder, tokenizer)
 
 
@@ -143,37 +294,8 @@ def _write_model(model: LigerCausalLM, folder: Path, tokenizer: Path) -> None:
     part.rmdir()
     for name in FILES:
         source = tokenizer / name
-        if source.is_file() and not (folder / name).exists():
+        if source.is_file() and not (folder / name).exists() and belongs_to(source, tokenizer):
             shutil.copyfile(source, folder / name)
-
-
-def _optimizer_tensors(model: LigerCausalLM, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    return {
-        f"{key}.{name}": value
-        for name, parameter in model.named_parameters()
-        if parameter in optimizer.state
-        for key, value in optimizer.state[parameter].items()
-    }
-
-
-def _restore_optimizer(file: Any, stored: set[str], model: LigerCausalLM, optimizer: AdamW) -> None:
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state = {
-        place: {
-            key: file.get_tensor(f"{key}.{names[parameter]}").to(parameter.device)
-            for key in STATE_TENSORS
-            if f"{key}.{names[parameter]}" in stored
-        }
-        for place, parameter in enumerate(parameters)
-        if f"step.{names[parameter]}" in stored
-    }
-    try:
-        optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
-    except ValueError as error:
-        raise CheckpointError(
-            f"AdamW's state cannot be used: {error}; resume from another checkpoint"
-        ) from error
 
 
 def _random_tensors() -> dict[str, Tensor]:
@@ -183,39 +305,25 @@ def _random_tensors() -> dict[str, Tensor]:
     return tensors
 
 
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int16: "I16",
-    torch.uint8: "U8",
-}
-
-
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """A safetensors file, written one tensor at a time: a GPU's state never stands on the host as a whole."""
-    header, offset = {}, 0
-    for name, tensor in tensors.items():
-        stop = offset + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, stop],
-        }
-        offset = stop
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+    with _told_of_a_full_disk(path), path.open("wb") as file:
+        file.write(build_header([(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()], {}))
         for tensor in tensors.values():
             file.write(tensor_bytes(tensor.detach().cpu()))
 
 
-def _checkpoints(output: Path) -> list[Path]:
-    found = {
-        int(match[1]): path
-        for path in output.glob("checkpoint-*")
-        if (match := re.fullmatch(r"checkpoint-(\d+)", path.name)) and (path / STATE / "state.json").is_file()
-    }
-    return [found[step] for step in sorted(found)]
+def write_text(path: Path, text: str) -> None:
+    with _told_of_a_full_disk(path):
+        path.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _told_of_a_full_disk(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be written ({error.strerror or error}). The checkpoints from before are "
+            "untouched; make room, and go on with --resume"
+        ) from error

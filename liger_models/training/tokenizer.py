@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from liger_models.convert.errors import DataError
+from liger_models.convert.errors import DataError, abbreviate
 
 # What a tokenizer is made of: these files travel with every checkpoint that a run writes.
 FILES = (
@@ -106,8 +106,6 @@ class TextTokenizer:
         return text, spans
 
     def _apply(self, template: Any, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
-        import jinja2
-
         try:
             return template.render(
                 messages=messages,
@@ -115,15 +113,29 @@ class TextTokenizer:
                 bos_token=self._name("bos_token") or "",
                 eos_token=self._name("eos_token") or "",
             )
-        except (jinja2.TemplateError, TypeError, KeyError) as error:
-            raise DataError(f"the chat template refuses the conversation: {error}") from error
+        except Exception as error:  # a template is a program: it may divide by zero, or fill the memory
+            raise DataError(
+                f"the chat template of {self.folder} refuses the conversation "
+                f"({type(error).__name__}: {error})"
+            ) from error
 
     @functools.cached_property
     def _template(self) -> Any:
         file = self.folder / "chat_template.jinja"
-        source = file.read_text(encoding="utf-8") if file.is_file() else self._config.get("chat_template")
-        if isinstance(source, list):  # several templates by name
-            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        try:
+            source = file.read_text(encoding="utf-8") if file.is_file() else self._config.get("chat_template")
+            if isinstance(source, list):  # several templates by name
+                source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"the chat template of {self.folder} cannot be read ({type(error).__name__}: {error}); "
+                "expected text, or a list of objects with name and template"
+            ) from error
+        if source and not isinstance(source, str):
+            raise DataError(
+                f"the chat template of {self.folder} is {abbreviate(source)}, expected text; correct "
+                "tokenizer_config.json"
+            )
         if not source:
             raise DataError(
                 f"`messages` need a chat template and the tokenizer in {self.folder} has none; use the "
@@ -152,12 +164,17 @@ class TextTokenizer:
         environment.globals["strftime_now"] = datetime.datetime(2024, 7, 26).strftime
         try:
             return environment.from_string(source)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # constants are computed as it is read
             raise DataError(f"the chat template of {self.folder} is not valid: {error}") from error
 
     def _name(self, key: str) -> str | None:
         value = self._config.get(key)
-        return value.get("content") if isinstance(value, dict) else value
+        name = value.get("content") if isinstance(value, dict) else value
+        if name is not None and not isinstance(name, str):
+            raise DataError(
+                f"{self.folder / 'tokenizer_config.json'}: {key} is {abbreviate(value)}, expected a token"
+            )
+        return name
 
     def _special(self, key: str) -> int | None:
         name = self._name(key)
@@ -165,8 +182,13 @@ class TextTokenizer:
             return found
         for file in ("config.json", "generation_config.json"):
             value = self._json(file).get(f"{key}_id")
-            if value is not None:
-                return value[0] if isinstance(value, list) else value
+            first = value[0] if isinstance(value, list) and value else value
+            if first is not None:
+                if type(first) is not int:
+                    raise DataError(
+                        f"{self.folder / file}: {key}_id is {abbreviate(value)}, expected a number"
+                    )
+                return first
         return None
 
     def _json(self, name: str) -> dict[str, Any]:
@@ -174,6 +196,9 @@ class TextTokenizer:
         if not path.is_file():
             return {}
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
             raise DataError(f"{path} is not valid JSON: {error}") from error
+        if not isinstance(content, dict):
+            raise DataError(f"{path} must be a JSON object, found {abbreviate(content)}")
+        return content

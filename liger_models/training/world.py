@@ -30,6 +30,11 @@ class World:
         self.main = self.rank == 0
         self._ours = False
 
+    @staticmethod
+    def is_main() -> bool:
+        """Whether this process is the first rank, before there is a world."""
+        return os.environ.get("RANK", "0") == "0"
+
     def __enter__(self) -> World:
         if self.size > 1 and not dist.is_initialized():
             if self.device.type == "cuda":
