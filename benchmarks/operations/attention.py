@@ -4,7 +4,8 @@ Ours and varlen are told where documents begin; the others take equal documents 
 unequal ones by a mask.
 
 Work is counted by the scores that a query may see: the forward pass has two products of them, the backward
-pass five, since it makes the scores again (Dao, 2022, arXiv:2205.14135, appendix B).
+pass five, since it makes the scores again (Dao, 2022, arXiv:2205.14135, appendix B). Of the seven four are
+as wide as keys, and three as values.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ from liger_models import kernels
 PROVIDERS = ("ours", "SDPA", "FlexAttention", "varlen")
 DIMS = "documents x length x heads x kv heads x head size"
 PACKED_DIMS = DIMS.replace("length", "mean length")
+LATENT_DIMS = f"{DIMS} x value size"
 TINY = (2, 24, 4, 2, 16)
+LATENT_TINY = (2, 24, 4, 4, 24, 16)
 LLAMA = ((8, 4096, 32, 8, 128),)
+DEEPSEEK = ((2, 4096, 128, 128, 192, 128),)  # V3, whose values are narrower than its keys
 # One sequence a row, many short documents, and Gemma 2's head size.
 PLAIN = (*LLAMA, (64, 512, 32, 8, 128), (8, 4096, 16, 8, 256))
 
@@ -41,6 +45,7 @@ class _Form:
     window: int | None
     softcap: float | None
     sinks: bool
+    equal_heads: bool  # values have the size of keys
     device: torch.device
 
     @property
@@ -79,26 +84,30 @@ def unequal_lengths(documents: int, mean: int) -> tuple[int, ...]:
 @operation("attention_softcap", DIMS, LLAMA, TINY, providers=PROVIDERS, softcap=4.0)
 @operation("attention_window", DIMS, LLAMA, TINY, providers=PROVIDERS, windowed=True)
 @operation("attention_packed", PACKED_DIMS, PLAIN[:2], TINY, providers=PROVIDERS, packed=True)
+@operation("attention_latent", LATENT_DIMS, DEEPSEEK, LATENT_TINY, providers=PROVIDERS)
+@operation("attention_latent_packed", LATENT_DIMS, DEEPSEEK, LATENT_TINY, providers=PROVIDERS, packed=True)
 @operation("attention", DIMS, PLAIN, TINY, small=(1, 512, 32, 8, 128), providers=PROVIDERS)
 def _attention(shape, dtype, device, packed=False, windowed=False, softcap=None, sinks=False):
     """A window is a quarter of the length. Packed documents have unequal lengths."""
-    documents, length, heads, kv_heads, head_dim = shape
+    documents, length, heads, kv_heads, head_dim, *rest = shape
+    value_dim = rest[0] if rest else head_dim
     lengths = unequal_lengths(documents, length) if packed else (length,) * documents
-    form = _Form(lengths, length // 4 if windowed else None, softcap, sinks, device)
-    q, dout = (normal((form.tokens, heads, head_dim), dtype, device) for _ in range(2))
-    k, v = (normal((form.tokens, kv_heads, head_dim), dtype, device) for _ in range(2))
+    window = length // 4 if windowed else None
+    form = _Form(lengths, window, softcap, sinks, head_dim == value_dim, device)
+    q, dout = (normal((form.tokens, heads, size), dtype, device) for size in (head_dim, value_dim))
+    k, v = (normal((form.tokens, kv_heads, size), dtype, device) for size in (head_dim, value_dim))
     # Scores of a soft cap's order and sinks of a log-sum-exp's, so that they matter.
     q = q * (1.0 if softcap is None else softcap / 2)
     leaves = (q, k, v, normal((heads,), dtype, device) + log(length)) if sinks else (q, k, v)
-    product = 2 * form.visible_scores() * heads * head_dim
+    scores = 2 * form.visible_scores() * heads
     builders = {"ours": _ours, "SDPA": _sdpa, "FlexAttention": _flex_attention, "varlen": _varlen}
     return Case(
         leaves,
         (dout,),
         {name: partial(build, form) for name, build in builders.items()},
         truth=lambda: _truth(leaves, dout, form),
-        forward=Cost(flops=2 * product),
-        training=Cost(flops=7 * product),
+        forward=Cost(flops=scores * (head_dim + value_dim)),
+        training=Cost(flops=scores * (4 * head_dim + 3 * value_dim)),
     )
 
 
@@ -123,6 +132,8 @@ def _sdpa(form: _Form) -> Provider:
 def _varlen(form: _Form) -> Provider:
     if form.softcap or form.sinks:
         raise Unavailable("has no soft caps or sinks")
+    if not form.equal_heads:
+        raise Unavailable("takes values of the keys' size alone")
     from torch.nn.attention.varlen import varlen_attn
 
     options = {"window_size": (-1 if form.window is None else form.window - 1, 0)}

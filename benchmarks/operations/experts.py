@@ -12,6 +12,43 @@ from liger_models import kernels
 
 
 @operation(
+    "route_grouped",
+    "tokens x experts x top k x groups x best groups",
+    ((32768, 256, 8, 8, 4),),  # DeepSeek-V3
+    tiny=(64, 16, 2, 4, 2),
+)
+def _route_grouped(shape, dtype, device):
+    """Sigmoid scores and a bias; the best groups by their two best experts, and of those the best k."""
+    tokens, num_experts, top_k, num_groups, top_groups = shape
+    logits, bias = (
+        normal((tokens, num_experts), torch.float32, device),
+        torch.zeros(num_experts, device=device),
+    )
+    options = {"score": "sigmoid", "num_groups": num_groups, "top_groups": top_groups}
+
+    def eager(logits):
+        scores = logits.sigmoid()
+        choice = (scores + bias).detach()
+        grouped = choice.unflatten(1, (num_groups, -1))
+        best = grouped.topk(2).values.sum(-1).topk(top_groups).indices
+        keep = torch.zeros(tokens, num_groups, device=device).scatter_(1, best, 1)
+        keep = keep.repeat_interleave(num_experts // num_groups, 1).bool()
+        weights = scores.gather(1, choice.masked_fill(~keep, -torch.inf).topk(top_k).indices)
+        return weights / (weights.sum(-1, keepdim=True) + 1e-20)
+
+    chosen_bytes = 8 * tokens * top_k
+    return standard_case(
+        (logits,),
+        (normal((tokens, top_k), torch.float32, device),),
+        ours=lambda logits: kernels.route(logits, top_k, correction_bias=bias, **options)[0],
+        liger=None,
+        eager=eager,
+        forward=Cost(logits.nbytes + chosen_bytes),
+        training=Cost(3 * logits.nbytes + 2 * chosen_bytes),
+    )
+
+
+@operation(
     "route",
     "tokens x experts x top k",
     ((32768, 128, 8),),  # Qwen3-30B-A3B
@@ -43,51 +80,72 @@ def _route(shape, dtype, device):
 
 
 @operation(
+    "moe_experts_biased",
+    "tokens x hidden x intermediate x experts x top k",
+    ((16384, 2880, 2880, 32, 4),),  # gpt-oss 20B
+    tiny=(64, 32, 16, 4, 2),
+    biased=True,
+)
+@operation(
     "moe_experts",
     "tokens x hidden x intermediate x experts x top k",
     ((32768, 2048, 768, 128, 8),),  # Qwen3-30B-A3B
     tiny=(64, 32, 16, 4, 2),
 )
-def _moe_experts(shape, dtype, device):
-    """The experts' products and their weighted sum, the routing given."""
+def _moe_experts(shape, dtype, device, biased=False):
+    """The experts' products and their weighted sum, the routing given; with biases, as in gpt-oss."""
     tokens, hidden, intermediate, num_experts, top_k = shape
     experts = torch.rand(tokens, num_experts, device=device).topk(top_k).indices
     x, dy = normal((tokens, hidden), dtype, device), normal((tokens, hidden), dtype, device)
     weights = torch.rand(tokens, top_k, device=device)
     gate_up = normal((num_experts, 2 * intermediate, hidden), dtype, device, hidden**-0.5)
     down = normal((num_experts, hidden, intermediate), dtype, device, intermediate**-0.5)
-    leaves = x, weights, gate_up, down
+    widths = (2 * intermediate, hidden) if biased else ()
+    leaves = x, weights, gate_up, down, *(normal((num_experts, width), dtype, device) for width in widths)
 
-    def plain(x, weights, gate_up, down):  # for float64, which torch's grouped product does not take
+    def product(h):
+        gate, up = h.chunk(2, -1)
+        if not biased:
+            return F.silu(gate) * up
+        gate = gate.clamp(max=7.0)
+        return (up.clamp(-7.0, 7.0) + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+    def plain(x, weights, *matrices):  # for float64, which torch's grouped product does not take
         y = torch.zeros_like(x)
         # unbind, since the gradient of gate_up[e] is a tensor as large as gate_up
-        for e, (first, second) in enumerate(zip(gate_up.unbind(), down.unbind(), strict=True)):
+        for e, (first, second, *biases) in enumerate(zip(*(m.unbind() for m in matrices), strict=True)):
             token, slot = torch.where(experts == e)
-            gate, up = F.linear(x[token], first).chunk(2, -1)
-            rows = F.linear(F.silu(gate) * up, second)
+            h = F.linear(x[token], first, *biases[:1])
+            rows = F.linear(product(h), second, *biases[1:])
             y = y.index_add(0, token, weights[token, slot, None] * rows)
         return y
 
-    def grouped(x, weights, gate_up, down):
+    def grouped(x, weights, gate_up, down, *biases):
         """As transformers does it: rows sorted by expert, and torch's grouped product."""
         order = experts.flatten().argsort()
         counts = torch.histc(experts.flatten().float(), num_experts, 0, num_experts - 1)
         ends = counts.cumsum(0).int()
-        gate, up = torch._grouped_mm(x[order // top_k], gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
-        rows = torch._grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends)
+        of_rows = [bias[experts.flatten()[order]] for bias in biases]
+        h = torch._grouped_mm(x[order // top_k], gate_up.transpose(1, 2), offs=ends)
+        h = h + of_rows[0] if biased else h
+        rows = torch._grouped_mm(product(h), down.transpose(1, 2), offs=ends)
+        rows = rows + of_rows[1] if biased else rows
         rows = (rows * weights.flatten()[order, None]).to(x.dtype)
         return rows[order.argsort()].view(tokens, top_k, hidden).sum(1)
 
-    chosen = experts.int()
+    chosen, activation = experts.int(), kernels.ClampedSwiGLU() if biased else "silu"
+    theirs = liger(
+        "LigerFusedMoEFunction",
+        lambda apply, x, w, gate_up, down: apply(x, gate_up, down, chosen, w),
+        note=f"LIGER_FUSED_MOE_AUTOTUNE={os.environ.get('LIGER_FUSED_MOE_AUTOTUNE', '0')}",
+    )
     return standard_case(
         leaves,
         (dy,),
-        ours=lambda x, w, gate_up, down: kernels.moe_experts(x, w, experts, gate_up, down),
-        liger=liger(
-            "LigerFusedMoEFunction",
-            lambda apply, x, w, gate_up, down: apply(x, gate_up, down, chosen, w),
-            note=f"LIGER_FUSED_MOE_AUTOTUNE={os.environ.get('LIGER_FUSED_MOE_AUTOTUNE', '0')}",
+        ours=lambda x, w, gate_up, down, *biases: kernels.moe_experts(
+            x, w, experts, gate_up, down, activation, *biases
         ),
+        liger=None if biased else theirs,
         eager=grouped,
         training=Cost(flops=18 * tokens * top_k * intermediate * hidden),  # three products by three matrices
         truth=lambda: true_results(plain, leaves, (dy,)),

@@ -50,6 +50,27 @@ def _gated(shape, dtype, device, activation, peer):
     )
 
 
+@operation("clamped_swiglu", "tokens x intermediate", ((32768, 2880),), tiny=(64, 256), small=(512, 2880))
+def _clamped_swiglu(shape, dtype, device):
+    tokens, width = shape
+    gate_up, dy = normal((tokens, 2 * width), dtype, device, 4.0), normal(shape, dtype, device)
+
+    def eager(gate_up):
+        gate, up = gate_up.chunk(2, -1)
+        gate = gate.clamp(max=7.0)
+        return (up.clamp(-7.0, 7.0) + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+    return standard_case(
+        (gate_up,),
+        (dy,),
+        ours=lambda gate_up: kernels.clamped_swiglu(gate_up),
+        liger=None,
+        eager=eager,
+        forward=Cost(3 * dy.nbytes),
+        training=Cost(8 * dy.nbytes),
+    )
+
+
 @operation("relu2", "tokens x intermediate", **SHAPES)
 def _relu2(shape, dtype, device):
     x, dy = normal(shape, dtype, device), normal(shape, dtype, device)

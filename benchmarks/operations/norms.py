@@ -91,6 +91,7 @@ def _add_layer_norm(shape, dtype, device):
         (x, residual, near_one(shape[-1], dtype, device), normal(shape[-1:], dtype, device)),
         (dy, dtotal),
         ours=lambda x, residual, weight, bias: kernels.add_layer_norm(x, residual, weight, bias, EPS),
+        liger=None,
         eager=eager,
         forward=Cost(4 * x.nbytes),  # as of RMSNorm with the residual add
         training=Cost(8 * x.nbytes),
