@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from liger_models.kernels._dispatch import interpret
-from liger_models.layers.activation_memory import LEVELS, carry_recipe, keep_recipes
+from liger_models.layers.activation_memory import _RECIPES, LEVELS, carry_recipe, keep_recipes
 from liger_models.layers.norm import LigerRMSNorm
 
 MIXED = ["checkpoint", "lean", "mlp"]
@@ -347,6 +347,14 @@ def test_activations_are_freed_without_the_garbage_collector(levels, make_model,
         assert all(dead), f"{dead.count(False)} of {len(dead)} are still alive"
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("levels", CHOICES, ids=str)
+def test_recipes_are_forgotten_with_their_tensors(levels, make_model, batch):
+    before = set(_RECIPES)
+    loss = make_model(activation_memory=levels)(**batch).loss
+    loss.backward()
+    assert set(_RECIPES) <= before
 
 
 def test_torch_checkpoint_around_a_layer_with_dropout_reproduces(make_model, batch):
