@@ -55,12 +55,58 @@ def _shape(
     }
 
 
+def _of_family(model_type: str, **sizes: Any) -> dict[str, Any]:
+    """What is not given is the family's default in transformers, which `_config` writes out."""
+    return {"model_type": model_type, **sizes}
+
+
+# Those of other families have their published widths; "-6" is a number of layers that fits one GPU.
 MODELS = {
     "llama-3-8b": _shape(4096, 32, 32, 8, 14336),
     "llama-3.2-1b": _shape(2048, 16, 32, 8, 8192, tie_word_embeddings=True),
     "tiny": _shape(256, 2, 4, 2, 512, vocab_size=1024),
+    "qwen3-0.6b": _of_family(
+        "qwen3",
+        hidden_size=1024,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=3072,
+        tie_word_embeddings=True,
+    ),
+    "gemma-2-2b": _of_family(
+        "gemma2",
+        hidden_size=2304,
+        num_hidden_layers=26,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        intermediate_size=9216,
+    ),
+    "qwen3-30b-a3b-6": _of_family(
+        "qwen3_moe",
+        hidden_size=2048,
+        num_hidden_layers=6,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+    ),
+    "gpt-oss-20b-6": _of_family("gpt_oss", num_hidden_layers=6, num_local_experts=32, hidden_size=2880),
 }
-PROVIDERS = ("ours", "ours+compile", "transformers", "transformers+liger")
+PROVIDERS = (
+    "ours",
+    "ours+split",  # projections by themselves, under the checkpoint's names
+    "ours+compile",
+    "transformers",
+    "transformers+compile",
+    "transformers+liger",
+)
 CONFIGURATIONS = (
     "ours:lean:2",
     "transformers+liger:none:2",
@@ -132,7 +178,7 @@ def run(args: argparse.Namespace) -> int:
         lines.append([f"{row['batch']} x {args.seq}", row["provider"], row["memory"], *values])
     about = f"{title}. {args.model}, bfloat16 weights and fused AdamW; median of {args.steps} steps."
     publish(args.out, f"train-{args.model}", f"{about}\n\n{markdown_table(header, lines)}", rows)
-    failed = [row for row in rows if row.get("note", "").startswith("failed") and row["provider"] == "ours"]
+    failed = [row for row in rows if row.get("note", "").startswith("failed") and _is_ours(row)]
     return 1 if failed else 0
 
 
@@ -141,6 +187,10 @@ def _parse(configuration: str) -> dict[str, Any]:
     if match is None:
         sys.exit(f"cannot read configuration {configuration!r}; expected for instance ours:lean:2")
     return {"provider": match[1], "memory": match[2], "batch": int(match[3])}
+
+
+def _is_ours(row: dict[str, Any]) -> bool:
+    return row["provider"].partition("+")[0] == "ours"
 
 
 def _cell(row: dict[str, Any]) -> str:
@@ -174,7 +224,7 @@ def _train(job: dict[str, Any]) -> dict[str, Any]:
         model = _build(job, device)
         # One optimizer kernel for all; without it eight gigabytes of temporaries would be measured.
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=cuda)
-        vocab, shape = MODELS[job["model"]]["vocab_size"], (job["batch"], job["seq"])
+        vocab, shape = _config(job["model"])["vocab_size"], (job["batch"], job["seq"])
         batches = torch.randint(vocab, (job["warmup"] + job["steps"], *shape), device=device)
         if cuda:
             torch.cuda.reset_peak_memory_stats(device)
@@ -205,33 +255,47 @@ def _train(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _build(job: dict[str, Any], device: torch.device) -> torch.nn.Module:
-    config = dict(MODELS[job["model"]])
-    if job["provider"].startswith("ours"):
+    config = _config(job["model"])
+    library, _, variant = job["provider"].partition("+")
+    if library == "ours":
         import liger_models
 
-        levels = _levels(job["memory"], config["num_hidden_layers"])
-        model = liger_models.from_config(
-            config, dtype=torch.bfloat16, device=device, activation_memory=levels
+        model: Any = liger_models.from_config(
+            config,
+            dtype=torch.bfloat16,
+            device=device,
+            activation_memory=_levels(job["memory"], config["num_hidden_layers"]),
+            projections="split" if variant == "split" else "fused",
         )
-        return torch.compile(model) if job["provider"] == "ours+compile" else model
+        return torch.compile(model) if variant == "compile" else model
 
     import transformers
 
-    if job["provider"] == "transformers+liger":
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
-
-        apply_liger_kernel_to_llama()
     model_type = config.pop("model_type")
+    if variant == "liger":
+        import liger_kernel.transformers as liger
+
+        getattr(liger, f"apply_liger_kernel_to_{model_type}")()
     hf_config = transformers.AutoConfig.for_model(model_type, **config, use_cache=False)
     with device:
-        model = transformers.AutoModelForCausalLM.from_config(
-            hf_config, dtype=torch.bfloat16, attn_implementation="sdpa"
-        )
+        # With the attention that transformers chooses for the family.
+        model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16)
     if job["memory"] == "checkpoint":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     elif job["memory"] != "none":
         raise ValueError(f"memory is {job['memory']!r}; {job['provider']} has none and checkpoint")
-    return model.train()
+    return torch.compile(model.train()) if variant == "compile" else model.train()
+
+
+def _config(name: str) -> dict[str, Any]:
+    """A model's config.json, whole."""
+    config = dict(MODELS[name])
+    if "vocab_size" in config:
+        return config
+    from transformers import AutoConfig
+
+    whole = AutoConfig.for_model(config.pop("model_type"), **config).to_dict()
+    return {key: value for key, value in whole.items() if value is not None}
 
 
 def _levels(memory: str, num_layers: int) -> str | list[str]:
