@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from liger_models.convert.config.hf_config import HFConfig
@@ -82,30 +82,29 @@ def layer_types(c: HFConfig, default: Callable[[int], str], known: Sequence[str]
     return types
 
 
-def windows(c: HFConfig, default: Callable[[int], str]) -> list[int | None]:
-    """The window of each layer: `sliding_window` where its type is sliding_attention, else None. `default`
-    gives the type of a layer where the config has no `layer_types`.
+def windows(c: HFConfig, default: Callable[[int], str], *, off: bool = False) -> list[int | None]:
+    """The window of each layer: `sliding_window` where its type is sliding_attention, else None.
+
+    Args:
+        default: the type of a layer where the config has no `layer_types`.
+        off: the config has switched windows off.
 
     Raises:
-        ConfigError: an unknown type, or layers that slide without a sliding_window.
+        ConfigError: an unknown type, or layers that slide without a window.
     """
     types = layer_types(c, default, ("full_attention", "sliding_attention"))
     window = c.take_count("sliding_window", None)
-    if window is None and "sliding_attention" in types:
-        raise ConfigError(f"{c.name}: layer_types has sliding_attention, but sliding_window is missing")
+    if "sliding_attention" in types and (off or window is None):
+        raise ConfigError(
+            f"{c.name}: some layers are of type sliding_attention, but sliding_window is missing or "
+            "switched off"
+        )
     return [window if kind == "sliding_attention" else None for kind in types]
 
 
-def attention(
-    c: HFConfig,
-    *,
-    bias: bool = False,
-    window: int | None = None,
-    partial: float | None = None,
-    interleaved: bool = False,
-) -> AttentionSpec:
-    """Grouped-query attention with rotary positions, from the keys that nearly every config has. `partial`
-    and `interleaved` as in `rope`.
+def attention(c: HFConfig, *, bias: bool = False, window: int | None = None, **rotary: Any) -> AttentionSpec:
+    """Grouped-query attention with rotary positions, from the keys that nearly every config has. `rotary` are
+    options of `rope`.
     """
     hidden_size, heads = c.take_count("hidden_size"), c.take_count("num_attention_heads")
     kv_heads = c.take_count("num_key_value_heads", heads)
@@ -127,7 +126,7 @@ def attention(
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         scale=head_dim**-0.5,
-        rope=rope(c, head_dim, partial=partial, interleaved=interleaved),
+        rope=rope(c, head_dim, **rotary),
         window=window,
         qkv_bias=bias,
         o_bias=bias,
@@ -142,6 +141,7 @@ def rope(
     partial: float | None = None,
     interleaved: bool = False,
     theta: float = 10000.0,
+    scaling: Mapping[str, Any] | None = None,
 ) -> RopeSpec:
     """The rotary settings, in whichever spelling the config has them.
 
@@ -149,9 +149,14 @@ def rope(
         layer_type: of families whose layers turn differently by type.
         partial: the share of a head that turns where the config does not say; None: whole heads always do.
         interleaved: pairs are neighbours, (2i, 2i + 1), and not (i, i + dim / 2).
-        theta: where the config does not say.
+        theta, scaling: where the config does not say.
     """
-    settings = c.take_rope(layer_type, default_theta=theta, head_dim_default_partial=partial or 1.0)
+    settings = c.take_rope(
+        layer_type,
+        default_theta=theta,
+        head_dim_default_partial=partial or 1.0,
+        default_scaling=scaling,
+    )
     if "mrope_section" in settings:
         raise ConfigError(
             f"{c.name}: mrope_section asks for rotary positions on several axes, which {c.model_type!r} "
@@ -182,6 +187,31 @@ def rope(
 def mlp(c: HFConfig, *, bias: bool = False, gated: bool = True, key: str = "hidden_act") -> MLPSpec:
     """An MLP, from the keys that nearly every config has; `key` is that of the activation."""
     return MLPSpec(c.take_count("intermediate_size"), activation(c, key, gated), bias, gated)
+
+
+def experts_and_chosen(
+    c: HFConfig,
+    keys: Sequence[str] = ("num_experts", "num_local_experts"),
+    chosen_keys: Sequence[str] = ("num_experts_per_tok",),
+) -> tuple[int, int]:
+    """How many experts there are, and how many of them a token goes to; both by any of several keys.
+
+    Raises:
+        ConfigError: a token cannot go to so many.
+    """
+    experts, chosen = c.take_one_of(*keys), c.take_one_of(*chosen_keys)
+    if not all(type(count) is int for count in (experts, chosen)) or not 1 <= chosen <= experts:
+        raise ConfigError(
+            f"{c.name}: {chosen_keys[0]} is {chosen!r} and {keys[0]} {experts!r}; expected whole numbers, "
+            "the first at least 1 and at most the second"
+        )
+    return experts, chosen
+
+
+def aux_loss_coef(c: HFConfig) -> float:
+    """The weight of the load balancing loss: the references add it where `output_router_logits` says so."""
+    coef = c.take_number("router_aux_loss_coef")
+    return coef if c.take_flag("output_router_logits", False) else 0.0
 
 
 def activation(c: HFConfig, key: str = "hidden_act", gated: bool = True) -> Activation:

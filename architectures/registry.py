@@ -32,7 +32,8 @@ class Architecture:
         model_type: as config.json has it.
         build: from a config to a spec; it takes every key that the family knows.
         reference: the class of the reference implementation in transformers.
-        tiny: a config small enough for tests, with the family's traits switched on.
+        tiny: a config small enough for tests, with the family's traits switched on: what is to be added to
+            `TINY`, or stands in its place. `...` leaves a key out.
         defaults: values that the reference gives to keys which config.json leaves out.
         layouts: in what the family's checkpoints differ from the canonical form, the usual one first.
         carried: of a config, the patterns (with `*`) of checkpoint tensors that nothing reads and an export
@@ -63,6 +64,22 @@ class Architecture:
         return spec
 
 
+TINY: Mapping[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "rms_norm_eps": 3e-5,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+"""What the tiny configs of most families have in common."""
+
 _ARCHITECTURES: dict[str, Architecture] = {}
 
 
@@ -86,7 +103,7 @@ def register(
             model_type,
             build,
             reference,
-            {"model_type": model_type, **tiny},
+            {k: v for k, v in {"model_type": model_type, **TINY, **tiny}.items() if v is not ...},
             defaults or {},
             layouts,
             carried,

@@ -82,15 +82,17 @@ class Router(nn.Module):
         super().__init__()
         self.spec = spec
         self.weight = nn.Parameter(torch.empty(spec.num_experts, hidden_size))
-        bias = torch.empty(spec.num_experts, dtype=torch.float32) if spec.correction_bias else None
-        self.register_buffer("correction_bias", bias)
+        self.bias = nn.Parameter(torch.empty(spec.num_experts)) if spec.router_bias else None
+        correction = torch.empty(spec.num_experts, dtype=torch.float32) if spec.correction_bias else None
+        self.register_buffer("correction_bias", correction)
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """The matrix from a normal distribution, the correction bias zero."""
+        """The matrix from a normal distribution, the biases zero."""
         nn.init.normal_(self.weight, 0.0, std, generator)
-        if self.correction_bias is not None:
-            self.correction_bias.zero_()
+        for bias in (self.bias, self.correction_bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Of a token: the logits, the chosen experts and, in float32, their weights."""
@@ -100,8 +102,11 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, H] -> logits [T, E], weights [T, k] in float32, experts [T, k] int32."""
         spec = self.spec
-        product = _ProductInFloat32.apply if spec.float32_router else F.linear
-        logits = product(x, self.weight)
+        if spec.float32_router:
+            logits = _ProductInFloat32.apply(x, self.weight)
+            logits = logits if self.bias is None else logits + self.bias
+        else:
+            logits = F.linear(x, self.weight, self.bias)
         weights, experts = route(
             logits,
             spec.experts_per_token,
@@ -135,12 +140,19 @@ class Experts(nn.Module):
         self.spec, inner = spec, spec.intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(spec.num_experts, 2 * inner, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(spec.num_experts, hidden_size, inner))
+        self.gate_up_proj_bias = self.down_proj_bias = None
+        if spec.bias:
+            self.gate_up_proj_bias = nn.Parameter(torch.empty(spec.num_experts, 2 * inner))
+            self.down_proj_bias = nn.Parameter(torch.empty(spec.num_experts, hidden_size))
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """The matrices from a normal distribution."""
+        """The matrices from a normal distribution, the biases zero."""
         nn.init.normal_(self.gate_up_proj, 0.0, std, generator)
         nn.init.normal_(self.down_proj, 0.0, std, generator)
+        for bias in (self.gate_up_proj_bias, self.down_proj_bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
 
     def canonical_form(self, path: str, name: str) -> Expr:
         """The projections of each expert by themselves: `0.gate_proj.weight`, `0.gate_proj.bias`, and so on.
@@ -167,7 +179,16 @@ class Experts(nn.Module):
         return self._forward(x, weights, experts)
 
     def _forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        return moe_experts(x, weights, experts, self.gate_up_proj, self.down_proj, self.spec.activation)
+        return moe_experts(
+            x,
+            weights,
+            experts,
+            self.gate_up_proj,
+            self.down_proj,
+            self.spec.activation,
+            self.gate_up_proj_bias,
+            self.down_proj_bias,
+        )
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Of a token, as on a GPU: gate and up of each of its experts, and its rows' places among the rows

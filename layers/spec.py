@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from liger_models.kernels import ClampedSwiGLU as ClampedSwiGLU
+
 RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
 NormCast = Literal["llama", "gemma", "float32"]
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
@@ -176,7 +178,8 @@ class MLPSpec:
 class MoESpec:
     """Mixture of experts: each token goes to `experts_per_token` of `num_experts` gated MLPs.
 
-    `score` to `routed_scaling_factor` say how experts are chosen and weighed, as the options of `route` in
+    `bias` is that of the experts' projections, `router_bias` that of the router's logits. `score` to
+    `routed_scaling_factor` say how experts are chosen and weighed, as the options of `route` in
     kernels/experts/moe_routing.py. `float32_router` computes the router's logits in float32, whatever the
     model's dtype. `shared_expert` is one more MLP, which every token goes through; `shared_gate` weighs its
     output by sigmoid(gate(x)). The coefficients are those of the load balancing loss and of the router's
@@ -186,7 +189,9 @@ class MoESpec:
     num_experts: int
     experts_per_token: int
     intermediate_size: int
-    activation: Activation = "silu"
+    activation: Activation | ClampedSwiGLU = "silu"
+    bias: bool = False
+    router_bias: bool = False
     score: Literal["softmax", "sigmoid"] = "softmax"
     softmax_after_top_k: bool = False
     renormalize: bool = True

@@ -156,6 +156,7 @@ class HFConfig:
         *,
         default_theta: float = 10000.0,
         head_dim_default_partial: float = 1.0,
+        default_scaling: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """The rotary settings, from the old spelling, the new one, or both if they agree.
 
@@ -171,6 +172,8 @@ class HFConfig:
             default_theta: the family's theta where the config names none.
             head_dim_default_partial: the family's share of the head that is rotated where the config names
                 none.
+            default_scaling: the family's settings where the config has neither `rope_scaling` nor
+                `rope_parameters`.
 
         Raises:
             ConfigError: an unknown rope type, an unknown, missing or mistyped parameter, or spellings that
@@ -178,7 +181,7 @@ class HFConfig:
         """
         if layer_type is not None:
             self._taken_rope_layers.add(layer_type)
-        return read_rope(self, layer_type, default_theta, head_dim_default_partial)
+        return read_rope(self, layer_type, default_theta, head_dim_default_partial, default_scaling or {})
 
     @property
     def taken(self) -> frozenset[str]:
@@ -285,7 +288,7 @@ _NO_EFFECT_NAMES = """
     num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty
     length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
     forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty
-    suppress_tokens begin_suppress_tokens prefix
+    suppress_tokens begin_suppress_tokens prefix cache_implementation model_max_length
 """
 _NO_EFFECT = frozenset(_NO_EFFECT_NAMES.split())
 

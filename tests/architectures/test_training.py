@@ -41,9 +41,9 @@ def test_ten_steps_of_adamw_stay_together(family, tied, make_pair):
             way = (moved[source] - start[source]).norm()
             assert way > 0
             assert (value - moved[source]).norm() <= 1e-3 * way, source
-    # A whole way changes a loss by about one; 1e-3 of it, in random directions, by far less than 1e-3.
+    # A whole way changes a loss by about one; 1e-3 of it, in random directions, by less than a tenth of 1e-3.
     for found, expected in losses:
-        assert found == pytest.approx(expected, rel=1e-5)
+        assert found == pytest.approx(expected, abs=1e-4)
 
 
 def test_tied_weights_train_as_one(make_pair):

@@ -1,0 +1,39 @@
+"""Command R and R+ (Cohere, 2024): attention and MLP side by side behind one LayerNorm, neighbours turned
+together, scaled logits; in R+ a LayerNorm of each head's query and key.
+"""
+
+from dataclasses import replace
+
+from liger_models.architectures.common import attention, decoder, mlp
+from liger_models.architectures.registry import register
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.layers.spec import BlockSpec, LayerNormSpec, ModelSpec, QKNormSpec
+
+
+@register(
+    "cohere",
+    reference="CohereForCausalLM",
+    tiny={
+        "rms_norm_eps": ...,
+        "layer_norm_eps": 1e-4,
+        "logit_scale": 0.3,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "tie_word_embeddings": True,
+    },
+    defaults={
+        "tie_word_embeddings": True,
+        "logit_scale": 0.0625,
+        "max_position_embeddings": 8192,
+        "pad_token_id": 0,
+    },
+    skip={"null:layer_norm_eps": "the reference cannot run with it"},
+)
+def cohere(c: HFConfig) -> ModelSpec:
+    norm = LayerNormSpec(eps=c.take_number("layer_norm_eps", 1e-5), bias=False)
+    attn = attention(c, bias=c.take_flag("attention_bias", False), interleaved=True, theta=500000.0)
+    if c.take_flag("use_qk_norm", False):
+        attn = replace(attn, qk_norm=QKNormSpec(norm, scope="own_head"))
+    block = BlockSpec(attn, mlp(c), norm, topology="parallel")
+    blocks = [block] * c.take_count("num_hidden_layers")
+    return decoder(c, blocks, norm, logit_scale=c.take_number("logit_scale"))

@@ -1,0 +1,60 @@
+"""Gemma 2 (Riviere et al., 2024, arXiv:2408.00118): norms before and after each branch, with weights around
+zero; soft caps on scores and logits; a window on every other layer; scaled embeddings, tied to the head.
+"""
+
+from dataclasses import replace
+
+from liger_models.architectures.common import attention, decoder, mlp, windows
+from liger_models.architectures.registry import register
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
+
+
+@register(
+    "gemma2",
+    reference="Gemma2ForCausalLM",
+    tiny={
+        "hidden_act": ...,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": True,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 2.0,
+        "sliding_window": 7,
+        "tie_word_embeddings": True,
+    },
+    defaults={
+        "head_dim": 256,
+        "num_key_value_heads": 4,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 8192,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+    },
+    skip={"key:hidden_act": "of older configs; the reference does not read it"},
+    variants={
+        "layer_types": {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+        "one_layer": {"num_hidden_layers": 1, "final_logit_softcapping": None, "rms_norm_eps": 1e-4},
+    },
+)
+def gemma2(c: HFConfig) -> ModelSpec:
+    c.take("hidden_act", None)  # it is hidden_activation that counts
+    norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6), offset=1.0, cast="gemma")
+    attn = replace(
+        attention(c, bias=c.take_flag("attention_bias", False)),
+        scale=c.take_number("query_pre_attn_scalar") ** -0.5,
+        softcap=c.take_number("attn_logit_softcapping", None),
+    )
+    feed_forward = mlp(c, key="hidden_activation")
+    slides = windows(c, lambda i: "full_attention" if i % 2 else "sliding_attention")
+    return decoder(
+        c,
+        [BlockSpec(replace(attn, window=w), feed_forward, norm, topology="sandwich") for w in slides],
+        norm,
+        embed_scale=c.take_count("hidden_size") ** 0.5,
+        logit_softcap=c.take_number("final_logit_softcapping", None),
+    )

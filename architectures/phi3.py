@@ -1,0 +1,57 @@
+"""Phi-3, Phi-3.5 and Phi-4 (Abdin et al., 2024, arXiv:2404.14219; 2412.08905): LLaMA whose checkpoints pack
+the projections as we do; longrope, and in Phi-4-mini only a part of each head turns.
+"""
+
+from liger_models.architectures.common import attention, decoder, mlp
+from liger_models.architectures.registry import register
+from liger_models.convert.checkpoints.layout import Layout
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.errors import ConfigError
+from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
+
+REFUSED = ("linear", "dynamic", "yarn", "llama3")
+UNREAD = (
+    *("max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
+    *("mscale", "mscale_all_dim", "truncate"),
+)
+
+
+@register(
+    "phi3",
+    reference="Phi3ForCausalLM",
+    layouts=(Layout(whole=("*.qkv_proj.*", "*.gate_up_proj.*")),),
+    tiny={
+        "hidden_size": 64,
+        "head_dim": ...,  # the reference's rotation takes it to be hidden_size / heads
+        "original_max_position_embeddings": 64,
+        "sliding_window": 7,
+        "pad_token_id": 0,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.75,
+            "short_factor": [1.1 + 0.03 * i for i in range(6)],
+            "long_factor": [2.1 + 0.5 * i for i in range(6)],
+        },
+    },
+    defaults={
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "pad_token_id": 32000,
+    },
+    variants={"head_dim": {"head_dim": 24, "rope_parameters": {"partial_rotary_factor": 0.75}}},
+    skip={
+        "refusal:partial_rotary_factor": "a part of a head may turn",
+        "field:RopeSpec.factor": "where it is missing it is the ratio of the two lengths",
+        **{f"rope:{kind}": "the reference has longrope alone" for kind in REFUSED},
+        **{f"field:RopeSpec.{name}": "longrope does not read it" for name in UNREAD},
+    },
+)
+def phi3(c: HFConfig) -> ModelSpec:
+    norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-5))
+    attn = attention(c, window=c.take_count("sliding_window", None), partial=1.0)
+    c.take("original_max_position_embeddings")  # which longrope has read, and the others need not
+    if attn.rope is None or attn.rope.type not in ("default", "longrope"):
+        raise ConfigError(f"{c.name}: phi3 models turn by longrope or as they are, found {attn.rope}")
+    block = BlockSpec(attn, mlp(c), norm)
+    return decoder(c, [block] * c.take_count("num_hidden_layers"), norm)

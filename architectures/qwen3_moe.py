@@ -1,0 +1,70 @@
+"""Qwen3 with experts (Yang et al., 2025, arXiv:2505.09388): Qwen3 whose MLPs are mixtures, but for those
+layers that the config keeps dense.
+"""
+
+from dataclasses import replace
+
+from liger_models.architectures.common import activation, aux_loss_coef, decoder, experts_and_chosen, mlp
+from liger_models.architectures.qwen3 import normed_attention
+from liger_models.architectures.registry import register
+from liger_models.convert.checkpoints.layout import Layout
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.layers.spec import BlockSpec, ModelSpec, MoESpec, NormSpec
+
+ROUTER = (".router.", ".gate.")
+
+
+@register(
+    "qwen3_moe",
+    reference="Qwen3MoeForCausalLM",
+    layouts=(Layout(rename=(ROUTER,)), Layout(rename=(ROUTER,), whole=("*.experts.*",))),
+    tiny={
+        "moe_intermediate_size": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.5,
+        "mlp_only_layers": [0],
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 7,
+    },
+    defaults={
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+        "moe_intermediate_size": 768,
+        "num_experts_per_tok": 8,
+        "num_experts": 128,
+        "router_aux_loss_coef": 0.001,
+    },
+    skip={
+        "key:max_window_layers": "of no effect in these models",
+        "key:num_local_experts": "another name of num_experts",
+        "field:MoESpec.softmax_after_top_k": "the same function as renormalised shares of all",
+    },
+    variants={"every_second": {"decoder_sparse_step": 2, "mlp_only_layers": []}},
+)
+def qwen3_moe(c: HFConfig) -> ModelSpec:
+    norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6))
+    window = c.take_count("sliding_window", None) if c.take_flag("use_sliding_window", False) else None
+    c.take("sliding_window", None)
+    c.take("max_window_layers", None)  # of no effect here
+    attn, dense, sparse = replace(normed_attention(c, norm), window=window), mlp(c), experts(c)
+    every, dense_layers = c.take_count("decoder_sparse_step", 1), c.take("mlp_only_layers", None) or ()
+    blocks = [
+        BlockSpec(attn, dense if i in dense_layers or (i + 1) % every else sparse, norm)
+        for i in range(c.take_count("num_hidden_layers"))
+    ]
+    return decoder(c, blocks, norm)
+
+
+def experts(c: HFConfig) -> MoESpec:
+    return MoESpec(
+        *experts_and_chosen(c),
+        intermediate_size=c.take_count("moe_intermediate_size"),
+        activation=activation(c),
+        renormalize=c.take_flag("norm_topk_prob", False),
+        aux_loss_coef=aux_loss_coef(c),
+    )
