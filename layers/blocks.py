@@ -6,8 +6,10 @@ stream: the sum is taken inside the next norm, in one kernel. `residual` is None
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from liger_models.layers.activation_memory import ActivationMemory
@@ -19,6 +21,21 @@ from liger_models.layers.norm import Norm, make_norm
 from liger_models.layers.self_attention import Attention
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import AttentionSpec, BlockSpec, LatentAttentionSpec, MoESpec
+
+
+class Mixer(Protocol):
+    """What a block asks of that which lets a token see others: attention, or a state."""
+
+    def __call__(self, x: Tensor, sequences: Sequences) -> Tensor:
+        """x [T, H] -> [T, H]."""
+
+    def new_cache(
+        self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        """Room for what it remembers of `batch` sequences of up to `max_length` tokens."""
+
+    def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
+        """What it keeps of a token for the backward pass."""
 
 
 class Block(nn.Module):
@@ -34,7 +51,7 @@ class Block(nn.Module):
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
         super().__init__()
         self.hidden_size, self.spec = hidden_size, spec
-        self.self_attn = MIXERS[type(spec.mixer)](hidden_size, spec.mixer, layer, attention)
+        self.self_attn: Mixer = MIXERS[type(spec.mixer)](hidden_size, spec.mixer, layer, attention)
         self.mlp: GatedMLP | PlainMLP | MixtureOfExperts
         if isinstance(spec.mlp, MoESpec):
             self.mlp = MixtureOfExperts(hidden_size, spec.mlp)
@@ -48,20 +65,21 @@ class Block(nn.Module):
 
     def set_activation_memory(self, level: ActivationMemory) -> None:
         """Choose what is kept for the backward pass, here and in the parts that have a choice."""
-        for module in self.modules():
-            if hasattr(module, "activation_memory"):
-                module.activation_memory = level
+        parts: Iterable[Any] = self.modules()
+        for part in parts:
+            if hasattr(part, "activation_memory"):
+                part.activation_memory = level
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Bytes that the layer keeps for its backward pass, of each token, as on a GPU.
 
         What a level needs during the backward pass, one layer at a time, is not in it.
         """
-        parts = [part for part in self.children() if hasattr(part, "activation_bytes")]
         if level == "checkpoint":
             return itemsize * self.hidden_size + self._noted_bytes(itemsize)
-        kept = sum(part.activation_bytes(level, itemsize) for part in parts)
-        return kept + itemsize * self.hidden_size * self._branch_inputs(level)
+        parts: Iterable[Any] = self.children()
+        kept = (part.activation_bytes(level, itemsize) for part in parts if hasattr(part, "activation_bytes"))
+        return sum(kept) + itemsize * self.hidden_size * self._branch_inputs(level)
 
     def _branch_inputs(self, level: ActivationMemory) -> int:
         """How many tensors [T, H] the branches keep of what they read, beside the norms' own inputs."""
@@ -155,7 +173,7 @@ class ParallelBlock(Block):
         return 1 if level == "all" else 0
 
 
-MIXERS: dict[type, Callable[..., nn.Module]] = {
+MIXERS: dict[type, Callable[..., Mixer]] = {
     AttentionSpec: Attention,
     LatentAttentionSpec: LatentAttention,
 }

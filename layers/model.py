@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from liger_models.layers.activation_memory import ActivationMemory, keep_recipes, parse_levels, recompute
 from liger_models.layers.attention_backends import BACKENDS, AttentionBackend
-from liger_models.layers.blocks import BLOCKS, add_and_norm
+from liger_models.layers.blocks import BLOCKS, Block, add_and_norm
 from liger_models.layers.cache import KVCache
 from liger_models.layers.call_checks import CallChecks, batch_shape, refuse_unknown, targets_of
 from liger_models.layers.eager import not_compiled
@@ -52,10 +52,11 @@ class CausalLM(ModelParameters):
         self.embed_tokens = TokenEmbedding(
             spec.vocab_size, spec.hidden_size, spec.embed_scale, spec.padding_idx
         )
-        self.layers = nn.ModuleList(
+        layers = [
             BLOCKS[block.topology](spec.hidden_size, block, i, attention)
             for i, block in enumerate(spec.blocks)
-        )
+        ]
+        self.layers: Sequence[Block] = cast(Any, nn.ModuleList(layers))
         self.norm = make_norm(spec.hidden_size, spec.norm)
         self.lm_head = LMHead(spec.hidden_size, spec.vocab_size, spec.head_bias)
         self.logit_form = LogitForm(spec.logit_scale, spec.logit_softcap)
@@ -192,7 +193,7 @@ class CausalLM(ModelParameters):
     @property
     def activation_memory(self) -> tuple[ActivationMemory, ...]:
         """The level of each layer."""
-        return tuple(layer.activation_memory for layer in self.layers)  # type: ignore[misc]
+        return tuple(layer.activation_memory for layer in self.layers)
 
     def set_activation_memory(self, levels: str | Sequence[str]) -> None:
         """Choose what is kept for the backward pass: one level for all layers, or one a layer.

@@ -93,13 +93,14 @@ class ModelParameters(nn.Module):
         """
         std = self.spec.initializer_range
         for module in self.modules():
+            reset = getattr(module, "reset_parameters", None)
             if isinstance(module, nn.Linear | nn.Embedding):
                 module.weight.normal_(0.0, std, generator=generator)
                 bias = getattr(module, "bias", None)
                 if bias is not None:
                     bias.zero_()
-            elif module is not self and hasattr(module, "reset_parameters"):
-                module.reset_parameters(std, generator)
+            elif module is not self and reset is not None:
+                reset(std, generator)
         if self.spec.padding_idx is not None:  # here at the end, for a tied head's weights are drawn again
             self.embed_tokens.weight[self.spec.padding_idx].zero_()
 

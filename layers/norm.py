@@ -90,7 +90,7 @@ class LigerLayerNorm(nn.Module):
         parameters = (self.weight,) if self.bias is None else (self.weight, self.bias)
         if residual is None:
             return carry_recipe(norm(x, *parameters), norm, x, *parameters)
-        y, total = add_layer_norm(x, residual, *parameters, eps=self.eps, offset=self.offset)
+        y, total = add_layer_norm(x, residual, self.weight, self.bias, self.eps, self.offset)
         return carry_recipe(y, norm, total, *parameters), total
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:

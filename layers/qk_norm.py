@@ -101,7 +101,8 @@ def _fused(qkv: Tensor, tables: Any, spec: Any, norms: Any, q: Any, k: Any) -> S
         qkv,
         q[0],
         k[0],
-        *tables,
+        tables[0],
+        tables[1],
         *heads,
         eps=norms.norm.eps,
         offset=norms.norm.offset,
@@ -118,7 +119,7 @@ def _step_by_step(qkv: Tensor, tables: Any, spec: Any, norms: Any, q: Any, k: An
     if norms.before_rope:
         queries, keys = _norm(queries, norms, *q), _norm(keys, norms, *k)
     if tables is not None:
-        queries, keys = rotary(queries, keys, *tables, interleaved=spec.rope.interleaved)
+        queries, keys = rotary(queries, keys, tables[0], tables[1], spec.rope.interleaved)
     if not norms.before_rope:
         queries, keys = _norm(queries, norms, *q), _norm(keys, norms, *k)
     return queries, keys, values

@@ -109,15 +109,15 @@ class AdamW(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     tensors = self._tensors(parameter, group, place)
                     by_device.setdefault(tensors.parameter.device, []).append(tensors)
-            for device, tensors in by_device.items():
+            for device, updated in by_device.items():
                 factor = self._factors.get(device)
                 if grad_scale is not None:
                     unscaling = grad_scale.to(device, torch.float32, non_blocking=True).reciprocal()
                     factor = unscaling if factor is None else factor * unscaling
                 skip = None if found_inf is None else found_inf.to(device, torch.float32, non_blocking=True)
-                steps = [one.step for one in tensors]
+                steps = [one.step for one in updated]
                 torch._foreach_add_(steps, 1.0)
-                adamw(tensors, _settings(group), factor, skip)
+                adamw(updated, _settings(group), factor, skip)
                 if skip is not None:
                     torch._foreach_sub_(steps, [skip.reshape(()).sign()] * len(steps))
         self._factors = {}
@@ -259,7 +259,7 @@ def _checked_state(
     return {name: given[name].to(parameter.device) for name in expected}
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _local(tensor: Any) -> Tensor:
     """A DTensor's shard on this rank; any other tensor as it is."""
     return tensor.to_local() if _is_dtensor(tensor) else tensor
 

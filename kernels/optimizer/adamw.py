@@ -62,7 +62,7 @@ class AdamWTensors(NamedTuple):
         exp_avg, exp_avg_sq: the moments m and v, of one dtype: the parameter's, float32 or bfloat16.
         step: the number t of the step that is to be made, float32 without dimensions.
         residue: what rounding lost, of RESIDUE_DTYPES[weights], of a bfloat16 parameter; else None.
-        index: the parameter's place in the optimizer, for random bits.
+        place: the parameter's place in the optimizer, for random bits.
         offset: the place of its first element in the whole parameter, of which this may be a shard.
     """
 
@@ -72,7 +72,7 @@ class AdamWTensors(NamedTuple):
     exp_avg_sq: Tensor
     step: Tensor
     residue: Tensor | None
-    index: int
+    place: int
     offset: int = 0
 
 
@@ -115,13 +115,14 @@ def adamw_plain(tensors: AdamWTensors, settings: AdamWSettings, factor: Tensor |
     for first in range(0, size, _PIECE):
         count = min(_PIECE, size - first)
         pieces = [None if tensor is None else tensor[first : first + count] for tensor in flat]
-        _update_piece(*pieces, tensors.step, tensors.index, offset + first, settings, factor)
+        _update_piece(pieces, tensors.step, tensors.place, offset + first, settings, factor)
 
 
 _PIECE = 16 * BLOCK  # so that what is computed on the way stays in a CPU's cache
 
 
-def _update_piece(parameter, gradient, exp_avg, exp_avg_sq, residue, step, index, first, settings, factor):
+def _update_piece(pieces, step, place, first, settings, factor):
+    parameter, gradient, exp_avg, exp_avg_sq, residue = pieces
     lr, beta1, beta2, eps, weight_decay, weights, seed = settings
     # In place, which writes straight into a state that has the dtype of the computation.
     wide = at_least_float32(parameter) if residue is None else _with_residue(parameter, residue)
@@ -137,7 +138,7 @@ def _update_piece(parameter, gradient, exp_avg, exp_avg_sq, residue, step, index
 
     noise = moment_noise = None
     if _draws(parameter, exp_avg, weights):
-        bits = random_bits(seed, step, index, first, parameter.numel()).to(parameter.device)
+        bits = random_bits(seed, step, place, first, parameter.numel()).to(parameter.device)
         moment_noise = (bits >> 16).int()
         noise = (bits & 0xFFFF).int() if weights == "stochastic" else None
     _store(exp_avg, m, moment_noise)
@@ -242,11 +243,12 @@ def _is_aligned(tensors: AdamWTensors) -> bool:
 
 
 def _launch_alike(tensors, kind, settings, factor, found_inf) -> None:
-    rows, counts = [], []
+    rows: list[list[int]] = []
+    counts: list[int] = []
     for one in tensors:
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in one[:6]]
         size = one.parameter.numel()
-        rows.append([*addresses, size, one.offset, one.index, _signed(settings.seed), sum(counts)])
+        rows.append([*addresses, size, one.offset, one.place, _signed(settings.seed), sum(counts)])
         blocks = ceil_div(one.offset + size, BLOCK) - one.offset // BLOCK
         counts.append(ceil_div(blocks, _CHUNK_BLOCKS))
     device = tensors[0].parameter.device
