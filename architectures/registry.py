@@ -16,7 +16,7 @@ from typing import Any
 
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.convert.errors import UnsupportedModelError
+from liger_models.convert.errors import UnsupportedModelError, abbreviate
 from liger_models.layers.spec import ModelSpec
 
 
@@ -127,7 +127,7 @@ def find_architecture(model_type: str) -> Architecture:
     nearest = difflib.get_close_matches(model_type, supported, n=3, cutoff=0.4)
     hint = f" The nearest: {', '.join(nearest)}." if nearest else ""
     raise UnsupportedModelError(
-        f"the model type {model_type!r} is not supported.{hint} Supported: {', '.join(supported)}."
+        f"the model type {abbreviate(model_type)} is not supported.{hint} Supported: {', '.join(supported)}."
     )
 
 

@@ -17,7 +17,7 @@ from liger_models.convert.checkpoints.reading import WEIGHT_DTYPES, CheckpointRe
 from liger_models.convert.checkpoints.source_layout import SourceLayout, match_layout
 from liger_models.convert.checkpoints.weight_map import checkpoint_shapes
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.convert.errors import ConfigError
+from liger_models.convert.errors import ConfigError, UnsupportedModelError
 from liger_models.layers.attention_backends import AttentionBackend
 from liger_models.layers.model import CausalLM
 
@@ -73,7 +73,7 @@ def from_hub(
         name_or_path, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
     )
     config = HFConfig.load(folder, ignore_config_keys=ignore_config_keys)
-    architecture = find_architecture(config.model_type)
+    architecture = _architecture(config)
     with CheckpointReader(folder) as reader:
         config.most_layers = min(config.most_layers, len(reader.tensors))
         model = _skeleton(config, architecture, attention, activation_memory)
@@ -117,7 +117,7 @@ def from_config(
     device = parse_device(device)
     _check_projections(projections)
     read = HFConfig.load(config, ignore_config_keys=ignore_config_keys)
-    architecture = find_architecture(read.model_type)
+    architecture = _architecture(read)
     model = _skeleton(read, architecture, attention, activation_memory)
     if dtype == "auto":
         dtype = read.raw.get("dtype") or read.raw.get("torch_dtype") or "float32"
@@ -140,6 +140,13 @@ def find_layout(model: LigerCausalLM, reader: CheckpointReader) -> SourceLayout:
     source = match_layout(reader, maps, carried=model.carried, tied_duplicates=tied)
     model.layout = source.layout
     return source
+
+
+def _architecture(config: HFConfig) -> Architecture:
+    try:
+        return find_architecture(config.model_type)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{config.name}: {error}") from error
 
 
 def _skeleton(
