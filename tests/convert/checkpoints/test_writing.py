@@ -380,7 +380,7 @@ def test_a_write_that_fails_leaves_the_old_checkpoint(old, monkeypatch, failing_
         return true_write(fd, data, offset)
 
     monkeypatch.setattr(os, "pwrite", write)
-    message = rf"{old}: could not write the checkpoint \({os.strerror(code)}\)"
+    message = rf"{old}: could not write model\S*\.safetensors \({os.strerror(code)}\)"
     with pytest.raises(CheckpointError, match=message) as error:
         save_checkpoint(old, random_parameters(seed=2), MAP, config=CONFIG)
     assert "untouched" in str(error.value)
