@@ -141,6 +141,7 @@ def rope(
     partial: float | None = None,
     interleaved: bool = False,
     theta: float = 10000.0,
+    local_theta: float | None = None,
     scaling: Mapping[str, Any] | None = None,
 ) -> RopeSpec:
     """The rotary settings, in whichever spelling the config has them.
@@ -150,12 +151,14 @@ def rope(
         partial: the share of a head that turns where the config does not say; None: whole heads always do.
         interleaved: pairs are neighbours, (2i, 2i + 1), and not (i, i + dim / 2).
         theta, scaling: where the config does not say.
+        local_theta: of sliding layers whose theta is not that of the others, where the config does not say.
     """
     settings = c.take_rope(
         layer_type,
         default_theta=theta,
         head_dim_default_partial=partial or 1.0,
         default_scaling=scaling,
+        default_local_theta=local_theta,
     )
     if "mrope_section" in settings:
         raise ConfigError(

@@ -157,6 +157,7 @@ class HFConfig:
         default_theta: float = 10000.0,
         head_dim_default_partial: float = 1.0,
         default_scaling: Mapping[str, Any] | None = None,
+        default_local_theta: float | None = None,
     ) -> dict[str, Any]:
         """The rotary settings, from the old spelling, the new one, or both if they agree.
 
@@ -174,6 +175,8 @@ class HFConfig:
                 none.
             default_scaling: the family's settings where the config has neither `rope_scaling` nor
                 `rope_parameters`.
+            default_local_theta: of families whose sliding layers have a theta of their own, which
+                `rope_theta` does not name: theirs, where the config has no `rope_local_base_freq`.
 
         Raises:
             ConfigError: an unknown rope type, an unknown, missing or mistyped parameter, or spellings that
@@ -181,7 +184,14 @@ class HFConfig:
         """
         if layer_type is not None:
             self._taken_rope_layers.add(layer_type)
-        return read_rope(self, layer_type, default_theta, head_dim_default_partial, default_scaling or {})
+        return read_rope(
+            self,
+            layer_type,
+            default_theta,
+            head_dim_default_partial,
+            default_scaling or {},
+            default_local_theta,
+        )
 
     @property
     def taken(self) -> frozenset[str]:

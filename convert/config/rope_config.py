@@ -86,6 +86,7 @@ def read_rope(
     default_theta: float,
     default_partial: float,
     default_scaling: Mapping[str, Any],
+    default_local_theta: float | None,
 ) -> dict[str, Any]:
     """The rotary settings of a config in one form: what `HFConfig.take_rope` gives, and raises."""
     theta = c.take_one_of(*_THETA_KEYS, default=None)
@@ -95,7 +96,10 @@ def read_rope(
     if layer_type is not None:
         local_theta = c.take("rope_local_base_freq", None)
         if layer_type == "sliding_attention":
-            theta = theta if local_theta is None else local_theta
+            if default_local_theta is not None:
+                theta, default_theta = local_theta, default_local_theta
+            elif local_theta is not None:
+                theta = local_theta
             scaling = None
 
     _check_object(c, "rope_scaling", scaling)

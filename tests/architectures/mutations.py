@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass, replace
 from itertools import pairwise
@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.checkpoints.weight_map import checkpoint_shapes
+from liger_models.convert.errors import DataError
 from liger_models.layers.model import CausalLM
 from liger_models.layers.spec import ModelSpec
 
@@ -117,18 +118,22 @@ def with_value(spec: Any, path: Path, value: Any) -> Any:
     return replace(spec, **{first: with_value(getattr(spec, first), tuple(rest), value)})
 
 
-def unnoticed_fields(pair: Pair, wanted: Set[str] | None = None) -> dict[str, str]:
+def unnoticed_fields(pair: Pair, wanted: Mapping[str, Set[Any]] | None = None) -> dict[str, str]:
     """What the comparison does not notice, as "path: value -> other", with its "Class.field". Of all fields
-    in all layers, or of those that are `wanted`, each in the first layer that has it.
+    in all layers, or of those that are `wanted`, each in the first layer that has it with another value than
+    those given.
     """
     missed = {}
     elsewhere: dict[str, list[Any]] = {}  # the values of a field in all layers
     for _, field, value, _ in spec_fields(pair.ours.spec):
         elsewhere.setdefault(field, []).append(value)
     for path, field, value, hint in spec_fields(pair.ours.spec):
-        if field in NOT_SEEN or (wanted is not None and field not in wanted):
+        if field in NOT_SEEN:
             continue
-        wanted = wanted if wanted is None else wanted - {field}
+        if wanted is not None:
+            if field not in wanted or value in wanted[field]:
+                continue
+            wanted = {name: values for name, values in wanted.items() if name != field}
         others = other_values(value, hint)
         others += [other for other in elsewhere[field] if other != value and other not in others][:1]
         for other in others:
@@ -147,7 +152,7 @@ def spec_is_noticed(pair: Pair, spec: ModelSpec) -> bool:
         weight_map = map_like(pair.architecture, model, checkpoint_shapes(pair.weight_map).keys())
         copy_parameters(weight_map, model, pair.state)
         return is_noticed(pair, model)
-    except (ValueError, RuntimeError, IndexError):  # or by sizes that do not fit one another
+    except (ValueError, RuntimeError, IndexError, DataError):  # or by sizes or positions that do not fit
         return True
 
 

@@ -251,17 +251,14 @@ def randomise(model: nn.Module, generator: torch.Generator) -> None:
     """Every parameter random, and every saved buffer: the ones of fresh norms and the zeros of fresh biases
     would hide a mix-up.
     """
-    parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, tensor in _saved_once(model):
             noise = torch.randn(tensor.shape, generator=generator)
-            if name not in parameters:  # such as a bias that corrects a router's scores
-                tensor.copy_(0.3 * noise)
-            elif tensor.dim() > 1 and not name.endswith("norm.weight"):
+            if tensor.dim() > 1 and not name.endswith("norm.weight"):
                 # such that activations and scores stay of the order of one
                 tensor.copy_(noise / math.sqrt(tensor.shape[-1]))
-            else:
-                tensor.copy_(0.3 * noise + (0.0 if name.endswith("bias") else 1.0))
+            else:  # around what it starts with: a factor of one, by whatever weight, and no bias
+                tensor.add_(0.3 * noise)
 
 
 def _saved_once(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

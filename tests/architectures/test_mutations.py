@@ -44,13 +44,13 @@ def fields_noticed_in_variants(family, pair, make_pair, wanted):
     for changes in [*variants(family).values(), *ropes.values()]:
         spec = spec_of(family, changes)
         fresh = {
-            field
+            field: usual.get(field, set()) if values - usual.get(field, set()) else set()
             for field, values in values_by_field(spec).items()
             if field in wanted - seen and values != usual.get(field)
         }
         if fresh:
             missed = unnoticed_fields(make_pair(family, changes), fresh)
-            seen |= fresh - set(missed.values())
+            seen |= fresh.keys() - set(missed.values())
     return seen
 
 
