@@ -4,6 +4,8 @@
     python -m benchmarks tune     other tile sizes of our kernels beside the chosen ones
     python -m benchmarks train    a training step beside transformers, and transformers with liger-kernel
     python -m benchmarks load     loading a checkpoint beside transformers
+    python -m benchmarks optimizer  a step of AdamW with clipping beside torch's
+    python -m benchmarks learn    training with bfloat16 weights, kept in each way, beside float32
 
 Each prints Markdown tables with the machine and the versions, and writes them with a CSV into --out. A peer
 that is not installed becomes a note. `liger-models bench` is the same.
@@ -12,9 +14,9 @@ that is not installed becomes a note. `liger-models bench` is the same.
 import argparse
 import sys
 
-from benchmarks import load, ops, train, tune
+from benchmarks import learn, load, ops, optimizer, train, tune
 
-COMMANDS = {"ops": ops, "tune": tune, "train": train, "load": load}
+COMMANDS = {"ops": ops, "tune": tune, "train": train, "load": load, "optimizer": optimizer, "learn": learn}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -219,6 +219,7 @@ def _check(tensors: AdamWTensors, weights: str) -> None:
 # the tensor's first chunk. A program does one chunk.
 _COLUMNS = 11
 _CHUNK_BLOCKS = 4
+_NUM_WARPS = 4
 
 
 def _launch(
@@ -282,7 +283,7 @@ def _launch_alike(tensors, kind, settings, factor, found_inf) -> None:
         COLUMNS=_COLUMNS + 1,
         CHUNK_BLOCKS=_CHUNK_BLOCKS,
         QUARTER=QUARTER,
-        num_warps=4,
+        num_warps=_NUM_WARPS,
     )
 
 
