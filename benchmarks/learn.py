@@ -154,7 +154,6 @@ def _prepare(experiment: Experiment, folder: Path, args: argparse.Namespace) -> 
     from examples.demo import train_tokenizer
     from liger_models.presets import preset
 
-    folder.mkdir(parents=True)
     common = {
         "tokenizer": str(folder / "tokenizer"),
         "seq_len": experiment.seq_len,
@@ -163,6 +162,9 @@ def _prepare(experiment: Experiment, folder: Path, args: argparse.Namespace) -> 
         "save_every": 0,
         "device": args.device,
     }
+    if (folder / "start").exists():  # prepared before
+        return common
+    folder.mkdir(parents=True)
     _write_texts(experiment.text, folder, "")
     _write_texts(experiment.first_text, folder, "first-")
     train_tokenizer(folder / "first-train.jsonl", folder / "tokenizer")

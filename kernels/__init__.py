@@ -13,6 +13,7 @@ from liger_models.kernels.losses.linear_log_probs import linear_log_probs
 from liger_models.kernels.norms.layer_norm import add_layer_norm, layer_norm
 from liger_models.kernels.norms.rms_norm import add_rms_norm, rms_norm
 from liger_models.kernels.optimizer.adamw import AdamWSettings, AdamWTensors, adamw
+from liger_models.kernels.optimizer.sum_of_squares import sum_of_squares
 from liger_models.kernels.rotary.qk_norm_rotary import split_norm_rotary_qkv
 from liger_models.kernels.rotary.rotary import multi_axis_tables, rotary, split_rotary_qkv
 
@@ -48,6 +49,7 @@ __all__ = [
     "softmax",
     "split_norm_rotary_qkv",
     "split_rotary_qkv",
+    "sum_of_squares",
     "swiglu",
     "total_variation",
 ]

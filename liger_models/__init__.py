@@ -55,6 +55,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "optim":
+        return importlib.import_module(f"{__name__}.optim")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -28,6 +28,7 @@ from liger_models.kernels.optimizer.adamw import (
     AdamWTensors,
     adamw,
 )
+from liger_models.kernels.optimizer.sum_of_squares import sum_of_squares
 
 # What the state of a parameter may hold.
 STATE_TENSORS = ("step", "exp_avg", "exp_avg_sq", "residue")
@@ -147,9 +148,7 @@ class AdamW(torch.optim.Optimizer):
         first = self.param_groups[0]["params"][0].device
         total = torch.zeros((), dtype=torch.float64, device=first)
         for (_, *groups), gradients in shards.items():
-            # A bfloat16 norm, which would be the default, has an error of half a percent.
-            norms = torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32))
-            square = norms.double().square().sum()
+            square = sum_of_squares(gradients)
             for group in groups:
                 torch.distributed.all_reduce(square, group=group)
             total += square.to(first)

@@ -57,9 +57,9 @@ def _product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @jit
-def block_of_bits(seed, step, index, block, QUARTER: tl.constexpr):
-    """Four uint32 [QUARTER], one for each quarter of a block."""
-    lanes = tl.arange(0, QUARTER).to(tl.uint32)
+def block_of_bits(seed, step, index, block, lanes, QUARTER: tl.constexpr):
+    """Four uint32 [QUARTER], one for each quarter of a block; `lanes` holds 0 to QUARTER - 1."""
+    lanes = lanes.to(tl.uint32)
     counter = block * QUARTER
     low = lanes + counter.to(tl.uint32)
     zero = lanes * 0

@@ -5,8 +5,9 @@
     v = beta2 v + (1 - beta2) g^2
     w = w - lr * weight_decay * w - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
 
-computed in float32 (float64 for such weights). A bfloat16 weight of 0.02 has neighbours at a distance of
-0.0001, so that rounding w to the nearest loses every step that is less than half of that. Hence:
+the last as lr r / (1 - beta1^t) * m / (sqrt(v) + eps r), with r = sqrt(1 - beta2^t).
+All is computed in float32 (float64 for such weights). A bfloat16 weight of 0.02 has neighbours at a distance
+of 0.0001, so that rounding w to the nearest loses every step that is less than half of that. Hence:
 
     stochastic     w is rounded up or down at random, with the odds that make it right on average (as Gupta et
                    al., 2015, arXiv:1502.02551); 2 bytes a weight
@@ -132,8 +133,9 @@ def _update_piece(pieces, step, place, first, settings, factor):
     m = exp_avg.to(wide.dtype).mul_(beta1).add_(g, alpha=1 - beta1)
     v = exp_avg_sq.to(wide.dtype).mul_(beta2).addcmul_(g, g, value=1 - beta2)
     t = step.double()
-    step_size, root = lr / (1 - beta1**t), (1 - beta2**t).sqrt()
-    denominator = v.sqrt().div_(root).add_(eps)
+    root = (1 - beta2**t).sqrt()
+    step_size = lr * root / (1 - beta1**t)
+    denominator = v.sqrt().add_(eps * root)
     wide = wide.sub_(wide, alpha=lr * weight_decay).sub_((step_size * m).div_(denominator))
 
     noise = moment_noise = None
@@ -260,9 +262,11 @@ def _launch_alike(tensors, kind, settings, factor, found_inf) -> None:
     tensor_of_chunk = numbers.repeat_interleave(table[:, _COLUMNS], output_size=sum(counts))
     parameter_dtype, gradient_dtype, moment_dtype, aligned = kind
     lr, beta1, beta2, eps, weight_decay, weights, _ = settings
+    draws = _draws(tensors[0].parameter, tensors[0].exp_avg, weights)
     _adamw_kernel[(sum(counts),)](
         table,
         tensor_of_chunk,
+        torch.arange(QUARTER, dtype=torch.int16, device=device) if draws else None,
         factor,
         found_inf,
         float(lr),
@@ -278,7 +282,7 @@ def _launch_alike(tensors, kind, settings, factor, found_inf) -> None:
         GRADIENT=_STORED[gradient_dtype],
         MOMENT=_STORED[moment_dtype],
         WEIGHTS=weights,
-        DRAWS=_draws(tensors[0].parameter, tensors[0].exp_avg, weights),
+        DRAWS=draws,
         ALIGNED=aligned,
         COLUMNS=_COLUMNS + 1,
         CHUNK_BLOCKS=_CHUNK_BLOCKS,
@@ -300,6 +304,7 @@ _STORED = {torch.float32: "float32", torch.bfloat16: "bits", torch.float16: "flo
 def _adamw_kernel(
     table,
     tensor_of_chunk,
+    lanes,
     factor,
     found_inf,
     lr,
@@ -335,8 +340,9 @@ def _adamw_kernel(
     index, seed = tl.load(row + 8), tl.load(row + 9)
 
     t = step.to(tl.float64)
-    step_size = (lr / (1.0 - tl.exp2(t * log2_beta1))).to(tl.float32)
-    root = tl.sqrt(1.0 - tl.exp2(t * log2_beta2)).to(tl.float32)
+    root = tl.sqrt(1.0 - tl.exp2(t * log2_beta2))
+    step_size = (lr * root / (1.0 - tl.exp2(t * log2_beta1))).to(tl.float32)
+    floor = (eps * root).to(tl.float32)
     scale = 1.0 if factor is None else tl.load(factor)
 
     # Blocks are counted from the whole parameter's first element, of which this tensor may be a part.
@@ -345,9 +351,13 @@ def _adamw_kernel(
     if found_inf is not None:
         last = tl.where(tl.load(found_inf) == 0.0, last, first)
     lane = tl.arange(0, QUARTER)
+    if DRAWS:
+        # Read from memory, as the operands are: then the words come to the threads that need them, and not
+        # by way of shared memory.
+        drawing_lane = tl.load(lanes + lane)
     for block in range(first, last):
         if DRAWS:
-            words = block_of_bits(seed, step, index, block, QUARTER)
+            words = block_of_bits(seed, step, index, block, drawing_lane, QUARTER)
         for quarter in tl.static_range(4):
             start = block * (4 * QUARTER) + quarter * QUARTER - offset
             low = tl.maximum(-start, 0).to(tl.int32)
@@ -369,7 +379,7 @@ def _adamw_kernel(
             m = beta1 * m + rest1 * g
             v = beta2 * v + rest2 * g * g
             w -= decay * w
-            w -= tl.div_rn(step_size * m, tl.div_rn(tl.sqrt_rn(v), root) + eps)
+            w -= step_size * m / (tl.sqrt(v) + floor)  # a unit or two of the step off, which is far below w
 
             noise = tl.zeros([QUARTER], tl.int32)
             moment_noise = noise
@@ -384,10 +394,10 @@ def _adamw_kernel(
                 lost = w.to(tl.int32, bitcast=True) - (bits.to(tl.int32) << 16)
                 tl.store(residue + start + lane, tl.where(w == w, lost, 0).to(tl.int16), inside)
             elif PARAMETER == "bits" and WEIGHTS == "compensated":
-                bits = _cut(w, _to_nearest(w))
+                bits = _nearest(w)
                 tl.store(parameter + start + lane, bits, inside)
                 lost = w - (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-                tl.store(residue + start + lane, _cut(lost, _to_nearest(lost)), inside)
+                tl.store(residue + start + lane, _nearest(lost), inside)
             else:
                 _write(parameter + start + lane, w, inside, noise, PARAMETER, WEIGHTS == "stochastic")
 
@@ -421,7 +431,7 @@ def _write(pointers, wide, inside, noise, STORED: tl.constexpr, AT_RANDOM: tl.co
     elif AT_RANDOM:
         tl.store(pointers, _cut(wide, noise), inside)
     else:
-        tl.store(pointers, _cut(wide, _to_nearest(wide)), inside)
+        tl.store(pointers, _nearest(wide), inside)
 
 
 @jit
@@ -432,6 +442,6 @@ def _cut(wide, noise):
 
 
 @jit
-def _to_nearest(wide):
-    """The noise with which cutting rounds to the nearest, ties to even."""
-    return 0x7FFF + ((wide.to(tl.int32, bitcast=True) >> 16) & 1)
+def _nearest(wide):
+    """The bits of the nearest bfloat16, ties to even."""
+    return _cut(wide, 0x7FFF + ((wide.to(tl.int32, bitcast=True) >> 16) & 1))

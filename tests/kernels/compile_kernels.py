@@ -113,6 +113,7 @@ def optimizer() -> None:
                 tensors = torch.zeros(64, dtype=dtype), torch.zeros(64), *moments, torch.ones(()), residue
                 scalars = (torch.ones(()), torch.zeros(())) if weights == "plain" else ()
                 kernels.adamw([kernels.AdamWTensors(*tensors, 0)], settings, *scalars)
+    kernels.sum_of_squares([torch.zeros(64, dtype=BF16), torch.zeros(64), torch.zeros(65)])
 
 
 def losses() -> None:

@@ -119,6 +119,17 @@ def experts(tokens, hidden_size, intermediate_size, num_experts, top_k, dtype=BF
     backward(kernels.moe_experts(x, router.values, router.indices.int(), gate_up, down, *rest))
 
 
+def optimizer(weights, moments, dtype=BF16, size=1 << 16):
+    residue = {"compensated": torch.empty(size, dtype=BF16), "master": torch.empty(size, dtype=torch.int16)}
+    state = torch.empty(size, dtype=moments), torch.empty(size, dtype=moments), torch.ones(())
+    kept = residue.get(weights) if dtype == BF16 else None
+    tensors = kernels.AdamWTensors(
+        torch.empty(size, dtype=dtype), torch.empty(size, dtype=dtype), *state, kept, 0
+    )
+    kernels.adamw([tensors], kernels.AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 0.1, weights, 0), torch.ones(()))
+    kernels.sum_of_squares([tensors.gradient])
+
+
 def attention(heads, kv_heads, head_dim, value_dim=None, sinks=False, **options):
     q, k = (operand(TOKENS, count, head_dim) for count in (heads, kv_heads))
     v = operand(TOKENS, kv_heads, value_dim or head_dim)
@@ -163,6 +174,12 @@ CASES = {
     "attention, DeepSeek V3": lambda: attention(128, 128, 192, 128),
     "attention, Gemma 4": lambda: attention(8, 2, 512),
     "attention, gpt-oss 20B": lambda: attention(64, 8, 64, window=128, sinks=True),
+    "AdamW, plain": lambda: optimizer("plain", BF16),
+    "AdamW, stochastic": lambda: optimizer("stochastic", BF16),
+    "AdamW, compensated": lambda: optimizer("compensated", BF16),
+    "AdamW, master": lambda: optimizer("master", BF16),
+    "AdamW, master, float32 moments": lambda: optimizer("master", torch.float32),
+    "AdamW, float32": lambda: optimizer("plain", torch.float32, torch.float32),
     "experts, Qwen 3 30B": lambda: experts(2048, 2048, 768, 128, 8),
     "experts, Mixtral 8x7B": lambda: experts(512, 4096, 14336, 8, 2),
     "experts, Qwen 3 Next 80B": lambda: experts(2048, 2048, 512, 512, 10),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from liger_models.kernels import AdamWSettings, AdamWTensors, adamw
+from liger_models.kernels import AdamWSettings, AdamWTensors, adamw, sum_of_squares
 from liger_models.kernels.optimizer._random_bits import philox, random_bits
 from liger_models.kernels.optimizer.adamw import RESIDUE_DTYPES, WEIGHTS
 
@@ -339,12 +339,16 @@ def test_on_a_gpu_it_is_the_plain_twin_within_rounding(weights, moments, assert_
             on_gpu = AdamWTensors(*(x.cuda() if isinstance(x, torch.Tensor) else x for x in tensors))
             adamw([on_gpu], settings)
             adamw_plain(tensors, settings)
+            on_gpu = AdamWTensors(*(x.cpu() if isinstance(x, torch.Tensor) else x for x in on_gpu))
             # Moments are exact, and so are the bits that round them.
-            assert torch.equal(on_gpu.exp_avg.cpu(), tensors.exp_avg)
-            assert torch.equal(on_gpu.exp_avg_sq.cpu(), tensors.exp_avg_sq)
-            assert torch.equal(on_gpu.parameter.cpu(), tensors.parameter)
-            if tensors.residue is not None:
-                assert torch.equal(on_gpu.residue.cpu(), tensors.residue)
+            assert torch.equal(on_gpu.exp_avg, tensors.exp_avg)
+            assert torch.equal(on_gpu.exp_avg_sq, tensors.exp_avg_sq)
+            # The root and the quotient of a GPU are off by up to three units together, of a step below 1.
+            if dtype == torch.float32 or weights == "master":
+                assert_near(whole(on_gpu), whole(tensors), 12)
+            else:  # what is rounded may then go the other way, hardly ever
+                assert (on_gpu.parameter != tensors.parameter).float().mean() < 1e-3
+                assert_near(on_gpu.parameter, tensors.parameter.float(), 2)
 
 
 @pytest.mark.gpu
@@ -355,3 +359,14 @@ def test_on_a_gpu_a_parameter_may_have_more_elements_than_32_bits_count():
     adamw([tensors], EXACT._replace(lr=2.0**-3, weights="plain"))
     assert torch.equal(tensors.parameter, tensors.parameter[:1].expand(size))
     assert tensors.parameter[-1].item() < 1
+
+
+def test_the_sum_of_squares_is_that_of_all_elements(implementation):
+    tensors = [torch.randn(5000).to(BF16), torch.randn(70_000), torch.randn(0), torch.randn(3, 5).T]
+    tensors += [torch.randn(33).half(), torch.randn(65).to(BF16)[1:]]
+    true = sum(tensor.double().square().sum() for tensor in tensors)
+    found = sum_of_squares(tensors)
+    # Of 70,000 squares in float32, added up in many lanes: hundreds of roundings in a row at the most.
+    assert abs(found.item() - true.item()) <= 600 * 2.0**-24 * true.item()
+    assert found.dtype == torch.float64
+    assert sum_of_squares(tensors[2:3]).item() == 0

@@ -1,0 +1,107 @@
+"""The squared norm of many tensors, as clipping needs it: the sum of x^2 over all elements of all tensors.
+
+A program sums a chunk in float32, and float64 adds up programs. Bytes moved at the least: each tensor once.
+One launch for all tensors, and the same bits every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels._dispatch import ceil_div, jit, on_device_of, tl, use_triton
+
+
+def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of the squares of all elements: float64 without dimensions, on the tensors' device.
+
+    Args:
+        tensors: at least one; of any floating dtypes and shapes, on one device.
+    """
+    if not use_triton(*tensors):
+        return sum_of_squares_plain(tensors)
+    by_dtype: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            x = tensor.contiguous()
+            aligned = x.data_ptr() % 16 == 0 and x.numel() % 16 == 0
+            by_dtype.setdefault((x.dtype, aligned), []).append(x)
+    with on_device_of(tensors[0]):
+        sums = [_launch(alike, aligned) for (_, aligned), alike in by_dtype.items()]
+    return torch.cat([torch.zeros(1, device=tensors[0].device), *sums]).double().sum()
+
+
+def sum_of_squares_plain(tensors: Sequence[Tensor]) -> Tensor:
+    """The meaning of `sum_of_squares`, in plain PyTorch."""
+    # Norms in float32: one in bfloat16, which would be the default, has an error of half a percent.
+    wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    return torch.stack(torch._foreach_norm(list(tensors), 2.0, dtype=wide)).double().square().sum()
+
+
+_BLOCK = 4096
+_CHUNK_BLOCKS = 16
+_ELEMENT = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def _launch(tensors: Sequence[Tensor], aligned: bool) -> Tensor:
+    """The sums of all chunks."""
+    rows, chunks = [], 0
+    for tensor in tensors:
+        count = ceil_div(tensor.numel(), _BLOCK * _CHUNK_BLOCKS)
+        rows.append([tensor.data_ptr(), tensor.numel(), chunks, count])
+        chunks += count
+    device = tensors[0].device
+    table = torch.tensor(rows)
+    if device.type == "cuda":  # from pinned memory, so that the host need not wait
+        table = table.pin_memory().to(device, non_blocking=True)
+    numbers = torch.arange(len(rows), dtype=torch.int32, device=device)
+    tensor_of_chunk = numbers.repeat_interleave(table[:, 3], output_size=chunks)
+    sums = torch.empty(chunks, dtype=torch.float32, device=device)
+    _sum_of_squares_kernel[(chunks,)](
+        table,
+        tensor_of_chunk,
+        sums,
+        ELEMENT=_ELEMENT[tensors[0].dtype],
+        ALIGNED=aligned,
+        CHUNK_BLOCKS=_CHUNK_BLOCKS,
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
+    return sums
+
+
+@jit
+def _sum_of_squares_kernel(
+    table,
+    tensor_of_chunk,
+    sums,
+    ELEMENT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK_BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    row = table + tl.load(tensor_of_chunk + chunk).to(tl.int64) * 4
+    address, size = tl.load(row), tl.load(row + 1)
+    if ELEMENT == "bfloat16":
+        x = address.to(tl.pointer_type(tl.bfloat16))
+    elif ELEMENT == "float16":
+        x = address.to(tl.pointer_type(tl.float16))
+    else:
+        x = address.to(tl.pointer_type(tl.float32))
+    if ALIGNED:
+        x = tl.multiple_of(x, 16)
+    start = (chunk - tl.load(row + 2)) * CHUNK_BLOCKS * BLOCK
+    lane = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for _ in range(CHUNK_BLOCKS):
+        left = tl.maximum(tl.minimum(size - start, BLOCK), 0).to(tl.int32)
+        inside = lane < left
+        if ALIGNED:
+            inside = tl.max_constancy(inside, 16)
+        value = tl.load(x + start + lane, inside, 0.0).to(tl.float32)
+        total += value * value
+        start += BLOCK
+    tl.store(sums + chunk, tl.sum(total))
