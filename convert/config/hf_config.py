@@ -64,6 +64,7 @@ class HFConfig:
             if path.exists() and not path.is_file():  # a pipe or a device might never end
                 raise OSError("it is no file")
             raw = json.loads(path.read_text(encoding="utf-8"))
+            json.dumps(raw, ensure_ascii=False).encode()  # half of a surrogate pair could not be told of
         except OSError as error:
             raise ConfigError(
                 f"{path}: cannot be read ({error.strerror or error}); expected the config.json of a model"

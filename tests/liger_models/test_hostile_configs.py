@@ -98,3 +98,10 @@ def test_sizes_whose_product_overflows_are_clear_errors(load_with):
     most = str(2**31 - 1)
     with pytest.raises((ConfigError, CheckpointError), match=r"other shapes|cannot be laid out"):
         load_with(vocab_size=most, hidden_size=str(2**31 - 16), intermediate_size=most)
+
+
+@pytest.mark.parametrize("text", [r'"\ud800"', r'{"\udfff": 1}', r'["x\ud800"]'])
+def test_text_that_cannot_be_printed_is_refused(load_with, text):
+    with pytest.raises(ConfigError, match="surrogates not allowed") as error:
+        load_with(architectures=text)
+    str(error.value).encode()
