@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
 from liger_models.layers.spec import (
     Activation,
     AttentionSpec,
     BlockSpec,
+    LatentAttentionSpec,
     LayerNormSpec,
     MLPSpec,
     ModelSpec,
+    MoESpec,
     NormSpec,
     RopeSpec,
 )
@@ -224,3 +228,86 @@ def activation(c: HFConfig, key: str = "hidden_act", gated: bool = True) -> Acti
     if name not in known:
         raise ConfigError(f"{c.name}: {key} {name!r} is unknown; expected one of {', '.join(known)}")
     return _ACTIVATIONS[name]
+
+
+def latent_attention(c: HFConfig) -> LatentAttentionSpec:
+    """Latent attention, from the keys of DeepSeek's configs."""
+    heads, nope = c.take_count("num_attention_heads"), c.take_count("qk_nope_head_dim")
+    kv_heads = c.take_count("num_key_value_heads", heads)
+    if kv_heads != heads:
+        raise ConfigError(
+            f"{c.name}: num_attention_heads is {heads} and num_key_value_heads {kv_heads}; latent attention "
+            "has as many of both"
+        )
+    turned = rope(c, c.take_count("qk_rope_head_dim"), interleaved=c.take_flag("rope_interleave", True))
+    for key, size in (("head_dim", turned.dim), ("qk_head_dim", nope + turned.dim)):  # as the other keys say
+        if c.take_count(key, size) != size:
+            raise ConfigError(f"{c.name}: {key} must be {size}, as the sizes of its parts are, or left out")
+    scale = (nope + turned.dim) ** -0.5
+    if turned.type != "default" and turned.mscale_all_dim and turned.factor and turned.factor > 1:
+        scale *= (0.1 * turned.mscale_all_dim * math.log(turned.factor) + 1) ** 2
+    return LatentAttentionSpec(
+        num_attention_heads=heads,
+        qk_nope_head_dim=nope,
+        qk_rope_head_dim=turned.dim,
+        v_head_dim=c.take_count("v_head_dim"),
+        kv_lora_rank=c.take_count("kv_lora_rank"),
+        scale=scale,
+        q_lora_rank=c.take_count("q_lora_rank", None),
+        rope=turned,
+        bias=c.take_flag("attention_bias", False),
+    )
+
+
+def corrected_experts(c: HFConfig) -> MoESpec:
+    """Experts chosen by sigmoid scores and a correction bias, in groups, and one that all tokens share, from
+    the keys of DeepSeek-V3's configs.
+    """
+    for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
+        if (found := c.take(key, only)) != only:
+            raise ConfigError(
+                f"{c.name}: {key} must be {only!r}, which is all that is known, found {found!r}"
+            )
+    num_experts, top_k = c.take_count("n_routed_experts"), c.take_count("num_experts_per_tok")
+    groups, top_groups = c.take_count("n_group"), c.take_count("topk_group")
+    size, rest = divmod(num_experts, groups)
+    if rest or size < 2 or top_groups > groups or top_k > top_groups * size:
+        raise ConfigError(
+            f"{c.name}: {num_experts} experts (n_routed_experts), {top_k} a token, do not fit {groups} "
+            f"groups (n_group), of which {top_groups} are taken (topk_group); expected groups of one size, "
+            "of two experts or more, and enough of them"
+        )
+    inner, act = c.take_count("moe_intermediate_size"), activation(c)
+    return MoESpec(
+        num_experts=num_experts,
+        experts_per_token=top_k,
+        intermediate_size=inner,
+        activation=act,
+        score="sigmoid",
+        renormalize=c.take_flag("norm_topk_prob", False),
+        correction_bias=True,
+        num_groups=groups,
+        top_groups=top_groups,
+        routed_scaling_factor=c.take_number("routed_scaling_factor", 1.0),
+        float32_router=True,
+        shared_expert=MLPSpec(c.take_count("n_shared_experts") * inner, act),
+    )
+
+
+def corrected_layouts() -> tuple[Layout, ...]:
+    """Of checkpoints with such experts: one by one, or all in one tensor."""
+    rename = (
+        (".router.correction_bias", ".gate.e_score_correction_bias"),
+        (".router.", ".gate."),
+        (".shared_expert.", ".shared_experts."),
+    )
+    return Layout(rename), Layout(rename, whole=("*.experts.*",))
+
+
+def further_predictions(c: HFConfig) -> tuple[str, ...]:
+    """Patterns of the tensors of layers behind the last, which predict further tokens and are not run."""
+    first = c.take_count("num_hidden_layers")
+    count = c.take("num_nextn_predict_layers", 1)
+    if type(count) is not int or not 0 <= count <= c.most_layers:
+        raise ConfigError(f"{c.name}: num_nextn_predict_layers must be a whole number, found {count!r}")
+    return tuple(f"model.layers.{first + i}.*" for i in range(count))
