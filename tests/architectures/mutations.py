@@ -41,7 +41,6 @@ NOT_SEEN = {
     "MoESpec.float32_router": "float32 rounds nothing: tests/layers/test_moe.py",
     "MoESpec.group_score": "concerns experts in groups alone",
     "NormSpec.cast": "float32 rounds nothing: test_rounding.py",
-    "MoESpec.float32_router": "the same: tests/layers/test_moe.py",
 }
 
 
