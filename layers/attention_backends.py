@@ -151,32 +151,32 @@ def attend_cached(
     keys: Tensor,
     values: Tensor,
     spec: AttentionSpec,
-    slots: Tensor,
+    sees: Tensor,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """One new token a sequence against everything that its sequence holds.
+    """The new tokens of each sequence against what its cache holds, themselves included.
 
     Args:
-        q: [batch, num_attention_heads, head_dim]; keys, values: [batch, longest, num_key_value_heads,
+        q: [batch * new, num_attention_heads, head_dim]; keys, values: [batch, longest, num_key_value_heads,
             head_dim], or values with heads of another size.
-        slots: [batch], the new token's own place among the keys.
+        spec: the scale and the soft cap; a window is in `sees`.
+        sees: [batch, new, longest] bool. Every token sees at least one.
         sinks: [num_attention_heads], if the spec has them.
 
     Returns:
-        [batch, num_attention_heads, the size of the values' heads].
+        [batch * new, num_attention_heads, the size of the values' heads].
     """
-    place = torch.arange(keys.shape[1], device=q.device)
-    sees = place <= slots[:, None]
-    if spec.window is not None:
-        sees &= place > slots[:, None] - spec.window
-    sees = sees[:, None, None]
-    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    q = q.unflatten(0, sees.shape[:2]).transpose(1, 2)  # [batch, heads, new, dim]
+    keys, values, sees = keys.transpose(1, 2), values.transpose(1, 2), sees[:, None]
     if _is_plain_softmax(spec):
-        return _grouped_sdpa(q[:, :, None], keys, values, spec, sees)[:, :, 0]
-    kv_heads = spec.num_key_value_heads
-    scores = (q.unflatten(1, (kv_heads, -1)) @ keys.mT * spec.scale).flatten(1, 2)[:, :, None]
-    weights = attention_weights(scores, sees, spec.softcap, sinks)[:, :, 0]
-    return (weights.unflatten(1, (kv_heads, -1)) @ values).flatten(1, 2)
+        out = _grouped_sdpa(q, keys, values, spec, sees)
+    else:
+        groups = (spec.num_key_value_heads, -1)
+        new = q.shape[2]
+        scores = (q.unflatten(1, groups).flatten(2, 3) @ keys.mT * spec.scale).unflatten(2, (-1, new))
+        weights = attention_weights(scores.flatten(1, 2), sees, spec.softcap, sinks)
+        out = (weights.unflatten(1, groups).flatten(2, 3) @ values).unflatten(2, (-1, new)).flatten(1, 2)
+    return out.transpose(1, 2).flatten(0, 1)
 
 
 def _choose(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Sequences) -> AttentionBackend:

@@ -23,6 +23,7 @@ class KVCache:
         self.layers = layers
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)  # tokens held, a sequence
         self.longest = 0
+        self.newest = 0  # how many tokens of a sequence are now being added, at most
         self.rows = torch.empty(
             0, dtype=torch.long, device=device
         )  # of the tokens now being added: their sequence
@@ -38,6 +39,7 @@ class KVCache:
         self.slots = self.lengths[self.rows] + nth
         self.lengths = self.lengths + counts
         self.longest += most
+        self.newest = most
         return self.slots
 
     def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
@@ -48,3 +50,15 @@ class KVCache:
         for tensor, values in zip(room, new, strict=True):
             tensor[self.rows, self.slots] = values.to(tensor.dtype)
         return tuple(tensor[:, : self.longest] for tensor in room)
+
+    def sees(self, layer: int, window: int | None) -> Tensor | None:
+        """Which of the tokens that `append` returned each new one sees, [batch, new, longest] bool. None:
+        nothing is remembered but the new tokens, and they see one another as documents do.
+        """
+        if self.longest == self.newest:
+            return None
+        place = torch.arange(self.longest, device=self.slots.device)
+        sees = place <= self.slots[:, None]
+        if window is not None:
+            sees &= place > self.slots[:, None] - window
+        return sees[:, None]

@@ -61,8 +61,9 @@ class LatentAttention(nn.Module):
         cache, spec = sequences.cache, self.spec.attention
         if cache is not None:
             latents, k_ropes = cache.append(self.layer, latent, k_rope)
-            if cache.longest != sequences.max_seqlen:  # a new token; else prompts, which see but themselves
-                out = attend_cached(q, *self._keys_and_values(latents, k_ropes), spec, cache.slots)
+            sees = cache.sees(self.layer, spec.window)
+            if sees is not None:
+                out = attend_cached(q, *self._keys_and_values(latents, k_ropes), spec, sees)
                 return self.o_proj(out.flatten(1))
         k, v = self._keys_and_values(latent, k_rope)
         return self.o_proj(attend(q, k, v, spec, sequences, self.backend).flatten(1))

@@ -6,30 +6,26 @@ seq, V]
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from liger_models.layers.activation_memory import ActivationMemory, keep_recipes, parse_levels, recompute
-from liger_models.layers.attention_backends import BACKENDS, AttentionBackend
-from liger_models.layers.blocks import BLOCKS, Block, add_and_norm
+from liger_models.layers.attention_backends import AttentionBackend
 from liger_models.layers.cache import KVCache
 from liger_models.layers.call_checks import CallChecks, batch_shape, refuse_unknown, targets_of
+from liger_models.layers.decoder import Decoder
 from liger_models.layers.eager import not_compiled
-from liger_models.layers.embedding import TokenEmbedding
 from liger_models.layers.head import LMHead, LogitForm, loss_of_head
 from liger_models.layers.model_output import CausalLMOutput
 from liger_models.layers.model_parameters import ModelParameters, drop_tied_head, restore_tied_head
-from liger_models.layers.norm import make_norm
 from liger_models.layers.router_loss import router_loss
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import ModelSpec
 
 
-class CausalLM(ModelParameters):
+class CausalLM(Decoder, ModelParameters):
     """Embeddings, blocks, a final norm and a head.
 
     Args:
@@ -46,18 +42,7 @@ class CausalLM(ModelParameters):
         activation_memory: str | Sequence[str] = "lean",
     ):
         super().__init__()
-        if attention not in BACKENDS:
-            raise ValueError(f"unknown attention backend {attention!r}; choose one of {', '.join(BACKENDS)}")
-        self.spec = spec
-        self.embed_tokens = TokenEmbedding(
-            spec.vocab_size, spec.hidden_size, spec.embed_scale, spec.padding_idx
-        )
-        layers = [
-            BLOCKS[block.topology](spec.hidden_size, block, i, attention)
-            for i, block in enumerate(spec.blocks)
-        ]
-        self.layers: Sequence[Block] = cast(Any, nn.ModuleList(layers))
-        self.norm = make_norm(spec.hidden_size, spec.norm)
+        self.make_decoder(spec, attention)
         self.lm_head = LMHead(spec.hidden_size, spec.vocab_size, spec.head_bias)
         self.logit_form = LogitForm(spec.logit_scale, spec.logit_softcap)
         self.tie_weights()
@@ -134,36 +119,6 @@ class CausalLM(ModelParameters):
             output["logits"] = self._logits(hidden, sequences, logits_to_keep)
         return CausalLMOutput(**output)
 
-    @not_compiled
-    def hidden_states(
-        self, sequences: Sequences, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None
-    ) -> Tensor:
-        """The normalised output of the last block, [T, H], from [batch, seq] ids or [batch, seq, H]
-        embeddings.
-        """
-        sequences.prepare_rotary(self.spec.ropes)
-        if inputs_embeds is None:
-            assert input_ids is not None
-            # An id outside the vocabulary is reported by the checks; until then it must not stop the device.
-            ids = sequences.pack(input_ids).clamp(0, self.spec.vocab_size - 1)
-            inputs_embeds = self.embed_tokens(ids)
-        else:
-            inputs_embeds = sequences.pack(inputs_embeds)
-        if self.spec.input_scale != 1.0:
-            inputs_embeds = inputs_embeds * self.spec.input_scale
-
-        lean = torch.is_grad_enabled()
-        x, residual = inputs_embeds, None
-        for layer in self.layers:
-            if layer.activation_memory == "checkpoint" and torch.is_grad_enabled():
-                # The sum is taken in front of the layer, so that one tensor is kept and not two.
-                x = x if residual is None else x + residual
-                x, residual = recompute(layer, x, None, sequences)
-            else:
-                with keep_recipes() if lean and layer.activation_memory != "all" else nullcontext():
-                    x, residual = layer(x, residual, sequences)
-        return add_and_norm(self.norm, x, residual)[0]
-
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits [..., V] of hidden states [..., H], as `hidden_states` gives them."""
         return self.logit_form(self.lm_head(hidden))
@@ -186,72 +141,6 @@ class CausalLM(ModelParameters):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         room = (batch, max_length, weight.device, dtype)
         return KVCache([layer.self_attn.new_cache(*room) for layer in self.layers], batch, weight.device)
-
-    # -- activation memory
-    # -------------------------------------------------------------------------------------
-
-    @property
-    def activation_memory(self) -> tuple[ActivationMemory, ...]:
-        """The level of each layer."""
-        return tuple(layer.activation_memory for layer in self.layers)
-
-    def set_activation_memory(self, levels: str | Sequence[str]) -> None:
-        """Choose what is kept for the backward pass: one level for all layers, or one a layer.
-
-        Raises:
-            ValueError: an unknown level, or the wrong number of them.
-        """
-        levels = levels if isinstance(levels, str) else tuple(levels)
-        for layer, level in zip(self.layers, parse_levels(levels, len(self.layers)), strict=True):
-            layer.set_activation_memory(level)
-        self._levels_before_checkpointing = self.activation_memory
-
-    def activation_checkpointing_enable(
-        self,
-        activation_checkpointing_kwargs: Mapping[str, Any] | None = None,
-        every_n_layers: int = 1,
-        offload: bool = False,
-    ) -> None:
-        """Level `checkpoint` for the first of every `every_n_layers` layers, as trainers switch it on.
-
-        `use_reentrant` and `preserve_rng_state` may be anything: the results are those of a run without
-        checkpointing whatever they say. `offload` is not done here: run the step under
-        `torch.autograd.graph.save_on_cpu`.
-
-        Raises:
-            ValueError: another option, which would not be honoured.
-        """
-        given = set(activation_checkpointing_kwargs or {}) - {"use_reentrant", "preserve_rng_state"}
-        if offload:
-            given.add("offload")
-        if given or every_n_layers < 1:
-            found = f"{sorted(given)}" if given else f"every_n_layers={every_n_layers}"
-            raise ValueError(
-                f"found {found}; of the options of checkpointing only use_reentrant, preserve_rng_state and "
-                "every_n_layers (1 or more) are known. To hold activations on the host, run the step under "
-                "torch.autograd.graph.save_on_cpu()."
-            )
-        before = self._levels_before_checkpointing
-        levels = [level if i % every_n_layers else "checkpoint" for i, level in enumerate(before)]
-        self.set_activation_memory(levels)
-        self._levels_before_checkpointing = before
-
-    def gradient_checkpointing_enable(
-        self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, **options: Any
-    ) -> None:
-        """The older name of `activation_checkpointing_enable`."""
-        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
-
-    def gradient_checkpointing_disable(self) -> None:
-        """Back to the levels that were chosen before."""
-        self.set_activation_memory(self._levels_before_checkpointing)
-
-    activation_checkpointing_disable = gradient_checkpointing_disable
-
-    @property
-    def is_gradient_checkpointing(self) -> bool:
-        """Whether some layer runs again as a whole in the backward pass."""
-        return "checkpoint" in self.activation_memory
 
     def _logits(self, hidden: Tensor, sequences: Sequences, logits_to_keep: int | Tensor) -> Tensor:
         if isinstance(logits_to_keep, int) and logits_to_keep == 0:

@@ -99,9 +99,10 @@ class Attention(nn.Module):
         cache = sequences.cache
         assert cache is not None
         keys, values = cache.append(self.layer, k, v)
-        if cache.longest == sequences.max_seqlen:  # the prompts: they see nothing but themselves
+        sees = cache.sees(self.layer, self.spec.window)
+        if sees is None:
             return attend(q, k, v, self.spec, sequences, self.backend, self.sinks)
-        return attend_cached(q, keys, values, self.spec, cache.slots, self.sinks)
+        return attend_cached(q, keys, values, self.spec, sees, self.sinks)
 
     def extra_repr(self) -> str:
         spec = self.spec

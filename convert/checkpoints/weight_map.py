@@ -98,13 +98,7 @@ class Expr:
         Raises:
             ValueError: `tensor` has another shape than the expression, or holds only rows of one of them.
         """
-        written: dict[str, Tensor] = {}
-        for ref, places in _places_by_ref([(self, tensor)]).items():
-            if len(places) == 1:
-                written[ref.name] = places[0].view.reshape(ref.shape)
-            else:
-                written[ref.name] = torch.cat([view.reshape(-1) for *_, view in places]).view(ref.shape)
-        return written
+        return write([(self, tensor)])
 
 
 @dataclass(frozen=True)
@@ -320,6 +314,17 @@ def permuted(name: str, shape: Shape, pattern: str, **sizes: int) -> Permute:
         sizes |= dict.fromkeys(unknown, size // known)
     part = Ref(name, tuple(math.prod(sizes[axis] for axis in group) for group in disk))
     return Permute(part, tuple(sizes[axis] for axis in axes), tuple(map(axes.index, order)), shape)
+
+
+def write(natives: Iterable[tuple[Expr, Tensor]]) -> dict[str, Tensor]:
+    """`Expr.write` of tensors that together hold whole checkpoint tensors, each maybe rows of them alone."""
+    written: dict[str, Tensor] = {}
+    for ref, places in _places_by_ref(natives).items():
+        if len(places) == 1:
+            written[ref.name] = places[0].view.reshape(ref.shape)
+        else:
+            written[ref.name] = torch.cat([view.reshape(-1) for *_, view in places]).view(ref.shape)
+    return written
 
 
 def rows_of(expr: Expr, start: int, stop: int) -> Expr:
