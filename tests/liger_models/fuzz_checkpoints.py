@@ -222,7 +222,7 @@ def complaint(folder: Path) -> str | None:
             return f"the error names no file: {message[:300]}"
         if (seconds := time.process_time() - started) > 1:
             return f"the error took {seconds:.1f} s: {message[:300]}"
-        if len(message) > 6000:
+        if len(message) > 20_000:
             return f"the error has {len(message)} characters"
         try:
             message.encode()
