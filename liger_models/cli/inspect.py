@@ -135,7 +135,8 @@ def _memory(model: "LigerCausalLM", parameters: list[dict[str, Any]]) -> dict[st
         "dtype": str(dtype).removeprefix("torch."),
         "weights": weights,
         "gradients": weights,
-        "adamw": 2 * weights,
+        # Two moments, and of bfloat16 weights the bits that rounding would lose.
+        "adamw": (3 if dtype == torch.bfloat16 else 2) * weights,
         "activations_per_token": {
             level: sum(layer.activation_bytes(level, dtype.itemsize) for layer in model.layers)
             for level in LEVELS
@@ -170,7 +171,7 @@ def print_report(report: dict[str, Any]) -> None:
         [
             ("weights", bytes_text(memory["weights"])),
             ("gradients", bytes_text(memory["gradients"])),
-            ("AdamW's two moments", bytes_text(memory["adamw"])),
+            ("AdamW's state", bytes_text(memory["adamw"])),
         ]
     )
     layers = len(spec["blocks"])
