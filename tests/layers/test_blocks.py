@@ -1,0 +1,103 @@
+"""Layers of every kind: what they say that they keep for the backward pass is what autograd keeps, and what
+they start with.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+
+import pytest
+import torch
+
+from liger_models.kernels._dispatch import interpret
+from liger_models.layers.activation_memory import _Kept
+from liger_models.layers.model import CausalLM
+from liger_models.layers.spec import (
+    AttentionSpec,
+    BlockSpec,
+    LayerNormSpec,
+    MLPSpec,
+    ModelSpec,
+    MoESpec,
+    NormSpec,
+    QKNormSpec,
+    RopeSpec,
+)
+
+TOKENS, HIDDEN = 24, 32
+# As many key/value heads as heads: with fewer, attention on a CPU repeats them, and on a GPU it does not.
+ATTENTION = AttentionSpec(4, 4, 16, 0.25, RopeSpec(16, max_position_embeddings=64))
+PRE_NORM = BlockSpec(ATTENTION, MLPSpec(40), NormSpec())
+EXPERTS = MoESpec(4, 2, 12)
+ROUTED = {
+    "experts": EXPERTS,
+    "router's loss": replace(EXPERTS, aux_loss_coef=0.1),
+    "shared expert": replace(EXPERTS, shared_expert=MLPSpec(20), shared_gate=True),
+    "all in float32": replace(EXPERTS, float32_router=True, score="sigmoid", correction_bias=True),
+}
+BLOCKS = {
+    "pre_norm": PRE_NORM,
+    "sandwich": replace(PRE_NORM, topology="sandwich"),
+    "post_norm": replace(PRE_NORM, topology="post_norm"),
+    "parallel": replace(PRE_NORM, topology="parallel"),
+    "layer norm": replace(PRE_NORM, norm=LayerNormSpec()),
+    "plain mlp": replace(PRE_NORM, mlp=MLPSpec(40, "relu2", gated=False)),
+    "plain gelu": replace(PRE_NORM, mlp=MLPSpec(40, "gelu_tanh", gated=False)),
+    "scaled branches": replace(PRE_NORM, residual_scale=0.5),
+    "norms of heads": replace(PRE_NORM, mixer=replace(ATTENTION, qk_norm=QKNormSpec())),
+    "norms of all heads": replace(
+        PRE_NORM, mixer=replace(ATTENTION, qk_norm=QKNormSpec(scope="all_heads", before_rope=False))
+    ),
+    "without positions": replace(PRE_NORM, mixer=replace(ATTENTION, rope=None)),
+    **{name: replace(PRE_NORM, mlp=mlp) for name, mlp in ROUTED.items()},
+}
+
+
+def kept_bytes(block: BlockSpec, layers: int, level: str) -> int:
+    torch.manual_seed(0)
+    model = CausalLM(ModelSpec(61, HIDDEN, (block,) * layers, NormSpec()), activation_memory=level)
+    model.reset_parameters()
+    ids = torch.randint(61, (1, TOKENS))
+    gc.collect()
+    old = {id(kept) for kept in gc.get_objects() if type(kept) is _Kept}
+    with interpret():
+        loss = model(ids, labels=ids).loss
+    # At these levels the model's own hooks see all that its layers keep, and make _Kept objects of it.
+    saved = [k.tensor for k in gc.get_objects() if type(k) is _Kept and id(k) not in old]
+    assert loss.requires_grad
+    parameters = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
+    return sum(size for place, size in storages.items() if place not in parameters)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+@pytest.mark.parametrize("level", ["lean", "mlp"])
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
+def test_a_layer_says_what_it_keeps(block, level):
+    layer = CausalLM(ModelSpec(61, HIDDEN, (block,), NormSpec())).layers[0]
+    found = (kept_bytes(block, 3, level) - kept_bytes(block, 1, level)) / 2
+    unsaid = found - TOKENS * layer.activation_bytes(level, 4)
+    # Of experts also where tiles of rows begin, which is no matter of tokens: the offset of each expert and
+    # of the end, and two numbers for each tile, of which there are at most as many as rows and experts.
+    spec = block.mlp
+    routed = isinstance(spec, MoESpec) and level == "lean"
+    tiles = TOKENS * spec.experts_per_token + spec.num_experts if routed else 0
+    assert 0 <= unsaid <= (4 * (spec.num_experts + 1) + 8 * tiles if routed else 0)
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
+def test_every_parameter_and_buffer_has_a_fresh_value(block):
+    spec = ModelSpec(61, HIDDEN, (block,), NormSpec(offset=1.0), initializer_range=0.3, head_bias=True)
+    model = CausalLM(spec)
+    tensors = model.saved_tensors()
+    with torch.no_grad():
+        for tensor in tensors.values():
+            tensor.fill_(float("nan"))
+    model.reset_parameters(torch.Generator().manual_seed(0))
+    for name, tensor in tensors.items():
+        if tensor.dim() > 1:  # hundreds of draws or more: their spread is known to a tenth, six times over
+            assert tensor.std().item() == pytest.approx(0.3, rel=0.5 if tensor.numel() < 200 else 0.2), name
+        else:
+            assert tensor.unique().numel() == 1, name
+    assert not model.norm.weight.any()
