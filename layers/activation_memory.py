@@ -32,6 +32,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from liger_models.layers.linear import Linear
 from liger_models.layers.packed_linear import SplitProjections
 
 ActivationMemory = Literal["all", "lean", "mlp", "checkpoint"]
@@ -97,18 +98,18 @@ def carry_recipe(output: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -
 
 
 def output_is_ours(module: nn.Module) -> bool:
-    """Whether the memory of the module's output may be used again: it is torch's own linear layer, which
+    """Whether the memory of the module's output may be used again: it is torch's linear layer, or ours, which
     keeps none of it, of a plain weight, and nobody has changed how it runs or hooked into it. A hook has seen
     the output; a wrapper, a subclass or a weight of some other class may need it for its backward pass.
     """
-    unchanged = type(module).forward in (_LINEAR_FORWARD, _SPLIT_FORWARD) and "forward" not in vars(module)
+    unchanged = type(module).forward in _LINEAR_FORWARDS and "forward" not in vars(module)
     # No parametrization either. Of split projections it is a copy that nobody else has seen.
     plain = type(module._parameters.get("weight")) is nn.Parameter or type(module) is SplitProjections
     own = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
     return unchanged and plain and not any(own) and not any(_GLOBAL_HOOKS)
 
 
-_LINEAR_FORWARD, _SPLIT_FORWARD = nn.Linear.forward, SplitProjections.forward
+_LINEAR_FORWARDS = (nn.Linear.forward, Linear.forward, SplitProjections.forward)
 _GLOBAL_HOOKS = (_global_forward_hooks, _global_backward_hooks, _global_backward_pre_hooks)
 
 

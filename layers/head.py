@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from liger_models.kernels import cross_entropy, linear_cross_entropy
 from liger_models.layers.activation_memory import recompute
+from liger_models.layers.linear import Linear
 from liger_models.layers.sequences import IGNORE_INDEX
 
 
@@ -28,7 +29,7 @@ class LogitForm:
         return z if self.softcap is None else self.softcap * (z / self.softcap).tanh()
 
 
-class LMHead(nn.Linear):
+class LMHead(Linear):
     """A projection onto the vocabulary that also knows the loss.
 
     The loss is computed in here, so that the weight is read inside its own module's forward alone (sharding

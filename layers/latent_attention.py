@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from liger_models.kernels import rotary
 from liger_models.layers.activation_memory import ActivationMemory
 from liger_models.layers.attention_backends import AttentionBackend, attend, attend_cached
+from liger_models.layers.linear import Linear
 from liger_models.layers.norm import make_norm
 from liger_models.layers.packed_linear import PackedLinear
 from liger_models.layers.sequences import Sequences
@@ -45,15 +46,15 @@ class LatentAttention(nn.Module):
         latents["kv_a_proj_with_mqa"] = spec.kv_lora_rank + spec.qk_rope_head_dim
         self.latent_proj = PackedLinear(hidden_size, latents, bias=spec.bias)
         if rank is None:
-            self.q_proj = nn.Linear(hidden_size, heads * spec.qk_head_dim, bias=False)
+            self.q_proj = Linear(hidden_size, heads * spec.qk_head_dim, bias=False)
         else:
             self.q_a_layernorm = make_norm(rank, spec.norm)
-            self.q_b_proj = nn.Linear(rank, heads * spec.qk_head_dim, bias=False)
+            self.q_b_proj = Linear(rank, heads * spec.qk_head_dim, bias=False)
         self.kv_a_layernorm = make_norm(spec.kv_lora_rank, spec.norm)
-        self.kv_b_proj = nn.Linear(
+        self.kv_b_proj = Linear(
             spec.kv_lora_rank, heads * (spec.qk_nope_head_dim + spec.v_head_dim), bias=False
         )
-        self.o_proj = nn.Linear(heads * spec.v_head_dim, hidden_size, bias=spec.bias)
+        self.o_proj = Linear(heads * spec.v_head_dim, hidden_size, bias=spec.bias)
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         """x [T, H] -> [T, H]."""

@@ -25,6 +25,7 @@ from liger_models.layers.activation_memory import (
     output_is_ours,
     recompute,
 )
+from liger_models.layers.linear import Linear
 from liger_models.layers.packed_linear import PackedLinear
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import MLPSpec
@@ -76,7 +77,7 @@ class GatedMLP(_MLP):
         self.gated_product = _chosen(_GATED, spec, "gated")
         parts = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
         self.gate_up_proj = PackedLinear(hidden_size, parts, spec.bias)
-        self.down_proj = nn.Linear(spec.intermediate_size, hidden_size, bias=spec.bias)
+        self.down_proj = Linear(spec.intermediate_size, hidden_size, bias=spec.bias)
 
     def _forward(self, x: Tensor) -> Tensor:
         gate_up = self.gate_up_proj(x)
@@ -104,8 +105,8 @@ class PlainMLP(_MLP):
         super().__init__()
         self.spec = spec
         self.activation = _chosen(_PLAIN, spec, "plain")
-        self.up_proj = nn.Linear(hidden_size, spec.intermediate_size, bias=spec.bias)
-        self.down_proj = nn.Linear(spec.intermediate_size, hidden_size, bias=spec.bias)
+        self.up_proj = Linear(hidden_size, spec.intermediate_size, bias=spec.bias)
+        self.down_proj = Linear(spec.intermediate_size, hidden_size, bias=spec.bias)
 
     def _forward(self, x: Tensor) -> Tensor:
         up = self.up_proj(x)

@@ -4,6 +4,8 @@ embedding's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -67,23 +69,36 @@ class ModelParameters(nn.Module):
         if self.spec.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def materialize(self, device: torch.device | str | None, dtype: torch.dtype) -> None:
-        """Give tensors that were made on the meta device uninitialised memory on a real one: parameters in
-        `dtype`, buffers each in its own. Sharded ones get their part, by default where their mesh is.
-        """
+    def materialize(
+        self,
+        device: torch.device | str | None,
+        dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
+    ) -> None:
+        """Give tensors that were made on the meta device uninitialised memory on a real one. Sharded ones get
+        their part, by default where their mesh is.
 
-        def memory(old: Tensor, dtype: torch.dtype) -> Tensor:
+        Args:
+            device: where; None for torch's default.
+            dtype: of the parameters (buffers keep theirs); or of each saved tensor, by its native name. By
+                default all keep theirs.
+        """
+        if isinstance(dtype, torch.dtype):
+            chosen = {id(parameter): dtype for parameter in self.parameters()}
+        else:
+            chosen = {id(tensor): dtype[name] for name, tensor in self.saved_tensors().items() if dtype}
+
+        def memory(old: Tensor) -> Tensor:
             mesh = getattr(old, "device_mesh", None)
             default = torch.get_default_device() if mesh is None else mesh.device_type
-            return torch.empty_like(old, dtype=dtype, device=device or default)
+            return torch.empty_like(old, dtype=chosen.get(id(old), old.dtype), device=device or default)
 
         made: dict[nn.Parameter, nn.Parameter] = {}  # a tied parameter stays one
         for module in self.modules():
             for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, memory(buffer, buffer.dtype))
+                setattr(module, name, memory(buffer))
             for name, old in module.named_parameters(recurse=False):
                 if old not in made:
-                    made[old] = nn.Parameter(memory(old.detach(), dtype), requires_grad=old.requires_grad)
+                    made[old] = nn.Parameter(memory(old).detach(), requires_grad=old.requires_grad)
                 setattr(module, name, made[old])
 
     @torch.no_grad()

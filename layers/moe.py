@@ -12,13 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_models.convert.checkpoints.weight_map import Cat, Expr, Ref, Stack
 from liger_models.kernels import moe_experts, route
 from liger_models.kernels._dispatch import once_differentiable
 from liger_models.layers.activation_memory import ActivationMemory, recompute
+from liger_models.layers.linear import Linear, project
 from liger_models.layers.mlp import make_mlp
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import MoESpec
@@ -43,7 +43,7 @@ class MixtureOfExperts(nn.Module):
         self.router = Router(hidden_size, spec)
         self.experts = Experts(hidden_size, spec)
         self.shared_expert = None if spec.shared_expert is None else make_mlp(hidden_size, spec.shared_expert)
-        self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False) if spec.shared_gate else None
+        self.shared_expert_gate = Linear(hidden_size, 1, bias=False) if spec.shared_gate else None
 
     def forward(self, x: Tensor, sequences: Sequences | None = None) -> Tensor:
         """x [T, H] -> [T, H]. `sequences` is where a router with losses notes its logits."""
@@ -106,7 +106,7 @@ class Router(nn.Module):
             logits = _ProductInFloat32.apply(x, self.weight)
             logits = logits if self.bias is None else logits + self.bias
         else:
-            logits = F.linear(x, self.weight, self.bias)
+            logits = project(x, self.weight, self.bias)
         weights, experts = route(
             logits,
             spec.experts_per_token,
@@ -179,16 +179,12 @@ class Experts(nn.Module):
         return self._forward(x, weights, experts)
 
     def _forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        return moe_experts(
-            x,
-            weights,
-            experts,
-            self.gate_up_proj,
-            self.down_proj,
-            self.spec.activation,
-            self.gate_up_proj_bias,
-            self.down_proj_bias,
+        gate_up, down = self.gate_up_proj, self.down_proj
+        # A bias may be wider than its matrix, as in a linear layer.
+        biases = (
+            None if b is None else b.to(down.dtype) for b in (self.gate_up_proj_bias, self.down_proj_bias)
         )
+        return moe_experts(x, weights, experts, gate_up, down, self.spec.activation, *biases)
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Of a token, as on a GPU: gate and up of each of its experts, and its rows' places among the rows

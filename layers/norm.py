@@ -46,11 +46,21 @@ class LigerRMSNorm(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """x [..., H] -> normalised [..., H]; with `residual` [..., H]: (normalised sum, sum)."""
-        norm = functools.partial(rms_norm, eps=self.eps, offset=self.offset, cast=self.cast)
+        cast = self._cast_for(x)
+        norm = functools.partial(rms_norm, eps=self.eps, offset=self.offset, cast=cast)
         if residual is None:
             return carry_recipe(norm(x, self.weight), norm, x, self.weight)
-        y, total = add_rms_norm(x, residual, self.weight, self.eps, self.offset, self.cast)
+        y, total = add_rms_norm(x, residual, self.weight, self.eps, self.offset, cast)
         return carry_recipe(y, norm, total, self.weight), total
+
+    def _cast_for(self, x: Tensor) -> NormCast:
+        """A weight wider than the model's matrices would promote the result, which these then do not take;
+        autocast rounds it for them.
+        """
+        promotes = torch.promote_types(x.dtype, self.weight.dtype) != x.dtype
+        if promotes and self.cast == "llama" and not torch.is_autocast_enabled(x.device.type):
+            return "float32"
+        return self.cast
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Of a token: the input, and 1/rms in float32. What reads the output answers for it."""

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.convert.checkpoints.weight_map import Cat, Expr, Ref, WeightMap, rows_of
+from liger_models.layers.linear import Linear
 
 
-class PackedLinear(nn.Linear):
+class PackedLinear(Linear):
     """A linear layer whose output is those of `parts`, side by side.
 
     Args:
@@ -81,7 +82,7 @@ def split_projections(model: nn.Module) -> None:
         _check_plain([packed], PackedLinear, "split", "split before sharding and before adding adapters")
         weights = _cut(packed.weight, packed.parts)
         biases = [None] * len(weights) if packed.bias is None else _cut(packed.bias, packed.parts)
-        linears = [_filled(nn.Linear, *pair) for pair in zip(weights, biases, strict=True)]
+        linears = [_filled(Linear, *pair) for pair in zip(weights, biases, strict=True)]
         made = dict(zip(packed.parts, linears, strict=True))
         _replace(owner, name, {**made, name: SplitProjections(owner, packed.parts)})
 
@@ -95,7 +96,7 @@ def fuse_projections(model: nn.Module) -> None:
     """
     for owner, name, split in list(_children(model, SplitProjections)):
         linears = [getattr(owner, part) for part in split.parts]
-        _check_plain(linears, nn.Linear, "fused", "merge or unload adapters first")
+        _check_plain(linears, Linear, "fused", "merge or unload adapters first")
         weight = _join([linear.weight for linear in linears])
         biases = [linear.bias for linear in linears if linear.bias is not None]
         packed = _filled(PackedLinear, weight, _join(biases) if biases else None)
@@ -138,7 +139,7 @@ class _Part(nn.Module):
 
 
 Kind = TypeVar("Kind", bound=nn.Module)
-Linear = TypeVar("Linear", bound=nn.Linear)
+Filled = TypeVar("Filled", bound=Linear)
 
 
 def _children(model: nn.Module, kind: type[Kind]) -> Iterator[tuple[nn.Module, str, Kind]]:
@@ -148,7 +149,7 @@ def _children(model: nn.Module, kind: type[Kind]) -> Iterator[tuple[nn.Module, s
                 yield owner, name, child
 
 
-def _filled(kind: type[Linear], weight: nn.Parameter, bias: nn.Parameter | None) -> Linear:
+def _filled(kind: type[Filled], weight: nn.Parameter, bias: nn.Parameter | None) -> Filled:
     """A linear layer of these parameters: its constructor would make others, and random numbers for them."""
     linear = kind.__new__(kind)
     nn.Module.__init__(linear)

@@ -122,7 +122,8 @@ def _step_by_step(qkv: Tensor, tables: Any, spec: Any, norms: Any, q: Any, k: An
         queries, keys = rotary(queries, keys, tables[0], tables[1], spec.rope.interleaved)
     if not norms.before_rope:
         queries, keys = _norm(queries, norms, *q), _norm(keys, norms, *k)
-    return queries, keys, values
+    # A weight wider than the activations promotes the norm's result; attention wants all three alike.
+    return queries.to(qkv.dtype), keys.to(qkv.dtype), values
 
 
 def _norm(x: Tensor, norms: QKNormSpec, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from liger_models.kernels import split_rotary_qkv
 from liger_models.layers.activation_memory import ActivationMemory, output_is_ours
 from liger_models.layers.attention_backends import AttentionBackend, attend, attend_cached
+from liger_models.layers.linear import Linear
 from liger_models.layers.packed_linear import PackedLinear
 from liger_models.layers.qk_norm import LentScale, norm_bytes, split_norm_turn
 from liger_models.layers.sequences import Sequences
@@ -39,7 +40,7 @@ class Attention(nn.Module):
         self.spec, self.layer, self.backend = spec, layer, backend
         parts = {"q_proj": spec.q_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
         self.qkv_proj = PackedLinear(hidden_size, parts, spec.qkv_bias)
-        self.o_proj = nn.Linear(spec.q_size, hidden_size, bias=spec.o_bias)
+        self.o_proj = Linear(spec.q_size, hidden_size, bias=spec.o_bias)
         self.sinks = nn.Parameter(torch.zeros(spec.num_attention_heads)) if spec.sinks else None
         self.q_norm = self.k_norm = None
         if spec.qk_norm is not None:

@@ -97,18 +97,19 @@ class LigerCausalLM(CausalLM):
             folder: where to.
             max_shard_size: of one file, in bytes or as "5GB" (10^9) or "5GiB". Default: the source's
                 division, or 5 GB.
-            dtype: of the tensors, as torch.bfloat16 or "bfloat16". Default: the source's, or the parameters'
-                own.
+            dtype: of the tensors, as torch.bfloat16 or "bfloat16"; "parameters" is what each has in memory.
+                Default: the source's, or what each has in memory.
 
         Raises:
             CheckpointError: the disk is full or cannot be written to; an old checkpoint is then untouched. Or
                 the model no longer has the parameters that it was made with, as with an adapter in it.
             ConfigError: `dtype` is none of these.
         """
-        dtype = None if dtype is None else parse_dtype(dtype)
+        chosen: Any = dtype if dtype in (None, "parameters") else parse_dtype(dtype)
         parameters, weight_map = self.saved_tensors(), self.weight_map()
         _check_savable(parameters, weight_map)
-        written = dtype or (_source_dtype(self.source) if self.source else self.dtype)
+        written = _source_dtype(self.source) if self.source and dtype is None else self.dtype
+        written = chosen if isinstance(chosen, torch.dtype) else written
         config = export_config(
             self.config.to_dict(), dtype=str(written).removeprefix("torch."), source=self.source is not None
         )
@@ -120,7 +121,7 @@ class LigerCausalLM(CausalLM):
             config=config,
             source=self.source,
             max_shard_size=max_shard_size,
-            dtype=dtype,
+            dtype=chosen,
             fixed=parameters.keys() - dict(self.named_parameters()).keys(),  # buffers
             aux_files=aux,
         )

@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 from liger_models.architectures import Architecture, find_architecture
 from liger_models.causal_lm import LigerCausalLM, parse_dtype
+from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.checkpoints.reading import WEIGHT_DTYPES, CheckpointReader, load_parameters
 from liger_models.convert.checkpoints.source_layout import SourceLayout, match_layout
-from liger_models.convert.checkpoints.weight_map import checkpoint_shapes
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError, UnsupportedModelError
 from liger_models.layers.attention_backends import AttentionBackend
@@ -47,7 +47,8 @@ def from_hub(
         token: hub token; True or None for the stored login.
         cache_dir: the hub's cache.
         local_files_only: take the repository from the cache, without a network.
-        dtype: of the parameters; "auto" keeps the checkpoint's own.
+        dtype: of all parameters. "auto" rounds nothing: the matrices get the narrowest that holds those of
+            the checkpoint, and a norm or a bias which the checkpoint has in a wider one keeps that.
         device: of the parameters; by default torch's default device.
         attention: the attention backend, see layers/attention_backends.py.
         activation_memory: what is kept for the backward pass, see layers/activation_memory.py.
@@ -56,6 +57,7 @@ def from_hub(
             `split_projections` and `fuse_projections` of the model.
         shard: called with the model before it has memory, to divide it over processes, as by `fully_shard` of
             torch.distributed.fsdp on each layer and on the model. Each process then reads its own rows alone.
+            FSDP2 wants parameters of one dtype: name one, if the checkpoint mixes them.
         ignore_config_keys: keys of config.json that are unknown and known not to matter.
 
     Raises:
@@ -78,12 +80,13 @@ def from_hub(
         config.most_layers = min(config.most_layers, len(reader.tensors))
         model = _skeleton(config, architecture, attention, activation_memory)
         model.source = find_layout(model, reader)
-        chosen = _checkpoint_dtype(reader, model) if dtype == "auto" else parse_dtype(dtype)
-        if shard is not None:
-            model.materialize("meta", chosen)  # wrappers note the dtype
+        model.materialize(
+            "meta", exact_dtypes(model, reader.dtypes) if dtype == "auto" else parse_dtype(dtype)
+        )
+        if shard is not None:  # wrappers note the dtypes
             _split_if(projections, model)
             shard(model)
-        model.materialize(device, chosen)
+        model.materialize(device)
         load_parameters(model.saved_tensors(), model.weight_map(), reader, progress=True)
     model.source_folder = folder
     if shard is None:
@@ -149,6 +152,33 @@ def _architecture(config: HFConfig) -> Architecture:
         raise UnsupportedModelError(f"{config.name}: {error}") from error
 
 
+def exact_dtypes(model: CausalLM, stored: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+    """A dtype for each of the model's tensors in which a checkpoint's values are exact, by native name.
+
+    All matrices get one, since they multiply one another's results. What else is stored in a wider one, a
+    norm or a bias, has that for itself: it must not double the model.
+
+    Args:
+        model: with the layout of the checkpoint.
+        stored: the dtypes of the checkpoint's tensors.
+    """
+    tensors, canonical = model.saved_tensors(), model.weight_map(Layout())
+    found = {name: {stored[ref.name] for ref in expr.refs()} for name, expr in model.weight_map().items()}
+    matrices = {name for name, expr in canonical.items() if any(len(ref.shape) > 1 for ref in expr.refs())}
+    # What is no dtype of weights is refused, by its name, when it is loaded.
+    of_matrices = set().union(*(found[name] for name in matrices)).intersection(WEIGHT_DTYPES)
+    shared = functools.reduce(torch.promote_types, of_matrices or {torch.float32})
+
+    def exact(name: str) -> torch.dtype:
+        if name in matrices:
+            return shared
+        least = shared if isinstance(tensors[name], nn.Parameter) else tensors[name].dtype
+        wider = found[name].intersection(WEIGHT_DTYPES) if least.is_floating_point else set()
+        return functools.reduce(torch.promote_types, wider, least)
+
+    return {name: exact(name) for name in tensors}
+
+
 def _skeleton(
     config: HFConfig,
     architecture: Architecture,
@@ -179,17 +209,6 @@ class _NoInitialisation(TorchFunctionMode):
         if function in (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_):
             return kwargs["tensor"] if "tensor" in kwargs else args[0]
         return function(*args, **kwargs)
-
-
-def _checkpoint_dtype(reader: CheckpointReader, model: CausalLM) -> torch.dtype:
-    """The narrowest dtype that holds every matrix of the checkpoint exactly: one bias in float32 must not
-    double the model.
-    """
-    shapes = checkpoint_shapes(model.weight_map())
-    dtypes = {reader.tensors[name].dtype for name, shape in shapes.items() if len(shape) > 1}
-    # What is no dtype of weights is refused, by its name, when it is loaded.
-    weights = dtypes.intersection(WEIGHT_DTYPES) or {torch.float32}
-    return functools.reduce(torch.promote_types, weights)
 
 
 def _split_if(projections: str, model: LigerCausalLM) -> None:

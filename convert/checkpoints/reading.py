@@ -94,6 +94,11 @@ class CheckpointReader:
         """The size of all tensors together."""
         return sum(info.nbytes for info in self.tensors.values())
 
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of each tensor."""
+        return {name: info.dtype for name, info in self.tensors.items()}
+
     def read(self, name: str) -> Tensor:
         """One whole tensor, on the CPU, in the file's dtype."""
         info = self.tensors[name]
@@ -326,20 +331,18 @@ class RoundTrip:
     changed: tuple[str, ...]
 
 
-def verify_roundtrip(reader: CheckpointReader, weight_map: WeightMap) -> RoundTrip:
-    """Reads every native parameter, takes it apart again, and compares with the files bit by bit.
+def verify_roundtrip(
+    reader: CheckpointReader, weight_map: WeightMap, dtypes: Mapping[str, torch.dtype]
+) -> RoundTrip:
+    """Reads every native tensor, takes it apart again, and compares with the files bit by bit.
 
-    Holds one parameter in memory at a time, in the dtype of its tensors.
+    Holds one of them in memory at a time, in its dtype in the model (`dtypes`, by native name).
     """
     changed: list[str] = []
     infos: list[TensorInfo] = []
-    for expr in weight_map.values():
-        parts = [reader.tensors[ref.name] for ref in expr.refs()]
-        infos += parts
-        dtype = parts[0].dtype
-        for info in parts:
-            dtype = torch.promote_types(dtype, info.dtype)  # holds the values of both exactly
-        native = torch.empty(expr.shape, dtype=dtype)
+    for native_name, expr in weight_map.items():
+        infos += [reader.tensors[ref.name] for ref in expr.refs()]
+        native = torch.empty(expr.shape, dtype=dtypes[native_name])
         expr.read_into(native, reader.read_into)
         for name, tensor in expr.write(native).items():
             if not _equals_file(reader, reader.tensors[name], tensor):

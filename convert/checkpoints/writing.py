@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ def save_checkpoint(
     config: Mapping[str, Any],
     source: SourceLayout | None = None,
     max_shard_size: int | str | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | Literal["parameters"] | None = None,
     fixed: Collection[str] = (),
     aux_files: Mapping[str, Path | bytes] | None = None,
 ) -> None:
@@ -58,7 +58,8 @@ def save_checkpoint(
             are used.
         max_shard_size: bytes, or text such as `"5GB"` (10^9) or `"5GiB"` (2^30), of one file. Default: the
             source's division, or 5 GB.
-        dtype: of all floating-point tensors. Default: the source's, or the parameters' own.
+        dtype: of all floating-point tensors; "parameters": the parameters' own. Default: the source's, or
+            the parameters' own.
         fixed: native names of tensors whose dtype stays, whatever is asked for.
         aux_files: further files, by plain file name: bytes, or a path to copy from (see `find_aux_files`).
 
@@ -166,7 +167,7 @@ def _plan(
     weight_map: WeightMap,
     source: SourceLayout | None,
     limit: int | None,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype | Literal["parameters"] | None,
     fixed: Collection[str],
 ) -> _Plan:
     check_parameters(parameters, weight_map)
@@ -192,7 +193,7 @@ def _outputs(
     parameters: Mapping[str, Tensor],
     weight_map: WeightMap,
     source: SourceLayout | None,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype | Literal["parameters"] | None,
     fixed: Collection[str],
 ) -> dict[str, _Output]:
     """Every tensor of the checkpoint by name."""
@@ -212,8 +213,9 @@ def _outputs(
             raise ValueError(
                 f"the weight map is not that of the source's layout; they differ in {differing[:10]}"
             )
-        outputs = {name: replace(out, dtype=stated[name]) for name, out in outputs.items()}
-    if dtype is None:
+        if dtype != "parameters":
+            outputs = {name: replace(out, dtype=stated[name]) for name, out in outputs.items()}
+    if not isinstance(dtype, torch.dtype):
         return outputs
     change = {name for name, out in outputs.items() if out.dtype.is_floating_point} - keep
     return {name: replace(out, dtype=dtype) if name in change else out for name, out in outputs.items()}

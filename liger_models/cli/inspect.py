@@ -56,7 +56,7 @@ def inspect(name: str) -> dict[str, Any]:
         "num_parameters": model.num_parameters(),
         "spec": asdict(model.spec),
         "parameters": parameters,
-        "memory": _memory(model, parameters),
+        "memory": _memory(model, dtypes),
     }
 
 
@@ -120,17 +120,17 @@ def _expression(expr: "Expr") -> str:
     raise TypeError(f"no text for a {type(expr).__name__}")
 
 
-def _memory(model: "LigerCausalLM", parameters: list[dict[str, Any]]) -> dict[str, Any]:
-    import functools
-
+def _memory(model: "LigerCausalLM", dtypes: dict[str, str]) -> dict[str, Any]:
     import torch
 
     from liger_models.layers.activation_memory import LEVELS
+    from liger_models.loading import exact_dtypes
 
-    matrices = [row for row in parameters if len(row["shape"]) > 1]  # as loading chooses a dtype
-    dtypes = [getattr(torch, name) for row in matrices for name in row["dtype"].split("/")]
-    dtype = functools.reduce(torch.promote_types, dtypes)
-    weights = model.num_parameters() * dtype.itemsize
+    if dtypes:
+        stored = {name: getattr(torch, dtype) for name, dtype in dtypes.items()}
+        model.materialize("meta", exact_dtypes(model, stored))
+    dtype = model.dtype
+    weights = sum(parameter.nbytes for parameter in model.parameters())
     return {
         "dtype": str(dtype).removeprefix("torch."),
         "weights": weights,

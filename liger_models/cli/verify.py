@@ -62,11 +62,12 @@ def verify_bytes(folder: Path, skeleton: "LigerCausalLM") -> bool:
     """Compare every tensor with what comes back from our layout, one parameter at a time."""
     from liger_models.cli.checkpoints import bytes_text
     from liger_models.convert.checkpoints.reading import CheckpointReader, verify_roundtrip
-    from liger_models.loading import find_layout
+    from liger_models.loading import exact_dtypes, find_layout
 
     with CheckpointReader(folder) as reader:
         find_layout(skeleton, reader)
-        trip = verify_roundtrip(reader, skeleton.weight_map())
+        dtypes = exact_dtypes(skeleton, reader.dtypes)
+        trip = verify_roundtrip(reader, skeleton.weight_map(), dtypes)
     if trip.changed:
         print(f"round trip: {len(trip.changed)} of {trip.tensors} tensors CHANGED: {', '.join(trip.changed)}")
     else:

@@ -5,7 +5,7 @@
         training_state/tensors.safetensors  the optimizer's state, torch's random state
         .written.json                       a checksum of each file (run_folder.py)
 
-The weights are written in the dtype of training, whatever the source's was: no bit of them is lost. The
+The weights are written in the dtypes of training, whatever the source's was: no bit of them is lost. The
 tensors stand in a folder of their own because loaders take every .safetensors beside config.json for
 weights. A folder named checkpoint-N is whole: it is written under another name and renamed. What is read
 back is checked first, against the checksums and against what this model and this optimizer can hold: fused
@@ -288,7 +288,7 @@ def export(model: LigerCausalLM, target: Path, tokenizer: Path) -> None:
 def _write_model(model: LigerCausalLM, folder: Path, tokenizer: Path) -> None:
     # In a folder of its own first: what a kill leaves of it goes when the next save clears `folder` away.
     part = folder / "part"
-    model.save_pretrained(part, dtype=model.dtype)
+    model.save_pretrained(part, dtype="parameters")
     for file in part.iterdir():
         file.rename(folder / file.name)
     part.rmdir()

@@ -11,6 +11,7 @@ from torch import nn
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.checkpoints.weight_map import Rows, checkpoint_shapes
 from liger_models.layers.activation_memory import LEVELS, output_is_ours
+from liger_models.layers.linear import Linear
 from liger_models.layers.model import CausalLM
 from liger_models.layers.packed_linear import PackedLinear
 from liger_models.layers.spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, NormSpec, RopeSpec
@@ -65,7 +66,7 @@ def test_split_projections_bear_the_names_of_the_checkpoint(model):
     assert checkpoint_shapes(model.weight_map()) == shapes
     for name in NAMES:
         owner = model.layers[0].self_attn if name[0] in "qkv" else model.layers[0].mlp
-        assert type(getattr(owner, name)) is nn.Linear
+        assert type(getattr(owner, name)) is Linear
 
 
 def test_splitting_and_fusing_copies_nothing_and_changes_nothing(model):

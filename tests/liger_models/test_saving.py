@@ -47,7 +47,7 @@ def test_a_tensor_that_is_only_carried_along_does_not_choose_the_dtype(model, tm
 def test_split_projections_load_and_save_the_same_bytes(model, tmp_path):
     model.save_pretrained(tmp_path / "out")
     split = liger_models.from_hub(tmp_path / "out", projections="split")
-    assert type(split.layers[0].self_attn.q_proj) is nn.Linear
+    assert isinstance(split.layers[0].self_attn.q_proj, nn.Linear)
     split.save_pretrained(tmp_path / "again")
     files = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in ("out", "again")]
     assert files[0] == files[1]

@@ -67,6 +67,11 @@ def native(weight_map, tensors):
     return {name: expr.read(tensors.__getitem__) for name, expr in weight_map.items()}
 
 
+def round_trip(reader, weight_map, dtype=torch.float32):
+    """Of native tensors of this dtype."""
+    return verify_roundtrip(reader, weight_map, dict.fromkeys(weight_map, dtype))
+
+
 # ---------------------------------------------------------------------------------------------- reading
 
 
@@ -83,7 +88,7 @@ def test_every_parameter_is_loaded_to_the_bit(tmp_path, dtype, shards):
     with CheckpointReader(tmp_path) as reader:
         assert reader.nbytes == sum(t.numel() * t.element_size() for t in tensors.values())
         load_parameters(loaded, MAP, reader)
-        report = verify_roundtrip(reader, MAP)
+        report = round_trip(reader, MAP, dtype)
     assert (report.tensors, report.changed) == (len(tensors), ())
     assert report.nbytes == sum(t.numel() * t.element_size() for t in tensors.values())
     for name, value in expected.items():
@@ -100,7 +105,7 @@ def test_pieces_smaller_than_a_tensor_and_than_a_row_give_the_same_bits(tmp_path
             loaded = {name: torch.empty_like(value, dtype=dtype) for name, value in expected.items()}
             with CheckpointReader(tmp_path) as reader:
                 load_parameters(loaded, MAP, reader)
-                assert verify_roundtrip(reader, MAP).changed == ()
+                assert round_trip(reader, MAP).changed == ()
             assert all(torch.equal(loaded[name], expected[name].to(dtype)) for name in expected)
 
 
@@ -201,7 +206,7 @@ def test_verify_finds_a_tensor_that_does_not_come_back(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Cat, "write", swapped)
     with CheckpointReader(tmp_path) as reader:
-        assert set(verify_roundtrip(reader, MAP).changed) == {"k.weight", "v.weight"}
+        assert set(round_trip(reader, MAP).changed) == {"k.weight", "v.weight"}
 
 
 def test_verify_compares_bits_and_not_values(tmp_path, monkeypatch):
@@ -209,7 +214,7 @@ def test_verify_compares_bits_and_not_values(tmp_path, monkeypatch):
     weight_map = {"w": Cat([Ref("a", (4,)), Ref("b", (4,))])}
     save_file({"a": nan_and_zeros, "b": nan_and_zeros.clone()}, tmp_path / SINGLE_FILE)
     with CheckpointReader(tmp_path) as reader:
-        assert verify_roundtrip(reader, weight_map).changed == ()
+        assert round_trip(reader, weight_map, torch.bfloat16).changed == ()
         true_write = Cat.write
 
         def minus_zero(self, tensor):
@@ -217,14 +222,16 @@ def test_verify_compares_bits_and_not_values(tmp_path, monkeypatch):
             return true_write(self, tensor)
 
         monkeypatch.setattr(Cat, "write", minus_zero)
-        assert verify_roundtrip(reader, weight_map).changed == ("b",)
+        assert round_trip(reader, weight_map, torch.bfloat16).changed == ("b",)
 
 
 def test_a_parameter_fused_from_two_dtypes_comes_back_in_both(tmp_path):
     tensors = {"a": torch.randn(4).bfloat16(), "b": torch.randn(4), "c": torch.randn(4).half()}
     save_file(tensors, tmp_path / SINGLE_FILE)
     with CheckpointReader(tmp_path) as reader:
-        assert verify_roundtrip(reader, {"w": Cat([Ref(n, (4,)) for n in tensors])}).changed == ()
+        weight_map = {"w": Cat([Ref(n, (4,)) for n in tensors])}
+        assert round_trip(reader, weight_map, torch.float32).changed == ()
+        assert round_trip(reader, weight_map, torch.bfloat16).changed == ("b", "c")
 
 
 # ------------------------------------------------------------------------------------- damaged headers
