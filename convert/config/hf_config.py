@@ -78,7 +78,8 @@ class HFConfig:
     def fill(self, defaults: Mapping[str, Any]) -> None:
         """Gives values to keys that this file leaves out and the family's reference then fills in.
 
-        A key that is present and null stays null.
+        A key that is present and null stays null. A value that nobody takes is looked at by `finish` as if
+        the file had it: a reference may drop out where its config does not say.
         """
         self._defaults.update(defaults)
 
@@ -205,7 +206,8 @@ class HFConfig:
         Raises:
             ConfigError: names every key that was not taken and might change the mathematics.
         """
-        left_over = [key for key in self.raw if key not in self._taken and not self._is_harmless(key)]
+        found = {**self._defaults, **self.raw}
+        left_over = [key for key in found if key not in self._taken and not self._is_harmless(key)]
         rope = self.raw.get("rope_parameters")
         if self._taken_rope_layers and is_nested(rope):
             layers = {layer for layer, settings in rope.items() if settings is not None}
@@ -223,7 +225,7 @@ class HFConfig:
         )
 
     def _is_harmless(self, key: str) -> bool:
-        value = self.raw[key]
+        value = self._value(key)
         if value is None or value is False or key.startswith("_") or key in self._ignored:
             return True
         if key in _NEUTRAL_VALUE:
@@ -231,8 +233,8 @@ class HFConfig:
         return key in _NO_EFFECT
 
     def _value(self, dotted_key: str) -> Any:
-        value: Any = self.raw
-        for part in [dotted_key] if dotted_key in self.raw else dotted_key.split("."):
+        value: Any = {**self._defaults, **self.raw}
+        for part in [dotted_key] if dotted_key in value else dotted_key.split("."):
             value = value[part]
         return value
 

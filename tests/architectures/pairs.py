@@ -43,7 +43,18 @@ class Run:
         """The relative distance of every result. `positions` [batch, seq]: which logits to compare."""
         results, expected = self._named(positions), truth._named(positions)
         assert results.keys() == expected.keys(), results.keys() ^ expected.keys()
-        return {name: relative_distance(results[name], expected[name]) for name in results}
+        return {
+            name: relative_distance(results[name], expected[name], truth._least_size(name))
+            for name in results
+        }
+
+    def _least_size(self, name: str) -> float:
+        """What a bias's gradient is measured by where that is less: a key's bias, without positions, moves
+        all scores of a query alike, and what comes out is rounding alone. The weight's gradient sums the same
+        terms, times inputs of the order of one.
+        """
+        weight = self.gradients.get(name.removesuffix("bias") + "weight") if name.endswith(".bias") else None
+        return 0.0 if weight is None else weight.norm().item() / math.sqrt(weight.shape[-1])
 
     def _named(self, positions: Tensor | None) -> dict[str, Tensor]:
         named = dict(self.gradients)
@@ -54,11 +65,13 @@ class Run:
         return named
 
 
-def relative_distance(found: Tensor, expected: Tensor) -> float:
-    """|found - expected| / |expected|, in float64; NaN counts as infinitely far."""
+def relative_distance(found: Tensor, expected: Tensor, least_size: float = 0.0) -> float:
+    """|found - expected| / |expected|, or over `least_size` if that is larger, in float64; NaN counts as
+    infinitely far.
+    """
     assert found.shape == expected.shape, (found.shape, expected.shape)
     found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
-    distance, size = (found - expected).norm().item(), expected.norm().item()
+    distance, size = (found - expected).norm().item(), max(expected.norm().item(), least_size)
     if math.isnan(distance) or not math.isfinite(size):
         return math.inf
     return distance / size if size else distance

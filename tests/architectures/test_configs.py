@@ -15,7 +15,7 @@ REFUSED = {
     "hidden_act_list": ({"hidden_act": ["silu"]}, "hidden_act .'silu'. is unknown"),
     "heads": ({"num_key_value_heads": 3}, "num_attention_heads is 4 and num_key_value_heads 3"),
     "head_dim_by_division": ({"head_dim": None, "hidden_size": 50}, "hidden_size 50 is not a multiple"),
-    "odd_head_dim": ({"head_dim": 15}, "even number of dimensions, found 15"),
+    "odd_head_dim": ({"head_dim": 15}, "even number of dimensions, found (15|7)"),
     "vocab_size_missing": ({"vocab_size": ABSENT}, "'vocab_size' is missing"),
     "vocab_size": ({"vocab_size": 0}, "vocab_size must be a whole number of 1 or more, found 0"),
     "hidden_size": ({"hidden_size": "48"}, "hidden_size must be a whole number of 1 or more, found '48'"),

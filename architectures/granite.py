@@ -1,0 +1,48 @@
+"""Granite 3 (IBM, 2024): LLaMA with multipliers of embeddings, scores and branches, and logits that are
+divided by a constant.
+"""
+
+from dataclasses import replace
+
+from liger_models.architectures.common import attention, decoder, mlp
+from liger_models.architectures.registry import register
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.errors import ConfigError
+from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
+
+
+@register(
+    "granite",
+    reference="GraniteForCausalLM",
+    tiny={
+        "attention_bias": True,
+        "mlp_bias": True,
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 1.5,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 1.7,
+    },
+    defaults={"max_position_embeddings": 2048},
+)
+def granite(c: HFConfig) -> ModelSpec:
+    norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6))
+    attn = replace(
+        attention(c, bias=c.take_flag("attention_bias", False)),
+        scale=c.take_number("attention_multiplier", 1.0),
+    )
+    divisor = c.take_number("logits_scaling", 1.0)
+    if divisor == 0:
+        raise ConfigError(f"{c.name}: logits_scaling divides the logits and must be above 0, found 0")
+    block = BlockSpec(
+        attn,
+        mlp(c, bias=c.take_flag("mlp_bias", False)),
+        norm,
+        residual_scale=c.take_number("residual_multiplier", 1.0),
+    )
+    return decoder(
+        c,
+        [block] * c.take_count("num_hidden_layers"),
+        norm,
+        input_scale=c.take_number("embedding_multiplier", 1.0),
+        logit_scale=1 / divisor,
+    )

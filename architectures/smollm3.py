@@ -1,0 +1,64 @@
+"""SmolLM3 (Hugging Face, 2025): LLaMA in which every fourth layer has no positions."""
+
+from dataclasses import replace
+
+from liger_models.architectures.common import attention, decoder, mlp, windows
+from liger_models.architectures.registry import register
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.errors import ConfigError
+from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
+
+
+@register(
+    "smollm3",
+    reference="SmolLM3ForCausalLM",
+    tiny={
+        "attention_bias": True,
+        "mlp_bias": True,
+        "no_rope_layer_interval": 2,
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "pad_token_id": 0,
+        "tie_word_embeddings": True,
+    },
+    defaults={
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "pad_token_id": 128004,
+        "tie_word_embeddings": True,
+    },
+    variants={
+        "no_rope_layers": {"no_rope_layers": [0, 1, 1]},
+        "layer_types": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    },
+    skip={
+        "key:max_window_layers": "of other models; the reference does not read it",
+        "key:pretraining_tp": "the reference does not read it",
+    },
+)
+def smollm3(c: HFConfig) -> ModelSpec:
+    c.take("max_window_layers", None)
+    c.take("pretraining_tp", None)
+    norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6))
+    attn = attention(c, bias=c.take_flag("attention_bias", False), theta=2000000.0)
+    feed_forward, turns = mlp(c, bias=c.take_flag("mlp_bias", False)), turning_layers(c)
+    slides = c.take_flag("use_sliding_window", False) and c.take_count("sliding_window", None) is not None
+    types = ["sliding_attention" if slides and not turned else "full_attention" for turned in turns]
+    blocks = [
+        BlockSpec(replace(attn, window=window, rope=attn.rope if turned else None), feed_forward, norm)
+        for window, turned in zip(windows(c, types.__getitem__, off=not slides), turns, strict=True)
+    ]
+    return decoder(c, blocks, norm)
+
+
+def turning_layers(c: HFConfig) -> list[bool]:
+    """Which layers turn queries and keys: those that `no_rope_layers`, despite its name, has a 1 for."""
+    count, every = c.take_count("num_hidden_layers"), c.take_count("no_rope_layer_interval", 4)
+    marks = c.take("no_rope_layers", None)
+    if marks is None:
+        return [(i + 1) % every != 0 for i in range(count)]
+    if not isinstance(marks, list) or len(marks) != count or any(mark not in (0, 1) for mark in marks):
+        raise ConfigError(
+            f"{c.name}: no_rope_layers must have a 0 or a 1 for each of the {count} layers, found {marks}"
+        )
+    return [bool(mark) for mark in marks]

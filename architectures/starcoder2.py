@@ -1,0 +1,39 @@
+"""StarCoder 2 (Lozhkov et al., 2024, arXiv:2402.19173): LayerNorm, a plain MLP, one switch for all biases,
+and a sliding window.
+"""
+
+from liger_models.architectures.common import attention, decoder, mlp
+from liger_models.architectures.registry import register
+from liger_models.convert.checkpoints.layout import Layout
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.layers.spec import BlockSpec, LayerNormSpec, ModelSpec
+
+
+@register(
+    "starcoder2",
+    reference="Starcoder2ForCausalLM",
+    layouts=(Layout(rename=((".up_proj.", ".c_fc."), (".down_proj.", ".c_proj."))),),
+    tiny={
+        "rms_norm_eps": ...,
+        "norm_epsilon": 1e-4,
+        "hidden_act": "gelu_pytorch_tanh",
+        "use_bias": True,
+        "sliding_window": 7,
+        "tie_word_embeddings": True,
+    },
+    defaults={
+        "num_key_value_heads": 2,
+        "hidden_act": "gelu_pytorch_tanh",
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.018042,
+        "tie_word_embeddings": True,
+    },
+    skip={f"key:{key}": "the reference does not read it" for key in ("mlp_type", "norm_type")},
+)
+def starcoder2(c: HFConfig) -> ModelSpec:
+    c.take("mlp_type", None)
+    c.take("norm_type", None)
+    norm, bias = LayerNormSpec(eps=c.take_number("norm_epsilon", 1e-5)), c.take_flag("use_bias", True)
+    attn = attention(c, bias=bias, window=c.take_count("sliding_window", None))
+    block = BlockSpec(attn, mlp(c, bias=bias, gated=False), norm)
+    return decoder(c, [block] * c.take_count("num_hidden_layers"), norm)
