@@ -29,8 +29,6 @@ YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings":
     tiny={
         "num_local_experts": 5,
         "num_experts_per_tok": 2,
-        "swiglu_alpha": 1.5,
-        "swiglu_limit": 1.0,
         "sliding_window": 7,
         "attention_bias": True,
         "output_router_logits": False,
@@ -48,6 +46,7 @@ YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings":
         "router_aux_loss_coef": 0.001,
     },
     variants={
+        "clamped_elsewhere": {"swiglu_alpha": 1.5, "swiglu_limit": 1.0},
         "layer_types": {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
         "not_stretched": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
     },

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pairs import ABSENT, LENGTH, changed, spec_of
+from pairs import ABSENT, LENGTH, changed, reference_class, spec_of
 
-from liger_models.architectures import find_architecture
+from liger_models.architectures import Architecture, find_architecture
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
 
@@ -85,10 +85,24 @@ def flags(family: str) -> dict[str, Changes]:
     }
 
 
+# Keys whose values older releases of transformers have as constants.
+NEW_KEYS = {"swiglu_alpha", "swiglu_limit"}
+
+
 def variants(family: str) -> dict[str, Changes]:
     """By name: the tiny config as it is, and the changes above, and those of the family's registration."""
-    own = {name: dict(changes) for name, changes in find_architecture(family).variants.items()}
+    architecture = find_architecture(family)
+    own = {
+        name: dict(changes)
+        for name, changes in architecture.variants.items()
+        if all(_is_read(architecture, key) for key in changes.keys() & NEW_KEYS)
+    }
     return {"as_is": {}, **settings(family), **flags(family), **own}
+
+
+def _is_read(architecture: Architecture, key: str) -> bool:
+    """Whether the installed reference has the key in its config."""
+    return hasattr(reference_class(architecture).config_class, key)
 
 
 def left_out(family: str) -> Iterator[tuple[str, Changes]]:

@@ -35,7 +35,9 @@ class Poisoned(TorchDispatchMode):
         name = function.overloadpacket.__name__
         if name in PRODUCTS:
             self.products += 1
-            for x in args:
+            # What is multiplied by a beta of zero is not read: it is the memory of the result.
+            read = args[1:] if (kwargs or {}).get("beta", 1) == 0 else args
+            for x in read:
                 if isinstance(x, torch.Tensor) and x.dim() > 1:
                     assert between_rows(x).isfinite().all(), f"{function} of {list(x.shape)}, {x.stride()}"
         result = function(*args, **(kwargs or {}))
