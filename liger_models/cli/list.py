@@ -10,12 +10,13 @@ def add_parser(subparsers) -> None:
 def run(args: argparse.Namespace) -> None:
     import liger_models
     from liger_models.architectures import find_architecture
+    from liger_models.architectures.about import about
     from liger_models.cli.checkpoints import print_table
     from liger_models.presets import PRESETS
 
     architectures = [find_architecture(name) for name in liger_models.list_architectures()]
-    print("Architectures, by the model_type of config.json, and their classes in transformers:")
-    print_table([(family.model_type, family.reference) for family in architectures])
+    print("Architectures: the model_type of config.json, the models, and their class in transformers:")
+    print_table([(family.model_type, about(family).name, family.reference) for family in architectures])
     print("Presets, for fresh models (`init`, `train`):")
     rows = []
     for name, config in PRESETS.items():
