@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from liger_models.architectures.multimodal import MULTIMODAL
+from liger_models.architectures.unsupported import MISSING
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import UnsupportedModelError, abbreviate
@@ -119,10 +121,22 @@ def find_architecture(model_type: str) -> Architecture:
     """The architecture of a `model_type`.
 
     Raises:
-        UnsupportedModelError: names what is supported, and the nearest.
+        UnsupportedModelError: names what is supported, and the nearest; or what the type needs that is not
+            there.
     """
     if model_type in _ARCHITECTURES:
         return _ARCHITECTURES[model_type]
+    if model_type in MULTIMODAL:
+        texts = " or ".join(sorted(set(MULTIMODAL[model_type].texts.values()) & _ARCHITECTURES.keys()))
+        raise UnsupportedModelError(
+            f"the model type {model_type!r} is multimodal, and of such models only the text part is "
+            f"supported: from_hub(..., text_only=True) loads it, as a model of the type {texts}."
+        )
+    if model_type in MISSING:
+        raise UnsupportedModelError(
+            f"the model type {model_type!r} is known but not supported: it needs {MISSING[model_type]}, "
+            "which liger_models does not have."
+        )
     supported = list_architectures()
     nearest = difflib.get_close_matches(model_type, supported, n=3, cutoff=0.4)
     hint = f" The nearest: {', '.join(nearest)}." if nearest else ""

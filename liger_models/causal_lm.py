@@ -32,7 +32,9 @@ class LigerCausalLM(CausalLM):
         architecture: the family, as registered.
         config: the keys of config.json as attributes.
         carried: patterns (with `*`) of checkpoint tensors that the model does not use and an export repeats.
-        source: what the checkpoint looked like that it was read from; None for fresh weights.
+        source: what the checkpoint looked like that it was read from; None for fresh weights, and for
+            the text part of a multimodal checkpoint.
+        left_out: the names of the tensors of a multimodal checkpoint that were not read.
         source_folder: where that checkpoint lies.
     """
 
@@ -59,6 +61,7 @@ class LigerCausalLM(CausalLM):
         self.carried: tuple[str, ...] = ()
         self.source: SourceLayout | None = None
         self.source_folder: Path | None = None
+        self.left_out: tuple[str, ...] = ()
 
     def _get_name(self) -> str:
         # Trainer looks here for a causal language model, whose labels are shifted under label smoothing too.

@@ -20,6 +20,7 @@ from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError, UnsupportedModelError
 from liger_models.layers.attention_backends import AttentionBackend
 from liger_models.layers.model import CausalLM
+from liger_models.text_part import select_text, text_config_of, warn_of
 
 Projections = Literal["fused", "split"]
 
@@ -37,6 +38,7 @@ def from_hub(
     activation_memory: str | list[str] = "lean",
     projections: Projections = "fused",
     shard: Callable[[LigerCausalLM], object] | None = None,
+    text_only: bool = False,
     ignore_config_keys: tuple[str, ...] = (),
 ) -> LigerCausalLM:
     """Load a Hugging Face checkpoint, from the hub or from a folder, into a model in training mode.
@@ -58,6 +60,9 @@ def from_hub(
         shard: called with the model before it has memory, to divide it over processes, as by `fully_shard` of
             torch.distributed.fsdp on each layer and on the model. Each process then reads its own rows alone.
             FSDP2 wants parameters of one dtype: name one, if the checkpoint mixes them.
+        text_only: of a multimodal checkpoint load the language model alone, and warn of what is left out,
+            which `left_out` of the model names. What is saved from it is a checkpoint of that language model.
+            The types that this is known of are in architectures/multimodal.py.
         ignore_config_keys: keys of config.json that are unknown and known not to matter.
 
     Raises:
@@ -75,11 +80,14 @@ def from_hub(
         name_or_path, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
     )
     config = HFConfig.load(folder, ignore_config_keys=ignore_config_keys)
-    architecture = _architecture(config)
+    text = text_config_of(config) if text_only else config
+    architecture = _architecture(text)
     with CheckpointReader(folder) as reader:
-        config.most_layers = min(config.most_layers, len(reader.tensors))
-        model = _skeleton(config, architecture, attention, activation_memory)
-        model.source = find_layout(model, reader)
+        if text is not config:
+            text, left_out = select_text(config, text, reader)
+        text.most_layers = min(text.most_layers, len(reader.tensors))
+        model = _skeleton(text, architecture, attention, activation_memory)
+        source = find_layout(model, reader)
         model.materialize(
             "meta", exact_dtypes(model, reader.dtypes) if dtype == "auto" else parse_dtype(dtype)
         )
@@ -89,6 +97,11 @@ def from_hub(
         model.materialize(device)
         load_parameters(model.saved_tensors(), model.weight_map(), reader, progress=True)
     model.source_folder = folder
+    if text is config:
+        model.source = source
+    else:  # which goes out as a checkpoint of its own
+        model.left_out = tuple(info.name for info in left_out)
+        warn_of(left_out, config, text)
     if shard is None:
         _split_if(projections, model)  # over the memory of the packed ones
     return model

@@ -15,9 +15,9 @@ import math
 import os
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,6 +98,29 @@ class CheckpointReader:
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtype of each tensor."""
         return {name: info.dtype for name, info in self.tensors.items()}
+
+    def rename(self, new_name: Callable[[str], str | None]) -> list[TensorInfo]:
+        """From here on tensors go by what `new_name` says of their names in the files. Those of which it says
+        None are left out; returns these.
+
+        Raises:
+            CheckpointError: two would have one name.
+        """
+        kept: dict[str, TensorInfo] = {}
+        left_out = []
+        for old, info in self.tensors.items():
+            new = new_name(old)
+            if new is None:
+                left_out.append(info)
+            elif new in kept:
+                raise CheckpointError(
+                    f"{self.folder / info.file}: both {old!r} and another tensor of the checkpoint stand for "
+                    f"{new!r}; remove the one that is wrong"
+                )
+            else:
+                kept[new] = replace(info, name=new)
+        self.tensors = kept
+        return left_out
 
     def read(self, name: str) -> Tensor:
         """One whole tensor, on the CPU, in the file's dtype."""

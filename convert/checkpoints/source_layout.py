@@ -102,15 +102,19 @@ def _check_shapes(reader: CheckpointReader, shapes: Mapping[str, tuple[int, ...]
 
 
 def _check_duplicate(reader: CheckpointReader, name: str, original: str) -> None:
-    a, b = reader.tensors[name], reader.tensors.get(original)
-    if b is None or (a.dtype, a.shape) != (b.dtype, b.shape) or not _equal_bytes(reader, a, b):
+    if not repeats(reader, name, original):
+        file = reader.tensors[name].file
         raise CheckpointError(
-            f"{reader.folder / a.file}: the config ties {name!r} to {original!r}, but the file holds "
+            f"{reader.folder / file}: the config ties {name!r} to {original!r}, but the file holds "
             "other values for it; set tie_word_embeddings to false in config.json if they are meant to differ"
         )
 
 
-def _equal_bytes(reader: CheckpointReader, a: TensorInfo, b: TensorInfo) -> bool:
+def repeats(reader: CheckpointReader, name: str, original: str) -> bool:
+    """Whether a tensor is the same as another one, bit by bit."""
+    a, b = reader.tensors[name], reader.tensors.get(original)
+    if b is None or (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
     count, step = math.prod(a.shape), max(1, tensor_bytes.PIECE_BYTES // a.dtype.itemsize)
     for start in range(0, count, step):
         stop = min(start + step, count)

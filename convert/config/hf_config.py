@@ -75,6 +75,10 @@ class HFConfig:
             raise ConfigError(f"{path}: expected a JSON object, found {type(raw).__name__}")
         return cls(raw, str(path), ignore_config_keys)
 
+    def with_raw(self, raw: Mapping[str, Any]) -> "HFConfig":
+        """Another config from the same place, of which no key is taken."""
+        return HFConfig(copy.deepcopy(dict(raw)), self.name, tuple(self._ignored))
+
     def fill(self, defaults: Mapping[str, Any]) -> None:
         """Gives values to keys that this file leaves out and the family's reference then fills in.
 

@@ -1,0 +1,166 @@
+"""Families whose checkpoints hold a known language model beside towers for images or sound, which are not
+supported: where the text part stands in them. A family is in the table only if its text alone goes through
+exactly what the text family computes.
+
+    text = text_config(raw, "config.json")  # the config of a checkpoint of the text part alone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from liger_models.convert.errors import ConfigError, UnsupportedModelError, abbreviate
+
+
+@dataclass(frozen=True)
+class Multimodal:
+    """A family of multimodal models.
+
+    Attributes:
+        texts: the `model_type`s that its text part may have, each with that of the text family.
+        prefixes: (with, without) what the text part's names begin with here and in a checkpoint of the text
+            alone; the first that fits counts.
+        tied: whether the head is the embedding where the config does not say.
+        tied_by_text: whether the text part's own `tie_word_embeddings` counts too.
+        without: keys of the text part that the multimodal model does not read, and the text family would.
+        axes: positions have several axes, which for text are one and the same.
+        defaults: values that the reference gives to keys which the text part leaves out, beside those of the
+            text family.
+    """
+
+    texts: Mapping[str, str]
+    prefixes: tuple[tuple[str, str], ...] = (("model.language_model.", "model."), ("language_model.", ""))
+    tied: bool = False
+    tied_by_text: bool = False
+    without: tuple[str, ...] = ()
+    axes: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def name_in_text(self, name: str) -> str | None:
+        """What a checkpoint of the text alone calls a tensor; None for those of the towers."""
+        if name.removeprefix("model.").startswith(_TOWERS):
+            return None
+        for here, there in self.prefixes:
+            if name.startswith(here):
+                return there + name.removeprefix(here)
+        return name
+
+
+# What the names of the towers' tensors begin with, also behind "model.".
+_TOWERS = ("vision_tower.", "multi_modal_projector.", "visual.")
+
+MULTIMODAL: dict[str, Multimodal] = {
+    "gemma3": Multimodal({"gemma3_text": "gemma3_text"}, tied=True, without=("final_logit_softcapping",)),
+    "llava": Multimodal({"llama": "llama", "mistral": "mistral", "qwen2": "qwen2"}, tied_by_text=True),
+    "mistral3": Multimodal({"mistral": "mistral", "ministral3": "ministral3"}, tied=True),
+    "qwen2_5_vl": Multimodal(
+        {"qwen2_5_vl_text": "qwen2"},
+        (("model.language_model.", "model."),),
+        tied_by_text=True,
+        axes=True,
+        defaults={
+            "rope_theta": 1e6,
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "max_window_layers": 80,
+        },
+    ),
+    "qwen3_vl": Multimodal(
+        {"qwen3_vl_text": "qwen3"},
+        (("model.language_model.", "model."), ("language_model.", "model.")),
+        without=("use_sliding_window", "layer_types"),
+        axes=True,
+        defaults={"rope_theta": 5e5, "max_position_embeddings": 128000},
+    ),
+}
+"""By `model_type`."""
+
+# Sizes of the text families' config classes: published configs state only what differs from them.
+_SIZES: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+    },
+    "llama": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "mistral": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+}
+
+# Keys beside text_config that concern the towers, the way into them, or the multimodal model as a whole.
+_ASIDE_NAMES = """
+    architectures auto_map model_type text_config vision_config audio_config ignore_index
+    image_token_id image_token_index image_seq_length image_grid_pinpoints video_token_id audio_token_id
+    boi_token_index eoi_token_index boi_token_id eoi_token_id mm_tokens_per_image vision_token_id
+    vision_start_token_id vision_end_token_id vision_feature_layer vision_feature_select_strategy
+    projector_hidden_act multimodal_projector_bias spatial_merge_size
+"""
+_ASIDE = frozenset(_ASIDE_NAMES.split())
+_TOP_AND_TEXT = frozenset({"pad_token_id", "vocab_size", "tie_word_embeddings"})  # at the top not of the text
+
+
+def text_config(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The config of a multimodal checkpoint's text part alone.
+
+    Keys at the top that are not known to be the towers' are among it, so that none is overlooked.
+
+    Args:
+        raw: the content of config.json, whose `model_type` is in the table.
+        name: where it came from, for messages.
+
+    Raises:
+        UnsupportedModelError: the text part is of a type that is not supported here.
+        ConfigError: there is no text part.
+    """
+    family, nested = MULTIMODAL[raw["model_type"]], raw.get("text_config")
+    top = {key: value for key, value in raw.items() if key not in _ASIDE}
+    if nested is None and "hidden_size" in raw:  # the flat form of older configs
+        nested = top
+    elif not isinstance(nested, Mapping):
+        raise ConfigError(f"{name}: text_config must be an object, found {abbreviate(nested)}")
+    usual = next(iter(family.texts))
+    kind = nested.get("model_type", usual)
+    if kind not in family.texts:
+        raise UnsupportedModelError(
+            f"{name}: the text part of this {raw['model_type']!r} checkpoint is of the type "
+            f"{abbreviate(kind)}; supported are {', '.join(family.texts)}"
+        )
+    text = {key: value for key, value in top.items() if key not in _TOP_AND_TEXT}
+    text |= {**_SIZES.get(family.texts[kind], {}), **family.defaults, **nested}
+    if family.axes:
+        text |= _one_axis(text)
+    tied = raw.get("tie_word_embeddings")
+    tied = family.tied if tied is None else tied
+    if family.tied_by_text:
+        tied = tied or nested.get("tie_word_embeddings", False)
+    text |= {"model_type": family.texts[kind], "tie_word_embeddings": tied}
+    return {key: value for key, value in text.items() if key not in ("architectures", *family.without)}
+
+
+def _one_axis(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary settings without the axes of images and time: all of them stand at a text token's position."""
+    found: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(text.get(key), Mapping):
+            settings = {k: v for k, v in text[key].items() if k not in ("mrope_section", "mrope_interleaved")}
+            kind = settings.pop("type", settings.get("rope_type", "default"))
+            settings["rope_type"] = "default" if kind == "mrope" else kind
+            found[key] = settings
+            if "rope_theta" in settings:
+                found["rope_theta"] = settings["rope_theta"]  # and not the default
+    return found

@@ -1,0 +1,38 @@
+"""Families that are known and not supported: what their models need that is not here."""
+
+_MAMBA = "state-space layers (Mamba)"
+_MAMBA_2 = "state-space layers (Mamba 2)"
+_GATED_DELTA = "linear attention by the gated delta rule, with short convolutions"
+_CONVOLUTION = "gated short convolutions as mixers"
+
+MISSING: dict[str, str] = {
+    "bailing_hybrid": "lightning linear attention",
+    "bamba": f"{_MAMBA_2} beside attention",
+    "falcon_h1": f"{_MAMBA_2} in parallel with attention",
+    "falcon_mamba": _MAMBA,
+    "gemma3n": "several residual streams (AltUp), low-rank branches (LAuReL) and sparse activations",
+    "gemma3n_text": "several residual streams (AltUp), low-rank branches (LAuReL) and sparse activations",
+    "granitemoehybrid": f"{_MAMBA_2} beside attention",
+    "jamba": f"{_MAMBA} beside attention",
+    "kimi_linear": "Kimi Delta Attention, a gated delta rule by channel with short convolutions",
+    "lfm2": _CONVOLUTION,
+    "lfm2_moe": _CONVOLUTION,
+    "lfm3": _CONVOLUTION,
+    "mamba": _MAMBA,
+    "mamba2": _MAMBA_2,
+    "minimax": "lightning linear attention",
+    "mllama": "cross-attention to images",
+    "nemotron_h": f"{_MAMBA_2}, and layers of one mixer alone",
+    "olmo_hybrid": _GATED_DELTA,
+    "qwen3_5": _GATED_DELTA,
+    "qwen3_5_moe": _GATED_DELTA,
+    "qwen3_5_moe_text": _GATED_DELTA,
+    "qwen3_5_text": _GATED_DELTA,
+    "qwen3_next": _GATED_DELTA,
+    "recurrent_gemma": "gated linear recurrences (RG-LRU)",
+    "rwkv": "the recurrence of RWKV",
+    "xlstm": "the matrix memories of xLSTM",
+    "zamba": f"{_MAMBA}, and attention whose weights several layers share",
+    "zamba2": f"{_MAMBA_2}, and attention whose weights several layers share",
+}
+"""The missing part, by `model_type`. An entry goes when its family is registered."""

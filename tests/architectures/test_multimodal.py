@@ -1,0 +1,266 @@
+"""Of a multimodal checkpoint the text part loads on request: it gives the logits of the multimodal reference
+for text, and goes out as a checkpoint of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from pairs import randomise, reference_class, relative_distance
+from safetensors.torch import load_file, save_file
+
+import liger_models
+from liger_models.architectures import find_architecture
+from liger_models.architectures.multimodal import MULTIMODAL, text_config
+from liger_models.architectures.unsupported import MISSING
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.errors import CheckpointError, ConfigError, UnsupportedModelError
+
+TEXT = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 3e-5,
+    "max_position_embeddings": 128,
+}
+TOWER = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIGLIP = {"model_type": "siglip_vision_model", **TOWER, "image_size": 28, "patch_size": 14}
+CLIP = {"model_type": "clip_vision_model", **TOWER, "image_size": 28, "patch_size": 14}
+PIXTRAL = {"model_type": "pixtral", **TOWER, "image_size": 28, "patch_size": 14, "head_dim": 16}
+QWEN_TOWER = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": 48}
+AXES = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [4, 2, 2]}
+
+# By name: the class in transformers, and its config.
+CASES = {
+    "gemma3": (
+        "Gemma3ForConditionalGeneration",
+        {
+            "model_type": "gemma3",
+            "text_config": {
+                **TEXT,
+                "model_type": "gemma3_text",
+                "sliding_window": 7,
+                "final_logit_softcapping": 2.0,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            "vision_config": SIGLIP,
+            "mm_tokens_per_image": 4,
+        },
+    ),
+    "llava": (
+        "LlavaForConditionalGeneration",
+        {"model_type": "llava", "text_config": {**TEXT, "model_type": "llama"}, "vision_config": CLIP},
+    ),
+    "llava_mistral": (
+        "LlavaForConditionalGeneration",
+        {
+            "model_type": "llava",
+            "text_config": {**TEXT, "model_type": "mistral", "sliding_window": 7},
+            "vision_config": CLIP,
+        },
+    ),
+    "mistral3": (
+        "Mistral3ForConditionalGeneration",
+        {
+            "model_type": "mistral3",
+            "text_config": {**TEXT, "model_type": "mistral", "sliding_window": None},
+            "vision_config": PIXTRAL,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLForConditionalGeneration",
+        {
+            "model_type": "qwen2_5_vl",
+            "text_config": {**TEXT, "hidden_size": 64, "rope_parameters": AXES},
+            "vision_config": {**QWEN_TOWER, "out_hidden_size": 64},
+        },
+    ),
+    "qwen3_vl": (
+        "Qwen3VLForConditionalGeneration",
+        {
+            "model_type": "qwen3_vl",
+            "text_config": {**TEXT, "rope_parameters": {**AXES, "mrope_interleaved": True}},
+            "vision_config": {**QWEN_TOWER, "deepstack_visual_indexes": [0]},
+        },
+    ),
+}
+
+
+def test_every_family_in_the_table_is_tried():
+    assert {case[1]["model_type"] for case in CASES.values()} == MULTIMODAL.keys()
+
+
+@pytest.fixture(params=CASES)
+def written(request, tmp_path_factory):
+    """The reference, and the folder of its checkpoint."""
+    transformers = pytest.importorskip("transformers")
+    name, config = CASES[request.param]
+    model_class = getattr(transformers, name)
+    reference_config = model_class.config_class(**copy.deepcopy(config))
+    reference_config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    reference = model_class(reference_config)
+    randomise(reference, torch.Generator().manual_seed(1))
+    folder = tmp_path_factory.mktemp("multimodal") / request.param
+    reference.save_pretrained(folder)
+    return reference, folder
+
+
+def load(folder, **options):
+    with pytest.warns(UserWarning, match="only the text part"):
+        return liger_models.from_hub(folder, text_only=True, **options)
+
+
+def logits_of(model):
+    ids = torch.randint(0, 131, (2, 19), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+def rewrite(folder: Path, to: Path, rename=lambda name: name, **config) -> Path:
+    """The checkpoint with other names of tensors, and other keys of its config; `...` takes one away."""
+    to.mkdir()
+    tensors = load_file(folder / "model.safetensors")
+    save_file({rename(name): tensor for name, tensor in tensors.items()}, to / "model.safetensors")
+    raw = {**json.loads((folder / "config.json").read_text()), **config}
+    raw = {key: value for key, value in raw.items() if value is not ...}
+    (to / "config.json").write_text(json.dumps(raw))
+    return to
+
+
+def test_the_text_part_gives_the_references_logits(written, failures):
+    reference, folder = written
+    model = load(folder)
+    assert not failures({"logits": relative_distance(logits_of(model), logits_of(reference))})
+    names = load_file(folder / "model.safetensors").keys()
+    assert set(model.left_out) < names
+    assert {name.removeprefix("model.").split(".")[0] for name in model.left_out} <= {
+        "vision_tower",
+        "multi_modal_projector",
+        "visual",
+    }
+
+
+def test_it_goes_out_as_a_checkpoint_of_its_own(written, failures, tmp_path):
+    _, folder = written
+    model = load(folder)
+    model.save_pretrained(tmp_path / "text")
+    again = liger_models.from_hub(tmp_path / "text")
+    assert torch.equal(logits_of(again), logits_of(model))
+    assert again.spec == model.spec
+    read = reference_class(model.architecture).from_pretrained(tmp_path / "text", attn_implementation="eager")
+    assert not failures({"logits": relative_distance(logits_of(read), logits_of(model))})
+
+
+def in_memory(name: str) -> str:
+    """The names of newer checkpoints, from those of older ones."""
+    if name.startswith("language_model.lm_head."):
+        return name.removeprefix("language_model.")
+    if name.startswith("language_model.model."):
+        return "model.language_model." + name.removeprefix("language_model.model.")
+    if name.startswith(("vision_tower.", "multi_modal_projector.", "visual.")):
+        return f"model.{name}"
+    if name.startswith("model.") and not name.startswith(("model.visual.", "model.language_model.")):
+        return "model.language_model." + name.removeprefix("model.")
+    return name
+
+
+def test_it_is_found_by_the_newer_names_too(written, tmp_path):
+    _, folder = written
+    assert torch.equal(logits_of(load(rewrite(folder, tmp_path / "new", in_memory))), logits_of(load(folder)))
+
+
+def test_a_head_in_the_files_counts_whatever_the_config_says(written, tmp_path):
+    _, folder = written
+    names = load_file(folder / "model.safetensors").keys()
+    has_head = any("lm_head" in name for name in names)
+    said = load(rewrite(folder, tmp_path / "said", tie_word_embeddings=True))
+    assert said.spec.tie_word_embeddings != has_head
+    assert load(folder).spec.tie_word_embeddings != has_head
+
+
+def test_without_the_option_it_is_refused_and_the_option_named(written):
+    _, folder = written
+    with pytest.raises(UnsupportedModelError, match=r"multimodal.*from_hub\(\.\.\., text_only=True\)"):
+        liger_models.from_hub(folder)
+
+
+@pytest.mark.parametrize("where", ["beside", "within"])
+def test_a_key_that_nobody_knows_is_named(where, written, tmp_path):
+    _, folder = written
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    odd = {"attention_is_odd": 3}
+    changes = odd if where == "beside" else {"text_config": {**text, **odd}}
+    with pytest.raises(ConfigError, match="attention_is_odd"):
+        liger_models.from_hub(rewrite(folder, tmp_path / "odd", **changes), text_only=True)
+
+
+def test_a_tensor_that_nobody_knows_is_named(written, tmp_path):
+    _, folder = written
+    to = rewrite(folder, tmp_path / "odd")
+    tensors = load_file(to / "model.safetensors")
+    save_file({**tensors, "audio_tower.conv.weight": torch.rand(3)}, to / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"audio_tower\.conv\.weight"):
+        liger_models.from_hub(to, text_only=True)
+
+
+def test_an_older_flat_config_is_the_same_model(tmp_path):
+    """Of Qwen2.5-VL, whose keys for text once stood at the top."""
+    config = CASES["qwen2_5_vl"][1]
+    flat = {**config["text_config"], "vision_config": {}, "model_type": "qwen2_5_vl", "rope_theta": 500.0}
+    del flat["rope_parameters"]
+    flat["rope_scaling"] = {"type": "mrope", "mrope_section": [4, 2, 2]}
+    assert text_spec(flat) == text_spec(config)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_text_config_leaves_out_is_what_it_is_to_the_reference(case):
+    """Published ones state little more than what differs from a class's defaults."""
+    name, config = CASES[case]
+    kind = config["text_config"].get("model_type")
+    kept = {"model_type": kind} if kind else SIZES
+    raw = {"model_type": config["model_type"], "text_config": kept, "vision_config": config["vision_config"]}
+    config_class = getattr(pytest.importorskip("transformers"), name).config_class
+    assert text_spec(raw) == text_spec(config_class(**copy.deepcopy(raw)).to_dict())
+
+
+SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 512,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 32,
+}
+
+
+def text_spec(raw):
+    text = HFConfig.load(text_config(raw, "config"))
+    return find_architecture(text.model_type).spec(text)
+
+
+def test_a_text_part_of_another_family_is_refused():
+    raw = {**CASES["llava"][1], "text_config": {**TEXT, "model_type": "mamba"}}
+    with pytest.raises(UnsupportedModelError, match=r"text part of this 'llava' checkpoint.*'mamba'"):
+        text_config(raw, "config")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "part"), [("mamba2", "Mamba 2"), ("qwen3_next", "gated delta"), ("lfm2", "convolutions")]
+)
+def test_a_family_that_is_known_and_not_supported_is_refused_with_what_is_missing(model_type, part):
+    with pytest.raises(UnsupportedModelError, match=f"'{model_type}' is known but not supported.*{part}"):
+        liger_models.from_config({"model_type": model_type})
+
+
+def test_no_family_is_both_supported_and_not():
+    names = [*liger_models.list_architectures(), *MULTIMODAL, *MISSING]
+    assert len(names) == len(set(names))
