@@ -211,11 +211,10 @@ def _layer_and_rest(name: str) -> tuple[str, str]:
 @contextmanager
 def swapped(pair: Pair, first: str, second: str) -> Iterator[None]:
     """The native model with two tensors in each other's place."""
-    views = checkpoint_views(pair)
-    a, b = views[first], views[second]
+    memory = memory_by_tensor(pair)
 
     def exchange() -> None:
-        with torch.no_grad():
+        for a, b in zip(memory[first], memory[second], strict=True):
             kept = a.clone()
             a.copy_(b)
             b.copy_(kept)
@@ -227,13 +226,14 @@ def swapped(pair: Pair, first: str, second: str) -> Iterator[None]:
         exchange()
 
 
-def checkpoint_views(pair: Pair) -> dict[str, Tensor]:
-    """The native model's memory under canonical names."""
+def memory_by_tensor(pair: Pair) -> dict[str, list[Tensor]]:
+    """The native model's memory, as the views that hold each canonical tensor."""
     own = pair.ours.saved_tensors()
-    views: dict[str, Tensor] = {}
+    memory: dict[str, list[Tensor]] = {}
     for name, expression in pair.ours.weight_map(Layout()).items():
-        views |= expression.write(own[name].detach())
-    return views
+        for ref, _, _, view in expression.places(own[name].detach()):
+            memory.setdefault(ref.name, []).append(view)
+    return memory
 
 
 # -- what is left out

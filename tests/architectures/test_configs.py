@@ -2,7 +2,7 @@
 
 import pytest
 from pairs import ABSENT, spec_of
-from variants import skipped
+from variants import ROPES, accepts, flags, keys_without_effect, settings, skipped
 
 import liger_models
 from liger_models.architectures import find_architecture
@@ -72,6 +72,23 @@ def refused_cases():
 def test_a_value_that_cannot_be_honoured_is_named(family, changes, message):
     with pytest.raises(ConfigError, match=message):
         spec_of(family, changes)
+
+
+def test_what_a_registration_skips_would_be_tested_otherwise(family):
+    """(Of fields and of tensors that change places test_mutations.py says so.)"""
+    tiny = find_architecture(family).tiny
+    used = {
+        "rope": lambda name: any(rope == name or rope.startswith(f"{name}_") for rope in ROPES),
+        "variant": lambda name: name in {**settings(family), **flags(family)},
+        "absent": lambda name: name in tiny and accepts(family, {name: ABSENT}),
+        "null": lambda name: name in tiny and accepts(family, {name: None}),
+        "key": lambda name: name in keys_without_effect(family),
+        "refusal": lambda name: name in REFUSED and accepts(family, REFUSED[name][0]),
+        "field": lambda name: True,
+        "swap": lambda name: True,
+    }
+    entries = [entry.partition(":") for entry in find_architecture(family).skip]
+    assert not [entry for entry in entries if entry[0] not in used or not used[entry[0]](entry[2])]
 
 
 def test_a_key_that_a_family_does_not_know_is_named(family):

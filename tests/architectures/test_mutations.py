@@ -21,6 +21,8 @@ from mutations import (
 from pairs import spec_of
 from variants import rope_types, skipped, variants
 
+from liger_models.architectures import find_architecture
+
 
 def test_without_a_fault_the_comparison_passes(pair):
     assert not is_noticed(pair)
@@ -28,12 +30,13 @@ def test_without_a_fault_the_comparison_passes(pair):
 
 def test_another_value_of_any_field_of_the_spec_is_noticed(family, pair, make_pair):
     """Layer by layer in the tiny config; what goes unnoticed there, in a variant."""
-    missed = {
-        fault: field for fault, field in unnoticed_fields(pair).items() if not skipped(family, "field", field)
-    }
+    faults = unnoticed_fields(pair)
+    missed = {fault: field for fault, field in faults.items() if not skipped(family, "field", field)}
     seen = fields_noticed_in_variants(family, pair, make_pair, set(missed.values()))
     unnoticed = [fault for fault, field in missed.items() if field not in seen]
     assert not unnoticed, "\n".join(unnoticed)
+    needless = {f"field:{field}" for field in set(values_by_field(pair.ours.spec)) - set(faults.values())}
+    assert not needless & find_architecture(family).skip.keys()
 
 
 def fields_noticed_in_variants(family, pair, make_pair, wanted):

@@ -65,11 +65,7 @@ def settings(family: str) -> dict[str, Changes]:
         "hidden_act": {"hidden_act": "gelu"},
         "hidden_activation": {"hidden_activation": "gelu"},
     }
-    return {
-        name: changes
-        for name, changes in table.items()
-        if changes.keys() <= tiny.keys() and not skipped(family, "variant", name)
-    }
+    return {name: changes for name, changes in table.items() if changes.keys() <= tiny.keys()}
 
 
 def flags(family: str) -> dict[str, Changes]:
@@ -78,11 +74,7 @@ def flags(family: str) -> dict[str, Changes]:
     tied = spec_of(family).tie_word_embeddings
     turned = {key: not value for key, value in tiny.items() if isinstance(value, bool)}
     turned["tie_word_embeddings"] = not tied
-    return {
-        f"{key}={value}": {key: value}
-        for key, value in turned.items()
-        if not skipped(family, "variant", f"{key}={value}")
-    }
+    return {f"{key}={value}": {key: value} for key, value in turned.items()}
 
 
 # Keys whose values older releases of transformers have as constants.
@@ -91,13 +83,15 @@ NEW_KEYS = {"swiglu_alpha", "swiglu_limit"}
 
 def variants(family: str) -> dict[str, Changes]:
     """By name: the tiny config as it is, and the changes above, and those of the family's registration."""
+    usual = {**settings(family), **flags(family)}
+    kept = {name: changes for name, changes in usual.items() if not skipped(family, "variant", name)}
     architecture = find_architecture(family)
     own = {
         name: dict(changes)
         for name, changes in architecture.variants.items()
         if all(_is_read(architecture, key) for key in changes.keys() & NEW_KEYS)
     }
-    return {"as_is": {}, **settings(family), **flags(family), **own}
+    return {"as_is": {}, **kept, **own}
 
 
 def _is_read(architecture: Architecture, key: str) -> bool:
@@ -117,13 +111,18 @@ def nulls(family: str) -> Iterator[tuple[str, Changes]]:
 
 def _accepted(family: str, value: Any, what: str) -> Iterator[tuple[str, Changes]]:
     for key in find_architecture(family).tiny:
-        if key == "model_type" or skipped(family, what, key):
-            continue
-        try:
-            spec_of(family, {key: value})
-        except ConfigError:
-            continue  # refused: nothing to compare
-        yield key, {key: value}
+        # What is refused cannot be compared.
+        if key != "model_type" and not skipped(family, what, key) and accepts(family, {key: value}):
+            yield key, {key: value}
+
+
+def accepts(family: str, changes: Changes) -> bool:
+    """Whether the family takes its tiny config with these changes."""
+    try:
+        spec_of(family, changes)
+    except ConfigError:
+        return False
+    return True
 
 
 # -- rope types
@@ -203,7 +202,14 @@ READ_BY_ALL = {
 
 
 def untried_keys(family: str) -> set[str]:
-    """The keys that the family reads, but that have no effect in any of its configs."""
+    """The keys that the family reads, but that have no effect in any of its configs; but for those that its
+    registration skips.
+    """
+    skip = find_architecture(family).skip
+    return {key for key in keys_without_effect(family) - READ_BY_ALL.keys() if f"key:{key}" not in skip}
+
+
+def keys_without_effect(family: str) -> set[str]:
     architecture = find_architecture(family)
     configs = [changed(architecture.tiny, changes) for changes in variants(family).values()]
     configs += [
@@ -224,5 +230,4 @@ def untried_keys(family: str) -> set[str]:
                 without = None
             if without != spec:
                 tried.add(key)
-    skip = {entry.removeprefix("key:") for entry in architecture.skip if entry.startswith("key:")}
-    return read - tried - READ_BY_ALL.keys() - skip
+    return read - tried

@@ -415,6 +415,7 @@ def bytes_a_layer(make_model, level, **options) -> float:
     for layers in (2, 4):
         model = make_model(layers, activation_memory=level, **options)
         owned = [p.untyped_storage()._cdata for p in model.parameters()]
+        model(ids[:, :1])  # what is made once for all models, such as rotary frequencies
         with Storages() as storages:
             loss = model(ids, labels=ids).loss
         for address in owned:
@@ -432,6 +433,15 @@ def test_each_level_keeps_less_than_the_one_before(make_model):
 
 def test_checkpoint_keeps_the_layer_input_alone(make_model):
     assert bytes_a_layer(make_model, "checkpoint") == 4 * 32
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+def test_all_keeps_as_many_bytes_as_a_layer_says(make_model):
+    """(Of the levels with recipes: test_blocks.py.)"""
+    # As many key/value heads as heads: with fewer, attention on a CPU repeats them, and on a GPU it does not.
+    with interpret():
+        kept = bytes_a_layer(make_model, "all", kv_heads=4)
+    assert kept == make_model(kv_heads=4).layers[0].activation_bytes("all", 4)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")

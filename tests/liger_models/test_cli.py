@@ -1,6 +1,5 @@
 """Every command of `liger-models`, called as the installed script calls it."""
 
-import gc
 import json
 import os
 import shutil
@@ -21,8 +20,7 @@ from liger_models.convert.checkpoints import hub
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.checkpoints.reading import CheckpointReader
 from liger_models.convert.checkpoints.weight_map import Cat
-from liger_models.kernels._dispatch import interpret
-from liger_models.layers.activation_memory import _Kept
+from liger_models.layers.activation_memory import LEVELS
 from liger_models.presets import PRESETS
 
 TEXT = "the quick brown fox jumps over the lazy dog; el pingüino come sushi 寿司"
@@ -167,45 +165,21 @@ def test_inspect_keeps_layers_apart_that_differ():
     assert inspect._runs(layers) == [((0, 1), layers[0]), ((2, 2), layers[2]), ((3, 3), layers[3])]
 
 
-@pytest.mark.parametrize("level", ["all", "lean", "mlp"])
-def test_inspect_counts_the_activations_that_autograd_keeps(level):
-    # As many key/value heads as heads: with fewer, attention on a CPU repeats them, and on a GPU it does not.
-    config = {**find_architecture("llama").tiny, "num_key_value_heads": 4, "num_attention_heads": 4}
-    tokens = 24
-
-    def kept(layers):
-        model = liger_models.from_config({**config, "num_hidden_layers": layers}, activation_memory=level)
-        ids = torch.randint(config["vocab_size"], (1, tokens))
-        gc.collect()
-        before = [kept for kept in gc.get_objects() if type(kept) is _Kept]
-        saved = []
-        # The model's own hooks, where it sets them, make _Kept objects; what they do not see comes to ours.
-        with interpret(), torch.autograd.graph.saved_tensors_hooks(saved.append, lambda packed: None):
-            output = model(ids, labels=ids)
-        old = {id(kept) for kept in before}
-        saved += [k.tensor for k in gc.get_objects() if type(k) is _Kept and id(k) not in old]
-        assert output.loss.requires_grad
-        parameters = {parameter.data_ptr() for parameter in model.parameters()}
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
-        return sum(size for place, size in storages.items() if place not in parameters)
-
-    if torch.cuda.is_available():
-        pytest.skip("Triton's interpreter is off where there is a GPU")
-    model = liger_models.from_config(config, device="meta")
-    expected = model.layers[0].activation_bytes(level, 4)
-    assert (kept(4) - kept(1)) / 3 / tokens == expected
+def test_inspect_adds_up_what_the_layers_keep(checkpoint, capsys):
+    assert main(["inspect", str(checkpoint), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["memory"]["activations_per_token"]
+    layers = liger_models.from_config(checkpoint, device="meta").layers
+    assert found == {level: sum(layer.activation_bytes(level, 4) for layer in layers) for level in LEVELS}
 
 
 # -- verify
 
 
-@pytest.mark.parametrize("family", liger_models.list_architectures())
-def test_verify_accepts_a_sound_checkpoint(family, tokenizer_folder, tmp_path, capsys):
-    folder = write_checkpoint(tmp_path / family, family, tokenizer_folder)
-    assert main(["verify", str(folder)]) == 0
+def test_verify_accepts_a_sound_checkpoint(checkpoint, capsys):
+    assert main(["verify", str(checkpoint)]) == 0
     shown = capsys.readouterr().out
     assert "every byte the same" in shown
-    compared = len(tensors(folder)) + 2  # a gradient for each, logits and loss
+    compared = len(tensors(checkpoint)) + 2  # a gradient for each, logits and loss
     assert f"{compared} compared, 0 too far apart\n" in shown
     assert "not compared" not in shown
 
