@@ -51,7 +51,6 @@ from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
     carried=further_predictions,
     skip={
         "variant:one_kv_head": "latent attention has a key head for each query head",
-        "key:num_key_value_heads": "the same",
         "key:head_dim": "follows from the sizes of its parts, and is checked",
         "key:qk_head_dim": "the same",
         "key:scoring_func": "has one value",

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from liger_models.kernels import cross_entropy, linear_cross_entropy
 from liger_models.layers.activation_memory import recompute
-from liger_models.layers.linear import Linear
+from liger_models.layers.linear import Linear, as_wide_as
 from liger_models.layers.sequences import IGNORE_INDEX
 
 
@@ -59,7 +59,7 @@ class LMHead(Linear):
             hidden,
             self.weight,
             labels,
-            self.bias,
+            as_wide_as(self.weight, self.bias),
             num_valid=num_valid,
             num_items=num_items,
             logit_scale=form.scale,

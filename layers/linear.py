@@ -15,5 +15,10 @@ class Linear(nn.Linear):
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., in] -> [..., out], the bias [out] rounded to the dtype of the weight [out, in]."""
-    return F.linear(x, weight, None if bias is None else bias.to(weight.dtype))
+    """x [..., in] -> [..., out] with weight [out, in] and bias [out]."""
+    return F.linear(x, weight, as_wide_as(weight, bias))
+
+
+def as_wide_as(weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """The bias in the dtype of the matrix beside it."""
+    return None if bias is None else bias.to(weight.dtype)

@@ -18,7 +18,7 @@ from liger_models.convert.checkpoints.weight_map import Cat, Expr, Ref, Stack
 from liger_models.kernels import moe_experts, route
 from liger_models.kernels._dispatch import once_differentiable
 from liger_models.layers.activation_memory import ActivationMemory, recompute
-from liger_models.layers.linear import Linear, project
+from liger_models.layers.linear import Linear, as_wide_as, project
 from liger_models.layers.mlp import make_mlp
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import MoESpec
@@ -180,10 +180,7 @@ class Experts(nn.Module):
 
     def _forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         gate_up, down = self.gate_up_proj, self.down_proj
-        # A bias may be wider than its matrix, as in a linear layer.
-        biases = (
-            None if b is None else b.to(down.dtype) for b in (self.gate_up_proj_bias, self.down_proj_bias)
-        )
+        biases = as_wide_as(gate_up, self.gate_up_proj_bias), as_wide_as(down, self.down_proj_bias)
         return moe_experts(x, weights, experts, gate_up, down, self.spec.activation, *biases)
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
