@@ -4,6 +4,7 @@ every rope type in both spellings, and what its registration adds.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -206,10 +207,11 @@ def untried_keys(family: str) -> set[str]:
     registration skips.
     """
     skip = find_architecture(family).skip
-    return {key for key in keys_without_effect(family) - READ_BY_ALL.keys() if f"key:{key}" not in skip}
+    return {key for key in keys_without_effect(family) if f"key:{key}" not in skip}
 
 
-def keys_without_effect(family: str) -> set[str]:
+@functools.cache
+def keys_without_effect(family: str) -> frozenset[str]:
     architecture = find_architecture(family)
     configs = [changed(architecture.tiny, changes) for changes in variants(family).values()]
     configs += [
@@ -230,4 +232,4 @@ def keys_without_effect(family: str) -> set[str]:
                 without = None
             if without != spec:
                 tried.add(key)
-    return read - tried
+    return frozenset(read - tried - READ_BY_ALL.keys())
