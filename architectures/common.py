@@ -196,6 +196,24 @@ def mlp(c: HFConfig, *, bias: bool = False, gated: bool = True, key: str = "hidd
     return MLPSpec(c.take_count("intermediate_size"), activation(c, key, gated), bias, gated)
 
 
+def dense_then(c: HFConfig, experts: MoESpec, *, first_dense: int = 0) -> list[MLPSpec | MoESpec]:
+    """What each layer has: the first `first_k_dense_replace` an MLP, all others these experts.
+
+    Args:
+        first_dense: how many where the config does not say.
+
+    Raises:
+        ConfigError: it is no count of layers.
+    """
+    first = c.take("first_k_dense_replace", first_dense)
+    if type(first) is not int or first < 0:
+        raise ConfigError(
+            f"{c.name}: first_k_dense_replace must be a whole number of 0 or more, found {first!r}"
+        )
+    dense = mlp(c)
+    return [dense if i < first else experts for i in range(c.take_count("num_hidden_layers"))]
+
+
 def experts_and_chosen(
     c: HFConfig,
     keys: Sequence[str] = ("num_experts", "num_local_experts"),

@@ -6,9 +6,9 @@ from liger_models.architectures.common import (
     corrected_experts,
     corrected_layouts,
     decoder,
+    dense_then,
     further_predictions,
     latent_attention,
-    mlp,
 )
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
@@ -66,7 +66,5 @@ from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
 )
 def deepseek_v3(c: HFConfig) -> ModelSpec:
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6))
-    attention, dense, experts = latent_attention(c), mlp(c), corrected_experts(c)
-    first = c.take("first_k_dense_replace")
-    layers = range(c.take_count("num_hidden_layers"))
-    return decoder(c, [BlockSpec(attention, dense if i < first else experts, norm) for i in layers], norm)
+    attention, mlps = latent_attention(c), dense_then(c, corrected_experts(c))
+    return decoder(c, [BlockSpec(attention, inner, norm) for inner in mlps], norm)

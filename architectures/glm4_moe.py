@@ -1,0 +1,60 @@
+"""GLM-4.5 to 4.7 (Zeng et al., 2025, arXiv:2508.06471): attention with grouped heads, of which half turns,
+and the experts of DeepSeek-V3. The first layers have no experts.
+"""
+
+from dataclasses import replace
+
+from liger_models.architectures.common import (
+    attention,
+    corrected_experts,
+    corrected_layouts,
+    decoder,
+    dense_then,
+    further_predictions,
+)
+from liger_models.architectures.registry import register
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec, QKNormSpec
+
+
+@register(
+    "glm4_moe",
+    reference="Glm4MoeForCausalLM",
+    tiny={
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 5,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.7,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "rms_norm_eps": 1e-3,
+        "num_nextn_predict_layers": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    defaults={"num_key_value_heads": 8, "n_group": 1, "topk_group": 1, "norm_topk_prob": True},
+    layouts=corrected_layouts(),
+    carried=further_predictions,
+    variants={
+        "in groups": {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 3},
+        "experts in every layer": {"first_k_dense_replace": 0},
+    },
+    skip={
+        "null:rope_parameters": "the reference then has no theta, and fails",
+        "null:head_dim": "the reference then fails",
+        "refusal:partial_rotary_factor": "a part of each head turns",
+        "refusal:odd_head_dim": "of an odd head an even part may turn",
+        **{f"key:{key}": "has one value" for key in ("scoring_func", "topk_method", "moe_layer_freq")},
+    },
+)
+def glm4_moe(c: HFConfig) -> ModelSpec:
+    norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-5))
+    mixer = attention(c, partial=0.5, bias=c.take_flag("attention_bias", False))
+    qk_norm = QKNormSpec(norm) if c.take_flag("use_qk_norm", False) else None
+    mixer = replace(mixer, o_bias=False, qk_norm=qk_norm)
+    mlps = dense_then(c, corrected_experts(c), first_dense=1)
+    return decoder(c, [BlockSpec(mixer, inner, norm) for inner in mlps], norm)
