@@ -97,8 +97,9 @@ def windows(c: HFConfig, default: Callable[[int], str], *, off: bool = False) ->
         ConfigError: an unknown type, or layers that slide without a window.
     """
     types = layer_types(c, default, ("full_attention", "sliding_attention"))
-    window = c.take_count("sliding_window", None)
-    if "sliding_attention" in types and (off or window is None):
+    c.take("sliding_window", None)  # which some references write as 0 where windows are off
+    window = None if off else c.take_count("sliding_window", None)
+    if "sliding_attention" in types and window is None:
         raise ConfigError(
             f"{c.name}: some layers are of type sliding_attention, but sliding_window is missing or "
             "switched off"
@@ -233,6 +234,12 @@ def experts_and_chosen(
     return experts, chosen
 
 
+def expert_layouts(*rename: tuple[str, str]) -> tuple[Layout, ...]:
+    """Of checkpoints that hold each expert by itself, or all in one tensor; `rename` comes first."""
+    names = (*rename, (".router.", ".gate."))
+    return Layout(names), Layout(names, whole=("*.experts.*",))
+
+
 def aux_loss_coef(c: HFConfig) -> float:
     """The weight of the load balancing loss: the references add it where `output_router_logits` says so."""
     coef = c.take_number("router_aux_loss_coef")
@@ -314,12 +321,10 @@ def corrected_experts(c: HFConfig) -> MoESpec:
 
 def corrected_layouts() -> tuple[Layout, ...]:
     """Of checkpoints with such experts: one by one, or all in one tensor."""
-    rename = (
+    return expert_layouts(
         (".router.correction_bias", ".gate.e_score_correction_bias"),
-        (".router.", ".gate."),
         (".shared_expert.", ".shared_experts."),
     )
-    return Layout(rename), Layout(rename, whole=("*.experts.*",))
 
 
 def further_predictions(c: HFConfig) -> tuple[str, ...]:

@@ -316,13 +316,17 @@ _DROPOUT_NAMES = """
 """
 _DROPOUTS = _DROPOUT_NAMES.split()
 
+_NOISES = ("router_jitter_noise", "input_jitter_noise")  # factors drawn in training
+
 # Harmless at this one value.
-_NEUTRAL_VALUE: dict[str, Any] = {**dict.fromkeys(_DROPOUTS, 0), "pretraining_tp": 1}
+_NEUTRAL_VALUE: dict[str, Any] = {**dict.fromkeys((*_DROPOUTS, *_NOISES), 0), "pretraining_tp": 1}
 
 
 def _why(key: str) -> str:
     if key in _DROPOUTS:
         return " (dropout is not supported; set it to 0)"
+    if key in _NOISES:
+        return " (noise on what experts and routers read is not supported; set it to 0)"
     if key == "pretraining_tp":
         return " (only 1 is supported: other values split the matrix products and round differently)"
     if key == "quantization_config":

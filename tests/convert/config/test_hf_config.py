@@ -113,6 +113,7 @@ def test_finish_accepts_what_cannot_change_the_mathematics():
         torch_dtype="bfloat16",
         eos_token_id=[1, 2],
         attention_dropout=0.0,
+        router_jitter_noise=0.0,
         pretraining_tp=1,
         some_feature=False,
         other_feature=None,
@@ -126,6 +127,7 @@ def test_finish_accepts_what_cannot_change_the_mathematics():
     [
         ("embedding_multiplier", 12.0, "ignore_config_keys"),
         ("attention_dropout", 0.1, "dropout is not supported"),
+        ("router_jitter_noise", 0.01, "noise .* is not supported"),
         ("pretraining_tp", 2, "only 1 is supported"),
         ("quantization_config", {"bits": 4}, "quantised"),
         ("feature_that_is_zero", 0, "ignore_config_keys"),
