@@ -4,20 +4,18 @@ layers that the config keeps dense.
 
 from dataclasses import replace
 
-from liger_models.architectures.common import activation, aux_loss_coef, decoder, experts_and_chosen, mlp
+from liger_models.architectures.common import decoder, expert_layouts, mlp
+from liger_models.architectures.qwen2_moe import experts, layers_with_experts
 from liger_models.architectures.qwen3 import normed_attention
 from liger_models.architectures.registry import register
-from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import BlockSpec, ModelSpec, MoESpec, NormSpec
-
-ROUTER = (".router.", ".gate.")
+from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
 
 
 @register(
     "qwen3_moe",
     reference="Qwen3MoeForCausalLM",
-    layouts=(Layout(rename=(ROUTER,)), Layout(rename=(ROUTER,), whole=("*.experts.*",))),
+    layouts=expert_layouts(),
     tiny={
         "moe_intermediate_size": 32,
         "num_experts": 4,
@@ -52,19 +50,5 @@ def qwen3_moe(c: HFConfig) -> ModelSpec:
     c.take("sliding_window", None)
     c.take("max_window_layers", None)  # of no effect here
     attn, dense, sparse = replace(normed_attention(c, norm), window=window), mlp(c), experts(c)
-    every, dense_layers = c.take_count("decoder_sparse_step", 1), c.take("mlp_only_layers", None) or ()
-    blocks = [
-        BlockSpec(attn, dense if i in dense_layers or (i + 1) % every else sparse, norm)
-        for i in range(c.take_count("num_hidden_layers"))
-    ]
+    blocks = [BlockSpec(attn, sparse if has else dense, norm) for has in layers_with_experts(c)]
     return decoder(c, blocks, norm)
-
-
-def experts(c: HFConfig) -> MoESpec:
-    return MoESpec(
-        *experts_and_chosen(c),
-        intermediate_size=c.take_count("moe_intermediate_size"),
-        activation=activation(c),
-        renormalize=c.take_flag("norm_topk_prob", False),
-        aux_loss_coef=aux_loss_coef(c),
-    )

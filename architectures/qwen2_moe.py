@@ -1,0 +1,92 @@
+"""Qwen2 with experts (Yang et al., 2024, arXiv:2407.10671), Qwen1.5-MoE: beside the chosen experts a shared
+one, weighed by a gate, and a window on every other of the lower layers where the config asks for one.
+"""
+
+from dataclasses import replace
+
+from liger_models.architectures.common import (
+    activation,
+    attention,
+    aux_loss_coef,
+    decoder,
+    expert_layouts,
+    experts_and_chosen,
+    mlp,
+    windows,
+)
+from liger_models.architectures.registry import register
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.layers.spec import BlockSpec, MLPSpec, ModelSpec, MoESpec, NormSpec
+
+
+@register(
+    "qwen2_moe",
+    reference="Qwen2MoeForCausalLM",
+    layouts=expert_layouts(),
+    tiny={
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 40,
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.5,
+        "mlp_only_layers": [1],
+        "qkv_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "max_window_layers": 1,
+    },
+    defaults={
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "num_experts_per_tok": 4,
+        "num_experts": 60,
+        "router_aux_loss_coef": 0.001,
+    },
+    skip={
+        "key:num_local_experts": "another name of num_experts",
+        "field:MoESpec.softmax_after_top_k": "the same function as renormalised shares of all",
+    },
+    variants={
+        "every_second": {"decoder_sparse_step": 2, "mlp_only_layers": []},
+        "layer_types": {"layer_types": ["full_attention", "full_attention", "sliding_attention"]},
+    },
+)
+def qwen2_moe(c: HFConfig) -> ModelSpec:
+    norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6))
+    attn = replace(attention(c), qkv_bias=c.take_flag("qkv_bias", True))
+    slides, upper = c.take_flag("use_sliding_window", False), c.take("max_window_layers", 28)
+    spans = windows(
+        c,
+        lambda i: "sliding_attention" if slides and i % 2 == 0 and i < upper else "full_attention",
+        off=not slides,
+    )
+    dense, sparse = mlp(c), experts(c)
+    shared = MLPSpec(c.take_count("shared_expert_intermediate_size"), sparse.activation)
+    sparse = replace(sparse, shared_expert=shared, shared_gate=True)
+    blocks = [
+        BlockSpec(replace(attn, window=window), sparse if has_experts else dense, norm)
+        for window, has_experts in zip(spans, layers_with_experts(c), strict=True)
+    ]
+    return decoder(c, blocks, norm)
+
+
+def layers_with_experts(c: HFConfig) -> list[bool]:
+    """Which layers have experts: every `decoder_sparse_step`-th but for the `mlp_only_layers`."""
+    every, dense = c.take_count("decoder_sparse_step", 1), c.take("mlp_only_layers", None) or ()
+    return [i not in dense and (i + 1) % every == 0 for i in range(c.take_count("num_hidden_layers"))]
+
+
+def experts(c: HFConfig) -> MoESpec:
+    """The experts that tokens choose."""
+    return MoESpec(
+        *experts_and_chosen(c),
+        intermediate_size=c.take_count("moe_intermediate_size"),
+        activation=activation(c),
+        renormalize=c.take_flag("norm_topk_prob", False),
+        aux_loss_coef=aux_loss_coef(c),
+    )
