@@ -1,0 +1,62 @@
+"""OLMoE (Muennighoff et al., 2024, arXiv:2409.02060): LLaMA with experts, and a norm of the queries and one
+of the keys of all heads together.
+"""
+
+from dataclasses import replace
+
+from liger_models.architectures.common import (
+    activation,
+    attention,
+    aux_loss_coef,
+    decoder,
+    expert_layouts,
+    experts_and_chosen,
+)
+from liger_models.architectures.registry import register
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.errors import ConfigError
+from liger_models.layers.spec import BlockSpec, ModelSpec, MoESpec, NormSpec, QKNormSpec
+
+
+@register(
+    "olmoe",
+    reference="OlmoeForCausalLM",
+    layouts=expert_layouts(),
+    tiny={
+        "head_dim": ...,
+        "intermediate_size": 32,
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.5,
+        "attention_bias": True,
+    },
+    defaults={
+        "intermediate_size": 2048,
+        "max_position_embeddings": 4096,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "router_aux_loss_coef": 0.01,
+        "pad_token_id": 1,
+    },
+    skip={
+        "key:num_local_experts": "another name of num_experts",
+        "key:head_dim": "follows from hidden_size, and is checked",
+        "field:MoESpec.softmax_after_top_k": "the same function as renormalised shares of all",
+    },
+)
+def olmoe(c: HFConfig) -> ModelSpec:
+    norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-5))
+    attn = attention(c, bias=c.take_flag("attention_bias", False))
+    if attn.q_size != c.take_count("hidden_size"):  # which the reference's norm of queries is as wide as
+        raise ConfigError(f"{c.name}: head_dim must be hidden_size / num_attention_heads, or left out")
+    moe = MoESpec(
+        *experts_and_chosen(c),
+        intermediate_size=c.take_count("intermediate_size"),
+        activation=activation(c),
+        renormalize=c.take_flag("norm_topk_prob", False),
+        aux_loss_coef=aux_loss_coef(c),
+    )
+    block = BlockSpec(replace(attn, qk_norm=QKNormSpec(norm, scope="all_heads")), moe, norm)
+    return decoder(c, [block] * c.take_count("num_hidden_layers"), norm)
