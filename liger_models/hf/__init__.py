@@ -1,0 +1,41 @@
+"""liger_models in transformers: one line, and its loaders and trainers run on our models.
+
+    import liger_models.hf
+    liger_models.hf.register()
+    model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B")  # a LigerLlamaForCausalLM
+
+Only the modules of this package import transformers, and they are imported when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from liger_models.hf.families import classes_of, register, unregister
+    from liger_models.hf.models import LigerForCausalLM, LigerForSequenceClassification, LigerModel
+
+__all__ = [
+    "LigerForCausalLM",
+    "LigerForSequenceClassification",
+    "LigerModel",
+    "classes_of",
+    "register",
+    "unregister",
+]
+
+_HOMES = {
+    **dict.fromkeys(("LigerForCausalLM", "LigerForSequenceClassification", "LigerModel"), "models"),
+    **dict.fromkeys(("classes_of", "register", "unregister"), "families"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(globals().keys() | _HOMES.keys())

@@ -1,0 +1,83 @@
+"""One class a family and task, made from the registry of architectures, in the Auto classes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal, NamedTuple
+
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from liger_models.architectures import find_architecture, list_architectures
+from liger_models.hf.models import (
+    LigerForCausalLM,
+    LigerForSequenceClassification,
+    LigerModel,
+    LigerPreTrainedModel,
+)
+
+
+class FamilyClasses(NamedTuple):
+    """The classes of one family, named after transformers': `LigerLlamaForCausalLM`, and so on."""
+
+    base: type[LigerModel]
+    causal_lm: type[LigerForCausalLM]
+    sequence_classification: type[LigerForSequenceClassification]
+
+
+AUTO_CLASSES: tuple[Any, ...] = (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification)
+
+
+def register(projections: Literal["fused", "split"] = "fused") -> None:
+    """Let transformers' Auto classes give our models, for every family that we have and it knows.
+
+    Args:
+        projections: "fused": query, key and value, and gate and up, are one layer each, which is faster.
+            "split": they are layers of their own, with the names that LoRA libraries and bitsandbytes look
+            for. `model.split_projections()` does the same to one model.
+    """
+    if projections not in ("fused", "split"):
+        raise ValueError(f"projections must be 'fused' or 'split', found {projections!r}")
+    LigerPreTrainedModel.projections = projections
+    for model_type in list_architectures():
+        if model_type in CONFIG_MAPPING:
+            for auto, model in zip(AUTO_CLASSES, classes_of(model_type), strict=True):
+                auto.register(CONFIG_MAPPING[model_type], model, exist_ok=True)
+
+
+def unregister() -> None:
+    """Give the Auto classes back to transformers' own models."""
+    for auto in AUTO_CLASSES:
+        extra: dict[Any, Any] = auto._model_mapping._extra_content
+        for config in [config for config, model in extra.items() if issubclass(model, LigerPreTrainedModel)]:
+            del extra[config]
+
+
+@functools.cache
+def classes_of(model_type: str) -> FamilyClasses:
+    """The classes of a family.
+
+    Raises:
+        UnsupportedModelError: we do not have it.
+        KeyError: this version of transformers does not know it.
+    """
+    architecture = find_architecture(model_type)
+    family = architecture.reference.removesuffix("ForCausalLM")
+    # transformers tells converters of checkpoints by the names of classes, so ours must not be its own.
+    fields = {
+        "architecture": architecture,
+        "config_class": CONFIG_MAPPING[model_type],
+        "__module__": __name__,
+    }
+
+    def make(task: str, kind: type, **more: Any) -> Any:
+        return type(f"Liger{family}{task}", (kind,), {**fields, "__doc__": kind.__doc__, **more})
+
+    base = make("Model", LigerModel)
+    made = FamilyClasses(
+        base,
+        make("ForCausalLM", LigerForCausalLM, base_class=base),
+        make("ForSequenceClassification", LigerForSequenceClassification, base_class=base),
+    )
+    globals().update({model.__name__: model for model in made})  # where pickle looks for them
+    return made

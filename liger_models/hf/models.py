@@ -1,0 +1,476 @@
+"""Our models as transformers' models: its base classes, loaders, caches and outputs, our parts and passes.
+
+    LigerModel:      ids [batch, seq] -> BaseModelOutputWithPast, hidden states [batch, seq, H]
+    LigerForCausalLM: ... -> CausalLMOutputWithPast, the loss without logits, or logits
+    LigerForSequenceClassification: ... -> SequenceClassifierOutputWithPast
+
+A family's classes are made from these in families.py. What computes is `layers.Decoder` and `LMHead`, as in
+the native model; here stands what transformers and the libraries around it ask of a model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+
+from liger_models.architectures import Architecture
+from liger_models.convert.checkpoints.layout import Layout, canonical_forms
+from liger_models.convert.checkpoints.weight_map import Expr, Ref
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.hf.cache import TransformersCache
+from liger_models.hf.weights import CheckpointConverter, convert_state_dict, groups_of
+from liger_models.layers.activation_memory import ActivationMemory
+from liger_models.layers.blocks import BLOCKS
+from liger_models.layers.call_checks import CallChecks, batch_shape, refuse_unknown, targets_of
+from liger_models.layers.decoder import Decoder
+from liger_models.layers.embedding import TokenEmbedding
+from liger_models.layers.head import LMHead, LogitForm, loss_of_head
+from liger_models.layers.packed_linear import fuse_projections, split_projections, weight_map_of_parts
+from liger_models.layers.router_loss import router_loss
+from liger_models.layers.sequences import Sequences
+from liger_models.layers.spec import ModelSpec
+
+
+class LigerPreTrainedModel(PreTrainedModel):
+    """What the models below have in common.
+
+    Attributes:
+        architecture: the family, as registered.
+        projections: whether projections are packed ("fused") or layers of their own ("split") when a model
+            is made.
+        layouts: the forms that the family's checkpoints have; once one was read, those that it can be.
+    """
+
+    architecture: Architecture
+    projections: str = "fused"
+    layouts: tuple[Layout, ...]
+
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True
+    _no_split_modules = {block.__name__ for block in BLOCKS.values()}  # noqa: RUF012  # as theirs
+    _skip_keys_device_placement = {"past_key_values"}  # noqa: RUF012
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = False
+
+    def _begin(self) -> None:
+        """What follows once the parts of a model are there."""
+        self.layouts = self.architecture.layouts
+        self.register_load_state_dict_pre_hook(convert_state_dict)
+        entry = CheckpointConverter(type(self).__name__, groups_of(self))
+        register_checkpoint_conversion_mapping(type(self).__name__, [entry], overwrite=True)
+        self.post_init()
+
+    @property
+    def decoder(self) -> LigerModel:
+        """Embeddings, blocks and norm: the base model, or this one if it is that."""
+        return cast(LigerModel, self.base_model)
+
+    # -- checkpoints
+
+    def weight_map(self, layout: Layout | None = None) -> dict[str, Expr]:
+        """The saved tensors of the decoder as expressions over a checkpoint's.
+
+        Args:
+            layout: of the checkpoint. Default: that of the one that was read, or the family's usual one.
+        """
+        layout = layout or self.layouts[0]
+        decoder = self.decoder
+        weight_map = weight_map_of_parts(decoder, layout.weight_map(decoder.forms))
+        if decoder is not self:
+            return {f"model.{name}": expr for name, expr in weight_map.items()}
+        without_root = replace(layout, rename=(*layout.rename, ("model.", "")))
+        return weight_map_of_parts(decoder, without_root.weight_map(decoder.forms))
+
+    def note_layouts(self, layouts: Sequence[Layout]) -> None:
+        """Of the forms that a checkpoint can have, those that a tensor of it was found to have."""
+        self.layouts = tuple(layout for layout in self.layouts if layout in layouts) or self.layouts
+
+    @property
+    def _weight_conversions(self) -> list[CheckpointConverter]:
+        """What transformers' writer turns round: made from the modules as they are now."""
+        return [CheckpointConverter(type(self).__name__, groups_of(self).in_layout(self.layouts[0]))]
+
+    @_weight_conversions.setter
+    def _weight_conversions(self, used: object) -> None:
+        """The loader notes here what it used; the layouts that were read are noted already."""
+
+    def split_projections(self) -> None:
+        """Give query, key, value, gate and up layers of their own, with the usual names, as PEFT and
+        bitsandbytes look for them: `ModelParameters.split_projections`.
+        """
+        split_projections(self)
+
+    def fuse_projections(self) -> None:
+        """Turn `split_projections` back."""
+        fuse_projections(self)
+
+    def save_pretrained(
+        self, save_directory: Any, *args: Any, push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
+        """transformers' own, with config.json as transformers' own model writes it: `architectures` names
+        that, for whoever loads the checkpoint without us.
+        """
+        super().save_pretrained(save_directory, *args, **kwargs)
+        path = Path(save_directory) / "config.json"
+        self.config.architectures = [self._get_name()]
+        if kwargs.get("is_main_process", True) and path.exists():
+            written = json.loads(path.read_text(encoding="utf-8"))
+            written["architectures"] = self.config.architectures
+            path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        if push_to_hub:
+            options = {key: kwargs[key] for key in ("commit_message", "token", "create_pr") if key in kwargs}
+            self.push_to_hub(kwargs.get("repo_id", Path(save_directory).name), **options)
+
+    def _get_name(self) -> str:
+        # Trainer looks here for a causal language model, whose labels are shifted under label smoothing too.
+        return type(self).__name__.removeprefix("Liger")
+
+    # -- parameters
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            super()._init_weights(module)
+        elif not isinstance(module, PreTrainedModel) and hasattr(module, "reset_parameters"):
+            reset: Any = module.reset_parameters
+            reset(getattr(self.config, "initializer_range", None) or 0.02)
+
+    def set_input_embeddings(self, value: Any) -> None:
+        """A plain embedding, as resizing makes it, becomes one of ours: it keeps the family's scale."""
+        decoder = self.decoder
+        spec = decoder.spec
+        if isinstance(value, nn.Embedding):
+            spec = replace(spec, vocab_size=value.num_embeddings)
+        if type(value) is nn.Embedding:
+            with torch.device("meta"):
+                ours = TokenEmbedding(spec.vocab_size, spec.hidden_size, spec.embed_scale, spec.padding_idx)
+            ours.weight, value = value.weight, ours
+        decoder.embed_tokens, decoder.spec = value, spec
+        decoder.note_forms()
+
+    # -- activation memory
+
+    @property
+    def activation_memory(self) -> tuple[ActivationMemory, ...]:
+        """The level of each layer: layers/activation_memory.py."""
+        return Decoder.activation_memory.fget(self.decoder)  # type: ignore[attr-defined]
+
+    def set_activation_memory(self, levels: str | Sequence[str]) -> None:
+        """`layers.Decoder.set_activation_memory`."""
+        Decoder.set_activation_memory(self.decoder, levels)
+
+    def activation_checkpointing_enable(
+        self,
+        activation_checkpointing_kwargs: Mapping[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
+        """`layers.Decoder.activation_checkpointing_enable`: the level `checkpoint`."""
+        Decoder.activation_checkpointing_enable(
+            self.decoder, activation_checkpointing_kwargs, every_n_layers, offload
+        )
+        if getattr(self, "_hf_peft_config_loaded", False):
+            self.enable_input_require_grads()
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        """The older name of `activation_checkpointing_enable`."""
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Back to the levels that were chosen before."""
+        Decoder.gradient_checkpointing_disable(self.decoder)
+
+    activation_checkpointing_disable = gradient_checkpointing_disable
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        return "checkpoint" in self.activation_memory
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "forward" and _home_of(value).startswith("liger_kernel"):
+            raise TypeError(
+                "use_liger_kernel=True would put liger-kernel's patches into a model of liger_models, which "
+                "is built from fused kernels already and has other modules; leave the option out"
+            )
+        super().__setattr__(name, value)
+
+
+class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
+    """Embeddings, blocks and a final norm."""
+
+    forms: dict[str, Expr]
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.make_decoder(
+            spec_of(self.architecture, config),
+            "eager" if config._attn_implementation == "eager" else "auto",
+        )
+        Decoder.set_activation_memory(self, "lean")
+        self.note_forms()
+        if self.projections == "split":
+            self.split_projections()
+        self._begin()
+
+    def note_forms(self) -> None:
+        """Remember what the tensors are before adapters and the like come between."""
+        forms = canonical_forms(self) if not hasattr(self, "forms") else self.forms
+        embedding = "embed_tokens.weight"
+        self.forms = {**forms, embedding: Ref(embedding, (self.spec.vocab_size, self.spec.hidden_size))}
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        **others: Any,
+    ) -> BaseModelOutputWithPast:
+        """Hidden states behind the final norm, [batch, seq, H], zero at padding.
+
+        Args:
+            input_ids: [batch, seq]; or `inputs_embeds` [batch, seq, H] in their place.
+            attention_mask: [batch, all tokens so far], 0 at padding.
+            position_ids: [batch, seq]. Where they start anew, without an attention mask and a cache, a
+                document begins, which neither sees nor is seen by the one before.
+            past_key_values: any cache of transformers.
+            use_cache: make a cache. Default: the config's `use_cache` where no gradient is computed.
+            output_hidden_states: also the input of each layer and the last output, [batch, seq, H] each.
+            output_attentions: not supported.
+            others: `cu_seq_lens_q` [n + 1], the bounds of packed documents; keywords that ask for nothing.
+
+        Raises:
+            DataError: shapes that do not fit, ids outside the vocabulary, positions beyond the rotary tables.
+            ValueError: attention weights are asked for, or a cache under gradient checkpointing.
+            TypeError: a keyword that asks for what is not there.
+        """
+        if self.config.output_attentions if output_attentions is None else output_attentions:
+            raise ValueError(
+                "output_attentions=True: attention weights are never made here; take transformers' own model"
+            )
+        shape, _ = batch_shape(input_ids, inputs_embeds, self.spec.hidden_size)
+        if past_key_values is None and self._wants_cache(use_cache):
+            past_key_values = DynamicCache(config=self.config)
+        sequences = others.pop("sequences", None)
+        if sequences is None:
+            sequences = self.sequences(shape, attention_mask, position_ids, past_key_values, others)
+        _refuse_others(others)
+        checks = CallChecks(input_ids, None, self.spec.vocab_size)
+        if inputs_embeds is None:
+            assert input_ids is not None
+            # With its batch and padding, as hooks on the embedding (NEFTune) expect it.
+            inputs_embeds = self.embed_tokens(input_ids.clamp(0, self.spec.vocab_size - 1))
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        inner: list[Tensor] | None = [] if output_hidden_states else None
+        last = sequences.unpack(self.hidden_states(sequences, None, inputs_embeds, inner))
+        checks.finish()
+        return BaseModelOutputWithPast(
+            last_hidden_state=last,
+            past_key_values=past_key_values,
+            hidden_states=None if inner is None else (*map(sequences.unpack, inner), last),
+        )
+
+    def sequences(
+        self,
+        shape: tuple[int, int],
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        past_key_values: Cache | None,
+        others: dict[str, Any],
+    ) -> Sequences:
+        """The documents of a call, and the view of its cache."""
+        device = self.device
+        if attention_mask is not None and attention_mask.dim() != 2:
+            raise ValueError(
+                f"attention_mask must be [batch, seq], 0 at padding; found the shape "
+                f"{tuple(attention_mask.shape)}. Packed documents are told by position_ids or cu_seq_lens_q."
+            )
+        if past_key_values is None:
+            bounds = others.pop("cu_seq_lens_q", None)
+            for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"):  # the same, and what follows
+                others.pop(name, None)
+            return Sequences.from_call(shape, device, attention_mask, position_ids, bounds)
+        if torch.is_grad_enabled() and self.is_gradient_checkpointing:
+            raise ValueError(
+                "layers that run again would fill a cache twice: switch checkpointing off, or the cache"
+            )
+        if attention_mask is not None and bool((attention_mask != 0).all()):
+            attention_mask = None
+        view = TransformersCache(past_key_values, shape, attention_mask, device)
+        if position_ids is None:
+            position_ids = torch.arange(view.seen, view.longest, device=device)[None]
+        positions = position_ids.to(device).expand(shape).flatten()
+        sequences = Sequences(shape, positions, int(positions.max()) + 1, shape[1])
+        sequences.cache = view
+        return sequences
+
+    def _wants_cache(self, use_cache: bool | None) -> bool:
+        return bool(self.config.use_cache) and not torch.is_grad_enabled() if use_cache is None else use_cache
+
+
+class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
+    """A causal language model."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    base_class: type[LigerModel]
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.model = self.base_class(config)
+        spec = self.model.spec
+        self.vocab_size = spec.vocab_size
+        self.lm_head = LMHead(spec.hidden_size, spec.vocab_size, spec.head_bias)
+        self.logit_form = LogitForm(spec.logit_scale, spec.logit_softcap)
+        self._begin()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """A plain linear layer, as resizing makes it, becomes a head that knows the loss."""
+        if type(new_embeddings) is nn.Linear:
+            with torch.device("meta"):
+                head = LMHead(new_embeddings.in_features, new_embeddings.out_features)
+            head.weight, head.bias = new_embeddings.weight, new_embeddings.bias
+            new_embeddings = head
+        self.lm_head = new_embeddings
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **others: Any,
+    ) -> CausalLMOutputWithPast:
+        """As `LigerModel.forward`, and:
+
+        Args:
+            labels: [batch, seq], aligned with the input and shifted in here; -100, padding, and the first
+                token of a document do not count.
+            logits_to_keep: make logits of the last so many positions only, or of these positions; 0: of all.
+            others: `shift_labels` [batch, seq], shifted already; `num_items_in_batch`, by which the summed
+                loss is divided; `return_logits`, or `skip_logits`: whether logits come beside the loss (by
+                default in evaluation, where metrics may want them, and not in training).
+
+        Returns:
+            `loss` (float32 scalar, with labels), `logits` [batch, seq, V], the cache, hidden states if asked.
+
+        Raises:
+            DataError: as `LigerModel.forward`; labels outside the vocabulary, or none that counts.
+        """
+        # Not in the signature: trainers take any parameter with "label" in its name for a column of labels.
+        shift_labels = others.pop("shift_labels", None)
+        num_items = others.pop("num_items_in_batch", None)
+        return_logits = others.pop("return_logits", None)
+        skip_logits = others.pop("skip_logits", None)
+        if (asked := others.pop("output_router_logits", None)) and not self._has_router_loss():
+            raise ValueError(f"output_router_logits={asked}: set it in the config before the model is made")
+        shape, _ = batch_shape(input_ids, inputs_embeds, self.model.spec.hidden_size)
+        with_labels = labels is not None or shift_labels is not None
+        if use_cache is None and with_labels:
+            use_cache = False
+        if past_key_values is None and self.model._wants_cache(use_cache):
+            past_key_values = DynamicCache(config=self.config)
+        sequences = self.model.sequences(shape, attention_mask, position_ids, past_key_values, others)
+        targets = targets_of(sequences, labels, shift_labels)
+        checks = CallChecks(None, targets, self.lm_head_width(), num_items)
+        output = self.model(
+            input_ids=input_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            sequences=sequences,
+            **others,
+        )
+        hidden, loss, logits = output.last_hidden_state, None, None
+        if targets is not None:
+            num_valid = checks.finish()
+            packed = sequences.pack(hidden)
+            loss = loss_of_head(self.lm_head, packed, targets, num_valid, num_items, self.logit_form)
+            if self._has_router_loss():
+                loss = loss + router_loss(sequences.router_logits.take(), self.model.spec.router)
+        if return_logits is None:
+            return_logits = targets is None or not (self.training or skip_logits)
+        if return_logits:
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.logit_form(self.lm_head(hidden[:, kept]))
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=output.past_key_values,
+            hidden_states=output.hidden_states,
+        )
+
+    def lm_head_width(self) -> int:
+        """The number of logits, which labels must be below."""
+        return self.model.spec.vocab_size
+
+    def _has_router_loss(self) -> bool:
+        return self.model.spec.router is not None
+
+    @staticmethod
+    def create_masks_for_generate(*, attention_mask: Tensor | None = None, **others: Any) -> Tensor | None:
+        """Asked for by `generate` in front of a static cache: our layers make their masks themselves."""
+        return attention_mask
+
+
+class LigerForSequenceClassification(GenericForSequenceClassification, LigerPreTrainedModel):  # type: ignore[misc]
+    """A linear layer on the last token's hidden state: a classifier, or a reward."""
+
+    base_class: type[LigerModel]
+
+    def __init__(self, config: Any):
+        LigerPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = self.base_class(config)
+        self.score = nn.Linear(self.model.spec.hidden_size, self.num_labels, bias=False)
+        self._begin()
+
+
+def spec_of(architecture: Architecture, config: Any) -> ModelSpec:
+    """The spec of one of transformers' configs.
+
+    Raises:
+        ConfigError: it asks for what the family does not have.
+    """
+    raw = {key: value for key, value in config.to_dict().items() if key != "quantization_config"}
+    return architecture.spec(HFConfig.load(raw))
+
+
+def _refuse_others(others: dict[str, Any]) -> None:
+    """What transformers' models take beside what is above, and we do not."""
+    others.pop("return_dict", None)
+    refuse_unknown(others)
+
+
+def _home_of(function: Any) -> str:
+    return getattr(getattr(function, "__func__", function), "__module__", None) or ""

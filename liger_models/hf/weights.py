@@ -1,0 +1,276 @@
+"""Checkpoints through transformers' own loader and writer, by our weight map.
+
+transformers converts a checkpoint tensor by tensor: entries of a mapping say what a name becomes, and an
+operation makes the model's tensors from those that were collected for it. Its own entries are patterns, with
+operations such as Concatenate, whose reverse cuts equal pieces (wrong with fewer key than query heads). Ours
+is one entry for the whole model, made from the model's layouts: it knows every name exactly, and reads and
+writes by the expressions, so that reading and writing are each other's inverse.
+
+A `Group` is the smallest set of native tensors and checkpoint tensors that hang together: one packed
+projection and its parts, or all parts of a tensor that a checkpoint holds whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps, WeightConverter, dot_natural_key
+
+from liger_models.convert.checkpoints.layout import Layout
+from liger_models.convert.checkpoints.weight_map import Expr, Ref, write
+from liger_models.convert.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Group:
+    """Native tensors, and the checkpoint tensors of which they are made in one layout.
+
+    Attributes:
+        layout: the layout.
+        natives: their expressions, by name, in the order of names.
+        shapes: of the checkpoint tensors, by name, in the order of names.
+    """
+
+    layout: Layout
+    natives: Mapping[str, Expr]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The native tensors from the checkpoint's."""
+        return {name: expr.read(tensors.__getitem__) for name, expr in self.natives.items()}
+
+    def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The checkpoint tensors from the native ones."""
+        written = write((expr, tensors[name]) for name, expr in self.natives.items())
+        return {name: written[name] for name in self.shapes}
+
+
+class Groups:
+    """The groups of a model in each of its layouts. Tensors that no layout changes are in none.
+
+    Args:
+        weight_maps: of each layout.
+    """
+
+    def __init__(self, weight_maps: Sequence[tuple[Layout, Mapping[str, Expr]]]):
+        changed = {
+            name
+            for _, weight_map in weight_maps
+            for native, expr in weight_map.items()
+            if not _is_itself(native, expr)
+            for name in (native, *(ref.name for ref in expr.refs()))
+        }
+        self.of_layout: dict[Layout, list[Group]] = {}
+        self.of_checkpoint: dict[str, list[Group]] = {}
+        self.of_native: dict[str, list[Group]] = {}
+        for layout, weight_map in weight_maps:
+            concerned = {
+                native: expr
+                for native, expr in weight_map.items()
+                if native in changed or any(ref.name in changed for ref in expr.refs())
+            }
+            groups = [Group(layout, *parts) for parts in _connected(concerned)]
+            self.of_layout[layout] = groups
+            for group in groups:
+                for name in group.shapes:
+                    self.of_checkpoint.setdefault(name, []).append(group)
+                for name in group.natives:
+                    self.of_native.setdefault(name, []).append(group)
+
+    def in_layout(self, layout: Layout) -> Groups:
+        """Those of one layout alone."""
+        one = Groups([])
+        one.of_layout = {layout: self.of_layout[layout]}
+        for group in self.of_layout[layout]:
+            one.of_checkpoint |= {name: [group] for name in group.shapes}
+            one.of_native |= {name: [group] for name in group.natives}
+        return one
+
+
+def groups_of(model: Any) -> Groups:
+    """The groups of one of our models in transformers, as its modules are now."""
+    return Groups([(layout, model.weight_map(layout)) for layout in model.layouts])
+
+
+class CheckpointConverter(WeightConverter):
+    """The entry of a model in transformers' mapping: from checkpoint to native names, or back."""
+
+    __slots__ = ("backwards", "groups", "pattern")
+
+    def __init__(self, pattern: str, groups: Groups, backwards: bool = False):
+        operation = WriteGroups(groups) if backwards else ReadGroups(groups)
+        super().__init__([pattern], [pattern], [operation])
+        self.pattern, self.groups, self.backwards = pattern, groups, backwards
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """(the first name of the other side of its group, what stands for this entry)."""
+        known = self.groups.of_native if self.backwards else self.groups.of_checkpoint
+        for prefix in self._prefixes():
+            name = source_key.removeprefix(prefix)
+            if source_key.startswith(prefix) and name in known:
+                self._was_used = True
+                group = known[name][0]
+                return prefix + next(iter(group.shapes if self.backwards else group.natives)), self.pattern
+        if (name := f"model.{source_key}") in known and not self.backwards:  # a checkpoint of the base model
+            self._was_used = True
+            return next(iter(known[name][0].natives)), self.pattern
+        return source_key, None
+
+    def _prefixes(self) -> tuple[str, ...]:
+        """What can stand in front of this model's names: of a part, its path in the whole model."""
+        if self.scope_prefix is None:
+            return "", "model."
+        base, scope = (f"{part}." if part else "" for part in (self.base_model_prefix, self.scope_prefix))
+        return base + scope, scope
+
+    def reverse_transform(self) -> CheckpointConverter:
+        return self._with_direction(not self.backwards)
+
+    def __deepcopy__(self, memo: object) -> CheckpointConverter:
+        # The loader makes a copy for every tensor that it meets; what the model is made of is shared.
+        return self._with_direction(self.backwards)
+
+    def _with_direction(self, backwards: bool) -> CheckpointConverter:
+        other = CheckpointConverter(self.pattern, self.groups, backwards)
+        other.scope_prefix, other.base_model_prefix = self.scope_prefix, self.base_model_prefix
+        return other
+
+
+class ReadGroups(ConversionOps):
+    """The native tensors of a group from those of a checkpoint, which come in the order of their names."""
+
+    def __init__(self, groups: Groups):
+        self.groups = groups
+
+    def __deepcopy__(self, memo: object) -> ReadGroups:
+        return self
+
+    @torch.no_grad()
+    def convert(  # type: ignore[override]
+        self, input_dict: dict[str, Any], *, full_layer_name: str, model: Any = None, **others: Any
+    ) -> dict[str, Tensor]:
+        tensors = _collected(input_dict)
+        prefix, name = _known(full_layer_name, self.groups.of_native)
+        candidates = self.groups.of_native[name]
+        found = [tuple(tensor.shape) for tensor in tensors]
+        fitting = [group for group in candidates if list(group.shapes.values()) == found]
+        if not fitting:
+            raise CheckpointError(_misfit(full_layer_name, candidates, found))
+        if hasattr(model, "note_layouts"):
+            model.note_layouts([group.layout for group in fitting])
+        native = fitting[0].read(dict(zip(fitting[0].shapes, tensors, strict=True)))
+        return {prefix + name: tensor for name, tensor in native.items()}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return WriteGroups(self.groups)
+
+
+class WriteGroups(ConversionOps):
+    """The checkpoint tensors of a group from the native ones, which come in the order of their names."""
+
+    def __init__(self, groups: Groups):
+        self.groups = groups
+
+    def __deepcopy__(self, memo: object) -> WriteGroups:
+        return self
+
+    @torch.no_grad()
+    def convert(  # type: ignore[override]
+        self, input_dict: dict[str, Any], *, full_layer_name: str, **others: Any
+    ) -> dict[str, Tensor]:
+        tensors = _collected(input_dict)
+        prefix, name = _known(full_layer_name, self.groups.of_checkpoint)
+        group = self.groups.of_checkpoint[name][0]
+        shapes = [expr.shape for expr in group.natives.values()]
+        if shapes != [tuple(tensor.shape) for tensor in tensors]:
+            found = [tuple(tensor.shape) for tensor in tensors]
+            raise CheckpointError(
+                f"{', '.join(group.natives)}: found tensors of the shapes {found} to save, expected {shapes}"
+            )
+        written = group.write(dict(zip(group.natives, tensors, strict=True)))
+        return {prefix + name: tensor for name, tensor in written.items()}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return ReadGroups(self.groups)
+
+
+def convert_state_dict(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    """A hook in front of `load_state_dict`: a state dict of a checkpoint's names becomes one of native names.
+
+    Trainer resumes with `load_state_dict(what save_pretrained wrote, strict=False)`, which would silently
+    leave as it was what is called otherwise.
+
+    Raises:
+        CheckpointError: of a packed tensor only some parts are there.
+    """
+    for candidates in groups_of(model).of_native.values():
+        natives = [prefix + name for name in candidates[0].natives]
+        there = [group for group in candidates if any(prefix + name in state_dict for name in group.shapes)]
+        if not there or any(name in state_dict for name in natives):
+            continue
+        for group in there:
+            found = {name: state_dict[prefix + name] for name in group.shapes if prefix + name in state_dict}
+            if {name: tuple(tensor.shape) for name, tensor in found.items()} == group.shapes:
+                for name in found:
+                    del state_dict[prefix + name]
+                state_dict |= {prefix + name: tensor for name, tensor in group.read(found).items()}
+                break
+        else:
+            shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
+            raise CheckpointError(
+                f"{natives[0]} is made of {there[-1].shapes}, but the state dict holds {shapes}; give all of "
+                "them, or none"
+            )
+
+
+def _connected(weight_map: Mapping[str, Expr]) -> list[tuple[dict[str, Expr], dict[str, tuple[int, ...]]]]:
+    """The native tensors that share checkpoint tensors, each set with these; in the order of names."""
+    home: dict[str, int] = {}
+    sets: dict[int, tuple[dict[str, Expr], dict[str, tuple[int, ...]]]] = {}
+    for number, (native, expr) in enumerate(weight_map.items()):
+        shapes = {ref.name: ref.shape for ref in expr.refs()}
+        joined = {home[name] for name in shapes if name in home}
+        natives = {native: expr}
+        for other in joined:
+            more_natives, more_shapes = sets.pop(other)
+            natives |= more_natives
+            shapes |= more_shapes
+        sets[number] = natives, shapes
+        home |= dict.fromkeys(shapes, number)
+    return [(_in_order(natives), _in_order(shapes)) for natives, shapes in sets.values()]
+
+
+def _in_order(named: Mapping[str, Any]) -> dict[str, Any]:
+    """As transformers sorts a state dict."""
+    return {name: named[name] for name in sorted(named, key=dot_natural_key)}
+
+
+def _is_itself(native: str, expr: Expr) -> bool:
+    return isinstance(expr, Ref) and expr.name == native
+
+
+def _collected(input_dict: Mapping[str, Any]) -> list[Tensor]:
+    (tensors,) = input_dict.values()
+    return tensors if isinstance(tensors, list) else [tensors]
+
+
+def _known(full_name: str, names: Mapping[str, Any]) -> tuple[str, str]:
+    """A name in parts: the path of our model in a whole one, and the name that is known."""
+    prefix, name = "", full_name
+    while name not in names:
+        step, _, name = name.partition(".")
+        prefix += f"{step}."
+        if not name:
+            raise CheckpointError(f"{full_name} is no tensor that a checkpoint of this model has packed")
+    return prefix, name
+
+
+def _misfit(name: str, groups: Iterable[Group], found: list[tuple[int, ...]]) -> str:
+    expected = " or ".join(str(dict(group.shapes)) for group in groups)
+    return f"{name} is made of {expected}, but the checkpoint holds tensors of the shapes {found}"

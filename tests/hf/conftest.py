@@ -1,0 +1,73 @@
+"""Our models in transformers beside transformers' own, with the same random parameters."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from liger_models.architectures import find_architecture
+
+sys.path.append(str(Path(__file__).parent))  # for hf_pairs, which lies beside it
+
+from hf_pairs import Both
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Tensors of a few hundred elements gain nothing from a second thread, and wait for it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def hf() -> Iterator[Any]:
+    """liger_models.hf, and transformers' own models in the Auto classes again when the test is over."""
+    pytest.importorskip("transformers")
+    import liger_models.hf
+
+    yield liger_models.hf
+    liger_models.hf.unregister()
+
+
+@pytest.fixture
+def make_both(hf, tmp_path) -> Callable[..., Both]:
+    """A factory: `make_both("llama", task="CausalLM", projections="fused", attention_bias=False)` is the
+    family's tiny config with changes.
+    """
+    import transformers
+
+    def make(family: str, task: str = "CausalLM", projections: str = "fused", **changes: Any) -> Both:
+        auto = getattr(transformers, f"AutoModelFor{task}" if task else "AutoModel")
+        tiny = {"pad_token_id": None, **find_architecture(family).tiny, **changes}
+        config = transformers.AutoConfig.for_model(**tiny)
+        reference = auto.from_config(config)
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for p in reference.parameters():
+                noise = torch.randn(p.shape, generator=generator)
+                p.copy_(noise / p.shape[-1] ** 0.5 if p.dim() > 1 else p + 0.3 * noise)
+        reference.eval().save_pretrained(tmp_path / "theirs")
+        hf.register(projections)
+        return Both(reference, tmp_path / "theirs", auto.from_pretrained(tmp_path / "theirs").eval())
+
+    return make
+
+
+@pytest.fixture
+def batch() -> dict[str, Tensor]:
+    """Two documents, the first of which is padded on the right, with labels on most of the tokens."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 131, (2, 13), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, 9:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[1, :5] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}

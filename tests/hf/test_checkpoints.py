@@ -1,0 +1,149 @@
+"""Checkpoints through transformers' loader and writer: byte for byte those of its own models."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+from hf_pairs import BOUND, relative_distance
+from safetensors.torch import load_file, save_file
+
+import liger_models
+
+transformers = pytest.importorskip("transformers")
+
+FAMILIES = ["llama", "gemma2", "qwen3_moe", "gpt_oss", "phi3"]
+
+
+def files(folder) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in os.listdir(folder) if (folder / name).is_file()}
+
+
+def tensors_of(folder) -> dict[str, torch.Tensor]:
+    """By the index, whose files hold what it says."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    return {name: load_file(folder / file)[name] for name, file in index.items()}
+
+
+@pytest.mark.parametrize("projections", ["fused", "split"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_was_read_is_written_back(family, projections, make_both, tmp_path):
+    both = make_both(family, projections=projections)
+    both.ours.save_pretrained(tmp_path / "ours")
+    assert files(tmp_path / "ours") == files(both.folder)
+
+
+def test_sharded_files_are_read_and_written(make_both, tmp_path):
+    both = make_both("qwen3_moe")
+    both.reference.save_pretrained(tmp_path / "sharded", max_shard_size="30KB")
+    assert len(files(tmp_path / "sharded")) > 4
+    model = type(both.ours).from_pretrained(tmp_path / "sharded")
+    model.save_pretrained(tmp_path / "ours", max_shard_size="30KB")
+    # Which file a tensor goes to follows from the order in which transformers collects them.
+    expected, found = (tensors_of(tmp_path / name) for name in ("sharded", "ours"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fresh_weights_are_saved_as_the_native_model_saves_them(family, make_both, tmp_path):
+    both = make_both(family)
+    fresh = transformers.AutoModelForCausalLM.from_config(both.ours.config)
+    fresh.save_pretrained(tmp_path / "fresh")
+    native = liger_models.from_pretrained(tmp_path / "fresh")
+    native.save_pretrained(tmp_path / "native")
+    name = "model.safetensors"
+    assert (tmp_path / "native" / name).read_bytes() == (tmp_path / "fresh" / name).read_bytes()
+    ids = torch.arange(3, 16)[None]
+    assert relative_distance(fresh.eval()(ids).logits, native(ids).logits) <= BOUND
+
+
+def test_a_checkpoint_of_whole_experts_stays_one(make_both, tmp_path):
+    both = make_both("qwen3_moe")
+    native = liger_models.from_pretrained(both.folder)
+    whole = native.architecture.layouts[1]
+    tensors = {}
+    for name, expr in native.weight_map(whole).items():
+        tensors |= expr.write(native.saved_tensors()[name].detach())
+    assert "model.layers.1.mlp.experts.gate_up_proj" in tensors
+    folder = tmp_path / "whole"
+    both.reference.config.save_pretrained(folder)
+    save_file(
+        {name: x.contiguous() for name, x in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
+    model = type(both.ours).from_pretrained(folder)
+    model.save_pretrained(tmp_path / "again")
+    expected = (folder / "model.safetensors").read_bytes()
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_the_base_model_is_read_from_any_checkpoint_and_back(family, make_both, tmp_path, hf):
+    both = make_both(family)
+    ids = torch.arange(3, 16)[None]
+    expected = both.ours.model(ids).last_hidden_state
+    base = transformers.AutoModel.from_pretrained(both.folder)
+    assert torch.equal(base(ids).last_hidden_state, expected)
+    base.save_pretrained(tmp_path / "base")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")  # with a fresh head
+    assert torch.equal(again.model(ids).last_hidden_state, expected)
+    hf.unregister()
+    theirs = transformers.AutoModel.from_pretrained(tmp_path / "base")
+    assert relative_distance(theirs(ids).last_hidden_state, expected) <= BOUND
+    theirs.save_pretrained(tmp_path / "their_base")
+    assert files(tmp_path / "their_base") == files(tmp_path / "base")
+
+
+def test_dtypes_are_those_that_were_asked_for(make_both, tmp_path):
+    both = make_both("llama")
+    model = transformers.AutoModelForCausalLM.from_pretrained(both.folder, dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    model.save_pretrained(tmp_path / "half")
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+    expected = both.reference.to(torch.bfloat16).state_dict()
+    saved = load_file(tmp_path / "half" / "model.safetensors")
+    assert all(torch.equal(saved[name], tensor) for name, tensor in expected.items())
+
+
+def test_layers_on_disk_compute_the_same(make_both, batch, tmp_path):
+    both = make_both("qwen3_moe")
+    devices = {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+    layers = {f"model.layers.{i}": "disk" if i else "cpu" for i in range(len(both.ours.model.layers))}
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        both.folder, device_map=devices | layers, offload_folder=tmp_path / "offloaded"
+    ).eval()
+    with torch.no_grad():
+        assert torch.equal(model(**batch).logits, both.ours(**batch).logits)
+
+
+def test_a_checkpoint_with_a_part_missing_is_refused(make_both, tmp_path):
+    both = make_both("llama")
+    path = both.folder / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.1.self_attn.k_proj.weight"]
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(RuntimeError):
+        type(both.ours).from_pretrained(both.folder)
+
+
+def test_a_state_dict_of_a_checkpoint_is_loaded_and_half_of_it_refused(make_both):
+    """As Trainer resumes: with strict=False, which would leave in silence what is called otherwise."""
+    both = make_both("qwen3_moe")
+    tensors = load_file(both.folder / "model.safetensors")
+    expected = {name: x.clone() for name, x in both.ours.state_dict().items()}
+    for model in (both.ours, both.ours.model):
+        with torch.no_grad():
+            for p in both.ours.parameters():
+                p.zero_()
+        prefix = "" if model is both.ours else "model."
+        given = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+        result = model.load_state_dict(given, strict=False)
+        assert not result.missing_keys
+        found = both.ours.state_dict()
+        assert all(torch.equal(found[n], x) for n, x in expected.items() if n.startswith(prefix))
+    tensors = load_file(both.folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
+    with pytest.raises(liger_models.CheckpointError, match="give all of them, or none"):
+        both.ours.load_state_dict(tensors, strict=False)

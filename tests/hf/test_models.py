@@ -1,0 +1,228 @@
+"""Our models in transformers compute what its own compute, and do what libraries ask of a model."""
+
+from __future__ import annotations
+
+import copy
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hf_pairs import BOUND, gradients, relative_distance
+
+import liger_models
+
+transformers = pytest.importorskip("transformers")
+
+FAMILIES = ["llama", "gemma2", "qwen3_moe"]
+
+
+def test_the_auto_classes_give_our_models_once_registered(make_both, hf):
+    both = make_both("llama")
+    assert type(both.ours).__name__ == "LigerLlamaForCausalLM"
+    assert isinstance(both.ours, transformers.PreTrainedModel)
+    hf.unregister()
+    again = transformers.AutoModelForCausalLM.from_pretrained(both.folder)
+    assert type(again) is transformers.LlamaForCausalLM
+
+
+@pytest.mark.parametrize("projections", ["fused", "split"])
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss"])
+def test_logits_loss_and_gradients_equal_the_reference(family, projections, make_both, batch):
+    both = make_both(family, projections=projections)
+    expected, found = both.reference(**batch), both.ours(**batch)
+    expected.loss.backward()
+    found.loss.backward()
+    seen = batch["attention_mask"].bool()
+    distances = {
+        "loss": relative_distance(found.loss, expected.loss),
+        "logits": relative_distance(found.logits[seen], expected.logits[seen]),
+    }
+    truth, ours = gradients(both.reference), gradients(both.ours)
+    assert truth.keys() == ours.keys()
+    distances |= {name: relative_distance(ours[name], truth[name]) for name in truth}
+    assert not {name: d for name, d in distances.items() if not d <= BOUND}
+
+
+@pytest.mark.parametrize("how", ["labels", "shift_labels"])
+def test_the_loss_is_divided_by_the_given_count(how, make_both, batch):
+    both = make_both("llama")
+    if how == "shift_labels":
+        batch["shift_labels"] = F.pad(batch.pop("labels")[:, 1:], (0, 1), value=-100)
+    labels = {"labels": batch["shift_labels"]} if how == "shift_labels" else {}  # it wants both
+    expected = both.reference(**batch, **labels, num_items_in_batch=40)
+    found = both.ours(**batch, num_items_in_batch=torch.tensor(40))
+    assert relative_distance(found.loss, expected.loss) <= BOUND
+
+
+def test_logits_come_with_a_loss_in_evaluation_and_not_in_training(make_both, batch):
+    model = make_both("llama").ours
+    assert model(**batch).logits is not None
+    assert model(**batch, skip_logits=True).logits is None
+    model.train()
+    assert model(**batch).logits is None
+    assert model(**batch, return_logits=True).logits is not None
+
+
+def test_logits_of_some_positions(make_both, batch):
+    both = make_both("gemma2")
+    del batch["labels"]
+    for kept in (1, 3, torch.tensor([2, 5])):
+        expected, found = (m(**batch, logits_to_keep=kept).logits for m in (both.reference, both.ours))
+        assert relative_distance(found[1], expected[1]) <= BOUND  # the row without padding
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states_of_the_layers(family, make_both, batch):
+    both = make_both(family)
+    expected, found = (
+        m(**batch, output_hidden_states=True).hidden_states for m in (both.reference, both.ours)
+    )
+    assert len(found) == len(expected)
+    seen = batch["attention_mask"].bool()
+    assert max(relative_distance(f[seen], e[seen]) for f, e in zip(found, expected, strict=True)) <= BOUND
+
+
+def test_what_is_not_there_is_refused(make_both, batch):
+    model = make_both("llama").ours
+    with pytest.raises(ValueError, match="attention weights are never made"):
+        model(**batch, output_attentions=True)
+    with pytest.raises(TypeError, match="colour"):
+        model(**batch, colour="red")
+    mask = torch.ones(2, 1, 13, 13, dtype=torch.bool)
+    with pytest.raises(ValueError, match="position_ids or cu_seq_lens_q"):
+        model(batch["input_ids"], attention_mask=mask)
+    with pytest.raises(liger_models.DataError, match="outside the vocabulary"):
+        model(torch.tensor([[5, 131]]))
+
+
+def test_packed_documents_do_not_see_one_another(make_both, batch):
+    model = make_both("gemma2").ours
+    first, second = batch["input_ids"][0, :9], batch["input_ids"][1]
+    apart = [model(x[None]).logits[0] for x in (first, second)]
+    ids = torch.cat([first, second])[None]
+    positions = torch.cat([torch.arange(9), torch.arange(13)])[None]
+    bounds = torch.tensor([0, 9, 22], dtype=torch.int32)
+    flattened = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 13, "max_length_k": 13}
+    for found in (
+        model(ids, position_ids=positions, use_cache=False),
+        model(ids, position_ids=positions, use_cache=False, **flattened),
+    ):
+        assert relative_distance(found.logits[0], torch.cat(apart)) <= BOUND
+
+
+def test_a_tuple_where_it_is_asked_for(make_both, batch):
+    model = make_both("llama").ours
+    loss, logits = model(**batch, return_dict=False)
+    assert loss.shape == ()
+    assert logits.shape == (2, 13, 131)
+
+
+@pytest.mark.parametrize("level", ["checkpoint", "mlp", "all"])
+def test_activation_memory_changes_no_gradient(level, make_both, batch):
+    model = make_both("qwen3_moe").ours.train()
+    model(**batch).loss.backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    if level == "checkpoint":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        assert model.is_gradient_checkpointing
+    else:
+        model.set_activation_memory(level)
+    model(**batch).loss.backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name], rtol=0, atol=0, msg=name)
+    model.gradient_checkpointing_disable()
+    assert not model.is_gradient_checkpointing
+
+
+def test_noise_on_embeddings_finds_their_batch(make_both, batch):
+    """NEFTune reads the second and third dimension of what the embedding gives."""
+    both = make_both("llama")
+    for model in (both.reference, both.ours):
+        model.get_input_embeddings().register_forward_hook(lambda m, args, x: x + 0.1 * x.size(1) * x.size(2))
+    assert relative_distance(both.ours(**batch).loss, both.reference(**batch).loss) <= BOUND
+
+
+def test_embeddings_in_place_of_ids(make_both, batch):
+    both = make_both("gemma2")
+    embeds = torch.randn(2, 13, both.ours.config.hidden_size)
+    expected, found = (m(inputs_embeds=embeds).logits for m in (both.reference, both.ours))
+    assert relative_distance(found, expected) <= BOUND
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("size", [140, 120])
+def test_resized_vocabularies(size, tied, make_both, batch):
+    both = make_both("gemma2", tie_word_embeddings=tied)
+    batch = {name: x.where(x < 120, x - 20) for name, x in batch.items()}
+    for model in (both.reference, both.ours):
+        torch.manual_seed(0)
+        model.resize_token_embeddings(size, mean_resizing=False)
+        with torch.no_grad():  # what is added is drawn in each
+            model.get_input_embeddings().weight[120:] = 0.1
+            model.get_output_embeddings().weight[120:] = 0.1
+    assert relative_distance(both.ours(**batch).loss, both.reference(**batch).loss) <= BOUND
+    assert both.ours(**batch).logits.shape[-1] == size
+    assert (both.ours.lm_head.weight is both.ours.model.embed_tokens.weight) == tied
+    with pytest.raises(liger_models.DataError, match="outside the vocabulary"):
+        both.ours(torch.tensor([[size]]))
+    both.ours.save_pretrained(both.folder)
+    again = transformers.AutoModelForCausalLM.from_pretrained(both.folder)
+    assert torch.equal(again(**batch).loss, both.ours(**batch).loss)
+
+
+def test_copies_and_casts(make_both, batch):
+    model = make_both("llama", projections="split").ours
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.zero_()
+    assert model(**batch).loss != twin(**batch).loss
+    assert twin.model.layers[0].self_attn.q_proj.weight.any()
+    assert twin.to(torch.bfloat16)(**batch).logits.dtype == torch.bfloat16
+    assert twin.half()(**batch).loss.isfinite()
+
+
+def test_projections_are_split_and_fused_at_any_time(make_both, batch):
+    both = make_both("llama")
+    both.ours.split_projections()
+    assert {"q_proj", "k_proj", "v_proj"} <= dict(both.ours.model.layers[0].self_attn.named_children()).keys()
+    split = both.ours(**batch).loss
+    both.ours.save_pretrained(both.folder)
+    both.ours.fuse_projections()
+    assert relative_distance(both.ours(**batch).loss, split) <= BOUND
+    hidden = both.reference.state_dict()
+    saved = transformers.LlamaForCausalLM.from_pretrained(both.folder).state_dict()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in hidden.items())
+
+
+def test_patches_of_liger_kernel_are_refused(make_both):
+    def lce_forward(self):
+        pass
+
+    lce_forward.__module__ = "liger_kernel.transformers.model.llama"
+    model = make_both("llama").ours
+    with pytest.raises(TypeError, match="leave the option out"):
+        model.forward = types.MethodType(lce_forward, model)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_classifiers_and_rewards_equal_the_reference(family, make_both, batch, hf):
+    both = make_both(family, "SequenceClassification", num_labels=3, pad_token_id=0)
+    ids = batch["input_ids"] * batch["attention_mask"]
+    labels = torch.tensor([2, 0])
+    expected, found = (
+        m(ids, attention_mask=batch["attention_mask"], labels=labels) for m in (both.reference, both.ours)
+    )
+    assert relative_distance(found.logits, expected.logits) <= BOUND
+    assert relative_distance(found.loss, expected.loss) <= BOUND
+    both.ours.save_pretrained(both.folder / "again")
+    mixed = (
+        type(both.reference).from_pretrained(both.folder / "again").eval()
+    )  # it asks AutoModel for its base
+    assert type(mixed.model) is type(both.ours.model)
+    assert torch.equal(mixed(ids, attention_mask=batch["attention_mask"]).logits, found.logits)
+    hf.unregister()
+    mixed.save_pretrained(both.folder / "again")
+    again = type(both.reference).from_pretrained(both.folder / "again")
+    assert all(torch.equal(again.state_dict()[n], x) for n, x in both.reference.state_dict().items())
