@@ -16,7 +16,7 @@ from liger_models.architectures import Architecture
 from liger_models.convert.checkpoints.source_layout import SourceLayout
 from liger_models.convert.checkpoints.weight_map import WeightMap
 from liger_models.convert.checkpoints.writing import find_aux_files, save_checkpoint
-from liger_models.convert.config.hf_config import ModelConfig, export_config
+from liger_models.convert.config.model_config import ModelConfig, export_config
 from liger_models.convert.errors import CheckpointError, ConfigError
 from liger_models.generation import generate
 from liger_models.layers.attention_backends import AttentionBackend

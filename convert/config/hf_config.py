@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from liger_models.convert.config.rope_config import both_rope_spellings, is_finite, is_nested, read_rope
+from liger_models.convert.config.rope_config import is_finite, is_nested, read_rope
 from liger_models.convert.errors import ConfigError, abbreviate
 
 REQUIRED: Any = object()
@@ -241,54 +241,6 @@ class HFConfig:
         for part in [dotted_key] if dotted_key in value else dotted_key.split("."):
             value = value[part]
         return value
-
-
-class ModelConfig:
-    """The config of a model as its user sees it: the keys of config.json as attributes that may be set.
-
-    Other libraries read and set attributes of `model.config` (`use_cache`, `hidden_size`) and call the
-    methods below. Changing a size here does not rebuild the model.
-    """
-
-    def __init__(self, raw: Mapping[str, Any]):
-        self.__dict__.update(copy.deepcopy(dict(raw)))
-
-    def to_dict(self) -> dict[str, Any]:
-        """A copy of the keys and values."""
-        return copy.deepcopy(self.__dict__)
-
-    def to_json_string(self) -> str:
-        """The keys and values as JSON."""
-        return json.dumps(self.__dict__, indent=2, sort_keys=True, default=str) + "\n"
-
-    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> "ModelConfig":
-        """The config of the language model: the nested `text_config` where there is one, else this one."""
-        nested = self.__dict__.get("text_config")
-        if not isinstance(nested, dict):
-            return self
-        text = ModelConfig({})
-        text.__dict__ = nested  # shared, so that what is set on it is seen here
-        return text
-
-    def __repr__(self) -> str:
-        return f"ModelConfig({self.__dict__!r})"
-
-
-def export_config(raw: Mapping[str, Any], *, dtype: str, source: bool) -> dict[str, Any]:
-    """The config.json to write beside exported weights.
-
-    One that was read from a checkpoint (`source`) goes out as it came in, except that a stated dtype
-    follows the weights. One made from nothing bears the old and the new spelling of dtype and of rotary
-    settings, because readers of the new one ignore the old one silently, and the other way round.
-
-    Args:
-        dtype: name of the weights' dtype as in config.json, such as `"bfloat16"`.
-    """
-    out = copy.deepcopy(dict(raw))
-    for key in ("torch_dtype", "dtype"):
-        if key in out or not source:
-            out[key] = dtype
-    return out if source else {**out, **both_rope_spellings(out)}
 
 
 # ------------------------------------------------------------------- keys that cannot change the mathematics

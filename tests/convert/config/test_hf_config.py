@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from liger_models.convert.config.hf_config import HFConfig, ModelConfig, export_config
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.config.model_config import ModelConfig, export_config
 from liger_models.convert.errors import ConfigError
 
 BASE = {"model_type": "llama", "max_position_embeddings": 4096, "rope_theta": 500000.0}
