@@ -4,7 +4,7 @@ together, scaled logits; in R+ a LayerNorm of each head's query and key.
 
 from dataclasses import replace
 
-from liger_models.architectures.common import attention, decoder, mlp
+from liger_models.architectures.common import attention, decoder, mlp, windows
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.spec import BlockSpec, LayerNormSpec, ModelSpec, QKNormSpec
@@ -36,4 +36,52 @@ def cohere(c: HFConfig) -> ModelSpec:
         attn = replace(attn, qk_norm=QKNormSpec(norm, scope="own_head"))
     block = BlockSpec(attn, mlp(c), norm, topology="parallel")
     blocks = [block] * c.take_count("num_hidden_layers")
+    return decoder(c, blocks, norm, logit_scale=c.take_number("logit_scale"))
+
+
+# Keys of configs whose meaning the reference takes for granted.
+GRANTED = (
+    *("layer_switch", "order_of_interleaved_layers", "position_embedding_type", "use_embedding_sharing"),
+    *("use_gated_activation", "use_parallel_block", "use_parallel_embedding"),
+)
+
+
+@register(
+    "cohere2",
+    reference="Cohere2ForCausalLM",
+    tiny={
+        "rms_norm_eps": ...,
+        "layer_norm_eps": 1e-4,
+        "logit_scale": 0.3,
+        "attention_bias": True,
+        "sliding_window": 7,
+        "sliding_window_pattern": 2,
+        "tie_word_embeddings": True,
+    },
+    defaults={
+        "tie_word_embeddings": True,
+        "logit_scale": 0.0625,
+        "max_position_embeddings": 8192,
+        "sliding_window": 4096,
+        "pad_token_id": 0,
+    },
+    skip={
+        "null:layer_norm_eps": "the reference cannot run with it",
+        **{f"key:{key}": "the reference does not read it" for key in GRANTED},
+    },
+    variants={"layer_types": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}},
+)
+def cohere2(c: HFConfig) -> ModelSpec:
+    """Command R7B and A (Cohere, 2024): Command R with a window on three layers of four, and no positions on
+    the fourth.
+    """
+    for key in GRANTED:
+        c.take(key, None)
+    norm = LayerNormSpec(eps=c.take_number("layer_norm_eps", 1e-5), bias=False)
+    attn = attention(c, bias=c.take_flag("attention_bias", False), interleaved=True)
+    feed_forward, every = mlp(c), c.take_count("sliding_window_pattern", 4)
+    blocks = [
+        BlockSpec(replace(attn, window=w, rope=attn.rope if w else None), feed_forward, norm, "parallel")
+        for w in windows(c, lambda i: "sliding_attention" if (i + 1) % every else "full_attention")
+    ]
     return decoder(c, blocks, norm, logit_scale=c.take_number("logit_scale"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from liger_models.convert.checkpoints.layout import Layout
@@ -148,6 +148,7 @@ def rope(
     theta: float = 10000.0,
     local_theta: float | None = None,
     scaling: Mapping[str, Any] | None = None,
+    extra: Collection[str] = (),
 ) -> RopeSpec:
     """The rotary settings, in whichever spelling the config has them.
 
@@ -157,6 +158,7 @@ def rope(
         interleaved: pairs are neighbours, (2i, 2i + 1), and not (i, i + dim / 2).
         theta, scaling: where the config does not say.
         local_theta: of sliding layers whose theta is not that of the others, where the config does not say.
+        extra: see `HFConfig.take_rope`; what comes back there is not for the tables.
     """
     settings = c.take_rope(
         layer_type,
@@ -164,7 +166,9 @@ def rope(
         head_dim_default_partial=partial or 1.0,
         default_scaling=scaling,
         default_local_theta=local_theta,
+        extra=extra,
     )
+    settings.pop("extra", None)
     if "mrope_section" in settings:
         raise ConfigError(
             f"{c.name}: mrope_section asks for rotary positions on several axes, which {c.model_type!r} "

@@ -47,7 +47,6 @@ from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec, QKNormSpec
         "null:rope_parameters": "the reference then has no theta, and fails",
         "null:head_dim": "the reference then fails",
         "refusal:partial_rotary_factor": "a part of each head turns",
-        "refusal:odd_head_dim": "of an odd head an even part may turn",
         **{f"key:{key}": "has one value" for key in ("scoring_func", "topk_method", "moe_layer_freq")},
     },
 )

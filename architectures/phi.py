@@ -34,7 +34,10 @@ NAMES = (
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     },
     defaults={"hidden_act": "gelu_new", "max_position_embeddings": 2048},
-    variants={"three_quarters": {"rope_parameters": {"partial_rotary_factor": 0.75}}},
+    variants={
+        "three_quarters": {"rope_parameters": {"partial_rotary_factor": 0.75}},
+        "head_dim": {"head_dim": 24, "qk_layernorm": False},
+    },
     skip={
         "refusal:partial_rotary_factor": "a part of a head may turn",
         **{f"swap:model.layers.{i}.self_attn.o_proj.bias": "only the sum of both counts" for i in range(3)},

@@ -50,6 +50,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         """x [T, H] -> [T, H]."""
         q, k, v = self._query_key_value(self.qkv_proj(x), sequences)
+        if self.spec.query_scale is not None:
+            q = q * sequences.query_scale(self.spec.query_scale)[:, None, None].to(q.dtype)
         if sequences.cache is None:
             out = attend(q, k, v, self.spec, sequences, self.backend, self.sinks)
         else:

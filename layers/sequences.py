@@ -17,7 +17,7 @@ from liger_models.kernels import document_bounds
 from liger_models.layers.cache import KVCache
 from liger_models.layers.rotary import rotary_tables
 from liger_models.layers.router_loss import RouterLogits
-from liger_models.layers.spec import RopeSpec
+from liger_models.layers.spec import QueryScaleSpec, RopeSpec
 
 IGNORE_INDEX = -100
 
@@ -51,6 +51,7 @@ class Sequences:
         self.cache: KVCache | None = None
         self.bounds: Tensor | None = None
         self.rotary: dict[RopeSpec, tuple[Tensor, Tensor]] = {}
+        self.query_scales: dict[QueryScaleSpec, Tensor] = {}
         self.router_logits = RouterLogits()
 
     @classmethod
@@ -167,6 +168,13 @@ class Sequences:
                 cu_seqlens = torch.arange(0, (batch + 1) * seq, seq, dtype=torch.int32, device=self.device)
             self.bounds = document_bounds(cu_seqlens, self.num_tokens)
         return self.bounds
+
+    def query_scale(self, spec: QueryScaleSpec) -> Tensor:
+        """The factor of each token's query, [T] float32, made once for all layers."""
+        if spec not in self.query_scales:
+            lengths_passed = torch.floor(self.position_ids.float() / spec.length)
+            self.query_scales[spec] = 1 + spec.beta * torch.log(1 + lengths_passed)
+        return self.query_scales[spec]
 
     def prepare_rotary(self, ropes: tuple[RopeSpec, ...]) -> None:
         """Make the tables of every rotary setting in the model.

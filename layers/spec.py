@@ -92,12 +92,23 @@ class QKNormSpec:
 
 
 @dataclass(frozen=True)
+class QueryScaleSpec:
+    """A factor of the queries that grows with their position (Llama 4, Ministral 3), so that the weights keep
+    their sharpness over more keys: 1 + beta * log(1 + floor(position / length)).
+    """
+
+    beta: float
+    length: int
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """Causal attention with grouped key/value heads.
 
     `scale` multiplies the scores. `window` counts the tokens a query sees, itself included (None: all before
     it). `rope` is None for a layer without positions. `softcap` bounds the scores: softcap * tanh(score /
     softcap). With `sinks` each head learns a logit that takes its share of the weights and gives nothing.
+    `query_scale` multiplies the queries by their positions, once they are turned.
     """
 
     num_attention_heads: int
@@ -111,6 +122,7 @@ class AttentionSpec:
     softcap: float | None = None
     sinks: bool = False
     qk_norm: QKNormSpec | None = None
+    query_scale: QueryScaleSpec | None = None
 
     @property
     def q_size(self) -> int:

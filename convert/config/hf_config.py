@@ -13,7 +13,7 @@ because a setting that is quietly ignored gives a model that is quietly wrong.
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +164,7 @@ class HFConfig:
         head_dim_default_partial: float = 1.0,
         default_scaling: Mapping[str, Any] | None = None,
         default_local_theta: float | None = None,
+        extra: Collection[str] = (),
     ) -> dict[str, Any]:
         """The rotary settings, from the old spelling, the new one, or both if they agree.
 
@@ -183,6 +184,8 @@ class HFConfig:
                 `rope_parameters`.
             default_local_theta: of families whose sliding layers have a theta of their own, which
                 `rope_theta` does not name: theirs, where the config has no `rope_local_base_freq`.
+            extra: numbers that the family has among them beside those of the type. Those that are there come
+                back as a dict, "extra".
 
         Raises:
             ConfigError: an unknown rope type, an unknown, missing or mistyped parameter, or spellings that
@@ -197,6 +200,7 @@ class HFConfig:
             head_dim_default_partial,
             default_scaling or {},
             default_local_theta,
+            extra,
         )
 
     @property

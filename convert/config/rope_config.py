@@ -7,7 +7,7 @@ Old: `rope_theta`, `rope_scaling` and `partial_rotary_factor` at the top level. 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol, TypeGuard
 
 from liger_models.convert.errors import ConfigError, abbreviate
@@ -87,6 +87,7 @@ def read_rope(
     default_partial: float,
     default_scaling: Mapping[str, Any],
     default_local_theta: float | None,
+    extra: Collection[str],
 ) -> dict[str, Any]:
     """The rotary settings of a config in one form: what `HFConfig.take_rope` gives, and raises."""
     theta = c.take_one_of(*_THETA_KEYS, default=None)
@@ -120,16 +121,16 @@ def read_rope(
         "partial_rotary_factor": default_partial if partial is None else partial,
     }
     if not new:
-        return _normalise(c, "rope_scaling", scaling or default_scaling, defaults)
+        return _normalise(c, "rope_scaling", scaling or default_scaling, defaults, extra)
 
-    result = _normalise(c, "rope_parameters", new, defaults)
+    result = _normalise(c, "rope_parameters", new, defaults, extra)
     stated = {}
     for key, value in (("rope_theta", theta), ("partial_rotary_factor", partial)):
         if value is not None:
             stated[key] = float(_checked(c, "the top level", key, value, _NUMBER))
     if "rope_scaling" in c.raw:
         inherited = {**_pick(result, defaults), **stated}
-        stated = _normalise(c, "rope_scaling", scaling or {}, inherited)
+        stated = _normalise(c, "rope_scaling", scaling or {}, inherited, extra)
     differing = sorted(key for key in stated if stated[key] != result.get(key))
     if differing:
         pairs = ", ".join(f"{key} is {stated[key]!r} and {result.get(key)!r}" for key in differing)
@@ -160,13 +161,20 @@ def both_rope_spellings(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _old_rope_spelling(new: Mapping[str, Any]) -> dict[str, Any]:
     outside = _pick(new, ("rope_theta", "partial_rotary_factor"))
     scaling = {key: value for key, value in new.items() if key not in outside}
-    return {**outside, "rope_scaling": None if scaling.get("rope_type", "default") == "default" else scaling}
+    plain = scaling.keys() <= {"rope_type"} and scaling.get("rope_type", "default") == "default"
+    return {**outside, "rope_scaling": None if plain else scaling}
 
 
 def _normalise(
-    c: Keys, where: str, settings: Mapping[str, Any], defaults: Mapping[str, Any]
+    c: Keys,
+    where: str,
+    settings: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    extra: Collection[str],
 ) -> dict[str, Any]:
-    """One flat dict of rotary settings, complete and checked. `defaults`: what stands outside `settings`."""
+    """One flat dict of rotary settings, complete and checked. `defaults`: what stands outside `settings`;
+    `extra`: numbers that the family has beside those of the type.
+    """
     rest = {key: value for key, value in settings.items() if value is not None}
     names = {str(rest.pop(key)) for key in ("rope_type", "type") if key in rest} or {"default"}
     types = {_ROPE_ALIASES.get(name, name) for name in names}
@@ -202,6 +210,9 @@ def _normalise(
         if value is not None:
             value = _plain(_checked(c, where, key, value, (bool,) if isinstance(default, bool) else _NUMBER))
         out[key] = value
+    if extra:
+        beside = [key for key in extra if key in rest]
+        out["extra"] = {key: _checked(c, where, key, rest.pop(key), _NUMBER) for key in beside}
     unknown = sorted(set(rest) - _NO_EFFECT)
     if unknown:
         raise ConfigError(

@@ -148,7 +148,9 @@ def _spellings(family: str, scaling: Mapping[str, Any], longest: int) -> dict[st
     none = {key: ABSENT for key in ROPE_KEYS if key in tiny}
     stated = tiny.get("rope_parameters") or {}
     full = {**tiny, **stated, **stated.get("full_attention", {})}
-    partial = {key: full[key] for key in ("partial_rotary_factor",) if key in full}
+    kept = {key: full[key] for key in ("partial_rotary_factor", "llama_4_scaling_beta") if key in full}
+    if "llama_4_scaling_beta" in kept:  # which begins beyond that length
+        kept["original_max_position_embeddings"] = 16
     if scaling["rope_type"] == "longrope":
         half = max(rope.dim for rope in spec_of(family).ropes) // 2
         scaling = {
@@ -156,7 +158,7 @@ def _spellings(family: str, scaling: Mapping[str, Any], longest: int) -> dict[st
             "short_factor": [1.0 + 0.03 * i for i in range(half)],
             "long_factor": [2.0 + 0.5 * i for i in range(half)],
         }
-    new: Changes = {"rope_theta": THETA, **partial, **scaling}
+    new: Changes = {"rope_theta": THETA, **kept, **scaling}
     if "full_attention" in stated:
         new = {**stated, "full_attention": new}
     old = as_transformers_4({"rope_parameters": new})
@@ -181,7 +183,8 @@ def as_transformers_4(config: Mapping[str, Any]) -> Changes:
     for key in ("rope_theta", "partial_rotary_factor"):
         if key in full:
             old[key] = full.pop(key)
-    old["rope_scaling"] = None if full.get("rope_type", "default") == "default" else full
+    plain = full.keys() <= {"rope_type"} and full.get("rope_type", "default") == "default"
+    old["rope_scaling"] = None if plain else full
     if "sliding_attention" in new:
         old["rope_local_base_freq"] = new["sliding_attention"]["rope_theta"]
     return old

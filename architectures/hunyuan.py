@@ -1,0 +1,72 @@
+"""Hunyuan, dense (Tencent, 2025): LLaMA with norms of each head's query and key behind the rotation, whose
+theta grows by a fixed `alpha` (NTK-aware scaling, bloc97 2023).
+"""
+
+from dataclasses import replace
+
+from liger_models.architectures.common import attention, decoder, mlp
+from liger_models.architectures.registry import register
+from liger_models.convert.checkpoints.layout import Layout
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.errors import ConfigError
+from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec, QKNormSpec, RopeSpec
+
+# Beside those of their type; all but alpha are of other types, and nobody reads them.
+ROPE_EXTRA = ("alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+UNREAD = (
+    *("attention_head_dim", "class_num", "cla_share_factor", "dense_list", "mask_init_id", "norm_type"),
+    *("num_media_embeds", "org_vocab_size", "pool_type", "use_rotary_pos_emb", "eod_token_id", "pad_id"),
+    *("im_start_id", "im_end_id", "im_newline_id", "text_start_id", "text_end_id"),
+)
+
+
+@register(
+    "hunyuan_v1_dense",
+    reference="HunYuanDenseV1ForCausalLM",
+    layouts=(Layout(rename=((".q_norm.", ".query_layernorm."), (".k_norm.", ".key_layernorm."))),),
+    tiny={
+        "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "rope_theta": 10000.0,
+            "factor": 1.0,
+            "alpha": 50.0,
+            "beta_fast": 32,
+        },
+        "pad_token_id": 0,
+    },
+    defaults={"max_position_embeddings": 2048, "pad_token_id": 0},
+    skip={
+        **{f"key:{key}": "the reference does not read it" for key in UNREAD},
+        "key:use_qk_norm": "models without are refused",
+        **{
+            f"field:RopeSpec.{name}": "the norms behind the rotation take a factor out again"
+            for name in ("attention_factor", "mscale", "mscale_all_dim")
+        },
+        **{
+            f"swap:model.layers.{i}.self_attn.q_norm.weight": "only the product of both counts"
+            for i in range(3)
+        },
+    },
+)
+def hunyuan(c: HFConfig) -> ModelSpec:
+    for key in UNREAD:
+        c.take(key, None)
+    if not c.take_flag("use_qk_norm", True):
+        raise ConfigError(
+            f"{c.name}: use_qk_norm is false, but hunyuan models norm queries and keys; remove it"
+        )
+    norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-5))
+    attn = attention(c, bias=c.take_flag("attention_bias", False), extra=ROPE_EXTRA)
+    attn = replace(attn, rope=stretched(c, attn.rope), qk_norm=QKNormSpec(norm, before_rope=False))
+    block = BlockSpec(attn, mlp(c), norm)
+    return decoder(c, [block] * c.take_count("num_hidden_layers"), norm)
+
+
+def stretched(c: HFConfig, rope: RopeSpec | None) -> RopeSpec | None:
+    """Rotation of type dynamic is, with an alpha, of no other length than the default one."""
+    alpha = c.take_rope(extra=ROPE_EXTRA)["extra"].get("alpha")
+    if rope is None or rope.type != "dynamic" or not alpha:
+        return rope
+    theta = rope.theta * alpha ** (rope.dim / (rope.dim - 2))
+    return RopeSpec(rope.dim, theta, max_position_embeddings=rope.max_position_embeddings)
