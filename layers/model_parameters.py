@@ -4,13 +4,16 @@ embedding's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from liger_models.convert.checkpoints.layout import Layout, canonical_forms, saved_tensors
-from liger_models.convert.checkpoints.weight_map import Expr
+from liger_models.convert.checkpoints.shards import is_sharded, local_part
+from liger_models.convert.checkpoints.weight_map import Expr, Ref
 from liger_models.layers.packed_linear import fuse_projections, split_projections, weight_map_of_parts
 from liger_models.layers.spec import ModelSpec
 
@@ -105,25 +108,51 @@ class ModelParameters(nn.Module):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Fresh weights in place: matrices from a normal distribution of `initializer_range`, biases and the
         embedding of padding zero; norms, routers, experts and sinks by their own `reset_parameters`.
+
+        Processes that share a model must have drawn as many random numbers before: each draws all values, one
+        tensor after the other, and keeps its part.
         """
-        std = self.spec.initializer_range
+        std, embedding = self.spec.initializer_range, self.embed_tokens.weight
         for module in self.modules():
             reset = getattr(module, "reset_parameters", None)
-            if isinstance(module, nn.Linear | nn.Embedding):
-                module.weight.normal_(0.0, std, generator=generator)
-                bias = getattr(module, "bias", None)
-                if bias is not None:
-                    bias.zero_()
-            elif module is not self and reset is not None:
-                reset(std, generator)
-        if self.spec.padding_idx is not None:  # here at the end, for a tied head's weights are drawn again
-            self.embed_tokens.weight[self.spec.padding_idx].zero_()
+            is_embedding = getattr(module, "weight", None) is embedding  # or a head that is tied to it
+            with whole_parameters(module):
+                if isinstance(module, nn.Linear | nn.Embedding):
+                    module.weight.normal_(0.0, std, generator=generator)
+                    bias = getattr(module, "bias", None)
+                    if bias is not None:
+                        bias.zero_()
+                    if is_embedding and self.spec.padding_idx is not None:
+                        module.weight[self.spec.padding_idx].zero_()
+                elif module is not self and reset is not None:
+                    reset(std, generator)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """The number of parameters, a tied head counted once."""
         excluded = {id(self.embed_tokens.weight)} if exclude_embeddings else set()
         counted = (p for p in self.parameters() if p.requires_grad or not only_trainable)
         return sum(p.numel() for p in counted if id(p) not in excluded)
+
+
+@contextmanager
+def whole_parameters(module: nn.Module) -> Iterator[None]:
+    """While values are given to a module's own parameters, those that are sharded over processes stand in it
+    whole, without values. What this process holds of them is taken over in the end.
+    """
+    own = module._parameters
+    sharded = {name: tensor for name, tensor in own.items() if tensor is not None and is_sharded(tensor)}
+    for name, tensor in sharded.items():
+        device = local_part(tensor, Ref(name, tuple(tensor.shape)))[0].device
+        own[name] = nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype, device=device), False)
+    yield
+    for name, tensor in sharded.items():
+        whole, own[name] = own[name], tensor
+        local, part = local_part(tensor.detach(), Ref(name, tuple(tensor.shape)))
+        part.read_into(local, functools.partial(_take, whole))
+
+
+def _take(whole: Tensor, name: str, dest: Tensor, start: int, stop: int) -> None:
+    dest.copy_(whole.view(-1)[start:stop].view(dest.shape))
 
 
 def drop_tied_head(

@@ -118,6 +118,7 @@ def from_config(
     attention: AttentionBackend = "auto",
     activation_memory: str | list[str] = "lean",
     projections: Projections = "fused",
+    shard: Callable[[LigerCausalLM], object] | None = None,
     ignore_config_keys: tuple[str, ...] = (),
 ) -> LigerCausalLM:
     """A model with fresh random weights, made directly on the device (torch's seed decides them).
@@ -126,6 +127,8 @@ def from_config(
         config: what a config.json holds: a dict, a file, or a folder with one.
         dtype: of the parameters; "auto" takes the config's, or float32.
         device, attention, activation_memory, projections, ignore_config_keys: as for `from_hub`.
+        shard: as for `from_hub`. Processes with the same seed make the parts of one model: of fused
+            projections, the one that a single process makes.
 
     Raises:
         UnsupportedModelError, ConfigError: as for `from_hub`.
@@ -137,9 +140,14 @@ def from_config(
     model = _skeleton(read, architecture, attention, activation_memory)
     if dtype == "auto":
         dtype = read.raw.get("dtype") or read.raw.get("torch_dtype") or "float32"
-    model.materialize(device, parse_dtype(dtype))
+    model.materialize("meta", parse_dtype(dtype))
+    if shard is not None:  # wrappers note the dtype
+        _split_if(projections, model)
+        shard(model)
+    model.materialize(device)
     model.reset_parameters()
-    _split_if(projections, model)
+    if shard is None:
+        _split_if(projections, model)
     return model
 
 

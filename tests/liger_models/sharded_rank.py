@@ -1,13 +1,15 @@
 """One rank of test_sharding.py: loads checkpoints into sharded models, trains a step, and saves them.
 
 Run as `python sharded_rank.py FOLDER`, with RANK and WORLD_SIZE set; reads FOLDER/NAME/source for each name
-and writes FOLDER/NAME/loaded and FOLDER/NAME/trained, and FOLDER/bytes{rank}.json.
+and writes FOLDER/NAME/loaded and FOLDER/NAME/trained; and FOLDER/fresh_FAMILY, of fresh weights, and
+FOLDER/bytes{rank}.json.
 """
 
 import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import liger_models
+from liger_models.architectures import find_architecture
 from liger_models.convert.errors import CheckpointError
 
 
@@ -42,6 +45,9 @@ def main(folder: Path) -> None:
         model.save_pretrained(folder / name / "loaded")
         train_a_step(model)
         model.save_pretrained(folder / name / "trained", max_shard_size="20KB")
+    for name in FRESH:
+        torch.manual_seed(0)
+        liger_models.from_config(fresh_config(name), shard=shard).save_pretrained(folder / f"fresh_{name}")
     (folder / f"bytes{rank}.json").write_text(json.dumps(counts))
     try:
         model.save_pretrained(folder / "meeting")  # a file: only the first rank sees that
@@ -49,6 +55,14 @@ def main(folder: Path) -> None:
         (folder / f"error{rank}").write_text(str(error))
     del model
     dist.destroy_process_group()
+
+
+FRESH = ("llama", "gpt_oss")
+
+
+def fresh_config(family: str) -> dict[str, Any]:
+    """Of uneven counts of rows, and with a row of padding."""
+    return {**find_architecture(family).tiny, "vocab_size": 133, "pad_token_id": 3}
 
 
 def train_a_step(model) -> None:

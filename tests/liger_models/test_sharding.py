@@ -18,7 +18,8 @@ from liger_models.architectures import find_architecture
 RANK = Path(__file__).with_name("sharded_rank.py")
 # One family of each way in which tensors lie on disk and in memory.
 NAMES = ["llama-fused", "llama-split", "gemma2-fused", "qwen3_moe-fused", "gpt_oss-fused"]
-train_a_step = runpy.run_path(str(RANK))["train_a_step"]
+program = runpy.run_path(str(RANK))
+train_a_step, fresh_config = program["train_a_step"], program["fresh_config"]
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +80,14 @@ def test_two_ranks_read_their_rows_and_save_the_bytes_of_the_whole_model(name, f
 def test_all_ranks_are_told_that_the_first_could_not_write(folder):
     for rank in range(2):
         assert f"{folder / 'meeting'}" in (folder / f"error{rank}").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+@pytest.mark.parametrize("family", program["FRESH"])
+def test_two_ranks_make_the_fresh_weights_of_one(family, folder, tmp_path):
+    torch.manual_seed(0)
+    model = liger_models.from_config(fresh_config(family))
+    assert not model.embed_tokens.weight[3].any()
+    model.save_pretrained(tmp_path / "expected")
+    assert files_of(folder / f"fresh_{family}") == files_of(tmp_path / "expected")
