@@ -1,6 +1,7 @@
 """Ministral 3 (Mistral AI, 2025): Mistral with yarn, and queries that grow with their positions."""
 
 from dataclasses import replace
+from typing import Any
 
 from liger_models.architectures.common import attention, decoder, mlp
 from liger_models.architectures.registry import register
@@ -9,7 +10,7 @@ from liger_models.convert.errors import ConfigError
 from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec, QueryScaleSpec
 
 BETA, LENGTH = "llama_4_scaling_beta", "original_max_position_embeddings"
-ROPE = {
+ROPE: dict[str, Any] = {
     "scaling": {
         "rope_type": "yarn",
         "rope_theta": 1e6,

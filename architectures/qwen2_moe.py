@@ -66,7 +66,7 @@ def qwen2_moe(c: HFConfig) -> ModelSpec:
         off=not slides,
     )
     dense, sparse = mlp(c), experts(c)
-    shared = MLPSpec(c.take_count("shared_expert_intermediate_size"), sparse.activation)
+    shared = MLPSpec(c.take_count("shared_expert_intermediate_size"), dense.activation)
     sparse = replace(sparse, shared_expert=shared, shared_gate=True)
     blocks = [
         BlockSpec(replace(attn, window=window), sparse if has_experts else dense, norm)

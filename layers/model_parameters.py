@@ -141,14 +141,17 @@ def whole_parameters(module: nn.Module) -> Iterator[None]:
     """
     own = module._parameters
     sharded = {name: tensor for name, tensor in own.items() if tensor is not None and is_sharded(tensor)}
+    whole: dict[str, nn.Parameter] = {}
     for name, tensor in sharded.items():
         device = local_part(tensor, Ref(name, tuple(tensor.shape)))[0].device
-        own[name] = nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype, device=device), False)
+        own[name] = whole[name] = nn.Parameter(
+            torch.empty(tensor.shape, dtype=tensor.dtype, device=device), False
+        )
     yield
     for name, tensor in sharded.items():
-        whole, own[name] = own[name], tensor
+        own[name] = tensor
         local, part = local_part(tensor.detach(), Ref(name, tuple(tensor.shape)))
-        part.read_into(local, functools.partial(_take, whole))
+        part.read_into(local, functools.partial(_take, whole[name]))
 
 
 def _take(whole: Tensor, name: str, dest: Tensor, start: int, stop: int) -> None:
