@@ -51,7 +51,7 @@ EXPERIMENTS = {
             "num_attention_heads": 16,
             "num_key_value_heads": 4,
         },
-        *("library", "torch", 600, 5e-4, 1024, 4, 1),
+        *("library", "torch", 300, 5e-4, 1024, 4, 1),
     ),
 }
 

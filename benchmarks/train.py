@@ -276,7 +276,7 @@ def _build(job: dict[str, Any], device: torch.device) -> torch.nn.Module:
         import liger_kernel.transformers as liger
 
         getattr(liger, f"apply_liger_kernel_to_{model_type}")()
-    hf_config = transformers.AutoConfig.for_model(model_type, **config, use_cache=False)
+    hf_config = transformers.AutoConfig.for_model(model_type, **config | {"use_cache": False})
     with device:
         # With the attention that transformers chooses for the family.
         model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16)
