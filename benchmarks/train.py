@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -122,7 +123,14 @@ CONFIGURATIONS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", choices=MODELS, default="llama-3-8b", help="the shape (%(default)s)")
+    parser.add_argument(
+        "--model",
+        type=_model,
+        default="llama-3-8b",
+        metavar="SHAPE",
+        help=f"{', '.join(MODELS)}; or a config.json, or a file {{'config': ...}} (%(default)s)",
+    )
+    parser.add_argument("--layers", type=int, help="of the model's layers only the first so many")
     parser.add_argument(
         "--configuration",
         action="append",
@@ -144,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
     jobs = [_parse(configuration) for configuration in args.configuration or CONFIGURATIONS]
     rows = []
     for job in jobs:
-        job |= {"model": args.model, "seq": args.seq, "device": args.device}
+        job |= {"model": args.model, "layers": args.layers, "seq": args.seq, "device": args.device}
         job |= {"warmup": args.warmup, "steps": args.steps}
         row = job | _in_own_process(job, args.time_limit)
         rows.append(row)
@@ -176,10 +184,18 @@ def run(args: argparse.Namespace) -> int:
                 f"{row['first_loss']:.2f} to {row['loss']:.2f}",
             ]
         lines.append([f"{row['batch']} x {args.seq}", row["provider"], row["memory"], *values])
-    about = f"{title}. {args.model}, bfloat16 weights and fused AdamW; median of {args.steps} steps."
-    publish(args.out, f"train-{args.model}", f"{about}\n\n{markdown_table(header, lines)}", rows)
+    name = Path(args.model).stem if args.model not in MODELS else args.model
+    cut = f" ({args.layers} layers)" if args.layers else ""
+    about = f"{title}. {name}{cut}, bfloat16 weights and fused AdamW; median of {args.steps} steps."
+    publish(args.out, f"train-{name}", f"{about}\n\n{markdown_table(header, lines)}", rows)
     failed = [row for row in rows if row.get("note", "").startswith("failed") and _is_ours(row)]
     return 1 if failed else 0
+
+
+def _model(name: str) -> str:
+    if name not in MODELS and not Path(name).is_file():
+        raise argparse.ArgumentTypeError(f"{name!r} is neither a file nor one of {', '.join(MODELS)}")
+    return name
 
 
 def _parse(configuration: str) -> dict[str, Any]:
@@ -224,7 +240,7 @@ def _train(job: dict[str, Any]) -> dict[str, Any]:
         model = _build(job, device)
         # One optimizer kernel for all; without it eight gigabytes of temporaries would be measured.
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=cuda)
-        vocab, shape = _config(job["model"])["vocab_size"], (job["batch"], job["seq"])
+        vocab, shape = _config(job)["vocab_size"], (job["batch"], job["seq"])
         batches = torch.randint(vocab, (job["warmup"] + job["steps"], *shape), device=device)
         if cuda:
             torch.cuda.reset_peak_memory_stats(device)
@@ -240,6 +256,8 @@ def _train(job: dict[str, Any]) -> dict[str, Any]:
             torch.cuda.synchronize(device)
     except torch.OutOfMemoryError:
         return {"note": "out of memory"}
+    except NotImplementedError as lacking:
+        return {"note": str(lacking)}
     steps = [_milliseconds(a, b) for a, b in itertools.pairwise(marks)][job["warmup"] :]
     step = statistics.median(steps)
     return {
@@ -255,7 +273,7 @@ def _train(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _build(job: dict[str, Any], device: torch.device) -> torch.nn.Module:
-    config = _config(job["model"])
+    config = _config(job)
     library, _, variant = job["provider"].partition("+")
     if library == "ours":
         import liger_models
@@ -275,7 +293,10 @@ def _build(job: dict[str, Any], device: torch.device) -> torch.nn.Module:
     if variant == "liger":
         import liger_kernel.transformers as liger
 
-        getattr(liger, f"apply_liger_kernel_to_{model_type}")()
+        apply = getattr(liger, f"apply_liger_kernel_to_{model_type}", None)
+        if apply is None:
+            raise NotImplementedError(f"liger-kernel does not have {model_type}")
+        apply()
     hf_config = transformers.AutoConfig.for_model(model_type, **config | {"use_cache": False})
     with device:
         # With the attention that transformers chooses for the family.
@@ -287,9 +308,13 @@ def _build(job: dict[str, Any], device: torch.device) -> torch.nn.Module:
     return torch.compile(model.train()) if variant == "compile" else model.train()
 
 
-def _config(name: str) -> dict[str, Any]:
-    """A model's config.json, whole."""
-    config = dict(MODELS[name])
+def _config(job: dict[str, Any]) -> dict[str, Any]:
+    """A model's config.json, whole, or with the first of its layers alone."""
+    from liger_models.cards.published import read_config, with_layers
+
+    name = job["model"]
+    config = dict(MODELS[name]) if name in MODELS else dict(read_config(Path(name)))
+    config = with_layers(config, job["layers"]) if job["layers"] else config
     if "vocab_size" in config:
         return config
     from transformers import AutoConfig

@@ -1,37 +1,131 @@
-"""The pages that are made from the registry: the README's table of models.
+"""The pages that are made from the registry and the cards: docs/families/FAMILY.md, each from its data beside
+it; docs/families/README.md, all families at a glance; and the README's table of models.
 
-write_pages(repository)    # a checkout's folder
+    write_pages(repository)    # a checkout's folder
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
-from liger_models.architectures import find_architecture, list_architectures
+from liger_models.architectures import Architecture, find_architecture, list_architectures
 from liger_models.architectures.about import About, about
+from liger_models.cards.card import Card, Line
+from liger_models.cards.checks import CHECKS
+from liger_models.cards.published import features_of_family, published
+from liger_models.presets import PRESETS
 
+CARDS = Path("docs/families")
 BEGIN = "<!-- made by `liger-models card` -->"
 END = "<!-- until here -->"
+MADE = f"{BEGIN}\n"
+
+
+def card_path(model_type: str, repository: Path) -> Path:
+    """Where the data of a family's card lie."""
+    return repository / CARDS / f"{model_type}.json"
+
+
+def read_card(model_type: str, repository: Path) -> Card | None:
+    path = card_path(model_type, repository)
+    return Card.read(path) if path.is_file() else None
 
 
 def write_pages(repository: Path) -> list[Path]:
-    """Renew what is generated in a checkout; returns the files that changed."""
+    """Renew what is made from the registry and the cards; returns the files that changed."""
+    pages = make_pages(repository)
+    stale = [path for path, text in pages.items() if not path.is_file() or path.read_text() != text]
+    for path in stale:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(pages[path])
+    return stale
+
+
+def make_pages(repository: Path) -> dict[Path, str]:
+    """The text of every such page, by its path."""
+    families = sorted(
+        map(find_architecture, list_architectures()), key=lambda family: about(family).name.lower()
+    )
+    pages = {repository / CARDS / "README.md": overview(families, repository)}
+    for family in families:
+        if card := read_card(family.model_type, repository):
+            pages[card_path(family.model_type, repository).with_suffix(".md")] = card_page(
+                family, card, repository
+            )
     readme = repository / "README.md"
-    changed = []
     if readme.is_file() and BEGIN in readme.read_text():
-        changed += _write(readme, between_markers(readme.read_text(), models_table()))
-    return changed
+        pages[readme] = between_markers(readme.read_text(), models_table(families, repository))
+    return pages
 
 
-def models_table() -> str:
+def models_table(families: Sequence[Architecture], repository: Path) -> str:
     """The README's table of models."""
     rows = []
-    for model_type in list_architectures():
-        words = about(find_architecture(model_type))
-        rows.append([words.name, words.traits, source(words), f"`{model_type}`"])
-    rows.sort(key=lambda row: row[0].lower())
+    for family in families:
+        words = about(family)
+        name = _linked(f"`{family.model_type}`", family, repository, str(CARDS) + "/")
+        rows.append([words.name, words.traits, source(words), name])
     return markdown_table(["family", "in a few words", "from", "model_type"], rows)
+
+
+def overview(families: Sequence[Architecture], repository: Path) -> str:
+    """All families at a glance."""
+    rows = []
+    for family in families:
+        rows.append(
+            [
+                _linked(about(family).name, family, repository),
+                sizes(family, repository),
+                ", ".join(features_of_family(family, repository)),
+                str(len(family.layouts)),
+                *_state(read_card(family.model_type, repository)),
+            ]
+        )
+    header = ["family", "known sizes", "what they have", "layouts", "checked", "training step"]
+    return (
+        f"{MADE}# Families\n\n"
+        "Made from the registry, the published configs and the cards. A card shows what was checked of a\n"
+        "family beside its reference in transformers, by the command `liger-models card FAMILY`; layouts\n"
+        f"are the forms in which its checkpoints are found.\n\n{markdown_table(header, rows)}\n"
+    )
+
+
+def card_page(family: Architecture, card: Card, repository: Path) -> str:
+    """A card, for people."""
+    words = about(family)
+    presets = [f"`{name}`" for name, config in PRESETS.items() if config["model_type"] == family.model_type]
+    facts = [
+        f"{words.traits[0].upper()}{words.traits[1:]}.",
+        "",
+        f"- from: {source(words)}",
+        f"- in config.json: `{family.model_type}`; in transformers: `{family.reference}`",
+        f"- known sizes: {sizes(family, repository) or 'none'}",
+        f"- what they have: {', '.join(features_of_family(family, repository))}",
+        *([f"- presets: {', '.join(presets)}"] if presets else []),
+    ]
+    parts = [f"{MADE}# {words.name}", "\n".join(facts)]
+    ran = [line for line in card.lines if line.passed is not None]
+    for (date, where), lines in groupby(ran, key=lambda line: (line.date, _where(line))):
+        rows = [
+            [CHECKS[line.check].title, _verdict(line), _found(line), f"`{line.command}`"] for line in lines
+        ]
+        table = markdown_table(["", "", "found", "made by"], rows)
+        parts.append(f"On {date}, {where}:\n\n{table}")
+    left = [
+        f"- {CHECKS[line.check].title}: not run ({line.values['not_run']})"
+        for line in card.lines
+        if line.passed is None
+    ]
+    return "\n\n".join([*parts, *(["\n".join(left)] if left else [])]) + "\n"
+
+
+def sizes(family: Architecture, repository: Path) -> str:
+    """The known models with their billions of parameters."""
+    return ", ".join(
+        f"{model.name} ({model.parameters / 1e9:.3g} B)" for model in published(family, repository)
+    )
 
 
 def source(words: About) -> str:
@@ -52,8 +146,31 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _write(path: Path, text: str) -> list[Path]:
-    if path.is_file() and path.read_text() == text:
-        return []
-    path.write_text(text)
-    return [path]
+def _linked(text: str, family: Architecture, repository: Path, folder: str = "") -> str:
+    card = card_path(family.model_type, repository)
+    return f"[{text}]({folder}{card.with_suffix('.md').name})" if card.is_file() else text
+
+
+def _state(card: Card | None) -> tuple[str, str]:
+    """How a card stands: the checks that every machine can run, and the training step."""
+    if card is None:
+        return "not yet", "not run"
+    *others, step = card.lines
+    ran = [line for line in others if line.passed is not None]
+    passed = sum(bool(line.passed) for line in ran)
+    dates = sorted({line.date for line in ran})
+    checked = f"{passed} of {len(others)} passed, {dates[0]}" if ran else "not run"
+    return checked, step.date if step.passed else _verdict(step)
+
+
+def _verdict(line: Line) -> str:
+    return {True: "passed", False: "**failed**", None: "not run"}[line.passed]
+
+
+def _found(line: Line) -> str:
+    return line.values["error"] if "error" in line.values else CHECKS[line.check].say(line.values)
+
+
+def _where(line: Line) -> str:
+    versions = [f"{package} {version}" for package, version in line.versions.items()]
+    return ", ".join([line.machine, *versions])

@@ -1,4 +1,13 @@
-"""`liger-models card`: renews the pages that are made from the registry of families, in a checkout."""
+"""`liger-models card`: checks families, and writes what was found to docs/families, in a checkout.
+
+Of each family, from its registration alone: transformers writes a tiny checkpoint with random parameters,
+which is read, written back, compared with transformers, continued, trained, resumed and given back; where
+there is a GPU, a training step of real widths is measured. What this machine cannot run stays as an earlier
+card has it. At the end, or at once where no family is named, the pages that are made from the registry and
+the cards are renewed, the README's table of models among them.
+
+Exit code 1 if a check failed.
+"""
 
 import argparse
 from pathlib import Path
@@ -6,15 +15,56 @@ from pathlib import Path
 
 def add_parser(subparsers) -> None:
     parser = subparsers.add_parser(
-        "card", help="renew the pages that are made from the registry of families", description=__doc__
+        "card",
+        help="check a family beside transformers and write its card (in a checkout)",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help="a model_type; see `list`")
+    parser.add_argument("--all", action="store_true", help="every family")
     parser.add_argument(
-        "--repository", metavar="FOLDER", type=Path, default=Path(), help="a checkout (default: here)"
+        "--repository",
+        metavar="FOLDER",
+        type=Path,
+        default=Path(__file__).parents[2],
+        help="where docs/families is (default: the checkout that this command is run from)",
     )
 
 
-def run(args: argparse.Namespace) -> None:
-    from liger_models.cards.pages import write_pages
+def run(args: argparse.Namespace) -> int:
+    import importlib.util
+    import sys
 
+    from tqdm import tqdm
+
+    from liger_models.architectures import find_architecture, list_architectures
+    from liger_models.cards.card import Line, make_card
+    from liger_models.cards.checks import CHECKS
+    from liger_models.cards.pages import card_path, read_card, write_pages
+    from liger_models.convert.errors import LigerModelsError
+
+    if not (args.repository / "README.md").is_file():
+        raise LigerModelsError(
+            f"{args.repository} is not a checkout of liger_models; name one with --repository"
+        )
+    names = list_architectures() if args.all else args.families
+    families = [find_architecture(name) for name in names]
+    if families and importlib.util.find_spec("transformers") is None:
+        raise LigerModelsError("transformers is not installed: pip install 'liger_models[hf]'")
+    failed = []
+    with tqdm(families, disable=len(families) < 2, unit="family", file=sys.stderr) as bar:
+        for family in bar:
+            bar.set_postfix_str(family.model_type)
+
+            def show(line: Line, name: str = family.model_type) -> None:
+                verdict = {True: "passed", False: "FAILED", None: "not run"}[line.passed]
+                reason = line.values.get("error") or line.values.get("not_run") or ""
+                tqdm.write(f"{name}: {CHECKS[line.check].title}: {verdict} {reason}".rstrip())
+
+            earlier = read_card(family.model_type, args.repository)
+            card = make_card(family, args.repository, earlier, show)
+            card.write(card_path(family.model_type, args.repository))
+            failed += [] if card.passed else [family.model_type]
     for path in write_pages(args.repository):
         print(f"wrote {path}")
+    return 1 if failed else 0

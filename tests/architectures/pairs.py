@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.architectures import Architecture, find_architecture
+from liger_models.cards.workshop import randomise as randomise
 from liger_models.convert.checkpoints.weight_map import Expr, checkpoint_shapes
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.model import CausalLM
@@ -258,29 +259,6 @@ def names_of(reference: nn.Module) -> set[str]:
     for name, tensor in reference.state_dict().items():
         seen.setdefault(tensor.data_ptr() or id(tensor), name)
     return set(seen.values())
-
-
-def randomise(model: nn.Module, generator: torch.Generator) -> None:
-    """Every parameter random, and every saved buffer: the ones of fresh norms and the zeros of fresh biases
-    would hide a mix-up.
-    """
-    with torch.no_grad():
-        for name, tensor in _saved_once(model):
-            noise = torch.randn(tensor.shape, generator=generator)
-            if tensor.dim() > 1 and not name.endswith("norm.weight"):
-                # such that activations and scores stay of the order of one
-                tensor.copy_(noise / math.sqrt(tensor.shape[-1]))
-            else:  # around what it starts with: a factor of one, by whatever weight, and no bias
-                tensor.add_(0.3 * noise)
-
-
-def _saved_once(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, then persistent buffers of floating point."""
-    yield from model.named_parameters()
-    saved = model.state_dict().keys()
-    for name, buffer in model.named_buffers():
-        if name in saved and buffer.is_floating_point():
-            yield name, buffer
 
 
 def copy_parameters(weight_map: Mapping[str, Expr], model: CausalLM, source: Mapping[str, Tensor]) -> None:

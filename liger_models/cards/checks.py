@@ -1,0 +1,155 @@
+"""What a card says of a family: each check runs on what a `Workshop` makes, and says what it found.
+
+A check returns whether it passed, and what it measured, as data; `say` puts that into words. One that this
+machine cannot run raises `NotRun`. What it measured holds the `command` that measures it, where that is not
+`liger-models card` itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from liger_models.cards import training_step
+from liger_models.cards.workshop import STEPS, Workshop
+from liger_models.verification import TOLERANCE, relative_distance, verify_bytes, verify_numbers
+
+Values = Mapping[str, Any]
+PROMPTS, PROMPT_LENGTH, NEW_TOKENS = 3, 9, 24
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of a card.
+
+    Attributes:
+        title: what is compared.
+        run: does it.
+        say: what it found, in words.
+    """
+
+    title: str
+    run: Callable[[Workshop], tuple[bool, Values]]
+    say: Callable[[Values], str]
+    on_gpu: bool = False
+
+
+def round_trip(shop: Workshop) -> tuple[bool, Values]:
+    changed: list[str] = []
+    tensors = files = 0
+    for layout in shop.architecture.layouts:
+        folder = shop.in_layout(layout)
+        trip = verify_bytes(folder)
+        out = shop.folder / f"back-{folder.name}"
+        shop.load(folder).save_pretrained(out)
+        before, after = _files(folder), _files(out)
+        changed += trip.changed
+        changed += sorted(name for name in before.keys() | after if before.get(name) != after.get(name))
+        tensors += trip.tensors
+        files += len(before)
+    layouts = len(shop.architecture.layouts)
+    return not changed, {"layouts": layouts, "tensors": tensors, "files": files, "changed": changed}
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def _say_round_trip(found: Values) -> str:
+    if found["changed"]:
+        return f"changed: {', '.join(found['changed'])}"
+    return (
+        f"{found['tensors']} tensors in {found['files']} files, {_count(found['layouts'], 'layout')}: "
+        "every byte the same"
+    )
+
+
+def numbers(shop: Workshop) -> tuple[bool, Values]:
+    found = verify_numbers(shop.checkpoint)
+    worst = found.gradients[0]
+    values = {
+        "logits": found.distance["logits"],
+        "loss": found.distance["loss"],
+        "gradients": len(found.gradients),
+        "worst_gradient": worst,
+        "worst": found.distance[worst],
+        "worst_of_theirs": found.spread[worst],
+        "too_far": found.too_far,
+        "not_compared": list(found.lonely),
+    }
+    return not (found.too_far or found.lonely), values
+
+
+def _say_numbers(found: Values) -> str:
+    text = (
+        f"relative distance of logits {found['logits']:.1e}, loss {found['loss']:.1e}, at most "
+        f"{found['worst']:.1e} of {found['gradients']} gradients (`{found['worst_gradient']}`; "
+        f"transformers' own spread there: {found['worst_of_theirs']:.1e})"
+    )
+    text += f"; too far: {', '.join(found['too_far'])}" if found["too_far"] else ""
+    return text + (f"; not compared: {', '.join(found['not_compared'])}" if found["not_compared"] else "")
+
+
+def generation(shop: Workshop) -> tuple[bool, Values]:
+    ids = shop.random_ids(PROMPTS, PROMPT_LENGTH)
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = shop.reference.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    found = shop.load(shop.checkpoint).generate(ids, NEW_TOKENS, eos_token_id=())
+    same = (found == expected)[:, PROMPT_LENGTH:].sum().item() if found.shape == expected.shape else 0
+    return torch.equal(found, expected), {"tokens": PROMPTS * NEW_TOKENS, "same": same}
+
+
+def resume(shop: Workshop) -> tuple[bool, Values]:
+    whole, resumed = shop.trained, shop.resumed
+    losses, again = ([record["loss"] for record in run.records[-STEPS // 2 :]] for run in (whole, resumed))
+    same = _files_of_weights(whole.final) == _files_of_weights(resumed.final) and losses == again
+    values = {"steps": STEPS, "from": STEPS // 2, "same": same}
+    return same, {**values, "first_loss": whole.records[0]["loss"], "last_loss": losses[-1]}
+
+
+def _say_resume(found: Values) -> str:
+    bits = "the same weights and losses, bit for bit" if found["same"] else "other weights or losses"
+    return (
+        f"{found['steps']} steps, and again from the checkpoint of step {found['from']}: {bits} "
+        f"(loss {found['first_loss']:.3f} to {found['last_loss']:.3f})"
+    )
+
+
+def _files_of_weights(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+def reload(shop: Workshop) -> tuple[bool, Values]:
+    folder = shop.trained.final
+    ids = shop.random_ids(2, 19)
+    reference = shop.reference_class.from_pretrained(folder, attn_implementation="eager")
+    with torch.no_grad():
+        expected = reference(ids, use_cache=False).logits
+        distance = relative_distance(shop.load(folder)(ids).logits, expected)
+    return distance <= TOLERANCE, {"logits": distance}
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+CHECKS: Mapping[str, Check] = {
+    "round_trip": Check("round trip of a checkpoint", round_trip, _say_round_trip),
+    "numbers": Check("logits, loss and gradients beside transformers, float32", numbers, _say_numbers),
+    "generation": Check(
+        "greedy generation beside transformers",
+        generation,
+        lambda found: f"{found['same']} of {found['tokens']} tokens the same",
+    ),
+    "resume": Check("a training run resumed", resume, _say_resume),
+    "reload": Check(
+        "what training saved, in transformers",
+        reload,
+        lambda found: f"relative distance of logits {found['logits']:.1e}",
+    ),
+    "training_step": Check("a training step on a GPU", training_step.run, training_step.say, on_gpu=True),
+}

@@ -1,0 +1,111 @@
+"""What is known of a family's models: config.json of well-known sizes, and what their specs have.
+
+The configs stand in a checkout, in tests/architectures/published: NAME.json holds {"parameters": ...,
+"config": {...}}, and `ignore_config_keys`, keys that do not matter once they are switched off.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from liger_models.architectures import Architecture
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.layers.spec import AttentionSpec, LatentAttentionSpec, LayerNormSpec, ModelSpec, MoESpec
+
+FOLDER = Path("tests/architectures/published")
+
+
+@dataclass(frozen=True)
+class Published:
+    """A model's config, and its number of parameters."""
+
+    name: str
+    parameters: int
+    config: Mapping[str, Any]
+
+
+def published(architecture: Architecture, repository: Path) -> list[Published]:
+    """The family's known models, the smallest first."""
+    found = [read_published(path) for path in (repository / FOLDER).glob("*.json")]
+    own = [model for model in found if model.config["model_type"] == architecture.model_type]
+    return sorted(own, key=lambda model: (model.parameters, model.name))
+
+
+def read_published(path: Path) -> Published:
+    return Published(path.stem, json.loads(path.read_text())["parameters"], read_config(path))
+
+
+def read_config(path: Path) -> Mapping[str, Any]:
+    """The config in such a file, or in a config.json, without what is to be switched off."""
+    raw = json.loads(path.read_text())
+    return {**raw.get("config", raw), **dict.fromkeys(raw.get("ignore_config_keys", ()), 0)}
+
+
+def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """A config of the first layers alone; what it lists by layer is cut too."""
+    before = config["num_hidden_layers"]
+    cut = {
+        key: value[:layers] if isinstance(value, list) and len(value) == before else value
+        for key, value in config.items()
+    }
+    return {**cut, "num_hidden_layers": layers}
+
+
+def features_of_family(architecture: Architecture, repository: Path) -> list[str]:
+    """What the known models have, any of them; what the family's tests have, if none is known."""
+    configs = [model.config for model in published(architecture, repository)] or [architecture.tiny]
+    found = [set(features(architecture.spec(HFConfig.load(dict(config))))) for config in configs]
+    return [name for name in FEATURES if any(name in names for names in found)]
+
+
+def features(spec: ModelSpec) -> Iterator[str]:
+    """Names in `FEATURES`."""
+    for name, has in FEATURES.items():
+        if has(spec):
+            yield name
+
+
+def _attention(spec: ModelSpec) -> list[AttentionSpec]:
+    return [block.mixer for block in spec.blocks if isinstance(block.mixer, AttentionSpec)]
+
+
+def _windows(spec: ModelSpec) -> set[bool]:
+    return {attention.window is not None for attention in _attention(spec)}
+
+
+def _experts(spec: ModelSpec) -> list[MoESpec]:
+    return [block.mlp for block in spec.blocks if isinstance(block.mlp, MoESpec)]
+
+
+FEATURES: Mapping[str, Any] = {
+    "grouped heads": lambda spec: any(
+        a.num_key_value_heads < a.num_attention_heads for a in _attention(spec)
+    ),
+    "latent attention": lambda spec: any(isinstance(b.mixer, LatentAttentionSpec) for b in spec.blocks),
+    "a window": lambda spec: _windows(spec) == {True},
+    "windows on some layers": lambda spec: _windows(spec) == {True, False},
+    "sinks": lambda spec: any(a.sinks for a in _attention(spec)),
+    "q/k norms": lambda spec: any(a.qk_norm for a in _attention(spec)),
+    "capped scores": lambda spec: any(a.softcap for a in _attention(spec)),
+    "capped logits": lambda spec: spec.logit_softcap is not None,
+    "biases on q, k, v": lambda spec: any(a.qkv_bias for a in _attention(spec)),
+    "layers without positions": lambda spec: any(not block.mixer.ropes for block in spec.blocks),
+    "neighbours turned": lambda spec: any(rope.interleaved for rope in spec.ropes),
+    "heads turned in part": lambda spec: any(a.rope and a.rope.dim < a.head_dim for a in _attention(spec)),
+    **{
+        rope_type: lambda spec, rope_type=rope_type: any(rope.type == rope_type for rope in spec.ropes)
+        for rope_type in ("linear", "dynamic", "yarn", "longrope", "llama3")
+    },
+    "experts": lambda spec: bool(_experts(spec)),
+    "shared experts": lambda spec: any(experts.shared_expert for experts in _experts(spec)),
+    "LayerNorm": lambda spec: isinstance(spec.norm, LayerNormSpec),
+    "norms around each branch": lambda spec: any(b.topology == "sandwich" for b in spec.blocks),
+    "norms behind each branch": lambda spec: any(b.topology == "post_norm" for b in spec.blocks),
+    "parallel branches": lambda spec: any(b.topology.startswith("parallel") for b in spec.blocks),
+    "tied head": lambda spec: spec.tie_word_embeddings,
+}
+"""Each with how a spec shows it."""

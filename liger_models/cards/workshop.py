@@ -1,0 +1,156 @@
+"""One family's tiny checkpoint, as its reference in transformers writes it, and what is made from it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+import math
+import random
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import liger_models
+from liger_models.architectures import Architecture
+from liger_models.causal_lm import LigerCausalLM
+from liger_models.convert.checkpoints.layout import Layout
+from liger_models.training import TrainConfig, TrainResult, train
+
+FILE_BYTES = 100_000  # which divides a tiny checkpoint into several files
+LETTERS = "abcdefghij "
+STEPS = 4  # of the short run; a checkpoint is saved halfway
+
+
+class NotRun(Exception):
+    """A check cannot be run on this machine; says what it needs."""
+
+
+class Workshop:
+    """Makes the checkpoints of a family's checks, in `folder`.
+
+    Attributes:
+        architecture: the family.
+        repository: a checkout, where published configs and the benchmarks are, if there is one.
+    """
+
+    def __init__(self, architecture: Architecture, folder: Path, repository: Path) -> None:
+        self.architecture, self.folder, self.repository = architecture, folder, repository
+
+    @property
+    def reference_class(self) -> Any:
+        """The family's class in transformers; None if this version does not have it."""
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        return getattr(transformers, self.architecture.reference, None)
+
+    @cached_property
+    def reference(self) -> Any:
+        """The reference of the family's tiny config, in float32, every parameter random."""
+        config = self.reference_class.config_class(**copy.deepcopy(dict(self.architecture.tiny)))
+        config._attn_implementation = "eager"
+        model = self.reference_class(config)
+        randomise(model, torch.Generator().manual_seed(1))
+        return model
+
+    @cached_property
+    def checkpoint(self) -> Path:
+        """What the reference writes."""
+        path = self.folder / "reference"
+        self.reference.save_pretrained(path, max_shard_size=FILE_BYTES)
+        return path
+
+    def load(self, folder: Path) -> LigerCausalLM:
+        return liger_models.from_hub(folder, dtype=torch.float32, device="cpu")
+
+    def in_layout(self, layout: Layout) -> Path:
+        """The same tensors in one of the family's layouts; in the reference's own, its own files."""
+        model = self.load(self.checkpoint)
+        if layout == model.layout:
+            return self.checkpoint
+        path = self.folder / f"layout-{self.architecture.layouts.index(layout)}"
+        model.layout, model.source = layout, None
+        model.save_pretrained(path, max_shard_size=FILE_BYTES)
+        return path
+
+    def random_ids(self, *shape: int) -> Tensor:
+        size = self.reference.config.get_text_config().vocab_size
+        return torch.randint(size, shape, generator=torch.Generator().manual_seed(2))
+
+    @cached_property
+    def trained(self) -> TrainResult:
+        """A short training run."""
+        return self._train(self.folder / "run")
+
+    @cached_property
+    def resumed(self) -> TrainResult:
+        """The same, from the checkpoint that it saved halfway."""
+        halfway = Path(self.trained.final).parent / f"checkpoint-{STEPS // 2}"
+        return self._train(self.folder / "resumed", resume=str(halfway))
+
+    def _train(self, output: Path, **options: Any) -> TrainResult:
+        text = self.folder / "text.jsonl"
+        draw = random.Random(0)
+        lines = ["".join(draw.choices(LETTERS, k=draw.randint(5, 60))) for _ in range(40)]
+        text.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+        config = TrainConfig(
+            model=str(self.checkpoint),
+            data=(str(text),),
+            output=str(output),
+            tokenizer=str(self._tokenizer()),
+            seq_len=48,
+            batch_size=2,
+            steps=STEPS,
+            lr=1e-2,
+            dtype="float32",
+            device="cpu",
+            save_every=STEPS // 2,
+            keep=0,
+            **options,
+        )
+        with contextlib.redirect_stderr(io.StringIO()):  # it tells of its progress there
+            return train(config)
+
+    def _tokenizer(self) -> Path:
+        """A token for each letter, and one for the end."""
+        from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+        path = self.folder / "tokenizer"
+        path.mkdir(exist_ok=True)
+        tokens = ["<end>", "<unknown>", *LETTERS]
+        ids = {token: number for number, token in enumerate(tokens)}
+        tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unknown>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+        tokenizer.save(str(path / "tokenizer.json"))
+        (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+        return path
+
+
+def randomise(model: nn.Module, generator: torch.Generator) -> None:
+    """Every parameter random, and every saved buffer: the ones of fresh norms and the zeros of fresh biases
+    would hide a mix-up.
+    """
+    with torch.no_grad():
+        for name, tensor in _saved_once(model):
+            noise = torch.randn(tensor.shape, generator=generator)
+            if tensor.dim() > 1 and not name.endswith("norm.weight"):
+                # such that activations and scores stay of the order of one
+                tensor.copy_(noise / math.sqrt(tensor.shape[-1]))
+            else:  # around what it starts with: a factor of one, by whatever weight, and no bias
+                tensor.add_(0.3 * noise)
+
+
+def _saved_once(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, then persistent buffers of floating point."""
+    yield from model.named_parameters()
+    saved = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in saved and buffer.is_floating_point():
+            yield name, buffer

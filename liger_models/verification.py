@@ -1,0 +1,138 @@
+"""That a checkpoint survives the round trip, and computes what transformers computes: the
+work behind `liger-models verify` and `liger-models card`.
+
+The distance of two tensors is |ours - theirs| / |theirs|, over a whole tensor, and must be at most 1e-5.
+Where a gradient cancels to almost nothing no float32 program gets that close to another: there the measure is
+how far two of transformers' own implementations of attention are from each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import liger_models
+from liger_models.causal_lm import LigerCausalLM
+from liger_models.convert.checkpoints.reading import CheckpointReader, RoundTrip, verify_roundtrip
+from liger_models.convert.checkpoints.weight_map import checkpoint_shapes
+from liger_models.loading import exact_dtypes, find_layout
+
+# float32 rounds to 6e-8, and between a parameter and its gradient lie some hundred roundings.
+TOLERANCE = 1e-5
+# Ours differs from theirs in more operations than the attention, which is all that their spread measures.
+SPREADS = 4
+ROWS, LENGTH = 2, 64
+
+
+def verify_bytes(folder: Path) -> RoundTrip:
+    """Compare every tensor with what comes back from our layout, one parameter at a time."""
+    skeleton = liger_models.from_config(folder, device="meta")
+    with CheckpointReader(folder) as reader:
+        find_layout(skeleton, reader)
+        dtypes = exact_dtypes(skeleton, reader.dtypes)
+        return verify_roundtrip(reader, skeleton.weight_map(), dtypes)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far our results are from those of transformers.
+
+    Attributes:
+        transformers: its version.
+        length: tokens in each of the `ROWS` rows of random ids.
+        distance: ours from theirs, of "logits", "loss" and every gradient by its name in transformers.
+        spread: of the same, theirs among themselves.
+        lonely: names that only one side has.
+    """
+
+    transformers: str
+    length: int
+    distance: Mapping[str, float]
+    spread: Mapping[str, float]
+    lonely: tuple[str, ...]
+
+    @property
+    def gradients(self) -> list[str]:
+        """Names of the gradients, the farthest first."""
+        return sorted(self.distance.keys() - {"logits", "loss"}, key=lambda name: -self.distance[name])
+
+    @property
+    def too_far(self) -> list[str]:
+        return [
+            name
+            for name, distance in self.distance.items()
+            if not distance <= max(TOLERANCE, SPREADS * self.spread[name])
+        ]
+
+
+def verify_numbers(folder: Path) -> Comparison:
+    """Compare logits, loss and every gradient with those of transformers, in float32 on random ids."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    skeleton = liger_models.from_config(folder, device="meta")
+    length = min(LENGTH, skeleton.spec.position_limit or LENGTH)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(skeleton.spec.vocab_size, (ROWS, length), generator=generator)
+    # One model after the other: both at once would need half as much again.
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    expected = _results(reference, ids, labels=ids) | _gradients(reference)
+    reference.zero_grad()  # lets go of the gradients, which are kept in `expected`
+    again = _summed_otherwise(reference, ids) | _gradients(reference)
+    spread = {name: relative_distance(again[name], expected[name]) for name in expected}
+    del reference, again
+
+    model = liger_models.from_hub(folder, dtype=torch.float32, device="cpu")
+    found = _results(model, ids, labels=ids, return_logits=True)
+    found |= _gradients_as_named_in(expected, model)
+    distance = {
+        name: relative_distance(found[name], expected[name]) for name in found.keys() & expected.keys()
+    }
+    lonely = tuple(sorted(found.keys() ^ expected.keys()))
+    return Comparison(transformers.__version__, length, distance, spread, lonely)
+
+
+def _results(model: nn.Module, ids: Tensor, **options: Any) -> dict[str, Tensor]:
+    output = model(ids, **options)
+    output.loss.backward()
+    return {"logits": output.logits.detach(), "loss": output.loss.detach()}
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _gradients_as_named_in(expected: Mapping[str, Tensor], model: LigerCausalLM) -> dict[str, Tensor]:
+    """By the names that the reference has in memory, which need not be those of the files."""
+    maps = [model.weight_map(layout) for layout in (model.layout, *model.architecture.layouts)]
+    names = max(maps, key=lambda found: len(checkpoint_shapes(found).keys() & expected.keys()))
+    tensors, found = model.saved_tensors(), {}
+    for name, expr in names.items():
+        gradient = tensors[name].grad
+        if gradient is not None:  # as it is for a buffer
+            found |= expr.write(gradient)
+    return found
+
+
+def _summed_otherwise(reference: Any, ids: Tensor) -> dict[str, Tensor]:
+    """The same results, with sums in another order: another attention, or the rows the other way round."""
+    if reference._supports_sdpa:
+        reference.set_attn_implementation("sdpa")
+        return _results(reference, ids, labels=ids)
+    results = _results(reference, ids.flip(0), labels=ids.flip(0))
+    return {**results, "logits": results["logits"].flip(0)}
+
+
+def relative_distance(found: Tensor, expected: Tensor) -> float:
+    """|found - expected| / |expected|, in float64; |found| where nothing was expected."""
+    found, expected = found.double(), expected.double()
+    error, size = (found - expected).norm().item(), expected.norm().item()
+    return error / size if size else error
