@@ -51,6 +51,19 @@ def decoder(
     )
 
 
+def take_only(c: HFConfig, **values: Any) -> None:
+    """Take keys that may stand in a config, each with the one value that is known.
+
+    Raises:
+        ConfigError: it has another.
+    """
+    for key, only in values.items():
+        if (found := c.take(key, only)) != only:
+            raise ConfigError(
+                f"{c.name}: {key} must be {only!r}, which is all that is known, found {found!r}"
+            )
+
+
 def padding_row(c: HFConfig) -> int | None:
     """The row of the embedding that belongs to padding; a negative id counts from the end, as in the
     references.
@@ -292,11 +305,7 @@ def corrected_experts(c: HFConfig) -> MoESpec:
     """Experts chosen by sigmoid scores and a correction bias, in groups, and one that all tokens share, from
     the keys of DeepSeek-V3's configs.
     """
-    for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
-        if (found := c.take(key, only)) != only:
-            raise ConfigError(
-                f"{c.name}: {key} must be {only!r}, which is all that is known, found {found!r}"
-            )
+    take_only(c, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     num_experts, top_k = c.take_count("n_routed_experts"), c.take_count("num_experts_per_tok")
     groups, top_groups = c.take_count("n_group"), c.take_count("topk_group")
     size, rest = divmod(num_experts, groups)

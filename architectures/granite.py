@@ -8,7 +8,7 @@ from liger_models.architectures.common import attention, decoder, mlp
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
+from liger_models.layers.spec import BlockSpec, MLPSpec, ModelSpec, MoESpec, NormSpec
 
 
 @register(
@@ -25,6 +25,11 @@ from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
     defaults={"max_position_embeddings": 2048},
 )
 def granite(c: HFConfig) -> ModelSpec:
+    return multiplied(c, mlp(c, bias=c.take_flag("mlp_bias", False)))
+
+
+def multiplied(c: HFConfig, feed_forward: MLPSpec | MoESpec) -> ModelSpec:
+    """A model with Granite's multipliers, and this in each layer behind attention."""
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6))
     attn = replace(
         attention(c, bias=c.take_flag("attention_bias", False)),
@@ -33,12 +38,7 @@ def granite(c: HFConfig) -> ModelSpec:
     divisor = c.take_number("logits_scaling", 1.0)
     if divisor == 0:
         raise ConfigError(f"{c.name}: logits_scaling divides the logits and must be above 0, found 0")
-    block = BlockSpec(
-        attn,
-        mlp(c, bias=c.take_flag("mlp_bias", False)),
-        norm,
-        residual_scale=c.take_number("residual_multiplier", 1.0),
-    )
+    block = BlockSpec(attn, feed_forward, norm, residual_scale=c.take_number("residual_multiplier", 1.0))
     return decoder(
         c,
         [block] * c.take_count("num_hidden_layers"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from pairs import reference_class
-from variants import as_transformers_4
+from variants import as_transformers_4, skipped
 
 import liger_models
 from liger_models.architectures import find_architecture, list_architectures
@@ -52,4 +52,5 @@ def test_a_published_config_with_dropout_is_refused_unless_that_is_said(publishe
 @pytest.mark.parametrize("family", list_architectures())
 def test_every_family_has_a_published_config(family):
     configs = [json.loads(path.read_text())["config"] for path in PUBLISHED.values()]
-    assert family in {config["model_type"] for config in configs}
+    has_one = family in {config["model_type"] for config in configs}
+    assert has_one != skipped(family, "published", "config")

@@ -1,0 +1,94 @@
+"""Granite 3 with experts (IBM, 2024): Granite whose MLPs are mixtures, with the softmax over the chosen ones
+alone; PowerMoE; and the form in which all tokens share one more expert.
+"""
+
+from dataclasses import replace
+
+from liger_models.architectures.common import activation, aux_loss_coef, experts_and_chosen
+from liger_models.architectures.granite import multiplied
+from liger_models.architectures.registry import register
+from liger_models.convert.checkpoints.layout import Layout
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.layers.spec import MLPSpec, ModelSpec, MoESpec
+
+IN_BLOCKS = (
+    (".mlp.shared_expert.gate_up_proj.", ".shared_mlp.input_linear."),
+    (".mlp.shared_expert.down_proj.", ".shared_mlp.output_linear."),
+    (".mlp.", ".block_sparse_moe."),
+)
+ON_DISK = (
+    *IN_BLOCKS,
+    (".experts.gate_up_proj", ".input_linear.weight"),
+    (".experts.down_proj", ".output_linear.weight"),
+    (".router.", ".router.layer."),
+)
+WHOLE = ("*.experts.*", "*.shared_expert.gate_up_proj.*")
+LAYOUTS = (Layout(ON_DISK, WHOLE), Layout(IN_BLOCKS, WHOLE))
+
+TINY = {
+    "intermediate_size": 32,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 3,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.5,
+    "attention_bias": True,
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 1.5,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 1.7,
+}
+DEFAULTS = {
+    "max_position_embeddings": 2048,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.001,
+}
+SKIP = {
+    "field:MoESpec.softmax_after_top_k": "renormalised shares of all are the same function",
+    "field:MoESpec.renormalize": "the same",
+    "null:attention_multiplier": "the reference would multiply by it",
+    "null:embedding_multiplier": "the same",
+    "null:residual_multiplier": "the same",
+    "null:logits_scaling": "the same",
+}
+
+
+@register(
+    "granitemoe",
+    reference="GraniteMoeForCausalLM",
+    layouts=LAYOUTS,
+    tiny=TINY,
+    defaults=DEFAULTS,
+    skip=SKIP,
+)
+def granitemoe(c: HFConfig) -> ModelSpec:
+    return multiplied(c, experts(c))
+
+
+@register(
+    "granitemoeshared",
+    reference="GraniteMoeSharedForCausalLM",
+    layouts=LAYOUTS,
+    tiny={**TINY, "shared_intermediate_size": 40},
+    defaults=DEFAULTS,
+    skip={**SKIP, "published:config": "its one public model is for tests"},
+)
+def granitemoeshared(c: HFConfig) -> ModelSpec:
+    """Granite 3 with experts, one of them shared (IBM, 2025): beside the chosen experts one that all tokens
+    go through.
+    """
+    moe = experts(c)
+    if c.take("shared_intermediate_size", 0) != 0:
+        shared = MLPSpec(c.take_count("shared_intermediate_size"), moe.activation)
+        moe = replace(moe, shared_expert=shared)
+    return multiplied(c, moe)
+
+
+def experts(c: HFConfig) -> MoESpec:
+    return MoESpec(
+        *experts_and_chosen(c, ("num_local_experts",)),
+        intermediate_size=c.take_count("intermediate_size"),
+        activation=activation(c),
+        softmax_after_top_k=True,
+        aux_loss_coef=aux_loss_coef(c),
+    )
