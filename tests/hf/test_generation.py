@@ -1,0 +1,118 @@
+"""transformers' own `generate`, with its caches, gives the reference's tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hf_pairs import BOUND, relative_distance
+
+transformers = pytest.importorskip("transformers")
+
+NEW = 12  # with the prompt longer than the windows of the tiny configs
+WAYS = {
+    "dynamic": {},
+    "static": {"cache_implementation": "static"},
+    "no_cache": {"use_cache": False},
+    "beams": {"num_beams": 3},
+    "beams_static": {"num_beams": 3, "cache_implementation": "static"},
+    "prompt_lookup": {"prompt_lookup_num_tokens": 3},
+    "chunked_prompt": {"prefill_chunk_size": 4},
+}
+
+
+@pytest.fixture
+def prompts():
+    """Two, the second of which is padded on the left."""
+    ids = torch.randint(3, 131, (2, 11), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    return ids, mask
+
+
+def generate(model, ids, mask, **options):
+    return model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=NEW,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=not options.get("num_beams"),
+        **options,
+    )
+
+
+def assert_same_tokens(found, expected):
+    """Where the two likeliest tokens are nearer than rounding, either may be taken: none is here."""
+    assert torch.equal(found.sequences, expected.sequences)
+    for ours, theirs in zip(found.logits or (), expected.logits or (), strict=True):
+        assert relative_distance(ours, theirs) <= BOUND
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_tokens_are_those_of_the_reference(family, way, make_both, prompts):
+    both = make_both(family)
+    ids, mask = prompts
+    if way == "prompt_lookup":  # which takes one prompt
+        ids, mask = ids[:1], mask[:1]
+    expected, found = (generate(m, ids, mask, **WAYS[way]) for m in (both.reference, both.ours))
+    assert_same_tokens(found, expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3"])
+def test_an_assistant_changes_no_token(family, make_both, prompts):
+    both = make_both(family)
+    ids, mask = (x[:1] for x in prompts)
+    alone = both.ours.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+    assistant = type(both.ours).from_pretrained(both.folder).eval()
+    with torch.no_grad():  # one that is often wrong
+        assistant.lm_head.weight.add_(0.05 * torch.randn(assistant.lm_head.weight.shape))
+    both.ours.generation_config.pad_token_id = 0
+    found = both.ours.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=NEW,
+        do_sample=False,
+        eos_token_id=None,
+        assistant_model=assistant,
+    )
+    assert torch.equal(found, alone)
+
+
+def test_a_cache_is_filled_call_by_call(make_both, prompts):
+    both = make_both("gemma2")
+    ids, mask = prompts
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        whole = both.ours(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        first = both.ours(ids[:, :6], attention_mask=mask[:, :6], position_ids=positions[:, :6])
+        rest = both.ours(
+            ids[:, 6:],
+            attention_mask=mask,
+            position_ids=positions[:, 6:],
+            past_key_values=first.past_key_values,
+        )
+    assert first.past_key_values.get_seq_length() == 11
+    found = torch.cat([first.logits, rest.logits], 1)
+    assert relative_distance(found[mask.bool()], whole[mask.bool()]) <= BOUND
+
+
+def test_a_cache_takes_gradients_and_is_refused_under_checkpointing(make_both, prompts):
+    """As prefix tuning has it."""
+    model = make_both("llama").ours.train()
+    ids, _ = prompts
+    prefix = torch.randn(2, 2, 5, 16, requires_grad=True)  # [batch, heads, tokens, dim]
+
+    def loss():
+        cache = transformers.DynamicCache(config=model.config)
+        for layer in range(model.config.num_hidden_layers):
+            cache.update(prefix, prefix, layer)
+        return model(ids, labels=ids, past_key_values=cache).loss
+
+    (gradient,) = torch.autograd.grad(loss(), [prefix])
+    assert gradient.any()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="fill a cache twice"):
+        loss()
