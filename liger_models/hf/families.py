@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any, Literal, NamedTuple
 
+import transformers
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -42,7 +43,13 @@ def register(projections: Literal["fused", "split"] = "fused") -> None:
     for model_type in list_architectures():
         if model_type in CONFIG_MAPPING:
             for auto, model in zip(AUTO_CLASSES, classes_of(model_type), strict=True):
-                auto.register(CONFIG_MAPPING[model_type], model, exist_ok=True)
+                # Its own `register` passes over the configs of transformers itself in some versions.
+                auto._model_mapping._extra_content[CONFIG_MAPPING[model_type]] = model
+                if auto._model_mapping[CONFIG_MAPPING[model_type]] is not model:
+                    raise RuntimeError(
+                        f"this transformers ({transformers.__version__}) keeps its own {model_type}; use "
+                        f"liger_models.hf.classes_of({model_type!r}) in place of {auto.__name__}"
+                    )
 
 
 def unregister() -> None:

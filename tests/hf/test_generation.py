@@ -65,19 +65,12 @@ def test_tokens_are_those_of_the_reference(family, way, make_both, prompts):
 def test_an_assistant_changes_no_token(family, make_both, prompts):
     both = make_both(family)
     ids, mask = (x[:1] for x in prompts)
-    alone = both.ours.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    alone = both.ours.generate(ids, attention_mask=mask, **options)
     assistant = type(both.ours).from_pretrained(both.folder).eval()
     with torch.no_grad():  # one that is often wrong
         assistant.lm_head.weight.add_(0.05 * torch.randn(assistant.lm_head.weight.shape))
-    both.ours.generation_config.pad_token_id = 0
-    found = both.ours.generate(
-        ids,
-        attention_mask=mask,
-        max_new_tokens=NEW,
-        do_sample=False,
-        eos_token_id=None,
-        assistant_model=assistant,
-    )
+    found = both.ours.generate(ids, attention_mask=mask, assistant_model=assistant, **options)
     assert torch.equal(found, alone)
 
 

@@ -1,0 +1,217 @@
+"""transformers' Trainer and accelerate run on our models as on its own, with the same numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hf_pairs import BOUND, relative_distance
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+ROWS, LENGTH = 8, 12
+
+
+def rows():
+    """Sequences with very different counts of labels, as fine-tuning has them."""
+    generator = torch.Generator().manual_seed(0)
+    for row in range(ROWS):
+        ids = torch.randint(3, 131, (LENGTH,), generator=generator)
+        labels = ids.clone()
+        labels[: 10 - 3 * (row % 4)] = -100
+        yield {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+PLAIN = {
+    "max_steps": 2,
+    "learning_rate": 0.05,
+    "lr_scheduler_type": "constant",
+    "optim": "sgd",
+    "max_grad_norm": 0,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+}
+
+
+@pytest.fixture
+def make_trainer(tmp_path):
+    """A factory of Trainers, by default with plain gradient descent, over eight rows a step."""
+
+    def make(model, batch_size=2, name="run", more=(), **settings):
+        batches = {
+            "per_device_train_batch_size": batch_size,
+            "gradient_accumulation_steps": ROWS // batch_size,
+        }
+        arguments = transformers.TrainingArguments(str(tmp_path / name), **{**PLAIN, **batches, **settings})
+        data = list(rows())
+        return transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=data, **dict(more))
+
+    return make
+
+
+@pytest.fixture
+def train(make_trainer):
+    def run(model, *args, **settings):
+        trainer = make_trainer(model, *args, **settings)
+        trainer.train()
+        return trainer
+
+    return run
+
+
+def losses(trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def summed_loss(outputs, labels, num_items_in_batch=None):
+    labels = F.pad(labels[:, 1:], (0, 1), value=-100)
+    total = F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return total / num_items_in_batch
+
+
+SETTINGS = {
+    "accumulation": {},
+    "one_batch": {"batch_size": 8},
+    "label_smoothing": {"label_smoothing_factor": 0.2},
+    "checkpointing": {"gradient_checkpointing": True},
+    "neftune": {"neftune_noise_alpha": 5.0},
+    "own_loss": {"more": {"compute_loss_func": summed_loss}},
+    "adamw": {"optim": "adamw_torch", "learning_rate": 1e-3, "max_grad_norm": 1.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [*(("llama", way) for way in SETTINGS), ("qwen3_moe", "accumulation"), ("qwen3_moe", "checkpointing")],
+)
+def test_training_equals_that_of_transformers_own_model(family, way, make_both, train):
+    both = make_both(family, tie_word_embeddings=family == "llama")
+    expected = losses(train(both.reference, **SETTINGS[way]))
+    assert losses(train(both.ours, **SETTINGS[way])) == pytest.approx(expected, rel=1e-5)
+    if way != "adamw":  # whose steps have the size of the rate where a gradient is nothing but rounding
+        both.ours.save_pretrained(both.folder)
+        assert_same_parameters(both)
+
+
+def assert_same_parameters(both, folder=""):
+    trained = type(both.reference).from_pretrained(both.folder / folder)
+    for name, p in both.reference.named_parameters():
+        assert relative_distance(trained.get_parameter(name), p) <= BOUND, name
+
+
+def test_bf16_is_autocast(make_both, make_trainer):
+    both = make_both("llama")
+    trainer = make_trainer(both.ours, batch_size=8, bf16=True)
+    batch = {name: torch.stack([row[name] for row in rows()]) for name in next(rows())}
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = both.ours.train()(**batch).loss.item()
+    trainer.train()
+    assert losses(trainer)[0] == pytest.approx(expected, abs=1e-3)  # the rows in another order
+    assert {p.dtype for p in both.ours.parameters()} == {torch.float32}
+
+
+def test_metrics_get_the_logits_and_the_loss_is_the_references(make_both, make_trainer):
+    both = make_both("gemma2")
+    seen = {}
+
+    def metrics(prediction):
+        seen["logits"] = torch.as_tensor(prediction.predictions)
+        return {"rows": len(prediction.predictions)}
+
+    found, expected = (
+        make_trainer(model, more={"compute_metrics": metrics}).evaluate()
+        for model in (both.ours, both.reference)
+    )
+    assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
+    assert found["eval_rows"] == ROWS
+    assert seen["logits"].shape == (ROWS, LENGTH, 131)
+    assert make_trainer(both.ours).evaluate()["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("projections", ["fused", "split"])
+def test_a_resumed_run_is_the_run_that_never_stopped(projections, make_both, make_trainer, hf):
+    settings = {"optim": "adamw_torch", "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    both = make_both("qwen3_moe", projections=projections)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    whole = make_trainer(load(both.folder), **settings)
+    whole.train()
+    folder = Path(whole.args.output_dir) / "checkpoint-2"
+    resumed = make_trainer(load(both.folder), name="resumed", **settings)
+    resumed.train(resume_from_checkpoint=str(folder))
+    for name, p in whole.model.named_parameters():
+        assert torch.equal(resumed.model.get_parameter(name), p), name
+
+
+def test_the_best_model_is_loaded_at_the_end(make_both, make_trainer):
+    both = make_both("llama")
+    trainer = make_trainer(
+        both.ours,
+        learning_rate=30.0,  # which makes it worse
+        max_steps=3,
+        save_strategy="steps",
+        save_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        load_best_model_at_end=True,
+    )
+    trainer.train()
+    evaluated = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert min(evaluated) < evaluated[-1]
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(min(evaluated), rel=1e-6)
+
+
+def test_accelerate_prepares_saves_and_loads(make_both, batch, tmp_path):
+    import accelerate
+
+    both = make_both("qwen3_moe", tie_word_embeddings=True)
+    accelerator = accelerate.Accelerator(cpu=True)
+    optimizer = torch.optim.AdamW(both.ours.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(both.ours.train(), optimizer)
+
+    def step():
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    step()
+    accelerator.save_state(str(tmp_path / "state"))
+    expected = [step(), step()]
+    accelerator.load_state(str(tmp_path / "state"))
+    assert [step(), step()] == expected
+    assert model._no_split_modules >= {type(layer).__name__ for layer in both.ours.model.layers}
+
+
+@pytest.mark.slow
+def test_two_ranks_train_as_one(make_both, make_trainer, tmp_path):
+    """Data parallel: rows are dealt to two processes, and a step is that of all of them together."""
+    both = make_both("llama")
+    expected = make_trainer(both.reference)
+    expected.train()
+    batches = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    (both.folder / "settings.json").write_text(json.dumps(PLAIN | batches))
+    torch.save(list(rows()), both.folder / "rows.pt")
+    script = Path(__file__).with_name("trainer_rank.py")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launch, str(script), str(both.folder), str(tmp_path / "losses.json")],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "losses.json").read_text())
+    assert found == pytest.approx(losses(expected), rel=1e-5)
+    assert_same_parameters(both, "trained")
