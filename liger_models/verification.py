@@ -114,7 +114,8 @@ def _gradients_as_named_in(expected: Mapping[str, Tensor], model: LigerCausalLM)
     """By the names that the reference has in memory, which need not be those of the files."""
     maps = [model.weight_map(layout) for layout in (model.layout, *model.architecture.layouts)]
     names = max(maps, key=lambda found: len(checkpoint_shapes(found).keys() & expected.keys()))
-    tensors, found = model.saved_tensors(), {}
+    tensors = model.saved_tensors()
+    found: dict[str, Tensor] = {}
     for name, expr in names.items():
         gradient = tensors[name].grad
         if gradient is not None:  # as it is for a buffer

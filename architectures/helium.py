@@ -1,0 +1,29 @@
+"""Helium 1 (Kyutai, 2025): LLaMA that turns neighbours together, its norms rounded behind their weights."""
+
+from dataclasses import replace
+
+from liger_models.architectures.common import attention, decoder, mlp
+from liger_models.architectures.registry import register
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.errors import ConfigError
+from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
+
+
+@register(
+    "helium",
+    reference="HeliumForCausalLM",
+    tiny={"head_dim": 12, "attention_bias": True, "mlp_bias": True},
+    defaults={"num_key_value_heads": 20, "head_dim": 128, "max_position_embeddings": 4096, "pad_token_id": 3},
+    skip={"variant:head_dim_apart": "heads are as wide together as the hidden state, which is checked"},
+)
+def helium(c: HFConfig) -> ModelSpec:
+    norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-8), cast="float32")
+    attn = attention(c, interleaved=True, theta=100000.0)
+    attn = replace(attn, qkv_bias=c.take_flag("attention_bias", False))
+    if attn.q_size != c.take_count("hidden_size"):
+        raise ConfigError(
+            f"{c.name}: {attn.num_attention_heads} heads of {attn.head_dim} dimensions are not as wide as "
+            f"hidden_size, {c.take_count('hidden_size')}; in helium models they are"
+        )
+    block = BlockSpec(attn, mlp(c, bias=c.take_flag("mlp_bias", False)), norm)
+    return decoder(c, [block] * c.take_count("num_hidden_layers"), norm)
