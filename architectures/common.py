@@ -30,6 +30,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_fast": "gelu_tanh",
     "gelu": "gelu",
     "relu2": "relu2",
+    "xielu": "xielu",
 }
 
 
@@ -266,7 +267,7 @@ def aux_loss_coef(c: HFConfig) -> float:
 def activation(c: HFConfig, key: str = "hidden_act", gated: bool = True) -> Activation:
     """The kernel of the activation that the config names."""
     name = c.take(key, "silu")
-    known = [known for known in _ACTIVATIONS if not (gated and known == "relu2")]
+    known = [known for known in _ACTIVATIONS if not (gated and known in ("relu2", "xielu"))]
     if name not in known:
         raise ConfigError(f"{c.name}: {key} {name!r} is unknown; expected one of {', '.join(known)}")
     return _ACTIVATIONS[name]

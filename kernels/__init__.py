@@ -2,6 +2,7 @@
 
 from liger_models.kernels.activations.gated import ClampedSwiGLU, clamped_swiglu, geglu, relu2, swiglu
 from liger_models.kernels.activations.softmax import softmax
+from liger_models.kernels.activations.xielu import xielu
 from liger_models.kernels.attention.flash_attention import attention, document_bounds
 from liger_models.kernels.experts.moe_experts import moe_experts
 from liger_models.kernels.experts.moe_routing import load_balancing_loss, route, router_z_loss
@@ -52,4 +53,5 @@ __all__ = [
     "sum_of_squares",
     "swiglu",
     "total_variation",
+    "xielu",
 ]

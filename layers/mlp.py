@@ -25,6 +25,7 @@ from liger_models.layers.activation_memory import (
     output_is_ours,
     recompute,
 )
+from liger_models.layers.activations import XIELU
 from liger_models.layers.linear import Linear
 from liger_models.layers.packed_linear import PackedLinear
 from liger_models.layers.sequences import Sequences
@@ -104,12 +105,17 @@ class PlainMLP(_MLP):
     def __init__(self, hidden_size: int, spec: MLPSpec):
         super().__init__()
         self.spec = spec
-        self.activation = _chosen(_PLAIN, spec, "plain")
+        if spec.activation == "xielu":
+            self.act_fn = XIELU()
+        else:
+            self.activation = _chosen(_PLAIN, spec, "plain")
         self.up_proj = Linear(hidden_size, spec.intermediate_size, bias=spec.bias)
         self.down_proj = Linear(spec.intermediate_size, hidden_size, bias=spec.bias)
 
     def _forward(self, x: Tensor) -> Tensor:
         up = self.up_proj(x)
+        if self.spec.activation == "xielu":
+            return self.down_proj(self.act_fn(up))
         return self.down_proj(carry_recipe(self.activation(up), self.activation, up))
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:

@@ -14,7 +14,7 @@ from liger_models.kernels import ClampedSwiGLU as ClampedSwiGLU
 
 RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
 NormCast = Literal["llama", "gemma", "float32"]
-Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu2", "xielu"]
 Topology = Literal["pre_norm", "sandwich", "post_norm", "parallel"]
 
 

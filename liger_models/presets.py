@@ -47,6 +47,28 @@ def _llama(**changes: Any) -> dict[str, Any]:
     }
 
 
+def _sized(model_type: str, architecture: str, *sizes: int, **changes: Any) -> dict[str, Any]:
+    """`sizes`: hidden, intermediate, layers, heads, key/value heads, vocabulary. No row belongs to padding,
+    since its id is that of a tokenizer.
+    """
+    keys = (
+        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "vocab_size"),
+    )
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "pad_token_id": None,
+        "use_cache": True,
+        **dict(zip(keys, sizes, strict=True)),
+        **changes,
+    }
+
+
 def _llama3_rope(factor: float) -> dict[str, Any]:
     return {
         "rope_theta": 500000.0,
@@ -130,4 +152,59 @@ PRESETS: dict[str, dict[str, Any]] = {
         "sliding_window": None,
         "vocab_size": 32768,
     },
+    "granite-3.1-2b": _sized(
+        "granite",
+        "GraniteForCausalLM",
+        *(2048, 8192, 40, 32, 8, 49155),
+        attention_multiplier=0.015625,
+        embedding_multiplier=12.0,
+        logits_scaling=8.0,
+        residual_multiplier=0.22,
+        max_position_embeddings=131072,
+        mlp_bias=False,
+        rms_norm_eps=1e-5,
+        rope_theta=5000000.0,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+    ),
+    "smollm3-3b": _sized(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        *(2048, 11008, 36, 16, 4, 128256),
+        max_position_embeddings=65536,
+        mlp_bias=False,
+        no_rope_layer_interval=4,
+        rms_norm_eps=1e-6,
+        rope_theta=5000000.0,
+        tie_word_embeddings=True,
+        bos_token_id=128000,
+        eos_token_id=128012,
+    ),
+    "olmo-3-7b": _sized(
+        "olmo3",
+        "Olmo3ForCausalLM",
+        *(4096, 11008, 32, 32, 32, 100278),
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-6,
+        rope_theta=500000.0,
+        sliding_window=4096,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=100257,
+    ),
+    "glm-4-9b": _sized(
+        "glm4",
+        "Glm4ForCausalLM",
+        *(4096, 13696, 40, 32, 2, 151552),
+        attention_bias=True,
+        head_dim=128,
+        max_position_embeddings=32768,
+        partial_rotary_factor=0.5,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=[151329, 151336, 151338],
+    ),
 }

@@ -84,3 +84,25 @@ def _relu2(shape, dtype, device):
         forward=Cost(2 * x.nbytes),
         training=Cost(5 * x.nbytes),
     )
+
+
+@operation("xielu", "tokens x intermediate", **SHAPES)
+def _xielu(shape, dtype, device):
+    x, dy = normal(shape, dtype, device), normal(shape, dtype, device)
+    alphas = normal((1,), dtype, device), normal((1,), dtype, device)
+    beta, eps = x.new_tensor(0.5), x.new_tensor(-1e-6)
+
+    def eager(x, alpha_p, alpha_n):
+        below = (torch.expm1(torch.min(x, eps)) - x) * (beta + F.softplus(alpha_n))
+        return torch.where(x > 0, F.softplus(alpha_p) * x * x, below) + beta * x
+
+    return standard_case(
+        (x, *alphas),
+        (dy,),
+        ours=lambda x, alpha_p, alpha_n: kernels.xielu(x, alpha_p, alpha_n, beta, eps),
+        liger=None,
+        eager=eager,
+        # As relu2: two numbers more are nothing.
+        forward=Cost(2 * x.nbytes),
+        training=Cost(5 * x.nbytes),
+    )

@@ -50,10 +50,13 @@ class Run:
         }
 
     def _least_size(self, name: str) -> float:
-        """What a bias's gradient is measured by where that is less: a key's bias, without positions, moves
-        all scores of a query alike, and what comes out is rounding alone. The weight's gradient sums the same
-        terms, times inputs of the order of one.
+        """What a gradient in which all may cancel is measured by where it is less than that. That of a single
+        number is one sum: by the largest of such. A key's bias, without positions, moves all scores of a
+        query alike, and what comes out is rounding alone: by the weight's, which sums the same terms, times
+        inputs of the order of one.
         """
+        if name in self.gradients and self.gradients[name].numel() == 1:
+            return max(float(g.abs()) for g in self.gradients.values() if g.numel() == 1)
         weight = self.gradients.get(name.removesuffix("bias") + "weight") if name.endswith(".bias") else None
         return 0.0 if weight is None else weight.norm().item() / math.sqrt(weight.shape[-1])
 

@@ -50,6 +50,7 @@ def run_everything() -> None:
         backward(kernels.geglu(operand(8, 128), operand(8, 128), approximate))
     backward(kernels.clamped_swiglu(operand(8, 256)))
     backward(kernels.relu2(operand(8, 128)))
+    backward(kernels.xielu(operand(8, 128), operand(1), operand(1), torch.tensor(0.5), torch.tensor(-1e-6)))
     backward(kernels.softmax(operand(8, 128)))
     backward(kernels.softmax(operand(2, 70_000)))
     losses()

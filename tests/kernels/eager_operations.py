@@ -135,3 +135,9 @@ def eager_attention(q, k, v, sinks):
     scores = scores.masked_fill(~sees, float("-inf"))
     scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], -1)
     return torch.einsum("hqk,khd->qhd", wide(scores).softmax(-1).to(q.dtype)[..., : len(k)], v)
+
+
+def eager_xielu(x, alpha_p, alpha_n, beta, eps):
+    positive, negative = F.softplus(alpha_p), beta + F.softplus(alpha_n)
+    below = (torch.expm1(torch.min(x, eps)) - x) * negative
+    return torch.where(x > 0, positive * x * x, below) + beta * x

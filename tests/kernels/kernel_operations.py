@@ -25,6 +25,7 @@ from eager_operations import (
     eager_split_norm,
     eager_split_norm_last,
     eager_turn,
+    eager_xielu,
     experts_of,
     halves,
     labels_of,
@@ -59,6 +60,7 @@ from liger_models.kernels import (
     split_rotary_qkv,
     swiglu,
     total_variation,
+    xielu,
 )
 
 
@@ -69,6 +71,10 @@ class Operation:
     shapes: Callable[[int, int], list[tuple[int, ...]]]  # of the operands, from rows and width
     tables: int = 0  # so many of the last operands are constants: tables, or a teacher
     widest: int = 2**31  # a head is no wider than 256
+
+
+def beta_and_eps(x):
+    return x.new_tensor(0.5), x.new_tensor(-1e-6)
 
 
 def norm_shapes(rows, width):
@@ -204,6 +210,11 @@ OPERATIONS = {
         lambda x: clamped_swiglu(x, alpha=1.3, limit=0.8),
         lambda x: eager_clamped_swiglu(x, 1.3, 0.8),
         lambda rows, width: [(rows, 2 * width)],
+    ),
+    "xielu": Operation(
+        lambda x, p, n: xielu(x, p, n, *beta_and_eps(x)),
+        lambda x, p, n: eager_xielu(x, p, n, *beta_and_eps(x)),
+        lambda rows, width: [(rows, width), (1,), (1,)],
     ),
     "relu2": Operation(relu2, lambda x: F.relu(x).square(), lambda rows, width: [(rows, width)]),
     "softmax": Operation(softmax, lambda x: x.softmax(-1), lambda rows, width: [(rows, width)]),
