@@ -63,7 +63,7 @@ def run_alone(model, batch, ranks, num_items):
 
 
 def check_ranks(make_model, folder, ranks, device):
-    model = make_model("all")
+    model = make_model()
     generator = torch.Generator().manual_seed(0)
     # Positions of some length: angles in bfloat16 would be off by up to 100 / 256.
     ids = torch.randint(0, 61, (2, 100), generator=generator)
@@ -75,8 +75,13 @@ def check_ranks(make_model, folder, ranks, device):
     results = run_ranks(folder, task | {"num_items": num_items}, ranks, device)
 
     batch = {name: value.to(device) for name, value in batch.items()}
-    losses, gradients = run_alone(model.to(device, torch.bfloat16), batch, ranks, num_items)
+    model = model.to(device, torch.bfloat16)
+    alone = {}
+    for level in LEVELS:  # each rounds in its own places, on a GPU
+        model.set_activation_memory(level)
+        alone[level] = run_alone(model, batch, ranks, num_items)
     for (rank, result), case in itertools.product(enumerate(results), CASES):
+        losses, gradients = alone[case[0]]
         # The same operations on the same numbers. What differs is the order of the sum over ranks, and bf16
         # parameters round their gradient to half of 2^-8.
         rtol = 1e-5 if case[1] == torch.float32 else 2**-8
