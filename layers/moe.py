@@ -72,11 +72,16 @@ class Router(nn.Module):
     """The experts that each token goes to, and their weights.
 
     The correction bias, where there is one, is a buffer in float32, which belongs to the checkpoint and which
-    no gradient, optimizer or mixed precision touches: who balances the load by it changes it between steps
-    (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+    no gradient, optimizer or mixed precision touches: layers/load_balance.py changes it between steps.
+
+    Attributes:
+        load: with a correction bias, how many tokens went to each expert in training mode since that module
+            last looked, [E] int64; None before the first. No buffer, for DDP gives all ranks the first one's
+            buffers, and each has a load of its own.
     """
 
     correction_bias: Tensor | None
+    load: Tensor | None = None
 
     def __init__(self, hidden_size: int, spec: MoESpec):
         super().__init__()
@@ -119,7 +124,18 @@ class Router(nn.Module):
             group_score=spec.group_score,
             scale=spec.routed_scaling_factor,
         )
+        if self.training and self.correction_bias is not None:
+            self._count(experts)
         return logits, weights, experts
+
+    def _count(self, experts: Tensor) -> None:
+        """Add these choices to the load, unless it is the backward pass that makes them again."""
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+            return
+        chosen = experts.detach().flatten()
+        if self.load is None or self.load.device != chosen.device:
+            self.load = torch.zeros(self.spec.num_experts, dtype=torch.int64, device=chosen.device)
+        self.load.index_add_(0, chosen, self.load.new_ones(1).expand(chosen.shape))
 
     def extra_repr(self) -> str:
         return f"{self.spec.experts_per_token} of {self.spec.num_experts}, score={self.spec.score!r}"

@@ -26,6 +26,7 @@ from liger_models.convert.errors import (
 if TYPE_CHECKING:
     from liger_models.architectures import list_architectures
     from liger_models.causal_lm import LigerCausalLM
+    from liger_models.layers.load_balance import update_correction_bias
     from liger_models.loading import from_config, from_hub, from_pretrained
 
 __version__ = "0.1.0"
@@ -42,6 +43,7 @@ __all__ = [
     "from_hub",
     "from_pretrained",
     "list_architectures",
+    "update_correction_bias",
 ]
 
 # Imported when first used: they bring torch along, for which `liger-models --help` should not wait.
@@ -51,6 +53,7 @@ _HOMES = {
     "from_hub": "loading",
     "from_pretrained": "loading",
     "list_architectures": "architectures",
+    "update_correction_bias": "layers.load_balance",
 }
 
 

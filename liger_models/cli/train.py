@@ -144,6 +144,15 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="dtype of AdamW's two moments (default: that of the weights)",
     )
 
+    add(
+        "--bias-update-rate",
+        type=float,
+        default=0.001,
+        metavar="X",
+        help="of models that balance the load of their experts by a correction bias: its step, each step; "
+        "0: it stays (default: %(default)s)",
+    )
+
     group = parser.add_argument_group("the machine")
     add = group.add_argument
     add(

@@ -37,6 +37,8 @@ class TrainConfig:
     weights            how AdamW keeps bfloat16 weights: master, compensated, stochastic or plain (see
                        liger_models.optim.AdamW)
     moments            the dtype of AdamW's moments; auto: that of the weights
+    bias_update_rate   step of the correction bias that balances the load of experts, in models that have one;
+                       0: it stays (see liger_models.update_correction_bias)
     eval_every, save_every  in steps; 0: evaluate at both ends only, save only when interrupted
     keep               how many checkpoint-N folders stay; 0: all
     resume             None: a new run; "auto": from the newest checkpoint in `output`, if any; or a folder
@@ -62,6 +64,7 @@ class TrainConfig:
     dtype: str = "auto"
     weights: str = "master"
     moments: str = "auto"
+    bias_update_rate: float = 0.001
     device: str = "auto"
     activation_memory: str = "lean"
     attention: str = "auto"
@@ -93,6 +96,7 @@ class TrainConfig:
         check("lr", 0 < self.lr < float("inf"), "a number above 0")
         check("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
         check("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
+        check("bias_update_rate", 0 <= self.bias_update_rate < float("inf"), "a number of 0 or more")
         check("weights", self.weights in WEIGHTS, f"one of {', '.join(WEIGHTS)}")
         check("moments", self.moments in MOMENTS, f"one of {', '.join(MOMENTS)}")
         check("attention", self.attention in BACKENDS, f"one of {', '.join(BACKENDS)}")

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from liger_models.causal_lm import LigerCausalLM
 from liger_models.convert.checkpoints.hub import local_path
 from liger_models.convert.errors import ConfigError, DataError, TrainingError
+from liger_models.layers.load_balance import update_correction_bias
 from liger_models.presets import PRESETS, preset
 from liger_models.training import state as states
 from liger_models.training.config import TrainConfig
@@ -193,6 +194,8 @@ class Run:
             group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if config.bias_update_rate:
+            update_correction_bias(self.model, config.bias_update_rate)
         tokens = sum(piece.stop - piece.start for row in rows for piece in row)
         self.progress = Progress(self.progress.step + 1, self.progress.tokens + tokens, self.stream.position)
         return loss_value, norm_value, tokens

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+import liger_models
+from liger_models.architectures import find_architecture
 from liger_models.convert.errors import ConfigError, DataError, TrainingError
 from liger_models.presets import PRESETS, preset
 from liger_models.training import loop
@@ -254,6 +256,52 @@ def test_two_ranks_train_as_one_process_with_the_same_batch(run, settings, losse
         for key in ("step", "tokens", "lr", "loss", "grad_norm", "eval_loss"):
             # Rounding of the first sums (1e-7) grows as AdamW divides small gradients by their own size.
             assert a.get(key, 0) == pytest.approx(b.get(key, 0), rel=1e-4), (a["step"], key)
+
+
+@pytest.fixture
+def checkpoint_of_experts(tmp_path, tokenizer_folder):
+    """GLM-4.5's tiny config with the tokenizer's vocabulary, fresh weights."""
+    folder = tmp_path / "experts"
+    torch.manual_seed(3)
+    liger_models.from_config(
+        {**find_architecture("glm4_moe").tiny, "vocab_size": 320}, device="cpu"
+    ).save_pretrained(folder)
+    for file in tokenizer_folder.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def correction_biases(model):
+    return torch.stack([b.clone() for name, b in model.named_buffers() if name.endswith("correction_bias")])
+
+
+@pytest.mark.parametrize("rate", [0.25, 0.0])
+def test_each_step_moves_correction_biases_by_the_rate(rate, start, checkpoint_of_experts):
+    run = start(model=str(checkpoint_of_experts), bias_update_rate=rate)
+    before = correction_biases(run.model)
+    for step in range(2):
+        run.step(1e-4, loop.Signals())
+        after = correction_biases(run.model)
+        moves = (after - before).abs()
+        assert set(moves.unique().tolist()) <= {0.0, rate}, step
+        assert moves.any() == (rate > 0)
+        before = after
+
+
+def test_correction_biases_go_on_from_a_checkpoint_as_they_were(run, settings, checkpoint_of_experts, losses):
+    options = {
+        "model": str(checkpoint_of_experts),
+        "bias_update_rate": 0.25,
+        "save_every": 1,
+        "schedule": "constant",
+    }
+    whole = run(settings(**options, steps=3))
+    run(settings(**options, steps=2, output=str(whole.final.parents[1] / "cut")))
+    resumed = run(settings(**options, steps=3, output=str(whole.final.parents[1] / "cut"), resume="auto"))
+    biases = [correction_biases(liger_models.from_hub(str(r.final), device="cpu")) for r in (whole, resumed)]
+    assert torch.equal(*biases)
+    assert biases[0].abs().max() >= 0.25
+    assert losses(resumed)[-1] == losses(whole)[-1]
 
 
 def test_the_curve_is_drawn_only_where_matplotlib_is(tmp_path, monkeypatch):
