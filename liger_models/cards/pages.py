@@ -89,7 +89,8 @@ def overview(families: Sequence[Architecture], repository: Path) -> str:
         f"{MADE}# Families\n\n"
         "Made from the registry, the published configs and the cards. A card shows what was checked of a\n"
         "family beside its reference in transformers, by the command `liger-models card FAMILY`; layouts\n"
-        f"are the forms in which its checkpoints are found, and not every size has all that is named.\n\n{table}\n"
+        "are the forms in which its checkpoints are found, and not every size has all that is named.\n\n"
+        f"{table}\n"
     )
 
 
