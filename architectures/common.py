@@ -127,11 +127,7 @@ def attention(c: HFConfig, *, bias: bool = False, window: int | None = None, **r
     """
     hidden_size, heads = c.take_count("hidden_size"), c.take_count("num_attention_heads")
     kv_heads = c.take_count("num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise ConfigError(
-            f"{c.name}: num_attention_heads is {heads} and num_key_value_heads {kv_heads}; "
-            "the first must be a multiple of the second"
-        )
+    check_groups(c, heads, kv_heads)
     head_dim = c.take_count("head_dim", None)
     if head_dim is None:
         if hidden_size % heads:
@@ -150,6 +146,18 @@ def attention(c: HFConfig, *, bias: bool = False, window: int | None = None, **r
         qkv_bias=bias,
         o_bias=bias,
     )
+
+
+def check_groups(c: HFConfig, heads: int, kv_heads: int) -> None:
+    """
+    Raises:
+        ConfigError: heads of queries cannot be divided among those of keys and values.
+    """
+    if heads % kv_heads:
+        raise ConfigError(
+            f"{c.name}: num_attention_heads is {heads} and num_key_value_heads {kv_heads}; "
+            "the first must be a multiple of the second"
+        )
 
 
 def rope(
@@ -189,6 +197,10 @@ def rope(
             "models do not have"
         )
     share = settings.pop("partial_rotary_factor")
+    if settings["rope_type"] == "proportional":  # of a whole head's pairs the first turn
+        factor = settings.pop("factor")
+        settings |= {"rope_type": "default"} if factor == 1 else {"rope_type": "linear", "factor": factor}
+        settings["turning"], share = int(share * head_dim // 2), 1.0
     if partial is None and share != 1:  # the references turn whole heads, whatever the config says
         raise ConfigError(
             f"{c.name}: partial_rotary_factor is {share}, but {c.model_type!r} models turn "

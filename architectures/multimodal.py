@@ -49,10 +49,18 @@ class Multimodal:
 
 
 # What the names of the towers' tensors begin with, also behind "model.".
-_TOWERS = ("vision_tower.", "multi_modal_projector.", "visual.")
+_TOWERS = (
+    "vision_tower.",
+    "audio_tower.",
+    "embed_vision.",
+    "embed_audio.",
+    "multi_modal_projector.",
+    "visual.",
+)
 
 MULTIMODAL: dict[str, Multimodal] = {
     "gemma3": Multimodal({"gemma3_text": "gemma3_text"}, tied=True, without=("final_logit_softcapping",)),
+    "gemma4": Multimodal({"gemma4_text": "gemma4_text"}, tied=True),
     "llava": Multimodal({"llama": "llama", "mistral": "mistral", "qwen2": "qwen2"}, tied_by_text=True),
     "mistral3": Multimodal({"mistral": "mistral", "ministral3": "ministral3"}, tied=True),
     "qwen2_5_vl": Multimodal(
@@ -86,6 +94,13 @@ _SIZES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 26,
         "num_attention_heads": 8,
     },
+    "gemma4_text": {
+        "vocab_size": 262144,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+    },
     "llama": {
         "vocab_size": 32000,
         "hidden_size": 4096,
@@ -106,7 +121,7 @@ _SIZES: dict[str, dict[str, Any]] = {
 _ASIDE_NAMES = """
     architectures auto_map model_type text_config vision_config audio_config ignore_index
     image_token_id image_token_index image_seq_length image_grid_pinpoints video_token_id audio_token_id
-    boi_token_index eoi_token_index boi_token_id eoi_token_id mm_tokens_per_image vision_token_id
+    boi_token_index eoi_token_index boi_token_id eoi_token_id boa_token_id eoa_token_index eoa_token_id mm_tokens_per_image vision_token_id
     vision_start_token_id vision_end_token_id vision_feature_layer vision_feature_select_strategy
     projector_hidden_act multimodal_projector_bias spatial_merge_size
 """

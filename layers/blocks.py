@@ -1,7 +1,8 @@
 """How the parts of a layer are connected. A new topology is a new block, never a flag in an old one.
 
 A block takes and returns the hidden states as two tensors, `x` and `residual`, whose sum is the residual
-stream: the sum is taken inside the next norm, in one kernel. `residual` is None in front of the first block.
+stream: the sum is taken inside the next norm, in one kernel. `residual` is None in front of the first block,
+and behind blocks that change the sum itself.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from liger_models.layers.norm import Norm, make_norm
 from liger_models.layers.self_attention import Attention
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import AttentionSpec, BlockSpec, LatentAttentionSpec, MoESpec
+
+Streams = tuple[Tensor, Tensor | None]
 
 
 class Mixer(Protocol):
@@ -59,8 +62,10 @@ class Block(nn.Module):
             self.mlp = make_mlp(hidden_size, spec.mlp)
         self.activation_memory: ActivationMemory = "lean"
 
-    def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """x, residual [T, H] -> two tensors [T, H] whose sum is the residual stream behind the layer."""
+    def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> Streams:
+        """x, residual [T, H] -> two tensors [T, H] whose sum is the residual stream behind the layer, or one
+        and None.
+        """
         raise NotImplementedError
 
     def set_activation_memory(self, level: ActivationMemory) -> None:
@@ -107,7 +112,7 @@ class PreNormBlock(Block):
         self.input_layernorm = make_norm(hidden_size, spec.norm)
         self.post_attention_layernorm = make_norm(hidden_size, spec.norm)
 
-    def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> Streams:
         x, residual = add_and_norm(self.input_layernorm, x, residual)
         x = self._scaled(self.self_attn(x, sequences))
         x, residual = add_and_norm(self.post_attention_layernorm, x, residual)
@@ -129,7 +134,7 @@ class SandwichBlock(Block):
         self.pre_feedforward_layernorm = make_norm(hidden_size, spec.norm)
         self.post_feedforward_layernorm = make_norm(hidden_size, spec.norm)
 
-    def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> Streams:
         x, residual = add_and_norm(self.input_layernorm, x, residual)
         x = self._scaled(self.post_attention_layernorm(self.self_attn(x, sequences)))
         x, residual = add_and_norm(self.pre_feedforward_layernorm, x, residual)
@@ -137,6 +142,25 @@ class SandwichBlock(Block):
 
     def _branch_inputs(self, level: ActivationMemory) -> int:
         return 2 if level == "all" else 0
+
+
+class ScaledSandwichBlock(SandwichBlock):
+    """`y = s * sandwich(x)`, s a number that is stored and not trained (Gemma 4)."""
+
+    layer_scalar: Tensor
+
+    def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
+        super().__init__(hidden_size, spec, layer, attention)
+        self.register_buffer("layer_scalar", torch.ones(1))
+
+    def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> Streams:
+        x, residual = super().forward(x, residual, sequences)
+        assert residual is not None
+        return (x + residual) * self.layer_scalar.to(x.dtype), None
+
+    def reset_parameters(self, *_: Any) -> None:
+        """A factor of one."""
+        nn.init.ones_(self.layer_scalar)
 
 
 class PostNormBlock(Block):
@@ -149,7 +173,7 @@ class PostNormBlock(Block):
         self.post_attention_layernorm = make_norm(hidden_size, spec.norm)
         self.post_feedforward_layernorm = make_norm(hidden_size, spec.norm)
 
-    def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> Streams:
         x = x if residual is None else x + residual
         x = x + self._scaled(self.post_attention_layernorm(self.self_attn(x, sequences)))
         return self._scaled(self.post_feedforward_layernorm(self.mlp(x, sequences))), x
@@ -165,7 +189,7 @@ class ParallelBlock(Block):
         super().__init__(hidden_size, spec, layer, attention)
         self.input_layernorm = make_norm(hidden_size, spec.norm)
 
-    def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> Streams:
         x, residual = add_and_norm(self.input_layernorm, x, residual)
         return self._scaled(self.self_attn(x, sequences) + self.mlp(x, sequences)), residual
 
@@ -180,11 +204,12 @@ MIXERS: dict[type, Callable[..., Mixer]] = {
 BLOCKS: dict[str, type[Block]] = {
     "pre_norm": PreNormBlock,
     "sandwich": SandwichBlock,
+    "scaled_sandwich": ScaledSandwichBlock,
     "post_norm": PostNormBlock,
     "parallel": ParallelBlock,
 }
 
 
 def add_and_norm(norm: Norm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual), x + residual); in front of the first block there is nothing to add."""
+    """(norm(x + residual), x + residual), or of x alone where there is nothing to add."""
     return (norm(x), x) if residual is None else norm(x, residual)

@@ -63,7 +63,8 @@ def split_norm_turn(
     """Queries and keys normalised and turned, and values.
 
     Args:
-        qkv: [T, q_size + 2 kv_size], queries first, then keys, then values.
+        qkv: [T, q_size + 2 kv_size], queries first, then keys, then values; or without values, if they are
+            keys.
         tables: cosines and sines, [T, dim / 2] each; None: nothing turns.
         spec: heads and norms.
         q_scale, k_scale: the norms' weights.
@@ -72,15 +73,17 @@ def split_norm_turn(
         q [T, num_attention_heads, head_dim], k and v [T, num_key_value_heads, head_dim].
     """
     assert spec.qk_norm is not None
+    norms = spec.qk_norm
     split = _fused if tables is not None and is_fused(spec) else _step_by_step
-    return q_scale(lambda *q: k_scale(lambda *k: split(qkv, tables, spec, spec.qk_norm, q, k)))
+    q, k, v = q_scale(lambda *q: k_scale(lambda *k: split(qkv, tables, spec, norms, q, k)))
+    return q, k, rms_norm(v, None, norms.norm.eps) if norms.values else v
 
 
 def is_fused(spec: AttentionSpec) -> bool:
     """Whether one kernel normalises and turns."""
     norms = spec.qk_norm
     rms = norms is not None and isinstance(norms.norm, NormSpec) and norms.scope != "own_head"
-    return rms and spec.rope is not None
+    return rms and spec.rope is not None and not spec.values_are_keys
 
 
 def norm_bytes(spec: AttentionSpec, itemsize: int) -> int:
@@ -92,7 +95,10 @@ def norm_bytes(spec: AttentionSpec, itemsize: int) -> int:
     assert norms is not None
     rows = 2 if norms.scope == "all_heads" else spec.num_attention_heads + spec.num_key_value_heads
     statistics = 4 if isinstance(norms.norm, NormSpec) else 8
-    return itemsize * (spec.q_size + spec.kv_size) + statistics * rows
+    kept = itemsize * (spec.q_size + spec.kv_size) + statistics * rows
+    if norms.values:
+        kept += 4 * spec.num_key_value_heads + (0 if spec.values_are_keys else itemsize * spec.kv_size)
+    return kept
 
 
 def _fused(qkv: Tensor, tables: Any, spec: Any, norms: Any, q: Any, k: Any) -> Split:
@@ -114,8 +120,9 @@ def _fused(qkv: Tensor, tables: Any, spec: Any, norms: Any, q: Any, k: Any) -> S
 
 
 def _step_by_step(qkv: Tensor, tables: Any, spec: Any, norms: Any, q: Any, k: Any) -> Split:
-    parts = qkv.split([spec.q_size, spec.kv_size, spec.kv_size], dim=-1)
-    queries, keys, values = (part.unflatten(-1, (-1, spec.head_dim)) for part in parts)
+    parts = qkv.split([spec.q_size, spec.kv_size] + [spec.kv_size] * (not spec.values_are_keys), dim=-1)
+    queries, keys, *own = (part.unflatten(-1, (-1, spec.head_dim)) for part in parts)
+    values = own[0] if own else keys
     if norms.before_rope:
         queries, keys = _norm(queries, norms, *q), _norm(keys, norms, *k)
     if tables is not None:

@@ -66,6 +66,13 @@ def effective_length(spec: RopeSpec, longest: int | None) -> int:
 
 
 def _inverse_frequencies(spec: RopeSpec, length: int) -> Tensor:
+    inv_freq = _of_all_pairs(spec, length)
+    if spec.turning is not None:
+        inv_freq[spec.turning :] = 0.0
+    return inv_freq
+
+
+def _of_all_pairs(spec: RopeSpec, length: int) -> Tensor:
     exponents = torch.arange(0, spec.dim, 2, dtype=torch.float32, device="cpu") / spec.dim
     if spec.type == "dynamic":
         factor, limit = _required(spec, "factor"), _required(spec, "max_position_embeddings")

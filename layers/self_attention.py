@@ -38,7 +38,11 @@ class Attention(nn.Module):
     ):
         super().__init__()
         self.spec, self.layer, self.backend = spec, layer, backend
-        parts = {"q_proj": spec.q_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
+        if spec.values_are_keys and spec.qk_norm is None:
+            raise ValueError("values are keys as they were before their norm, and this spec has no qk_norm")
+        parts = {"q_proj": spec.q_size, "k_proj": spec.kv_size}
+        if not spec.values_are_keys:
+            parts["v_proj"] = spec.kv_size
         self.qkv_proj = PackedLinear(hidden_size, parts, spec.qkv_bias)
         self.o_proj = Linear(spec.q_size, hidden_size, bias=spec.o_bias)
         self.sinks = nn.Parameter(torch.zeros(spec.num_attention_heads)) if spec.sinks else None

@@ -15,7 +15,7 @@ from liger_models.kernels import ClampedSwiGLU as ClampedSwiGLU
 RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
 NormCast = Literal["llama", "gemma", "float32"]
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu2", "xielu"]
-Topology = Literal["pre_norm", "sandwich", "post_norm", "parallel"]
+Topology = Literal["pre_norm", "sandwich", "scaled_sandwich", "post_norm", "parallel"]
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,16 @@ class RopeSpec:
     contexts.
 
     `dim` is the number of rotated dimensions of a head (the rest pass unrotated); `interleaved` pairs the
-    dimensions (2i, 2i+1) instead of (i, i + dim/2). The fields after `max_position_embeddings` belong to the
-    rope types that name them in `layers/rotary.py`; they are None where a type does not use them.
+    dimensions (2i, 2i+1) instead of (i, i + dim/2). Of these pairs only the first `turning`
+    turn (None: all). The fields after `max_position_embeddings` belong to the rope types that name them in
+    `layers/rotary.py`; they are None where a type does not use them.
     """
 
     dim: int
     theta: float = 10_000.0
     type: RopeType = "default"
     interleaved: bool = False
+    turning: int | None = None
     max_position_embeddings: int | None = None
     factor: float | None = None
     original_max_position_embeddings: int | None = None
@@ -84,11 +86,13 @@ class QKNormSpec:
     `scope` says what is normalised together, and by which weight: "head", each head by itself and all by one
     weight [head_dim] (Qwen 3, Gemma 3); "own_head", each head by itself with a weight of its own, [heads,
     head_dim] (Cohere); "all_heads", the heads of a token together, by a weight [heads * head_dim] (OLMo 2).
+    With `values` each head of the values is normalised too, without a weight (Gemma 4).
     """
 
     norm: NormSpec | LayerNormSpec = NormSpec()
     scope: Literal["head", "own_head", "all_heads"] = "head"
     before_rope: bool = True
+    values: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,7 @@ class AttentionSpec:
     it). `rope` is None for a layer without positions. `softcap` bounds the scores: softcap * tanh(score /
     softcap). With `sinks` each head learns a logit that takes its share of the weights and gives nothing.
     `query_scale` multiplies the queries by their positions, once they are turned.
+    With `values_are_keys` one projection gives both: what the keys were before their norm and rotation.
     """
 
     num_attention_heads: int
@@ -123,6 +128,7 @@ class AttentionSpec:
     sinks: bool = False
     qk_norm: QKNormSpec | None = None
     query_scale: QueryScaleSpec | None = None
+    values_are_keys: bool = False
 
     @property
     def q_size(self) -> int:

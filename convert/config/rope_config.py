@@ -27,6 +27,7 @@ _KIND_NAMES = {
 _ROPE_TYPES: dict[str, tuple[_RopeFields, dict[str, Any]]] = {
     "default": ({}, {}),
     "linear": ({"factor": _NUMBER}, {}),
+    "proportional": ({}, {"factor": 1.0}),
     "dynamic": ({"factor": _NUMBER, "original_max_position_embeddings": (int,)}, {}),
     "yarn": (
         {"factor": _NUMBER, "original_max_position_embeddings": (int,)},
@@ -98,7 +99,7 @@ def read_rope(
         local_theta = c.take("rope_local_base_freq", None)
         if layer_type == "sliding_attention":
             if default_local_theta is not None:
-                theta, default_theta = local_theta, default_local_theta
+                theta, default_theta, partial = local_theta, default_local_theta, None
             elif local_theta is not None:
                 theta = local_theta
             scaling = None
@@ -147,6 +148,8 @@ def both_rope_spellings(raw: Mapping[str, Any]) -> dict[str, Any]:
     new = raw.get("rope_parameters")
     if is_nested(new):
         full, sliding = new.get("full_attention"), new.get("sliding_attention")
+        if any("partial_rotary_factor" in of_type for of_type in (full, sliding) if of_type):
+            return {}  # which the old one cannot say of one type alone
         old = _old_rope_spelling(full) if full else {}
         return {**old, "rope_local_base_freq": sliding["rope_theta"]} if sliding else old
     if new:

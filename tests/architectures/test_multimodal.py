@@ -55,6 +55,22 @@ CASES = {
             "mm_tokens_per_image": 4,
         },
     ),
+    "gemma4": (
+        "Gemma4ForConditionalGeneration",
+        {
+            "model_type": "gemma4",
+            "text_config": {
+                **TEXT,
+                "model_type": "gemma4_text",
+                "sliding_window": 7,
+                "final_logit_softcapping": 2.0,
+                "hidden_size_per_layer_input": 0,
+                "global_head_dim": 24,
+                "attention_k_eq_v": True,
+            },
+            "vision_config": {**TOWER, "num_key_value_heads": 2, "head_dim": 16},
+        },
+    ),
     "llava": (
         "LlavaForConditionalGeneration",
         {"model_type": "llava", "text_config": {**TEXT, "model_type": "llama"}, "vision_config": CLIP},
@@ -208,8 +224,8 @@ def test_a_tensor_that_nobody_knows_is_named(written, tmp_path):
     _, folder = written
     to = rewrite(folder, tmp_path / "odd")
     tensors = load_file(to / "model.safetensors")
-    save_file({**tensors, "audio_tower.conv.weight": torch.rand(3)}, to / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"audio_tower\.conv\.weight"):
+    save_file({**tensors, "speech_tower.conv.weight": torch.rand(3)}, to / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"speech_tower\.conv\.weight"):
         liger_models.from_hub(to, text_only=True)
 
 
@@ -228,6 +244,8 @@ def test_what_a_text_config_leaves_out_is_what_it_is_to_the_reference(case):
     name, config = CASES[case]
     kind = config["text_config"].get("model_type")
     kept = {"model_type": kind} if kind else SIZES
+    if kind == "gemma4_text":
+        kept["hidden_size_per_layer_input"] = 0  # what they are by default is refused
     raw = {"model_type": config["model_type"], "text_config": kept, "vision_config": config["vision_config"]}
     config_class = getattr(pytest.importorskip("transformers"), name).config_class
     assert text_spec(raw) == text_spec(config_class(**copy.deepcopy(raw)).to_dict())

@@ -39,6 +39,7 @@ ROUTED = {
 BLOCKS = {
     "pre_norm": PRE_NORM,
     "sandwich": replace(PRE_NORM, topology="sandwich"),
+    "scaled sandwich": replace(PRE_NORM, topology="scaled_sandwich"),
     "post_norm": replace(PRE_NORM, topology="post_norm"),
     "parallel": replace(PRE_NORM, topology="parallel"),
     "layer norm": replace(PRE_NORM, norm=LayerNormSpec()),
@@ -48,6 +49,10 @@ BLOCKS = {
     "norms of heads": replace(PRE_NORM, mixer=replace(ATTENTION, qk_norm=QKNormSpec())),
     "norms of all heads": replace(
         PRE_NORM, mixer=replace(ATTENTION, qk_norm=QKNormSpec(scope="all_heads", before_rope=False))
+    ),
+    "norms of values": replace(PRE_NORM, mixer=replace(ATTENTION, qk_norm=QKNormSpec(values=True))),
+    "values that are keys": replace(
+        PRE_NORM, mixer=replace(ATTENTION, qk_norm=QKNormSpec(values=True), values_are_keys=True)
     ),
     "without positions": replace(PRE_NORM, mixer=replace(ATTENTION, rope=None)),
     **{name: replace(PRE_NORM, mlp=mlp) for name, mlp in ROUTED.items()},
