@@ -1,4 +1,4 @@
-"""Gemma 4 (Google DeepMind, 2026), its dense text models: as Gemma 3 with wider heads on layers of full
+"""Gemma 4, its dense text models (Google DeepMind, 2026): as Gemma 3 with wider heads on layers of full
 attention, whose values are their keys, norms of values too, rotations of a part of those heads' pairs, and a
 stored factor behind each layer. Inputs for each layer, layers that share keys and values, and experts are not
 supported.
@@ -7,13 +7,15 @@ supported.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from liger_models.architectures.common import check_groups, decoder, mlp, rope, windows
+from liger_models.architectures.common import attention, check_groups, decoder, mlp, rope, windows
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError, abbreviate
-from liger_models.layers.spec import AttentionSpec, BlockSpec, ModelSpec, NormSpec, QKNormSpec, RopeSpec
+from liger_models.layers.spec import AttentionSpec, BlockSpec, ModelSpec, NormSpec, QKNormSpec
 
+LOCAL: dict[str, Any] = {"local_theta": 1e4}
 PARTIAL = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
 
 OTHER_ROPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
@@ -66,12 +68,11 @@ ASIDE = (
             }
         },
         "rope_left_out": {"rope_parameters": ...},
-        "by_layer": {"per_layer_config": {"2": {"head_dim": 32, "num_key_value_heads": 4}}},
+        "by_layer": {"per_layer_config": {"02": {"head_dim": 32, "num_key_value_heads": 4}}},
         "every_sixth": {"num_hidden_layers": 7, "head_dim": 8, "global_head_dim": 8},
     },
     skip={
         "published:config": "none is known here for certain",
-        "refusal:head_dim_by_division": "a head_dim of null is refused",
         **{f"rope:{kind}": "the reference cannot run it" for kind in OTHER_ROPES},
         **{f"field:RopeSpec.{name}": "of those rope types" for name in OTHER_FIELDS},
         **{f"key:{key}": "of what is refused, or of no effect" for key in ASIDE},
@@ -80,62 +81,58 @@ ASIDE = (
 def gemma4_text(c: HFConfig) -> ModelSpec:
     _refuse_what_is_missing(c)
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6), cast="gemma")
-    layers = c.take_count("num_hidden_layers")
+    layers, feed_forward = c.take_count("num_hidden_layers"), mlp(c, key="hidden_activation")
     slides = windows(c, lambda i: "sliding_attention" if (i + 1) % 6 and i + 1 < layers else "full_attention")
     if slides[-1] is not None:
         raise ConfigError(f"{c.name}: the last of layer_types must be full_attention")
-    feed_forward = mlp(c, key="hidden_activation")
-    local = rope(c, c.take_count("head_dim"), layer_type="sliding_attention", local_theta=1e4)
-    local = replace(local, max_position_embeddings=None)  # no distance is longer than the window
+    attn = replace(
+        attention(c, bias=c.take_flag("attention_bias", False), layer_type="sliding_attention", **LOCAL),
+        scale=1.0,
+        qk_norm=QKNormSpec(norm, values=True),
+    )
+    mixers = [_mixer(c, i, window, attn) for i, window in enumerate(slides)]
     return decoder(
         c,
-        [
-            BlockSpec(_attention(c, i, window, norm, local), feed_forward, norm, topology="scaled_sandwich")
-            for i, window in enumerate(slides)
-        ],
+        [BlockSpec(mixer, feed_forward, norm, topology="scaled_sandwich") for mixer in mixers],
         norm,
         embed_scale=c.take_count("hidden_size") ** 0.5,
         logit_softcap=c.take_number("final_logit_softcapping", None),
     )
 
 
-def _attention(c: HFConfig, layer: int, window: int | None, norm: NormSpec, local: RopeSpec) -> AttentionSpec:
-    """Of one layer: sizes and rotation differ by its type."""
+def _mixer(c: HFConfig, layer: int, window: int | None, attn: AttentionSpec) -> AttentionSpec:
+    """Attention of one layer, whose sizes and rotation differ by its type."""
     full, shared = window is None, c.take_flag("attention_k_eq_v", False)
-    own, bias = _of_layer(c, layer, full, shared), c.take_flag("attention_bias", False)
-    head_dim = own.get("head_dim", c.take_count("head_dim"))
-    heads = c.take_count("num_attention_heads")
-    kv_heads = own.get("num_key_value_heads", c.take_count("num_key_value_heads"))
-    check_groups(c, heads, kv_heads)
-    return AttentionSpec(
-        heads,
-        kv_heads,
-        head_dim,
-        scale=1.0,
-        rope=rope(c, head_dim, layer_type="full_attention", theta=1e6, scaling=PARTIAL) if full else local,
-        window=window,
-        qkv_bias=bias,
-        o_bias=bias,
-        qk_norm=QKNormSpec(norm, values=True),
-        values_are_keys=full and shared,
-    )
+    attn = replace(attn, window=window, **_of_layer(c, layer, full, shared))
+    check_groups(c, attn.num_attention_heads, attn.num_key_value_heads)
+    if full:
+        turns = rope(c, attn.head_dim, layer_type="full_attention", theta=1e6, scaling=PARTIAL)
+        return replace(attn, rope=turns, values_are_keys=shared)
+    turns = rope(c, attn.head_dim, layer_type="sliding_attention", **LOCAL)
+    return replace(attn, rope=replace(turns, max_position_embeddings=None))  # no distance is longer
 
 
-def _of_layer(c: HFConfig, layer: int, full: bool, shared: bool) -> dict[str, int]:
+def _of_layer(c: HFConfig, layer: int, full: bool, shared: bool) -> dict[str, Any]:
     """What a layer has in place of the model's own sizes: by `per_layer_config`, or by its type."""
     head_dim, heads = c.take_count("global_head_dim", 512), c.take_count("num_global_key_value_heads", None)
     stated = c.take("per_layer_config", None)
     if stated is None:
         own = {"head_dim": head_dim, "num_key_value_heads": heads if shared else None}
         return {key: size for key, size in own.items() if size is not None} if full else {}
-    sizes = stated.get(str(layer), stated.get(layer, {})) if isinstance(stated, dict) else None
-    known = isinstance(sizes, dict) and sizes.keys() <= {"head_dim", "num_key_value_heads"}
-    if not known or not all(type(size) is int and size > 0 for size in sizes.values()):  # type: ignore[union-attr]
+    known, count = {"head_dim", "num_key_value_heads"}, c.take_count("num_hidden_layers")
+    if not isinstance(stated, dict) or not all(
+        str(key).isdecimal()
+        and int(key) < count  # "05" too
+        and isinstance(sizes, dict)
+        and sizes.keys() <= known
+        and all(type(size) is int and size > 0 for size in sizes.values())
+        for key, sizes in stated.items()
+    ):
         raise ConfigError(
-            f"{c.name}: per_layer_config must give layers whole numbers for head_dim and "
-            f"num_key_value_heads, found {abbreviate(stated)}"
+            f"{c.name}: per_layer_config must give some of the {count} layers, by their numbers, whole "
+            f"numbers for head_dim and num_key_value_heads, found {abbreviate(stated)}"
         )
-    return sizes  # type: ignore[return-value]
+    return {int(key): sizes for key, sizes in stated.items()}.get(layer, {})
 
 
 def _refuse_what_is_missing(c: HFConfig) -> None:

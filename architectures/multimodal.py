@@ -58,9 +58,11 @@ _TOWERS = (
     "visual.",
 )
 
+_OWN_ROOT = (("model.language_model.", "model."), ("language_model.", "model."))
+
 MULTIMODAL: dict[str, Multimodal] = {
     "gemma3": Multimodal({"gemma3_text": "gemma3_text"}, tied=True, without=("final_logit_softcapping",)),
-    "gemma4": Multimodal({"gemma4_text": "gemma4_text"}, tied=True),
+    "gemma4": Multimodal({"gemma4_text": "gemma4_text"}, _OWN_ROOT, tied=True),
     "llava": Multimodal({"llama": "llama", "mistral": "mistral", "qwen2": "qwen2"}, tied_by_text=True),
     "mistral3": Multimodal({"mistral": "mistral", "ministral3": "ministral3"}, tied=True),
     "qwen2_5_vl": Multimodal(
@@ -77,7 +79,7 @@ MULTIMODAL: dict[str, Multimodal] = {
     ),
     "qwen3_vl": Multimodal(
         {"qwen3_vl_text": "qwen3"},
-        (("model.language_model.", "model."), ("language_model.", "model.")),
+        _OWN_ROOT,
         without=("use_sliding_window", "layer_types"),
         axes=True,
         defaults={"rope_theta": 5e5, "max_position_embeddings": 128000},
@@ -121,7 +123,8 @@ _SIZES: dict[str, dict[str, Any]] = {
 _ASIDE_NAMES = """
     architectures auto_map model_type text_config vision_config audio_config ignore_index
     image_token_id image_token_index image_seq_length image_grid_pinpoints video_token_id audio_token_id
-    boi_token_index eoi_token_index boi_token_id eoi_token_id boa_token_id eoa_token_index eoa_token_id mm_tokens_per_image vision_token_id
+    boi_token_index eoi_token_index boi_token_id eoi_token_id boa_token_id eoa_token_index
+    mm_tokens_per_image vision_token_id
     vision_start_token_id vision_end_token_id vision_feature_layer vision_feature_select_strategy
     projector_hidden_act multimodal_projector_bias spatial_merge_size
 """

@@ -87,7 +87,7 @@ def other_values(value: Any, hint: Any) -> list[Any]:
         parts = [kind for kind in kinds if is_dataclass(kind)]
         if parts:
             return [kind(*[4] * len(_needed(kind))) for kind in parts]  # type: ignore[operator]
-        return [3] if int in kinds else [0.5] if float in kinds else []
+        return [2] if int in kinds else [0.5] if float in kinds else []
     return nothing
 
 

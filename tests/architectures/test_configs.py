@@ -86,8 +86,8 @@ def test_what_a_registration_skips_would_be_tested_otherwise(family):
         "refusal": lambda name: name in REFUSED and accepts(family, REFUSED[name][0]),
         "field": lambda name: True,
         "swap": lambda name: True,
-        "rounding": lambda name: name == "norms",
         "published": lambda name: name == "config",
+        "rounding": lambda name: name == "norms",
     }
     entries = [entry.partition(":") for entry in find_architecture(family).skip]
     assert not [entry for entry in entries if entry[0] not in used or not used[entry[0]](entry[2])]
@@ -109,3 +109,24 @@ def test_keys_that_a_mistral_config_leaves_out_have_the_reference_values():
     attention = spec.blocks[0].mixer
     assert (attention.window, attention.num_key_value_heads) == (4096, 8)
     assert spec_of("mistral", {"sliding_window": None}).blocks[0].mixer.window is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"per_layer_config": {"full_attention": {"head_dim": 32}}},
+            "some of the 3 layers, by their numbers",
+        ),
+        ({"per_layer_config": {"3": {"head_dim": 32}}}, "some of the 3 layers, by their numbers"),
+        ({"per_layer_config": {"0": {"sliding_window": 3}}}, "whole numbers for head_dim and"),
+        ({"hidden_size_per_layer_input": 16}, "hidden_size_per_layer_input is 16"),
+        ({"num_kv_shared_layers": 1}, "num_kv_shared_layers is 1"),
+        ({"enable_moe_block": True}, "enable_moe_block is True"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
+        ({"layer_types": ["sliding_attention"] * 3}, "the last of layer_types must be full_attention"),
+    ],
+)
+def test_what_gemma_4_has_and_we_have_not_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        spec_of("gemma4_text", changes)

@@ -162,6 +162,7 @@ def test_the_text_part_gives_the_references_logits(written, failures):
     assert {name.removeprefix("model.").split(".")[0] for name in model.left_out} <= {
         "vision_tower",
         "multi_modal_projector",
+        "embed_vision",
         "visual",
     }
 
@@ -185,7 +186,8 @@ def in_memory(name: str) -> str:
         return "model.language_model." + name.removeprefix("language_model.model.")
     if name.startswith(("vision_tower.", "multi_modal_projector.", "visual.")):
         return f"model.{name}"
-    if name.startswith("model.") and not name.startswith(("model.visual.", "model.language_model.")):
+    towers = ("model.visual.", "model.vision_tower.", "model.embed_vision.")
+    if name.startswith("model.") and not name.startswith(("model.language_model.", *towers)):
         return "model.language_model." + name.removeprefix("model.")
     return name
 
