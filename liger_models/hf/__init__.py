@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from liger_models.hf.adapters import load_adapter, save_adapter
     from liger_models.hf.families import classes_of, register, unregister
     from liger_models.hf.models import LigerForCausalLM, LigerForSequenceClassification, LigerModel
 
@@ -21,11 +22,14 @@ __all__ = [
     "LigerForSequenceClassification",
     "LigerModel",
     "classes_of",
+    "load_adapter",
     "register",
+    "save_adapter",
     "unregister",
 ]
 
 _HOMES = {
+    **dict.fromkeys(("load_adapter", "save_adapter"), "adapters"),
     **dict.fromkeys(("LigerForCausalLM", "LigerForSequenceClassification", "LigerModel"), "models"),
     **dict.fromkeys(("classes_of", "register", "unregister"), "families"),
 }

@@ -310,8 +310,9 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
             )
         if past_key_values is None:
             bounds = others.pop("cu_seq_lens_q", None)
-            for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"):  # the same, and what follows
-                others.pop(name, None)
+            if bounds is not None or position_ids is not None:
+                for name in ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"):
+                    others.pop(name, None)  # the same documents in other words
             return Sequences.from_call(shape, device, attention_mask, position_ids, bounds)
         if torch.is_grad_enabled() and self.is_gradient_checkpointing:
             raise ValueError(

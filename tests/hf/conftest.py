@@ -45,6 +45,7 @@ def make_both(hf, tmp_path) -> Callable[..., Both]:
     import transformers
 
     def make(family: str, task: str = "CausalLM", projections: str = "fused", **changes: Any) -> Both:
+        hf.unregister()
         auto = getattr(transformers, f"AutoModelFor{task}" if task else "AutoModel")
         tiny = {"pad_token_id": None, **find_architecture(family).tiny, **changes}
         config = transformers.AutoConfig.for_model(**tiny)

@@ -104,11 +104,14 @@ def test_packed_documents_do_not_see_one_another(make_both, batch):
     positions = torch.cat([torch.arange(9), torch.arange(13)])[None]
     bounds = torch.tensor([0, 9, 22], dtype=torch.int32)
     flattened = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 13, "max_length_k": 13}
+    flattened["seq_idx"] = torch.tensor([[0] * 9 + [1] * 13])
     for found in (
         model(ids, position_ids=positions, use_cache=False),
         model(ids, position_ids=positions, use_cache=False, **flattened),
     ):
         assert relative_distance(found.logits[0], torch.cat(apart)) <= BOUND
+    with pytest.raises(TypeError, match="seq_idx"):  # alone it would be passed over
+        model(ids, seq_idx=flattened["seq_idx"])
 
 
 def test_a_tuple_where_it_is_asked_for(make_both, batch):

@@ -1,0 +1,181 @@
+"""LoRA adapters of PEFT on packed projections, in files under the usual names.
+
+A packed projection is one layer, and so has one adapter: W + s B A, with W = cat(W_q, W_k, W_v) by rows.
+
+    packed -> usual:  each part gets A itself, and of B (and of DoRA's magnitude) its rows. Exact.
+    usual -> packed:  where the parts share A, the way back. Else A is stacked and B block-diagonal, the rank
+                      is the sum of the parts' ranks, and alpha is such that the scale s stays. Exact; a part
+                      without adapter has zeros.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from liger_models.convert.errors import CheckpointError
+from liger_models.layers.packed_linear import PackedLinear
+
+TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+def save_adapter(model: Any, folder: str | Path, adapter_name: str = "default") -> None:
+    """Write an adapter of a PeftModel as PEFT writes it, under the usual names where projections are packed.
+    transformers' own model, and whatever else reads PEFT's files, loads it.
+
+    Raises:
+        CheckpointError: a packed projection is adapted by something else than LoRA or DoRA.
+    """
+    folder = Path(folder)
+    model.save_pretrained(folder, selected_adapters=[adapter_name])
+    folder = folder if adapter_name == "default" else folder / adapter_name
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    tensors = load_file(folder / TENSORS)
+    packed = _packed(model.get_base_model())
+    for path, parts in packed.items():
+        stem = f"base_model.model.{path}."
+        kinds = {name.removeprefix(stem): name for name in tensors if name.startswith(stem)}
+        for kind, name in kinds.items():
+            if kind not in _KINDS:
+                raise CheckpointError(
+                    f"{name}: of a packed projection only {', '.join(_KINDS)} can be divided; call "
+                    "model.split_projections() before the adapter is made"
+                )
+            whole = tensors.pop(name)
+            rows = [whole] * len(parts) if kind == "lora_A.weight" else whole.split(list(parts.values()))
+            for part, tensor in zip(parts, rows, strict=True):
+                tensors[f"base_model.model.{_beside(path, part)}.{kind}"] = tensor.clone()
+    parts_by_name = {path.rpartition(".")[2]: list(parts) for path, parts in packed.items()}
+    _write(folder, _with_usual_names(config, parts_by_name), tensors)
+
+
+def load_adapter(model: nn.Module, folder: str | Path, **options: Any) -> Any:
+    """A PeftModel of one of our models with an adapter from a folder, whose names are the usual ones,
+    however the model's projections are.
+
+    Args:
+        model: one of our models.
+        folder: what PEFT or `save_adapter` wrote.
+        options: of `PeftModel.from_pretrained`, such as `is_trainable`.
+
+    Raises:
+        CheckpointError: an adapter that no packed projection can have, or of which a tensor has no place.
+    """
+    import peft
+
+    config = json.loads((Path(folder) / CONFIG).read_text(encoding="utf-8"))
+    tensors = load_file(Path(folder) / TENSORS)
+    packed = _packed(model)
+    targets = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in tensors}
+    for path, parts in packed.items():
+        paths = {part: _beside(path, part) for part in parts}
+        if targets & set(paths.values()):
+            targets = targets - set(paths.values()) | {path}
+            _pack(path, {paths[part]: rows for part, rows in parts.items()}, config, tensors)
+    config["target_modules"] = sorted(targets)  # whole paths: no pattern finds a part by chance
+    with tempfile.TemporaryDirectory() as packed_folder:
+        _write(Path(packed_folder), config, tensors)
+        adapted = peft.PeftModel.from_pretrained(model, packed_folder, **options)
+    expected = peft.get_peft_model_state_dict(adapted, adapter_name=options.get("adapter_name", "default"))
+    if wrong := sorted(expected.keys() ^ tensors.keys()):
+        raise CheckpointError(f"{folder}: the adapter and the model differ in {wrong[:4]}")
+    return adapted
+
+
+_KINDS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
+
+
+def _pack(path: str, parts: Mapping[str, int], config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Put the adapter of one packed projection in the place of those of its parts."""
+
+    def take(part: str, kind: str) -> Tensor | None:
+        return tensors.pop(f"base_model.model.{part}.{kind}", None)
+
+    a, b, magnitude = ({part: take(part, kind) for part in parts} for kind in _KINDS)
+    given = [part for part in parts if a[part] is not None and b[part] is not None]
+    if half := [part for part in parts if (a[part] is None) != (b[part] is None)]:
+        raise CheckpointError(f"{half[0]}: the adapter has one of lora_A and lora_B without the other")
+    scales = {_scale(config, part) for part in given}
+    if len(scales) > 1 or (config.get("use_dora") and len(given) < len(parts)):
+        raise CheckpointError(
+            f"{path}: the adapters of its parts {', '.join(parts)} have different scales, or DoRA adapts "
+            "only some of them; call model.split_projections() and load the adapter with PEFT"
+        )
+    down = [tensor for part in given if (tensor := a[part]) is not None]
+    shared = len(given) == len(parts) and all(torch.equal(tensor, down[0]) for tensor in down)
+    packed_a = down[0] if shared else torch.cat(down)
+    packed_b = down[0].new_zeros(sum(parts.values()), len(packed_a))
+    row = column = 0
+    for part, rows in parts.items():
+        up = b[part]
+        if up is not None:
+            packed_b[row : row + rows, column : column + up.shape[1]] = up
+            column += 0 if shared else up.shape[1]
+        row += rows
+    stem, rank = f"base_model.model.{path}", len(packed_a)
+    tensors |= {f"{stem}.lora_A.weight": packed_a, f"{stem}.lora_B.weight": packed_b}
+    if magnitudes := [tensor for tensor in magnitude.values() if tensor is not None]:
+        tensors[f"{stem}.lora_magnitude_vector"] = torch.cat(magnitudes)
+    (scale,) = scales
+    config["rank_pattern"] = {**config.get("rank_pattern", {}), path: rank}
+    alpha = scale * (rank**0.5 if config.get("use_rslora") else rank)
+    config["alpha_pattern"] = {**config.get("alpha_pattern", {}), path: alpha}
+
+
+def _scale(config: Mapping[str, Any], path: str) -> float:
+    """alpha / r of a layer, or alpha / sqrt(r)."""
+    from peft.utils.other import get_pattern_key
+
+    def of(pattern: str, default: Any) -> Any:
+        found = config.get(pattern) or {}
+        return found.get(get_pattern_key(list(found), path), default)
+
+    rank = of("rank_pattern", config["r"])
+    return of("alpha_pattern", config["lora_alpha"]) / (rank**0.5 if config.get("use_rslora") else rank)
+
+
+def _with_usual_names(config: dict[str, Any], parts: Mapping[str, list[str]]) -> dict[str, Any]:
+    """A config whose targets and patterns name the parts of packed projections."""
+
+    def usual(name: str) -> list[str]:
+        for packed, names in parts.items():
+            if name == packed or name.endswith(f".{packed}"):
+                return [name.removesuffix(packed) + part for part in names]
+        return [name]
+
+    targets = config["target_modules"]
+    if isinstance(targets, str):  # a pattern
+        for packed, names in parts.items():
+            targets = targets.replace(packed, f"({'|'.join(names)})")
+        config["target_modules"] = targets
+    else:
+        config["target_modules"] = sorted(part for name in targets for part in usual(name))
+    for pattern in ("rank_pattern", "alpha_pattern"):
+        given = config.get(pattern) or {}
+        config[pattern] = {part: value for name, value in given.items() for part in usual(name)}
+    return config
+
+
+def _packed(model: nn.Module) -> dict[str, dict[str, int]]:
+    """The packed projections of a model, by their paths, and the rows of their parts."""
+    return {
+        path.removesuffix(".base_layer"): module.parts
+        for path, module in model.named_modules()
+        if isinstance(module, PackedLinear)
+    }
+
+
+def _beside(path: str, part: str) -> str:
+    return f"{path.rpartition('.')[0]}.{part}"
+
+
+def _write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    save_file({name: x.contiguous() for name, x in tensors.items()}, folder / TENSORS, {"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")

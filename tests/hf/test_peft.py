@@ -1,0 +1,197 @@
+"""PEFT on our models: adapters with the usual names are those of transformers' own models, both ways."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hf_pairs import BOUND, relative_distance
+from safetensors.torch import load_file, save_file
+
+import liger_models
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+USUAL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def adapt(model, targets=USUAL, **settings):
+    """With random adapters, which change what the model computes."""
+    config = peft.LoraConfig(
+        r=3, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=False, **settings
+    )
+    adapted = peft.get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in adapted.parameters():
+            if p.requires_grad:
+                noise = 0.3 * torch.randn(p.shape, generator=generator)
+                p.copy_(noise / p.shape[-1] ** 0.5 if p.dim() > 1 else p * (1 + noise))
+    return adapted.eval()
+
+
+def tensors(folder):
+    return load_file(folder / "adapter_model.safetensors")
+
+
+WAYS = {
+    "lora": {},
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+    "ranks": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"up_proj": 5}},
+    "head": {"targets": [*USUAL, "lm_head", "embed_tokens"]},
+    "saved": {"modules_to_save": ["lm_head"]},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_adapters_of_split_projections_are_the_references(way, make_both, batch, tmp_path):
+    both = make_both("llama", projections="split")
+    theirs = adapt(both.reference, **WAYS[way])
+    theirs.save_pretrained(tmp_path / "theirs_adapter")
+    ours = peft.PeftModel.from_pretrained(both.ours, tmp_path / "theirs_adapter", is_trainable=True).eval()
+    expected, found = theirs(**batch), ours(**batch)
+    assert relative_distance(found.loss, expected.loss) <= BOUND
+    expected.loss.backward()
+    found.loss.backward()
+    gradients = {name: p.grad for name, p in theirs.named_parameters() if p.requires_grad}
+    assert gradients.keys() == {name for name, p in ours.named_parameters() if p.requires_grad}
+    for name, gradient in gradients.items():
+        assert relative_distance(ours.get_parameter(name).grad, gradient) <= BOUND, name
+    ours.save_pretrained(tmp_path / "ours_adapter")
+    saved, again = (tensors(tmp_path / f"{whose}_adapter") for whose in ("theirs", "ours"))
+    assert saved.keys() == again.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in saved.items())
+
+
+def test_merged_adapters_are_saved_as_a_checkpoint(make_both, batch, tmp_path):
+    both = make_both("llama", projections="split")
+    ours = adapt(both.ours)
+    expected = ours(**batch).loss
+    merged = ours.merge_and_unload()
+    merged.fuse_projections()
+    merged.save_pretrained(tmp_path / "merged")
+    again = type(both.reference).from_pretrained(tmp_path / "merged").eval()
+    assert relative_distance(again(**batch).loss, expected) <= BOUND
+
+
+@pytest.mark.parametrize("targets", [["qkv_proj", "gate_up_proj", "o_proj"], ["o_proj", "down_proj"]])
+def test_adapters_of_fused_projections_train(targets, make_both, batch):
+    both = make_both("llama")
+    ours = adapt(both.ours, targets)
+    ours.train()(**batch).loss.backward()
+    assert all(p.grad.any() for p in ours.parameters() if p.requires_grad)
+
+
+FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+FUSED_WAYS = {
+    "lora": {},
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+    "ranks": {"rank_pattern": {"qkv_proj": 2}, "alpha_pattern": {"gate_up_proj": 5}},
+    "saved": {"modules_to_save": ["lm_head"]},
+}
+
+
+@pytest.mark.parametrize("way", FUSED_WAYS)
+def test_adapters_of_fused_projections_are_exported_exactly_and_read_back(
+    way, make_both, batch, tmp_path, hf
+):
+    both = make_both("llama")
+    ours = adapt(both.ours, FUSED, **FUSED_WAYS[way])
+    hf.save_adapter(ours, tmp_path / "usual")
+    theirs = peft.PeftModel.from_pretrained(both.reference, tmp_path / "usual").eval()
+    assert {name.split(".")[-3] for name in tensors(tmp_path / "usual") if "lora_A" in name} == set(USUAL)
+    expected = ours(**batch).loss
+    assert relative_distance(theirs(**batch).loss, expected) <= BOUND
+    fresh = type(both.ours).from_pretrained(both.folder).eval()
+    again = hf.load_adapter(fresh, tmp_path / "usual", is_trainable=True).eval()
+    assert torch.equal(again(**batch).loss, expected)
+    mine, back = (dict(m.named_parameters()) for m in (ours, again))
+    assert mine.keys() == back.keys()
+    assert all(torch.equal(back[name], p) for name, p in mine.items())
+    hf.save_adapter(again, tmp_path / "back")
+    first, second = tensors(tmp_path / "usual"), tensors(tmp_path / "back")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(second[name], tensor) for name, tensor in first.items())
+
+
+@pytest.mark.parametrize("way", ["lora", "rslora", "dora", "some", "ranks"])
+def test_adapters_of_usual_names_are_read_onto_fused_projections(way, make_both, batch, tmp_path, hf):
+    both = make_both("llama")
+    settings = {
+        "some": {"targets": ["q_proj", "v_proj", "up_proj"]},
+        "ranks": {"rank_pattern": {"q_proj": 6}, "alpha_pattern": {"q_proj": 16}},
+    }.get(way, WAYS.get(way))
+    theirs = adapt(both.reference, **settings)
+    theirs.save_pretrained(tmp_path / "usual")
+    ours = hf.load_adapter(both.ours, tmp_path / "usual").eval()
+    seen = batch["attention_mask"].bool()
+    expected = theirs(**batch).logits[seen]
+    assert relative_distance(ours(**batch).logits[seen], expected) <= BOUND
+    hf.save_adapter(ours, tmp_path / "again")
+    split = make_both("llama", projections="split").ours
+    again = peft.PeftModel.from_pretrained(split, tmp_path / "again").eval()
+    assert relative_distance(again(**batch).logits[seen], expected) <= BOUND
+
+
+def test_an_adapter_that_would_load_by_half_is_an_error(make_both, tmp_path, hf):
+    both = make_both("llama")
+    adapt(both.reference).save_pretrained(tmp_path / "usual")
+    with pytest.raises(ValueError, match=r"call model\.split_projections"):  # PEFT alone, fused
+        peft.PeftModel.from_pretrained(make_both("llama").ours, tmp_path / "usual")
+    path = tmp_path / "usual" / "adapter_model.safetensors"
+    halved = {name: x for name, x in load_file(path).items() if "layers.1.mlp.up_proj.lora_A" not in name}
+    save_file(halved, path)
+    for projections in ("fused", "split"):
+        with pytest.raises(liger_models.CheckpointError):
+            hf.load_adapter(make_both("llama", projections=projections).ours, tmp_path / "usual")
+    config = json.loads((tmp_path / "usual" / "adapter_config.json").read_text())
+    assert set(config["target_modules"]) == set(USUAL)
+
+
+def test_usual_names_on_fused_projections_are_an_error_that_says_what_to_do(make_both):
+    with pytest.raises(ValueError, match=r"call model\.split_projections"):
+        adapt(make_both("llama").ours)
+
+
+def test_a_trained_adapter_under_checkpointing_is_the_adapter(make_both, batch):
+    both = make_both("llama", projections="split")
+    ours = adapt(both.ours).train()
+    ours(**batch).loss.backward()
+    expected = {name: p.grad.clone() for name, p in ours.named_parameters() if p.requires_grad}
+    ours.zero_grad()
+    ours.gradient_checkpointing_enable()
+    ours.enable_input_require_grads()
+    ours(**batch).loss.backward()
+    for name, gradient in expected.items():
+        assert relative_distance(ours.get_parameter(name).grad, gradient) <= BOUND, name
+
+
+def test_experts_by_parameter(make_both, batch):
+    """LoRA on the stacked experts themselves, as PEFT has it for transformers' own."""
+    both = make_both("qwen3_moe")
+    config = peft.LoraConfig(
+        r=2, target_modules=[], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
+    )
+    ours = peft.get_peft_model(both.ours, config).train()
+    with torch.no_grad():
+        for p in ours.parameters():
+            if p.requires_grad:
+                p.normal_(0, 0.1)
+    loss = ours(**batch).loss
+    loss.backward()
+    assert loss != both.reference(**batch).loss
+    assert all(p.grad.any() for p in ours.parameters() if p.requires_grad)
+
+
+def test_prompt_tuning_puts_its_tokens_in_front(make_both, batch):
+    both = make_both("llama")
+    del batch["attention_mask"]
+    batch["labels"] = batch["input_ids"].clone()
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    theirs, ours = (peft.get_peft_model(m, config) for m in (both.reference, both.ours))
+    ours.prompt_encoder.load_state_dict(theirs.prompt_encoder.state_dict())
+    assert relative_distance(ours(**batch).loss, theirs(**batch).loss) <= BOUND
