@@ -57,6 +57,20 @@ def test_a_card_is_made_from_the_registration(repository, without_a_gpu, capsys)
     assert "llama: greedy generation beside transformers: passed" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "is not a checkout of liger_models; name one with --repository"),
+        (["lama"], "the model type 'lama' is not supported. The nearest: llama"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(arguments, message, repository, capsys):
+    folder = repository if arguments else repository / "elsewhere"
+    assert main(["card", *arguments, "--repository", str(folder)]) == 2
+    assert message in capsys.readouterr().err
+    assert not (repository / "docs").exists()
+
+
 def failing(monkeypatch, **runs):
     """Every check gives nothing, but for those in `runs`."""
     fakes = {
