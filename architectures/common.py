@@ -82,20 +82,21 @@ def padding_row(c: HFConfig) -> int | None:
     return pad % vocab
 
 
-def layer_types(c: HFConfig, default: Callable[[int], str], known: Sequence[str]) -> list[str]:
-    """The type of each layer, by `layer_types`, or by `default(layer)` where the config does not say.
+def layer_types(
+    c: HFConfig, default: Callable[[int], str], known: Sequence[str], key: str = "layer_types"
+) -> list[str]:
+    """The type of each layer, by the config's `key`, or by `default(layer)` where the config does not say.
 
     Raises:
         ConfigError: as many types as layers, each one of `known`, are not there.
     """
     count = c.take_count("num_hidden_layers")
-    types = c.take("layer_types", None)
+    types = c.take(key, None)
     if types is None:
         types = [default(i) for i in range(count)]
     if not isinstance(types, list) or len(types) != count or not set(types) <= set(known):
         raise ConfigError(
-            f"{c.name}: layer_types must name {' or '.join(known)} for each of the {count} layers, "
-            f"found {types}"
+            f"{c.name}: {key} must name {' or '.join(known)} for each of the {count} layers, found {types}"
         )
     return types
 
@@ -227,11 +228,14 @@ def mlp(c: HFConfig, *, bias: bool = False, gated: bool = True, key: str = "hidd
     return MLPSpec(c.take_count("intermediate_size"), activation(c, key, gated), bias, gated)
 
 
-def dense_then(c: HFConfig, experts: MoESpec, *, first_dense: int = 0) -> list[MLPSpec | MoESpec]:
+def dense_then(
+    c: HFConfig, experts: MoESpec, *, first_dense: int = 0, bias: bool = False
+) -> list[MLPSpec | MoESpec]:
     """What each layer has: the first `first_k_dense_replace` an MLP, all others these experts.
 
     Args:
         first_dense: how many where the config does not say.
+        bias: that of the MLPs.
 
     Raises:
         ConfigError: it is no count of layers.
@@ -241,7 +245,7 @@ def dense_then(c: HFConfig, experts: MoESpec, *, first_dense: int = 0) -> list[M
         raise ConfigError(
             f"{c.name}: first_k_dense_replace must be a whole number of 0 or more, found {first!r}"
         )
-    dense = mlp(c)
+    dense = mlp(c, bias=bias)
     return [dense if i < first else experts for i in range(c.take_count("num_hidden_layers"))]
 
 
@@ -320,14 +324,7 @@ def corrected_experts(c: HFConfig) -> MoESpec:
     """
     take_only(c, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     num_experts, top_k = c.take_count("n_routed_experts"), c.take_count("num_experts_per_tok")
-    groups, top_groups = c.take_count("n_group"), c.take_count("topk_group")
-    size, rest = divmod(num_experts, groups)
-    if rest or size < 2 or top_groups > groups or top_k > top_groups * size:
-        raise ConfigError(
-            f"{c.name}: {num_experts} experts (n_routed_experts), {top_k} a token, do not fit {groups} "
-            f"groups (n_group), of which {top_groups} are taken (topk_group); expected groups of one size, "
-            "of two experts or more, and enough of them"
-        )
+    groups, top_groups = groups_and_chosen(c, num_experts, top_k, smallest=2)
     inner, act = c.take_count("moe_intermediate_size"), activation(c)
     return MoESpec(
         num_experts=num_experts,
@@ -343,6 +340,23 @@ def corrected_experts(c: HFConfig) -> MoESpec:
         float32_router=True,
         shared_expert=MLPSpec(c.take_count("n_shared_experts") * inner, act),
     )
+
+
+def groups_and_chosen(c: HFConfig, num_experts: int, top_k: int, *, smallest: int = 1) -> tuple[int, int]:
+    """How many groups there are of experts, and from how many of them a token's are chosen.
+
+    Raises:
+        ConfigError: the experts do not fall into such groups, of `smallest` experts at the least.
+    """
+    groups, top_groups = c.take_count("n_group"), c.take_count("topk_group")
+    size, rest = divmod(num_experts, groups)
+    if rest or size < smallest or top_groups > groups or top_k > top_groups * size:
+        raise ConfigError(
+            f"{c.name}: {num_experts} experts (n_routed_experts), {top_k} a token, do not fit {groups} "
+            f"groups (n_group), of which {top_groups} are taken (topk_group); expected groups of one size, "
+            f"{smallest} or more, and enough of them"
+        )
+    return groups, top_groups
 
 
 def corrected_layouts() -> tuple[Layout, ...]:
