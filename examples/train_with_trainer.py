@@ -1,0 +1,46 @@
+"""Fine-tune a checkpoint with transformers' Trainer, on our layers.
+
+    python examples/train_with_trainer.py meta-llama/Llama-3.2-1B data.jsonl out
+
+data.jsonl holds one {"prompt": ..., "answer": ...} a line; the loss is that of the answers. `out` is a
+checkpoint of transformers.
+"""
+
+import json
+import sys
+
+import transformers
+
+import liger_models.hf
+
+IGNORED = -100
+
+
+def main(checkpoint: str, data: str, out: str, **settings) -> transformers.Trainer:
+    liger_models.hf.register()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    with open(data, encoding="utf-8") as lines:
+        rows = [tokenize(tokenizer, **json.loads(line)) for line in lines]
+    arguments = transformers.TrainingArguments(
+        out, **{"per_device_train_batch_size": 4, "learning_rate": 2e-5, "report_to": "none", **settings}
+    )
+    # Rows are laid behind one another without padding; position ids tell where each begins.
+    collator = transformers.DataCollatorWithFlattening()
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows, data_collator=collator)
+    trainer.train()
+    trainer.save_model(out)
+    tokenizer.save_pretrained(out)
+    return trainer
+
+
+def tokenize(tokenizer, prompt: str, answer: str) -> dict[str, list[int]]:
+    before = tokenizer(prompt)["input_ids"]
+    after = tokenizer(answer, add_special_tokens=False)["input_ids"]
+    if tokenizer.eos_token_id is not None:
+        after.append(tokenizer.eos_token_id)
+    return {"input_ids": before + after, "labels": [IGNORED] * len(before) + after}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
