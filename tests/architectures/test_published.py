@@ -1,7 +1,8 @@
 """The config.json of well-known models is read completely, and gives as many parameters as were published.
 
-`published/NAME.json` holds {"parameters": ..., "config": {...}}: facts, from the model's own repository; and
-the keys that its user must let through, `ignore_config_keys`, such as those of dropout.
+`published/NAME.json` holds {"parameters": ..., "config": {...}}: facts of the model's repository, written down
+from memory and not compared with it since. "computed" marks a count that no page is known to state: it is ours,
+from the sizes. `ignore_config_keys` are the keys that a user must let through, such as those of dropout.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ import sys
 import torch
 from kernel_operations import EVERYTHING, make_inputs, run_with_gradients
 
+from liger_models.kernels import AdamWSettings, AdamWTensors, adamw, sum_of_squares
+
 # Rows that do not fill a tile, of a width that no block divides.
 SHAPE = (5, 37)
 
@@ -22,6 +24,18 @@ def run_everything(device: str) -> None:
     for name, op in EVERYTHING.items():
         for rows, width in [SHAPE, WIDE_SHAPE] if name in WIDE else [SHAPE]:
             run_with_gradients(op.run, make_inputs(op, rows, width, torch.bfloat16, device))
+    take_a_step(device)
+
+
+def take_a_step(device: str) -> None:
+    """What an optimizer does, with weights that keep what rounding loses."""
+    size = 5003  # more than a block of random bits, and no multiple of anything
+    weight, gradient, first, second = torch.randn(4, size, device=device, dtype=torch.bfloat16)
+    residue = torch.zeros(size, device=device, dtype=torch.int16)
+    step = torch.ones((), device=device)
+    settings = AdamWSettings(1e-2, 0.9, 0.95, 1e-8, 0.1, "master", 7)
+    adamw([AdamWTensors(weight, gradient, first, second.square(), step, residue, 0)], settings)
+    sum_of_squares([gradient])
 
 
 if __name__ == "__main__":
