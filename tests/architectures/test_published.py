@@ -1,8 +1,9 @@
 """The config.json of well-known models is read completely, and gives as many parameters as were published.
 
-`published/NAME.json` holds {"parameters": ..., "config": {...}}: facts of the model's repository, written down
-from memory and not compared with it since. "computed" marks a count that no page is known to state: it is ours,
-from the sizes. `ignore_config_keys` are the keys that a user must let through, such as those of dropout.
+`published/NAME.json` holds {"parameters": ..., "config": {...}}: facts of the model's repository, written
+down from memory and not compared with it since. "computed" marks a count that no page is known to state: it
+is ours, from the sizes. `ignore_config_keys` are the keys that a user must let through, such as those of
+dropout.
 """
 
 from __future__ import annotations
