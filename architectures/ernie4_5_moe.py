@@ -1,0 +1,112 @@
+"""ERNIE 4.5 with experts (Baidu, 2025): ERNIE 4.5 in some of whose layers experts are chosen by a softmax in
+float32 and a correction bias, beside some that all tokens share.
+"""
+
+from dataclasses import replace
+
+from liger_models.architectures.common import (
+    activation,
+    attention,
+    aux_loss_coef,
+    decoder,
+    experts_and_chosen,
+    mlp,
+    take_only,
+)
+from liger_models.architectures.registry import register
+from liger_models.convert.checkpoints.layout import Layout
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.errors import ConfigError
+from liger_models.layers.spec import BlockSpec, MLPSpec, ModelSpec, MoESpec, NormSpec
+
+NAMES = ((".router.weight", ".gate.weight"), (".shared_expert.", ".shared_experts."))
+ON_DISK = (".router.correction_bias", ".moe_statics.e_score_correction_bias")
+IN_MEMORY = (".router.correction_bias", ".gate.moe_statics.e_score_correction_bias")
+AS_A_ROW = (("*.correction_bias", "1 e -> (1 e)"),)
+
+
+@register(
+    "ernie4_5_moe",
+    reference="Ernie4_5_MoeForCausalLM",
+    layouts=(
+        Layout((ON_DISK, *NAMES), permuted=AS_A_ROW),
+        Layout((ON_DISK, *NAMES), whole=("*.experts.*",), permuted=AS_A_ROW),
+        Layout((IN_MEMORY, *NAMES), whole=("*.experts.*",), permuted=AS_A_ROW),
+    ),
+    carried=lambda c: (
+        "model.mtp_*",
+    ),  # layers that predict further tokens, which the reference does not run
+    tiny={
+        "use_bias": True,
+        "pad_token_id": 0,
+        "moe_num_experts": 4,
+        "moe_k": 3,
+        "moe_intermediate_size": 24,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": -1,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.5,
+        "tie_word_embeddings": True,
+    },
+    defaults={
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+        "pad_token_id": 0,
+        "tie_word_embeddings": True,
+        "moe_num_experts": 64,
+        "moe_k": 6,
+        "moe_intermediate_size": 1536,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": -1,
+        "router_aux_loss_coef": 0.001,
+    },
+    skip={
+        "key:num_experts": "another name of moe_num_experts",
+        "key:num_experts_per_tok": "another name of moe_k",
+        "key:moe_capacity": "no token is dropped, by the reference neither",
+        "key:moe_gate": "has one value",
+        "key:moe_norm_min": "has one value",
+        "key:moe_use_aux_free": "has one value",
+    },
+    variants={
+        "every_second": {"moe_layer_interval": 2},
+        "not_the_last": {"moe_layer_start_index": 0, "moe_layer_end_index": 1, "moe_num_shared_experts": 0},
+    },
+)
+def ernie4_5_moe(c: HFConfig) -> ModelSpec:
+    take_only(c, moe_gate="topk", moe_use_aux_free=True, moe_norm_min=1e-12)
+    c.take("moe_capacity", None)  # of no effect
+    norm, bias = NormSpec(eps=c.take_number("rms_norm_eps", 1e-5)), c.take_flag("use_bias", False)
+    attn, dense = attention(c, bias=bias, interleaved=True, theta=500000.0), mlp(c, bias=bias)
+    sparse = experts(c)
+    if c.take("moe_num_shared_experts") != 0:
+        width = c.take_count("moe_num_shared_experts") * sparse.intermediate_size
+        sparse = replace(sparse, shared_expert=MLPSpec(width, sparse.activation, bias))
+    blocks = [BlockSpec(attn, sparse if has else dense, norm) for has in layers_with_experts(c)]
+    return decoder(c, blocks, norm, head_bias=bias)
+
+
+def experts(c: HFConfig) -> MoESpec:
+    return MoESpec(
+        *experts_and_chosen(c, ("moe_num_experts", "num_experts"), ("moe_k", "num_experts_per_tok")),
+        intermediate_size=c.take_count("moe_intermediate_size"),
+        activation=activation(c),
+        correction_bias=True,
+        float32_router=True,
+        aux_loss_coef=aux_loss_coef(c),
+    )
+
+
+def layers_with_experts(c: HFConfig) -> list[bool]:
+    """Every `moe_layer_interval`-th, from `moe_layer_start_index` to `moe_layer_end_index`; -1 is the last."""
+    layers, every = c.take_count("num_hidden_layers"), c.take_count("moe_layer_interval", 1)
+    first, last = c.take("moe_layer_start_index"), c.take("moe_layer_end_index")
+    if not all(type(index) is int and index >= -1 for index in (first, last)):
+        raise ConfigError(
+            f"{c.name}: moe_layer_start_index and moe_layer_end_index must be numbers of layers, or -1, "
+            f"found {first!r} and {last!r}"
+        )
+    last = layers - 1 if last == -1 else last
+    return [(i + 1) % every == 0 and first <= i <= last for i in range(layers)]
