@@ -83,7 +83,7 @@ def ernie4_5_moe(c: HFConfig) -> ModelSpec:
     sparse = experts(c)
     if c.take("moe_num_shared_experts") != 0:
         width = c.take_count("moe_num_shared_experts") * sparse.intermediate_size
-        sparse = replace(sparse, shared_expert=MLPSpec(width, sparse.activation, bias))
+        sparse = replace(sparse, shared_expert=MLPSpec(width, activation(c), bias))
     blocks = [BlockSpec(attn, sparse if has else dense, norm) for has in layers_with_experts(c)]
     return decoder(c, blocks, norm, head_bias=bias)
 
@@ -100,7 +100,7 @@ def experts(c: HFConfig) -> MoESpec:
 
 
 def layers_with_experts(c: HFConfig) -> list[bool]:
-    """Every `moe_layer_interval`-th, from `moe_layer_start_index` to `moe_layer_end_index`; -1 is the last."""
+    """Each `moe_layer_interval`-th of those from `moe_layer_start_index` on, to `moe_layer_end_index`."""
     layers, every = c.take_count("num_hidden_layers"), c.take_count("moe_layer_interval", 1)
     first, last = c.take("moe_layer_start_index"), c.take("moe_layer_end_index")
     if not all(type(index) is int and index >= -1 for index in (first, last)):

@@ -79,7 +79,7 @@ def granitemoeshared(c: HFConfig) -> ModelSpec:
     """
     moe = experts(c)
     if c.take("shared_intermediate_size", 0) != 0:
-        shared = MLPSpec(c.take_count("shared_intermediate_size"), moe.activation)
+        shared = MLPSpec(c.take_count("shared_intermediate_size"), activation(c))
         moe = replace(moe, shared_expert=shared)
     return multiplied(c, moe)
 

@@ -9,7 +9,7 @@ from liger_models.architectures.registry import register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec, QKNormSpec, RopeSpec
+from liger_models.layers.spec import AttentionSpec, BlockSpec, ModelSpec, NormSpec, QKNormSpec, RopeSpec
 
 # Beside those of their type; all but alpha are of other types, and nobody reads them.
 ROPE_EXTRA = ("alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
@@ -19,48 +19,53 @@ UNREAD = (
     *("im_start_id", "im_end_id", "im_newline_id", "text_start_id", "text_end_id"),
 )
 
+NORMS = ((".q_norm.", ".query_layernorm."), (".k_norm.", ".key_layernorm."))
+TINY = {
+    "attention_bias": True,
+    "rope_parameters": {
+        "rope_type": "dynamic",
+        "rope_theta": 10000.0,
+        "factor": 1.0,
+        "alpha": 50.0,
+        "beta_fast": 32,
+    },
+    "pad_token_id": 0,
+}
+SKIP = {
+    **{f"key:{key}": "the reference does not read it" for key in UNREAD},
+    "key:use_qk_norm": "models without are refused",
+    **{
+        f"field:RopeSpec.{name}": "the norms behind the rotation take a factor out again"
+        for name in ("attention_factor", "mscale", "mscale_all_dim")
+    },
+    **{f"swap:model.layers.{i}.self_attn.q_norm.weight": "only the product of both counts" for i in range(3)},
+}
+
 
 @register(
     "hunyuan_v1_dense",
     reference="HunYuanDenseV1ForCausalLM",
-    layouts=(Layout(rename=((".q_norm.", ".query_layernorm."), (".k_norm.", ".key_layernorm."))),),
-    tiny={
-        "attention_bias": True,
-        "rope_parameters": {
-            "rope_type": "dynamic",
-            "rope_theta": 10000.0,
-            "factor": 1.0,
-            "alpha": 50.0,
-            "beta_fast": 32,
-        },
-        "pad_token_id": 0,
-    },
+    layouts=(Layout(NORMS),),
+    tiny=TINY,
     defaults={"max_position_embeddings": 2048, "pad_token_id": 0},
-    skip={
-        **{f"key:{key}": "the reference does not read it" for key in UNREAD},
-        "key:use_qk_norm": "models without are refused",
-        **{
-            f"field:RopeSpec.{name}": "the norms behind the rotation take a factor out again"
-            for name in ("attention_factor", "mscale", "mscale_all_dim")
-        },
-        **{
-            f"swap:model.layers.{i}.self_attn.q_norm.weight": "only the product of both counts"
-            for i in range(3)
-        },
-    },
+    skip=SKIP,
 )
 def hunyuan(c: HFConfig) -> ModelSpec:
+    norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-5))
+    block = BlockSpec(normed_attention(c, norm), mlp(c), norm)
+    return decoder(c, [block] * c.take_count("num_hidden_layers"), norm)
+
+
+def normed_attention(c: HFConfig, norm: NormSpec) -> AttentionSpec:
+    """Attention of both families; takes what neither reads, too."""
     for key in UNREAD:
         c.take(key, None)
     if not c.take_flag("use_qk_norm", True):
         raise ConfigError(
             f"{c.name}: use_qk_norm is false, but hunyuan models norm queries and keys; remove it"
         )
-    norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-5))
     attn = attention(c, bias=c.take_flag("attention_bias", False), extra=ROPE_EXTRA)
-    attn = replace(attn, rope=stretched(c, attn.rope), qk_norm=QKNormSpec(norm, before_rope=False))
-    block = BlockSpec(attn, mlp(c), norm)
-    return decoder(c, [block] * c.take_count("num_hidden_layers"), norm)
+    return replace(attn, rope=stretched(c, attn.rope), qk_norm=QKNormSpec(norm, before_rope=False))
 
 
 def stretched(c: HFConfig, rope: RopeSpec | None) -> RopeSpec | None:
