@@ -73,5 +73,6 @@ def glm4_moe_lite(c: HFConfig) -> ModelSpec:
             f"{c.name}: first_k_dense_replace is {first!r}, and mlp_layer_types, which counts, says {types}; "
             "let them agree, or remove the first"
         )
-    mixer, inner = latent_attention(c), {"dense": mlp(c), "sparse": corrected_experts(c)}
-    return decoder(c, [BlockSpec(mixer, inner[kind], norm) for kind in types], norm)
+    mixer, dense, sparse = latent_attention(c), mlp(c), corrected_experts(c)
+    blocks = [BlockSpec(mixer, dense if kind == "dense" else sparse, norm) for kind in types]
+    return decoder(c, blocks, norm)
