@@ -207,4 +207,19 @@ PRESETS: dict[str, dict[str, Any]] = {
         bos_token_id=None,
         eos_token_id=[151329, 151336, 151338],
     ),
+    "olmoe-1b-7b": _sized(
+        "olmoe",
+        "OlmoeForCausalLM",
+        *(2048, 1024, 16, 16, 16, 50304),
+        num_experts=64,
+        num_experts_per_tok=8,
+        norm_topk_prob=False,
+        output_router_logits=True,  # which adds the load balancing loss
+        router_aux_loss_coef=0.01,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        tie_word_embeddings=False,
+        eos_token_id=50279,
+    ),
 }
