@@ -175,6 +175,17 @@ def test_resized_vocabularies(size, tied, make_both, batch):
     assert torch.equal(again(**batch).loss, both.ours(**batch).loss)
 
 
+def test_plain_layers_in_place_of_embedding_and_head_keep_what_the_family_does(make_both, batch):
+    model = make_both("gemma2").ours  # which scales what it embeds, and caps its logits
+    expected = model(**batch)
+    embedding, head = torch.nn.Embedding(131, 48), torch.nn.Linear(48, 131, bias=False)
+    embedding.weight, head.weight = model.model.embed_tokens.weight, model.lm_head.weight
+    model.set_input_embeddings(embedding)
+    model.set_output_embeddings(head)
+    assert torch.equal(model(**batch).logits, expected.logits)
+    assert torch.equal(model.train()(**batch).loss, expected.loss)
+
+
 def test_copies_and_casts(make_both, batch):
     model = make_both("llama", projections="split").ours
     twin = copy.deepcopy(model)
