@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels._dispatch import jit, next_power_of_2, on_device_of, tl, use_triton
-from liger_models.kernels.losses._divergence_kernels import DivergenceOptions, row_arguments
+from liger_models.kernels.losses._divergence_options import DivergenceOptions, row_arguments
 from liger_models.kernels.losses._logit_tiles import cap_logits, load_columns, row_stride, scaled_logits
 
 SMALLEST_LENGTH = 1e-8

@@ -34,7 +34,8 @@ from liger_models.kernels._dispatch import (
     once_differentiable,
     use_triton,
 )
-from liger_models.kernels.losses._divergence_kernels import DivergenceOptions, launch_backward, launch_forward
+from liger_models.kernels.losses._divergence_kernels import launch_backward, launch_forward
+from liger_models.kernels.losses._divergence_options import DivergenceOptions
 from liger_models.kernels.losses._logit_tiles import cap_logits, check_softcap, check_temperature
 from liger_models.kernels.losses._reductions import check_label_dtype, check_reduction, mean_divisor
 

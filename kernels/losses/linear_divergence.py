@@ -25,7 +25,7 @@ from torch import Tensor
 
 from liger_models.kernels._dispatch import at_least_float32, once_differentiable
 from liger_models.kernels.losses._cosine_rows import SMALLEST_LENGTH, row_cosine_distances
-from liger_models.kernels.losses._divergence_kernels import DivergenceOptions
+from liger_models.kernels.losses._divergence_options import DivergenceOptions
 from liger_models.kernels.losses._linear_chunks import (
     CHUNK_BYTES,
     Linear,
