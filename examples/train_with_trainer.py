@@ -12,6 +12,7 @@ import sys
 import transformers
 
 import liger_models.hf
+from liger_models.optim import AdamW
 
 IGNORED = -100
 
@@ -27,7 +28,14 @@ def main(checkpoint: str, data: str, out: str, **settings) -> transformers.Train
     )
     # Rows are laid behind one another without padding; position ids tell where each begins.
     collator = transformers.DataCollatorWithFlattening()
-    trainer = transformers.Trainer(model, arguments, train_dataset=rows, data_collator=collator)
+    trainer = transformers.Trainer(
+        model,
+        arguments,
+        train_dataset=rows,
+        data_collator=collator,
+        # torch's AdamW would lose most steps of bfloat16 weights to rounding.
+        optimizer_cls_and_kwargs=(AdamW, {"lr": arguments.learning_rate}),
+    )
     trainer.train()
     trainer.save_model(out)
     tokenizer.save_pretrained(out)
