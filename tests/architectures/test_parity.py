@@ -125,6 +125,24 @@ def test_position_ids_may_jump_where_a_mask_is_given(pair, failures):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing_for_the_tokens(side, pair, failures):
+    mask, call = padded(pair, side)
+    ours, reference = pair.run_ours(**call), pair.run_reference(**call)
+    assert not failures(ours.distances(reference, positions=mask))
+    assert ours.logits[~mask].count_nonzero() == 0
+
+
+@pytest.mark.parametrize(
+    "name", [f for f in list_architectures() if "output_router_logits" in find_architecture(f).tiny]
+)
+def test_the_loss_of_routers_leaves_padding_out(name, make_pair, failures):
+    pair = make_pair(name, {"output_router_logits": True})
+    mask, call = padded(pair, "left")
+    ours, reference = pair.run_ours(**call), pair.run_reference(**call)
+    assert not failures(ours.distances(reference, positions=mask))
+
+
+def padded(pair, side):
+    """Where the tokens are, and a call with rows of three lengths."""
     batch = pair.batch(rows=3)
     mask = torch.ones(3, 19, dtype=torch.bool)
     for row, padding in enumerate((0, 6, 11)):
@@ -134,10 +152,7 @@ def test_padding_changes_nothing_for_the_tokens(side, pair, failures):
         # is taken out of the comparison.
         batch["labels"][row, padding if side == "left" else 0] = -100
     batch["labels"][~mask] = -100
-    call = {**batch, "attention_mask": mask.long()}
-    ours, reference = pair.run_ours(**call), pair.run_reference(**call)
-    assert not failures(ours.distances(reference, positions=mask))
-    assert ours.logits[~mask].count_nonzero() == 0
+    return mask, {**batch, "attention_mask": mask.long()}
 
 
 def test_a_padding_token_predicts_nothing(pair):
