@@ -44,8 +44,9 @@ from half of that to one and a half:
 | sinks               |             | 2.62; 10.8  |             | 3.12; 11.8    |
 
 With DeepSeek-V3's 128 heads of 192, values of 128 and 8,192 tokens `sdpa` (cuDNN) takes 2.4; 10.1, and with
-values padded to 192, 2.9; 16.4. `triton`, which also does them packed, takes 3.3; 16. With 16 + 4 heads of
-512 `triton` takes 4.9; 24, where torch's only fused kernel takes 4.4; 42 and 3.4 times the memory.
+values padded to 192, 2.9; 16.4. `triton`, which also does them packed, takes 3.3; 17. With 16 + 4 heads of
+512 `triton` takes 4.9; 27, where torch's only fused kernel takes 4.4; 42 and 3.4 times the memory. These of
+`triton` were measured with one of its tiles chosen anew at a time, and not yet with all of them together.
 
 With heads of 256 `triton` is 6% behind `varlen` in training, and 38% ahead forward alone. In float32 it is
 chosen because it is exact and keeps no mask of T^2, not by its time.

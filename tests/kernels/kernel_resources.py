@@ -31,7 +31,7 @@ KNOWN_SPILLS = {
     "norms, 16384": "rows of 16384 fill the registers: 15 of a thread's wait in the cache, once a row",
     "attention, LLaMA 8B": "the gradient of keys and values: tiles that do not spill are 6% slower",
     "attention, Gemma 2 9B": "as above",
-    "attention, Gemma 4": "heads of 512: tiles that do not spill are 35% slower forward, 14% in training",
+    "attention, Gemma 4": "heads of 512: tiles that do not spill take 7.6 ms forward, these 4.9",
 }
 
 
