@@ -130,7 +130,7 @@ def find_architecture(model_type: str) -> Architecture:
         texts = " or ".join(sorted(set(MULTIMODAL[model_type].texts.values()) & _ARCHITECTURES.keys()))
         raise UnsupportedModelError(
             f"the model type {model_type!r} is multimodal, and of such models only the text part is "
-            f"supported: from_hub(..., text_only=True) loads it, as a model of the type {texts}."
+            f"supported: from_hub(..., text_only=True), or --text-only, loads it as a {texts} model."
         )
     if model_type in MISSING:
         raise UnsupportedModelError(

@@ -39,6 +39,7 @@ def from_hub(
     projections: Projections = "fused",
     shard: Callable[[LigerCausalLM], object] | None = None,
     text_only: bool = False,
+    dropout: float | None = None,
     ignore_config_keys: tuple[str, ...] = (),
 ) -> LigerCausalLM:
     """Load a Hugging Face checkpoint, from the hub or from a folder, into a model in training mode.
@@ -63,6 +64,8 @@ def from_hub(
         text_only: of a multimodal checkpoint load the language model alone, and warn of what is left out,
             which `left_out` of the model names. What is saved from it is a checkpoint of that language model.
             The types that this is known of are in architectures/multimodal.py.
+        dropout: 0.0 trains without the dropout that a config asks for, which is not supported and refused
+            where this is None. It makes no difference to a model that does not train.
         ignore_config_keys: keys of config.json that are unknown and known not to matter.
 
     Raises:
@@ -79,7 +82,7 @@ def from_hub(
     folder = resolve(
         name_or_path, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
     )
-    config = HFConfig.load(folder, ignore_config_keys=ignore_config_keys)
+    config = HFConfig.load(folder, ignore_config_keys=ignore_config_keys, dropout=dropout)
     text = text_config_of(config) if text_only else config
     architecture = _architecture(text)
     with CheckpointReader(folder) as reader:
@@ -119,6 +122,8 @@ def from_config(
     activation_memory: str | list[str] = "lean",
     projections: Projections = "fused",
     shard: Callable[[LigerCausalLM], object] | None = None,
+    text_only: bool = False,
+    dropout: float | None = None,
     ignore_config_keys: tuple[str, ...] = (),
 ) -> LigerCausalLM:
     """A model with fresh random weights, made directly on the device (torch's seed decides them).
@@ -126,7 +131,8 @@ def from_config(
     Args:
         config: what a config.json holds: a dict, a file, or a folder with one.
         dtype: of the parameters; "auto" takes the config's, or float32.
-        device, attention, activation_memory, projections, ignore_config_keys: as for `from_hub`.
+        device, attention, activation_memory, projections, text_only, dropout, ignore_config_keys: as for
+            `from_hub`.
         shard: as for `from_hub`. Processes with the same seed make the parts of one model: of fused
             projections, the one that a single process makes.
 
@@ -135,7 +141,8 @@ def from_config(
     """
     device = parse_device(device)
     _check_projections(projections)
-    read = HFConfig.load(config, ignore_config_keys=ignore_config_keys)
+    read = HFConfig.load(config, ignore_config_keys=ignore_config_keys, dropout=dropout)
+    read = text_config_of(read) if text_only else read
     architecture = _architecture(read)
     model = _skeleton(read, architecture, attention, activation_memory)
     if dtype == "auto":

@@ -31,7 +31,7 @@ ROWS, LENGTH = 2, 64
 
 def verify_bytes(folder: Path) -> RoundTrip:
     """Compare every tensor with what comes back from our layout, one parameter at a time."""
-    skeleton = liger_models.from_config(folder, device="meta")
+    skeleton = liger_models.from_config(folder, device="meta", dropout=0.0)
     with CheckpointReader(folder) as reader:
         find_layout(skeleton, reader)
         dtypes = exact_dtypes(skeleton, reader.dtypes)
@@ -76,21 +76,21 @@ def verify_numbers(folder: Path) -> Comparison:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    skeleton = liger_models.from_config(folder, device="meta")
+    skeleton = liger_models.from_config(folder, device="meta", dropout=0.0)
     length = min(LENGTH, skeleton.spec.position_limit or LENGTH)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(skeleton.spec.vocab_size, (ROWS, length), generator=generator)
     # One model after the other: both at once would need half as much again.
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
-    )
+    ).eval()  # as it is: without dropout
     expected = _results(reference, ids, labels=ids) | _gradients(reference)
     reference.zero_grad()  # lets go of the gradients, which are kept in `expected`
     again = _summed_otherwise(reference, ids) | _gradients(reference)
     spread = {name: relative_distance(again[name], expected[name]) for name in expected}
     del reference, again
 
-    model = liger_models.from_hub(folder, dtype=torch.float32, device="cpu")
+    model = liger_models.from_hub(folder, dtype=torch.float32, device="cpu", dropout=0.0).eval()
     found = _results(model, ids, labels=ids, return_logits=True)
     found |= _gradients_as_named_in(expected, model)
     distance = {

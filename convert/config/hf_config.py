@@ -36,9 +36,18 @@ class HFConfig:
 
     most_layers = 10_000
 
-    def __init__(self, raw: dict[str, Any], name: str, ignore_config_keys: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        raw: dict[str, Any],
+        name: str,
+        ignore_config_keys: tuple[str, ...] = (),
+        dropout: float | None = None,
+    ):
+        if dropout not in (None, 0.0):
+            raise ConfigError(f"dropout is {dropout!r}; expected 0.0, or None for what the config says")
         self.raw = raw
         self.name = name
+        self._dropout = dropout
         self._ignored = frozenset(ignore_config_keys)
         self._defaults: dict[str, Any] = {}
         self._taken: set[str] = set()
@@ -48,15 +57,25 @@ class HFConfig:
 
     @classmethod
     def load(
-        cls, path_or_dict: str | Path | Mapping[str, Any], *, ignore_config_keys: tuple[str, ...] = ()
+        cls,
+        path_or_dict: str | Path | Mapping[str, Any],
+        *,
+        ignore_config_keys: tuple[str, ...] = (),
+        dropout: float | None = None,
     ) -> "HFConfig":
         """Reads a folder that holds config.json, a JSON file, or a dict.
+
+        Args:
+            path_or_dict: the folder, file or dict.
+            ignore_config_keys: keys that are known not to matter.
+            dropout: 0.0 if there shall be none, whatever the config says; None: what it says, which `finish`
+                refuses unless it is 0.
 
         Raises:
             ConfigError: the file is missing or is not a JSON object, or `model_type` is missing.
         """
         if isinstance(path_or_dict, Mapping):
-            return cls(copy.deepcopy(dict(path_or_dict)), "config", ignore_config_keys)
+            return cls(copy.deepcopy(dict(path_or_dict)), "config", ignore_config_keys, dropout)
         path = Path(path_or_dict)
         if path.is_dir():
             path = path / "config.json"
@@ -73,11 +92,11 @@ class HFConfig:
             raise ConfigError(f"{path}: is not valid JSON ({error})") from error
         if not isinstance(raw, dict):
             raise ConfigError(f"{path}: expected a JSON object, found {type(raw).__name__}")
-        return cls(raw, str(path), ignore_config_keys)
+        return cls(raw, str(path), ignore_config_keys, dropout)
 
     def with_raw(self, raw: Mapping[str, Any]) -> "HFConfig":
         """Another config from the same place, of which no key is taken."""
-        return HFConfig(copy.deepcopy(dict(raw)), self.name, tuple(self._ignored))
+        return HFConfig(copy.deepcopy(dict(raw)), self.name, tuple(self._ignored), self._dropout)
 
     def fill(self, defaults: Mapping[str, Any]) -> None:
         """Gives values to keys that this file leaves out and the family's reference then fills in.
@@ -236,6 +255,8 @@ class HFConfig:
         value = self._value(key)
         if value is None or value is False or key.startswith("_") or key in self._ignored:
             return True
+        if key in _DROPOUTS and self._dropout == 0:
+            return True
         if key in _NEUTRAL_VALUE:
             return value == _NEUTRAL_VALUE[key]
         return key in _NO_EFFECT
@@ -280,7 +301,7 @@ _NEUTRAL_VALUE: dict[str, Any] = {**dict.fromkeys((*_DROPOUTS, *_NOISES), 0), "p
 
 def _why(key: str) -> str:
     if key in _DROPOUTS:
-        return " (dropout is not supported; set it to 0)"
+        return " (dropout is not supported; pass dropout=0.0, or --dropout 0, to go without it)"
     if key in _NOISES:
         return " (noise on what experts and routers read is not supported; set it to 0)"
     if key == "pretraining_tp":

@@ -1,7 +1,7 @@
 """What is known of a family's models: config.json of well-known sizes, and what their specs have.
 
 The configs stand in a checkout, in tests/architectures/published: NAME.json holds {"parameters": ...,
-"config": {...}}, and `ignore_config_keys`, keys that do not matter once they are switched off.
+"config": {...}}, and `dropout`, the keys with which it asks for dropout.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def read_published(path: Path) -> Published:
 def read_config(path: Path) -> Mapping[str, Any]:
     """The config in such a file, or in a config.json, without what is to be switched off."""
     raw = json.loads(path.read_text())
-    return {**raw.get("config", raw), **dict.fromkeys(raw.get("ignore_config_keys", ()), 0)}
+    return {**raw.get("config", raw), **dict.fromkeys(raw.get("dropout", ()), 0)}
 
 
 def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:

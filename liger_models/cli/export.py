@@ -21,6 +21,10 @@ def add_parser(subparsers) -> None:
         help="of a file, such as 5GB or 500MiB (default: the source's own files)",
     )
 
+    parser.add_argument(
+        "--text-only", action="store_true", help="of a multimodal checkpoint, the language model alone"
+    )
+
 
 def size(text: str) -> int:
     from liger_models.convert.checkpoints.writing import parse_size
@@ -40,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
     source, out = find_checkpoint(args.src), Path(args.out)
     if out.resolve() == source.resolve():
         raise CheckpointError(f"{out} is the checkpoint itself; choose another folder to write to")
-    model = liger_models.from_hub(source, device="cpu")
+    model = liger_models.from_hub(source, device="cpu", text_only=args.text_only, dropout=0.0)
     dtype = getattr(torch, args.dtype) if args.dtype else None
     model.save_pretrained(out, max_shard_size=args.max_shard_size, dtype=dtype)
     print(f"{out}: {model.num_parameters():,} parameters from {source}")

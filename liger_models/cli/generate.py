@@ -26,6 +26,9 @@ def add_parser(subparsers) -> None:
     )
     parser.add_argument("--seed", type=_seed, metavar="N", help="makes the sampling repeatable")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument(
+        "--text-only", action="store_true", help="of a multimodal checkpoint, take the language model alone"
+    )
     parser.add_argument("--device", help="such as cuda or cpu (default: a GPU if there is one)")
 
 
@@ -45,7 +48,8 @@ def run(args: argparse.Namespace) -> None:
     folder = find_checkpoint(args.name)
     tokenizer = TextTokenizer(folder)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = liger_models.from_hub(folder, dtype=args.dtype, device=device).eval()
+    options = {"dtype": args.dtype, "device": device, "text_only": args.text_only, "dropout": 0.0}
+    model = liger_models.from_hub(folder, **options).eval()
     ids = tokenizer.encode(args.prompt)
     # A token may be part of a character, and a word's leading space depends on the token before it: the
     # stream has seen the prompt, and holds bytes back until they are whole.

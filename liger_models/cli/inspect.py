@@ -38,7 +38,8 @@ def inspect(name: str) -> dict[str, Any]:
 
     config, dtypes, folder = _find(name)
     preset = not dtypes and folder is None  # which `init` makes in bfloat16
-    model = liger_models.from_config(config, device="meta", dtype="bfloat16" if preset else "auto")
+    dtype = "bfloat16" if preset else "auto"
+    model = liger_models.from_config(config, device="meta", dtype=dtype, dropout=0.0)
     if folder is not None:
         dtypes = _checked_dtypes(folder, model)
     elif dtypes:

@@ -30,6 +30,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "model", help="hub id, folder with a Hugging Face checkpoint, or a preset (fresh weights; see `list`)"
     )
 
+    add("--text-only", action="store_true", help="of a multimodal checkpoint, train the language model alone")
+    add(
+        "--dropout",
+        type=float,
+        metavar="0",
+        help="train without the dropout that the model's config asks for (default: refuse such a model)",
+    )
+
     group = parser.add_argument_group("data")
     add = group.add_argument
     add("--data", nargs="+", required=True, metavar="FILE", help=".txt, .md and .jsonl files")

@@ -39,6 +39,8 @@ class TrainConfig:
     moments            the dtype of AdamW's moments; auto: that of the weights
     bias_update_rate   step of the correction bias that balances the load of experts, in models that have one;
                        0: it stays (see liger_models.update_correction_bias)
+    text_only          of a multimodal checkpoint train the language model alone
+    dropout            0.0: train without the dropout that a config asks for; None: what it says, if 0
     eval_every, save_every  in steps; 0: evaluate at both ends only, save only when interrupted
     keep               how many checkpoint-N folders stay; 0: all
     resume             None: a new run; "auto": from the newest checkpoint in `output`, if any; or a folder
@@ -68,6 +70,8 @@ class TrainConfig:
     device: str = "auto"
     activation_memory: str = "lean"
     attention: str = "auto"
+    text_only: bool = False
+    dropout: float | None = None
     eval_every: int = 0
     save_every: int = 500
     keep: int = 2
@@ -101,6 +105,7 @@ class TrainConfig:
         check("moments", self.moments in MOMENTS, f"one of {', '.join(MOMENTS)}")
         check("attention", self.attention in BACKENDS, f"one of {', '.join(BACKENDS)}")
         check("activation_memory", self.activation_memory in LEVELS, f"one of {', '.join(LEVELS)}")
+        check("dropout", self.dropout in (None, 0.0), "0, or None for what the model's config says")
         check("seed", abs(self.seed) < 2**63, "a number of 64 bits")
 
     def to_dict(self) -> dict[str, Any]:

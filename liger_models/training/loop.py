@@ -332,6 +332,8 @@ class Run:
             "device": self.world.device,
             "attention": config.attention,
             "activation_memory": config.activation_memory,
+            "text_only": config.text_only,
+            "dropout": config.dropout,
         }
         dtype: Any = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         if checkpoint or not _is_preset(config.model):

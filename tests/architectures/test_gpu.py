@@ -101,7 +101,7 @@ def wide_config(family: str) -> dict[str, Any]:
     for path in PUBLISHED.glob("*.json"):
         published = json.loads(path.read_text())
         if published["config"]["model_type"] == family:  # without the dropout of which some speak
-            own.append({**published["config"], **dict.fromkeys(published.get("ignore_config_keys", ()), 0.0)})
+            own.append({**published["config"], **dict.fromkeys(published.get("dropout", ()), 0.0)})
     if not own:
         pytest.skip(f"tests/architectures/published has no config of {family}")
     config = min(own, key=lambda config: abs(config["hidden_size"] - 4096))

@@ -17,6 +17,7 @@ import liger_models
 from liger_models.architectures import find_architecture
 from liger_models.architectures.multimodal import MULTIMODAL, text_config
 from liger_models.architectures.unsupported import MISSING
+from liger_models.cli import main
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import CheckpointError, ConfigError, UnsupportedModelError
 
@@ -284,3 +285,12 @@ def test_a_family_that_is_known_and_not_supported_is_refused_with_what_is_missin
 def test_no_family_is_both_supported_and_not():
     names = [*liger_models.list_architectures(), *MULTIMODAL, *MISSING]
     assert len(names) == len(set(names))
+
+
+def test_the_command_line_takes_the_text_part_too(written, tmp_path):
+    _, folder = written
+    with pytest.warns(UserWarning, match="only the text part"):
+        assert main(["export", str(folder), str(tmp_path / "text"), "--text-only"]) == 0
+    again = liger_models.from_hub(tmp_path / "text")
+    assert torch.equal(logits_of(again), logits_of(load(folder)))
+    assert liger_models.from_config(folder, device="meta", text_only=True).spec == again.spec

@@ -139,6 +139,14 @@ def test_finish_names_a_key_that_nobody_took(key, value, reason):
         finish(**{key: value})
 
 
+def test_dropout_is_left_out_where_that_is_said():
+    config = HFConfig.load({"model_type": "x", "attention_dropout": 0.1, "resid_pdrop": 0.2}, dropout=0.0)
+    config.finish()
+    config.with_raw({"model_type": "x", "embd_pdrop": 0.1}).finish()
+    with pytest.raises(ConfigError, match=r"dropout is 0\.1; expected 0\.0"):
+        HFConfig.load({"model_type": "x"}, dropout=0.1)
+
+
 def test_finish_names_a_layer_type_whose_rotary_settings_nobody_took():
     nested = {name: {"rope_type": "default", "rope_theta": 1e4} for name in ("full_attention", "chunked")}
     config = HFConfig.load({"model_type": "x", "rope_parameters": nested})
