@@ -8,6 +8,7 @@ import contextlib
 import os
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -18,7 +19,28 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+sys.path.append(str(Path(__file__).parent))  # for support_table, which lies beside it
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--write-support-table",
+        action="store_true",
+        help="write the table of docs/frameworks.md after the tests that are marked `supports`",
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("--write-support-table") and not hasattr(config, "workerinput"):
+        from support_table import TableWriter
+
+        config.pluginmanager.register(TableWriter())
+
+
 def pytest_collection_modifyitems(items):
+    for item in items:
+        # A test's properties, unlike its markers, come back from the processes of xdist.
+        item.user_properties += [("supports", mark.args) for mark in item.iter_markers("supports")]
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU")

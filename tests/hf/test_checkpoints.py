@@ -27,6 +27,7 @@ def tensors_of(folder) -> dict[str, torch.Tensor]:
     return {name: load_file(folder / file)[name] for name, file in index.items()}
 
 
+@pytest.mark.supports("transformers", "checkpoints byte for byte")
 @pytest.mark.parametrize("projections", ["fused", "split"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_was_read_is_written_back(family, projections, make_both, tmp_path):
@@ -35,6 +36,7 @@ def test_what_was_read_is_written_back(family, projections, make_both, tmp_path)
     assert files(tmp_path / "ours") == files(both.folder)
 
 
+@pytest.mark.supports("transformers", "sharded files")
 def test_sharded_files_are_read_and_written(make_both, tmp_path):
     both = make_both("qwen3_moe")
     both.reference.save_pretrained(tmp_path / "sharded", max_shard_size="30KB")
@@ -79,6 +81,7 @@ def test_a_checkpoint_of_whole_experts_stays_one(make_both, tmp_path):
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == expected
 
 
+@pytest.mark.supports("transformers", "base models")
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_the_base_model_is_read_from_any_checkpoint_and_back(family, make_both, tmp_path, hf):
     both = make_both(family)
@@ -96,6 +99,7 @@ def test_the_base_model_is_read_from_any_checkpoint_and_back(family, make_both, 
     assert files(tmp_path / "their_base") == files(tmp_path / "base")
 
 
+@pytest.mark.supports("transformers", "dtypes")
 def test_dtypes_are_those_that_were_asked_for(make_both, tmp_path):
     both = make_both("llama")
     model = transformers.AutoModelForCausalLM.from_pretrained(both.folder, dtype=torch.bfloat16)
@@ -107,6 +111,7 @@ def test_dtypes_are_those_that_were_asked_for(make_both, tmp_path):
     assert all(torch.equal(saved[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.supports("transformers", "layers offloaded to disk")
 def test_layers_on_disk_compute_the_same(make_both, batch, tmp_path):
     both = make_both("qwen3_moe")
     devices = {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu"}

@@ -50,6 +50,9 @@ def assert_same_tokens(found, expected):
         assert relative_distance(ours, theirs) <= BOUND
 
 
+@pytest.mark.supports(
+    "transformers", "generate with dynamic, static and sliding caches", "beams", "prompt lookup"
+)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
 def test_tokens_are_those_of_the_reference(family, way, make_both, prompts):
@@ -61,6 +64,7 @@ def test_tokens_are_those_of_the_reference(family, way, make_both, prompts):
     assert_same_tokens(found, expected)
 
 
+@pytest.mark.supports("transformers", "assisted generation")
 @pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3"])
 def test_an_assistant_changes_no_token(family, make_both, prompts):
     both = make_both(family)

@@ -26,6 +26,7 @@ def test_the_auto_classes_give_our_models_once_registered(make_both, hf):
     assert type(again) is transformers.LlamaForCausalLM
 
 
+@pytest.mark.supports("transformers", "loss and gradients")
 @pytest.mark.parametrize("projections", ["fused", "split"])
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss"])
 def test_logits_loss_and_gradients_equal_the_reference(family, projections, make_both, batch):
@@ -44,6 +45,7 @@ def test_logits_loss_and_gradients_equal_the_reference(family, projections, make
     assert not {name: d for name, d in distances.items() if not d <= BOUND}
 
 
+@pytest.mark.supports("transformers", "label counts")
 @pytest.mark.parametrize("how", ["labels", "shift_labels"])
 def test_the_loss_is_divided_by_the_given_count(how, make_both, batch):
     both = make_both("llama")
@@ -72,6 +74,7 @@ def test_logits_of_some_positions(make_both, batch):
         assert relative_distance(found[1], expected[1]) <= BOUND  # the row without padding
 
 
+@pytest.mark.supports("transformers", "hidden states")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hidden_states_of_the_layers(family, make_both, batch):
     both = make_both(family)
@@ -96,6 +99,7 @@ def test_what_is_not_there_is_refused(make_both, batch):
         model(torch.tensor([[5, 131]]))
 
 
+@pytest.mark.supports("transformers", "packing")
 def test_packed_documents_do_not_see_one_another(make_both, batch):
     model = make_both("gemma2").ours
     first, second = batch["input_ids"][0, :9], batch["input_ids"][1]
@@ -121,6 +125,7 @@ def test_a_tuple_where_it_is_asked_for(make_both, batch):
     assert logits.shape == (2, 13, 131)
 
 
+@pytest.mark.supports("transformers", "gradient checkpointing")
 @pytest.mark.parametrize("level", ["checkpoint", "mlp", "all"])
 def test_activation_memory_changes_no_gradient(level, make_both, batch):
     model = make_both("qwen3_moe").ours.train()
@@ -139,6 +144,7 @@ def test_activation_memory_changes_no_gradient(level, make_both, batch):
     assert not model.is_gradient_checkpointing
 
 
+@pytest.mark.supports("transformers", "NEFTune")
 def test_noise_on_embeddings_finds_their_batch(make_both, batch):
     """NEFTune reads the second and third dimension of what the embedding gives."""
     both = make_both("llama")
@@ -147,6 +153,7 @@ def test_noise_on_embeddings_finds_their_batch(make_both, batch):
     assert relative_distance(both.ours(**batch).loss, both.reference(**batch).loss) <= BOUND
 
 
+@pytest.mark.supports("transformers", "embeddings in place of ids")
 def test_embeddings_in_place_of_ids(make_both, batch):
     both = make_both("gemma2")
     embeds = torch.randn(2, 13, both.ours.config.hidden_size)
@@ -154,6 +161,7 @@ def test_embeddings_in_place_of_ids(make_both, batch):
     assert relative_distance(found, expected) <= BOUND
 
 
+@pytest.mark.supports("transformers", "resized vocabularies")
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("size", [140, 120])
 def test_resized_vocabularies(size, tied, make_both, batch):
@@ -220,6 +228,7 @@ def test_patches_of_liger_kernel_are_refused(make_both):
         model.forward = types.MethodType(lce_forward, model)
 
 
+@pytest.mark.supports("transformers", "classifiers")
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_classifiers_and_rewards_equal_the_reference(family, make_both, batch, hf):
     both = make_both(family, "SequenceClassification", num_labels=3, pad_token_id=0)

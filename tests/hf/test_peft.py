@@ -46,6 +46,9 @@ WAYS = {
 }
 
 
+@pytest.mark.supports(
+    "PEFT", "LoRA", "rsLoRA", "DoRA", "rank patterns", "head and embeddings", "modules_to_save"
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_adapters_of_split_projections_are_the_references(way, make_both, batch, tmp_path):
     both = make_both("llama", projections="split")
@@ -66,6 +69,7 @@ def test_adapters_of_split_projections_are_the_references(way, make_both, batch,
     assert all(torch.equal(again[name], tensor) for name, tensor in saved.items())
 
 
+@pytest.mark.supports("PEFT", "merging")
 def test_merged_adapters_are_saved_as_a_checkpoint(make_both, batch, tmp_path):
     both = make_both("llama", projections="split")
     ours = adapt(both.ours)
@@ -95,6 +99,7 @@ FUSED_WAYS = {
 }
 
 
+@pytest.mark.supports("PEFT", "adapters of packed projections", "their files under the usual names")
 @pytest.mark.parametrize("way", FUSED_WAYS)
 def test_adapters_of_fused_projections_are_exported_exactly_and_read_back(
     way, make_both, batch, tmp_path, hf
@@ -157,6 +162,7 @@ def test_usual_names_on_fused_projections_are_an_error_that_says_what_to_do(make
         adapt(make_both("llama").ours)
 
 
+@pytest.mark.supports("PEFT", "gradient checkpointing")
 def test_a_trained_adapter_under_checkpointing_is_the_adapter(make_both, batch):
     both = make_both("llama", projections="split")
     ours = adapt(both.ours).train()
@@ -170,6 +176,7 @@ def test_a_trained_adapter_under_checkpointing_is_the_adapter(make_both, batch):
         assert relative_distance(ours.get_parameter(name).grad, gradient) <= BOUND, name
 
 
+@pytest.mark.supports("PEFT", "experts by parameter")
 def test_experts_by_parameter(make_both, batch):
     """LoRA on the stacked experts themselves, as PEFT has it for transformers' own."""
     both = make_both("qwen3_moe")
@@ -187,6 +194,7 @@ def test_experts_by_parameter(make_both, batch):
     assert all(p.grad.any() for p in ours.parameters() if p.requires_grad)
 
 
+@pytest.mark.supports("PEFT", "prompt tuning")
 def test_prompt_tuning_puts_its_tokens_in_front(make_both, batch):
     both = make_both("llama")
     del batch["attention_mask"]

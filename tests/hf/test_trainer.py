@@ -90,6 +90,15 @@ SETTINGS = {
 }
 
 
+@pytest.mark.supports(
+    "Trainer",
+    "train",
+    "accumulation with uneven labels",
+    "label smoothing",
+    "gradient checkpointing",
+    "NEFTune",
+    "compute_loss_func",
+)
 @pytest.mark.parametrize(
     ("family", "way"),
     [*(("llama", way) for way in SETTINGS), ("qwen3_moe", "accumulation"), ("qwen3_moe", "checkpointing")],
@@ -109,6 +118,7 @@ def assert_same_parameters(both, folder=""):
         assert relative_distance(trained.get_parameter(name), p) <= BOUND, name
 
 
+@pytest.mark.supports("Trainer", "bf16")
 def test_bf16_is_autocast(make_both, make_trainer):
     both = make_both("llama")
     trainer = make_trainer(both.ours, batch_size=8, bf16=True)
@@ -120,6 +130,7 @@ def test_bf16_is_autocast(make_both, make_trainer):
     assert {p.dtype for p in both.ours.parameters()} == {torch.float32}
 
 
+@pytest.mark.supports("Trainer", "evaluate", "compute_metrics")
 def test_metrics_get_the_logits_and_the_loss_is_the_references(make_both, make_trainer):
     both = make_both("gemma2")
     seen = {}
@@ -138,6 +149,7 @@ def test_metrics_get_the_logits_and_the_loss_is_the_references(make_both, make_t
     assert make_trainer(both.ours).evaluate()["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
 
 
+@pytest.mark.supports("Trainer", "resume to the bit")
 @pytest.mark.parametrize("projections", ["fused", "split"])
 def test_a_resumed_run_is_the_run_that_never_stopped(projections, make_both, make_trainer, hf):
     settings = {"optim": "adamw_torch", "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
@@ -152,6 +164,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(projections, make_both, mak
         assert torch.equal(resumed.model.get_parameter(name), p), name
 
 
+@pytest.mark.supports("Trainer", "load_best_model_at_end")
 def test_the_best_model_is_loaded_at_the_end(make_both, make_trainer):
     both = make_both("llama")
     trainer = make_trainer(
@@ -170,6 +183,7 @@ def test_the_best_model_is_loaded_at_the_end(make_both, make_trainer):
     assert trainer.evaluate()["eval_loss"] == pytest.approx(min(evaluated), rel=1e-6)
 
 
+@pytest.mark.supports("accelerate", "prepare", "save_state and load_state")
 def test_accelerate_prepares_saves_and_loads(make_both, batch, tmp_path):
     import accelerate
 
@@ -193,6 +207,7 @@ def test_accelerate_prepares_saves_and_loads(make_both, batch, tmp_path):
     assert model._no_split_modules >= {type(layer).__name__ for layer in both.ours.model.layers}
 
 
+@pytest.mark.supports("Trainer", "DDP")
 @pytest.mark.slow
 def test_two_ranks_train_as_one(make_both, make_trainer, tmp_path):
     """Data parallel: rows are dealt to two processes, and a step is that of all of them together."""

@@ -61,6 +61,7 @@ WAYS = {
 }
 
 
+@pytest.mark.supports("TRL", "SFT on completions", "SFT with packing, bfd and wrapped", "DPO")
 @pytest.mark.parametrize("way", WAYS)
 def test_training_equals_that_of_transformers_own_model(way, make_both, tokenizer, tmp_path):
     both = make_both("llama", tie_word_embeddings=True)
