@@ -91,11 +91,12 @@ class Block(nn.Module):
         raise NotImplementedError
 
     def _noted_bytes(self, itemsize: int) -> int:
-        """The router's logits, which the loss reads."""
+        """The router's choice, which the second run takes, and its logits, where the loss reads them."""
         mlp = self.spec.mlp
-        if not isinstance(mlp, MoESpec) or not mlp.has_router_loss:
+        if not isinstance(mlp, MoESpec):
             return 0
-        return mlp.num_experts * (4 if mlp.float32_router else itemsize)
+        logits = mlp.num_experts * (4 if mlp.float32_router else itemsize)
+        return 4 * mlp.experts_per_token + (logits if mlp.has_router_loss else 0)
 
     def _scaled(self, x: Tensor) -> Tensor:
         """What a branch adds to the residual stream."""

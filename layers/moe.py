@@ -20,6 +20,7 @@ from liger_models.kernels._dispatch import once_differentiable
 from liger_models.layers.activation_memory import ActivationMemory, recompute
 from liger_models.layers.linear import Linear, as_wide_as, project
 from liger_models.layers.mlp import make_mlp
+from liger_models.layers.routing_decisions import RoutingDecisions, in_backward_pass
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import MoESpec
 
@@ -46,8 +47,10 @@ class MixtureOfExperts(nn.Module):
         self.shared_expert_gate = Linear(hidden_size, 1, bias=False) if spec.shared_gate else None
 
     def forward(self, x: Tensor, sequences: Sequences | None = None) -> Tensor:
-        """x [T, H] -> [T, H]. `sequences` is where a router with losses notes its logits."""
-        logits, weights, experts = self.router(x)
+        """x [T, H] -> [T, H]. `sequences` is where a router notes what it decided, and its logits if it has
+        losses.
+        """
+        logits, weights, experts = self.router(x, None if sequences is None else sequences.routing)
         if sequences is not None and self.spec.has_router_loss:
             sequences.router_logits.note(logits)
         y = self.experts(x, weights, experts)
@@ -104,8 +107,10 @@ class Router(nn.Module):
         spec = self.spec
         return spec.num_experts * (4 if spec.float32_router else itemsize) + 8 * spec.experts_per_token
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, H] -> logits [T, E], weights [T, k] in float32, experts [T, k] int32."""
+    def forward(self, x: Tensor, decisions: RoutingDecisions | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, H] -> logits [T, E], weights [T, k] in float32, experts [T, k] int32. Of a call whose
+        `decisions` hold this router's, and that the backward pass makes again, the experts are those.
+        """
         spec = self.spec
         if spec.float32_router:
             logits = _ProductInFloat32.apply(x, self.weight)
@@ -123,14 +128,17 @@ class Router(nn.Module):
             top_groups=spec.top_groups,
             group_score=spec.group_score,
             scale=spec.routed_scaling_factor,
+            experts=None if decisions is None else decisions.made_by(self),
         )
+        if decisions is not None:
+            decisions.note(self, experts)
         if self.training and self.correction_bias is not None:
             self._count(experts)
         return logits, weights, experts
 
     def _count(self, experts: Tensor) -> None:
         """Add these choices to the load, unless it is the backward pass that makes them again."""
-        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+        if in_backward_pass():
             return
         chosen = experts.detach().flatten()
         if self.load is None or self.load.device != chosen.device:

@@ -17,6 +17,7 @@ from liger_models.kernels import document_bounds
 from liger_models.layers.cache import KVCache
 from liger_models.layers.rotary import rotary_tables
 from liger_models.layers.router_loss import RouterLogits
+from liger_models.layers.routing_decisions import RoutingDecisions
 from liger_models.layers.spec import QueryScaleSpec, RopeSpec
 
 IGNORE_INDEX = -100
@@ -29,7 +30,7 @@ class Sequences:
     `cu_seqlens` [n + 1] int32 holds the documents' boundaries; None says that every row of `shape` is one
     document. `max_seqlen` is the longest document's length. `cache` is given in generation alone. `bounds` is
     made by `document_bounds`, `rotary` by `prepare_rotary`. `router_logits` are noted by the layers of
-    experts whose router has a loss.
+    experts whose router has a loss, and `routing` what all of them decided.
 
     Not a dataclass: frameworks that cast a layer's arguments (FSDP2's mixed precision among them) copy the
     dataclasses, lists and dicts that they find, and round the tensors in them. Other objects they leave, and
@@ -53,6 +54,7 @@ class Sequences:
         self.rotary: dict[RopeSpec, tuple[Tensor, Tensor]] = {}
         self.query_scales: dict[QueryScaleSpec, Tensor] = {}
         self.router_logits = RouterLogits()
+        self.routing = RoutingDecisions()
 
     @classmethod
     def from_call(

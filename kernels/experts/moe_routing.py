@@ -52,6 +52,7 @@ def route(
     top_groups: int = 1,
     group_score: str = "top_2",
     scale: float = 1.0,
+    experts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose `top_k` of E experts for every token, and their weights.
 
@@ -66,6 +67,9 @@ def route(
         group_score: how good a group is, by its (corrected) scores: "top_2", the sum of its two best
             (DeepSeek-V3), or "max", its best (DeepSeek-V2, arXiv:2405.04434, section 2.2.2).
         scale: multiplies the weights.
+        experts: [T, k] int32, chosen before by this function: nothing is chosen, and these are weighed. What
+            a backward pass computes again has the bits of the first time then, or, where the logits differ
+            by a rounding, the same experts all the same.
 
     Returns:
         weights [T, k] in float32 (float64 for float64 logits), and experts [T, k], int32, distinct in a row,
@@ -78,14 +82,18 @@ def route(
     """
     groups = num_groups, top_groups, group_score
     _check(logits, top_k, score, softmax_after_top_k, correction_bias, *groups)
-    fused = use_triton(logits, correction_bias)
+    _check_choice(experts, logits, top_k)
+    fused = use_triton(logits, correction_bias, experts)
     if fused and logits.shape[1] <= _MOST_EXPERTS and top_k <= _MOST_CHOSEN:
         # Divided by the sum of the chosen, a softmax over all is the softmax of the chosen. A bias may choose
         # experts whose share of all is nothing in float32: there the two differ.
         plainly = correction_bias is None and top_groups == num_groups
         of_chosen = softmax_after_top_k or (score == "softmax" and renormalize and plainly)
         score, renormalize = ("softmax_of_chosen", False) if of_chosen else (score, renormalize)
-        return _Route.apply(as_rows(logits), correction_bias, top_k, score, renormalize, scale, groups)
+        weights, chosen = _Route.apply(
+            as_rows(logits), correction_bias, experts, top_k, score, renormalize, scale, groups
+        )
+        return weights, chosen if experts is None else experts
     plain = route_plain(
         logits,
         top_k,
@@ -97,6 +105,7 @@ def route(
         top_groups=top_groups,
         group_score=group_score,
         scale=scale,
+        experts=experts,
     )
     return as_once_differentiable(*plain)
 
@@ -113,18 +122,20 @@ def route_plain(
     top_groups: int = 1,
     group_score: str = "top_2",
     scale: float = 1.0,
+    experts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The meaning of `route`, in plain PyTorch."""
     logits = at_least_float32(logits)
     scores = logits.sigmoid() if score == "sigmoid" else logits
     if score == "softmax" and not softmax_after_top_k:
         scores = logits.softmax(-1)
-    with torch.no_grad():
-        choice = scores if correction_bias is None else scores + correction_bias.to(scores.dtype)
-        if top_groups < num_groups:
-            choice = _best_groups_only(choice, num_groups, top_groups, group_score)
-        experts = choice.topk(top_k, dim=-1).indices
-    weights = scores.gather(-1, experts)
+    if experts is None:
+        with torch.no_grad():
+            choice = scores if correction_bias is None else scores + correction_bias.to(scores.dtype)
+            if top_groups < num_groups:
+                choice = _best_groups_only(choice, num_groups, top_groups, group_score)
+            experts = choice.topk(top_k, dim=-1).indices
+    weights = scores.gather(-1, experts.long())
     if softmax_after_top_k:
         weights = weights.softmax(-1)
     elif renormalize:
@@ -216,6 +227,16 @@ def _check(
             )
 
 
+def _check_choice(experts: Tensor | None, logits: Tensor, top_k: int) -> None:
+    if experts is None:
+        return
+    if experts.shape != (len(logits), top_k) or experts.dtype != torch.int32:
+        raise ValueError(
+            f"experts are {tuple(experts.shape)}, {experts.dtype}; expected ({len(logits)}, {top_k}) int32, "
+            "as they were chosen for these tokens"
+        )
+
+
 def _check_top_k(top_k: int, num_experts: int) -> None:
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k is {top_k}; expected 1 to {num_experts}, the number of experts")
@@ -223,28 +244,33 @@ def _check_top_k(top_k: int, num_experts: int) -> None:
 
 class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, correction_bias, top_k, score, renormalize, scale, groups):
-        weights = torch.empty(len(logits), top_k, dtype=torch.float32, device=logits.device)
-        experts = torch.empty(len(logits), top_k, dtype=torch.int32, device=logits.device)
+    def forward(ctx, logits, correction_bias, given, top_k, score, renormalize, scale, groups):
+        # Of given experts that are no choice (one twice, one that is not there) a place is not written to.
+        memory = torch.empty if given is None else torch.zeros
+        weights = memory(len(logits), top_k, dtype=torch.float32, device=logits.device)
+        experts = torch.empty_like(weights, dtype=torch.int32) if given is None else given.contiguous()
         if correction_bias is not None:
             correction_bias = correction_bias.contiguous()
         ctx.options = score, renormalize, scale
         grouping = dict(zip(("NUM_GROUPS", "TOP_GROUPS", "GROUP_SCORE"), groups, strict=True))
+        grouping["GIVEN"] = given is not None
         _launch(_forward_kernel, logits, weights, experts, correction_bias, *ctx.options, **grouping)
         ctx.save_for_backward(logits, experts)
-        ctx.mark_non_differentiable(experts)
         ctx.set_materialize_grads(False)  # else zeros are written for the experts in every backward pass
+        if given is not None:
+            return weights, None
+        ctx.mark_non_differentiable(experts)
         return weights, experts
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dweights, _):
         if dweights is None:
-            return (None,) * 7
+            return (None,) * 8
         logits, experts = ctx.saved_tensors
         dlogits = contiguous_like(logits)
         _launch(_backward_kernel, logits, dweights.contiguous(), experts, dlogits, *ctx.options)
-        return dlogits, None, None, None, None, None, None
+        return dlogits, *(None,) * 7
 
 
 def _launch(kernel, logits, weights, experts, extra, score, renormalize, scale, **grouping):
@@ -328,17 +354,12 @@ def _group_quality(
 
 
 @jit
-def _forward_kernel(
-    logits,
-    weights,
-    experts,
+def _ranks(
+    x,
+    scores,
+    expert,
     correction_bias,
-    stride,
-    rows,
     num_experts,
-    scale,
-    SCORE: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
     TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
@@ -346,11 +367,8 @@ def _forward_kernel(
     TOP_GROUPS: tl.constexpr,
     GROUP_SCORE: tl.constexpr,
 ):
+    """The place of each expert among the chosen, best first; TOP_K of the others."""
     TAKEN: tl.constexpr = -(1 << 31)
-    row, expert, x = _load_tile(logits, stride, rows, num_experts, ROWS, LANES)
-    scores = x
-    if SCORE != "softmax_of_chosen":
-        scores = _scores(x, SCORE)
     choice = x  # which has the order of its scores, and no ties from rounding them
     if correction_bias is not None:
         choice = scores + tl.load(correction_bias + expert, expert < num_experts, 0.0).to(tl.float32)
@@ -375,6 +393,51 @@ def _forward_kernel(
         best = expert == tl.min(tl.where(key == largest, expert, LANES), 1)[:, None]  # of equals the first
         key = tl.where(best, TAKEN, key)
         rank = tl.where(best, slot, rank)
+    return rank
+
+
+@jit
+def _forward_kernel(
+    logits,
+    weights,
+    experts,
+    correction_bias,
+    stride,
+    rows,
+    num_experts,
+    scale,
+    SCORE: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    GROUP_SCORE: tl.constexpr,
+    GIVEN: tl.constexpr,
+):
+    row, expert, x = _load_tile(logits, stride, rows, num_experts, ROWS, LANES)
+    scores = x
+    if SCORE != "softmax_of_chosen":
+        scores = _scores(x, SCORE)
+    if GIVEN:
+        rank = tl.full((ROWS, LANES), TOP_K, tl.int32)
+        for slot in tl.static_range(TOP_K):  # unrolled, so that no load waits for the one before
+            rank = tl.where(expert == tl.load(experts + row * TOP_K + slot, row < rows, 0), slot, rank)
+    else:
+        rank = _ranks(
+            x,
+            scores,
+            expert,
+            correction_bias,
+            num_experts,
+            TOP_K,
+            ROWS,
+            LANES,
+            NUM_GROUPS,
+            TOP_GROUPS,
+            GROUP_SCORE,
+        )
     chosen = rank < TOP_K
     if SCORE == "softmax_of_chosen":
         scores = _scores(tl.where(chosen, x, -float("inf")), SCORE)
@@ -382,7 +445,8 @@ def _forward_kernel(
         scores = tl.div_rn(scores, tl.sum(tl.where(chosen, scores, 0.0), 1)[:, None] + 1e-20)
     mine = chosen & (row < rows)
     tl.store(weights + row * TOP_K + rank, scores * scale, mine)
-    tl.store(experts + row * TOP_K + rank, tl.broadcast_to(expert, (ROWS, LANES)), mine)
+    if not GIVEN:
+        tl.store(experts + row * TOP_K + rank, tl.broadcast_to(expert, (ROWS, LANES)), mine)
 
 
 @jit

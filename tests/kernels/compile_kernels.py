@@ -59,6 +59,8 @@ def run_everything() -> None:
         backward(kernels.route(operand(64, 128), 8, **choice)[0])
     for choice in ({"score": "sigmoid"}, {"group_score": "max", "renormalize": False}):
         backward(kernels.route(operand(64, 128), 8, num_groups=8, top_groups=4, **choice)[0])
+    chosen = torch.zeros(64, 8, dtype=torch.int32)
+    backward(kernels.route(operand(64, 128), 8, experts=chosen)[0])
     router = torch.randn(64, 8).softmax(-1).topk(2)
     experts = operand(8, 2 * 128, 64), operand(8, 64, 128)
     backward(kernels.moe_experts(operand(64, 64), router.values, router.indices.int(), *experts))

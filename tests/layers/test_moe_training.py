@@ -15,12 +15,16 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
+import liger_models.layers.moe as moe
 from liger_models.kernels._dispatch import interpret
 from liger_models.layers.activation_memory import LEVELS, keep_recipes, recompute
+from liger_models.layers.model import CausalLM
 from liger_models.layers.moe import MixtureOfExperts
 from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.router_loss import router_loss
+from liger_models.layers.routing_decisions import in_backward_pass
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import MoESpec
 
@@ -90,6 +94,95 @@ def test_every_level_of_activation_memory_gives_the_same_bits(form, make_layers)
     for level in LEVELS[1:]:
         for a, b in zip(run(layers, x, level), expected, strict=True):
             assert torch.equal(a, b)
+
+
+def layer_again(layer, x, sequences):
+    return recompute(layer, x, sequences)
+
+
+def reentrant(layer, x, sequences):
+    return checkpoint(layer, x, sequences, use_reentrant=True)
+
+
+def not_reentrant(layer, x, sequences):
+    return checkpoint(layer, x, sequences, use_reentrant=False)
+
+
+def both_in_one(layer, x, sequences):
+    """A checkpoint in a checkpoint."""
+    return checkpoint(lambda x: recompute(layer, x, sequences), x, use_reentrant=False)
+
+
+@pytest.fixture
+def choices(monkeypatch):
+    """The experts that each run of a layer computed; logits are others in a backward pass."""
+    seen = []
+    compute, product = moe.moe_experts, moe.project
+
+    def watched(x, weights, experts, *rest):
+        seen.append(experts)
+        return compute(x, weights, experts, *rest)
+
+    def disturbed(x, weight, bias):
+        logits = product(x, weight, bias)
+        return logits + torch.randn_like(logits) if in_backward_pass() else logits
+
+    monkeypatch.setattr(moe, "moe_experts", watched)
+    monkeypatch.setattr(moe, "project", disturbed)
+    return seen
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("run_again", [layer_again, reentrant, not_reentrant, both_in_one])
+def test_a_layer_that_runs_again_keeps_its_choice_whatever_its_logits_are(
+    run_again, sharded, choices, make_layers, moe_spec, process_group
+):
+    layers = make_layers(2, replace(moe_spec, float32_router=False))
+    if sharded:
+        for layer in layers:
+            fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+    x, sequences = torch.randn(TOKENS, HIDDEN, requires_grad=True), sequences_of(TOKENS)
+    y = x
+    for layer in layers:
+        y = run_again(layer, y, sequences)
+    first = list(choices)
+    assert len(first) == 2
+    y.square().sum().backward()
+    again = choices[2:]
+    assert len(again) == 2  # the second layer's run again comes before the first's
+    assert again[0].equal(first[1])
+    assert again[1].equal(first[0])
+
+
+@pytest.mark.parametrize(("level", "runs_of_routers"), [("mlp", 2), ("checkpoint", 4)])
+def test_so_does_a_model_at_every_level(level, runs_of_routers, choices, make_model, moe_spec):
+    spec, runs = make_model(2).spec, []
+    block = replace(spec.blocks[0], mlp=replace(moe_spec, float32_router=False))
+    model = CausalLM(replace(spec, blocks=(block, block)), activation_memory=level)
+    for layer in model.layers:
+        layer.mlp.router.register_forward_hook(lambda *_: runs.append(1))
+    ids = torch.randint(61, (2, 9))
+    model(ids, labels=ids).loss.backward()
+    assert len(runs) == runs_of_routers
+    assert len(choices) == 4
+    assert choices[3].equal(choices[0])
+    assert choices[2].equal(choices[1])
+
+
+def test_a_layer_with_two_places_chooses_in_each(make_layers):
+    """Which of them runs again cannot be seen: it chooses by its logits."""
+    (layer,) = make_layers(1)
+    x = torch.randn(TOKENS, HIDDEN)
+    results = []
+    for again in (False, True):
+        layer.zero_grad()
+        y, sequences = x.clone().requires_grad_(), sequences_of(TOKENS)
+        for _ in range(2):
+            y = recompute(layer, y, sequences) if again else layer(y, sequences)
+        y.square().sum().backward()
+        results.append([p.grad for p in layer.parameters()])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_with_recipes_the_norms_output_is_not_kept(form, make_layers):

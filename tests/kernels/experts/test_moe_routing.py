@@ -107,7 +107,7 @@ def test_only_experts_of_the_best_groups_are_chosen_even_if_their_scores_are_neg
     assert torch.equal((experts // 4).sort(1).values[:, ::4], quality.topk(2).indices.sort(1).values)
 
 
-@pytest.mark.parametrize(
+some_forms = pytest.mark.parametrize(
     "options",
     [
         {},
@@ -116,7 +116,43 @@ def test_only_experts_of_the_best_groups_are_chosen_even_if_their_scores_are_neg
         {"score": "sigmoid", "num_groups": 4, "top_groups": 2, "scale": 2.5},
         {"num_groups": 4, "top_groups": 2, "group_score": "max", "renormalize": False},
     ],
+    ids=str,
 )
+
+
+@some_forms
+def test_a_choice_that_was_made_before_is_weighed_as_the_formula_says(options, implementation):
+    """Of other logits than those that it was made from: weights and gradients are those of the formula."""
+    given = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(TOKENS)]).int()
+    before = given.clone()
+    logits = torch.randn(TOKENS, EXPERTS, requires_grad=True)
+    weights, experts = route(logits, TOP_K, **options, experts=given)
+    assert experts is given
+    assert torch.equal(given, before)
+    wide = logits.detach().double().requires_grad_()
+    scores = wide.sigmoid() if options.get("score") == "sigmoid" else wide.softmax(-1)
+    expected = scores.gather(-1, given.long())
+    if options.get("renormalize", True) or options.get("softmax_after_top_k"):
+        expected = expected / expected.sum(-1, keepdim=True)
+    expected = expected * options.get("scale", 1.0)
+    upstream = torch.randn_like(weights)
+    # In float32, of numbers up to the scale: an exponential, a sum and quotients.
+    torch.testing.assert_close(weights.double(), expected, rtol=1e-5, atol=1e-6)
+    found = torch.autograd.grad(weights, logits, upstream)[0]
+    true = torch.autograd.grad(expected, wide, upstream.double())[0]
+    assert (found - true).norm() <= 1e-5 * true.norm()
+
+
+@some_forms
+def test_its_own_choice_given_back_changes_no_bit(options, implementation):
+    logits = torch.randn(TOKENS, EXPERTS, requires_grad=True)
+    weights, grad, experts, upstream = routed(route, logits, TOP_K, options)
+    again = routed(route, logits, TOP_K, {**options, "experts": experts}, upstream)
+    for a, b in zip(again, (weights, grad, experts), strict=False):
+        assert torch.equal(a, b)
+
+
+@some_forms
 def test_gradients_pass_gradcheck(options):
     logits = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: route(x, 3, **options)[0], logits)
@@ -432,6 +468,8 @@ def test_the_z_loss_is_the_mean_squared_logsumexp_with_its_gradient():
         ({"group_score": "sum"}, "group_score is 'sum'; expected 'top_2' or 'max'"),
         ({"num_groups": 8, "top_groups": 4}, "8 groups, of which 4"),
         ({"num_groups": 4, "top_groups": 1, "top_k": 3}, "4 groups, of which 1"),
+        ({"experts": torch.zeros(3, 1, dtype=torch.int32)}, r"experts are \(3, 1\), torch.int32; expected"),
+        ({"experts": torch.zeros(3, 2, dtype=torch.int64)}, r"expected \(3, 2\) int32"),
         ({"logits": torch.zeros(2, 3, 8)}, r"logits are \(2, 3, 8\); expected \[tokens, experts\]"),
     ],
 )
