@@ -85,6 +85,12 @@ class Decoder(nn.Module):
                     x, residual = layer(x, residual, sequences)
         return add_and_norm(self.norm, x, residual)[0]
 
+    def kinds_of_layers(self) -> set[str]:
+        """The names of the layers' classes, as sharding libraries ask for them: of this model's own, since a
+        name that no module has is an error there.
+        """
+        return {type(layer).__name__ for layer in self.layers}
+
     @property
     def activation_memory(self) -> tuple[ActivationMemory, ...]:
         """The level of each layer."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_models.architectures import Architecture
+from liger_models.convert.checkpoints.shards import checkpoint_tensors
 from liger_models.convert.checkpoints.source_layout import SourceLayout
 from liger_models.convert.checkpoints.weight_map import WeightMap
 from liger_models.convert.checkpoints.writing import find_aux_files, save_checkpoint
@@ -20,7 +21,6 @@ from liger_models.convert.config.model_config import ModelConfig, export_config
 from liger_models.convert.errors import CheckpointError, ConfigError
 from liger_models.generation import generate
 from liger_models.layers.attention_backends import AttentionBackend
-from liger_models.layers.blocks import BLOCKS
 from liger_models.layers.model import CausalLM
 from liger_models.layers.spec import ModelSpec
 
@@ -39,12 +39,11 @@ class LigerCausalLM(CausalLM):
     """
 
     # What transformers' Trainer and accelerate ask of a model: that the loss takes num_items_in_batch and
-    # shifts the labels, the name of its input, and which modules stay whole when a model is divided.
+    # shifts the labels, the name of its input, and (below) which modules stay whole when a model is divided.
     accepts_loss_kwargs = True
     loss_type = "ForCausalLM"
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
-    _no_split_modules = tuple(block.__name__ for block in BLOCKS.values())
 
     def __init__(
         self,
@@ -55,6 +54,7 @@ class LigerCausalLM(CausalLM):
         activation_memory: str | list[str] = "lean",
     ):
         super().__init__(spec, attention, activation_memory)
+        self._no_split_modules = self.kinds_of_layers()
         self.layout = architecture.layouts[0]
         self.architecture = architecture
         self.config = ModelConfig(raw_config)
@@ -128,6 +128,28 @@ class LigerCausalLM(CausalLM):
             fixed=parameters.keys() - dict(self.named_parameters()).keys(),  # buffers
             aux_files=aux,
         )
+
+    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The (name, tensor) of the checkpoint that `save_pretrained` would write, one after the other, for
+        whoever takes weights without files, such as an engine that generates with the model as it trains.
+
+        Tensors are views of the model's where strides can say so, in its dtypes and on its devices. Of a
+        model that is sharded over processes all of them must run through it together: one tensor at a time
+        is gathered.
+
+        Raises:
+            CheckpointError: the model no longer has the parameters that it was made with, as with an adapter
+                in it.
+        """
+        natives, weight_map = self.saved_tensors(), self.weight_map()
+        _check_savable(natives, weight_map)
+        copies: dict[str, list[str]] = {}
+        for name, original in (self.source.tied if self.source else {}).items():
+            copies.setdefault(original, []).append(name)
+        for name, tensor in checkpoint_tensors(natives.__getitem__, weight_map):
+            yield from ((same, tensor) for same in (name, *copies.get(name, ())))
+        if self.source is not None:
+            yield from self.source.carried.items()
 
     def push_to_hub(
         self,

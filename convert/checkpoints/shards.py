@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from liger_models.convert.checkpoints.weight_map import Expr, Rows
+from liger_models.convert.checkpoints.weight_map import Expr, Rows, WeightMap, connected, write
 from liger_models.convert.errors import CheckpointError
 
 
@@ -35,6 +35,16 @@ def whole(tensor: Tensor) -> Tensor:
     """The whole of a tensor. Every process that holds a part must ask for it."""
     sharded: Any = tensor
     return sharded.full_tensor() if is_sharded(tensor) else tensor
+
+
+def checkpoint_tensors(
+    get: Callable[[str], Tensor], weight_map: WeightMap
+) -> Iterator[tuple[str, Tensor]]:
+    """The (name, tensor) of a checkpoint one after the other, from native tensors, `get(name)`, that need not
+    be whole: every process that holds a part of them must run through it.
+    """
+    for group in connected(weight_map):
+        yield from write((expr, whole(get(name).detach())) for name, expr in group.items()).items()
 
 
 def write_together(tensors: Iterable[Tensor], write: Callable[[Iterator[Tensor]], None]) -> None:

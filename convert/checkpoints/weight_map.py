@@ -346,6 +346,22 @@ def rows_of(expr: Expr, start: int, stop: int) -> Expr:
 WeightMap = Mapping[str, Expr]
 
 
+def connected(weight_map: WeightMap) -> list[dict[str, Expr]]:
+    """A weight map in the smallest sets that share no checkpoint tensor: most natives are one alone, and the
+    parts of a tensor that a checkpoint holds whole are together. In the map's order.
+    """
+    home: dict[str, int] = {}  # of a checkpoint tensor, the set that holds it
+    sets: dict[int, dict[str, Expr]] = {}
+    for number, (native, expr) in enumerate(weight_map.items()):
+        names = {ref.name for ref in expr.refs()}
+        joined: dict[str, Expr] = {}
+        for other in sorted({home[name] for name in names if name in home}):
+            joined |= sets.pop(other)
+        sets[number] = joined | {native: expr}
+        home |= dict.fromkeys((ref.name for part in sets[number].values() for ref in part.refs()), number)
+    return list(sets.values())
+
+
 def checkpoint_shapes(weight_map: WeightMap) -> dict[str, Shape]:
     """The checkpoint tensors that a weight map names, with their shapes, in order.
 

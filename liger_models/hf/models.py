@@ -11,7 +11,7 @@ the native model; here stands what transformers and the libraries around it ask 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -27,12 +27,14 @@ from transformers.utils.generic import can_return_tuple
 
 from liger_models.architectures import Architecture
 from liger_models.convert.checkpoints.layout import Layout, canonical_forms
+from liger_models.convert.checkpoints.shards import checkpoint_tensors
 from liger_models.convert.checkpoints.weight_map import Expr, Ref
 from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.errors import CheckpointError
 from liger_models.hf.cache import TransformersCache
+from liger_models.hf.merged import merged_tensors
 from liger_models.hf.weights import CheckpointConverter, convert_state_dict, groups_of
 from liger_models.layers.activation_memory import ActivationMemory
-from liger_models.layers.blocks import BLOCKS
 from liger_models.layers.call_checks import CallChecks, batch_shape, refuse_unknown, targets_of
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.embedding import TokenEmbedding
@@ -60,7 +62,6 @@ class LigerPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True
-    _no_split_modules = {block.__name__ for block in BLOCKS.values()}  # noqa: RUF012  # as theirs
     _skip_keys_device_placement = {"past_key_values"}  # noqa: RUF012
     _supports_sdpa = True
     _supports_flash_attn = True
@@ -70,6 +71,7 @@ class LigerPreTrainedModel(PreTrainedModel):
     def _begin(self) -> None:
         """What follows once the parts of a model are there."""
         self.layouts = self.architecture.layouts
+        self._no_split_modules = self.decoder.kinds_of_layers()
         self.register_load_state_dict_pre_hook(convert_state_dict)
         entry = CheckpointConverter(type(self).__name__, groups_of(self))
         register_checkpoint_conversion_mapping(type(self).__name__, [entry], overwrite=True)
@@ -118,6 +120,27 @@ class LigerPreTrainedModel(PreTrainedModel):
     def fuse_projections(self) -> None:
         """Turn `split_projections` back."""
         fuse_projections(self)
+
+    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The (name, tensor) of the checkpoint that `save_pretrained` would write, one after the other, for
+        whoever takes weights without files, such as an engine that generates with the model as it trains.
+
+        Adapters of PEFT that are active are merged into what is given; the model stays as it is. Tensors are
+        else views of the model's where strides can say so, in its dtypes and on its devices. Of a model that
+        is sharded over processes all of them must run through it together: one tensor at a time is gathered.
+
+        Raises:
+            CheckpointError: the model is quantised, or has other tensors than it was made with.
+        """
+        found = merged_tensors(self)
+        known = self.weight_map()
+        if missing := sorted(known.keys() - found.keys()):
+            raise CheckpointError(
+                f"the model has no {missing[0]} ({len(missing)} such tensors), so it is not what it was made "
+                "as: remove parametrizations, and unload what is no adapter of PEFT"
+            )
+        own = {name: Ref(name, tuple(get().shape)) for name, get in found.items() if name not in known}
+        yield from checkpoint_tensors(lambda name: found[name](), known | own)
 
     def save_pretrained(
         self, save_directory: Any, *args: Any, push_to_hub: bool = False, **kwargs: Any

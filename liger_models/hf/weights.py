@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter, dot_natural_key
 
 from liger_models.convert.checkpoints.layout import Layout
-from liger_models.convert.checkpoints.weight_map import Expr, Ref, write
+from liger_models.convert.checkpoints.weight_map import Expr, Ref, connected, write
 from liger_models.convert.errors import CheckpointError
 
 
@@ -38,6 +38,12 @@ class Group:
     layout: Layout
     natives: Mapping[str, Expr]
     shapes: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, layout: Layout, natives: Mapping[str, Expr]) -> Group:
+        """The group of these natives and of all that they are made of."""
+        shapes = {ref.name: ref.shape for expr in natives.values() for ref in expr.refs()}
+        return cls(layout, _in_order(natives), _in_order(shapes))
 
     def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The native tensors from the checkpoint's."""
@@ -73,7 +79,7 @@ class Groups:
                 for native, expr in weight_map.items()
                 if native in changed or any(ref.name in changed for ref in expr.refs())
             }
-            groups = [Group(layout, *parts) for parts in _connected(concerned)]
+            groups = [Group.of(layout, natives) for natives in connected(concerned)]
             self.of_layout[layout] = groups
             for group in groups:
                 for name in group.shapes:
@@ -227,23 +233,6 @@ def convert_state_dict(model: nn.Module, state_dict: dict[str, Any], prefix: str
                 f"{natives[0]} is made of {there[-1].shapes}, but the state dict holds {shapes}; give all of "
                 "them, or none"
             )
-
-
-def _connected(weight_map: Mapping[str, Expr]) -> list[tuple[dict[str, Expr], dict[str, tuple[int, ...]]]]:
-    """The native tensors that share checkpoint tensors, each set with these; in the order of names."""
-    home: dict[str, int] = {}
-    sets: dict[int, tuple[dict[str, Expr], dict[str, tuple[int, ...]]]] = {}
-    for number, (native, expr) in enumerate(weight_map.items()):
-        shapes = {ref.name: ref.shape for ref in expr.refs()}
-        joined = {home[name] for name in shapes if name in home}
-        natives = {native: expr}
-        for other in joined:
-            more_natives, more_shapes = sets.pop(other)
-            natives |= more_natives
-            shapes |= more_shapes
-        sets[number] = natives, shapes
-        home |= dict.fromkeys(shapes, number)
-    return [(_in_order(natives), _in_order(shapes)) for natives, shapes in sets.values()]
 
 
 def _in_order(named: Mapping[str, Any]) -> dict[str, Any]:

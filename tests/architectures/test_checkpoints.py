@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import changed, randomise, reference_class, relative_distance
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from variants import as_transformers_4
 
 import liger_models
@@ -99,11 +99,22 @@ def test_every_layout_comes_back_byte_for_byte(family, layout, tied, tmp_path, c
     loaded = liger_models.from_hub(tmp_path / "in")
     loaded.save_pretrained(tmp_path / "out")
     assert files(tmp_path / "out") == files(tmp_path / "in")
+    sent, stored = dict(loaded.checkpoint_tensors()), tensors_of(tmp_path / "in")
+    assert sent.keys() == stored.keys()
+    assert all(same(sent[name], tensor) for name, tensor in stored.items())
     for name, value in loaded.saved_tensors().items():
         expected = model.saved_tensors()[name]
         assert value.dtype == expected.dtype, name
         assert torch.equal(value, expected), name
     assert main(["verify", str(tmp_path / "in"), "--no-transformers"]) == 0
+
+
+def tensors_of(folder):
+    return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
+
+
+def same(found, expected):
+    return found.dtype == expected.dtype and torch.equal(found, expected)
 
 
 def test_a_model_of_mixed_dtypes_learns_and_comes_back(family, tmp_path):

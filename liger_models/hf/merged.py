@@ -1,0 +1,84 @@
+"""The saved tensors of a model that PEFT may have changed, as they would be without it: adapters merged.
+
+Nothing is changed in the model, so nothing is lost to rounding by merging and taking back: each tensor is merged
+alone, into a copy, when it is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.convert.errors import CheckpointError
+
+
+def merged_tensors(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
+    """What gives each saved tensor, by the name that it has in the model without adapters; a tied one once.
+
+    Raises:
+        CheckpointError: a tied tensor that adapters make two of, or a quantised one.
+    """
+    found: dict[str, Callable[[], Tensor]] = {}
+    first: dict[int, str] = {}  # of a tensor, the name under which it was met
+    for name, tensor, adapters in _saved(model, "", ()):
+        if not tensor.is_floating_point():
+            raise CheckpointError(
+                f"{name} is quantised ({tensor.dtype}), so it has no form that a checkpoint names; dequantise "
+                "the model first"
+            )
+        get = functools.partial(_merged, tensor, adapters)
+        other = first.setdefault(id(tensor), name)
+        if other == name:
+            found[name] = get
+        elif not torch.equal(found[other](), get()):
+            raise CheckpointError(
+                f"{other} and {name} are one tensor, which adapters make two of; untie them before the "
+                "adapter is made"
+            )
+    return found
+
+
+def _saved(
+    module: nn.Module, path: str, adapters: tuple[Any, ...]
+) -> Iterator[tuple[str, Tensor, tuple[Any, ...]]]:
+    """(name, tensor, the adapters around it) of what a checkpoint holds, in the model's order."""
+    peft = sys.modules.get("peft")  # without it there is no adapter
+    while peft is not None:
+        if isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer):
+            adapters, module = (*adapters, module), module.base_layer
+        elif isinstance(module, peft.utils.TrainableTokensWrapper):
+            module = module.token_adapter
+        elif isinstance(module, peft.utils.ModulesToSaveWrapper):
+            trained = not module.disable_adapters and module.active_adapters
+            module = module.modules_to_save[trained[0]] if trained else module.original_module
+        else:
+            break
+    kept = dict(module.named_buffers(recurse=False))
+    kept = {name: kept[name] for name in kept.keys() - module._non_persistent_buffers_set}
+    for name, tensor in (dict(module.named_parameters(recurse=False)) | kept).items():
+        yield f"{path}{name}", tensor, adapters
+    for name, child in module.named_children():
+        yield from _saved(child, f"{path}{name}.", ())
+
+
+def _merged(tensor: Tensor, adapters: Sequence[Any]) -> Tensor:
+    """With what the active adapters add, unless they are merged already or switched off."""
+    adapters = [layer for layer in adapters if not layer.merged and not layer.disable_adapters]
+    if not adapters:
+        return tensor
+    own = list(adapters[0].get_base_layer().parameters(recurse=False))
+    before = [parameter.data for parameter in own]
+    try:
+        for layer in reversed(adapters):  # the innermost first
+            layer.merge(safe_merge=True)  # which gives a parameter other memory, and does not write into its own
+        return tensor.data
+    finally:
+        for parameter, memory in zip(own, before, strict=True):
+            parameter.data = memory
+        for layer in adapters:
+            layer.merged_adapters.clear()

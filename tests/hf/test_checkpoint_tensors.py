@@ -1,0 +1,109 @@
+"""`checkpoint_tensors()` gives, one by one and under their names, the tensors that `save_pretrained` writes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hf_pairs import BOUND, relative_distance
+from safetensors.torch import load_file
+
+import liger_models
+
+transformers = pytest.importorskip("transformers")
+
+FAMILIES = ["llama", "gemma2", "qwen3_moe", "gpt_oss", "phi3"]
+
+
+def saved(model, folder):
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("projections", ["fused", "split"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_they_are_what_is_saved(family, projections, make_both, tmp_path):
+    both = make_both(family, projections=projections)
+    tied = both.ours.config.tie_word_embeddings
+    for model in (both.ours, both.ours.to(torch.bfloat16), both.ours.model):
+        expected = saved(model, tmp_path / "saved")
+        assert ("lm_head.weight" in expected) == (not tied and model is both.ours)
+        assert_same(dict(model.checkpoint_tensors()), expected)
+
+
+def test_they_are_those_of_a_reward_model(make_both, tmp_path):
+    both = make_both("llama", "SequenceClassification", num_labels=1)
+    expected = saved(both.ours, tmp_path / "saved")
+    assert "score.weight" in expected
+    assert_same(dict(both.ours.checkpoint_tensors()), expected)
+
+
+def test_they_take_no_memory(make_both):
+    """Where strides can say what a checkpoint holds: everywhere, but in whole tensors of split projections."""
+    both = make_both("qwen3_moe")
+    own = {p.untyped_storage().data_ptr() for p in both.ours.parameters()}
+    assert all(x.untyped_storage().data_ptr() in own for _, x in both.ours.checkpoint_tensors())
+
+
+WAYS = {
+    "lora": {"target_modules": ["q_proj", "v_proj", "down_proj"]},
+    "packed": {"target_modules": ["qkv_proj", "gate_up_proj", "o_proj"]},
+    "dora": {"target_modules": ["q_proj", "o_proj"], "use_dora": True},
+    "bias": {"target_modules": ["q_proj", "v_proj"], "lora_bias": True},
+    "saved": {"target_modules": ["o_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+    "embedding": {"target_modules": ["embed_tokens", "lm_head"]},
+    "tokens": {"target_modules": ["o_proj"], "trainable_token_indices": [3, 5]},
+    "experts": {
+        "target_modules": ["o_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    },
+}
+
+
+def adapt(model, way):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=3, task_type="CAUSAL_LM", init_lora_weights=False, **WAYS[way])
+    adapted = peft.get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in adapted.parameters():
+            if p.requires_grad:
+                p.add_(0.3 * torch.randn(p.shape, generator=generator) / p.shape[-1] ** 0.5)
+    return adapted.eval()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_adapters_are_merged_into_them_and_the_model_stays(way, make_both, batch, tmp_path):
+    family = "qwen3_moe" if way == "experts" else "qwen2" if way == "bias" else "llama"
+    projections = "fused" if way == "packed" else "split"
+    both = make_both(family, projections=projections, tie_word_embeddings=False)
+    base = dict(both.ours.checkpoint_tensors())
+    adapted = adapt(both.ours, way)
+    before = {name: p.detach().clone() for name, p in adapted.named_parameters()}
+    found = {name: x.clone() for name, x in adapted.checkpoint_tensors()}
+    assert all(torch.equal(p, before[name]) for name, p in adapted.named_parameters())
+    assert_same(found, saved(copy.deepcopy(adapted).merge_and_unload(), tmp_path / "merged"))
+    assert any(not torch.equal(found[name], x) for name, x in base.items())
+    merged = liger_models.from_pretrained(tmp_path / "merged")
+    expected = adapted(**batch).loss.detach()
+    labels = batch["labels"]
+    assert relative_distance(merged(**batch).loss, expected) <= BOUND, labels
+    with adapted.disable_adapter():
+        assert_same(dict(adapted.checkpoint_tensors()), base)
+    adapted.merge_adapter()  # by the user: nothing is added twice
+    assert_same(dict(adapted.checkpoint_tensors()), found)
+
+
+def test_an_adapter_that_unties_the_head_is_refused(make_both):
+    both = make_both("llama", tie_word_embeddings=True)
+    adapted = adapt(both.ours, "embedding")
+    with pytest.raises(liger_models.CheckpointError, match="which adapters make two of; untie them"):
+        list(adapted.checkpoint_tensors())
