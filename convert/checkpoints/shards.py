@@ -37,9 +37,7 @@ def whole(tensor: Tensor) -> Tensor:
     return sharded.full_tensor() if is_sharded(tensor) else tensor
 
 
-def checkpoint_tensors(
-    get: Callable[[str], Tensor], weight_map: WeightMap
-) -> Iterator[tuple[str, Tensor]]:
+def checkpoint_tensors(get: Callable[[str], Tensor], weight_map: WeightMap) -> Iterator[tuple[str, Tensor]]:
     """The (name, tensor) of a checkpoint one after the other, from native tensors, `get(name)`, that need not
     be whole: every process that holds a part of them must run through it.
     """

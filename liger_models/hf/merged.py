@@ -1,7 +1,7 @@
 """The saved tensors of a model that PEFT may have changed, as they would be without it: adapters merged.
 
-Nothing is changed in the model, so nothing is lost to rounding by merging and taking back: each tensor is merged
-alone, into a copy, when it is asked for.
+Nothing is changed in the model, so nothing is lost to rounding by merging and taking back: each tensor is
+merged alone, into a copy, when it is asked for.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def merged_tensors(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
     for name, tensor, adapters in _saved(model, "", ()):
         if not tensor.is_floating_point():
             raise CheckpointError(
-                f"{name} is quantised ({tensor.dtype}), so it has no form that a checkpoint names; dequantise "
-                "the model first"
+                f"{name} is quantised ({tensor.dtype}), so it is not what a checkpoint names; dequantise the "
+                "model first"
             )
         get = functools.partial(_merged, tensor, adapters)
         other = first.setdefault(id(tensor), name)
@@ -58,10 +58,10 @@ def _saved(
             module = module.modules_to_save[trained[0]] if trained else module.original_module
         else:
             break
-    kept = dict(module.named_buffers(recurse=False))
-    kept = {name: kept[name] for name in kept.keys() - module._non_persistent_buffers_set}
-    for name, tensor in (dict(module.named_parameters(recurse=False)) | kept).items():
-        yield f"{path}{name}", tensor, adapters
+    yield from ((f"{path}{name}", p, adapters) for name, p in module.named_parameters(recurse=False))
+    for name, buffer in module.named_buffers(recurse=False):
+        if name not in module._non_persistent_buffers_set:
+            yield f"{path}{name}", buffer, adapters
     for name, child in module.named_children():
         yield from _saved(child, f"{path}{name}.", ())
 
@@ -75,7 +75,7 @@ def _merged(tensor: Tensor, adapters: Sequence[Any]) -> Tensor:
     before = [parameter.data for parameter in own]
     try:
         for layer in reversed(adapters):  # the innermost first
-            layer.merge(safe_merge=True)  # which gives a parameter other memory, and does not write into its own
+            layer.merge(safe_merge=True)  # gives a parameter other memory, and writes nothing into its own
         return tensor.data
     finally:
         for parameter, memory in zip(own, before, strict=True):

@@ -1,4 +1,4 @@
-"""`checkpoint_tensors()` gives, one by one and under their names, the tensors that `save_pretrained` writes."""
+"""`checkpoint_tensors()` gives, one by one and by name, the tensors that `save_pretrained` writes."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def assert_same(found, expected):
         assert torch.equal(found[name], tensor), name
 
 
+@pytest.mark.supports("vLLM", "names and tensors for weight synchronisation")
 @pytest.mark.parametrize("projections", ["fused", "split"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_they_are_what_is_saved(family, projections, make_both, tmp_path):
@@ -47,7 +48,7 @@ def test_they_are_those_of_a_reward_model(make_both, tmp_path):
 
 
 def test_they_take_no_memory(make_both):
-    """Where strides can say what a checkpoint holds: everywhere, but in whole tensors of split projections."""
+    """Strides say where a checkpoint's tensors lie, but for whole tensors of split projections."""
     both = make_both("qwen3_moe")
     own = {p.untyped_storage().data_ptr() for p in both.ours.parameters()}
     assert all(x.untyped_storage().data_ptr() in own for _, x in both.ours.checkpoint_tensors())
@@ -80,6 +81,7 @@ def adapt(model, way):
     return adapted.eval()
 
 
+@pytest.mark.supports("vLLM", "the same with adapters of PEFT merged into them")
 @pytest.mark.parametrize("way", WAYS)
 def test_adapters_are_merged_into_them_and_the_model_stays(way, make_both, batch, tmp_path):
     family = "qwen3_moe" if way == "experts" else "qwen2" if way == "bias" else "llama"
@@ -107,3 +109,39 @@ def test_an_adapter_that_unties_the_head_is_refused(make_both):
     adapted = adapt(both.ours, "embedding")
     with pytest.raises(liger_models.CheckpointError, match="which adapters make two of; untie them"):
         list(adapted.checkpoint_tensors())
+
+
+@pytest.fixture
+def sync_weights():
+    """A factory: `sync_weights(model, iterator)` is what TRL sends to a vLLM that shares its process."""
+    from types import SimpleNamespace
+
+    generation = pytest.importorskip("trl.generation.vllm_generation", reason="TRL is not installed")
+    from trl.distributed import DistributedBackend
+
+    def sync(model, iterator=None):
+        accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+        sent = {}
+        engine = object.__new__(generation.VLLMGeneration)  # its constructor starts vLLM
+        engine.model, engine.accelerator, engine.mode = model, accelerator, "colocate"
+        engine.enable_sleep_mode, engine._dist = False, DistributedBackend(accelerator)
+        runner = SimpleNamespace(model=SimpleNamespace(load_weights=sent.update))
+        worker = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
+        executor = SimpleNamespace(model_executor=worker)
+        engine.llm = SimpleNamespace(llm_engine=executor, reset_prefix_cache=lambda: None)
+        if iterator is not None:
+            engine._iter_named_params = iterator
+        engine.sync_weights()
+        return sent
+
+    return sync
+
+
+@pytest.mark.supports("vLLM", "what TRL sends it")
+def test_trl_sends_vllm_the_tensors_of_the_checkpoint(make_both, sync_weights, tmp_path):
+    """By itself where projections are split and there are no experts; else by our iterator."""
+    both = make_both("llama", projections="split")
+    assert_same(sync_weights(both.ours), saved(both.ours, tmp_path / "split"))
+    both = make_both("qwen3_moe")
+    sent = sync_weights(both.ours, both.ours.checkpoint_tensors)
+    assert_same(sent, saved(both.ours, tmp_path / "experts"))
