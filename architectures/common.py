@@ -19,6 +19,7 @@ from liger_models.layers.spec import (
     ModelSpec,
     MoESpec,
     NormSpec,
+    QueryScaleSpec,
     RopeSpec,
 )
 
@@ -289,8 +290,13 @@ def activation(c: HFConfig, key: str = "hidden_act", gated: bool = True) -> Acti
     return _ACTIVATIONS[name]
 
 
-def latent_attention(c: HFConfig) -> LatentAttentionSpec:
-    """Latent attention, from the keys of DeepSeek's configs."""
+def latent_attention(c: HFConfig, *, partial: bool = False, **rotary: Any) -> LatentAttentionSpec:
+    """Latent attention, from the keys of DeepSeek's configs.
+
+    Args:
+        partial: what turns of a head is its `partial_rotary_factor` (Mistral 4), and not a head of its own.
+        rotary: further options of `rope`.
+    """
     heads, nope = c.take_count("num_attention_heads"), c.take_count("qk_nope_head_dim")
     kv_heads = c.take_count("num_key_value_heads", heads)
     if kv_heads != heads:
@@ -298,17 +304,25 @@ def latent_attention(c: HFConfig) -> LatentAttentionSpec:
             f"{c.name}: num_attention_heads is {heads} and num_key_value_heads {kv_heads}; latent attention "
             "has as many of both"
         )
-    turned = rope(c, c.take_count("qk_rope_head_dim"), interleaved=c.take_flag("rope_interleave", True))
-    for key, size in (("head_dim", turned.dim), ("qk_head_dim", nope + turned.dim)):  # as the other keys say
+    dim = c.take_count("qk_rope_head_dim")
+    head = nope + dim if partial else dim
+    rotary["interleaved"] = c.take_flag("rope_interleave", False)
+    turned = rope(c, head, partial=dim / head if partial else None, **rotary)
+    if turned.dim != dim:
+        raise ConfigError(
+            f"{c.name}: partial_rotary_factor is {turned.dim / head}, of heads of {head}, but "
+            f"qk_rope_head_dim {dim}; let them agree, or remove the first"
+        )
+    for key, size in (("head_dim", head), ("qk_head_dim", nope + dim)):  # as the other keys say
         if c.take_count(key, size) != size:
             raise ConfigError(f"{c.name}: {key} must be {size}, as the sizes of its parts are, or left out")
-    scale = (nope + turned.dim) ** -0.5
+    scale = (nope + dim) ** -0.5
     if turned.type != "default" and turned.mscale_all_dim and turned.factor and turned.factor > 1:
         scale *= (0.1 * turned.mscale_all_dim * math.log(turned.factor) + 1) ** 2
     return LatentAttentionSpec(
         num_attention_heads=heads,
         qk_nope_head_dim=nope,
-        qk_rope_head_dim=turned.dim,
+        qk_rope_head_dim=dim,
         v_head_dim=c.take_count("v_head_dim"),
         kv_lora_rank=c.take_count("kv_lora_rank"),
         scale=scale,
@@ -316,6 +330,27 @@ def latent_attention(c: HFConfig) -> LatentAttentionSpec:
         rope=turned,
         bias=c.take_flag("attention_bias", False),
     )
+
+
+GROWING_QUERIES = ("llama_4_scaling_beta", "original_max_position_embeddings", "max_position_embeddings")
+"""What stands among rotary settings where queries grow: `extra` of `rope`. The last is another key again."""
+
+
+def query_scale(c: HFConfig, scaling: Mapping[str, Any]) -> QueryScaleSpec:
+    """How queries grow with their positions, from the rotary settings; `scaling` as of `rope`.
+
+    Raises:
+        ConfigError: they do not say.
+    """
+    settings = c.take_rope(default_scaling=scaling, extra=GROWING_QUERIES)
+    stated = {**settings, **settings["extra"]}
+    beta, length = (stated.get(key) for key in GROWING_QUERIES[:2])
+    if not beta or type(length) is not int or length < 1:
+        raise ConfigError(
+            f"{c.name}: {c.model_type} models need {' and '.join(GROWING_QUERIES[:2])} in rope_parameters, "
+            f"found {beta} and {length}"
+        )
+    return QueryScaleSpec(beta, length)
 
 
 def corrected_experts(c: HFConfig) -> MoESpec:

@@ -48,7 +48,7 @@ LOSS = ("aux_loss_alpha", "seq_aux")  # of the first training: the reference add
         "mlp_bias": True,
         "rms_norm_eps": 1e-3,
     },
-    defaults={"q_lora_rank": 1536, "topk_method": "greedy"},
+    defaults={"q_lora_rank": 1536, "topk_method": "greedy", "rope_interleave": True},
     layouts=expert_layouts((".shared_expert.", ".shared_experts.")),
     variants={
         "no latent of queries": {"q_lora_rank": None},

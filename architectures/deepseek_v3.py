@@ -20,6 +20,7 @@ from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
     reference="DeepseekV3ForCausalLM",
     tiny={
         "num_key_value_heads": 4,
+        "rope_interleave": True,
         "head_dim": ...,
         "moe_intermediate_size": 24,
         "q_lora_rank": 28,
@@ -39,6 +40,7 @@ from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
         "num_nextn_predict_layers": 1,
     },
     defaults={
+        "rope_interleave": True,
         "num_key_value_heads": 128,
         "q_lora_rank": 1536,
         "n_group": 8,

@@ -22,6 +22,7 @@ from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
     reference="Glm4MoeLiteForCausalLM",
     tiny={
         "num_key_value_heads": 4,
+        "rope_interleave": True,
         "head_dim": ...,
         "moe_intermediate_size": 24,
         "q_lora_rank": 28,
@@ -41,6 +42,7 @@ from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
         "num_nextn_predict_layers": 1,
     },
     defaults={
+        "rope_interleave": True,
         "num_key_value_heads": 20,
         "q_lora_rank": 768,
         "n_group": 1,

@@ -64,7 +64,7 @@ MULTIMODAL: dict[str, Multimodal] = {
     "gemma3": Multimodal({"gemma3_text": "gemma3_text"}, tied=True, without=("final_logit_softcapping",)),
     "gemma4": Multimodal({"gemma4_text": "gemma4_text"}, _OWN_ROOT, tied=True),
     "llava": Multimodal({"llama": "llama", "mistral": "mistral", "qwen2": "qwen2"}, tied_by_text=True),
-    "mistral3": Multimodal({"mistral": "mistral", "ministral3": "ministral3"}, tied=True),
+    "mistral3": Multimodal({kind: kind for kind in ("mistral", "ministral3", "mistral4")}, tied=True),
     "qwen2_5_vl": Multimodal(
         {"qwen2_5_vl_text": "qwen2"},
         (("model.language_model.", "model."),),
@@ -116,6 +116,18 @@ _SIZES: dict[str, dict[str, Any]] = {
         "intermediate_size": 14336,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
+    },
+    "mistral4": {
+        "vocab_size": 131072,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "kv_lora_rank": 256,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
     },
 }
 

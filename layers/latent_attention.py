@@ -22,6 +22,7 @@ from liger_models.layers.attention_backends import AttentionBackend, attend, att
 from liger_models.layers.linear import Linear
 from liger_models.layers.norm import make_norm
 from liger_models.layers.packed_linear import PackedLinear
+from liger_models.layers.query_scale import scale_queries
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import LatentAttentionSpec
 
@@ -71,7 +72,7 @@ class LatentAttention(nn.Module):
 
     def _queries_and_latents(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, heads, qk_head_dim], the normalised latent [T, kv_lora_rank], and k_rope [T,
-        qk_rope_head_dim]; what turns is turned.
+        qk_rope_head_dim]; what turns is turned, and what grows with the position has grown.
         """
         spec = self.spec
         *q_latent, latent, k_rope = self.latent_proj(x).split(self._latent_widths(), dim=-1)
@@ -82,6 +83,7 @@ class LatentAttention(nn.Module):
             q_nope, q_rope = q.split([spec.qk_nope_head_dim, spec.qk_rope_head_dim], dim=-1)
             q_rope, k_head = rotary(q_rope, k_rope[:, None], cos, sin, spec.rope.interleaved)
             q, k_rope = torch.cat([q_nope, q_rope], dim=-1), k_head[:, 0]
+        q = scale_queries(q, spec.query_scale, sequences)
         return q, self.kv_a_layernorm(latent), k_rope
 
     def _keys_and_values(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from liger_models.layers.attention_backends import AttentionBackend, attend, att
 from liger_models.layers.linear import Linear
 from liger_models.layers.packed_linear import PackedLinear
 from liger_models.layers.qk_norm import LentScale, norm_bytes, split_norm_turn
+from liger_models.layers.query_scale import scale_queries
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import AttentionSpec
 
@@ -54,8 +55,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         """x [T, H] -> [T, H]."""
         q, k, v = self._query_key_value(self.qkv_proj(x), sequences)
-        if self.spec.query_scale is not None:
-            q = q * sequences.query_scale(self.spec.query_scale)[:, None, None].to(q.dtype)
+        q = scale_queries(q, self.spec.query_scale, sequences)
         if sequences.cache is None:
             out = attend(q, k, v, self.spec, sequences, self.backend, self.sinks)
         else:
@@ -94,13 +94,13 @@ class Attention(nn.Module):
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Of a token, as on a GPU: q, k, v, the output, and in float32 the log-sum-exp of each head; of query
-        and key norms their inputs and statistics.
+        and key norms their inputs and statistics; and beside queries that have grown, what k and v lie with.
         """
         spec = self.spec
         kept = itemsize * (2 * spec.q_size + 2 * spec.kv_size) + 4 * spec.num_attention_heads
         if spec.qk_norm is not None:
             kept += norm_bytes(spec, itemsize)
-        return kept
+        return kept if spec.query_scale is None else kept + itemsize * spec.q_size
 
     def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
         cache = sequences.cache

@@ -174,7 +174,7 @@ class Sequences:
     def query_scale(self, spec: QueryScaleSpec) -> Tensor:
         """The factor of each token's query, [T] float32, made once for all layers."""
         if spec not in self.query_scales:
-            lengths_passed = torch.floor(self.position_ids.float() / spec.length)
+            lengths_passed = torch.floor((self.position_ids.float() + spec.first) / spec.length)
             self.query_scales[spec] = 1 + spec.beta * torch.log(1 + lengths_passed)
         return self.query_scales[spec]
 

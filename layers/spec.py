@@ -98,11 +98,13 @@ class QKNormSpec:
 @dataclass(frozen=True)
 class QueryScaleSpec:
     """A factor of the queries that grows with their position (Llama 4, Ministral 3), so that the weights keep
-    their sharpness over more keys: 1 + beta * log(1 + floor(position / length)).
+    their sharpness over more keys: 1 + beta * log(1 + floor((first + position) / length)). `first` is what
+    the first position counts as.
     """
 
     beta: float
     length: int
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -151,8 +153,8 @@ class LatentAttentionSpec:
 
     Of a head's query and key `qk_nope_head_dim` dimensions have no position, and `qk_rope_head_dim`, behind
     them, are turned by `rope` if it is given; those of the keys are one head, common to all. `scale`
-    multiplies the scores. `bias` is that of the projections to the latents and of the output's. `norm` is
-    that of the latents.
+    multiplies the scores, and `query_scale` the queries by their positions, once they are turned. `bias` is
+    that of the projections to the latents and of the output's. `norm` is that of the latents.
     """
 
     num_attention_heads: int
@@ -165,6 +167,7 @@ class LatentAttentionSpec:
     rope: RopeSpec | None = None
     bias: bool = False
     norm: NormSpec = NormSpec(eps=1e-6)
+    query_scale: QueryScaleSpec | None = None
 
     @property
     def qk_head_dim(self) -> int:

@@ -20,6 +20,7 @@ import liger_models
 from liger_models.causal_lm import LigerCausalLM
 from liger_models.convert.checkpoints.reading import CheckpointReader, RoundTrip, verify_roundtrip
 from liger_models.convert.checkpoints.weight_map import checkpoint_shapes
+from liger_models.convert.errors import UnsupportedModelError
 from liger_models.loading import exact_dtypes, find_layout
 
 # float32 rounds to 6e-8, and between a parameter and its gradient lie some hundred roundings.
@@ -71,7 +72,11 @@ class Comparison:
 
 
 def verify_numbers(folder: Path) -> Comparison:
-    """Compare logits, loss and every gradient with those of transformers, in float32 on random ids."""
+    """Compare logits, loss and every gradient with those of transformers, in float32 on random ids.
+
+    Raises:
+        UnsupportedModelError: the installed transformers does not have the family.
+    """
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -81,9 +86,15 @@ def verify_numbers(folder: Path) -> Comparison:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(skeleton.spec.vocab_size, (ROWS, length), generator=generator)
     # One model after the other: both at once would need half as much again.
-    reference = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()  # as it is: without dropout
+    # By its name: the Auto class does not know every family, and may have been given ours.
+    name = skeleton.architecture.reference
+    if not hasattr(transformers, name):
+        raise UnsupportedModelError(f"transformers {transformers.__version__} does not have {name}")
+    reference = (
+        getattr(transformers, name)
+        .from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        .eval()  # as it is: without dropout
+    )
     expected = _results(reference, ids, labels=ids) | _gradients(reference)
     reference.zero_grad()  # lets go of the gradients, which are kept in `expected`
     again = _summed_otherwise(reference, ids) | _gradients(reference)

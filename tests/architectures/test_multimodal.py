@@ -93,6 +93,15 @@ CASES = {
             "tie_word_embeddings": False,
         },
     ),
+    "mistral3_mistral4": (
+        "Mistral3ForConditionalGeneration",
+        {
+            "model_type": "mistral3",
+            "text_config": find_architecture("mistral4").tiny,
+            "vision_config": PIXTRAL,
+            "tie_word_embeddings": False,
+        },
+    ),
     "qwen2_5_vl": (
         "Qwen2_5_VLForConditionalGeneration",
         {

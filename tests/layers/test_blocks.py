@@ -22,12 +22,14 @@ from liger_models.layers.spec import (
     MoESpec,
     NormSpec,
     QKNormSpec,
+    QueryScaleSpec,
     RopeSpec,
 )
 
 TOKENS, HIDDEN = 24, 32
 # As many key/value heads as heads: with fewer, attention on a CPU repeats them, and on a GPU it does not.
 ATTENTION = AttentionSpec(4, 4, 16, 0.25, RopeSpec(16, max_position_embeddings=64))
+GROWING = QueryScaleSpec(0.5, 4)
 PRE_NORM = BlockSpec(ATTENTION, MLPSpec(40), NormSpec())
 EXPERTS = MoESpec(4, 2, 12)
 ROUTED = {
@@ -55,6 +57,13 @@ BLOCKS = {
         PRE_NORM, mixer=replace(ATTENTION, qk_norm=QKNormSpec(values=True), values_are_keys=True)
     ),
     "without positions": replace(PRE_NORM, mixer=replace(ATTENTION, rope=None)),
+    "queries that grow": replace(PRE_NORM, mixer=replace(ATTENTION, query_scale=GROWING)),
+    "queries that grow without positions": replace(
+        PRE_NORM, mixer=replace(ATTENTION, rope=None, query_scale=GROWING)
+    ),
+    "queries that grow behind a norm": replace(
+        PRE_NORM, mixer=replace(ATTENTION, qk_norm=QKNormSpec(), query_scale=GROWING)
+    ),
     **{name: replace(PRE_NORM, mlp=mlp) for name, mlp in ROUTED.items()},
 }
 

@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from liger_models.layers.query_scale import scale_queries
 from liger_models.layers.self_attention import Attention
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import AttentionSpec, QueryScaleSpec
@@ -23,6 +24,25 @@ def test_positions_count_from_each_documents_start():
     found = sequences.query_scale(QueryScaleSpec(beta=1.0, length=2))
     expected = [math.log(1 + n // 2) + 1 for n in [0, 1, 2, 0, 1, 2, 3, 4, 5]]
     assert torch.allclose(found, torch.tensor(expected))
+
+
+def test_the_first_position_may_count_as_another():
+    sequences = Sequences.from_call((1, 5), torch.device("cpu"))
+    found = sequences.query_scale(QueryScaleSpec(beta=1.0, length=2, first=1))
+    assert torch.allclose(found, torch.tensor([math.log(1 + (n + 1) // 2) + 1 for n in range(5)]))
+
+
+def test_a_product_and_its_gradient_are_rounded_once():
+    spec, sequences = QueryScaleSpec(0.3, 2), Sequences.from_call((1, 9), torch.device("cpu"))
+    torch.manual_seed(0)
+    rows = torch.randn(9, 24, dtype=torch.bfloat16, requires_grad=True)
+    q, dy = rows[:, 4:20].unflatten(1, (2, 8)), torch.randn(9, 2, 8, dtype=torch.bfloat16)
+    found = scale_queries(q, spec, sequences)
+    factors = sequences.query_scale(spec)[:, None, None]
+    assert torch.equal(found, (q.float() * factors).bfloat16())
+    found.backward(dy)
+    assert torch.equal(rows.grad[:, 4:20], (dy.float() * factors).bfloat16().flatten(1))
+    assert scale_queries(q, None, sequences) is q
 
 
 def test_scores_and_nothing_else_are_multiplied():

@@ -1,0 +1,43 @@
+"""Queries that grow with their positions (Nakanishi, 2025, arXiv:2501.19399, as Llama 4 has it):
+
+    q[t] = q[t] * (1 + beta * log(1 + floor((first + position[t]) / length)))
+
+The factors are made once for all layers, in float32 (`Sequences.query_scale`), and a product is rounded once,
+without a copy of the queries in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels._dispatch import once_differentiable
+from liger_models.layers.sequences import Sequences
+from liger_models.layers.spec import QueryScaleSpec
+
+
+def scale_queries(q: Tensor, spec: QueryScaleSpec | None, sequences: Sequences) -> Tensor:
+    """q [T, heads, head_dim] times the factors of its tokens, in its own dtype; without a spec, q itself."""
+    if spec is None:
+        return q
+    return _Scaled.apply(q, sequences.query_scale(spec)[:, None, None])
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, factors: Tensor) -> Tensor:
+        ctx.save_for_backward(factors)
+        return _rounded_product(q, factors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (factors,) = ctx.saved_tensors
+        return _rounded_product(dy, factors), None
+
+
+def _rounded_product(x: Tensor, factors: Tensor) -> Tensor:
+    """In x's dtype, multiplied in the wider one."""
+    return torch.mul(x, factors, out=torch.empty_like(x))
