@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from liger_models.convert.checkpoints.layout import plain_path
 from liger_models.convert.checkpoints.weight_map import Cat, Expr, Ref, WeightMap, rows_of
 from liger_models.layers.linear import Linear
 
@@ -109,7 +110,9 @@ def fuse_projections(model: nn.Module) -> None:
 def weight_map_of_parts(model: nn.Module, weight_map: WeightMap) -> dict[str, Expr]:
     """The weight map of a model, some of whose packed projections are split, from that of the fused one."""
     split = {
-        path: module.parts for path, module in model.named_modules() if isinstance(module, SplitProjections)
+        plain_path(path): module.parts
+        for path, module in model.named_modules()
+        if isinstance(module, SplitProjections)
     }
     expressions: dict[str, Expr] = {}
     for name, packed in weight_map.items():

@@ -87,6 +87,14 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {f"{path}.{name}" if path else name: tensor for path, _, name, tensor in _saved(model)}
 
 
+def plain_path(path: str) -> str:
+    """A path in the module tree without what torch's checkpoint wrapper and torch.compile put into it."""
+    return ".".join(step for step in path.split(".") if step not in WRAPPERS)
+
+
+WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
+
+
 def _saved(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     seen: set[int] = set()
     for path, module in model.named_modules():
@@ -99,7 +107,7 @@ def _saved(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
         for name, tensor in own.items():
             if id(tensor) not in seen:
                 seen.add(id(tensor))
-                yield path, module, name, tensor
+                yield plain_path(path), module, name, tensor
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:

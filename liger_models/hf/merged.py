@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_models.convert.checkpoints.layout import WRAPPERS
 from liger_models.convert.errors import CheckpointError
 
 
@@ -63,7 +64,7 @@ def _saved(
         if name not in module._non_persistent_buffers_set:
             yield f"{path}{name}", buffer, adapters
     for name, child in module.named_children():
-        yield from _saved(child, f"{path}{name}.", ())
+        yield from _saved(child, path if name in WRAPPERS else f"{path}{name}.", ())
 
 
 def _merged(tensor: Tensor, adapters: Sequence[Any]) -> Tensor:

@@ -62,6 +62,18 @@ def test_fresh_split_projections_have_the_weights_of_fused_ones(model):
         liger_models.from_config(model.config.to_dict(), projections="separate")
 
 
+def test_layers_in_torchs_checkpoint_wrapper_are_saved_as_they_are(model, tmp_path):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model.save_pretrained(tmp_path / "out")
+    model.split_projections()
+    for i, layer in enumerate(model.layers):
+        model.layers[i] = checkpoint_wrapper(layer)
+    model.save_pretrained(tmp_path / "again")
+    files = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in ("out", "again")]
+    assert files[0] == files[1]
+
+
 GATE = ((".router.correction_bias", ".gate.e_score_correction_bias"), (".router.", ".gate."))
 LAYOUTS = (
     Layout(rename=GATE),
