@@ -77,6 +77,23 @@ class LigerPreTrainedModel(PreTrainedModel):
         register_checkpoint_conversion_mapping(type(self).__name__, [entry], overwrite=True)
         self.post_init()
 
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """transformers' own.
+
+        Raises:
+            ValueError: transformers is asked to divide the model while it loads, by plans that it has for its
+                own modules alone.
+        """
+        asked = [name for name in _DIVIDED_LOADING if kwargs.get(name) is not None]
+        if asked:
+            raise ValueError(
+                f"{', '.join(asked)}: transformers' plans for dividing a model as it loads are for its own "
+                "modules. Load it whole and let accelerate, Trainer or torch's fully_shard divide it, or "
+                "read the rows of each process alone: liger_models.from_hub(..., shard=...)"
+            )
+        return super().from_pretrained(*args, **kwargs)
+
     @property
     def decoder(self) -> LigerModel:
         """Embeddings, blocks and norm: the base model, or this one if it is that."""
@@ -494,6 +511,9 @@ def _refuse_others(others: dict[str, Any]) -> None:
     """What transformers' models take beside what is above, and we do not."""
     others.pop("return_dict", None)
     refuse_unknown(others)
+
+
+_DIVIDED_LOADING = ("distributed_config", "tp_plan", "tp_size", "device_mesh")
 
 
 def _home_of(function: Any) -> str:

@@ -1,7 +1,7 @@
 """One rank of test_sharded.py: trains checkpoints with accelerate, as its users write it, sharded or not.
 
-Run under torchrun as `python sharded_rank.py FOLDER DEVICE`, with task.pt in the folder: the batch and, by name,
-the cases. Writes FOLDER/results{rank}.pt, and FOLDER/NAME/trained of each case.
+Run under torchrun as `python sharded_rank.py FOLDER DEVICE`, with task.pt in the folder: the batch and, by
+name, the cases. Writes FOLDER/results{rank}.pt, and FOLDER/NAME/trained of each case.
 """
 
 import sys

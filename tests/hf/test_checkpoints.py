@@ -123,6 +123,13 @@ def test_layers_on_disk_compute_the_same(make_both, batch, tmp_path):
         assert torch.equal(model(**batch).logits, both.ours(**batch).logits)
 
 
+def test_loading_that_divides_the_model_by_transformers_plans_is_refused(make_both):
+    both = make_both("llama")
+    for option, value in (("tp_plan", "auto"), ("tp_size", 2), ("distributed_config", object())):
+        with pytest.raises(ValueError, match=f"{option}: transformers' plans .* are for its own modules"):
+            transformers.AutoModelForCausalLM.from_pretrained(both.folder, **{option: value})
+
+
 def test_a_checkpoint_with_a_part_missing_is_refused(make_both, tmp_path):
     both = make_both("llama")
     path = both.folder / "model.safetensors"

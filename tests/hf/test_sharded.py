@@ -45,9 +45,8 @@ def run_ranks(folder, cases, batch, device="cpu", ranks=2):
     torch.save({"cases": cases, "batch": batch}, folder / "task.pt")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [*launch, str(RANK), str(folder), device], env=environment, capture_output=True, text=True, timeout=500
-    )
+    command = [*launch, str(RANK), str(folder), device]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-6000:]
     return [torch.load(folder / f"results{rank}.pt") for rank in range(ranks)]
 
