@@ -12,6 +12,8 @@ tensor has the same bits.
 | `lean`       | input, q/k/v, attention output, residual, gate and up     | norms, the gated product |
 | `mlp`        | input, q/k/v, attention output, the o_proj output         | also gate and up         |
 | `checkpoint` | input                                                     | all but its last product |
+
+`auto` chooses a level for each layer by the memory that there is: layers/memory_plan.py.
 """
 
 from __future__ import annotations
@@ -178,7 +180,9 @@ def parse_levels(levels: str | list[str] | tuple[str, ...], num_layers: int) -> 
     per_layer = (levels,) * num_layers if isinstance(levels, str) else tuple(levels)
     for level in per_layer:
         if level not in LEVELS:
-            raise ValueError(f"unknown activation memory level {level!r}; choose one of {', '.join(LEVELS)}")
+            raise ValueError(
+                f"unknown activation memory level {level!r}; choose one of {', '.join(LEVELS)}, or 'auto'"
+            )
     if len(per_layer) != num_layers:
         raise ValueError(
             f"got {len(per_layer)} activation memory levels for {num_layers} layers; give one a layer"

@@ -5,7 +5,7 @@ input_ids [batch, seq] -> tokens [T] -> hidden [T, H] -> blocks -> norm -> hidde
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -27,6 +27,7 @@ class Decoder(nn.Module):
 
     spec: ModelSpec
     embed_tokens: nn.Embedding
+    fit_levels: Callable[[Decoder, Sequences], None] | None = None
 
     def make_decoder(self, spec: ModelSpec, attention: AttentionBackend = "auto") -> None:
         """The parts of a spec.
@@ -71,6 +72,8 @@ class Decoder(nn.Module):
             inputs_embeds = inputs_embeds * self.spec.input_scale
 
         lean = torch.is_grad_enabled()
+        if lean and self.fit_levels is not None:
+            self.fit_levels(self, sequences)
         x, residual = inputs_embeds, None
         for layer in self.layers:
             if inputs_of_layers is not None:
@@ -96,12 +99,29 @@ class Decoder(nn.Module):
         """The level of each layer."""
         return tuple(layer.activation_memory for layer in self.layers)
 
-    def set_activation_memory(self, levels: str | Sequence[str]) -> None:
+    def set_activation_memory(
+        self,
+        levels: str | Sequence[str],
+        memory_budget: float | str | None = None,
+        optimizer_bytes: float | None = None,
+        say: Callable[[str], object] | None = None,
+    ) -> None:
         """Choose what is kept for the backward pass: one level for all layers, or one a layer.
 
+        "auto" chooses the levels that repeat the least work within a budget of memory, when a batch to train
+        on is there: see `FittingLevels` in layers/memory_plan.py, which tells of the other arguments.
+
         Raises:
-            ValueError: an unknown level, or the wrong number of them.
+            ValueError: an unknown level, the wrong number of them, or a budget that cannot be honoured.
         """
+        self.fit_levels = None
+        if levels == "auto":
+            from liger_models.layers.memory_plan import FittingLevels  # which counts what a decoder keeps
+
+            self.fit_levels = FittingLevels(memory_budget, optimizer_bytes, say)
+            levels = "lean"
+        elif memory_budget is not None:
+            raise ValueError(f"memory_budget is {memory_budget!r}, but only the level 'auto' has a budget")
         levels = levels if isinstance(levels, str) else tuple(levels)
         for layer, level in zip(self.layers, parse_levels(levels, len(self.layers)), strict=True):
             layer.set_activation_memory(level)

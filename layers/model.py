@@ -33,6 +33,7 @@ class CausalLM(Decoder, ModelParameters):
         attention: the attention backend, see layers/attention_backends.py.
         activation_memory: what is kept for the backward pass, one name for all layers or one a layer, see
             layers/activation_memory.py.
+        memory_budget: of the level "auto", see layers/memory_plan.py.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class CausalLM(Decoder, ModelParameters):
         spec: ModelSpec,
         attention: AttentionBackend = "auto",
         activation_memory: str | Sequence[str] = "lean",
+        memory_budget: float | str | None = None,
     ):
         super().__init__()
         self.make_decoder(spec, attention)
@@ -52,7 +54,7 @@ class CausalLM(Decoder, ModelParameters):
             # With assign=True each module gets a parameter of its own.
             self.register_load_state_dict_post_hook(lambda model, keys: model.tie_weights())
         self.note_canonical_forms()
-        self.set_activation_memory(activation_memory)
+        self.set_activation_memory(activation_memory, memory_budget)
 
     @not_compiled
     def forward(

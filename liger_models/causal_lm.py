@@ -52,8 +52,9 @@ class LigerCausalLM(CausalLM):
         raw_config: Mapping[str, Any],
         attention: AttentionBackend = "auto",
         activation_memory: str | list[str] = "lean",
+        memory_budget: float | str | None = None,
     ):
-        super().__init__(spec, attention, activation_memory)
+        super().__init__(spec, attention, activation_memory, memory_budget)
         self._no_split_modules = self.kinds_of_layers()
         self.layout = architecture.layouts[0]
         self.architecture = architecture

@@ -36,6 +36,7 @@ def from_hub(
     device: str | torch.device | None = None,
     attention: AttentionBackend = "auto",
     activation_memory: str | list[str] = "lean",
+    memory_budget: float | str | None = None,
     projections: Projections = "fused",
     shard: Callable[[LigerCausalLM], object] | None = None,
     text_only: bool = False,
@@ -54,7 +55,9 @@ def from_hub(
             the checkpoint, and a norm or a bias which the checkpoint has in a wider one keeps that.
         device: of the parameters; by default torch's default device.
         attention: the attention backend, see layers/attention_backends.py.
-        activation_memory: what is kept for the backward pass, see layers/activation_memory.py.
+        activation_memory: what is kept for the backward pass, see layers/activation_memory.py. "auto" chooses
+            for each layer, when the first batch is there, so that the step fits in `memory_budget`.
+        memory_budget: bytes of the GPU, text such as "120GiB", or a share; by default 0.95 of what is free.
         projections: "fused" computes query, key and value in one product, and gate and up; "split" gives each
             a layer under the checkpoint's name, for LoRA libraries and quantisers, at some cost in speed. See
             `split_projections` and `fuse_projections` of the model.
@@ -89,7 +92,7 @@ def from_hub(
         if text is not config:
             text, left_out = select_text(config, text, reader)
         text.most_layers = min(text.most_layers, len(reader.tensors))
-        model = _skeleton(text, architecture, attention, activation_memory)
+        model = _skeleton(text, architecture, attention, activation_memory, memory_budget)
         source = find_layout(model, reader)
         model.materialize(
             "meta", exact_dtypes(model, reader.dtypes) if dtype == "auto" else parse_dtype(dtype)
@@ -120,6 +123,7 @@ def from_config(
     device: str | torch.device | None = None,
     attention: AttentionBackend = "auto",
     activation_memory: str | list[str] = "lean",
+    memory_budget: float | str | None = None,
     projections: Projections = "fused",
     shard: Callable[[LigerCausalLM], object] | None = None,
     text_only: bool = False,
@@ -131,8 +135,8 @@ def from_config(
     Args:
         config: what a config.json holds: a dict, a file, or a folder with one.
         dtype: of the parameters; "auto" takes the config's, or float32.
-        device, attention, activation_memory, projections, text_only, dropout, ignore_config_keys: as for
-            `from_hub`.
+        device, attention, activation_memory, memory_budget, projections, text_only, dropout,
+            ignore_config_keys: as for `from_hub`.
         shard: as for `from_hub`. Processes with the same seed make the parts of one model: of fused
             projections, the one that a single process makes.
 
@@ -144,7 +148,7 @@ def from_config(
     read = HFConfig.load(config, ignore_config_keys=ignore_config_keys, dropout=dropout)
     read = text_config_of(read) if text_only else read
     architecture = _architecture(read)
-    model = _skeleton(read, architecture, attention, activation_memory)
+    model = _skeleton(read, architecture, attention, activation_memory, memory_budget)
     if dtype == "auto":
         dtype = read.raw.get("dtype") or read.raw.get("torch_dtype") or "float32"
     model.materialize("meta", parse_dtype(dtype))
@@ -212,13 +216,14 @@ def _skeleton(
     architecture: Architecture,
     attention: AttentionBackend,
     activation_memory: str | list[str],
+    memory_budget: float | str | None,
 ) -> LigerCausalLM:
     """The model on the meta device: shapes without memory."""
     spec = architecture.spec(config)
     raw = {"architectures": [architecture.reference], **config.raw}
     try:
         with torch.device("meta"), _NoInitialisation():
-            model = LigerCausalLM(spec, architecture, raw, attention, activation_memory)
+            model = LigerCausalLM(spec, architecture, raw, attention, activation_memory, memory_budget)
     except RuntimeError as error:  # sizes whose product is beyond 64 bits
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{config.name}: a model of these sizes cannot be laid out ({reason})") from error

@@ -36,6 +36,13 @@ STATE_TENSORS = ("step", "exp_avg", "exp_avg_sq", "residue")
 MOMENTS = ("auto", "float32", "bfloat16")
 
 
+def state_bytes(dtype: torch.dtype, weights: str = "master", moments: str = "auto") -> int:
+    """What `AdamW` keeps of an element of a parameter: two moments, and of bfloat16 what rounding loses."""
+    moment = dtype if moments == "auto" else getattr(torch, moments)
+    residue = RESIDUE_DTYPES.get(weights) if dtype == torch.bfloat16 else None
+    return 2 * moment.itemsize + (0 if residue is None else residue.itemsize)
+
+
 class AdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov & Hutter, 2019) in one pass over parameters, gradients and state.
 

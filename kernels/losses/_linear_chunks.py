@@ -176,6 +176,19 @@ def _chunk_size(rows: int, row_bytes: int, sum_bytes: int, chunk_bytes: int) -> 
     return min(-(-size // 128) * 128, rows)
 
 
+def working_bytes(rows: int, hidden_size: int, vocab_size: int, itemsize: int, trained: bool = True) -> int:
+    """What a loss over `rows` tokens takes at its largest, dx and dW among it, with operands of `itemsize`
+    bytes an element; dW where the layer is trained.
+    """
+    row_bytes, elements = vocab_size * itemsize, vocab_size * hidden_size
+    wide = 4 if itemsize < 4 else itemsize
+    sum_bytes = elements * (wide - itemsize) if trained else 0
+    size = _chunk_size(rows, row_bytes, sum_bytes, CHUNK_BYTES)
+    dw = elements * (wide if size < rows else itemsize) if trained else 0
+    rounded = elements * itemsize if dw > elements * itemsize else 0
+    return rows * hidden_size * itemsize + dw + max(min(size, rows) * row_bytes, rounded)
+
+
 def part_of(values: Tensor | None, chunk: slice | Tensor) -> Tensor | None:
     """A chunk's part of a vector [T]; one value alone stands for all tokens."""
     return values if values is None or len(values) == 1 else values[chunk]

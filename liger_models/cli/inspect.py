@@ -36,7 +36,7 @@ def inspect(name: str) -> dict[str, Any]:
 
     import liger_models
 
-    config, dtypes, folder = _find(name)
+    config, dtypes, folder = find_config(name)
     preset = not dtypes and folder is None  # which `init` makes in bfloat16
     dtype = "bfloat16" if preset else "auto"
     model = liger_models.from_config(config, device="meta", dtype=dtype, dropout=0.0)
@@ -61,7 +61,7 @@ def inspect(name: str) -> dict[str, Any]:
     }
 
 
-def _find(name: str) -> tuple[Any, dict[str, str], Path | None]:
+def find_config(name: str) -> tuple[Any, dict[str, str], Path | None]:
     """The config; the dtype of every checkpoint tensor, if the hub told them; the folder, if there is one."""
     from liger_models.cli.checkpoints import find_checkpoint
     from liger_models.convert.checkpoints.hub import read_headers, resolve

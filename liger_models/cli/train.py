@@ -172,9 +172,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--device", default="auto", help="cuda, cuda:1, cpu (default: a GPU if there is one)")
     add(
         "--activation-memory",
-        choices=("all", "lean", "mlp", "checkpoint"),
+        choices=("all", "lean", "mlp", "checkpoint", "auto"),
         default="lean",
-        help="what is kept for backward",
+        help="what is kept for backward; auto: of each layer as much as fits (default: %(default)s)",
+    )
+    add(
+        "--memory-budget",
+        metavar="SIZE",
+        help="of a GPU, for auto: such as 120GiB, or a share of what is free (default: 0.95)",
     )
     add("--attention", default="auto", help="attention backend (default: %(default)s)")
 

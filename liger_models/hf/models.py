@@ -210,9 +210,11 @@ class LigerPreTrainedModel(PreTrainedModel):
         """The level of each layer: layers/activation_memory.py."""
         return Decoder.activation_memory.fget(self.decoder)  # type: ignore[attr-defined]
 
-    def set_activation_memory(self, levels: str | Sequence[str]) -> None:
+    def set_activation_memory(
+        self, levels: str | Sequence[str], memory_budget: float | str | None = None
+    ) -> None:
         """`layers.Decoder.set_activation_memory`."""
-        Decoder.set_activation_memory(self.decoder, levels)
+        Decoder.set_activation_memory(self.decoder, levels, memory_budget)
 
     def activation_checkpointing_enable(
         self,

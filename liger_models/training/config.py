@@ -39,6 +39,8 @@ class TrainConfig:
     moments            the dtype of AdamW's moments; auto: that of the weights
     bias_update_rate   step of the correction bias that balances the load of experts, in models that have one;
                        0: it stays (see liger_models.update_correction_bias)
+    activation_memory  what is kept for the backward pass; "auto": of each layer as much as has room in
+    memory_budget      bytes of a GPU, such as 120GiB, or a share of what is free (0.9); default 0.95
     text_only          of a multimodal checkpoint train the language model alone
     dropout            0.0: train without the dropout that a config asks for; None: what it says, if 0
     eval_every, save_every  in steps; 0: evaluate at both ends only, save only when interrupted
@@ -69,6 +71,7 @@ class TrainConfig:
     bias_update_rate: float = 0.001
     device: str = "auto"
     activation_memory: str = "lean"
+    memory_budget: str | None = None
     attention: str = "auto"
     text_only: bool = False
     dropout: float | None = None
@@ -104,7 +107,10 @@ class TrainConfig:
         check("weights", self.weights in WEIGHTS, f"one of {', '.join(WEIGHTS)}")
         check("moments", self.moments in MOMENTS, f"one of {', '.join(MOMENTS)}")
         check("attention", self.attention in BACKENDS, f"one of {', '.join(BACKENDS)}")
-        check("activation_memory", self.activation_memory in LEVELS, f"one of {', '.join(LEVELS)}")
+        levels = (*LEVELS, "auto")
+        check("activation_memory", self.activation_memory in levels, f"one of {', '.join(levels)}")
+        if self.memory_budget is not None and self.activation_memory != "auto":
+            raise ConfigError("memory_budget was given, which is for activation_memory 'auto' alone")
         check("dropout", self.dropout in (None, 0.0), "0, or None for what the model's config says")
         check("seed", abs(self.seed) < 2**63, "a number of 64 bits")
 

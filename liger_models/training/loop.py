@@ -27,6 +27,7 @@ from liger_models.causal_lm import LigerCausalLM
 from liger_models.convert.checkpoints.hub import local_path
 from liger_models.convert.errors import ConfigError, DataError, TrainingError
 from liger_models.layers.load_balance import update_correction_bias
+from liger_models.optim import state_bytes
 from liger_models.presets import PRESETS, preset
 from liger_models.training import state as states
 from liger_models.training.config import TrainConfig
@@ -331,7 +332,7 @@ class Run:
         options: dict[str, Any] = {
             "device": self.world.device,
             "attention": config.attention,
-            "activation_memory": config.activation_memory,
+            "activation_memory": "lean" if config.activation_memory == "auto" else config.activation_memory,
             "text_only": config.text_only,
             "dropout": config.dropout,
         }
@@ -350,6 +351,9 @@ class Run:
                 config.model, vocab_size=tokenizer.vocab_size, bos=tokenizer.bos_id, eos=tokenizer.eos_id
             )
             model = liger_models.from_config(shape, dtype=dtype, **options)
+        if config.activation_memory == "auto":
+            per_element = state_bytes(model.dtype, config.weights, config.moments)
+            model.set_activation_memory("auto", config.memory_budget, per_element, self.world.say)
         return model.train()
 
     def _load_data(self) -> tuple[Documents, Documents | None]:

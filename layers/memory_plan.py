@@ -1,0 +1,474 @@
+"""What a training step takes of a GPU's memory, and the levels of activation memory with which it fits.
+
+A step's memory is largest in one of these moments:
+
+| moment               | beside the weights and the optimizer's state                                        |
+|----------------------|-------------------------------------------------------------------------------------|
+| the loss             | what every layer keeps, a chunk of logits, the head's gradient                      |
+| backward of a layer  | what it and the layers before it keep, what it makes again, the gradients behind it |
+| the optimizer's step | all gradients                                                                       |
+
+`choose_levels` begins with everything kept, and while the largest is above the budget gives up, in one layer
+after the other, what costs the least work for each byte that it saves.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels.losses._linear_chunks import working_bytes
+from liger_models.layers.activation_memory import LEVELS, ActivationMemory
+from liger_models.layers.blocks import Block
+from liger_models.layers.decoder import Decoder
+from liger_models.layers.sequences import Sequences
+from liger_models.layers.spec import AttentionSpec, MoESpec
+
+_log = logging.getLogger("liger_models")
+
+# Operations of a matrix product in the time that a byte takes to be written or read: 660 TFLOP/s beside 4.2
+# TB/s on an H200. It decides only which of two things is done again first.
+OPERATIONS_A_BYTE = 160
+# Of elementwise work that is done again: its output is written, and about twice as much is read.
+BYTES_MOVED = 3
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a training step is, beside its model.
+
+    Attributes:
+        batch, seq: rows, and tokens in a row, that one GPU has at a time.
+        optimizer_bytes: state of each trained element. AdamW in bfloat16 keeps two moments, and by default 16
+            bits that rounding would lose.
+        accumulates: whether gradients of an earlier micro-batch are there in the forward pass.
+        gpus: that divide the parameters among them (FSDP2).
+        lora_rank: of adapters on all linear layers, in float32, beside weights that are not trained; 0: none.
+        weight_bytes: of an element of the layers' matrices, where they are quantised.
+        longest: tokens of the longest document; None: `seq`.
+    """
+
+    batch: int
+    seq: int
+    optimizer_bytes: float = 6
+    accumulates: bool = False
+    gpus: int = 1
+    lora_rank: int = 0
+    weight_bytes: float | None = None
+    longest: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.seq
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The levels of a model's layers, and the memory of a step with them.
+
+    Attributes:
+        levels: one a layer.
+        peak: bytes at the largest moment.
+        moment: which that is.
+        parts: what the peak is made of, in bytes.
+        repeated: the matrix products and other work done again, over those of a step that repeats nothing.
+        budget: the bytes that there are; None: any number.
+    """
+
+    levels: tuple[ActivationMemory, ...]
+    peak: int
+    moment: str
+    parts: dict[str, int] = field(hash=False)
+    repeated: float
+    budget: int | None = None
+
+    @property
+    def fits(self) -> bool:
+        return self.budget is None or self.peak <= self.budget
+
+    def __str__(self) -> str:
+        runs: list[list[Any]] = []
+        for i, level in enumerate(self.levels):
+            if not runs or runs[-1][0] != level:
+                runs.append([level, i, i])
+            runs[-1][2] = i
+        layers = ", ".join(f"{level} in layers {first} to {last}" for level, first, last in runs)
+        budget = "" if self.budget is None else f" of {self.budget / 2**30:.1f}"
+        return f"{layers}; {self.repeated:.1%} of the work is repeated; {self.peak / 2**30:.1f}{budget} GiB"
+
+
+class StepMemory:
+    """Counts the memory of a step of a model, which may be on the meta device.
+
+    Args:
+        model: a decoder with its head. What its parameters are (their dtype, whether they are trained,
+            whether they are divided over processes) is taken from them.
+        step: the rest.
+    """
+
+    def __init__(self, model: Decoder, step: Step):
+        self.model, self.step = model, step
+        self.itemsize = model.embed_tokens.weight.dtype.itemsize
+
+    def plan(self, levels: Sequence[ActivationMemory], budget: int | None = None) -> Plan:
+        """The memory of a step with these levels."""
+        kept = [costs.kept[level] for costs, level in zip(self.layers, levels, strict=True)]
+        moments = [self._loss(kept), *self._backward(kept, levels), self._optimizer()]
+        moment, parts = max(moments, key=lambda found: sum(found[1].values()))
+        repeated = sum(costs.work[level] for costs, level in zip(self.layers, levels, strict=True))
+        share = repeated / (3 * sum(costs.forward for costs in self.layers) + self._head_work)
+        return Plan(tuple(levels), sum(parts.values()), moment, parts, share, budget)
+
+    def choose_levels(self, budget: int) -> Plan:
+        """The levels that repeat the least work among those tried whose peak is within the budget; if none
+        is, those with the lowest peak.
+        """
+        plans = [self.plan([level] * len(self.layers), budget) for level in LEVELS]
+        plan, levels = plans[0], list(plans[0].levels)
+        while not plan.fits:
+            found = [costs.next_of(level) for costs, level in zip(self.layers, levels, strict=True)]
+            further = [(price, i, to) for i, (price, to) in enumerate(found) if to is not None]
+            if not further:
+                break
+            # Of equal layers the first one: what it keeps, it keeps the longest.
+            _, i, to = min(further)
+            levels[i] = to
+            plan = self.plan(levels, budget)
+            plans.append(plan)
+        fitting = [plan for plan in plans if plan.fits]
+        if fitting:
+            return min(fitting, key=lambda plan: plan.repeated)
+        return min(plans, key=lambda plan: plan.peak)
+
+    # -- the moments
+
+    def _loss(self, kept: list[int]) -> tuple[str, dict[str, int]]:
+        step, spec = self.step, self.model.spec
+        trained = step.lora_rank == 0 and self.model.embed_tokens.weight.requires_grad
+        room = working_bytes(step.tokens, spec.hidden_size, spec.vocab_size, self.itemsize, trained)
+        gradients = self.gradients if step.accumulates else 0
+        return "the loss", self._parts(sum(kept), room + self._ends, gradients)
+
+    def _backward(
+        self, kept: list[int], levels: Sequence[ActivationMemory]
+    ) -> list[tuple[str, dict[str, int]]]:
+        found = []
+        gradients = self.gradients if self.step.accumulates else self.gradients - sum(self._layer_gradients)
+        if not self.step.accumulates and not self._tied:  # the embedding's comes last
+            gradients -= self._trained_bytes(self.model.embed_tokens) // self.step.gpus
+        left = sum(kept)
+        for i in reversed(range(len(kept))):
+            if not self.step.accumulates:
+                gradients += self._layer_gradients[i]
+            room = self.layers[i].transient[levels[i]] + self._ends
+            found.append((f"backward of layer {i}", self._parts(left, room, gradients)))
+            left -= kept[i]
+        return found
+
+    def _optimizer(self) -> tuple[str, dict[str, int]]:
+        return "the optimizer's step", self._parts(0, 0, self.gradients)
+
+    def _parts(self, activations: int, transient: int, gradients: int) -> dict[str, int]:
+        state = int(self._trained * self.step.optimizer_bytes / self.step.gpus)
+        return {
+            "weights": self._weights,
+            "optimizer": state,
+            "gradients": gradients,
+            "activations": activations,
+            "at work": transient + self._gathered + self._dequantised,
+        }
+
+    # -- what they are made of
+
+    @cached_property
+    def layers(self) -> list[_LayerCosts]:
+        known: dict[Any, _LayerCosts] = {}
+        for layer in self.model.layers:
+            if layer.spec not in known:
+                known[layer.spec] = _LayerCosts.of(layer, self.step, self.itemsize)
+        return [known[layer.spec] for layer in self.model.layers]
+
+    @property
+    def _ends(self) -> int:
+        """The residual stream where a layer begins and ends, and its gradient."""
+        return 3 * self.step.tokens * self.model.spec.hidden_size * self.itemsize
+
+    @cached_property
+    def _tied(self) -> bool:
+        return self.model.spec.tie_word_embeddings
+
+    @cached_property
+    def _weights(self) -> int:
+        total = sum(_bytes(p) for p in self.model.parameters())
+        if self.step.weight_bytes is not None:
+            elements = sum(p.numel() for p in self._matrices)
+            total += int(elements * (self.step.weight_bytes - self.itemsize))
+        return (total + self._headless * self.itemsize) // self.step.gpus + 4 * self._adapter_elements
+
+    @cached_property
+    def _adapter_elements(self) -> int:
+        return sum(self.step.lora_rank * sum(p.shape) for p in self._matrices)
+
+    @cached_property
+    def _matrices(self) -> list[Tensor]:
+        return [p for layer in self.model.layers for p in layer.parameters() if p.ndim == 2]
+
+    @cached_property
+    def _headless(self) -> int:
+        """Elements of the head of a decoder that is held by another model, which has it."""
+        has_head = self._tied or hasattr(self.model, "lm_head")
+        return 0 if has_head else self.model.spec.vocab_size * self.model.spec.hidden_size
+
+    @cached_property
+    def _trained(self) -> int:
+        """Elements."""
+        if self.step.lora_rank:
+            return self._adapter_elements
+        own = sum(_elements(p) for p in self.model.parameters() if p.requires_grad)
+        return own + (self._headless if self.model.embed_tokens.weight.requires_grad else 0)
+
+    def _trained_bytes(self, module: Any) -> int:
+        if self.step.lora_rank:
+            return 0
+        return sum(_bytes(p) for p in module.parameters() if p.requires_grad)
+
+    @cached_property
+    def gradients(self) -> int:
+        """Bytes of all of them."""
+        if self.step.lora_rank:
+            return 4 * self._adapter_elements
+        headless = self._headless * self.itemsize if self.model.embed_tokens.weight.requires_grad else 0
+        return (self._trained_bytes(self.model) + headless) // self.step.gpus
+
+    @cached_property
+    def _layer_gradients(self) -> list[int]:
+        return [self._trained_bytes(layer) // self.step.gpus for layer in self.model.layers]
+
+    @cached_property
+    def _gathered(self) -> int:
+        """Divided parameters, whole: the two layers at work and the next, with one layer's gradients; the
+        embedding and the head from the forward pass to the end.
+        """
+        if self.step.gpus == 1 and not any(hasattr(p, "to_local") for p in self.model.parameters()):
+            return 0
+        layers = [sum(p.nbytes for p in layer.parameters()) for layer in self.model.layers]
+        return 3 * max(layers) + sum(p.nbytes for p in self.model.parameters()) - sum(layers)
+
+    @cached_property
+    def _dequantised(self) -> int:
+        """A quantised matrix as it is multiplied with."""
+        if self.step.weight_bytes is None:
+            return 0
+        return max(p.nbytes for p in self._matrices)
+
+    @cached_property
+    def _head_work(self) -> int:
+        spec = self.model.spec
+        return 6 * self.step.tokens * spec.hidden_size * spec.vocab_size
+
+
+class FittingLevels:
+    """Chooses a decoder's levels when it first meets a batch to train on, and again when one has more tokens.
+
+    Args:
+        budget: what the process may take of the GPU: bytes, text such as "120GiB", or a share up to 1 of what
+            it could have when it is first asked; None: 0.95 of that.
+        optimizer_bytes: the optimizer's state of each trained element. Default: that of
+            `liger_models.optim.AdamW`, 6 with weights in bfloat16.
+        say: told what was chosen. Default: the log "liger_models", as information.
+
+    Raises:
+        ValueError: a budget that is none of these.
+    """
+
+    def __init__(
+        self,
+        budget: float | str | None = None,
+        optimizer_bytes: float | None = None,
+        say: Callable[[str], object] | None = None,
+    ):
+        self.share, self.budget = parse_budget(budget)
+        self.optimizer_bytes = optimizer_bytes
+        self.say = say or _log.info
+        self.tokens = 0
+        self.plan: Plan | None = None
+
+    def __call__(self, model: Decoder, sequences: Sequences) -> None:
+        """Choose for this batch, if it has more tokens than those before.
+
+        Of a model that is divided over processes all choose alike, and once: when each has met its first
+        batch.
+
+        Raises:
+            ValueError: there is no GPU whose memory could be measured, and no budget in bytes.
+        """
+        shared = any(hasattr(p, "to_local") for p in model.parameters())
+        tokens = sequences.num_tokens
+        if tokens <= self.tokens or (shared and self.plan is not None):
+            return
+        weight = model.embed_tokens.weight
+        budget = self.budget if self.budget is not None else self._measured(model, weight.device)
+        if shared:
+            agreed = torch.tensor([tokens, -budget], device=weight.device)
+            torch.distributed.all_reduce(agreed, torch.distributed.ReduceOp.MAX)
+            tokens, budget = int(agreed[0]), -int(agreed[1])
+        per_element = self.optimizer_bytes or (6 if weight.dtype.itemsize == 2 else 2 * weight.dtype.itemsize)
+        accumulates = any(p.grad is not None for p in model.parameters())
+        step = Step(1, tokens, per_element, accumulates, longest=sequences.max_seqlen)
+        self.tokens, self.plan = tokens, StepMemory(model, step).choose_levels(budget)
+        for layer, level in zip(model.layers, self.plan.levels, strict=True):
+            layer.set_activation_memory(level)
+        self.say(f"activation memory for {tokens:,} tokens: {self.plan}")
+        if not self.plan.fits:
+            _log.warning("a step of %d tokens does not fit in memory_budget at any level", tokens)
+
+    def _measured(self, model: Decoder, device: torch.device) -> int:
+        """What this step may take: the share of the GPU, without what else the process holds there."""
+        if device.type != "cuda":
+            raise ValueError(
+                f"activation_memory='auto' measures a GPU, and the model is on {device}; give memory_budget "
+                "in bytes, or choose one of " + ", ".join(LEVELS)
+            )
+        free, _ = torch.cuda.mem_get_info(device)
+        mine = torch.cuda.memory_reserved(device)
+        others = torch.cuda.memory_allocated(device) - sum(
+            _bytes(p) + (0 if p.grad is None else _bytes(p.grad)) for p in model.parameters()
+        )
+        return int(self.share * (free + mine)) - max(others, 0)
+
+
+def parse_budget(budget: float | str | None) -> tuple[float, int | None]:
+    """A share of the GPU, and bytes if they were given: (0.95, None), (0.8, None), (1.0, 128849018880).
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if budget is None:
+        return 0.95, None
+    number = re.fullmatch(r"(\d+(?:\.\d+)?) *(?:([KMGT])(i?)B)?", str(budget).strip(), re.IGNORECASE)
+    if number is None or not float(number[1]):
+        raise ValueError(
+            f"memory_budget is {budget!r}; expected bytes, text such as '120GiB', or a share such as 0.9"
+        )
+    if number[2] is None and float(number[1]) <= 1:
+        return float(number[1]), None
+    unit = (1024 if number[3] else 1000) ** " KMGT".index((number[2] or " ").upper())
+    return 1.0, int(float(number[1]) * unit)
+
+
+@dataclass(frozen=True)
+class _LayerCosts:
+    """Of a layer, by level: what it keeps, what it needs beside that while its backward pass runs, and the
+    work of making again what it does not keep. Bytes, and operations; of all tokens of a step.
+    """
+
+    kept: dict[ActivationMemory, int]
+    transient: dict[ActivationMemory, int]
+    work: dict[ActivationMemory, int]
+    forward: int
+
+    @staticmethod
+    def of(layer: Block, step: Step, itemsize: int) -> _LayerCosts:
+        tokens = step.tokens
+        kept = {level: tokens * layer.activation_bytes(level, itemsize) for level in LEVELS}
+        inner, last, rest = _matrix_work(layer)
+        mixing = 4 * _attended(layer, step.longest or step.seq)
+        again = OPERATIONS_A_BYTE * BYTES_MOVED * (kept["all"] - kept["lean"])
+        # Behind gate and up their product and its gradient, as wide as either.
+        product = tokens * itemsize * _inner_width(layer)
+        return _LayerCosts(
+            kept,
+            {
+                "all": product,
+                "lean": 2 * product,
+                "mlp": 4 * product,
+                "checkpoint": kept["all"],
+            },
+            {
+                "all": 0,
+                "lean": again,
+                "mlp": again + 2 * tokens * inner,
+                "checkpoint": again + tokens * (2 * (inner + rest) + mixing),
+            },
+            tokens * (2 * (inner + last + rest) + mixing),
+        )
+
+    def next_of(self, level: ActivationMemory) -> tuple[float, ActivationMemory | None]:
+        """The level further down to which a saved byte costs the least work, and that price."""
+        found = [
+            ((self.work[to] - self.work[level]) / (self.kept[level] - self.kept[to]), to)
+            for to in LEVELS[LEVELS.index(level) + 1 :]
+            if self.kept[to] < self.kept[level]
+        ]
+        return min(found, default=(0.0, None))
+
+
+def _matrix_work(layer: Block) -> tuple[int, int, int]:
+    """Elements of the matrices that a token meets: of gate and up, of the last product, of all others."""
+    inner = last = rest = 0
+    for name, p in layer.named_parameters():
+        if p.ndim < 2:
+            continue
+        spec, elements = layer.spec.mlp, p.numel()
+        if p.ndim == 3 and isinstance(spec, MoESpec):
+            elements = elements * spec.experts_per_token // spec.num_experts
+        if not name.startswith("mlp."):
+            rest += elements
+        elif "down_proj" in name:
+            last += elements
+        else:
+            inner += elements
+    return inner, last, rest
+
+
+def _attended(layer: Block, seq: int) -> int:
+    """Elements of the values that a query meets, over all heads, on average."""
+    mixer: Any = layer.spec.mixer
+    mixer = getattr(mixer, "attention", mixer)
+    if not isinstance(mixer, AttentionSpec):
+        return 0
+    return mixer.q_size * min(mixer.window or seq, (seq + 1) // 2)
+
+
+def _inner_width(layer: Block) -> int:
+    spec = layer.spec.mlp
+    if not isinstance(spec, MoESpec):
+        return spec.intermediate_size
+    shared = 0 if spec.shared_expert is None else spec.shared_expert.intermediate_size
+    return spec.experts_per_token * spec.intermediate_size + shared
+
+
+def _local(p: Tensor) -> Tensor:
+    """What this process has of a parameter that is divided over several."""
+    return p.to_local() if hasattr(p, "to_local") else p
+
+
+def _bytes(p: Tensor) -> int:
+    return _local(p).nbytes
+
+
+def _elements(p: Tensor) -> int:
+    return _local(p).numel()
+
+
+def largest(fits: Callable[[int], bool], start: int = 1, most: int = 1 << 40) -> int:
+    """The largest number up to `most` for which `fits(number)` holds, to a part in 256; 0 if it does not hold
+    for `start`. Below a number for which it holds it is taken to hold.
+    """
+    if not fits(start):
+        return 0
+    low, high = start, 2 * start
+    while high < most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > max(1, low // 256):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
