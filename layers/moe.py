@@ -48,10 +48,10 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor, sequences: Sequences | None = None) -> Tensor:
         """x [T, H] -> [T, H]. `sequences` is where a router notes what it decided, and its logits if it has
-        losses.
+        losses or they are asked for.
         """
         logits, weights, experts = self.router(x, None if sequences is None else sequences.routing)
-        if sequences is not None and self.spec.has_router_loss:
+        if sequences is not None and (self.spec.has_router_loss or sequences.router_logits.asked_for):
             sequences.router_logits.note(logits)
         y = self.experts(x, weights, experts)
         if self.shared_expert is None:

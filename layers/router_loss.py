@@ -36,11 +36,15 @@ def router_loss(logits: list[Tensor], spec: MoESpec) -> Tensor:
 class RouterLogits:
     """The logits [T, E] of a model's routers in one call, in the order of its layers.
 
+    Attributes:
+        asked_for: whether all routers note theirs, or those alone whose spec gives them a loss.
+
     A list would do, but for sharding frameworks: they copy the lists and dicts that they find among a layer's
     arguments, and join the tensors in them to that layer's graph. Other objects they leave, as `Sequences`.
     """
 
     def __init__(self) -> None:
+        self.asked_for = False
         self._noted: list[Tensor] | None = []
 
     def note(self, logits: Tensor) -> None:

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from liger_models.hf.adapters import load_adapter, save_adapter
+    from liger_models.hf.callbacks import CorrectionBiasCallback
     from liger_models.hf.families import classes_of, register, unregister
     from liger_models.hf.models import LigerForCausalLM, LigerForSequenceClassification, LigerModel
 
 __all__ = [
+    "CorrectionBiasCallback",
     "LigerForCausalLM",
     "LigerForSequenceClassification",
     "LigerModel",
@@ -30,6 +32,7 @@ __all__ = [
 
 _HOMES = {
     **dict.fromkeys(("load_adapter", "save_adapter"), "adapters"),
+    "CorrectionBiasCallback": "callbacks",
     **dict.fromkeys(("LigerForCausalLM", "LigerForSequenceClassification", "LigerModel"), "models"),
     **dict.fromkeys(("classes_of", "register", "unregister"), "families"),
 }

@@ -1,4 +1,4 @@
-"""One class a family and task, made from the registry of architectures, in the Auto classes."""
+"""One class a family and task, made from the registry of architectures, where transformers looks."""
 
 from __future__ import annotations
 
@@ -32,6 +32,11 @@ AUTO_CLASSES: tuple[Any, ...] = (AutoModel, AutoModelForCausalLM, AutoModelForSe
 def register(projections: Literal["fused", "split"] = "fused") -> None:
     """Let transformers' Auto classes give our models, for every family that we have and it knows.
 
+    So do the names of causal language models in `transformers` itself, where TRL looks up a model that is
+    given as a string, and the reference beside one that is trained: `transformers.LlamaForCausalLM` is ours
+    from then on. A class that was imported before is what it was, and transformers' own remains where it is
+    defined, in `transformers.models.llama.modeling_llama`.
+
     Args:
         projections: "fused": query, key and value, and gate and up, are one layer each, which is faster.
             "split": they are layers of their own, with the names that LoRA libraries and bitsandbytes look
@@ -50,14 +55,18 @@ def register(projections: Literal["fused", "split"] = "fused") -> None:
                         f"this transformers ({transformers.__version__}) keeps its own {model_type}; use "
                         f"liger_models.hf.classes_of({model_type!r}) in place of {auto.__name__}"
                     )
+            setattr(transformers, find_architecture(model_type).reference, classes_of(model_type).causal_lm)
 
 
 def unregister() -> None:
-    """Give the Auto classes back to transformers' own models."""
+    """Give the Auto classes and the names back to transformers' own models."""
     for auto in AUTO_CLASSES:
         extra: dict[Any, Any] = auto._model_mapping._extra_content
         for config in [config for config, model in extra.items() if issubclass(model, LigerPreTrainedModel)]:
             del extra[config]
+    for name, model in list(vars(transformers).items()):
+        if isinstance(model, type) and issubclass(model, LigerForCausalLM):
+            delattr(transformers, name)  # which loads its own when it is next asked for
 
 
 @functools.cache

@@ -22,7 +22,12 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.modeling_layers import GenericForSequenceClassification
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    MoeCausalLMOutputWithPast,
+    MoeModelOutputWithPast,
+)
 from transformers.utils.generic import can_return_tuple
 
 from liger_models.architectures import Architecture
@@ -34,15 +39,15 @@ from liger_models.convert.errors import CheckpointError
 from liger_models.hf.cache import TransformersCache
 from liger_models.hf.merged import merged_tensors
 from liger_models.hf.weights import CheckpointConverter, convert_state_dict, groups_of
+from liger_models.kernels import load_balancing_loss
 from liger_models.layers.activation_memory import ActivationMemory
 from liger_models.layers.call_checks import CallChecks, batch_shape, refuse_unknown, targets_of
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.embedding import TokenEmbedding
 from liger_models.layers.head import LMHead, LogitForm, loss_of_head
 from liger_models.layers.packed_linear import fuse_projections, split_projections, weight_map_of_parts
-from liger_models.layers.router_loss import router_loss
 from liger_models.layers.sequences import Sequences
-from liger_models.layers.spec import ModelSpec
+from liger_models.layers.spec import ModelSpec, MoESpec
 
 
 class LigerPreTrainedModel(PreTrainedModel):
@@ -301,11 +306,14 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
             use_cache: make a cache. Default: the config's `use_cache` where no gradient is computed.
             output_hidden_states: also the input of each layer and the last output, [batch, seq, H] each.
             output_attentions: not supported.
-            others: `cu_seq_lens_q` [n + 1], the bounds of packed documents; keywords that ask for nothing.
+            others: `cu_seq_lens_q` [n + 1], the bounds of packed documents; `output_router_logits`, by
+                default the config's: also the routers' logits of each layer of experts, [batch * seq, E],
+                zero at padding; `logits_to_keep`, the head's business; keywords that ask for nothing.
 
         Raises:
             DataError: shapes that do not fit, ids outside the vocabulary, positions beyond the rotary tables.
-            ValueError: attention weights are asked for, or a cache under gradient checkpointing.
+            ValueError: attention weights are asked for, router logits of a model without experts, or a cache
+                under gradient checkpointing.
             TypeError: a keyword that asks for what is not there.
         """
         if self.config.output_attentions if output_attentions is None else output_attentions:
@@ -315,10 +323,13 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         shape, _ = batch_shape(input_ids, inputs_embeds, self.spec.hidden_size)
         if past_key_values is None and self._wants_cache(use_cache):
             past_key_values = DynamicCache(config=self.config)
+        with_routers = self.wants_router_logits(others.pop("output_router_logits", None))
+        others.pop("logits_to_keep", None)  # as TRL's distillation gives it to the base model, too
         sequences = others.pop("sequences", None)
         if sequences is None:
             sequences = self.sequences(shape, attention_mask, position_ids, past_key_values, others)
         _refuse_others(others)
+        sequences.router_logits.asked_for = with_routers
         checks = CallChecks(input_ids, None, self.spec.vocab_size)
         if inputs_embeds is None:
             assert input_ids is not None
@@ -329,11 +340,37 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         inner: list[Tensor] | None = [] if output_hidden_states else None
         last = sequences.unpack(self.hidden_states(sequences, None, inputs_embeds, inner))
         checks.finish()
-        return BaseModelOutputWithPast(
-            last_hidden_state=last,
-            past_key_values=past_key_values,
-            hidden_states=None if inner is None else (*map(sequences.unpack, inner), last),
-        )
+        output: dict[str, Any] = {
+            "last_hidden_state": last,
+            "past_key_values": past_key_values,
+            "hidden_states": None if inner is None else (*map(sequences.unpack, inner), last),
+        }
+        routers = sequences.router_logits.take()
+        if not with_routers:
+            return BaseModelOutputWithPast(**output)
+        # As theirs: not divided into rows.
+        padded = tuple(sequences.unpack(logits).flatten(0, 1) for logits in routers)
+        return MoeModelOutputWithPast(**output, router_logits=padded)
+
+    def wants_router_logits(self, asked: bool | None) -> bool:
+        """What a call asks for, or else the config as it is now: TRL switches it when a trainer is made."""
+        if asked is None:
+            asked = getattr(self.config, "output_router_logits", False)
+        if asked and self._experts() is None:
+            raise ValueError(f"output_router_logits={asked}: no layer of this model has experts")
+        return bool(asked)
+
+    def router_loss(self, logits: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """(the load balancing loss, what the routers add to the model's loss), from the logits [T, E] of each
+        layer of experts and the coefficient that the config has now.
+        """
+        experts = self._experts()
+        assert experts is not None
+        balance = load_balancing_loss(logits, experts.experts_per_token)
+        return balance, getattr(self.config, "router_aux_loss_coef", 0.0) * balance
+
+    def _experts(self) -> MoESpec | None:
+        return next((block.mlp for block in self.spec.blocks if isinstance(block.mlp, MoESpec)), None)
 
     def sequences(
         self,
@@ -422,10 +459,12 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
             logits_to_keep: make logits of the last so many positions only, or of these positions; 0: of all.
             others: `shift_labels` [batch, seq], shifted already; `num_items_in_batch`, by which the summed
                 loss is divided; `return_logits`, or `skip_logits`: whether logits come beside the loss (by
-                default in evaluation, where metrics may want them, and not in training).
+                default in evaluation, where metrics may want them, and not in training);
+                `output_router_logits`, by default the config's: the load balancing loss is part of the loss.
 
         Returns:
-            `loss` (float32 scalar, with labels), `logits` [batch, seq, V], the cache, hidden states if asked.
+            `loss` (float32 scalar, with labels), `logits` [batch, seq, V], the cache, hidden states if asked;
+            with router logits also `aux_loss`, without the coefficient.
 
         Raises:
             DataError: as `LigerModel.forward`; labels outside the vocabulary, or none that counts.
@@ -435,8 +474,7 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
         num_items = others.pop("num_items_in_batch", None)
         return_logits = others.pop("return_logits", None)
         skip_logits = others.pop("skip_logits", None)
-        if (asked := others.pop("output_router_logits", None)) and not self._has_router_loss():
-            raise ValueError(f"output_router_logits={asked}: set it in the config before the model is made")
+        with_routers = self.model.wants_router_logits(others.pop("output_router_logits", None))
         shape, _ = batch_shape(input_ids, inputs_embeds, self.model.spec.hidden_size)
         with_labels = labels is not None or shift_labels is not None
         if use_cache is None and with_labels:
@@ -451,34 +489,40 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            output_router_logits=with_routers,
             sequences=sequences,
             **others,
         )
         hidden, loss, logits = output.last_hidden_state, None, None
+        routers: dict[str, Any] = {}
+        if with_routers:
+            # Padding does not count, as in theirs.
+            of_tokens = [sequences.pack(x.unflatten(0, shape)) for x in output.router_logits]
+            aux_loss, added = self.model.router_loss(of_tokens)
+            routers = {"aux_loss": aux_loss, "router_logits": output.router_logits}
         if targets is not None:
             num_valid = checks.finish()
             packed = sequences.pack(hidden)
             loss = loss_of_head(self.lm_head, packed, targets, num_valid, num_items, self.logit_form)
-            if self._has_router_loss():
-                loss = loss + router_loss(sequences.router_logits.take(), self.model.spec.router)
+            if with_routers:
+                loss = loss + added
         if return_logits is None:
             return_logits = targets is None or not (self.training or skip_logits)
         if return_logits:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.logit_form(self.lm_head(hidden[:, kept]))
-        return CausalLMOutputWithPast(
+        make = MoeCausalLMOutputWithPast if routers else CausalLMOutputWithPast
+        return make(
             loss=loss,
             logits=logits,
             past_key_values=output.past_key_values,
             hidden_states=output.hidden_states,
+            **routers,
         )
 
     def lm_head_width(self) -> int:
         """The number of logits, which labels must be below."""
         return self.model.spec.vocab_size
-
-    def _has_router_loss(self) -> bool:
-        return self.model.spec.router is not None
 
     @staticmethod
     def create_masks_for_generate(*, attention_mask: Tensor | None = None, **others: Any) -> Tensor | None:

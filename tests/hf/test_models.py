@@ -23,7 +23,15 @@ def test_the_auto_classes_give_our_models_once_registered(make_both, hf):
     assert isinstance(both.ours, transformers.PreTrainedModel)
     hf.unregister()
     again = transformers.AutoModelForCausalLM.from_pretrained(both.folder)
-    assert type(again) is transformers.LlamaForCausalLM
+    assert type(again) is type(both.reference)
+
+
+def test_a_name_in_transformers_gives_our_model_while_it_is_registered(make_both, hf):
+    both = make_both("llama")
+    assert both.ours.config.architectures == ["LlamaForCausalLM"]  # as libraries look it up
+    assert transformers.LlamaForCausalLM is type(both.ours)
+    hf.unregister()
+    assert transformers.LlamaForCausalLM is type(both.reference)
 
 
 @pytest.mark.supports("transformers", "loss and gradients")
@@ -72,6 +80,39 @@ def test_logits_of_some_positions(make_both, batch):
     for kept in (1, 3, torch.tensor([2, 5])):
         expected, found = (m(**batch, logits_to_keep=kept).logits for m in (both.reference, both.ours))
         assert relative_distance(found[1], expected[1]) <= BOUND  # the row without padding
+
+
+ROUTED = ["ernie4_5_moe", "gpt_oss", "granitemoe", "mixtral", "minimax_m2", "olmoe", "qwen2_moe", "qwen3_moe"]
+
+
+@pytest.mark.supports("transformers", "router logits and their loss")
+@pytest.mark.parametrize("family", ROUTED)
+def test_the_routers_loss_is_that_of_the_reference_and_switched_by_the_config(family, make_both, batch):
+    """Trainers of TRL switch it when they are made, on the config of a model that is there already."""
+    both = make_both(family)
+    for model in (both.reference, both.ours):
+        model.config.output_router_logits = True
+    both.reference.router_aux_loss_coef = both.ours.config.router_aux_loss_coef = 0.5
+    expected, found = both.reference(**batch), both.ours(**batch)
+    assert relative_distance(found.aux_loss, expected.aux_loss) <= BOUND
+    assert relative_distance(found.loss, expected.loss) <= BOUND
+    seen = batch["attention_mask"].bool().flatten()
+    for ours, theirs in zip(found.router_logits, expected.router_logits, strict=True):
+        assert relative_distance(ours[seen], theirs.flatten(0, -2)[seen]) <= BOUND
+    found.loss.backward()
+    expected.loss.backward()
+    truth, ours = gradients(both.reference), gradients(both.ours)
+    routers = [name for name in truth if "gate.weight" in name or "router" in name]
+    assert routers
+    assert max(relative_distance(ours[name], truth[name]) for name in routers) <= BOUND
+    both.ours.config.output_router_logits = False
+    assert both.ours(**batch).loss < found.loss
+    assert both.ours(**batch, output_router_logits=True).loss == found.loss
+
+
+def test_router_logits_of_a_dense_model_are_refused(make_both, batch):
+    with pytest.raises(ValueError, match="no layer of this model has experts"):
+        make_both("llama").ours(**batch, output_router_logits=True)
 
 
 @pytest.mark.supports("transformers", "hidden states")
@@ -214,7 +255,7 @@ def test_projections_are_split_and_fused_at_any_time(make_both, batch):
     both.ours.fuse_projections()
     assert relative_distance(both.ours(**batch).loss, split) <= BOUND
     hidden = both.reference.state_dict()
-    saved = transformers.LlamaForCausalLM.from_pretrained(both.folder).state_dict()
+    saved = type(both.reference).from_pretrained(both.folder).state_dict()
     assert all(torch.equal(saved[name], tensor) for name, tensor in hidden.items())
 
 

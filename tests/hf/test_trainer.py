@@ -183,6 +183,31 @@ def test_the_best_model_is_loaded_at_the_end(make_both, make_trainer):
     assert trainer.evaluate()["eval_loss"] == pytest.approx(min(evaluated), rel=1e-6)
 
 
+@pytest.mark.supports("Trainer", "load of experts balanced by correction biases")
+def test_the_callback_moves_the_correction_bias_against_the_load_of_a_step(make_both, make_trainer, hf):
+    model = make_both("deepseek_v3").ours
+    routers = [m for m in model.modules() if hasattr(m, "correction_bias")]
+    chosen = {router: torch.zeros_like(router.correction_bias) for router in routers}
+    before = [router.correction_bias.clone() for router in routers]
+
+    def count(router, _, routed):
+        chosen[router] += routed[2].flatten().bincount(minlength=len(chosen[router]))
+
+    for router in routers:
+        router.register_forward_hook(count)
+    make_trainer(model, max_steps=1, more={"callbacks": [hf.CorrectionBiasCallback(0.25)]}).train()
+    assert routers
+    for router, bias in zip(routers, before, strict=True):
+        expected = bias + 0.25 * (chosen[router].mean() - chosen[router]).sign()  # of four batches together
+        assert torch.equal(router.correction_bias, expected)
+
+
+def test_the_callback_is_refused_where_no_router_has_a_bias(make_both, make_trainer, hf):
+    trainer = make_trainer(make_both("qwen3_moe").ours, more={"callbacks": [hf.CorrectionBiasCallback()]})
+    with pytest.raises(ValueError, match="leave it out"):
+        trainer.train()
+
+
 @pytest.mark.supports("accelerate", "prepare", "save_state and load_state")
 def test_accelerate_prepares_saves_and_loads(make_both, batch, tmp_path):
     import accelerate

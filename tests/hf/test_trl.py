@@ -1,19 +1,35 @@
-"""TRL's trainers run on our models as on transformers' own, with the same numbers."""
+"""TRL's trainers run on our models as on transformers' own, with the same numbers.
+
+Every case trains both for two steps with the same trainer, seeds and data, and compares the loss of each
+batch and the change of every parameter, by the names of the checkpoint.
+"""
 
 from __future__ import annotations
 
+import copy
+import importlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
 import pytest
+import torch
+from hf_pairs import BOUND, relative_distance
+from safetensors.torch import load_file
+from torch import Tensor
+
+from liger_models.architectures import find_architecture, list_architectures
 
 transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
 trl = pytest.importorskip("trl", reason="trl is not installed")
 datasets = pytest.importorskip("datasets", reason="datasets, which trl stands on, is not installed")
 
 SETTINGS = {
     "max_steps": 2,
     "per_device_train_batch_size": 4,
-    "learning_rate": 0.01,
+    "learning_rate": 0.3,  # parameters change by percents, so that rounding is far below
     "lr_scheduler_type": "constant",
-    "logging_steps": 1,
+    "optim": "sgd",
     "save_strategy": "no",
     "report_to": "none",
     "disable_tqdm": True,
@@ -21,55 +37,257 @@ SETTINGS = {
     "bf16": False,
 }
 
+# The words of the assistant are marked, as templates for assistant-only loss do.
+CHAT = (
+    "{% for m in messages %}{{ m['role'][0] }}:{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] }}{{ eos_token }}{% endgeneration %}"
+    "{% else %}{{ m['content'] }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
 
-@pytest.fixture
+
+@pytest.fixture(scope="module")
 def tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    """One token a letter."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = {chr(i): i for i in range(3, 128)} | {"<pad>": 0, "<eos>": 1, "<unk>": 2}
     tokenizer = Tokenizer(models.WordLevel(letters, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        chat_template=CHAT,
+        padding_side="left",
     )
 
 
-def sft(model, tokenizer, folder, **options):
-    rows = [{"text": "some words " * (1 + i % 3)} for i in range(16)]
-    if not options:  # the loss of completions alone
-        rows = [{"prompt": "hello" + "x" * i, "completion": "answer" + "y" * (3 * i)} for i in range(8)]
-    arguments = trl.SFTConfig(folder, max_length=32, **options, **SETTINGS)
-    data = datasets.Dataset.from_list(rows)
-    return trl.SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer)
+TEXTS = [{"text": "some words " * (1 + i % 3)} for i in range(16)]
+ANSWERS = [{"prompt": "hello" + "x" * i, "completion": "answer" + "y" * (3 * i)} for i in range(8)]
+CHATS = [
+    {
+        "messages": [
+            {"role": "user", "content": "ab" * (1 + i % 3)},
+            {"role": "assistant", "content": "yes" * (1 + i % 2)},
+            {"role": "user", "content": "more"},
+            {"role": "assistant", "content": "no" * (1 + i % 4)},
+        ]
+    }
+    for i in range(8)
+]
+CHOICES = [
+    {"prompt": "abc" + "d" * i, "chosen": "good " * (1 + i % 2), "rejected": "bad " * (1 + i % 3)}
+    for i in range(8)
+]
+JUDGED = [
+    {"prompt": "abc" + "d" * i, "completion": "word " * (1 + i % 3), "label": i % 2 == 0} for i in range(8)
+]
+PROMPTS = [{"prompt": "abc" + "d" * i} for i in range(8)]
 
 
-def dpo(model, tokenizer, folder):
-    rows = [
-        {"prompt": "abc" + "d" * i, "chosen": "good " * (1 + i % 2), "rejected": "bad " * (1 + i % 3)}
-        for i in range(8)
-    ]
-    data = datasets.Dataset.from_list(rows)
-    arguments = trl.DPOConfig(folder, **SETTINGS)
-    return trl.DPOTrainer(model, args=arguments, train_dataset=data, processing_class=tokenizer)
+def size_of_letters(completions, **_):
+    """A reward that differs between nearly all completions."""
+    return [sum(map(ord, text)) / 100 for text in completions]
 
 
-WAYS = {
-    "completions": sft,
-    "packing": lambda *args: sft(*args, packing=True),
-    "wrapped": lambda *args: sft(*args, packing=True, packing_strategy="wrapped"),
-    "dpo": dpo,
+class Case(NamedTuple):
+    """A trainer of TRL with its data and options. `arguments`: further ones of the trainer."""
+
+    trainer: str
+    rows: list[dict[str, Any]]
+    options: Mapping[str, Any] = {}
+    arguments: Mapping[str, Any] = {}
+    with_teacher: bool = False
+    task: str = "CausalLM"
+
+
+SAMPLED = {"max_completion_length": 5, "num_generations": 4, "beta": 0.1, "temperature": 0.8}
+REWARD = {"reward_funcs": size_of_letters}
+CASES = {
+    "sft": Case("SFT", TEXTS),
+    "completions": Case("SFT", ANSWERS),
+    "bfd": Case("SFT", TEXTS, {"packing": True, "max_length": 32}),
+    "wrapped": Case("SFT", TEXTS, {"packing": True, "packing_strategy": "wrapped", "max_length": 32}),
+    "padding_free": Case("SFT", ANSWERS, {"padding_free": True, "max_length": None}),
+    "assistant": Case("SFT", CHATS, {"assistant_only_loss": True}),
+    "dpo": Case("DPO", CHOICES),
+    "kto": Case("KTO", JUDGED),
+    "orpo": Case("ORPO", CHOICES, {"max_length": 32}),
+    "cpo": Case("CPO", CHOICES, {"max_length": 32}),
+    "grpo": Case("GRPO", PROMPTS, SAMPLED, REWARD),
+    "rloo": Case("RLOO", PROMPTS, SAMPLED, REWARD),
+    "reward": Case("Reward", CHOICES, task="SequenceClassification"),
+    "distillation": Case("Distillation", PROMPTS, {"max_completion_length": 5}, with_teacher=True),
+    "gkd": Case("GKD", CHATS, {"max_new_tokens": 5, "lmbda": 0.5}, with_teacher=True),
 }
 
 
-@pytest.mark.supports("TRL", "SFT on completions", "SFT with packing, bfd and wrapped", "DPO")
-@pytest.mark.parametrize("way", WAYS)
-def test_training_equals_that_of_transformers_own_model(way, make_both, tokenizer, tmp_path):
-    both = make_both("llama", tie_word_embeddings=True)
-    reference = type(both.reference).from_pretrained(both.folder)  # DPO reads its own reference from there
-    logs = []
-    for model in (reference, both.ours):
-        trainer = WAYS[way](model, tokenizer, str(tmp_path / "run"))
-        trainer.train()
-        logs.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-    assert len(logs[0]) == 2
-    assert logs[1] == pytest.approx(logs[0], rel=1e-5)
+@pytest.mark.supports(
+    "TRL",
+    "SFT",
+    "completion-only loss",
+    "packing, bfd and wrapped",
+    "padding_free",
+    "assistant-only loss",
+    "DPO",
+    "KTO",
+    "ORPO",
+    "CPO",
+    "GRPO",
+    "RLOO",
+    "Reward",
+    "Distillation",
+    "GKD",
+    "all of these with PEFT",
+)
+@pytest.mark.parametrize("adapted", [False, True], ids=["whole", "peft"])
+@pytest.mark.parametrize("way", CASES)
+def test_training_equals_that_of_transformers_own_model(way, adapted, train_both):
+    assert_same_training(*train_both("llama", CASES[way], adapted, tie_word_embeddings=not adapted))
+
+
+# Families whose logits are capped, and whose routers add to the loss, as TRL's trainers ask for by default.
+@pytest.mark.supports("TRL", "capped logits", "losses of routers")
+@pytest.mark.parametrize("way", ["completions", "bfd", "dpo", "grpo"])
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_moe"])
+def test_training_of_other_families_equals_it_too(family, way, train_both):
+    found, expected = train_both(family, CASES[way])
+    assert_same_training(found, expected)
+
+
+@pytest.mark.supports("TRL", "add_fused_lm_head on every family")
+def test_the_fused_head_of_trl_scores_our_hidden_states_as_our_own_head_does(hf, batch):
+    """It reads scale and cap of the logits from the config, by names that it knows."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from trl.trainer import add_fused_lm_head
+
+    distances = {}
+    for family in set(list_architectures()) & set(CONFIG_MAPPING):
+        config = transformers.AutoConfig.for_model(**{"pad_token_id": None, **find_architecture(family).tiny})
+        model = hf.classes_of(family).causal_lm(config)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.normal_(0, 0.3)
+        expected = model(**batch).loss
+        add_fused_lm_head(model)
+        distances[family] = relative_distance(model(**batch, fused_lm_head=True).loss, expected)
+    assert len(distances) > 40
+    assert not {family: distance for family, distance in distances.items() if not distance <= BOUND}
+
+
+@pytest.mark.supports("TRL", "models given as strings")
+def test_a_string_gives_our_model_once_registered_and_so_does_the_reference(
+    make_both, tokenizer, tmp_path, hf
+):
+    both = make_both("llama", pad_token_id=0, eos_token_id=1)
+    trainer = make_trainer(CASES["dpo"], str(both.folder), tokenizer, tmp_path)
+    assert type(trainer.model) is type(trainer.ref_model) is type(both.ours)
+    hf.unregister()
+    trainer = make_trainer(CASES["dpo"], str(both.folder), tokenizer, tmp_path)
+    assert type(trainer.model) is type(trainer.ref_model) is type(both.reference)
+
+
+class Run(NamedTuple):
+    """The losses of the batches, and the tensors of the checkpoint or of the adapter before and after."""
+
+    losses: list[float]
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
+
+
+@pytest.fixture
+def train_both(make_both, tokenizer, tmp_path, hf):
+    """A factory: (the run of our model, that of transformers' own)."""
+
+    def train(family, case, adapted=False, **config):
+        config |= {"pad_token_id": 0, "eos_token_id": 1}
+        if case.task == "SequenceClassification":
+            config["num_labels"] = 1
+        both = make_both(family, case.task, "split" if adapted else "fused", **config)
+        found = run(case, both.ours, tokenizer, tmp_path / "ours", adapted)
+        hf.unregister()  # the reference beside the model is looked up by name, too
+        reference = type(both.reference).from_pretrained(both.folder, attn_implementation="eager")
+        return found, run(case, reference, tokenizer, tmp_path / "theirs", adapted)
+
+    return train
+
+
+def run(case, model, tokenizer, folder, adapted) -> Run:
+    more = {}
+    if adapted:
+        task = "CAUSAL_LM" if case.task == "CausalLM" else "SEQ_CLS"
+        more["peft_config"] = peft.LoraConfig(r=3, target_modules="all-linear", task_type=task)
+    if case.with_teacher:
+        more["teacher_model"] = with_other_words(model)
+    trainer = make_trainer(case, model, tokenizer, folder / "run", **more)
+    if adapted:
+        randomize(trainer.model)
+    losses, training_step = [], trainer.training_step
+
+    def noted(*args, **kwargs):
+        losses.append(training_step(*args, **kwargs))
+        return losses[-1]
+
+    trainer.training_step = noted
+    before = saved(trainer.model, folder / "before")
+    trainer.train()
+    return Run([loss.item() for loss in losses], before, saved(trainer.model, folder / "after"))
+
+
+def make_trainer(case, model, tokenizer, folder, **more):
+    arguments = find(case.trainer, "Config")(str(folder), **{**SETTINGS, **case.options})
+    return find(case.trainer, "Trainer")(
+        model=model,
+        args=arguments,
+        train_dataset=datasets.Dataset.from_list(case.rows),
+        processing_class=tokenizer,
+        **case.arguments,
+        **more,
+    )
+
+
+def find(method, kind):
+    """A class of TRL, which has some methods among its experimental ones."""
+    home = (
+        trl if hasattr(trl, method + kind) else importlib.import_module(f"trl.experimental.{method.lower()}")
+    )
+    return getattr(home, method + kind)
+
+
+def with_other_words(model):
+    """A teacher: the model before training, with its embeddings exchanged."""
+    teacher = copy.deepcopy(model).eval()
+    embeddings = teacher.get_input_embeddings().weight
+    with torch.no_grad():
+        embeddings.copy_(embeddings.roll(7, 0))
+    return teacher
+
+
+def randomize(adapted):
+    """An adapter that starts at zero would not learn with one of its halves in the first step."""
+    generator = torch.Generator().manual_seed(3)
+    state = peft.get_peft_model_state_dict(adapted)
+    drawn = {name: torch.randn(state[name].shape, generator=generator) for name in sorted(state)}
+    peft.set_peft_model_state_dict(adapted, {name: 0.3 * x / x.shape[-1] ** 0.5 for name, x in drawn.items()})
+
+
+def saved(model, folder) -> dict[str, Tensor]:
+    model.save_pretrained(folder)
+    name = "adapter_model" if isinstance(model, peft.PeftModel) else "model"
+    return load_file(folder / f"{name}.safetensors")
+
+
+def assert_same_training(found: Run, expected: Run) -> None:
+    # Where terms of size one cancel (GRPO, RLOO), their rounding remains.
+    assert found.losses == pytest.approx(expected.losses, rel=BOUND, abs=1e-6)
+    assert found.after.keys() == expected.after.keys()
+    changed = 0
+    for name, after in expected.after.items():
+        change = (after - expected.before[name]).norm()
+        changed += bool(change > 1e-3 * after.norm())
+        # The bound of the gradients, and two updates that round a parameter by half a unit each.
+        assert (found.after[name] - after).norm() <= BOUND * change + 2**-23 * after.norm(), name
+    assert changed > len(expected.after) / 2  # by so much that rounding hides nothing
