@@ -35,6 +35,7 @@ from torch.nn.modules.module import (
 from torch.utils.checkpoint import checkpoint
 
 from liger_models.layers.linear import Linear
+from liger_models.layers.low_rank import projection_of
 from liger_models.layers.packed_linear import SplitProjections
 
 ActivationMemory = Literal["all", "lean", "mlp", "checkpoint"]
@@ -102,8 +103,11 @@ def carry_recipe(output: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -
 def output_is_ours(module: nn.Module) -> bool:
     """Whether the memory of the module's output may be used again: it is torch's linear layer, or ours, which
     keeps none of it, of a plain weight, and nobody has changed how it runs or hooked into it. A hook has seen
-    the output; a wrapper, a subclass or a weight of some other class may need it for its backward pass.
+    the output; a wrapper, a subclass or a weight of some other class may need it for its backward pass. A
+    layer with low-rank paths says for itself when it is as simple.
     """
+    if hasattr(module, "low_rank_projection"):
+        return projection_of(module) is not None
     unchanged = type(module).forward in _LINEAR_FORWARDS and "forward" not in vars(module)
     # No parametrization either. Of split projections it is a copy that nobody else has seen.
     plain = type(module._parameters.get("weight")) is nn.Parameter or type(module) is SplitProjections

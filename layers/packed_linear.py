@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from liger_models.convert.checkpoints.layout import plain_path
 from liger_models.convert.checkpoints.weight_map import Cat, Expr, Ref, WeightMap, rows_of
-from liger_models.layers.linear import Linear
+from liger_models.layers.linear import Linear, one_below_another
+from liger_models.layers.low_rank import low_rank_linear, projection_of
 
 
 class PackedLinear(Linear):
@@ -54,6 +55,7 @@ class SplitProjections(nn.Module):
     """Stands where the packed projection stood, and puts the outputs of its parts side by side.
 
     The parts are the children of `owner`, whatever takes their places there (adapters, quantised layers).
+    Parts with low-rank paths run as one operation (layers/low_rank.py), if all of them can.
     """
 
     def __init__(self, owner: nn.Module, parts: Mapping[str, int]):
@@ -63,8 +65,11 @@ class SplitProjections(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., sum of the parts]."""
-        owner = self._owner[0]
-        return torch.cat([getattr(owner, part)(x) for part in self.parts], dim=-1)
+        parts = [getattr(self._owner[0], part) for part in self.parts]
+        projections = [projection for part in parts if (projection := projection_of(part)) is not None]
+        if len(projections) == len(parts) and any(projection.adapters for projection in projections):
+            return low_rank_linear(x, *projections)
+        return torch.cat([part(x) for part in parts], dim=-1)
 
     def extra_repr(self) -> str:
         return ", ".join(self.parts)
@@ -185,16 +190,8 @@ def _join(parts: Sequence[nn.Parameter]) -> nn.Parameter:
 
 
 def _below(tensors: Sequence[Tensor]) -> Tensor:
-    first, end = tensors[0], tensors[0].data_ptr()
-    for tensor in tensors:
-        if tensor.data_ptr() != end or not tensor.is_contiguous() or tensor.is_meta:
-            return torch.cat(list(tensors))
-        end += tensor.numel() * tensor.element_size()
-    storage = first.untyped_storage()
-    if end > storage.data_ptr() + storage.nbytes():  # neighbours by chance
-        return torch.cat(list(tensors))
-    shape = (sum(len(tensor) for tensor in tensors), *first.shape[1:])
-    return first.as_strided(shape, first.stride())
+    together = one_below_another(tensors)
+    return torch.cat(list(tensors)) if together is None else together
 
 
 def _check_plain(layers: Sequence[nn.Module], kind: type, what: str, remedy: str) -> None:

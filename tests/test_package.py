@@ -29,7 +29,7 @@ MAY_IMPORT = {
 # What `pip install liger_models` brings; anything else is imported inside the function that needs it.
 HARD_DEPENDENCIES = {"torch", "triton", "safetensors", "huggingface_hub", "tokenizers", "tqdm"}
 # Modules that are made of another library's classes, and that library: nothing else imports them.
-BUILT_ON = {"liger_models.hf": "transformers"}
+BUILT_ON = {"liger_models.hf": "transformers", "liger_models.hf.lora": "peft"}
 
 
 def sources(part):
@@ -48,7 +48,7 @@ def module_name(path):
 
 def built_on(name):
     """The library of whose classes a module is made, or None; a package itself can always be imported."""
-    return BUILT_ON.get(name.rpartition(".")[0])
+    return BUILT_ON.get(name) or BUILT_ON.get(name.rpartition(".")[0])
 
 
 ALL_MODULES = sorted(module_name(path) for part in MAY_IMPORT for path in sources(part))

@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -257,6 +257,17 @@ class LigerPreTrainedModel(PreTrainedModel):
                 "is built from fused kernels already and has other modules; leave the option out"
             )
         super().__setattr__(name, value)
+        if name == "peft_config":  # PEFT's last word when it has put adapters into the model
+            from liger_models.hf.lora import take_over
+
+            take_over(self)
+
+    def train(self, mode: bool = True) -> Self:
+        if mode and getattr(self, "peft_config", None):  # adapters that were added later, in other layers
+            from liger_models.hf.lora import take_over
+
+            take_over(self)
+        return super().train(mode)
 
 
 class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]

@@ -1,0 +1,267 @@
+"""PEFT's LoRA layers run by our operation: PEFT's own numbers, files and switches."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from hf_pairs import BOUND, relative_distance
+from torch import nn
+
+pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+from peft.tuners.lora.layer import Linear as PeftLinear  # noqa: E402
+
+USUAL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+
+
+@pytest.fixture
+def lora(hf):
+    import liger_models.hf.lora
+
+    return liger_models.hf.lora
+
+
+@pytest.fixture
+def calls(lora, monkeypatch):
+    """How often the operation runs: of a layer alone, and of several that are split."""
+    seen = []
+    own = lora.low_rank_linear
+
+    def counted(x, *projections):
+        seen.append(len(projections))
+        return own(x, *projections)
+
+    monkeypatch.setattr(lora, "low_rank_linear", counted)
+    monkeypatch.setattr("liger_models.layers.packed_linear.low_rank_linear", counted)
+    return seen
+
+
+def config(targets, **settings):
+    settings = {"r": 3, "lora_alpha": 7, "target_modules": targets, "task_type": "CAUSAL_LM", **settings}
+    return peft.LoraConfig(**settings)
+
+
+def fill(model):
+    """Random values in every adapter, which change what the model computes."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, p in sorted(model.named_parameters()):
+            if "lora_" in name:
+                noise = 0.3 * torch.randn(p.shape, generator=generator)
+                p.copy_(noise / p.shape[-1] ** 0.5 if p.dim() > 1 else p * (1 + noise))
+    return model
+
+
+def as_peft_has_it(model, copied=True):
+    """The same model, whose LoRA layers are PEFT's own again."""
+    model = copy.deepcopy(model) if copied else model
+    for module in model.modules():
+        if isinstance(module, PeftLinear):
+            module.__class__ = PeftLinear
+    return model
+
+
+def run(model, batch):
+    """The loss and every gradient, with the same random numbers every time."""
+    model.zero_grad()
+    torch.manual_seed(5)
+    loss = model(**batch).loss
+    loss.backward()
+    return {"loss": loss.detach()} | {
+        n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+    }
+
+
+def assert_near(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert relative_distance(found[name], value) <= BOUND, name
+
+
+WAYS = {
+    "default": {},
+    "rslora": {"use_rslora": True},
+    "ranks": {"rank_pattern": {"o_proj": 2}, "alpha_pattern": {"down_proj": 5}},
+    "some": {"targets": ["q_proj", "v_proj", "up_proj"]},
+    "bias": {"bias": "lora_only"},
+    "lora_bias": {"lora_bias": True},
+    "dora": {"use_dora": True},
+    "head": {"targets": ["o_proj", "lm_head"]},
+}
+
+
+@pytest.mark.parametrize("projections", ["split", "fused"])
+@pytest.mark.parametrize("way", WAYS)
+def test_losses_and_gradients_are_those_of_pefts_own_layers(way, projections, make_both, batch, calls):
+    settings = dict(WAYS[way])
+    targets = settings.pop("targets", USUAL)
+    if projections == "fused":
+        targets = FUSED if targets == USUAL else ["qkv_proj", "o_proj"]
+    model = make_both("llama", projections=projections, attention_bias=True, mlp_bias=True).ours
+    adapted = fill(peft.get_peft_model(model, config(targets, **settings))).train()
+    expected = run(as_peft_has_it(adapted), batch)
+    assert not calls
+    assert_near(run(adapted, batch), expected)
+    # What PEFT does beyond a low-rank path is left to it.
+    assert bool(calls) == (way not in ("dora", "lora_bias"))
+    if projections == "split" and way in ("default", "some"):
+        assert set(calls) >= {2, 3}  # gate and up, and query, key and value, are one operation each
+
+
+def test_the_layers_of_other_models_are_pefts_own(make_both):
+    both = make_both("llama", projections="split")
+    theirs = peft.get_peft_model(both.reference, config(USUAL))
+    ours = peft.get_peft_model(both.ours, config(USUAL))
+    kinds = [
+        {type(m).__name__ for m in model.modules() if isinstance(m, PeftLinear)} for model in (theirs, ours)
+    ]
+    assert kinds == [{"Linear"}, {"LowRankLinear"}]
+
+
+@pytest.mark.parametrize("projections", ["split", "fused"])
+def test_files_are_pefts_own_byte_for_byte(projections, make_both, tmp_path):
+    model = make_both("llama", projections=projections).ours
+    adapted = fill(peft.get_peft_model(model, config(USUAL if projections == "split" else FUSED)))
+    adapted.save_pretrained(tmp_path / "ours")
+    # Not a copy: the order of the set of targets in the config would be another.
+    as_peft_has_it(adapted, copied=False).save_pretrained(tmp_path / "pefts")
+    names = sorted(path.name for path in (tmp_path / "ours").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "pefts").iterdir())
+    for name in names:
+        assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "pefts" / name).read_bytes(), name
+
+
+def test_merging_and_unloading_are_pefts_own(make_both, batch):
+    adapted = fill(peft.get_peft_model(make_both("llama", projections="split").ours, config(USUAL))).eval()
+    with torch.no_grad():
+        expected = adapted(**batch).loss
+        merged = as_peft_has_it(adapted).merge_and_unload().state_dict()
+        adapted.merge_adapter()
+        assert relative_distance(adapted(**batch).loss, expected) <= BOUND
+        adapted.unmerge_adapter()
+        assert relative_distance(adapted(**batch).loss, expected) <= BOUND
+    fresh = copy.deepcopy(adapted).unload()
+    assert not any(isinstance(module, PeftLinear) for module in fresh.modules())
+    found = adapted.merge_and_unload().state_dict()
+    assert found.keys() == merged.keys()
+    # Merged and unmerged again: float32 rounds each of the two sums.
+    assert all(relative_distance(found[name], tensor) <= BOUND for name, tensor in merged.items())
+
+
+def test_several_adapters_switch_as_pefts(make_both, batch, calls):
+    adapted = peft.get_peft_model(make_both("llama", projections="split").ours, config(USUAL))
+    adapted.add_adapter("other", config(["q_proj", "down_proj"], r=2, use_rslora=True))
+    fill(adapted).eval()
+    pefts = as_peft_has_it(adapted)
+    seen = []
+    for names in (["default"], ["other"], ["default", "other"]):
+        for model in (pefts, adapted):
+            model.base_model.set_adapter(names)
+            model.requires_grad_(True)
+        expected = run(pefts, batch)
+        assert_near(run(adapted, batch), expected)
+        seen.append(expected["loss"])
+    assert calls
+    with adapted.disable_adapter(), pefts.disable_adapter():
+        seen.append(pefts(**batch).loss)
+        assert relative_distance(adapted(**batch).loss, seen[-1]) <= BOUND
+    assert len(set(map(float, seen))) == 4
+
+
+def test_rows_of_a_batch_with_adapters_of_their_own(make_both, batch):
+    adapted = peft.get_peft_model(make_both("llama", projections="split").ours, config(USUAL))
+    adapted.add_adapter("other", config(USUAL, r=2))
+    fill(adapted).eval()
+    ids, names = batch["input_ids"][:, :9], ["other", "__base__"]
+    try:
+        expected = as_peft_has_it(adapted)(input_ids=ids, adapter_names=names).logits
+    except (ValueError, IndexError, RuntimeError):
+        with pytest.raises((ValueError, IndexError, RuntimeError)):
+            adapted(input_ids=ids, adapter_names=names)
+        return
+    assert relative_distance(adapted(input_ids=ids, adapter_names=names).logits, expected) <= BOUND
+
+
+def test_an_adapter_in_other_layers_is_taken_over_in_training(make_both, batch, lora):
+    adapted = peft.get_peft_model(make_both("llama", projections="split").ours, config(["q_proj"]))
+    adapted.add_adapter("other", config(["down_proj"]))
+    adapted.train()
+    names = {n.rpartition(".")[2] for n, m in adapted.named_modules() if type(m) is lora.LowRankLinear}
+    assert names == {"q_proj", "down_proj"}
+
+
+def test_a_layer_with_an_unknown_attribute_is_left_as_it_is(make_both, lora):
+    adapted = as_peft_has_it(peft.get_peft_model(make_both("llama", projections="split").ours, config(USUAL)))
+    attention = adapted.get_base_model().model.layers[0].self_attn
+    attention.q_proj.new_feature = {"default": 2.0}
+    lora.take_over(adapted)
+    assert type(attention.q_proj) is PeftLinear
+    assert type(attention.k_proj) is lora.LowRankLinear
+
+
+def test_this_peft_has_no_attribute_that_is_unknown_here(lora):
+    """A release that fails here runs by its own forward; what it added is to be looked at."""
+    model = peft.get_peft_model(nn.Sequential(nn.Linear(4, 5)), peft.LoraConfig(target_modules=["0"]))
+    assert lora.is_known(model.base_model.model[0])
+
+
+@pytest.mark.parametrize(
+    "part", ["lora_A.default", "lora_B.default", "base_layer", "lora_dropout.default", ""]
+)
+def test_a_hook_in_a_layer_sees_what_pefts_layer_shows(part, make_both, batch, calls):
+    adapted = fill(peft.get_peft_model(make_both("llama", projections="split").ours, config(USUAL)))
+    expected, seen = run(adapted, batch), []
+    for layer in adapted.get_base_model().model.layers:
+        for projection in (layer.self_attn.q_proj, layer.mlp.down_proj):
+            hooked = projection.get_submodule(part) if part else projection
+            hooked.register_forward_hook(lambda module, args, output: seen.append(output))
+    calls.clear()
+    assert_near(run(adapted, batch), expected)
+    assert len(seen) == 2 * len(adapted.get_base_model().model.layers)
+    assert 3 not in calls
+
+
+@pytest.mark.parametrize("level", ["all", "mlp", "checkpoint"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_every_level_gives_the_same_bits(level, dropout, make_both, batch, calls):
+    model = make_both("llama", projections="split").ours
+    adapted = fill(peft.get_peft_model(model, config(USUAL, lora_dropout=dropout))).train()
+    adapted.enable_input_require_grads()
+    expected = run(adapted, batch)
+    adapted.get_base_model().set_activation_memory(level)
+    found = run(adapted, batch)
+    assert calls
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_dropout_is_off_outside_training(make_both, batch):
+    adapted = fill(
+        peft.get_peft_model(make_both("llama", projections="split").ours, config(USUAL, lora_dropout=0.5))
+    )
+    expected = run(as_peft_has_it(adapted.eval()), batch)
+    assert_near(run(adapted, batch), expected)
+    assert run(adapted.train(), batch)["loss"] != expected["loss"]
+
+
+def test_copies_and_pickles_are_the_same_layer(make_both, batch):
+    adapted = fill(peft.get_peft_model(make_both("llama", projections="split").ours, config(USUAL))).eval()
+    expected = adapted(**batch).loss
+    assert torch.equal(copy.deepcopy(adapted)(**batch).loss, expected)
+    layer = adapted.get_base_model().model.layers[0].mlp.down_proj
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    assert type(again) is type(layer)
+
+
+def test_transformers_own_add_adapter_is_taken_over(make_both, lora):
+    model = make_both("llama", projections="split").ours
+    model.add_adapter(config(USUAL))
+    ours = [module for module in model.modules() if type(module) is lora.LowRankLinear]
+    assert len(ours) == 7 * len(model.model.layers)
