@@ -14,7 +14,12 @@ from torch import Tensor, nn
 from liger_models.convert.checkpoints.layout import Layout, canonical_forms, saved_tensors
 from liger_models.convert.checkpoints.shards import is_sharded, local_part
 from liger_models.convert.checkpoints.weight_map import Expr, Ref
-from liger_models.layers.packed_linear import fuse_projections, split_projections, weight_map_of_parts
+from liger_models.layers.packed_linear import (
+    fuse_projections,
+    packed_weights,
+    split_projections,
+    weight_map_of_parts,
+)
 from liger_models.layers.spec import ModelSpec
 
 
@@ -50,14 +55,15 @@ class ModelParameters(nn.Module):
     def split_projections(self) -> None:
         """Give query, key, value, gate and up layers of their own, in place and over the same memory.
 
-        The model computes the same as before, somewhat slower; modules and parameters bear the checkpoint's
-        names (`self_attn.q_proj.weight`), for LoRA libraries, quantisers and whoever sends weights elsewhere.
-        Parameters are new objects: make the optimizer afterwards.
+        The model computes the same as before, somewhat slower; layers are those of the checkpoint, with its
+        names (`self_attn.q_proj.weight`), for LoRA libraries, quantisers and whoever sends weights elsewhere:
+        what it holds packed as well stays one layer. Parameters are new objects: make the optimizer
+        afterwards.
 
         Raises:
             ValueError: the model is sharded, or wrapped by an adapter.
         """
-        split_projections(self)
+        split_projections(self, packed_weights(self, self.weight_map())[1])
 
     def fuse_projections(self) -> None:
         """Turn `split_projections` back, in place.

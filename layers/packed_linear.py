@@ -4,12 +4,13 @@
 
 The weights lie below one another, in the order of the names, which are those of a checkpoint. Fused is the
 fast form. `split_projections` gives each projection a linear layer of its own, under its own name and over
-the same memory, for tools that look for layers by name; `fuse_projections` turns that back.
+the same memory, for tools that look for layers by name; `fuse_projections` turns that back. Layers then are
+those of the checkpoint: what it holds packed as well stays one layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -76,16 +77,24 @@ class SplitProjections(nn.Module):
 
 
 @torch.no_grad()
-def split_projections(model: nn.Module) -> None:
+def split_projections(model: nn.Module, whole: Collection[str] = ()) -> None:
     """Make every packed projection of a model linear layers of their own, over the same memory.
 
     Their parameters are new objects, so this comes before an optimizer, a wrapper or an adapter is made.
 
+    Args:
+        model: what holds them.
+        whole: names of weights whose packed projection becomes one plain layer.
+
     Raises:
         ValueError: a packed projection is sharded, wrapped or hooked into.
     """
+    kept = {id(model.get_parameter(name)) for name in whole}
     for owner, name, packed in list(_children(model, PackedLinear)):
         _check_plain([packed], PackedLinear, "split", "split before sharding and before adding adapters")
+        if id(packed.weight) in kept:
+            _replace(owner, name, {name: _filled(Linear, packed.weight, packed.bias)})
+            continue
         weights = _cut(packed.weight, packed.parts)
         biases = [None] * len(weights) if packed.bias is None else _cut(packed.bias, packed.parts)
         linears = [_filled(Linear, *pair) for pair in zip(weights, biases, strict=True)]
@@ -110,6 +119,15 @@ def fuse_projections(model: nn.Module) -> None:
         for part in split.parts:
             del owner._modules[part]
         _replace(owner, name, {name: packed})
+
+
+def packed_weights(model: nn.Module, weight_map: WeightMap) -> tuple[list[str], list[str]]:
+    """The names of packed projections' weights: those that a checkpoint holds in parts, and those that it
+    holds whole.
+    """
+    names = [f"{path}.weight" for path, module in model.named_modules() if isinstance(module, PackedLinear)]
+    whole = [name for name in names if isinstance(weight_map[name], Ref)]
+    return [name for name in names if name not in whole], whole
 
 
 def weight_map_of_parts(model: nn.Module, weight_map: WeightMap) -> dict[str, Expr]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
@@ -38,14 +39,25 @@ from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import CheckpointError
 from liger_models.hf.cache import TransformersCache
 from liger_models.hf.merged import merged_tensors
-from liger_models.hf.weights import CheckpointConverter, convert_state_dict, groups_of
+from liger_models.hf.quantization import (
+    QuantisedNames,
+    give_layers_to_quantise,
+    is_quantised,
+    renamed_layers,
+)
+from liger_models.hf.weights import CheckpointConverter, Groups, convert_state_dict, groups_of
 from liger_models.kernels import load_balancing_loss
 from liger_models.layers.activation_memory import ActivationMemory
 from liger_models.layers.call_checks import CallChecks, batch_shape, refuse_unknown, targets_of
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.embedding import TokenEmbedding
 from liger_models.layers.head import LMHead, LogitForm, loss_of_head
-from liger_models.layers.packed_linear import fuse_projections, split_projections, weight_map_of_parts
+from liger_models.layers.packed_linear import (
+    fuse_projections,
+    packed_weights,
+    split_projections,
+    weight_map_of_parts,
+)
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import ModelSpec, MoESpec
 
@@ -78,8 +90,10 @@ class LigerPreTrainedModel(PreTrainedModel):
         self.layouts = self.architecture.layouts
         self._no_split_modules = self.decoder.kinds_of_layers()
         self.register_load_state_dict_pre_hook(convert_state_dict)
-        entry = CheckpointConverter(type(self).__name__, groups_of(self))
-        register_checkpoint_conversion_mapping(type(self).__name__, [entry], overwrite=True)
+        if is_quantised(self.config):
+            give_layers_to_quantise(self)
+        entries = self._conversions(groups_of(self))
+        register_checkpoint_conversion_mapping(type(self).__name__, entries, overwrite=True)
         self.post_init()
 
     @classmethod
@@ -125,19 +139,29 @@ class LigerPreTrainedModel(PreTrainedModel):
         self.layouts = tuple(layout for layout in self.layouts if layout in layouts) or self.layouts
 
     @property
-    def _weight_conversions(self) -> list[CheckpointConverter]:
+    def _weight_conversions(self) -> list[WeightConverter | WeightRenaming]:
         """What transformers' writer turns round: made from the modules as they are now."""
-        return [CheckpointConverter(type(self).__name__, groups_of(self).in_layout(self.layouts[0]))]
+        return self._conversions(groups_of(self).in_layout(self.layouts[0]))
 
     @_weight_conversions.setter
     def _weight_conversions(self, used: object) -> None:
         """The loader notes here what it used; the layouts that were read are noted already."""
 
+    def _conversions(self, groups: Groups) -> list[WeightConverter | WeightRenaming]:
+        """The entries of transformers' mapping. Of quantised layers, whose tensors are others, only the names
+        are changed.
+        """
+        name = type(self).__name__
+        if not is_quantised(self.config):
+            return [CheckpointConverter(name, groups)]
+        layers = renamed_layers(self, self.weight_map())
+        return [QuantisedNames(layers), CheckpointConverter(name, groups.without(layers.values()))]
+
     def split_projections(self) -> None:
         """Give query, key, value, gate and up layers of their own, with the usual names, as PEFT and
         bitsandbytes look for them: `ModelParameters.split_projections`.
         """
-        split_projections(self)
+        split_projections(self, packed_weights(self, self.weight_map())[1])
 
     def fuse_projections(self) -> None:
         """Turn `split_projections` back."""
@@ -283,6 +307,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         )
         Decoder.set_activation_memory(self, "lean")
         self.note_forms()
+        self.layouts = self.architecture.layouts
         if self.projections == "split":
             self.split_projections()
         self._begin()

@@ -79,22 +79,30 @@ class Groups:
                 for native, expr in weight_map.items()
                 if native in changed or any(ref.name in changed for ref in expr.refs())
             }
-            groups = [Group.of(layout, natives) for natives in connected(concerned)]
-            self.of_layout[layout] = groups
-            for group in groups:
-                for name in group.shapes:
-                    self.of_checkpoint.setdefault(name, []).append(group)
-                for name in group.natives:
-                    self.of_native.setdefault(name, []).append(group)
+            self._add(layout, [Group.of(layout, natives) for natives in connected(concerned)])
 
     def in_layout(self, layout: Layout) -> Groups:
         """Those of one layout alone."""
         one = Groups([])
-        one.of_layout = {layout: self.of_layout[layout]}
-        for group in self.of_layout[layout]:
-            one.of_checkpoint |= {name: [group] for name in group.shapes}
-            one.of_native |= {name: [group] for name in group.natives}
+        one._add(layout, self.of_layout[layout])
         return one
+
+    def without(self, layers: Iterable[str]) -> Groups:
+        """Those that have no part in these layers."""
+        left_out = set(layers)
+        other = Groups([])
+        for layout, groups in self.of_layout.items():
+            kept = [g for g in groups if not any(name.rpartition(".")[0] in left_out for name in g.natives)]
+            other._add(layout, kept)
+        return other
+
+    def _add(self, layout: Layout, groups: list[Group]) -> None:
+        self.of_layout[layout] = groups
+        for group in groups:
+            for name in group.shapes:
+                self.of_checkpoint.setdefault(name, []).append(group)
+            for name in group.natives:
+                self.of_native.setdefault(name, []).append(group)
 
 
 def groups_of(model: Any) -> Groups:

@@ -1,0 +1,214 @@
+"""Quantised models beside transformers' own, quantised the same way: bitsandbytes, 4 and 8 bits.
+
+They are compared in training mode: for inference, bitsandbytes turns to other arithmetic on some CPUs.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hf_pairs import BOUND, relative_distance
+from safetensors.torch import load_file
+
+import liger_models
+from liger_models.architectures import find_architecture, list_architectures
+
+transformers = pytest.importorskip("transformers")
+bnb = pytest.importorskip("bitsandbytes")
+peft = pytest.importorskip("peft")
+
+DENSE = [
+    name
+    for name in list_architectures()
+    if not {"num_experts", "num_local_experts", "n_routed_experts"} & find_architecture(name).tiny.keys()
+]
+
+
+def settings(bits, **more):
+    if bits == 8:
+        return transformers.BitsAndBytesConfig(load_in_8bit=True, **more)
+    four = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, **more}
+    return transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32, **four)
+
+
+@pytest.fixture
+def make_quantised(make_both, hf):
+    """A factory: transformers' own quantised model, ours, and the folder from which both were read."""
+
+    def make(family, bits, task="CausalLM", **more):
+        both = make_both(family, task, "split")
+        auto = getattr(transformers, f"AutoModelFor{task}")
+        hf.unregister()
+        both.reference = read(auto, both.folder, settings(bits, **more), attn_implementation="eager")
+        hf.register("split")
+        both.ours = read(auto, both.folder, settings(bits, **more))
+        return both
+
+    return make
+
+
+def read(auto, folder, quantization_config=None, **options):
+    if quantization_config is not None:
+        options["quantization_config"] = quantization_config
+    return auto.from_pretrained(folder, dtype=torch.float32, **options).train()
+
+
+def quantised_layers(model):
+    kinds = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)
+    return {name for name, module in model.named_modules() if isinstance(module, kinds)}
+
+
+def gradients(model):
+    """Of what is not quantised, by the names of a checkpoint."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    there = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return revert_weight_conversion(model, there)
+
+
+def check_files(both, hf, batch):
+    """Ours are theirs, byte for byte, and each reads the other's."""
+    auto = transformers.AutoModelForCausalLM
+    both.ours.save_pretrained(both.folder / "ours")
+    both.reference.save_pretrained(both.folder / "reference")
+    mine, theirs = (load_file(both.folder / name / "model.safetensors") for name in ("ours", "reference"))
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
+    expected = both.ours(**batch).loss
+    assert torch.equal(read(auto, both.folder / "reference")(**batch).loss, expected)
+    hf.unregister()
+    again = read(auto, both.folder / "ours", attn_implementation="eager")
+    assert torch.equal(again(**batch).loss, both.reference(**batch).loss)
+
+
+@pytest.mark.supports("bitsandbytes", "every dense family in 4 bits", "saving and loading 4 bits")
+@pytest.mark.parametrize("family", DENSE)
+def test_dense_families_in_four_bits_are_the_references(family, make_quantised, batch, hf):
+    both = make_quantised(family, 4)
+    check_model(both, batch)
+    check_files(both, hf, batch)
+
+
+@pytest.mark.supports("bitsandbytes", "8 bits", "saving and loading 8 bits")
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi", "phi3"])
+def test_families_in_eight_bits_are_the_references(family, make_quantised, batch, hf):
+    both = make_quantised(family, 8)
+    check_model(both, batch)
+    check_files(both, hf, batch)
+
+
+def check_model(both, batch):
+    assert len(quantised_layers(both.ours)) == len(quantised_layers(both.reference)) > 0
+    expected, found = both.reference(**batch).loss, both.ours(**batch).loss
+    assert relative_distance(found, expected) <= BOUND
+    expected.backward()
+    found.backward()
+    theirs, ours = gradients(both.reference), gradients(both.ours)
+    assert theirs.keys() == ours.keys()
+    largest = max(gradient.norm() for gradient in theirs.values())
+    for name, gradient in theirs.items():
+        # What moves all scores of a query alike, such as a bias of keys without rotary positions, has none.
+        if max(gradient.norm(), ours[name].norm()) > 1e-6 * largest:
+            assert relative_distance(ours[name], gradient) <= BOUND, name
+
+
+@pytest.mark.supports("bitsandbytes", "experts, which stay as they are")
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "qwen2_moe", "deepseek_v2"])
+def test_experts_stay_as_they_are(family, make_quantised, batch, hf):
+    both = make_quantised(family, 4)
+    check_model(both, batch)
+    check_files(both, hf, batch)
+    experts = {name: p.dtype for name, p in both.ours.named_parameters() if ".experts." in name}
+    assert experts
+    assert set(experts.values()) == {torch.float32}
+
+
+@pytest.mark.supports("bitsandbytes", "QLoRA through PEFT at every level of activation memory")
+@pytest.mark.parametrize("level", ["all", "lean", "mlp", "checkpoint"])
+@pytest.mark.parametrize(("family", "bits"), [("llama", 4), ("llama", 8), ("gemma2", 4), ("phi3", 4)])
+def test_adapters_on_quantised_layers_have_the_references_gradients(
+    family, bits, level, make_quantised, batch, tmp_path
+):
+    both = make_quantised(family, bits)
+    theirs = peft.prepare_model_for_kbit_training(both.reference, use_gradient_checkpointing=False)
+    theirs = peft.get_peft_model(theirs, peft.LoraConfig(r=4, target_modules="all-linear"))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in theirs.parameters():
+            if p.requires_grad:
+                p.copy_(0.3 * torch.randn(p.shape, generator=generator) / p.shape[-1] ** 0.5)
+    theirs.save_pretrained(tmp_path / "adapter")
+    both.ours.set_activation_memory(level)
+    ours = peft.prepare_model_for_kbit_training(both.ours, use_gradient_checkpointing=False)
+    ours = peft.PeftModel.from_pretrained(ours, tmp_path / "adapter", is_trainable=True).train()
+    expected, found = theirs.train()(**batch).loss, ours(**batch).loss
+    assert relative_distance(found, expected) <= BOUND
+    expected.backward()
+    found.backward()
+    trained = {name: p for name, p in theirs.named_parameters() if p.requires_grad}
+    assert trained.keys() == {name for name, p in ours.named_parameters() if p.requires_grad}
+    for name, p in trained.items():
+        assert relative_distance(ours.get_parameter(name).grad, p.grad) <= BOUND, name
+
+
+def test_preparing_for_training_switches_checkpointing_on_and_gradients_flow(make_quantised, batch):
+    both = make_quantised("llama", 4)
+    ours = peft.prepare_model_for_kbit_training(both.ours)
+    assert set(both.ours.activation_memory) == {"checkpoint"}
+    ours = peft.get_peft_model(ours, peft.LoraConfig(r=4, target_modules="all-linear"))
+    ours(**batch).loss.backward()
+    assert all(p.grad is not None for name, p in ours.named_parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("skipped", [["o_proj"], ["lm_head", "model.layers.1"]])
+def test_modules_to_skip_are_skipped_and_the_head_goes_as_the_reference_has_it(
+    skipped, make_quantised, batch, hf
+):
+    both = make_quantised("llama", 4, llm_int8_skip_modules=skipped)
+    assert quantised_layers(both.ours) == quantised_layers(both.reference)
+    assert ("lm_head" in quantised_layers(both.ours)) is ("lm_head" not in skipped)
+    check_model(both, batch)
+    check_files(both, hf, batch)
+
+
+def test_names_that_are_others_here_are_not_skipped_in_silence(make_quantised):
+    with pytest.raises(liger_models.ConfigError, match=r"mlp\.fc1 in the checkpoint is .*up_proj here"):
+        make_quantised("phi", 4, llm_int8_skip_modules=["fc1", "lm_head"])
+    both = make_quantised("phi", 4, llm_int8_skip_modules=["fc1", "up_proj", "lm_head"])
+    assert not any("up_proj" in name for name in quantised_layers(both.ours))
+
+
+def test_packed_projections_are_refused_with_what_to_do(make_quantised, hf):
+    both = make_quantised("llama", 4)
+    hf.register("fused")
+    for folder, given in ((both.folder, settings(4)), (both.folder, settings(8))):
+        with pytest.raises(liger_models.ConfigError, match=r'register\(projections="split"\)'):
+            read(transformers.AutoModelForCausalLM, folder, given)
+    both.ours.save_pretrained(both.folder / "quantised")
+    with pytest.raises(liger_models.ConfigError, match=r'register\(projections="split"\)'):
+        read(transformers.AutoModelForCausalLM, both.folder / "quantised")
+
+
+def test_what_a_checkpoint_packs_as_we_do_is_quantised_as_it_is(make_quantised, hf, batch):
+    both = make_quantised("phi3", 4)
+    expected = both.ours(**batch).loss
+    hf.register("fused")
+    again = read(transformers.AutoModelForCausalLM, both.folder, settings(4))
+    assert quantised_layers(again) == quantised_layers(both.ours)
+    assert torch.equal(again(**batch).loss, expected)
+
+
+def test_other_ways_to_quantise_are_refused(hf):
+    hf.register("split")
+    config = transformers.LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=1)
+    config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    with pytest.raises(liger_models.ConfigError, match=r"'gptq'.*unregister"):
+        hf.classes_of("llama").causal_lm(config)
+
+
+def test_classifiers_in_four_bits(make_quantised, batch):
+    both = make_quantised("llama", 4, "SequenceClassification")
+    ids = batch["input_ids"]
+    found, expected = (model(ids[:1]).logits for model in (both.ours, both.reference))
+    assert relative_distance(found, expected) <= BOUND
+    assert quantised_layers(both.ours) == quantised_layers(both.reference)

@@ -1,0 +1,53 @@
+"""Weights of 8 bits through torchao, beside transformers' own model with the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hf_pairs import BOUND, relative_distance
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+quantization = pytest.importorskip("torchao.quantization")
+
+
+def read(folder, **options):
+    if not (folder / "quantised").exists():
+        settings = quantization.Int8WeightOnlyConfig(version=2)
+        options["quantization_config"] = transformers.TorchAoConfig(settings)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).train()
+
+
+@pytest.mark.supports("torchao", "weights of 8 bits", "saving and loading them", "LoRA on them")
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_weights_of_eight_bits_are_the_references(family, make_both, batch, hf, tmp_path):
+    both = make_both(family, projections="split")
+    hf.unregister()
+    theirs = read(both.folder, attn_implementation="eager")
+    hf.register("split")
+    ours = read(both.folder)
+    kinds = {type(model.model.layers[0].self_attn.q_proj.weight) for model in (ours, theirs)}
+    assert len(kinds) == 1
+    assert torch.nn.Parameter not in kinds
+    expected = theirs(**batch).loss
+    assert relative_distance(ours(**batch).loss, expected) <= BOUND
+
+    for model, name in ((theirs, "theirs"), (ours, "ours")):
+        model.save_pretrained(tmp_path / name)
+        (tmp_path / name / "quantised").touch()
+    again = read(tmp_path / "theirs")
+    assert relative_distance(again(**batch).loss, expected) <= BOUND
+    hf.unregister()
+    assert torch.equal(read(tmp_path / "ours", attn_implementation="eager")(**batch).loss, expected)
+
+    targets = ["q_proj", "k_proj", "v_proj"]
+    adapted = peft.get_peft_model(theirs, peft.LoraConfig(target_modules=targets, init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    mine = peft.PeftModel.from_pretrained(ours, tmp_path / "adapter", is_trainable=True).train()
+    losses = [model(**batch).loss for model in (adapted.train(), mine)]
+    assert relative_distance(losses[1], losses[0]) <= BOUND
+    for loss in losses:
+        loss.backward()
+    for name, p in adapted.named_parameters():
+        if p.requires_grad:
+            assert relative_distance(mine.get_parameter(name).grad, p.grad) <= BOUND, name
