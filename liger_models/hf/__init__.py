@@ -41,7 +41,22 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    try:
+        home = importlib.import_module(f"{__name__}.{_HOMES[name]}")
+    except ImportError as error:
+        raise ImportError(_what_to_do(error)) from error
+    return getattr(home, name)
+
+
+def _what_to_do(error: ImportError) -> str:
+    try:
+        from transformers import __version__
+    except ImportError:
+        return f"liger_models.hf stands on transformers ({error}): pip install liger_models[hf]"
+    return (
+        f"transformers {__version__} lacks what liger_models.hf stands on ({error}); install another one "
+        "(docs/frameworks.md names those that were tested), or a newer liger_models"
+    )
 
 
 def __dir__() -> list[str]:

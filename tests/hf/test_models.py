@@ -82,7 +82,8 @@ def test_logits_of_some_positions(make_both, batch):
         assert relative_distance(found[1], expected[1]) <= BOUND  # the row without padding
 
 
-ROUTED = ["ernie4_5_moe", "gpt_oss", "granitemoe", "mixtral", "minimax_m2", "olmoe", "qwen2_moe", "qwen3_moe"]
+# Not granitemoe: transformers' own fails when it is asked, up to 5.17.
+ROUTED = ["ernie4_5_moe", "gpt_oss", "mixtral", "minimax_m2", "olmoe", "qwen2_moe", "qwen3_moe"]
 
 
 @pytest.mark.supports("transformers", "router logits and their loss")
