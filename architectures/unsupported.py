@@ -24,7 +24,6 @@ MISSING: dict[str, str] = {
     "mllama": "cross-attention to images",
     "nemotron_h": f"{_MAMBA_2}, and layers of one mixer alone",
     "olmo_hybrid": _GATED_DELTA,
-    "phimoe": "experts that are drawn in training, with estimated gradients (SparseMixer)",
     "qwen3_5": _GATED_DELTA,
     "qwen3_5_moe": _GATED_DELTA,
     "qwen3_5_moe_text": _GATED_DELTA,

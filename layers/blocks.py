@@ -92,11 +92,11 @@ class Block(nn.Module):
 
     def _noted_bytes(self, itemsize: int) -> int:
         """The router's choice, which the second run takes, and its logits, where the loss reads them."""
-        mlp = self.spec.mlp
-        if not isinstance(mlp, MoESpec):
+        if not isinstance(self.mlp, MixtureOfExperts):
             return 0
-        logits = mlp.num_experts * (4 if mlp.float32_router else itemsize)
-        return 4 * mlp.experts_per_token + (logits if mlp.has_router_loss else 0)
+        spec = self.mlp.spec
+        logits = spec.num_experts * (4 if spec.float32_router else itemsize)
+        return self.mlp.router.decision_bytes + (logits if spec.has_router_loss else 0)
 
     def _scaled(self, x: Tensor) -> Tensor:
         """What a branch adds to the residual stream."""

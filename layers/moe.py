@@ -3,7 +3,8 @@
     y = sum over the chosen experts e of weight_e * down_e(act(gate_e(x)) * up_e(x))
     y = y + shared(x),   or   y + sigmoid(gate(x)) * shared(x)
 
-Which experts a token goes to, and with what weights: kernels/experts/moe_routing.py. Native weights are
+Which experts a token goes to, and with what weights: kernels/experts/moe_routing.py, or where a draw decides,
+layers/sparse_mixer.py. Native weights are
 stacked: gate_up_proj [E, 2 I, H], the gate's rows first, and down_proj [E, H, I].
 """
 
@@ -16,12 +17,13 @@ from torch import Tensor, nn
 
 from liger_models.convert.checkpoints.weight_map import Cat, Expr, Ref, Stack
 from liger_models.kernels import moe_experts, route
-from liger_models.kernels._dispatch import once_differentiable
+from liger_models.kernels._dispatch import at_least_float32, once_differentiable
 from liger_models.layers.activation_memory import ActivationMemory, recompute
 from liger_models.layers.linear import Linear, as_wide_as, project
 from liger_models.layers.mlp import make_mlp
 from liger_models.layers.routing_decisions import RoutingDecisions, in_backward_pass
 from liger_models.layers.sequences import Sequences
+from liger_models.layers.sparse_mixer import InputNoise, decide, draw_noise, weigh
 from liger_models.layers.spec import MoESpec
 
 
@@ -41,7 +43,9 @@ class MixtureOfExperts(nn.Module):
         if spec.shared_gate and spec.shared_expert is None:
             raise ValueError("shared_gate is the gate of a shared expert, but shared_expert is None")
         self.spec, self.hidden_size = spec, hidden_size
-        self.router = Router(hidden_size, spec)
+        mixer = spec.sparse_mixer
+        self.input_noise = InputNoise(mixer.input_noise) if mixer and mixer.input_noise else None
+        self.router = (SparseMixerRouter if mixer else Router)(hidden_size, spec)
         self.experts = Experts(hidden_size, spec)
         self.shared_expert = None if spec.shared_expert is None else make_mlp(hidden_size, spec.shared_expert)
         self.shared_expert_gate = Linear(hidden_size, 1, bias=False) if spec.shared_gate else None
@@ -50,6 +54,8 @@ class MixtureOfExperts(nn.Module):
         """x [T, H] -> [T, H]. `sequences` is where a router notes what it decided, and its logits if it has
         losses or they are asked for.
         """
+        if self.input_noise is not None:
+            x = self.input_noise(x)
         logits, weights, experts = self.router(x, None if sequences is None else sequences.routing)
         if sequences is not None and (self.spec.has_router_loss or sequences.router_logits.asked_for):
             sequences.router_logits.note(logits)
@@ -62,12 +68,16 @@ class MixtureOfExperts(nn.Module):
         return y + shared
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
-        """Of a token: what its parts keep, and of a shared expert with a gate the two factors."""
+        """Of a token: what its parts keep, of a shared expert with a gate the two factors, and of noise the
+        numbers and their product with x.
+        """
         kept = self.router.activation_bytes(level, itemsize) + self.experts.activation_bytes(level, itemsize)
         if self.shared_expert is not None:
             kept += self.shared_expert.activation_bytes(level, itemsize)
         if self.shared_expert_gate is not None:
             kept += itemsize * (self.hidden_size + 1)
+        if self.input_noise is not None:
+            kept += 2 * itemsize * self.hidden_size
         return kept
 
 
@@ -107,6 +117,11 @@ class Router(nn.Module):
         spec = self.spec
         return spec.num_experts * (4 if spec.float32_router else itemsize) + 8 * spec.experts_per_token
 
+    @property
+    def decision_bytes(self) -> int:
+        """Of a token: what a layer that runs again takes from its first run."""
+        return 4 * self.spec.experts_per_token
+
     def forward(self, x: Tensor, decisions: RoutingDecisions | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, H] -> logits [T, E], weights [T, k] in float32, experts [T, k] int32. Of a call whose
         `decisions` hold this router's, and that the backward pass makes again, the experts are those.
@@ -117,6 +132,18 @@ class Router(nn.Module):
             logits = logits if self.bias is None else logits + self.bias
         else:
             logits = project(x, self.weight, self.bias)
+        made = None if decisions is None else decisions.made_by(self)
+        weights, decision = self._choose(logits, made)
+        if decisions is not None:
+            decisions.note(self, *decision)
+        experts = decision[0]
+        if self.training and self.correction_bias is not None:
+            self._count(experts)
+        return logits, weights, experts
+
+    def _choose(self, logits: Tensor, made: tuple[Tensor, ...] | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Weights [T, k], and what was decided, or `made` before: the experts [T, k] first."""
+        spec = self.spec
         weights, experts = route(
             logits,
             spec.experts_per_token,
@@ -128,13 +155,9 @@ class Router(nn.Module):
             top_groups=spec.top_groups,
             group_score=spec.group_score,
             scale=spec.routed_scaling_factor,
-            experts=None if decisions is None else decisions.made_by(self),
+            experts=None if made is None else made[0],
         )
-        if decisions is not None:
-            decisions.note(self, experts)
-        if self.training and self.correction_bias is not None:
-            self._count(experts)
-        return logits, weights, experts
+        return weights, (experts,)
 
     def _count(self, experts: Tensor) -> None:
         """Add these choices to the load, unless it is the backward pass that makes them again."""
@@ -147,6 +170,51 @@ class Router(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.spec.experts_per_token} of {self.spec.num_experts}, score={self.spec.score!r}"
+
+
+class SparseMixerRouter(Router):
+    """A router that chooses two experts as layers/sparse_mixer.py says.
+
+    Raises:
+        ValueError: the spec asks for another number of experts than two, or for what this router does not do.
+    """
+
+    def __init__(self, hidden_size: int, spec: MoESpec):
+        super().__init__(hidden_size, spec)
+        plain = MoESpec(spec.num_experts, 2, spec.intermediate_size)
+        beside = [name for name in _FOR_ROUTE if getattr(spec, name) != getattr(plain, name)]
+        if beside or spec.num_experts < 2:
+            found = ", ".join(f"{name}={getattr(spec, name)!r}" for name in beside) or spec.num_experts
+            raise ValueError(
+                f"sparse_mixer chooses two experts by a rule of its own; found {found} beside it"
+            )
+
+    def _choose(self, logits: Tensor, made: tuple[Tensor, ...] | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Weights [T, 2]; and experts [T, 2], the factors h [T, 2], and which experts were near [T, 2, E]."""
+        spec = self.spec.sparse_mixer
+        assert spec is not None
+        # Drawn though it may be made already: what draws after this in the layer shall find the generator as
+        # it was the first time.
+        draws = draw_noise(logits) if self.training else None
+        scores = at_least_float32(logits)
+        experts, factors, near = made or decide(scores.detach(), spec.jitter, draws)
+        return weigh(scores, experts, factors, near), (experts, factors, near)
+
+    def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
+        """Of a token: twice the shares of the near experts in float32, and which they are; the chosen experts
+        in 8 bytes, where the experts run again in 4 too, and in float32 their weights.
+        """
+        return 2 * (4 + 1) * self.spec.num_experts + 2 * (8 + 4 + (4 if level == "mlp" else 0))
+
+    @property
+    def decision_bytes(self) -> int:
+        return 2 * (4 + 4 + self.spec.num_experts)
+
+
+_FOR_ROUTE = (
+    *("experts_per_token", "score", "softmax_after_top_k", "renormalize", "correction_bias"),
+    *("num_groups", "top_groups", "group_score", "routed_scaling_factor"),
+)
 
 
 class Experts(nn.Module):

@@ -196,15 +196,29 @@ class MLPSpec:
 
 
 @dataclass(frozen=True)
+class SparseMixerSpec:
+    """A choice of two experts that is drawn at random in training, with an estimate of its gradient
+    (SparseMixer-v2, arXiv:2409.12136; layers/sparse_mixer.py has the formulas).
+
+    An expert can be drawn if its logit is below the largest by `2 * jitter` of it at most. `input_noise`: in
+    training what router and experts read is multiplied by random numbers from 1 - input_noise to
+    1 + input_noise.
+    """
+
+    jitter: float
+    input_noise: float = 0.0
+
+
+@dataclass(frozen=True)
 class MoESpec:
     """Mixture of experts: each token goes to `experts_per_token` of `num_experts` gated MLPs.
 
     `bias` is that of the experts' projections, `router_bias` that of the router's logits. `score` to
     `routed_scaling_factor` say how experts are chosen and weighed, as the options of `route` in
-    kernels/experts/moe_routing.py. `float32_router` computes the router's logits in float32, whatever the
-    model's dtype. `shared_expert` is one more MLP, which every token goes through; `shared_gate` weighs its
-    output by sigmoid(gate(x)). The coefficients are those of the load balancing loss and of the router's
-    z-loss: see layers/router_loss.py.
+    kernels/experts/moe_routing.py; `sparse_mixer` stands in the place of all of them. `float32_router`
+    computes the router's logits in float32, whatever the model's dtype. `shared_expert` is one more MLP that
+    every token goes through; `shared_gate` weighs its output by sigmoid(gate(x)). The coefficients are those
+    of the load balancing loss and of the router's z-loss: see layers/router_loss.py.
     """
 
     num_experts: int
@@ -221,6 +235,7 @@ class MoESpec:
     top_groups: int = 1
     group_score: Literal["top_2", "max"] = "top_2"
     routed_scaling_factor: float = 1.0
+    sparse_mixer: SparseMixerSpec | None = None
     float32_router: bool = False
     shared_expert: MLPSpec | None = None
     shared_gate: bool = False
@@ -282,6 +297,11 @@ class ModelSpec:
         """The first position that some layer's rotation was not made for; None where all stretch on."""
         limits = [rope.position_limit for rope in self.ropes if rope.position_limit is not None]
         return min(limits, default=None)
+
+    @property
+    def draws_in_training(self) -> bool:
+        """Whether a pass in training mode draws random numbers, so that two of them differ."""
+        return any(isinstance(b.mlp, MoESpec) and b.mlp.sparse_mixer is not None for b in self.blocks)
 
     @property
     def router(self) -> MoESpec | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -65,30 +66,43 @@ def generate(
     cache: KVCache | None = None
     done = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
     tokens = [input_ids]
-    for _ in range(max_new_tokens):
-        if cache is None or _tables(model, cache.longest) != _tables(model, cache.longest + 1):
-            # The prompts; or a length at which all keys are turned otherwise, those in the cache too.
-            new_ids = torch.cat(tokens, dim=1)
-            sequences, lengths = _documents(new_ids, attention_mask)
-            cache = model.new_cache(batch, seq + max_new_tokens)
-        else:
-            new_ids, lengths = tokens[-1], torch.ones_like(lengths)
-            sequences = Sequences.from_call((batch, 1), input_ids.device)
-        sequences.cache = cache
-        sequences.position_ids = cache.reserve(lengths, sequences.max_seqlen)
-        sequences.longest_position = cache.longest
-        hidden = model.hidden_states(sequences, new_ids)
-        last = hidden[lengths.cumsum(0) - 1]
-        chosen = _choose(model.logits(last).float(), temperature, top_p, top_k, generator)
-        chosen = torch.where(done, pad, chosen)
-        tokens.append(chosen[:, None])
-        if on_token is not None:
-            on_token(chosen)
-        if ends:
-            done = done | torch.isin(chosen, end_ids)
-            if bool(done.all()):
-                break
+    with in_evaluation(model):
+        for _ in range(max_new_tokens):
+            if cache is None or _tables(model, cache.longest) != _tables(model, cache.longest + 1):
+                # The prompts; or a length at which all keys are turned otherwise, those in the cache too.
+                new_ids = torch.cat(tokens, dim=1)
+                sequences, lengths = _documents(new_ids, attention_mask)
+                cache = model.new_cache(batch, seq + max_new_tokens)
+            else:
+                new_ids, lengths = tokens[-1], torch.ones_like(lengths)
+                sequences = Sequences.from_call((batch, 1), input_ids.device)
+            sequences.cache = cache
+            sequences.position_ids = cache.reserve(lengths, sequences.max_seqlen)
+            sequences.longest_position = cache.longest
+            hidden = model.hidden_states(sequences, new_ids)
+            last = hidden[lengths.cumsum(0) - 1]
+            chosen = _choose(model.logits(last).float(), temperature, top_p, top_k, generator)
+            chosen = torch.where(done, pad, chosen)
+            tokens.append(chosen[:, None])
+            if on_token is not None:
+                on_token(chosen)
+            if ends:
+                done = done | torch.isin(chosen, end_ids)
+                if bool(done.all()):
+                    break
     return torch.cat(tokens, dim=1)
+
+
+@contextmanager
+def in_evaluation(model: torch.nn.Module) -> Iterator[None]:
+    """The model in evaluation mode: what experts are drawn or counted for in training is no matter here."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def _tables(model: CausalLM, longest: int) -> tuple[int, ...]:

@@ -207,6 +207,23 @@ PRESETS: dict[str, dict[str, Any]] = {
         bos_token_id=None,
         eos_token_id=[151329, 151336, 151338],
     ),
+    "phi-3.5-moe": _sized(
+        "phimoe",
+        "PhimoeForCausalLM",
+        *(4096, 6400, 32, 32, 8, 32064),
+        num_local_experts=16,
+        num_experts_per_tok=2,
+        router_jitter_noise=0.01,
+        input_jitter_noise=0.01,
+        attention_bias=True,
+        lm_head_bias=True,
+        max_position_embeddings=4096,  # longrope came with a later phase of its training
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=32000,
+    ),
     "olmoe-1b-7b": _sized(
         "olmoe",
         "OlmoeForCausalLM",

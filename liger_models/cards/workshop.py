@@ -58,7 +58,7 @@ class Workshop:
         config._attn_implementation = "eager"
         model = self.reference_class(config)
         randomise(model, torch.Generator().manual_seed(1))
-        return model
+        return model.eval()
 
     @cached_property
     def checkpoint(self) -> Path:
@@ -68,7 +68,7 @@ class Workshop:
         return path
 
     def load(self, folder: Path) -> LigerCausalLM:
-        return liger_models.from_hub(folder, dtype=torch.float32, device="cpu")
+        return liger_models.from_hub(folder, dtype=torch.float32, device="cpu").eval()
 
     def in_layout(self, layout: Layout) -> Path:
         """The same tensors in one of the family's layouts; in the reference's own, its own files."""

@@ -238,6 +238,8 @@ def make_pair(model_type: str, changes: Mapping[str, Any] | None = None, **model
     config = changed(architecture.tiny, changes)
     ours = CausalLM(architecture.spec(HFConfig.load(config)), **model_options)
     reference = reference_model(architecture, config)
+    if ours.spec.draws_in_training:
+        ours.eval(), reference.eval()
     weight_map = map_like(architecture, ours, names_of(reference))
     copy_parameters(weight_map, ours, reference.state_dict())
     return Pair(architecture, config, ours, reference, weight_map)

@@ -52,7 +52,7 @@ def test_a_checkpoint_of_the_reference_comes_back_byte_for_byte(family, written_
 
 
 def test_a_checkpoint_of_the_reference_gives_its_logits(family, pair, written_by_reference, failures):
-    model = liger_models.from_hub(written_by_reference(family))
+    model = liger_models.from_hub(written_by_reference(family)).eval()
     batch, logits, _ = pair.probe
     with torch.no_grad():
         found = model(batch["input_ids"]).logits
@@ -61,7 +61,7 @@ def test_a_checkpoint_of_the_reference_gives_its_logits(family, pair, written_by
 
 def test_the_reference_reads_what_we_write(family, written_by_reference, failures, tmp_path):
     """After training, that is: with other values than those that came in."""
-    model = liger_models.from_hub(written_by_reference(family))
+    model = liger_models.from_hub(written_by_reference(family)).eval()
     randomise(model, torch.Generator().manual_seed(2))
     model.save_pretrained(tmp_path / "out")
     read = reference_class(model.architecture).from_pretrained(tmp_path / "out", attn_implementation="eager")
@@ -122,7 +122,7 @@ def test_a_model_of_mixed_dtypes_learns_and_comes_back(family, tmp_path):
     ids = torch.randint(0, 100, (2, 9), generator=torch.Generator().manual_seed(5))
     results = []
     for dtype in ("float32", "auto"):
-        model = liger_models.from_hub(tmp_path / "in", dtype=dtype)
+        model = liger_models.from_hub(tmp_path / "in", dtype=dtype).eval()
         output = model(ids, labels=ids, return_logits=True)
         output.loss.backward()
         assert all(p.grad is not None and p.grad.dtype == p.dtype for p in model.parameters())

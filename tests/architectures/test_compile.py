@@ -35,6 +35,7 @@ def ids():
 
 def results(model: CausalLM, run, ids, **call) -> dict[str, torch.Tensor]:
     model.zero_grad()
+    torch.manual_seed(0)  # for experts that are drawn
     output = run(ids, labels=ids, return_logits=True, **call)
     output.loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}

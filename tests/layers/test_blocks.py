@@ -24,6 +24,7 @@ from liger_models.layers.spec import (
     QKNormSpec,
     QueryScaleSpec,
     RopeSpec,
+    SparseMixerSpec,
 )
 
 TOKENS, HIDDEN = 24, 32
@@ -36,6 +37,7 @@ ROUTED = {
     "experts": EXPERTS,
     "router's loss": replace(EXPERTS, aux_loss_coef=0.1),
     "shared expert": replace(EXPERTS, shared_expert=MLPSpec(20), shared_gate=True),
+    "drawn experts": replace(EXPERTS, sparse_mixer=SparseMixerSpec(0.4, 0.1)),
     "all in float32": replace(EXPERTS, float32_router=True, score="sigmoid", correction_bias=True),
 }
 BLOCKS = {

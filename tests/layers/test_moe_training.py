@@ -26,7 +26,7 @@ from liger_models.layers.norm import LigerRMSNorm
 from liger_models.layers.router_loss import router_loss
 from liger_models.layers.routing_decisions import in_backward_pass
 from liger_models.layers.sequences import Sequences
-from liger_models.layers.spec import MoESpec
+from liger_models.layers.spec import MoESpec, SparseMixerSpec
 
 TOKENS, HIDDEN = 40, 16
 
@@ -132,12 +132,16 @@ def choices(monkeypatch):
     return seen
 
 
+DRAWN = MoESpec(8, 2, 12, sparse_mixer=SparseMixerSpec(0.5, 0.1), aux_loss_coef=0.3)
+
+
+@pytest.mark.parametrize("drawn", [False, True])
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("run_again", [layer_again, reentrant, not_reentrant, both_in_one])
 def test_a_layer_that_runs_again_keeps_its_choice_whatever_its_logits_are(
-    run_again, sharded, choices, make_layers, moe_spec, process_group
+    run_again, sharded, drawn, choices, make_layers, moe_spec, process_group
 ):
-    layers = make_layers(2, replace(moe_spec, float32_router=False))
+    layers = make_layers(2, DRAWN if drawn else replace(moe_spec, float32_router=False))
     if sharded:
         for layer in layers:
             fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
@@ -181,6 +185,24 @@ def test_a_layer_with_two_places_chooses_in_each(make_layers):
             y = recompute(layer, y, sequences) if again else layer(y, sequences)
         y.square().sum().backward()
         results.append([p.grad for p in layer.parameters()])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+class Dropping(Layer):
+    """A layer that draws random numbers behind its experts too."""
+
+    def forward(self, x, sequences):
+        return nn.functional.dropout(super().forward(x, sequences), 0.3)
+
+
+@pytest.mark.parametrize("level", LEVELS[1:])
+def test_what_is_drawn_at_random_is_drawn_once(level, randomised):
+    layers = randomised(nn.ModuleList([Dropping(DRAWN) for _ in range(2)]))
+    x, results = torch.randn(TOKENS, HIDDEN), []
+    for each in ("all", level):
+        torch.manual_seed(3)
+        results.append(run(layers, x, each))
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
 

@@ -1,0 +1,118 @@
+"""Phi-3.5-MoE (Microsoft, 2024, arXiv:2404.14219): Mixtral with LayerNorms, biases, longrope, and two experts
+a token, which are drawn at random in training.
+"""
+
+from dataclasses import replace
+
+from liger_models.architectures.common import (
+    activation,
+    attention,
+    aux_loss_coef,
+    decoder,
+    experts_and_chosen,
+)
+from liger_models.architectures.mixtral import IN_BLOCKS
+from liger_models.architectures.phi3 import REFUSED, UNREAD
+from liger_models.architectures.registry import register
+from liger_models.convert.checkpoints.layout import Layout
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.errors import ConfigError
+from liger_models.layers.spec import (
+    AttentionSpec,
+    BlockSpec,
+    LayerNormSpec,
+    ModelSpec,
+    MoESpec,
+    SparseMixerSpec,
+)
+
+MSCALES = ("short_mscale", "long_mscale")
+LONGROPE = {
+    "short_factor": [1.1 + 0.03 * i for i in range(8)],
+    "long_factor": [2.1 + 0.5 * i for i in range(8)],
+    "short_mscale": 1.2,
+    "long_mscale": 1.2,
+    "original_max_position_embeddings": 64,
+}
+BEYOND = "transformers takes the short factors at every length: tests/architectures/test_phimoe.py"
+
+
+@register(
+    "phimoe",
+    reference="PhimoeForCausalLM",
+    layouts=(Layout(IN_BLOCKS), Layout(whole=("*.experts.*",))),
+    tiny={
+        "hidden_size": 64,
+        "head_dim": ...,
+        "num_local_experts": 7,
+        "num_experts_per_tok": 2,
+        "router_jitter_noise": 0.8,
+        "input_jitter_noise": 0.1,
+        "sliding_window": 7,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.5,
+        "rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, **LONGROPE},
+    },
+    defaults={
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.001,
+        "router_jitter_noise": 0.01,
+    },
+    variants={
+        "head_dim": {"head_dim": 24, "rope_parameters": {"rope_type": "default"}},
+        "older_spelling": {
+            "rope_parameters": ...,
+            "rope_theta": 100.0,
+            "rope_scaling": {**LONGROPE, "type": "longrope"},
+            "original_max_position_embeddings": 64,
+        },
+    },
+    skip={
+        **{f"rope:{kind}": "the reference needs a short_mscale and a long_mscale" for kind in REFUSED},
+        "rope:longrope": "the same: tiny has longrope",
+        "key:num_experts_per_tok": "it must be 2",
+        **{f"field:RopeSpec.{name}": "longrope does not read it" for name in (*UNREAD, "factor")},
+        "field:RopeSpec.long_factor": BEYOND,
+        "field:RopeSpec.original_max_position_embeddings": BEYOND,
+    },
+)
+def phimoe(c: HFConfig) -> ModelSpec:
+    norm = LayerNormSpec(eps=c.take_number("rms_norm_eps", 1e-5))
+    num_experts, chosen = experts_and_chosen(c, ("num_local_experts",))
+    if chosen != 2:
+        raise ConfigError(f"{c.name}: num_experts_per_tok is {chosen}; phimoe models draw 2")
+    moe = MoESpec(
+        num_experts,
+        chosen,
+        c.take_count("intermediate_size"),
+        activation(c),
+        sparse_mixer=SparseMixerSpec(
+            c.take_number("router_jitter_noise"), c.take_number("input_jitter_noise", 0.0)
+        ),
+        aux_loss_coef=aux_loss_coef(c),
+    )
+    block = BlockSpec(_attention(c), moe, norm)
+    blocks = [block] * c.take_count("num_hidden_layers")
+    return decoder(c, blocks, norm, head_bias=c.take_flag("lm_head_bias", False))
+
+
+def _attention(c: HFConfig) -> AttentionSpec:
+    """Its longrope has the factor of cosines and sines in the config, for short and for long texts."""
+    bias, window = c.take_flag("attention_bias", False), c.take_count("sliding_window", None)
+    attn = attention(c, bias=bias, window=window, theta=1e6, extra=MSCALES)
+    assert attn.rope is not None
+    if attn.rope.type == "default":
+        return attn
+    scales = c.take_rope(default_theta=1e6, extra=MSCALES)["extra"]
+    short, long = (scales.get(key) for key in MSCALES)
+    if attn.rope.type != "longrope" or short is None or short != long:
+        raise ConfigError(
+            f"{c.name}: phimoe models turn by longrope, with equal short_mscale and long_mscale, or as they "
+            f"are; found {attn.rope.type}, {short} and {long}"
+        )
+    return replace(attn, rope=replace(attn.rope, attention_factor=float(short)))
