@@ -185,9 +185,7 @@ class SparseMixerRouter(Router):
         beside = [name for name in _FOR_ROUTE if getattr(spec, name) != getattr(plain, name)]
         if beside or spec.num_experts < 2:
             found = ", ".join(f"{name}={getattr(spec, name)!r}" for name in beside) or spec.num_experts
-            raise ValueError(
-                f"sparse_mixer chooses two experts by a rule of its own; found {found} beside it"
-            )
+            raise ValueError(f"sparse_mixer chooses two experts by its own rule; found {found} beside it")
 
     def _choose(self, logits: Tensor, made: tuple[Tensor, ...] | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Weights [T, 2]; and experts [T, 2], the factors h [T, 2], and which experts were near [T, 2, E]."""
