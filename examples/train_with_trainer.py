@@ -2,8 +2,8 @@
 
     python examples/train_with_trainer.py meta-llama/Llama-3.2-1B data.jsonl out
 
-data.jsonl holds one {"prompt": ..., "answer": ...} a line; the loss is that of the answers. `out` is a
-checkpoint of transformers.
+data.jsonl holds one {"prompt": ..., "completion": ...} a line; the loss is that of the completions. `out` is
+a checkpoint of transformers.
 """
 
 import json
@@ -42,9 +42,9 @@ def main(checkpoint: str, data: str, out: str, **settings) -> transformers.Train
     return trainer
 
 
-def tokenize(tokenizer, prompt: str, answer: str) -> dict[str, list[int]]:
+def tokenize(tokenizer, prompt: str, completion: str) -> dict[str, list[int]]:
     before = tokenizer(prompt)["input_ids"]
-    after = tokenizer(answer, add_special_tokens=False)["input_ids"]
+    after = tokenizer(completion, add_special_tokens=False)["input_ids"]
     if tokenizer.eos_token_id is not None:
         after.append(tokenizer.eos_token_id)
     return {"input_ids": before + after, "labels": [IGNORED] * len(before) + after}

@@ -94,22 +94,25 @@ def test_training_equals_that_of_transformers_own_model(family, kind, settings, 
         assert relative_distance(trained.get_parameter(name), p) <= BOUND, name
 
 
-@pytest.mark.supports("Lightning", "bf16-mixed")
+@pytest.mark.supports("Lightning", "bf16-mixed", "bf16-true")
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("kind", ["native", "hf"])
-def test_bf16_mixed_is_autocast_of_float32_parameters(kind, make_both, fit, rows):
-    both = make_both("llama")
-    found, plain = FineTuning(load(kind, both)), load(kind, both).train()
-    fit(found, precision="bf16-mixed")
-    optimizer, losses = torch.optim.SGD(plain.parameters(), lr=0.3), []
+def test_its_precisions_are_autocast_and_parameters_in_bfloat16(kind, precision, make_both, fit, rows):
+    both, mixed = make_both("llama"), precision == "bf16-mixed"
+    found = FineTuning(load(kind, both), liger_models.optim.AdamW, 0.01)
+    fit(found, precision=precision)
+    plain = load(kind, both).train().to(torch.float32 if mixed else torch.bfloat16)
+    optimizer, losses = liger_models.optim.AdamW(plain.parameters(), lr=0.01), []
     for batch in torch.utils.data.DataLoader(rows, batch_size=2):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
             loss = plain(**batch).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     assert found.losses == losses
-    assert {p.dtype for p in found.model.parameters()} == {torch.float32}
+    expected = plain.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.model.state_dict().items())
 
 
 @pytest.mark.supports("Lightning", "checkpoint", "resume to the bit")
