@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
 from transformers import TrainerCallback
 
 from liger_models.layers.load_balance import update_correction_bias
@@ -27,14 +26,12 @@ class CorrectionBiasCallback(TrainerCallback):
     def __init__(self, rate: float = 0.001):
         self.rate = rate
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **others: Any) -> None:
-        routers = [module for module in model.modules() if isinstance(module, Router)]
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        routers = [module for module in others["model"].modules() if isinstance(module, Router)]
         if all(router.correction_bias is None for router in routers):
             raise ValueError(
                 "CorrectionBiasCallback: no router of this model has a correction bias; leave it out"
             )
 
-    def on_optimizer_step(
-        self, args: Any, state: Any, control: Any, *, model: nn.Module, **others: Any
-    ) -> None:
-        update_correction_bias(model, self.rate)
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        update_correction_bias(others["model"], self.rate)

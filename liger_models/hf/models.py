@@ -330,7 +330,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         **others: Any,
-    ) -> BaseModelOutputWithPast:
+    ) -> BaseModelOutputWithPast | MoeModelOutputWithPast:
         """Hidden states behind the final norm, [batch, seq, H], zero at padding.
 
         Args:
@@ -486,7 +486,7 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **others: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
         """As `LigerModel.forward`, and:
 
         Args:

@@ -83,7 +83,7 @@ def test_logits_of_some_positions(make_both, batch):
 
 
 # Not granitemoe: transformers' own fails when it is asked, up to 5.17.
-ROUTED = ["ernie4_5_moe", "gpt_oss", "mixtral", "minimax_m2", "olmoe", "qwen2_moe", "qwen3_moe"]
+ROUTED = ["ernie4_5_moe", "gpt_oss", "mixtral", "minimax_m2", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe"]
 
 
 @pytest.mark.supports("transformers", "router logits and their loss")

@@ -167,7 +167,7 @@ def test_the_fused_head_of_trl_scores_our_hidden_states_as_our_own_head_does(hf,
     distances = {}
     for family in set(list_architectures()) & set(CONFIG_MAPPING):
         config = transformers.AutoConfig.for_model(**{"pad_token_id": None, **find_architecture(family).tiny})
-        model = hf.classes_of(family).causal_lm(config)
+        model = hf.classes_of(family).causal_lm(config).eval()
         with torch.no_grad():
             for p in model.parameters():
                 p.normal_(0, 0.3)
