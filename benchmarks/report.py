@@ -39,10 +39,11 @@ def write_csv(path: Path, rows: Sequence[dict[str, object]]) -> None:
         writer.writerows(rows)
 
 
-def publish(out: str, name: str, markdown: str, rows: Sequence[dict[str, object]]) -> None:
-    """Print the Markdown, and write it with the rows' CSV into the folder `out`."""
+def publish(out: str, name: str, markdown: str, rows: Sequence[dict[str, object]], show: bool = True) -> None:
+    """Write the Markdown with the rows' CSV into the folder `out`, and print it."""
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.md").write_text(markdown + "\n")
     write_csv(folder / f"{name}.csv", rows)
-    print(markdown, flush=True)
+    if show:
+        print(markdown, flush=True)

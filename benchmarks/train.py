@@ -1,112 +1,27 @@
 """A training step of a model's shape: tokens a second and peak memory, beside transformers and liger-kernel.
 
-Every configuration runs in a process of its own, on fresh random weights in bfloat16 and random tokens, with
-fused AdamW in bfloat16. A step is forward, backward, optimizer step and zero_grad; steps are timed by device
-events with no waiting between them. That memory does not suffice is a result.
+What is measured, and how, is in `benchmarks/training`. That memory does not suffice is a result.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
-import os
 import re
-import statistics
-import subprocess
-import sys
-import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.report import machine, markdown_table, publish
+from benchmarks.training.kernel_classes import IDLE
+from benchmarks.training.pool import measure_all
+from benchmarks.training.shapes import MODELS, config_of
+from benchmarks.training.step import Job, Result, check_provider
 
 SUMMARY = (
     "a training step beside transformers, and transformers with liger-kernel: tokens a second, peak memory"
-)
-
-_LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128256,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "max_position_embeddings": 8192,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
-
-
-def _shape(
-    hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, **others: Any
-) -> dict[str, Any]:
-    return _LLAMA | {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": hidden // heads,
-        "intermediate_size": intermediate,
-        **others,
-    }
-
-
-def _of_family(model_type: str, **sizes: Any) -> dict[str, Any]:
-    """What is not given is the family's default in transformers, which `_config` writes out."""
-    return {"model_type": model_type, **sizes}
-
-
-# Those of other families have their published widths; "-6" is a number of layers that fits one GPU.
-MODELS = {
-    "llama-3-8b": _shape(4096, 32, 32, 8, 14336),
-    "llama-3.2-1b": _shape(2048, 16, 32, 8, 8192, tie_word_embeddings=True),
-    "tiny": _shape(256, 2, 4, 2, 512, vocab_size=1024),
-    "qwen3-0.6b": _of_family(
-        "qwen3",
-        hidden_size=1024,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        intermediate_size=3072,
-        tie_word_embeddings=True,
-    ),
-    "gemma-2-2b": _of_family(
-        "gemma2",
-        hidden_size=2304,
-        num_hidden_layers=26,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=256,
-        intermediate_size=9216,
-    ),
-    "qwen3-30b-a3b-6": _of_family(
-        "qwen3_moe",
-        hidden_size=2048,
-        num_hidden_layers=6,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-        num_experts=128,
-        num_experts_per_tok=8,
-        norm_topk_prob=True,
-    ),
-    "gpt-oss-20b-6": _of_family("gpt_oss", num_hidden_layers=6, num_local_experts=32, hidden_size=2880),
-}
-PROVIDERS = (
-    "ours",
-    "ours+split",  # projections by themselves, under the checkpoint's names
-    "ours+compile",
-    "transformers",
-    "transformers+compile",
-    "transformers+liger",
 )
 CONFIGURATIONS = (
     "ours:lean:2",
@@ -120,76 +35,76 @@ CONFIGURATIONS = (
     "ours:lean,checkpoint=4:8",
     "transformers+liger:none:8",
 )
+HEADER = (
+    "model",
+    "batch x seq",
+    "provider",
+    "activation memory",
+    "tokens/s",
+    "peak GiB",
+    "ms a step (spread)",
+    "loss",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         type=_model,
-        default="llama-3-8b",
+        action="append",
         metavar="SHAPE",
-        help=f"{', '.join(MODELS)}; or a config.json, or a file {{'config': ...}} (%(default)s)",
+        help=f"repeatable. {', '.join(MODELS)}; or a config.json, or a file {{'config': ...}} (llama-3-8b)",
     )
     parser.add_argument("--layers", type=int, help="of the model's layers only the first so many")
     parser.add_argument(
         "--configuration",
         action="append",
+        type=_configuration,
         metavar="PROVIDER:MEMORY:BATCH",
-        help=f"repeatable. PROVIDER: {', '.join(PROVIDERS)}. MEMORY: for ours a level of activation memory, "
-        "or 'lean,checkpoint=4' (all lean, the last 4 layers checkpoint); for the others none or checkpoint. "
-        f"Default: {' '.join(CONFIGURATIONS)}",
+        help="repeatable. PROVIDER: ours[+split|+compile], or transformers[+liger][+compile][+ATTENTION]"
+        "[+EXPERTS]. MEMORY: for ours a level of activation memory, or 'lean,checkpoint=4' (all lean, the last "
+        f"4 layers checkpoint); for the others none or checkpoint. Default: {' '.join(CONFIGURATIONS)}",
     )
     parser.add_argument("--seq", type=int, default=4096, help="tokens a sequence (%(default)s)")
     parser.add_argument("--warmup", type=int, default=3, help="steps before the timed ones (%(default)s)")
     parser.add_argument("--steps", type=int, default=6, help="timed steps (%(default)s)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--profile", action="store_true", help="also say what the kernels of a step are for")
+    gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
+    parser.add_argument(
+        "--device",
+        nargs="+",
+        default=gpus,
+        help=f"each measures one configuration at a time ({' '.join(gpus)})",
+    )
     parser.add_argument(
         "--time-limit", type=float, default=180, help="seconds for a configuration (%(default)s)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    jobs = [_parse(configuration) for configuration in args.configuration or CONFIGURATIONS]
-    rows = []
-    for job in jobs:
-        job |= {"model": args.model, "layers": args.layers, "seq": args.seq, "device": args.device}
-        job |= {"warmup": args.warmup, "steps": args.steps}
-        row = job | _in_own_process(job, args.time_limit)
-        rows.append(row)
-        print(
-            f"{row['provider']} {row['memory']} batch {row['batch']}: {_cell(row)}",
-            file=sys.stderr,
-            flush=True,
-        )
-    title = machine(torch.device(args.device), "transformers", "liger-kernel")
-    header = [
-        "batch x seq",
-        "provider",
-        "activation memory",
-        "tokens/s",
-        "peak GiB",
-        "ms a step (spread)",
-        "loss",
-    ]
-    lines = []
-    for row in rows:
-        values = [_cell(row), "", "", ""]
-        if "tokens_per_second" in row:
-            step = f"{row['step_ms']:.0f} ({row['step_ms_low']:.0f} to {row['step_ms_high']:.0f})"
-            peak = f"{row['peak_gib']:.1f}" if row["peak_gib"] is not None else "-"
-            values = [
-                f"{row['tokens_per_second']:,.0f}",
-                peak,
-                step,
-                f"{row['first_loss']:.2f} to {row['loss']:.2f}",
-            ]
-        lines.append([f"{row['batch']} x {args.seq}", row["provider"], row["memory"], *values])
-    name = Path(args.model).stem if args.model not in MODELS else args.model
-    cut = f" ({args.layers} layers)" if args.layers else ""
-    about = f"{title}. {name}{cut}, bfloat16 weights and fused AdamW; median of {args.steps} steps."
-    publish(args.out, f"train-{name}", f"{about}\n\n{markdown_table(header, lines)}", rows)
-    failed = [row for row in rows if row.get("note", "").startswith("failed") and _is_ours(row)]
+    groups = [_jobs(model, args) for model in args.model or ["llama-3-8b"]]
+    results: dict[int, Result] = {}
+    jobs = [job for group in groups for job in group]
+    ahead = args.device[0].startswith("cuda") and len(jobs) > 1
+    for job, result in measure_all(groups, args.device, args.time_limit, ahead):
+        results[jobs.index(job)] = result
+        _write(args, [(jobs[i], results[i]) for i in sorted(results)])
+    rows = [(jobs[i], results[i]) for i in sorted(results)]
+    print((Path(args.out) / f"{_name(args)}.md").read_text(), flush=True)
+    failed = [job for job, result in rows if result.get("note", "").startswith("failed") and job.ours]
     return 1 if failed else 0
+
+
+def _jobs(model: str, args: argparse.Namespace) -> list[Job]:
+    config = config_of(model, args.layers)
+    name = model if model in MODELS else Path(model).stem
+    if args.layers:
+        name += f" ({args.layers} layers)"
+    jobs = []
+    for provider, memory, batch in args.configuration or map(_configuration, CONFIGURATIONS):
+        sizes = {"batch": batch, "seq": args.seq, "warmup": args.warmup, "steps": args.steps}
+        jobs.append(Job(name, config, provider, memory, profile=args.profile, **sizes))
+    return jobs
 
 
 def _model(name: str) -> str:
@@ -198,150 +113,53 @@ def _model(name: str) -> str:
     return name
 
 
-def _parse(configuration: str) -> dict[str, Any]:
-    match = re.fullmatch(rf"({'|'.join(map(re.escape, PROVIDERS))}):([a-z,=0-9]+):(\d+)", configuration)
+def _configuration(text: str) -> tuple[str, str, int]:
+    match = re.fullmatch(r"([a-z_+]+):([a-z,=0-9]+):(\d+)", text)
     if match is None:
-        sys.exit(f"cannot read configuration {configuration!r}; expected for instance ours:lean:2")
-    return {"provider": match[1], "memory": match[2], "batch": int(match[3])}
-
-
-def _is_ours(row: dict[str, Any]) -> bool:
-    return row["provider"].partition("+")[0] == "ours"
-
-
-def _cell(row: dict[str, Any]) -> str:
-    if "tokens_per_second" in row:
-        peak = f", {row['peak_gib']:.1f} GiB" if row["peak_gib"] is not None else ""
-        return f"{row['tokens_per_second']:,.0f} tokens/s{peak}"
-    return row["note"]
-
-
-def _in_own_process(job: dict[str, Any], time_limit: float) -> dict[str, Any]:
-    """The result's fields, or a `note` that says why there is none."""
-    # Growing segments waste no memory between blocks; for every provider alike.
-    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    command = [sys.executable, "-m", "benchmarks.train", json.dumps(job)]
+        raise argparse.ArgumentTypeError(f"found {text!r}; expected for instance ours:lean:2")
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=time_limit, env=environment)
-    except subprocess.TimeoutExpired:
-        return {"note": f"stopped after {time_limit:.0f} s"}
-    if done.returncode == 0:
-        return json.loads(done.stdout.splitlines()[-1])
-    print(done.stderr[-3000:], file=sys.stderr)
-    return {"note": f"failed: {(done.stderr.strip().splitlines() or ['no message'])[-1][:160]}"}
+        check_provider(match[1])
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return match[1], match[2], int(match[3])
 
 
-def _train(job: dict[str, Any]) -> dict[str, Any]:
-    """Runs in the process of its own."""
-    torch.manual_seed(0)
-    device = torch.device(job["device"])
-    cuda = device.type == "cuda"
-    try:
-        model = _build(job, device)
-        # One optimizer kernel for all; without it eight gigabytes of temporaries would be measured.
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=cuda)
-        vocab, shape = _config(job)["vocab_size"], (job["batch"], job["seq"])
-        batches = torch.randint(vocab, (job["warmup"] + job["steps"], *shape), device=device)
-        if cuda:
-            torch.cuda.reset_peak_memory_stats(device)
-        losses, marks = [], [_mark(cuda)]
-        for ids in batches:
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            losses.append(loss.detach())
-            marks.append(_mark(cuda))
-        if cuda:
-            torch.cuda.synchronize(device)
-    except torch.OutOfMemoryError:
-        return {"note": "out of memory"}
-    except NotImplementedError as lacking:
-        return {"note": str(lacking)}
-    steps = [_milliseconds(a, b) for a, b in itertools.pairwise(marks)][job["warmup"] :]
-    step = statistics.median(steps)
-    return {
-        "tokens_per_second": 1e3 * job["batch"] * job["seq"] / step,
-        "step_ms": step,
-        "step_ms_low": min(steps),
-        "step_ms_high": max(steps),
-        "peak_gib": torch.cuda.max_memory_allocated(device) / 2**30 if cuda else None,
-        "first_loss": losses[0].item(),
-        "loss": losses[-1].item(),
-        "parameters": sum(p.numel() for p in model.parameters()),
-    }
+def _name(args: argparse.Namespace) -> str:
+    return "train-" + "-".join(Path(model).stem if "/" in model else model for model in args.model or ["llama-3-8b"])
 
 
-def _build(job: dict[str, Any], device: torch.device) -> torch.nn.Module:
-    config = _config(job)
-    library, _, variant = job["provider"].partition("+")
-    if library == "ours":
-        import liger_models
-
-        model: Any = liger_models.from_config(
-            config,
-            dtype=torch.bfloat16,
-            device=device,
-            activation_memory=_levels(job["memory"], config["num_hidden_layers"]),
-            projections="split" if variant == "split" else "fused",
-        )
-        return torch.compile(model) if variant == "compile" else model
-
-    import transformers
-
-    model_type = config.pop("model_type")
-    if variant == "liger":
-        import liger_kernel.transformers as liger
-
-        apply = getattr(liger, f"apply_liger_kernel_to_{model_type}", None)
-        if apply is None:
-            raise NotImplementedError(f"liger-kernel does not have {model_type}")
-        apply()
-    hf_config = transformers.AutoConfig.for_model(model_type, **config | {"use_cache": False})
-    with device:
-        # With the attention that transformers chooses for the family.
-        model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16)
-    if job["memory"] == "checkpoint":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    elif job["memory"] != "none":
-        raise ValueError(f"memory is {job['memory']!r}; {job['provider']} has none and checkpoint")
-    return torch.compile(model.train()) if variant == "compile" else model.train()
+def _write(args: argparse.Namespace, rows: Sequence[tuple[Job, Result]]) -> None:
+    """The report so far: what is killed leaves what it had."""
+    title = machine(torch.device(args.device[0]), "transformers", "liger-kernel")
+    about = f"{title}. bfloat16 weights and fused AdamW; median of {args.steps} steps."
+    parts = [about, markdown_table(HEADER, [_line(*row) for row in rows])]
+    parts += [text for job, result in rows if (text := _kernels(job, result))]
+    fields = [{**asdict(job), **result} for job, result in rows]
+    records = [{k: v for k, v in row.items() if k not in ("config", "kernels")} for row in fields]
+    publish(args.out, _name(args), "\n\n".join(parts), records, show=False)
 
 
-def _config(job: dict[str, Any]) -> dict[str, Any]:
-    """A model's config.json, whole, or with the first of its layers alone."""
-    from liger_models.cards.published import read_config, with_layers
-
-    name = job["model"]
-    config = dict(MODELS[name]) if name in MODELS else dict(read_config(Path(name)))
-    config = with_layers(config, job["layers"]) if job["layers"] else config
-    if "vocab_size" in config:
-        return config
-    from transformers import AutoConfig
-
-    whole = AutoConfig.for_model(config.pop("model_type"), **config).to_dict()
-    return {key: value for key, value in whole.items() if value is not None}
+def _line(job: Job, result: Result) -> list[str]:
+    values = [result.get("note", ""), "", "", ""]
+    if "tokens_per_second" in result:
+        peak = f"{result['peak_gib']:.1f}" if result["peak_gib"] is not None else "-"
+        step = f"{result['step_ms']:.0f} ({result['step_ms_low']:.0f} to {result['step_ms_high']:.0f})"
+        losses = f"{result['first_loss']:.2f} to {result['loss']:.2f}"
+        values = [f"{result['tokens_per_second']:,.0f}", peak, step, losses]
+    return [job.model, f"{job.batch} x {job.seq}", job.provider, job.memory, *values]
 
 
-def _levels(memory: str, num_layers: int) -> str | list[str]:
-    """'lean' for all layers, or 'lean,checkpoint=4': all lean but the last 4, which are checkpointed."""
-    if "," not in memory:
-        return memory
-    level, (other, count) = memory.split(",")[0], memory.split(",")[1].split("=")
-    return [level] * (num_layers - int(count)) + [other] * int(count)
+def _kernels(job: Job, result: Result) -> str:
+    """What the kernels of a step are for, as a table; nothing if that was not asked."""
+    found: Any = result.get("kernels")
+    if not found:
+        return ""
+    times = found["milliseconds"]
+    total = sum(times.values())
 
+    def rows(items: Iterable[tuple[str, float]]) -> list[list[str]]:
+        return [[name, f"{ms:.2f}", f"{ms / total:.1%}"] for name, ms in items]
 
-def _mark(cuda: bool):
-    if not cuda:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _milliseconds(start, end) -> float:
-    return start.elapsed_time(end) if isinstance(start, torch.cuda.Event) else 1e3 * (end - start)
-
-
-if __name__ == "__main__":
-    print(json.dumps(_train(json.loads(sys.argv[1]))))
+    ordered = sorted(times.items(), key=lambda item: (item[0] == IDLE, -item[1]))
+    table = markdown_table(["", "ms", "share"], rows([*ordered, *found["longest"].items()]))
+    return f"{job.model}, {job.provider}, {job.batch} x {job.seq}:\n\n{table}"

@@ -12,7 +12,7 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ import torch
 
 import liger_models
 from liger_models.architectures import Architecture
-from liger_models.cards.checks import CHECKS
+from liger_models.cards.checks import CHECKS, TRAINING_STEP
+from liger_models.cards.training_step import Outcome
 from liger_models.cards.workshop import NotRun, Workshop
 
 PACKAGES = ("torch", "transformers", "liger-kernel")
@@ -74,56 +75,78 @@ def make_card(
     architecture: Architecture,
     repository: Path,
     earlier: Card | None = None,
+    checks: Sequence[str] = tuple(CHECKS),
     on_line: Callable[[Line], None] = lambda line: None,
 ) -> Card:
-    """Run every check of a family; what this machine cannot run stays as the earlier card has it.
+    """Run a family's checks; those left out, or that this machine cannot run, stay as the earlier card has them.
 
     Args:
         architecture: the family.
-        repository: a checkout, for published configs and the benchmarks.
+        repository: a checkout.
         earlier: the card of another time or machine.
+        checks: those to run; the training step is left to `with_training_step`.
         on_line: called with each line when it is there.
     """
-    before = {line.check: line for line in earlier.lines if line.passed is not None} if earlier else {}
+    before = {line.check: line for line in earlier.lines} if earlier else {}
     lines = []
     with tempfile.TemporaryDirectory() as folder:
         shop = Workshop(architecture, Path(folder), repository)
-        for check in CHECKS:
-            line = _line(check, shop)
-            line = before.get(check, line) if line.passed is None else line
-            on_line(line)
+        for check, runs in CHECKS.items():
+            line = before.get(check) or _not_run(check, architecture, "has not been asked for")
+            if check in checks and runs.run is not None:
+                line = _kept(line, _line(check, shop))
+                on_line(line)
             lines.append(line)
     return Card(architecture.model_type, tuple(lines))
 
 
+def with_training_step(card: Card, architecture: Architecture, found: Outcome | NotRun) -> Card:
+    """The card with what `training_step.measure` found; as it is where that could not be run."""
+    if isinstance(found, NotRun):
+        line = _not_run(TRAINING_STEP, architecture, str(found))
+    else:
+        line = _new_line(TRAINING_STEP, architecture, *found, machine=torch.cuda.get_device_name())
+    lines = [_kept(old, line) if old.check == TRAINING_STEP else old for old in card.lines]
+    return Card(card.family, tuple(lines))
+
+
+def _kept(old: Line, new: Line) -> Line:
+    """What was found at another time stays where nothing could be found now."""
+    return old if new.passed is None and old.passed is not None else new
+
+
 def _line(check: str, shop: Workshop) -> Line:
-    passed: bool | None
-    values: Mapping[str, Any]
+    run = CHECKS[check].run
+    assert run is not None
     try:
         if shop.reference_class is None:
             raise NotRun(f"needs a transformers that has {shop.architecture.reference}")
-        passed, values = CHECKS[check].run(shop)
+        passed, values = run(shop)
     except NotRun as reason:
-        passed, values = None, {"not_run": str(reason)}
+        return _not_run(check, shop.architecture, str(reason))
     except Exception as error:  # whatever breaks down is a line of the card, and the others go on
         first = (str(error).splitlines() or [""])[0]
         passed, values = False, {"error": f"{type(error).__name__}: {first}"}
-    own_command = values.get("command")
+    return _new_line(check, shop.architecture, passed, values)
+
+
+def _not_run(check: str, architecture: Architecture, reason: str) -> Line:
+    return _new_line(check, architecture, None, {"not_run": reason})
+
+
+def _new_line(
+    check: str, architecture: Architecture, passed: bool | None, values: Mapping[str, Any], machine: str = ""
+) -> Line:
+    only = f" --only {check}" if check == TRAINING_STEP else ""
     return Line(
         check,
         passed,
-        {key: value for key, value in values.items() if key != "command"},
-        own_command or f"liger-models card {shop.architecture.model_type}",
+        values,
+        f"liger-models card {architecture.model_type}{only}",
         datetime.datetime.now(datetime.UTC).date().isoformat(),
-        _machine(CHECKS[check].on_gpu),
+        machine or f"{platform.machine()} CPU, {len(os.sched_getaffinity(0))} cores",
         _versions(),
     )
-
-
-def _machine(on_gpu: bool) -> str:
-    if on_gpu and torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return f"{platform.machine()} CPU, {len(os.sched_getaffinity(0))} cores"
 
 
 def _versions() -> dict[str, str]:

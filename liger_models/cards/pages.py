@@ -12,6 +12,7 @@ from pathlib import Path
 
 from liger_models.architectures import Architecture, find_architecture, list_architectures
 from liger_models.architectures.about import About, about
+from liger_models.cards import training_step
 from liger_models.cards.card import Card, Line
 from liger_models.cards.checks import CHECKS
 from liger_models.cards.published import features_of_family, published
@@ -89,7 +90,9 @@ def overview(families: Sequence[Architecture], repository: Path) -> str:
         f"{MADE}# Families\n\n"
         "Made from the registry, the published configs and the cards. A card shows what was checked of a\n"
         "family beside its reference in transformers, by the command `liger-models card FAMILY`; layouts\n"
-        "are the forms in which its checkpoints are found, and not every size has all that is named.\n\n"
+        "are the forms in which its checkpoints are found, and not every size has all that is named. A\n"
+        "training step is that of the smallest known size, with as many layers as fit one GPU, beside the\n"
+        "faster of transformers and transformers with liger-kernel, in their fastest settings.\n\n"
         f"{table}\n"
     )
 
@@ -162,7 +165,7 @@ def _state(card: Card | None) -> tuple[str, str]:
     passed = sum(bool(line.passed) for line in ran)
     dates = sorted({line.date for line in ran})
     checked = f"{passed} of {len(others)} passed, {dates[0]}" if ran else "not run"
-    return checked, step.date if step.passed else _verdict(step)
+    return checked, training_step.say_beside_peers(step.values) if step.passed else _verdict(step)
 
 
 def _verdict(line: Line) -> str:

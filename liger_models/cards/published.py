@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from liger_models.architectures import Architecture
+from liger_models.architectures import Architecture, find_architecture
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.spec import AttentionSpec, LatentAttentionSpec, LayerNormSpec, ModelSpec, MoESpec
 
@@ -53,6 +53,12 @@ def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
         for key, value in config.items()
     }
     return {**cut, "num_hidden_layers": layers}
+
+
+def layers_of_every_kind(config: Mapping[str, Any]) -> int:
+    """How many of the first layers show each kind that a model has."""
+    blocks = find_architecture(config["model_type"]).spec(HFConfig.load(dict(config))).blocks
+    return next(count for count in range(1, len(blocks) + 1) if set(blocks[:count]) == set(blocks))
 
 
 def features_of_family(architecture: Architecture, repository: Path) -> list[str]:

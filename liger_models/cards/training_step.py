@@ -1,101 +1,194 @@
 """The line of a card that needs a GPU: a training step of real widths beside transformers, and transformers
-with liger-kernel, as `python -m benchmarks train` measures it.
+with liger-kernel.
+
+    for family, passed, values in measure(families, repository):
+        ...
+
+A family is measured by its smallest published model, with as many of its first layers as fit. Peers run in
+each setting that may be the best of them: of attention, and of experts. `benchmarks/training`, in a checkout,
+measures all families in one run; each family's providers side by side on one GPU.
 """
 
 from __future__ import annotations
 
-import csv
+import json
 import os
-import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import liger_models
-from liger_models.cards.published import FOLDER, published, with_layers
-from liger_models.cards.workshop import NotRun, Workshop
+from liger_models.architectures import Architecture
+from liger_models.cards.published import layers_of_every_kind, published, with_layers
+from liger_models.cards.workshop import NotRun
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.layers.spec import AttentionSpec, ModelSpec, MoESpec
 
-PROVIDERS = {"ours": "lean", "transformers+liger": "none", "transformers": "none"}  # with what they keep
+OURS, PEERS = "ours", ("transformers+liger", "transformers")
 BATCH, TOKENS = 2, 4096
+WARMUP, STEPS = 2, 5
+TIME_LIMIT = 60.0  # seconds for a provider
 # Weights, gradients and both moments in bfloat16; logits of a peer in bfloat16 and twice in float32.
 BYTES_OF_A_PARAMETER, BYTES_OF_A_LOGIT = 8, 10
-SHARE = 0.5  # of the memory for these; the rest is for activations
+SHARE = 0.4  # of the memory for these; the rest is for activations
 
-
-def run(shop: Workshop) -> tuple[bool, Mapping[str, Any]]:
-    if not torch.cuda.is_available():
-        raise NotRun("needs a GPU")
-    if not (shop.repository / "benchmarks" / "train.py").is_file():
-        raise NotRun("needs a checkout, where the benchmarks are")
-    known = published(shop.architecture, shop.repository)
-    if not known:
-        raise NotRun(f"needs a published config of the family in {FOLDER}")
-    smallest = known[0]
-    layers = layers_that_fit(smallest.config, torch.cuda.get_device_properties(0).total_memory)
-    tokens = min(TOKENS, smallest.config.get("max_position_embeddings") or TOKENS)
-    return measure(shop, FOLDER / f"{smallest.name}.json", layers, ["--seq", str(tokens)])
+Outcome = tuple[bool, Mapping[str, Any]]
 
 
 def measure(
-    shop: Workshop, config: Path, layers: int, options: Sequence[str]
-) -> tuple[bool, Mapping[str, Any]]:
-    """Of a model cut to its first layers; the config's path may be relative to the checkout."""
-    arguments = ["--model", str(config), "--layers", str(layers), *options]
-    for provider, memory in PROVIDERS.items():
-        arguments += ["--configuration", f"{provider}:{memory}:{BATCH}"]
-    out = shop.folder / "training-step"
-    environment = os.environ | {"PYTHONPATH": str(shop.repository)}
-    command = [sys.executable, "-m", "benchmarks", "train", *arguments, "--out", str(out)]
-    done = subprocess.run(command, cwd=shop.repository, env=environment, capture_output=True, text=True)
-    rows = _rows(out)
-    if not rows:
-        raise RuntimeError((done.stderr.strip().splitlines() or ["the benchmark said nothing"])[-1])
-    providers = {row["provider"]: _result(row) for row in rows}
-    return "tokens_per_second" in providers["ours"], {
-        "model": config.stem,
-        "layers": layers,
-        "batch": BATCH,
-        "tokens": int(rows[0]["seq"]),
-        "command": shlex.join(["python", "-m", "benchmarks", "train", *arguments]),
-        "providers": providers,
+    families: Sequence[Architecture], repository: Path, devices: Sequence[str] | None = None
+) -> Iterator[tuple[Architecture, Outcome | NotRun]]:
+    """Each family with what was found, as it comes; or with the reason why it cannot be measured.
+
+    Args:
+        families: those to measure.
+        repository: a checkout, for published configs and the benchmarks.
+        devices: each measures one family at a time; None: all GPUs.
+    """
+    if devices is None:
+        devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    plans = {}
+    for family in families:
+        try:
+            plans[family.model_type] = plan(family, repository, devices)
+        except NotRun as reason:
+            yield family, reason
+    if not plans:
+        return
+    results: dict[str, dict[str, Any]] = {name: {} for name in plans}
+    by_name = {family.model_type: family for family in families}
+    for job, result in _run(list(plans.values()), repository, devices):
+        name = job["config"]["model_type"]
+        results[name][job["provider"]] = _shortened(result)
+        if len(results[name]) == len(plans[name]):
+            yield by_name[name], outcome(plans[name][0], results[name])
+
+
+def plan(family: Architecture, repository: Path, devices: Sequence[str]) -> list[dict[str, Any]]:
+    """A job for each provider, as `benchmarks/training/step.py` has them.
+
+    Raises:
+        NotRun: something is missing here.
+    """
+    if not devices:
+        raise NotRun("needs a GPU")
+    if not (repository / "benchmarks" / "training").is_dir():
+        raise NotRun("needs a checkout, where the benchmarks are")
+    known = published(family, repository)
+    if not known:
+        raise NotRun("needs a published config of the family")
+    config = dict(known[0].config)
+    if config.get("first_k_dense_replace", 0) > 1:  # dense layers ahead of those with experts: one shows them
+        config["first_k_dense_replace"] = 1
+    tokens = min(TOKENS, config.get("max_position_embeddings") or TOKENS)
+    config = with_layers(config, layers_that_fit(config, tokens, _memory(devices[0])))
+    job = {"model": known[0].name, "config": config, "batch": BATCH, "seq": tokens}
+    job |= {"warmup": WARMUP, "steps": STEPS}
+    theirs = settings_of_peers(family.spec(HFConfig.load(config)), tokens)
+    return [
+        job | {"provider": OURS, "memory": "lean"},
+        *(job | {"provider": provider, "memory": "none"} for provider in theirs),
+    ]
+
+
+def settings_of_peers(spec: ModelSpec, tokens: int) -> list[str]:
+    """What of a peer may be its fastest: SDPA has no soft cap and no sinks, and windows by a mask alone;
+    experts' products are grouped, or a loop over experts.
+    """
+    attention = [block.mixer for block in spec.blocks if isinstance(block.mixer, AttentionSpec)]
+    if any(part.softcap or part.sinks for part in attention):
+        kinds = ["flex_attention", "eager"]
+    elif any(part.window is not None and part.window < tokens for part in attention):
+        kinds = ["sdpa", "flex_attention"]
+    else:
+        kinds = ["sdpa"]
+    if not any(isinstance(block.mlp, MoESpec) for block in spec.blocks):
+        return [f"{peer}+{kind}" for peer in PEERS for kind in kinds]
+    grouped = [f"{peer}+{kind}+grouped_mm" for peer in PEERS for kind in kinds]
+    return [*grouped, f"{PEERS[0]}+{kinds[0]}", f"{PEERS[1]}+{kinds[0]}+loop"]
+
+
+def layers_that_fit(config: Mapping[str, Any], tokens: int, memory: int) -> int:
+    """As many of a model's layers as a GPU with `memory` bytes trains without trouble; at least as many as
+    show each of their kinds.
+    """
+    model = liger_models.from_config(config, device="meta")
+    sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in model.layers]
+    left = SHARE * memory - BYTES_OF_A_LOGIT * BATCH * tokens * config["vocab_size"]
+    left -= BYTES_OF_A_PARAMETER * (model.num_parameters() - sum(sizes))
+    fitting = sum(BYTES_OF_A_PARAMETER * total <= left for total in accumulate(sizes))
+    return max(fitting, layers_of_every_kind(config))
+
+
+def outcome(job: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]]) -> Outcome:
+    """A family's results by provider: it passed if ours was measured."""
+    return "tokens_per_second" in results[OURS], {
+        "model": job["model"],
+        "layers": job["config"]["num_hidden_layers"],
+        "batch": job["batch"],
+        "tokens": job["seq"],
+        "providers": dict(results),
     }
 
 
-def layers_that_fit(config: Mapping[str, Any], memory: int) -> int:
-    """As many of a model's layers as a GPU with `memory` bytes trains without trouble, at least one."""
-    layers = config["num_hidden_layers"]
-    logits = BYTES_OF_A_LOGIT * BATCH * TOKENS * config["vocab_size"]
-    while layers > 1:
-        count = liger_models.from_config(with_layers(config, layers), device="meta").num_parameters()
-        if BYTES_OF_A_PARAMETER * count + logits <= SHARE * memory:
-            break
-        layers -= max(1, layers // 8)
-    return layers
+def fastest(found: Mapping[str, Any], peer: str) -> tuple[str, Mapping[str, Any]] | None:
+    """A peer's fastest setting (`transformers` is without liger-kernel), with its result; None if it has none."""
+    own = [
+        (name, result)
+        for name, result in found["providers"].items()
+        if "tokens_per_second" in result and _peer_of(name) == peer
+    ]
+    return max(own, key=lambda item: item[1]["tokens_per_second"], default=None)
 
 
-def _rows(out: Path) -> list[dict[str, str]]:
-    rows = []
-    for path in out.glob("*.csv"):
-        with path.open(newline="") as file:
-            rows += list(csv.DictReader(file))
-    return rows
+def beside_peers(found: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Our speed over that of the fastest peer, and our memory over that peer's; None without a peer."""
+    peers = [result for peer in PEERS if (result := fastest(found, peer)) is not None]
+    ours = found["providers"][OURS]
+    if not peers or "tokens_per_second" not in ours:
+        return None
+    _, best = max(peers, key=lambda item: item[1]["tokens_per_second"])
+    memory = ours["gib"] / best["gib"] if best["gib"] else 1.0
+    return ours["tokens_per_second"] / best["tokens_per_second"], memory
 
 
-def _result(row: Mapping[str, str]) -> dict[str, Any]:
-    if not row.get("tokens_per_second"):
-        return {"note": row.get("note") or "no result"}
-    gib = float(row["peak_gib"]) if row["peak_gib"] else None
-    return {"tokens_per_second": float(row["tokens_per_second"]), "gib": gib}
+def say_beside_peers(found: Mapping[str, Any]) -> str:
+    ratios = beside_peers(found)
+    return "no peer ran" if ratios is None else f"{ratios[0]:.2f} x the speed, {ratios[1]:.2f} x the memory"
 
 
 def say(found: Mapping[str, Any]) -> str:
-    parts = [f"{provider}: {_say_result(result)}" for provider, result in found["providers"].items()]
     shape = f"{found['model']}, {found['layers']} layers, {found['batch']} x {found['tokens']} tokens"
-    return f"{shape}, bfloat16, fused AdamW: {'; '.join(parts)}"
+    parts = [f"{OURS}: {_say_result(found['providers'][OURS])}"]
+    for peer in PEERS:
+        settings = {name: result for name, result in found["providers"].items() if _peer_of(name) == peer}
+        best = fastest(found, peer)
+        if best is not None:
+            parts.append(f"{_setting(best[0])}: {_say_result(best[1])}")
+            del settings[best[0]]
+        notes = {_setting(name): _say_result(result) for name, result in settings.items()}
+        if len(set(notes.values())) == 1 and best is None:
+            parts.append(f"{peer}: {next(iter(notes.values()))}")
+        else:
+            parts += [f"{name}: {note}" for name, note in notes.items()]
+    return f"{shape}, bfloat16, fused AdamW: {say_beside_peers(found)} of the fastest peer. {'; '.join(parts)}"
+
+
+def _peer_of(provider: str) -> str:
+    if provider == OURS:
+        return OURS
+    return PEERS[0] if "liger" in provider.split("+") else PEERS[1]
+
+
+def _setting(provider: str) -> str:
+    """'transformers+liger (sdpa, grouped_mm)'."""
+    peer = _peer_of(provider)
+    return f"{peer} ({', '.join(provider.removeprefix(peer).strip('+').split('+'))})"
 
 
 def _say_result(result: Mapping[str, Any]) -> str:
@@ -103,3 +196,39 @@ def _say_result(result: Mapping[str, Any]) -> str:
         return result["note"]
     memory = "" if result["gib"] is None else f", {result['gib']:.1f} GiB"
     return f"{result['tokens_per_second']:,.0f} tokens/s{memory}"
+
+
+def _shortened(result: Mapping[str, Any]) -> dict[str, Any]:
+    if "tokens_per_second" not in result:
+        return {"note": result["note"]}
+    peak = result["peak_gib"]
+    return {
+        "tokens_per_second": round(result["tokens_per_second"], 1),
+        "gib": None if peak is None else round(peak, 2),
+    }
+
+
+def _memory(device: str) -> int:
+    on = torch.device(device)
+    return torch.cuda.get_device_properties(on).total_memory if on.type == "cuda" else 1 << 34
+
+
+def _run(
+    groups: Sequence[Sequence[Mapping[str, Any]]], repository: Path, devices: Sequence[str]
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """The benchmarks' own process: jobs with their results, as they come."""
+    asked = {"groups": groups, "devices": list(devices), "time_limit": TIME_LIMIT}
+    asked["ahead"] = all(device.startswith("cuda") for device in devices)
+    command = [sys.executable, "-m", "benchmarks.training"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(repository), *filter(None, sys.path)])}
+    with subprocess.Popen(
+        command, cwd=repository, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        json.dump(asked, process.stdin)
+        process.stdin.close()
+        for line in process.stdout:
+            found = json.loads(line)
+            yield found["job"], found["result"]
+    if process.returncode != 0:
+        raise RuntimeError(f"`python -m benchmarks.training` ended with exit code {process.returncode}")

@@ -1,10 +1,12 @@
 """`liger-models card`: checks families, and writes what was found to docs/families, in a checkout.
 
 Of each family, from its registration alone: transformers writes a tiny checkpoint with random parameters,
-which is read, written back, compared with transformers, continued, trained, resumed and given back; where
-there is a GPU, a training step of real widths is measured. What this machine cannot run stays as an earlier
-card has it. At the end, or at once where no family is named, the pages that are made from the registry and
-the cards are renewed, the README's table of models among them.
+which is read, written back, compared with transformers, continued, trained, resumed and given back. Where
+there are GPUs, a training step of real widths is measured beside transformers and liger-kernel, of all
+families named in one run, a family on each GPU at a time. What this machine cannot run stays as an earlier
+card has it. Each card is written as soon as something of it is found. At the end, or at once where no family
+is named, the pages that are made from the registry and the cards are renewed, the README's table of models
+among them.
 
 Exit code 1 if a check failed.
 """
@@ -23,6 +25,12 @@ def add_parser(subparsers) -> None:
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="a model_type; see `list`")
     parser.add_argument("--all", action="store_true", help="every family")
     parser.add_argument(
+        "--only",
+        action="append",
+        metavar="CHECK",
+        help="of the checks only this one, such as training_step (repeatable)",
+    )
+    parser.add_argument(
         "--repository",
         metavar="FOLDER",
         type=Path,
@@ -37,9 +45,10 @@ def run(args: argparse.Namespace) -> int:
 
     from tqdm import tqdm
 
-    from liger_models.architectures import find_architecture, list_architectures
-    from liger_models.cards.card import Line, make_card
-    from liger_models.cards.checks import CHECKS
+    from liger_models.architectures import Architecture, find_architecture, list_architectures
+    from liger_models.cards import training_step
+    from liger_models.cards.card import Card, Line, make_card, with_training_step
+    from liger_models.cards.checks import CHECKS, TRAINING_STEP
     from liger_models.cards.pages import card_path, read_card, write_pages
     from liger_models.convert.errors import LigerModelsError
 
@@ -51,20 +60,32 @@ def run(args: argparse.Namespace) -> int:
     families = [find_architecture(name) for name in names]
     if families and importlib.util.find_spec("transformers") is None:
         raise LigerModelsError("transformers is not installed: pip install 'liger_models[hf]'")
-    failed = []
+    checks = args.only or list(CHECKS)
+    if unknown := set(checks) - CHECKS.keys():
+        raise LigerModelsError(f"found --only {', '.join(sorted(unknown))}; there are {', '.join(CHECKS)}")
+    cards: dict[str, Card] = {}
+
+    def show(family: Architecture, line: Line) -> None:
+        verdict = {True: "passed", False: "FAILED", None: "not run"}[line.passed]
+        reason = line.values.get("error") or line.values.get("not_run") or ""
+        tqdm.write(f"{family.model_type}: {CHECKS[line.check].title}: {verdict} {reason}".rstrip())
+
+    def keep(family: Architecture, card: Card) -> None:
+        cards[family.model_type] = card
+        card.write(card_path(family.model_type, args.repository))
+
     with tqdm(families, disable=len(families) < 2, unit="family", file=sys.stderr) as bar:
         for family in bar:
             bar.set_postfix_str(family.model_type)
-
-            def show(line: Line, name: str = family.model_type) -> None:
-                verdict = {True: "passed", False: "FAILED", None: "not run"}[line.passed]
-                reason = line.values.get("error") or line.values.get("not_run") or ""
-                tqdm.write(f"{name}: {CHECKS[line.check].title}: {verdict} {reason}".rstrip())
-
             earlier = read_card(family.model_type, args.repository)
-            card = make_card(family, args.repository, earlier, show)
-            card.write(card_path(family.model_type, args.repository))
-            failed += [] if card.passed else [family.model_type]
+            keep(
+                family,
+                make_card(family, args.repository, earlier, checks, lambda line, of=family: show(of, line)),
+            )
+    if TRAINING_STEP in checks:
+        for family, found in training_step.measure(families, args.repository):
+            keep(family, with_training_step(cards[family.model_type], family, found))
+            show(family, cards[family.model_type].lines[-1])
     for path in write_pages(args.repository):
         print(f"wrote {path}")
-    return 1 if failed else 0
+    return 0 if all(card.passed for card in cards.values()) else 1

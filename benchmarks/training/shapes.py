@@ -1,0 +1,75 @@
+"""Models whose training step is measured: configs by name, whole or cut to their first layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from liger_models.cards.published import FOLDER, read_config, with_layers
+
+ROOT = Path(__file__).parents[2]
+
+_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "max_position_embeddings": 8192,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+def _llama(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, **others: Any):
+    return _LLAMA | {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "intermediate_size": intermediate,
+        **others,
+    }
+
+
+def _published(name: str, layers: int | None = None, **changes: Any) -> dict[str, Any]:
+    """A model's own config.json, with other sizes of its family, or its first layers alone."""
+    config = {**read_config(ROOT / FOLDER / f"{name}.json"), **changes}
+    return with_layers(config, layers) if layers else config
+
+
+# "-6" is a number of layers that fits one GPU.
+MODELS: Mapping[str, dict[str, Any]] = {
+    "llama-3-8b": _llama(4096, 32, 32, 8, 14336),
+    "llama-3.2-1b": _llama(2048, 16, 32, 8, 8192, tie_word_embeddings=True),
+    "tiny": _llama(256, 2, 4, 2, 512, vocab_size=1024),
+    "qwen2-0.5b": _published("Qwen2.5-0.5B"),  # the same sizes
+    "qwen3-0.6b": _published("Qwen3-0.6B"),
+    "gemma-2-2b": _published("gemma-2-2b"),
+    "gemma-3-1b": _published("gemma-3-1b-pt"),
+    "gemma-3-4b": _published(
+        "gemma-3-1b-pt",
+        hidden_size=2560,
+        intermediate_size=10240,
+        num_hidden_layers=34,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        sliding_window=1024,
+        vocab_size=262208,
+    ),
+    "qwen3-30b-a3b-6": _published("Qwen3-30B-A3B", 6),
+    "gpt-oss-20b-6": _published("gpt-oss-20b", 6),
+    "mixtral-8x7b-4": _published("Mixtral-8x7B-v0.1", 4),
+    "deepseek-v3-2": _published("DeepSeek-V3", 2, first_k_dense_replace=1),  # one dense, one of experts
+}
+
+
+def config_of(model: str, layers: int | None = None) -> dict[str, Any]:
+    """Of a name in `MODELS`, or of a file: a config.json, or {"config": ...}."""
+    config = MODELS[model] if model in MODELS else read_config(Path(model))
+    return with_layers(config, layers) if layers else dict(config)

@@ -1,0 +1,253 @@
+"""A training step of one model by one provider, measured in this process.
+
+Fresh random weights in bfloat16, random tokens, fused AdamW in bfloat16. A step is forward, backward,
+optimizer step and zero_grad; the steps are timed by device events with no waiting between them, after others
+untimed. A provider is a library and what is chosen of it:
+
+    ours[+split|+compile]
+    transformers[+liger][+compile][+ATTENTION][+EXPERTS]
+
+ATTENTION and EXPERTS are values of transformers' `attn_implementation` and `experts_implementation` (`loop` is
+what it calls eager); without them it chooses for itself. With an EXPERTS, liger-kernel leaves the experts to
+transformers.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import itertools
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.training.kernel_classes import by_class
+from liger_models.cards.published import layers_of_every_kind, with_layers
+
+LIBRARIES = {"ours": {"split", "compile"}, "transformers": {"liger", "compile"}}
+ATTENTION = ("sdpa", "flex_attention", "eager")
+EXPERTS = {"grouped_mm": "grouped_mm", "batched_mm": "batched_mm", "loop": "eager"}
+
+Result = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is measured.
+
+    Attributes:
+        model: what it is called.
+        config: its config.json.
+        provider: as above.
+        memory: for ours a level of activation memory, or 'lean,checkpoint=4': all lean, the last 4 layers
+            checkpoint; for the others none or checkpoint.
+        batch, seq: sequences, and tokens in each.
+        warmup, steps: those that are not timed, and those that are.
+        profile: also say what the kernels of a step are for.
+    """
+
+    model: str
+    config: Mapping[str, Any]
+    provider: str
+    memory: str = "lean"
+    batch: int = 2
+    seq: int = 4096
+    warmup: int = 2
+    steps: int = 5
+    profile: bool = False
+
+    @property
+    def library(self) -> str:
+        return self.provider.partition("+")[0]
+
+    @property
+    def options(self) -> set[str]:
+        return set(self.provider.split("+")[1:])
+
+    @property
+    def ours(self) -> bool:
+        return self.library == "ours"
+
+    @property
+    def compiles(self) -> bool:
+        """Whether something is compiled at its first step."""
+        return self.ours or bool(self.options & {"liger", "compile", "flex_attention"})
+
+
+def check_provider(provider: str) -> None:
+    """Raises ValueError."""
+    library, *options = provider.split("+")
+    known = LIBRARIES.get(library, set())
+    if library == "transformers":
+        known = known | {*ATTENTION, *EXPERTS}
+    if library not in LIBRARIES or not set(options) <= known:
+        raise ValueError(
+            f"no provider is called {provider!r}; expected for instance ours, ours+split, transformers+liger, "
+            f"transformers+flex_attention+grouped_mm ({', '.join(sorted(known or LIBRARIES))})"
+        )
+
+
+def measure(job: Job, device: torch.device) -> Result:
+    """Times and memory, or a `note` that says why there are none.
+
+    Raises:
+        Exception: whatever a provider raises, other than that memory does not suffice or that it does not
+            have the model.
+    """
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    try:
+        return _measure(job, device, before)
+    except torch.OutOfMemoryError:
+        return {"note": "out of memory"}
+    except NotImplementedError as lacking:
+        return {"note": str(lacking)}
+    finally:
+        _free(device)
+
+
+def compile_ahead(job: Job, device: torch.device) -> Result:
+    """Run each kernel of a job's step once, with as few layers and as little memory as do, so that what
+    Triton and torch.compile make lies on disk.
+    """
+    import torch._inductor.config as inductor
+
+    inductor.compile_threads = 1  # as many jobs as cores run at once
+    fewest = layers_of_every_kind(job.config)
+    config = job.config if "compile" in job.options else with_layers(job.config, fewest)
+    try:
+        model = build(job, config, device)
+        ids = torch.randint(config["vocab_size"], (job.batch, job.seq), device=device)
+        model(input_ids=ids, labels=ids).loss.backward()
+        return {}
+    finally:
+        model = None
+        _free(device)
+
+
+def _measure(job: Job, device: torch.device, before: int) -> Result:
+    torch.manual_seed(0)
+    cuda = device.type == "cuda"
+    model = build(job, job.config, device)
+    # One optimizer kernel for all; without it eight gigabytes of temporaries would be measured.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=cuda)
+    shape = (job.warmup + job.steps, job.batch, job.seq)
+    batches = torch.randint(job.config["vocab_size"], shape, device=device)
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    losses, marks = [], [_mark(cuda)]
+    for ids in batches:
+        losses.append(step(ids))
+        marks.append(_mark(cuda))
+    if cuda:
+        torch.cuda.synchronize(device)
+    steps = [_milliseconds(a, b) for a, b in itertools.pairwise(marks)][job.warmup :]
+    median = statistics.median(steps)
+    peak = (torch.cuda.max_memory_allocated(device) - before) / 2**30 if cuda else None
+    return {
+        "tokens_per_second": 1e3 * job.batch * job.seq / median,
+        "step_ms": median,
+        "step_ms_low": min(steps),
+        "step_ms_high": max(steps),
+        "peak_gib": peak,
+        "first_loss": losses[0].item(),
+        "loss": losses[-1].item(),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        **({"kernels": by_class(lambda: step(batches[0]), cuda)} if job.profile else {}),
+    }
+
+
+def build(job: Job, config: Mapping[str, Any], device: torch.device) -> Any:
+    """The provider's model.
+
+    Raises:
+        NotImplementedError: it does not have one.
+    """
+    if job.ours:
+        import liger_models
+
+        model: Any = liger_models.from_config(
+            config,
+            dtype=torch.bfloat16,
+            device=device,
+            activation_memory=_levels(job.memory, config["num_hidden_layers"]),
+            projections="split" if "split" in job.options else "fused",
+        )
+    else:
+        model = _transformers_model(job, config, device)
+    return torch.compile(model) if "compile" in job.options else model
+
+
+def _transformers_model(job: Job, config: Mapping[str, Any], device: torch.device) -> Any:
+    import transformers
+
+    settings = copy.deepcopy(dict(config)) | {"use_cache": False}
+    model_type = settings.pop("model_type")
+    if model_type not in transformers.models.auto.configuration_auto.CONFIG_MAPPING:
+        raise NotImplementedError(f"transformers {transformers.__version__} does not have {model_type}")
+    experts = next((EXPERTS[name] for name in EXPERTS if name in job.options), None)
+    if "liger" in job.options:
+        _patch(model_type, with_experts=experts is None)
+    hf_config = transformers.AutoConfig.for_model(model_type, **settings)
+    hf_config._attn_implementation = next((name for name in ATTENTION if name in job.options), None)
+    if experts is not None:
+        hf_config._experts_implementation = experts
+    with device:
+        model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16)
+    if job.memory == "checkpoint":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    elif job.memory != "none":
+        raise ValueError(f"memory is {job.memory!r}; {job.provider} has none and checkpoint")
+    return model.train()
+
+
+def _patch(model_type: str, with_experts: bool) -> None:
+    """Let liger-kernel change transformers' model, for the rest of the process's life."""
+    try:
+        import liger_kernel.transformers as liger
+    except ImportError:
+        raise NotImplementedError("liger-kernel is not installed") from None
+    apply = getattr(liger, f"apply_liger_kernel_to_{model_type}", None)
+    if apply is None:
+        raise NotImplementedError(f"liger-kernel does not have {model_type}")
+    has_choice = "swiglu" in inspect.signature(apply).parameters
+    apply(**({} if with_experts or not has_choice else {"swiglu": False}))
+
+
+def _free(device: torch.device) -> None:
+    torch._dynamo.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _levels(memory: str, num_layers: int) -> str | list[str]:
+    """'lean' for all layers, or 'lean,checkpoint=4': all lean but the last 4, which are checkpointed."""
+    if "," not in memory:
+        return memory
+    level, (other, count) = memory.split(",")[0], memory.split(",")[1].split("=")
+    return [level] * (num_layers - int(count)) + [other] * int(count)
+
+
+def _mark(cuda: bool):
+    if not cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _milliseconds(start, end) -> float:
+    return start.elapsed_time(end) if isinstance(start, torch.cuda.Event) else 1e3 * (end - start)
