@@ -23,6 +23,7 @@ from benchmarks.training.step import Job, Result, check_provider
 SUMMARY = (
     "a training step beside transformers, and transformers with liger-kernel: tokens a second, peak memory"
 )
+DEFAULT = "llama-3-8b"
 CONFIGURATIONS = (
     "ours:lean:2",
     "transformers+liger:none:2",
@@ -53,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_model,
         action="append",
         metavar="SHAPE",
-        help=f"repeatable. {', '.join(MODELS)}; or a config.json, or a file {{'config': ...}} (llama-3-8b)",
+        help=f"repeatable. {', '.join(MODELS)}; or a config.json, or a file {{'config': ...}} ({DEFAULT})",
     )
     parser.add_argument("--layers", type=int, help="of the model's layers only the first so many")
     parser.add_argument(
@@ -62,8 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_configuration,
         metavar="PROVIDER:MEMORY:BATCH",
         help="repeatable. PROVIDER: ours[+split|+compile], or transformers[+liger][+compile][+ATTENTION]"
-        "[+EXPERTS]. MEMORY: for ours a level of activation memory, or 'lean,checkpoint=4' (all lean, the last "
-        f"4 layers checkpoint); for the others none or checkpoint. Default: {' '.join(CONFIGURATIONS)}",
+        "[+EXPERTS]. MEMORY: for ours a level of activation memory, or 'lean,checkpoint=4' (all lean, the "
+        "last 4 layers checkpoint); for the others none or checkpoint. "
+        f"Default: {' '.join(CONFIGURATIONS)}",
     )
     parser.add_argument("--seq", type=int, default=4096, help="tokens a sequence (%(default)s)")
     parser.add_argument("--warmup", type=int, default=3, help="steps before the timed ones (%(default)s)")
@@ -82,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    groups = [_jobs(model, args) for model in args.model or ["llama-3-8b"]]
+    groups = [_jobs(model, args) for model in args.model or [DEFAULT]]
     results: dict[int, Result] = {}
     jobs = [job for group in groups for job in group]
     ahead = args.device[0].startswith("cuda") and len(jobs) > 1
@@ -125,7 +127,8 @@ def _configuration(text: str) -> tuple[str, str, int]:
 
 
 def _name(args: argparse.Namespace) -> str:
-    return "train-" + "-".join(Path(model).stem if "/" in model else model for model in args.model or ["llama-3-8b"])
+    models = args.model or [DEFAULT]
+    return "-".join(["train", *(model if model in MODELS else Path(model).stem for model in models)])
 
 
 def _write(args: argparse.Namespace, rows: Sequence[tuple[Job, Result]]) -> None:

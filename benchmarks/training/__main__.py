@@ -1,8 +1,8 @@
 """Training steps for another program: `liger-models card` starts this.
 
-Reads from standard input {"groups": [[job, ...], ...], "devices": [...], "time_limit": seconds, "ahead": bool},
-a job being the fields of `step.Job`; writes {"job": ..., "result": ...} to standard output, a line each, as
-they come. Progress goes to standard error.
+Reads from standard input {"groups": [[job, ...], ...], "devices": [...], "time_limit": seconds, "ahead":
+bool}, a job being the fields of `step.Job`; writes {"job": ..., "result": ...} to standard output, a line
+each, as they come. Progress goes to standard error.
 """
 
 import json

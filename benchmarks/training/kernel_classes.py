@@ -1,7 +1,7 @@
 """What the kernels of a training step are for: milliseconds by class, and of the device doing nothing.
 
-torch's profiler says which operation launched a kernel, and inside which others that one ran; a kernel belongs
-to the first class whose pattern is found in its own name or in one of theirs.
+torch's profiler says which operation launched a kernel, and inside which others that one ran; a kernel
+belongs to the first class whose pattern is found in its own name or in one of theirs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 
 CLASSES: Mapping[str, str] = {
     "optimizer": r"adam|multi_tensor|Optimizer",
-    "experts' products": r"_Experts.* (_rows_kernel|_weight_kernel)|grouped_mm|fused_(up|down)_proj|_moe_bwd_d",
+    "experts' products": r"_Experts.* (_rows_kernel|_weight_kernel)|grouped_mm"
+    r"|fused_(up|down)_proj|_moe_bwd_d",
     "experts' rows: routing, permutation, activation": r"_Experts|_Route|FusedMoE|_moe_|token_gather"
     r"|topk|sort|histc|cumsum|bincount",
     "attention": r"_Attention|attention|flash|fmha|sdpa",

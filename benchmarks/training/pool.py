@@ -1,13 +1,14 @@
 """Jobs measured by processes of their own, one at a time on a device and all devices at once.
 
 A process measures the jobs of one model, one after the other; the next one imports while it measures. What
-liger-kernel changes in transformers stays changed, so a job with it is followed by none without it. A job that
-breaks down or takes too long ends its process and becomes a note; the others go on in a new one. On a GPU
-everything is compiled before anything is timed, on all cores at once.
+liger-kernel changes in transformers stays changed, so a job with it is followed by none without it. A job
+that breaks down or takes too long ends its process and becomes a note; the others go on in a new one. On a
+GPU everything is compiled before anything is timed, on all cores at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import queue
@@ -163,7 +164,8 @@ def _work(pipe: Any, device: str) -> None:
             result = step.compile_ahead(job, on) if ahead else step.measure(job, on)
         except Exception as error:
             if not ahead:  # else it comes again
-                print(f"{job.model} {job.provider}: {traceback.format_exc()[-1500:]}", file=sys.stderr, flush=True)
+                told = f"{job.model} {job.provider}: {traceback.format_exc()[-1500:]}"
+                print(told, file=sys.stderr, flush=True)
             first = (str(error).strip().splitlines() or ["no message"])[0]
             result = {"note": f"{_BROKEN}: {type(error).__name__}: {first[:160]}"}
         pipe.send(result)
@@ -171,14 +173,10 @@ def _work(pipe: Any, device: str) -> None:
 
 def _import_peers() -> None:
     """They take seconds; without them their jobs say so."""
-    try:
+    with contextlib.suppress(ImportError):
         import transformers
 
         transformers.logging.set_verbosity_error()
         from transformers import AutoModelForCausalLM  # noqa: F401
-    except ImportError:
-        pass
-    try:
+    with contextlib.suppress(ImportError):
         import liger_kernel.transformers  # noqa: F401
-    except ImportError:
-        pass

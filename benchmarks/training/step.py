@@ -7,9 +7,9 @@ untimed. A provider is a library and what is chosen of it:
     ours[+split|+compile]
     transformers[+liger][+compile][+ATTENTION][+EXPERTS]
 
-ATTENTION and EXPERTS are values of transformers' `attn_implementation` and `experts_implementation` (`loop` is
-what it calls eager); without them it chooses for itself. With an EXPERTS, liger-kernel leaves the experts to
-transformers.
+ATTENTION and EXPERTS are values of transformers' `attn_implementation` and `experts_implementation` (`loop`
+is what it calls eager); without them it chooses for itself. With an EXPERTS, liger-kernel leaves the experts
+to transformers.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def check_provider(provider: str) -> None:
         known = known | {*ATTENTION, *EXPERTS}
     if library not in LIBRARIES or not set(options) <= known:
         raise ValueError(
-            f"no provider is called {provider!r}; expected for instance ours, ours+split, transformers+liger, "
-            f"transformers+flex_attention+grouped_mm ({', '.join(sorted(known or LIBRARIES))})"
+            f"no provider is called {provider!r}; expected for instance ours, ours+split, transformers+liger "
+            f"or transformers+sdpa+grouped_mm, of {', '.join(sorted(known or LIBRARIES))}"
         )
 
 

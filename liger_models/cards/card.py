@@ -78,7 +78,7 @@ def make_card(
     checks: Sequence[str] = tuple(CHECKS),
     on_line: Callable[[Line], None] = lambda line: None,
 ) -> Card:
-    """Run a family's checks; those left out, or that this machine cannot run, stay as the earlier card has them.
+    """Run a family's checks; what is left out, or cannot be run here, stays as the earlier card has it.
 
     Args:
         architecture: the family.

@@ -95,8 +95,7 @@ def _say_numbers(found: Values) -> str:
 
 
 def generation(shop: Workshop) -> tuple[bool, Values]:
-    ids = shop.random_ids(TRAINING_STEP = "training_step"
-PROMPTS, PROMPT_LENGTH)
+    ids = shop.random_ids(PROMPTS, PROMPT_LENGTH)
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = shop.reference.generate(ids, attention_mask=torch.ones_like(ids), **options)
     found = shop.load(shop.checkpoint).generate(ids, NEW_TOKENS, eos_token_id=())

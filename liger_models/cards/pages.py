@@ -67,8 +67,9 @@ def models_table(families: Sequence[Architecture], repository: Path) -> str:
     for family in families:
         words = about(family)
         name = _linked(f"`{family.model_type}`", family, repository, str(CARDS) + "/")
-        rows.append([words.name, words.traits, source(words), name])
-    return markdown_table(["family", "in a few words", "from", "model_type"], rows)
+        step = beside_peers(read_card(family.model_type, repository))
+        rows.append([words.name, words.traits, source(words), name, step])
+    return markdown_table(["family", "in a few words", "from", "model_type", "a training step"], rows)
 
 
 def overview(families: Sequence[Architecture], repository: Path) -> str:
@@ -156,6 +157,12 @@ def _linked(text: str, family: Architecture, repository: Path, folder: str = "")
     return f"[{text}]({folder}{card.with_suffix('.md').name})" if card.is_file() else text
 
 
+def beside_peers(card: Card | None) -> str:
+    """Our training step's speed and memory over those of the fastest peer; nothing if it was not measured."""
+    step = card.lines[-1] if card is not None else None
+    return training_step.say_beside_peers(step.values) if step is not None and step.passed else ""
+
+
 def _state(card: Card | None) -> tuple[str, str]:
     """How a card stands: the checks that every machine can run, and the training step."""
     if card is None:
@@ -165,7 +172,7 @@ def _state(card: Card | None) -> tuple[str, str]:
     passed = sum(bool(line.passed) for line in ran)
     dates = sorted({line.date for line in ran})
     checked = f"{passed} of {len(others)} passed, {dates[0]}" if ran else "not run"
-    return checked, training_step.say_beside_peers(step.values) if step.passed else _verdict(step)
+    return checked, beside_peers(card) or _verdict(step)
 
 
 def _verdict(line: Line) -> str:

@@ -35,7 +35,7 @@ WARMUP, STEPS = 2, 5
 TIME_LIMIT = 60.0  # seconds for a provider
 # Weights, gradients and both moments in bfloat16; logits of a peer in bfloat16 and twice in float32.
 BYTES_OF_A_PARAMETER, BYTES_OF_A_LOGIT = 8, 10
-SHARE = 0.4  # of the memory for these; the rest is for activations
+SHARE = 0.35  # of the memory for these; the rest is for activations
 
 Outcome = tuple[bool, Mapping[str, Any]]
 
@@ -136,30 +136,34 @@ def outcome(job: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]]) ->
     }
 
 
-def fastest(found: Mapping[str, Any], peer: str) -> tuple[str, Mapping[str, Any]] | None:
-    """A peer's fastest setting (`transformers` is without liger-kernel), with its result; None if it has none."""
-    own = [
+def fastest(found: Mapping[str, Any], *peers: str) -> tuple[str, Mapping[str, Any]] | None:
+    """The fastest setting of these peers (`transformers` is without liger-kernel), with its result."""
+    ran = [
         (name, result)
         for name, result in found["providers"].items()
-        if "tokens_per_second" in result and _peer_of(name) == peer
+        if "tokens_per_second" in result and _peer_of(name) in peers
     ]
-    return max(own, key=lambda item: item[1]["tokens_per_second"], default=None)
+    return max(ran, key=lambda item: item[1]["tokens_per_second"], default=None)
 
 
-def beside_peers(found: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Our speed over that of the fastest peer, and our memory over that peer's; None without a peer."""
-    peers = [result for peer in PEERS if (result := fastest(found, peer)) is not None]
+def beside_peers(found: Mapping[str, Any]) -> tuple[float, float | None] | None:
+    """Our speed over that of the fastest peer, and our memory over that peer's; None where unknown."""
+    peer = fastest(found, *PEERS)
     ours = found["providers"][OURS]
-    if not peers or "tokens_per_second" not in ours:
+    if peer is None or "tokens_per_second" not in ours:
         return None
-    _, best = max(peers, key=lambda item: item[1]["tokens_per_second"])
-    memory = ours["gib"] / best["gib"] if best["gib"] else 1.0
+    _, best = peer
+    memory = ours["gib"] / best["gib"] if ours["gib"] and best["gib"] else None
     return ours["tokens_per_second"] / best["tokens_per_second"], memory
 
 
 def say_beside_peers(found: Mapping[str, Any]) -> str:
+    """'1.27 x the speed, 0.83 x the memory'."""
     ratios = beside_peers(found)
-    return "no peer ran" if ratios is None else f"{ratios[0]:.2f} x the speed, {ratios[1]:.2f} x the memory"
+    if ratios is None:
+        return "no peer ran"
+    speed, memory = ratios
+    return f"{speed:.2f} x the speed" + (f", {memory:.2f} x the memory" if memory is not None else "")
 
 
 def say(found: Mapping[str, Any]) -> str:
@@ -176,7 +180,8 @@ def say(found: Mapping[str, Any]) -> str:
             parts.append(f"{peer}: {next(iter(notes.values()))}")
         else:
             parts += [f"{name}: {note}" for name, note in notes.items()]
-    return f"{shape}, bfloat16, fused AdamW: {say_beside_peers(found)} of the fastest peer. {'; '.join(parts)}"
+    beside = say_beside_peers(found) + (" of the fastest peer" if beside_peers(found) else "")
+    return f"{shape}, bfloat16, fused AdamW: {beside}. {'; '.join(parts)}"
 
 
 def _peer_of(provider: str) -> str:
@@ -224,7 +229,8 @@ def _run(
     with subprocess.Popen(
         command, cwd=repository, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         json.dump(asked, process.stdin)
         process.stdin.close()
         for line in process.stdout:

@@ -1,6 +1,7 @@
 """`liger-models list`: what can be read, and the presets that can be made fresh."""
 
 import argparse
+from pathlib import Path
 
 
 def add_parser(subparsers) -> None:
@@ -11,12 +12,25 @@ def run(args: argparse.Namespace) -> None:
     import liger_models
     from liger_models.architectures import find_architecture
     from liger_models.architectures.about import about
+    from liger_models.cards.pages import beside_peers, read_card
     from liger_models.cli.checkpoints import print_table
     from liger_models.presets import PRESETS
 
     architectures = [find_architecture(name) for name in liger_models.list_architectures()]
-    print("Architectures: the model_type of config.json, the models, and their class in transformers:")
-    print_table([(family.model_type, about(family).name, family.reference) for family in architectures])
+    print("Architectures: the model_type of config.json, the models, and their class in transformers; in a")
+    print("checkout also what the cards say of a training step on a GPU beside the fastest peer:")
+    checkout = Path(__file__).parents[2]
+    print_table(
+        [
+            (
+                family.model_type,
+                about(family).name,
+                family.reference,
+                beside_peers(read_card(family.model_type, checkout)),
+            )
+            for family in architectures
+        ]
+    )
     print("Presets, for fresh models (`init`, `train`):")
     rows = []
     for name, config in PRESETS.items():

@@ -1,6 +1,5 @@
 """Cards: a family is checked from its registration alone, and the pages are what their data say."""
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,11 +8,12 @@ import torch
 
 import liger_models
 from liger_models.architectures import find_architecture, list_architectures
+from liger_models.cards import card as card_module
 from liger_models.cards import checks, pages, training_step
-from liger_models.cards.card import Card, make_card
+from liger_models.cards.card import Card, Line, with_training_step
 from liger_models.cards.checks import CHECKS
-from liger_models.cards.published import FOLDER, features, published, with_layers
-from liger_models.cards.workshop import Workshop
+from liger_models.cards.published import Published, features, published, with_layers
+from liger_models.cards.workshop import NotRun, Workshop
 from liger_models.cli import main
 from liger_models.convert.config.hf_config import HFConfig
 
@@ -30,7 +30,7 @@ def repository(tmp_path):
 
 @pytest.fixture
 def without_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
 
 @pytest.fixture(scope="module")
@@ -72,17 +72,18 @@ def test_what_cannot_be_done_is_said_in_one_line(arguments, message, repository,
 
 
 def failing(monkeypatch, **runs):
-    """Every check gives nothing, but for those in `runs`."""
+    """Every check gives nothing, but for those in `runs`; the training step is left alone."""
     fakes = {
         name: replace(check, run=runs.get(name, lambda shop: (True, {})), say=lambda found: "nothing")
         for name, check in CHECKS.items()
+        if check.run is not None
     }
-    for module in (checks, pages):
+    fakes["training_step"] = CHECKS["training_step"]
+    for module in (checks, pages, card_module):
         monkeypatch.setattr(module, "CHECKS", fakes)
-    monkeypatch.setattr("liger_models.cards.card.CHECKS", fakes)
 
 
-def test_a_check_that_breaks_down_fails_and_the_others_go_on(repository, monkeypatch, capsys):
+def test_a_check_that_breaks_down_fails_and_the_others_go_on(repository, monkeypatch, without_a_gpu):
     pytest.importorskip("transformers")
 
     def broken(shop):
@@ -91,22 +92,36 @@ def test_a_check_that_breaks_down_fails_and_the_others_go_on(repository, monkeyp
     failing(monkeypatch, numbers=broken)
     assert main(["card", "llama", "--repository", str(repository)]) == 1
     card = Card.read(repository / "docs/families/llama.json")
-    failed = [line for line in card.lines if not line.passed]
+    failed = [line for line in card.lines if line.passed is False]
     assert [(line.check, line.values) for line in failed] == [
         ("numbers", {"error": "ValueError: no such layer"})
     ]
     assert "**failed** | ValueError: no such layer |" in (repository / "docs/families/llama.md").read_text()
 
 
-def test_what_this_machine_cannot_run_stays_with_its_date_and_machine(monkeypatch, without_a_gpu):
+def test_what_this_machine_cannot_run_stays_with_its_date_and_machine():
+    line = Line("training_step", True, {"model": "x"}, "command", "2026-01-02", "GPU", {})
+    card = Card("llama", (replace(line, check="numbers"), line))
+    assert with_training_step(card, LLAMA, NotRun("needs a GPU")) == card
+    never = Card("llama", (replace(line, passed=None),))
+    assert with_training_step(never, LLAMA, NotRun("no")).lines[0].values == {"not_run": "no"}
+
+
+def test_checks_that_are_left_out_stay_as_they_were(repository, monkeypatch, without_a_gpu):
     pytest.importorskip("transformers")
-    failing(monkeypatch, training_step=training_step.run)
-    fresh = make_card(LLAMA, ROOT)
-    assert fresh.lines[-1].values == {"not_run": "needs a GPU"}
-    measured = replace(fresh.lines[-1], passed=True, values={"model": "x"}, date="2026-01-02", machine="GPU")
-    card = make_card(LLAMA, ROOT, earlier=replace(fresh, lines=(*fresh.lines[:-1], measured)))
-    assert card.lines[-1] == measured
-    assert card.lines[0].date != "2026-01-02"
+    failing(monkeypatch)
+    arguments = ["card", "llama", "--repository", str(repository)]
+    assert main([*arguments, "--only", "training_step"]) == 0
+    path = repository / "docs/families/llama.json"
+    assert {line.check: line.values.get("not_run") for line in Card.read(path).lines} == {
+        **dict.fromkeys(CHECKS, "has not been asked for"),
+        "training_step": "needs a GPU",
+    }
+    main([*arguments, "--only", "numbers", "--only", "resume"])
+    ran = [line.check for line in Card.read(path).lines if line.passed]
+    assert ran == ["numbers", "resume"]
+    main([*arguments, "--only", "reload"])
+    assert [line.check for line in Card.read(path).lines if line.passed] == [*ran, "reload"]
 
 
 # -- each check can fail
@@ -143,44 +158,118 @@ def test_other_numbers_text_and_weights_are_found(shop, monkeypatch):
     assert "other weights or losses" in CHECKS["resume"].say(found)
 
 
-def test_a_training_step_is_measured_by_the_benchmarks(shop, tmp_path, monkeypatch):
-    """The command that is run and told is one that they understand, and what they write is understood."""
-    monkeypatch.syspath_prepend(str(ROOT))
-    from benchmarks.report import publish
-    from benchmarks.train import _config, add_arguments
+# -- the training step, of all families in one run
 
-    name = published(LLAMA, ROOT)[0].name
 
-    def run(command, cwd, **options):
-        monkeypatch.chdir(cwd)
-        parser = argparse.ArgumentParser()
-        add_arguments(parser)
-        parser.add_argument("--out")
-        assert command[1:4] == ["-m", "benchmarks", "train"]
-        args = parser.parse_args(command[4:])
-        config = _config({"model": args.model, "layers": args.layers})
-        assert (config["num_hidden_layers"], config["model_type"]) == (2, "llama")
-        providers = [configuration.split(":")[0] for configuration in args.configuration]
-        result = {"tokens_per_second": 1234.5, "peak_gib": 5.25, "seq": args.seq}
-        rows = [{"provider": provider, "note": "", **result} for provider in providers[:-1]]
-        publish(args.out, "x", "", [*rows, {"provider": providers[-1], "note": "out of memory"}])
+@pytest.fixture
+def tiny_models(monkeypatch):
+    """Families are known by their tests' configs, and measured by short steps."""
 
-    monkeypatch.setattr("subprocess.run", run)
-    passed, found = training_step.measure(shop, FOLDER / f"{name}.json", 2, ["--seq", "64"])
+    def published(family, repository):
+        return [Published(f"{family.model_type}-1", 1, dict(family.tiny))]
+
+    monkeypatch.setattr(training_step, "published", published)
+    monkeypatch.setattr(training_step, "TOKENS", 16)
+    monkeypatch.setattr(training_step, "STEPS", 1)
+
+
+def test_families_are_measured_on_all_devices_by_the_benchmarks(repository, tiny_models, monkeypatch):
+    """One that breaks down becomes a line of its card, and the others go on."""
+    pytest.importorskip("transformers")
+    (repository / "benchmarks").symlink_to(ROOT / "benchmarks")
+    monkeypatch.setattr(training_step, "settings_of_peers", lambda *about: ["transformers+sdpa"])
+    plan = training_step.plan
+
+    def break_down(family, *others):
+        jobs = plan(family, *others)
+        if family is not LLAMA:
+            jobs[0]["config"] = jobs[0]["config"] | {"num_attention_heads": 5}
+        return jobs
+
+    monkeypatch.setattr(training_step, "plan", break_down)
+    families = [find_architecture("qwen3"), LLAMA]
+    found = dict(training_step.measure(families, repository, ["cpu", "cpu"]))
+    passed, values = found[LLAMA]
     assert passed
+    assert values["layers"] == LLAMA.tiny["num_hidden_layers"]
+    assert (values["batch"], values["tokens"]) == (2, 16)
+    assert all(result["tokens_per_second"] > 0 for result in values["providers"].values())
+    assert list(values["providers"]) == ["ours", "transformers+sdpa"]
+    passed, values = found[families[0]]
+    assert not passed
+    assert values["providers"]["ours"]["note"].startswith("failed: ")
+    assert values["providers"]["transformers+sdpa"]["tokens_per_second"] > 0
+
+
+def test_a_family_that_cannot_be_measured_says_what_is_missing(repository, tiny_models, monkeypatch):
+    def reasons(devices):
+        return [str(found) for _, found in training_step.measure([LLAMA], repository, devices)]
+
+    assert reasons([]) == ["needs a GPU"]
+    assert reasons(["cpu"]) == ["needs a checkout, where the benchmarks are"]
+    (repository / "benchmarks" / "training").mkdir(parents=True)
+    monkeypatch.setattr(training_step, "published", lambda family, repository: [])
+    assert reasons(["cpu"]) == ["needs a published config of the family"]
+
+
+def settings_of(family, tokens, **changes):
+    config = HFConfig.load({**family.tiny, **changes})
+    return training_step.settings_of_peers(family.spec(config), tokens)
+
+
+def test_peers_are_measured_in_each_setting_that_may_be_their_fastest():
+    assert settings_of(LLAMA, 64) == ["transformers+liger+sdpa", "transformers+sdpa"]
+    capped = settings_of(find_architecture("gemma2"), 64)
+    assert capped[2:] == ["transformers+flex_attention", "transformers+eager"]
+    mistral = find_architecture("mistral")
+    assert settings_of(mistral, 64, sliding_window=64)[1:] == ["transformers+sdpa"]
+    assert settings_of(mistral, 64, sliding_window=63)[2:] == [
+        "transformers+sdpa",
+        "transformers+flex_attention",
+    ]
+    experts = settings_of(find_architecture("qwen3_moe"), 64, use_sliding_window=False)
+    assert experts == [
+        "transformers+liger+sdpa+grouped_mm",
+        "transformers+sdpa+grouped_mm",
+        "transformers+liger+sdpa",
+        "transformers+sdpa+loop",
+    ]
+
+
+def test_a_training_step_is_told_beside_the_fastest_setting_of_each_peer():
+    def result(speed, gib):
+        return {"tokens_per_second": speed, "gib": gib}
+
+    found = {"model": "tiny", "layers": 2, "batch": 2, "tokens": 64}
+    found["providers"] = {
+        "ours": result(3000.0, 5.0),
+        "transformers+liger+sdpa": {"note": "out of memory"},
+        "transformers+sdpa+grouped_mm": result(1000.0, 8.0),
+        "transformers+sdpa+loop": result(2000.0, 10.0),
+    }
     assert training_step.say(found) == (
-        f"{name}, 2 layers, 2 x 64 tokens, bfloat16, fused AdamW: ours: 1,234 tokens/s, 5.2 GiB; "
-        "transformers+liger: 1,234 tokens/s, 5.2 GiB; transformers: out of memory"
+        "tiny, 2 layers, 2 x 64 tokens, bfloat16, fused AdamW: 1.50 x the speed, 0.50 x the memory of the "
+        "fastest peer. ours: 3,000 tokens/s, 5.0 GiB; transformers+liger: out of memory; transformers (sdpa, "
+        "loop): 2,000 tokens/s, 10.0 GiB; transformers (sdpa, grouped_mm): 1,000 tokens/s, 8.0 GiB"
     )
+    alone = {**found, "providers": {"ours": result(3000.0, None)}}
+    assert training_step.say(alone).endswith("no peer ran. ours: 3,000 tokens/s")
+    beside = {**found, "providers": {**found["providers"], "ours": result(1000.0, None)}}
+    assert training_step.say_beside_peers(beside) == "0.50 x the speed"
 
 
-def test_as_many_layers_are_taken_as_fit():
+def test_as_many_layers_are_taken_as_fit_and_one_of_each_kind():
     config = {**LLAMA.tiny, "num_hidden_layers": 8}
-    assert training_step.layers_that_fit(config, 1 << 40) == 8
-    assert training_step.layers_that_fit(config, 1) == 1
-    bytes_of_logits = training_step.BYTES_OF_A_LOGIT * training_step.BATCH * training_step.TOKENS * 131
-    fewer = training_step.layers_that_fit(config, 2 * bytes_of_logits + 2 * 8 * 4 * 25_000)
-    assert 1 < fewer < 8
+    assert training_step.layers_that_fit(config, 16, 1 << 40) == 8
+    assert training_step.layers_that_fit(config, 16, 1) == 1
+    model = liger_models.from_config(config, device="meta")
+    layer = sum(weight.numel() for weight in model.layers[0].parameters())
+    others = training_step.BYTES_OF_A_LOGIT * 2 * 16 * 131 + 8 * (model.num_parameters() - 8 * layer)
+    share = training_step.SHARE
+    assert training_step.layers_that_fit(config, 16, round((others + 8 * 5 * layer) / share) + 1) == 5
+    assert training_step.layers_that_fit(config, 16, round((others + 8 * 5 * layer) / share) - 8) == 4
+    deepseek = find_architecture("deepseek_v3").tiny
+    assert training_step.layers_that_fit(deepseek, 16, 1) == deepseek["first_k_dense_replace"] + 1
 
 
 def test_what_is_listed_by_layer_is_cut_with_the_layers():
