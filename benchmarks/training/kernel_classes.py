@@ -18,6 +18,7 @@ import torch
 
 CLASSES: Mapping[str, str] = {
     "optimizer": r"adam|multi_tensor|Optimizer",
+    "embedding": r"embedding",
     "experts' products": r"_Experts.* (_rows_kernel|_weight_kernel)|grouped_mm"
     r"|fused_(up|down)_proj|_moe_bwd_d",
     "experts' rows: routing, permutation, activation": r"_Experts|_Route|FusedMoE|_moe_|token_gather"
@@ -28,7 +29,7 @@ CLASSES: Mapping[str, str] = {
     "norms": r"RMSNorm|LayerNorm|layer_norm|rms_norm",
     "rotary": r"[Rr]otary|[Rr]ope",
     "activations": r"_Packed|_Separate|_ReLU2|_XIELU|SiLUMul|GELUMul|silu|gelu",
-    "rows gathered and scattered": r"index|gather|scatter|embedding",
+    "rows gathered and scattered": r"index|gather|scatter",
     "copies": r"[Mm]emcpy|[Mm]emset|copy_",
 }
 OTHER, IDLE = "other", "idle"

@@ -1,9 +1,9 @@
 """Jobs measured by processes of their own, one at a time on a device and all devices at once.
 
-A process measures the jobs of one model, one after the other; the next one imports while it measures. What
-liger-kernel changes in transformers stays changed, so a job with it is followed by none without it. A job
-that breaks down or takes too long ends its process and becomes a note; the others go on in a new one. On a
-GPU everything is compiled before anything is timed, on all cores at once.
+A process imports once and measures many jobs. What liger-kernel changes in transformers' model stays changed,
+so a job for that model without it, or with less of it, gets a new process; so does the next job after one
+that broke down or took too long, which becomes a note. On a GPU everything is compiled before anything is
+timed, on all cores at once.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import multiprocessing
 import os
 import queue
+import signal
 import sys
 import threading
 import traceback
@@ -37,7 +38,7 @@ def measure_all(
     """Every job with its result, as they come.
 
     Args:
-        groups: jobs that one process may measure: those of one model.
+        groups: jobs that are measured on one device, one after the other: those to be compared.
         devices: such as cuda:0; each measures one job at a time.
         time_limit: seconds for a job.
         ahead: compile what the jobs need before any is measured.
@@ -46,15 +47,17 @@ def measure_all(
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     # One tile size for each of liger-kernel's products of experts: to time them all takes minutes.
     os.environ.setdefault("LIGER_FUSED_MOE_AUTOTUNE", "0")
+    workers = [Worker(device) for device in devices]  # they import meanwhile
     if ahead:
         jobs = [[job] for group in groups for job in group if job.compiles]
         jobs.sort(key=lambda group: (_changes(group[0]), _longest_first(group[0])))
         at_once = max(1, min(_MOST_AT_ONCE, (len(os.sched_getaffinity(0)) - 1) // len(devices)))
-        work = _each(jobs, list(devices) * at_once, _SECONDS_AHEAD, ahead=True)
+        helpers = [Worker(device) for _ in range(at_once) for device in devices][: len(jobs)]
+        work = _each(jobs, helpers, _SECONDS_AHEAD, ahead=True)
         for _ in _with_bar(work, jobs, "compiling"):
             pass
     ordered = [sorted(group, key=_changes) for group in groups]
-    yield from _with_bar(_each(ordered, devices, time_limit, ahead=False), groups, "measuring")
+    yield from _with_bar(_each(ordered, workers, time_limit, ahead=False), groups, "measuring")
 
 
 def _changes(job: Job) -> int:
@@ -76,99 +79,95 @@ def _with_bar(results: Iterator[Any], groups: Sequence[Group], name: str) -> Ite
 
 
 def _each(
-    groups: Sequence[Group], devices: Sequence[str], time_limit: float, ahead: bool
+    groups: Sequence[Group], workers: Sequence[Worker], time_limit: float, ahead: bool
 ) -> Iterator[tuple[Job, Result]]:
-    """One thread for each entry of `devices`, which may name a device several times."""
+    """A thread for each worker."""
     waiting: queue.SimpleQueue[Group] = queue.SimpleQueue()
     done: queue.SimpleQueue[tuple[Job, Result]] = queue.SimpleQueue()
     for group in groups:
         waiting.put(group)
-    for device in devices[: len(groups)]:
-        arguments = (device, waiting, done, time_limit, ahead)
-        threading.Thread(target=_serve, args=arguments, daemon=True).start()
+
+    def serve(worker: Worker) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                for job in waiting.get_nowait():
+                    done.put((job, worker.do(job, time_limit, ahead)))
+        worker.end()
+
+    for worker in workers:
+        threading.Thread(target=serve, args=(worker,), daemon=True).start()
     for _ in range(sum(map(len, groups))):
         yield done.get()
 
 
-def _serve(
-    device: str, waiting: queue.SimpleQueue, done: queue.SimpleQueue, time_limit: float, ahead: bool
-) -> None:
-    """Work through groups of jobs until none is left."""
-    worker = Worker(device)
-    while True:
-        try:
-            group = waiting.get_nowait()
-        except queue.Empty:
-            return worker.end()
-        # Nothing is measured while something is compiled: one process will do.
-        following = None if ahead or waiting.empty() else Worker(device)  # imports meanwhile
-        for job in group:
-            result = worker.do(job, time_limit, ahead)
-            done.put((job, result))
-            if not worker.alive:
-                worker = Worker(device)
-        if following is not None:
-            worker.end()
-            worker = following
-
-
 class Worker:
-    """A process with one device."""
+    """A process with one device; and the next one, where one can no longer be used."""
 
     def __init__(self, device: str) -> None:
-        self._pipe, theirs = _SPAWN.Pipe()
-        self._process = _SPAWN.Process(target=_work, args=(theirs, device), daemon=True)
-        self._process.start()
-        theirs.close()
-        self.alive = True
+        self._device = device
+        self._begin()
 
     def do(self, job: Job, time_limit: float, ahead: bool) -> Result:
-        """A job's result; where the process breaks down or has to be stopped, a note, and it is not alive."""
+        """A job's result; where the process breaks down or has to be stopped, a note."""
+        model_type, changes = job.config["model_type"], _changes(job)
+        if not job.ours and self._changed.get(model_type, 0) > changes:
+            self._begin_anew()
+        self._changed[model_type] = max(changes, self._changed.get(model_type, 0))
         try:
             self._pipe.recv()  # it has imported
             self._pipe.send((job, ahead))
             if not self._pipe.poll(time_limit):
-                self.end()
-                return {"note": f"stopped after {time_limit:.0f} s"}
+                self._begin_anew()
+                return {"note": f"stopped after {time_limit:g} s"}
             result = self._pipe.recv()
         except (EOFError, OSError):
-            self.end()
-            return {"note": f"{_BROKEN}: the process ended with exit code {self._process.exitcode}"}
+            self._process.join()
+            exit_code = self._process.exitcode
+            self._begin_anew()
+            return {"note": f"{_BROKEN}: the process ended with exit code {exit_code}"}
         if result.get("note", "").startswith(_BROKEN):
-            self.end()  # after an error a GPU's context may be of no use
+            self._begin_anew()  # after an error a GPU's context may be of no use
         return result
 
     def end(self) -> None:
-        self.alive = False
         self._process.kill()
         self._process.join()
+
+    def _begin(self) -> None:
+        self._changed: dict[str, int] = {}  # by liger-kernel, of transformers' models
+        self._pipe, theirs = _SPAWN.Pipe()
+        self._process = _SPAWN.Process(target=_work, args=(theirs, self._device), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def _begin_anew(self) -> None:
+        self.end()
+        self._begin()
 
 
 def _work(pipe: Any, device: str) -> None:
     """In the process: says that it is ready, takes a job, gives a result, until the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pipe is closed then
     import torch
 
     from benchmarks.training import step
 
     _import_peers()
     on = torch.device(device)
-    while True:
-        pipe.send("ready")
-        try:
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            pipe.send("ready")
             job, ahead = pipe.recv()
-        except EOFError:
-            return
-        try:
-            if on.type == "cuda":
-                torch.cuda.set_device(on)
-            result = step.compile_ahead(job, on) if ahead else step.measure(job, on)
-        except Exception as error:
-            if not ahead:  # else it comes again
-                told = f"{job.model} {job.provider}: {traceback.format_exc()[-1500:]}"
-                print(told, file=sys.stderr, flush=True)
-            first = (str(error).strip().splitlines() or ["no message"])[0]
-            result = {"note": f"{_BROKEN}: {type(error).__name__}: {first[:160]}"}
-        pipe.send(result)
+            try:
+                if on.type == "cuda":
+                    torch.cuda.set_device(on)
+                result = step.compile_ahead(job, on) if ahead else step.measure(job, on)
+            except Exception as error:
+                if not ahead:  # else it comes again
+                    told = f"{job.model} {job.provider}: {traceback.format_exc()[-1500:]}"
+                    print(told, file=sys.stderr, flush=True)
+                result = {"note": f"{_BROKEN}: {type(error).__name__}: {step.in_one_line(error)}"}
+            pipe.send(result)
 
 
 def _import_peers() -> None:

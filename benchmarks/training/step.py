@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.training.kernel_classes import by_class
+from liger_models.architectures import find_architecture
 from liger_models.cards.published import layers_of_every_kind, with_layers
 
 LIBRARIES = {"ours": {"split", "compile"}, "transformers": {"liger", "compile"}}
@@ -105,7 +106,7 @@ def measure(job: Job, device: torch.device) -> Result:
     except torch.OutOfMemoryError:
         return {"note": "out of memory"}
     except NotImplementedError as lacking:
-        return {"note": str(lacking)}
+        return {"note": in_one_line(lacking)}
     finally:
         _free(device)
 
@@ -195,22 +196,32 @@ def _transformers_model(job: Job, config: Mapping[str, Any], device: torch.devic
 
     settings = copy.deepcopy(dict(config)) | {"use_cache": False}
     model_type = settings.pop("model_type")
-    if model_type not in transformers.models.auto.configuration_auto.CONFIG_MAPPING:
+    reference = getattr(transformers, find_architecture(model_type).reference, None)
+    if reference is None:
         raise NotImplementedError(f"transformers {transformers.__version__} does not have {model_type}")
     experts = next((EXPERTS[name] for name in EXPERTS if name in job.options), None)
     if "liger" in job.options:
         _patch(model_type, with_experts=experts is None)
-    hf_config = transformers.AutoConfig.for_model(model_type, **settings)
+    hf_config = reference.config_class(**settings)
     hf_config._attn_implementation = next((name for name in ATTENTION if name in job.options), None)
     if experts is not None:
         hf_config._experts_implementation = experts
-    with device:
-        model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16)
+    try:
+        with device:
+            model = reference._from_config(hf_config, dtype=torch.bfloat16)
+    except (ValueError, ImportError) as error:  # an implementation that the model does not have
+        raise NotImplementedError(in_one_line(error)) from error
     if job.memory == "checkpoint":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     elif job.memory != "none":
         raise ValueError(f"memory is {job.memory!r}; {job.provider} has none and checkpoint")
     return model.train()
+
+
+def in_one_line(error: Exception) -> str:
+    """Its first sentence, not too long."""
+    first = (str(error).strip().splitlines() or ["no message"])[0]
+    return first.partition(". ")[0][:160]
 
 
 def _patch(model_type: str, with_experts: bool) -> None:

@@ -97,13 +97,14 @@ def plan(family: Architecture, repository: Path, devices: Sequence[str]) -> list
 
 
 def settings_of_peers(spec: ModelSpec, tokens: int) -> list[str]:
-    """What of a peer may be its fastest: SDPA has no soft cap and no sinks, and windows by a mask alone;
-    experts' products are grouped, or a loop over experts.
+    """What of a peer may be its fastest: SDPA has no soft cap and no sinks, and windows by a mask alone (which
+    transformers makes once there are as many tokens as a window has); experts' products are grouped, or a
+    loop.
     """
     attention = [block.mixer for block in spec.blocks if isinstance(block.mixer, AttentionSpec)]
     if any(part.softcap or part.sinks for part in attention):
         kinds = ["flex_attention", "eager"]
-    elif any(part.window is not None and part.window < tokens for part in attention):
+    elif any(part.window is not None and part.window <= tokens for part in attention):
         kinds = ["sdpa", "flex_attention"]
     else:
         kinds = ["sdpa"]

@@ -1,0 +1,139 @@
+"""A training step of a whole model: which processes measure it, what is asked for, what its kernels do."""
+
+import csv
+from dataclasses import replace
+
+import pytest
+
+from liger_models.architectures import find_architecture
+
+
+def job(provider="ours", memory="lean", **others):
+    from benchmarks.training.step import Job
+
+    config = dict(find_architecture("llama").tiny)
+    return Job("tiny", config, provider, memory, batch=1, seq=8, warmup=1, steps=1, **others)
+
+
+def test_a_report_says_what_each_configuration_reached_and_why_one_did_not(benchmarks, tmp_path):
+    pytest.importorskip("transformers")
+    arguments = ["--model", "tiny", "--seq", "16", "--warmup", "1", "--steps", "2", "--device", "cpu"]
+    asked = ["--configuration", "ours:lean:2", "--configuration", "transformers+flash:none:2"]
+    with pytest.raises(SystemExit):
+        benchmarks.__main__.main(["train", *arguments, *asked])
+    asked[-1] = "transformers+sdpa:some:2"
+    assert benchmarks.__main__.main(["train", *arguments, *asked, "--out", str(tmp_path)]) == 0
+    with (tmp_path / "train-tiny.csv").open() as file:
+        ours, theirs = csv.DictReader(file)
+    assert float(ours["tokens_per_second"]) > 0
+    assert ours["memory"] == "lean"
+    assert theirs["note"] == "failed: ValueError: memory is 'some'; transformers+sdpa has none and checkpoint"
+    assert theirs["note"] in (tmp_path / "train-tiny.md").read_text()
+
+
+def test_what_takes_too_long_is_stopped_and_the_next_one_goes_on(benchmarks):
+    from benchmarks.training.pool import measure_all
+
+    slow, fast = replace(job(), steps=10**5), job()
+    (stopped, note), (after, result) = measure_all([[slow, fast]], ["cpu"], time_limit=8, ahead=False)
+    assert (stopped, note) == (slow, {"note": "stopped after 8 s"})
+    assert after == fast
+    assert result["tokens_per_second"] > 0
+
+
+def test_a_model_that_liger_kernel_changed_is_measured_without_it_in_a_new_process(benchmarks, monkeypatch):
+    from benchmarks.training import pool
+
+    begun = []
+    monkeypatch.setattr(pool.Worker, "_begin", lambda self: (begun.append(0), setattr(self, "_changed", {})))
+    monkeypatch.setattr(pool.Worker, "end", lambda self: None)
+
+    class Pipe:
+        def __init__(self):
+            self.recv, self.send, self.poll = dict, lambda asked: None, lambda seconds: True
+
+    worker = pool.Worker("cpu")
+    worker._pipe = Pipe()
+
+    def processes(provider):
+        worker.do(job(provider, "none"), 1, ahead=False)
+        return len(begun)
+
+    assert processes("transformers+sdpa") == 1
+    assert processes("transformers+liger+sdpa+grouped_mm") == 1
+    assert processes("transformers+liger+sdpa") == 1
+    assert processes("ours") == 1
+    assert processes("transformers+liger+grouped_mm") == 2
+    assert processes("transformers") == 3
+    assert processes("transformers") == 3
+
+
+def test_jobs_are_ordered_so_that_few_processes_are_needed(benchmarks):
+    from benchmarks.training.pool import _changes
+
+    providers = ["transformers+liger", "ours", "transformers+liger+loop", "transformers+sdpa"]
+    ordered = sorted((job(provider, "none") for provider in providers), key=_changes)
+    assert [one.provider for one in ordered] == [providers[1], providers[3], providers[2], providers[0]]
+
+
+@pytest.mark.parametrize("provider", ["theirs", "ours+sdpa", "transformers+split", "transformers+fast"])
+def test_an_unknown_provider_is_refused(benchmarks, provider):
+    from benchmarks.training.step import check_provider
+
+    with pytest.raises(ValueError, match=f"no provider is called '{provider}'".replace("+", r"\+")):
+        check_provider(provider)
+
+
+def test_every_shape_is_a_model_of_ours(benchmarks):
+    import liger_models
+    from benchmarks.training.shapes import MODELS, config_of
+
+    billions = {
+        name: liger_models.from_config(config, device="meta").num_parameters() / 1e9
+        for name, config in MODELS.items()
+    }
+    assert billions["gemma-3-4b"] == pytest.approx(3.88, abs=0.01)  # 4.3 with what sees
+    assert billions["qwen2-0.5b"] == pytest.approx(0.494, abs=0.001)
+    assert billions["deepseek-v3-2"] == pytest.approx(2 * 0.927 + 0.583 + 11.5, abs=0.1)
+    assert config_of("llama-3-8b", layers=3)["num_hidden_layers"] == 3
+
+
+def kernel(name, ts, dur, launched_by):
+    return {"cat": "kernel", "name": name, "ts": ts, "dur": dur, "args": {"External id": launched_by}}
+
+
+def operation(name, ts, dur, number, thread=1):
+    return {
+        "cat": "cpu_op",
+        "name": name,
+        "ts": ts,
+        "dur": dur,
+        "tid": thread,
+        "args": {"External id": number},
+    }
+
+
+def test_a_kernel_is_counted_where_the_operation_around_it_says(benchmarks):
+    from benchmarks.training.kernel_classes import summary
+
+    events = [
+        operation("_Experts", 0, 100, 1),
+        operation("aten::mm", 10, 5, 2),
+        operation("_RMSNorm", 100, 10, 3),
+        operation("_Experts", 105, 2, 4, thread=2),
+        kernel("_rows_kernel", 1000, 300, 1),
+        kernel("_forward_kernel", 1300, 100, 1),
+        kernel("nvjet_h", 1500, 200, 2),
+        kernel("_forward_kernel", 1700, 50, 3),
+        {"cat": "gpu_memcpy", "name": "Memcpy DtoD", "ts": 1600, "dur": 200, "args": {}},
+        {"cat": "python_function", "name": "step", "ts": 0, "dur": 9000, "args": {}},
+    ]
+    found = summary(events)
+    assert found["milliseconds"] == {
+        "experts' products": 0.3,
+        "experts' rows: routing, permutation, activation": pytest.approx(0.3),
+        "norms": 0.05,
+        "copies": 0.2,
+        "idle": 0.1,
+    }
+    assert next(iter(found["longest"])) == "_Experts _rows_kernel"
