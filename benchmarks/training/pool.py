@@ -47,12 +47,13 @@ def measure_all(
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     # One tile size for each of liger-kernel's products of experts: to time them all takes minutes.
     os.environ.setdefault("LIGER_FUSED_MOE_AUTOTUNE", "0")
-    workers = [Worker(device) for device in devices]  # they import meanwhile
+    peers = any(not job.ours for group in groups for job in group)
+    workers = [Worker(device, peers) for device in devices]  # they import meanwhile
     if ahead:
         jobs = [[job] for group in groups for job in group if job.compiles]
         jobs.sort(key=lambda group: (_changes(group[0]), _longest_first(group[0])))
         at_once = max(1, min(_MOST_AT_ONCE, (len(os.sched_getaffinity(0)) - 1) // len(devices)))
-        helpers = [Worker(device) for _ in range(at_once) for device in devices][: len(jobs)]
+        helpers = [Worker(device, peers) for _ in range(at_once) for device in devices][: len(jobs)]
         work = _each(jobs, helpers, _SECONDS_AHEAD, ahead=True)
         for _ in _with_bar(work, jobs, "compiling"):
             pass
@@ -103,8 +104,8 @@ def _each(
 class Worker:
     """A process with one device; and the next one, where one can no longer be used."""
 
-    def __init__(self, device: str) -> None:
-        self._device = device
+    def __init__(self, device: str, peers: bool) -> None:
+        self._arguments = device, peers
         self._begin()
 
     def do(self, job: Job, time_limit: float, ahead: bool) -> Result:
@@ -136,7 +137,7 @@ class Worker:
     def _begin(self) -> None:
         self._changed: dict[str, int] = {}  # by liger-kernel, of transformers' models
         self._pipe, theirs = _SPAWN.Pipe()
-        self._process = _SPAWN.Process(target=_work, args=(theirs, self._device), daemon=True)
+        self._process = _SPAWN.Process(target=_work, args=(theirs, *self._arguments), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -145,14 +146,15 @@ class Worker:
         self._begin()
 
 
-def _work(pipe: Any, device: str) -> None:
+def _work(pipe: Any, device: str, peers: bool) -> None:
     """In the process: says that it is ready, takes a job, gives a result, until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pipe is closed then
     import torch
 
     from benchmarks.training import step
 
-    _import_peers()
+    if peers:
+        _import_peers()
     on = torch.device(device)
     with contextlib.suppress(EOFError, OSError):
         while True:

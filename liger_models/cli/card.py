@@ -42,6 +42,7 @@ def add_parser(subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     import importlib.util
     import sys
+    from functools import partial
 
     from tqdm import tqdm
 
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
             earlier = read_card(family.model_type, args.repository)
             keep(
                 family,
-                make_card(family, args.repository, earlier, checks, lambda line, of=family: show(of, line)),
+                make_card(family, args.repository, earlier, checks, partial(show, family)),
             )
     if TRAINING_STEP in checks:
         for family, found in training_step.measure(families, args.repository):

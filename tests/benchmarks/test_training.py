@@ -52,7 +52,7 @@ def test_a_model_that_liger_kernel_changed_is_measured_without_it_in_a_new_proce
         def __init__(self):
             self.recv, self.send, self.poll = dict, lambda asked: None, lambda seconds: True
 
-    worker = pool.Worker("cpu")
+    worker = pool.Worker("cpu", peers=True)
     worker._pipe = Pipe()
 
     def processes(provider):

@@ -175,9 +175,8 @@ def tiny_models(monkeypatch):
 
 def test_families_are_measured_on_all_devices_by_the_benchmarks(repository, tiny_models, monkeypatch):
     """One that breaks down becomes a line of its card, and the others go on."""
-    pytest.importorskip("transformers")
     (repository / "benchmarks").symlink_to(ROOT / "benchmarks")
-    monkeypatch.setattr(training_step, "settings_of_peers", lambda *about: ["transformers+sdpa"])
+    monkeypatch.setattr(training_step, "settings_of_peers", lambda *about: [])
     plan = training_step.plan
 
     def break_down(family, *others):
@@ -194,12 +193,10 @@ def test_families_are_measured_on_all_devices_by_the_benchmarks(repository, tiny
     assert passed
     assert values["layers"] == LLAMA.tiny["num_hidden_layers"]
     assert (values["batch"], values["tokens"]) == (2, 16)
-    assert all(result["tokens_per_second"] > 0 for result in values["providers"].values())
-    assert list(values["providers"]) == ["ours", "transformers+sdpa"]
+    assert values["providers"]["ours"]["tokens_per_second"] > 0
     passed, values = found["qwen3"]
     assert not passed
-    assert values["providers"]["ours"]["note"].startswith("failed: ")
-    assert values["providers"]["transformers+sdpa"]["tokens_per_second"] > 0
+    assert values["providers"]["ours"]["note"].startswith("failed: ConfigError: ")
 
 
 def test_a_family_that_cannot_be_measured_says_what_is_missing(repository, tiny_models, monkeypatch):
