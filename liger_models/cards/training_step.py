@@ -97,9 +97,8 @@ def plan(family: Architecture, repository: Path, devices: Sequence[str]) -> list
 
 
 def settings_of_peers(spec: ModelSpec, tokens: int) -> list[str]:
-    """What of a peer may be its fastest: SDPA has no soft cap and no sinks, and windows by a mask alone (which
-    transformers makes once there are as many tokens as a window has); experts' products are grouped, or a
-    loop.
+    """What of a peer may be its fastest: SDPA has no soft cap and no sinks, and windows by a mask, which
+    transformers makes if no fewer tokens come than a window has; experts' products are grouped, or a loop.
     """
     attention = [block.mixer for block in spec.blocks if isinstance(block.mixer, AttentionSpec)]
     if any(part.softcap or part.sinks for part in attention):
