@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from liger_models.convert.checkpoints.weight_map import Cat, Expr, Ref, Stack
 from liger_models.kernels import moe_experts, route
@@ -265,11 +266,17 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """x [T, H], weights [T, k], experts [T, k] -> [T, H]."""
         if self.activation_memory == "mlp" and torch.is_grad_enabled():
-            return recompute(self._forward, x, weights, experts)
+            return recompute(self._forward, x, weights, experts, *self._made_matrices())
         return self._forward(x, weights, experts)
 
-    def _forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        gate_up, down = self.gate_up_proj, self.down_proj
+    def _made_matrices(self) -> tuple[Tensor, ...]:
+        """The matrices where parametrizations make them: adapters take theirs away when this call returns,
+        before it is run again. Parameters are read when they are used, as sharding wants them.
+        """
+        return (self.gate_up_proj, self.down_proj) if is_parametrized(self) else ()
+
+    def _forward(self, x: Tensor, weights: Tensor, experts: Tensor, *matrices: Tensor) -> Tensor:
+        gate_up, down = matrices or (self.gate_up_proj, self.down_proj)
         biases = as_wide_as(gate_up, self.gate_up_proj_bias), as_wide_as(down, self.down_proj_bias)
         return moe_experts(x, weights, experts, gate_up, down, self.spec.activation, *biases)
 

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from liger_models.convert.errors import CheckpointError
+from liger_models.layers.moe import Experts
 from liger_models.layers.packed_linear import PackedLinear
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -74,6 +75,9 @@ def load_adapter(model: nn.Module, folder: str | Path, **options: Any) -> Any:
     tensors = load_file(Path(folder) / TENSORS)
     packed = _packed(model)
     targets = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in tensors}
+    if config.get("target_parameters"):
+        stacks = {path for path, module in model.named_modules() if isinstance(module, Experts)}
+        targets = {path for path in targets if path.partition(".base_layer")[0] not in stacks}
     for path, parts in packed.items():
         paths = {part: _beside(path, part) for part in parts}
         if targets & set(paths.values()):
@@ -150,7 +154,7 @@ def _with_usual_names(config: dict[str, Any], parts: Mapping[str, list[str]]) ->
                 return [name.removesuffix(packed) + part for part in names]
         return [name]
 
-    targets = config["target_modules"]
+    targets = config["target_modules"] or []
     if isinstance(targets, str):  # a pattern
         for packed, names in parts.items():
             targets = targets.replace(packed, f"({'|'.join(names)})")

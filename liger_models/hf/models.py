@@ -45,7 +45,13 @@ from liger_models.hf.quantization import (
     is_quantised,
     renamed_layers,
 )
-from liger_models.hf.weights import CheckpointConverter, Groups, convert_state_dict, groups_of
+from liger_models.hf.weights import (
+    CheckpointConverter,
+    Groups,
+    convert_state_dict,
+    groups_of,
+    refuse_single_experts,
+)
 from liger_models.kernels import load_balancing_loss
 from liger_models.layers.activation_memory import ActivationMemory
 from liger_models.layers.call_checks import CallChecks, batch_shape, refuse_unknown, targets_of
@@ -90,6 +96,7 @@ class LigerPreTrainedModel(PreTrainedModel):
         self.layouts = self.architecture.layouts
         self._no_split_modules = self.decoder.kinds_of_layers()
         self.register_load_state_dict_pre_hook(convert_state_dict)
+        self.register_load_state_dict_pre_hook(refuse_single_experts)
         if is_quantised(self.config):
             give_layers_to_quantise(self)
         entries = self._conversions(groups_of(self))
@@ -282,15 +289,34 @@ class LigerPreTrainedModel(PreTrainedModel):
             )
         super().__setattr__(name, value)
         if name == "peft_config":  # PEFT's last word when it has put adapters into the model
-            from liger_models.hf.lora import take_over
+            self._meet_adapters()
 
-            take_over(self)
+    def _meet_adapters(self) -> None:
+        from liger_models.hf.expert_adapters import keep_usual_order
+        from liger_models.hf.lora import take_over
+
+        take_over(self)
+        keep_usual_order(self)
+
+    def load_adapter(
+        self, peft_model_id: Any = None, adapter_name: str | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """transformers' own, which fills parameters as they are in files.
+
+        Raises:
+            CheckpointError: a tensor of the adapter has no place here.
+        """
+        from liger_models.hf.expert_adapters import take_usual_order
+
+        loaded = super().load_adapter(peft_model_id, adapter_name, *args, **kwargs)
+        if wrong := sorted({*loaded.unexpected_keys, *loaded.missing_keys}):
+            raise CheckpointError(f"{peft_model_id}: the adapter and the model differ in {wrong[:4]}")
+        take_usual_order(self, adapter_name or "default")
+        return loaded
 
     def train(self, mode: bool = True) -> Self:
         if mode and getattr(self, "peft_config", None):  # adapters that were added later, in other layers
-            from liger_models.hf.lora import take_over
-
-            take_over(self)
+            self._meet_adapters()
         return super().train(mode)
 
 

@@ -12,6 +12,7 @@ projection and its parts, or all parts of a tensor that a checkpoint holds whole
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -240,6 +241,20 @@ def convert_state_dict(model: nn.Module, state_dict: dict[str, Any], prefix: str
             raise CheckpointError(
                 f"{natives[0]} is made of {there[-1].shapes}, but the state dict holds {shapes}; give all of "
                 "them, or none"
+            )
+
+
+def refuse_single_experts(model: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
+    """A hook in front of `load_state_dict`: PEFT passes over what has no place, and the adapter does nothing.
+
+    Raises:
+        CheckpointError: an adapter of experts one by one, as transformers 4 had them.
+    """
+    for name in state_dict:
+        if name.startswith(prefix) and re.search(r"\.experts\.\d+\..*lora_", name):
+            raise CheckpointError(
+                f"{name.removeprefix(prefix)}: an adapter of single experts, which are stacked here; load it "
+                "into transformers' own model, which joins it, save that adapter, and load what was saved"
             )
 
 

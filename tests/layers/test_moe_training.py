@@ -15,6 +15,7 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import liger_models.layers.moe as moe
@@ -187,6 +188,46 @@ def test_a_layer_with_two_places_chooses_in_each(make_layers):
         results.append([p.grad for p in layer.parameters()])
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+
+
+class LowRank(nn.Module):
+    """What is added to each expert's matrix: a parametrization of a stack."""
+
+    def __init__(self, stack):
+        super().__init__()
+        experts, outputs, inputs = stack.shape
+        self.a = nn.Parameter(torch.randn(experts, 2, inputs) / 4)
+        self.b = nn.Parameter(torch.randn(experts, outputs, 2) / 4)
+
+    def forward(self, stack):
+        return stack + self.b @ self.a
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_low_rank_parametrizations_of_stacked_experts_have_the_gradients_of_the_sum(
+    level, moe_spec, make_model
+):
+    spec = make_model(2).spec
+    block = replace(spec.blocks[0], mlp=replace(moe_spec, activation="gelu"))
+    model = CausalLM(replace(spec, blocks=(block, block)), activation_memory=level)
+    torch.manual_seed(0)
+    model.reset_parameters()
+    ids, paths = torch.randint(61, (2, 9)), {}
+    for layer in model.layers:
+        for name in ("gate_up_proj", "down_proj"):
+            paths[layer.mlp.experts, name] = LowRank(getattr(layer.mlp.experts, name))
+    for (experts, name), path in paths.items():
+        register_parametrization(experts, name, path)
+    model(ids, labels=ids).loss.backward()
+    found = [(path.a.grad, path.b.grad) for path in paths.values()]
+    for experts, name in paths:
+        remove_parametrizations(experts, name)  # leaves the sum
+        experts.get_parameter(name).grad = None
+    model(ids, labels=ids).loss.backward()
+    for ((experts, name), path), (a, b) in zip(paths.items(), found, strict=True):
+        whole = experts.get_parameter(name).grad
+        torch.testing.assert_close(a, path.b.mT @ whole, rtol=1e-4, atol=1e-6)  # sums in another order
+        torch.testing.assert_close(b, whole @ path.a.mT, rtol=1e-4, atol=1e-6)
 
 
 class Dropping(Layer):

@@ -1,0 +1,96 @@
+"""PEFT's adapters of stacked experts (`target_parameters`), in files as those of transformers' own models.
+
+    W_e + s B_e A_e                     lora_A [rank E, inputs], lora_B [outputs, rank E]
+
+Our stacks have the names and the axes that PEFT gives an adapter. Where a family's checkpoints have the rows
+of a stack in another order than we (gpt-oss: gate and up alternating), an adapter has its rows and columns in
+our order while it computes, and in theirs in every state dict: what PEFT, Trainer or a checkpoint of a run
+writes is what transformers' own model reads, and the other way round.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import ParamWrapper
+from torch import Tensor, nn
+
+from liger_models.convert.checkpoints.weight_map import Expr
+from liger_models.layers.moe import Experts
+
+
+def keep_usual_order(model: Any) -> None:
+    """Let the adapters on stacked experts of one of our models be in the usual order in state dicts.
+
+    Raises:
+        ValueError: an adapter of the experts' biases where their order is another: it cannot be told.
+    """
+    maps = [model.weight_map(layout) for layout in model.layouts]
+    for path, wrapper in model.named_modules():
+        if not isinstance(wrapper, ParamWrapper) or getattr(wrapper, "_usual_order", None) is not None:
+            continue
+        experts = wrapper.get_base_layer()
+        if isinstance(experts, Experts):
+            name = f"{path.partition('.base_layer')[0]}.{wrapper.parameter_name}"
+            _install(wrapper, name, _usual_order([weight_map[name] for weight_map in maps]))
+
+
+def take_usual_order(model: nn.Module, adapter: str) -> None:
+    """Put an adapter whose parameters were filled in the usual order into ours."""
+    for wrapper in model.modules():
+        if isinstance(wrapper, ParamWrapper) and getattr(wrapper, "_usual_order", ()):
+            outputs, inputs = wrapper._usual_order
+            for linear, dim, order in ((wrapper.lora_A, 1, inputs), (wrapper.lora_B, 0, outputs)):
+                if adapter in linear:
+                    weight = linear[adapter].weight
+                    weight.data.copy_(weight.data.index_select(dim, order.argsort().to(weight.device)))
+
+
+def _install(wrapper: Any, name: str, order: tuple[Tensor, Tensor] | None) -> None:
+    wrapper._usual_order = order or ()
+    if order is None:
+        return
+    if wrapper.get_param().dim() != 3:
+        raise ValueError(
+            f"{name}: an adapter of biases would be in another order than in other people's files; adapt the "
+            "matrices, gate_up_proj and down_proj"
+        )
+    outputs, inputs = order
+    back = outputs.argsort(), inputs.argsort()
+
+    def write(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        _reorder(module, state, prefix, outputs, inputs)
+
+    def read(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        _reorder(module, state, prefix, *back)
+
+    wrapper.register_state_dict_post_hook(write)
+    wrapper.register_load_state_dict_pre_hook(read)
+
+
+def _reorder(wrapper: Any, state: dict[str, Any], prefix: str, outputs: Tensor, inputs: Tensor) -> None:
+    for adapter in wrapper.lora_A:
+        for kind, dim, order in (("lora_A", 1, inputs), ("lora_B", 0, outputs)):
+            key = f"{prefix}{kind}.{adapter}.weight"
+            if key in state:
+                state[key] = state[key].index_select(dim, order.to(state[key].device))
+
+
+def _usual_order(forms: list[Expr]) -> tuple[Tensor, Tensor] | None:
+    """At each place of a checkpoint's stack, the number of our output [2 I], and of our input [H]; None where
+    both are in our order, or each expert is stored by itself.
+    """
+    whole = next((form for form in forms if len(list(form.refs())) == 1), None)
+    if whole is None:
+        return None
+    orders = []
+    for dim in range(1, len(whole.shape)):
+        numbers = torch.arange(whole.shape[dim]).view(
+            [-1 if i == dim else 1 for i in range(len(whole.shape))]
+        )
+        ((_, _, _, view),) = whole.places(numbers.expand(whole.shape))  # without memory of its own
+        orders.append(view[tuple(slice(None) if stride else 0 for stride in view.stride())].flatten())
+    if all(order.equal(torch.arange(len(order))) for order in orders):
+        return None
+    return orders[0], orders[-1]

@@ -1,0 +1,173 @@
+"""PEFT's LoRA on stacked experts: in files as transformers' own models have them, both ways."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hf_pairs import BOUND, relative_distance
+from safetensors.torch import load_file, save_file
+
+import liger_models
+from liger_models.layers.activation_memory import LEVELS
+from liger_models.layers.moe import Experts
+
+pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+FAMILIES = ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"]  # gpt-oss has another order and other axes
+STACKS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+def adapt(model, parameters=STACKS, modules=(), **settings):
+    """With random adapters, which change what the model computes."""
+    config = peft.LoraConfig(
+        r=3, target_modules=list(modules), target_parameters=parameters, init_lora_weights=False, **settings
+    )
+    adapted = peft.get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in adapted.parameters():
+            if p.requires_grad:
+                p.copy_(0.3 * torch.randn(p.shape, generator=generator) / p.shape[-1] ** 0.5)
+    return adapted.eval()
+
+
+def tensors(folder):
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def gradients(adapted):
+    """Of the adapters, as their file would hold them."""
+    with torch.no_grad():
+        for p in adapted.parameters():
+            if p.requires_grad:
+                p.copy_(p.grad)
+    return peft.get_peft_model_state_dict(adapted)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_files_and_gradients_are_those_of_transformers(family, make_both, batch, tmp_path):
+    both = make_both(family)
+    theirs = adapt(both.reference, rank_pattern={"experts.down_proj": 2})
+    theirs.save_pretrained(tmp_path / "theirs_adapter")
+    ours = peft.PeftModel.from_pretrained(both.ours, tmp_path / "theirs_adapter", is_trainable=True).eval()
+    without = type(both.ours).from_pretrained(both.folder).eval()(**batch).loss
+    expected, found = theirs(**batch), ours(**batch)
+    assert relative_distance(found.loss, expected.loss) <= BOUND
+    assert relative_distance(found.loss, without) > 1e-3
+    ours.save_pretrained(tmp_path / "ours_adapter")
+    saved, again = (tensors(tmp_path / f"{whose}_adapter") for whose in ("theirs", "ours"))
+    assert saved.keys() == again.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in saved.items())
+    expected.loss.backward()
+    found.loss.backward()
+    expected, found = gradients(theirs), gradients(ours)
+    assert expected.keys() == found.keys()
+    for name, gradient in expected.items():
+        assert relative_distance(found[name], gradient) <= BOUND, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_merged_they_are_saved_as_a_checkpoint(family, make_both, batch, tmp_path):
+    both = make_both(family)
+    adapt(copy.deepcopy(both.reference)).save_pretrained(tmp_path / "adapter")
+    results = {}
+    for whose, model in (("theirs", both.reference), ("ours", both.ours)):
+        adapted = peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
+        adapted.merge_and_unload().save_pretrained(tmp_path / whose)
+        results[whose] = load_file(tmp_path / whose / "model.safetensors")
+    assert results["theirs"].keys() == results["ours"].keys()
+    for name, tensor in results["theirs"].items():
+        # One product of rank 3 and one sum.
+        assert relative_distance(results["ours"][name], tensor) <= 1e-6, name
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_adapters_that_transformers_loads_and_saves_itself_are_the_same(family, make_both, batch, tmp_path):
+    both = make_both(family)
+    theirs = adapt(both.reference)
+    theirs.save_pretrained(tmp_path / "adapter")
+    both.ours.load_adapter(tmp_path / "adapter")
+    assert relative_distance(both.ours.eval()(**batch).loss, theirs(**batch).loss) <= BOUND
+    both.ours.save_pretrained(tmp_path / "again")
+    saved, again = tensors(tmp_path / "adapter"), tensors(tmp_path / "again")
+    assert saved.keys() == again.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in saved.items())
+
+
+@pytest.mark.parametrize("level", LEVELS[1:])
+def test_every_level_of_activation_memory_has_the_same_gradients(level, make_both, batch):
+    ours = adapt(make_both("qwen3_moe").ours).train()
+    results = []
+    for each in ("all", level):
+        ours.zero_grad()
+        ours.base_model.model.set_activation_memory(each)
+        ours(**batch).loss.backward()
+        results.append({name: p.grad for name, p in ours.named_parameters() if p.requires_grad})
+    assert results[0]
+    for name, gradient in results[0].items():
+        assert gradient.any()
+        assert torch.equal(results[1][name], gradient), name
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_beside_packed_projections_they_are_exported_and_read_back(family, make_both, batch, tmp_path, hf):
+    both = make_both(family)
+    ours = adapt(both.ours, modules=["qkv_proj", "o_proj"])
+    hf.save_adapter(ours, tmp_path / "usual")
+    expected = ours(**batch).loss
+    theirs = peft.PeftModel.from_pretrained(both.reference, tmp_path / "usual").eval()
+    assert relative_distance(theirs(**batch).loss, expected) <= BOUND
+    fresh = type(both.ours).from_pretrained(both.folder).eval()
+    again = hf.load_adapter(fresh, tmp_path / "usual").eval()
+    assert torch.equal(again(**batch).loss, expected)
+    hf.save_adapter(again, tmp_path / "again")
+    first, second = tensors(tmp_path / "usual"), tensors(tmp_path / "again")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(second[name], tensor) for name, tensor in first.items())
+
+
+def test_adapters_of_the_router_train_too(make_both, batch):
+    ours = adapt(make_both("qwen3_moe").ours, ["router.weight"]).train()
+    ours(**batch).loss.backward()
+    trained = [p.grad for p in ours.parameters() if p.requires_grad]
+    assert trained
+    assert all(gradient.any() for gradient in trained)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_adapters_of_single_experts_are_an_error_that_says_what_to_do(family, make_both, batch, tmp_path):
+    """As transformers 4 had them. What transformers makes of them is read."""
+    both = make_both(family)
+    stack = {"mixtral": "block_sparse_moe", "qwen3_moe": "mlp"}[family]
+    names = {"mixtral": ("w1", "w3", "w2"), "qwen3_moe": ("gate_proj", "up_proj", "down_proj")}[family]
+    lone = {}
+    for path, module in both.ours.named_modules():
+        if isinstance(module, Experts):
+            _, hidden, inner = module.down_proj.shape
+            for expert in range(len(module.down_proj)):
+                for name in names:
+                    rows = (hidden, inner) if name == names[2] else (inner, hidden)
+                    stem = f"base_model.model.{path.replace('mlp', stack)}.{expert}.{name}"
+                    lone[f"{stem}.lora_A.weight"] = torch.randn(2, rows[1]) / 7
+                    lone[f"{stem}.lora_B.weight"] = torch.randn(rows[0], 2) / 7
+    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=list(names), task_type="CAUSAL_LM")
+    config.save_pretrained(tmp_path / "lone")
+    save_file(lone, tmp_path / "lone" / "adapter_model.safetensors")
+    theirs = peft.PeftModel.from_pretrained(both.reference, tmp_path / "lone").eval()
+    theirs.save_pretrained(tmp_path / "joined")
+    ours = peft.PeftModel.from_pretrained(both.ours, tmp_path / "joined").eval()
+    assert relative_distance(ours(**batch).loss, theirs(**batch).loss) <= BOUND
+    fresh = type(both.ours).from_pretrained(both.folder)
+    with pytest.raises(liger_models.CheckpointError, match="load it into transformers' own model"):
+        peft.PeftModel.from_pretrained(fresh, tmp_path / "lone")
+    fresh = type(both.ours).from_pretrained(both.folder)
+    with pytest.raises(liger_models.CheckpointError, match="differ in"):
+        fresh.load_adapter(tmp_path / "lone")
+
+
+def test_adapters_of_biases_in_another_order_are_refused(make_both):
+    with pytest.raises(ValueError, match="adapt the matrices"):
+        adapt(make_both("gpt_oss").ours, ["experts.gate_up_proj_bias"])
