@@ -11,7 +11,7 @@ those of the checkpoint: what it holds packed as well stays one layer.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +93,8 @@ def split_projections(model: nn.Module, whole: Collection[str] = ()) -> None:
     for owner, name, packed in list(_children(model, PackedLinear)):
         _check_plain([packed], PackedLinear, "split", "split before sharding and before adding adapters")
         if id(packed.weight) in kept:
-            _replace(owner, name, {name: _filled(Linear, packed.weight, packed.bias)})
+            weight = cast(nn.Parameter, packed.weight)
+            _replace(owner, name, {name: _filled(Linear, weight, packed.bias)})
             continue
         weights = _cut(packed.weight, packed.parts)
         biases = [None] * len(weights) if packed.bias is None else _cut(packed.bias, packed.parts)

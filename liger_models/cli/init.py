@@ -1,6 +1,7 @@
 """`liger-models init`: a fresh checkpoint with random weights, in the Hugging Face format."""
 
 import argparse
+import functools
 
 
 def add_parser(subparsers) -> None:
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     model = liger_models.from_config(config, dtype=args.dtype)
     if args.tokenizer:
-        export(model, out, tokenizer.folder)
+        export(functools.partial(model.save_pretrained, dtype="parameters"), out, tokenizer.folder)
     else:
         model.save_pretrained(out)
     count = model.num_parameters()

@@ -12,7 +12,7 @@ prompt, only the completion or what the assistant says is trained. Documents are
 padding, and do not see each other.
 
 OUTPUT gets metrics.jsonl and metrics.csv, loss.png where matplotlib is installed, checkpoint-N folders to
-resume from, and final, the trained model as a Hugging Face checkpoint. On several GPUs:
+resume from, and final, the trained model as a Hugging Face checkpoint, or its adapter. On several GPUs:
   torchrun --nproc-per-node 8 -m liger_models.cli train ...
 """
 
@@ -160,6 +160,23 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="of models that balance the load of their experts by a correction bias: its step, each step; "
         "0: it stays (default: %(default)s)",
     )
+
+    group = parser.add_argument_group("adapters (LoRA; needs the extra lora)")
+    add = group.add_argument
+    add(
+        "--lora",
+        nargs="?",
+        const="",
+        metavar="SETTINGS",
+        help="train low-rank adapters alone: r=16,alpha=32,targets=all-linear,dropout=0.0[,dora][,rslora], "
+        "of which each may be left out (these are the defaults); several targets are joined by +",
+    )
+    add(
+        "--quantize",
+        choices=("nf4", "int8"),
+        help="the linear layers below them, to 4 bits (QLoRA) or 8 (needs the extra quantize)",
+    )
+    add("--merge", action="store_true", help="write OUTPUT/merged too, the model with the adapters in it")
 
     group = parser.add_argument_group("the machine")
     add = group.add_argument

@@ -10,6 +10,8 @@ from liger_models.kernels.optimizer.adamw import WEIGHTS
 from liger_models.layers.activation_memory import LEVELS
 from liger_models.layers.attention_backends import BACKENDS
 from liger_models.optim import MOMENTS
+from liger_models.quantization import METHODS
+from liger_models.training.lora import LoraSettings
 
 SCHEDULES = ("cosine", "linear", "constant")
 DTYPES = ("auto", "float32", "bfloat16")
@@ -43,6 +45,10 @@ class TrainConfig:
     memory_budget      bytes of a GPU, such as 120GiB, or a share of what is free (0.9); default 0.95
     text_only          of a multimodal checkpoint train the language model alone
     dropout            0.0: train without the dropout that a config asks for; None: what it says, if 0
+    lora               train low-rank adapters alone: "r=16,alpha=32,targets=all-linear,dropout=0.0", with
+                       "dora" or "rslora" too, or some of these, or "" (see training/lora.py)
+    quantize           with lora: what lies below is "nf4" or "int8" (see liger_models/quantization.py)
+    merge              with lora: write the merged model too, into output/merged
     eval_every, save_every  in steps; 0: evaluate at both ends only, save only when interrupted
     keep               how many checkpoint-N folders stay; 0: all
     resume             None: a new run; "auto": from the newest checkpoint in `output`, if any; or a folder
@@ -75,6 +81,9 @@ class TrainConfig:
     attention: str = "auto"
     text_only: bool = False
     dropout: float | None = None
+    lora: str | None = None
+    quantize: str | None = None
+    merge: bool = False
     eval_every: int = 0
     save_every: int = 500
     keep: int = 2
@@ -112,6 +121,11 @@ class TrainConfig:
         if self.memory_budget is not None and self.activation_memory != "auto":
             raise ConfigError("memory_budget was given, which is for activation_memory 'auto' alone")
         check("dropout", self.dropout in (None, 0.0), "0, or None for what the model's config says")
+        if self.lora is not None:
+            LoraSettings.parse(self.lora)
+        elif self.quantize or self.merge:
+            raise ConfigError("quantize and merge belong to lora: found one of them without it")
+        check("quantize", self.quantize in (None, *METHODS), f"one of {', '.join(METHODS)}")
         check("seed", abs(self.seed) < 2**63, "a number of 64 bits")
 
     def to_dict(self) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from liger_models.convert.errors import ConfigError, DataError, TrainingError
 from liger_models.layers.load_balance import update_correction_bias
 from liger_models.optim import state_bytes
 from liger_models.presets import PRESETS, preset
+from liger_models.quantization import quantise
 from liger_models.training import state as states
 from liger_models.training.config import TrainConfig
 from liger_models.training.data import (
@@ -38,6 +39,7 @@ from liger_models.training.data import (
     load_documents,
     split,
 )
+from liger_models.training.lora import Adapters, LoraSettings, import_peft
 from liger_models.training.metrics import Metrics, peak_memory, plot_losses, read_metrics
 from liger_models.training.optimizer import build_adamw, learning_rate
 from liger_models.training.run_folder import MANIFEST, abandon_after, check_output, locked
@@ -91,6 +93,7 @@ class Run:
         checkpoint, resumed = self._find_checkpoint()
         self.tokenizer = TextTokenizer(self._tokenizer_folder(checkpoint))
         torch.manual_seed(config.seed)  # fresh weights are the same in every rank
+        self.adapters: Adapters | None = None
         self.model = self._load_model(checkpoint)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.documents, self.held_out = self._load_data()
@@ -150,6 +153,8 @@ class Run:
                     "tokens_per_s": tokens / speeds[-1][1],
                     "memory": peak_memory(world.device),
                 }
+                if self.adapters:
+                    record["trainable_parameters"] = sum(p.numel() for p in self.parameters)
                 if self.held_out and self._due(config.eval_every):
                     record["eval_loss"] = eval_loss = self.evaluate()
                 self._record(record)
@@ -195,7 +200,7 @@ class Run:
             group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if config.bias_update_rate:
+        if config.bias_update_rate and not self.adapters:  # which leave the model below as it is
             update_correction_bias(self.model, config.bias_update_rate)
         tokens = sum(piece.stop - piece.start for row in rows for piece in row)
         self.progress = Progress(self.progress.step + 1, self.progress.tokens + tokens, self.stream.position)
@@ -229,6 +234,7 @@ class Run:
                 self.model,
                 self.optimizer,
                 self.progress,
+                write=self._write,
                 config=self.config.to_dict(),
                 data=self.data,
                 tokenizer=self.tokenizer.folder,
@@ -236,10 +242,18 @@ class Run:
             )
             # The checkpoint that the run came from may go as newer ones come: take from here what travels
             # along.
-            self.tokenizer.folder = saved
-            if self.model.source_folder:
-                self.model.source_folder = saved
+            if not self.adapters:
+                self.tokenizer.folder = saved
+                if self.model.source_folder:
+                    self.model.source_folder = saved
         self.world.barrier()
+
+    def _write(self, folder: Path) -> None:
+        """A folder of what is trained."""
+        if self.adapters:
+            self.adapters.write(folder)
+        else:
+            self.model.save_pretrained(folder, dtype="parameters")
 
     def _weights_are_finite(self) -> bool:
         """Weights that overflowed are no state to go on from, and must not push out one that is."""
@@ -262,7 +276,11 @@ class Run:
         final = self.output / "final"
         records: list[dict[str, Any]] = []
         if self.world.main:
-            states.export(self.model, final, self.tokenizer.folder)
+            states.export(self._write, final, self.tokenizer.folder)
+            if self.adapters and self.config.merge:
+                self.adapters.merge()
+                self.adapters = None
+                states.export(self._write, self.output / "merged", self.tokenizer.folder)
             records = list(read_metrics(self.metrics.jsonl))
             plot_losses(records, self.output / "loss.png")
         self.world.barrier()
@@ -308,7 +326,7 @@ class Run:
                 )
         else:
             found = None, None
-        check_output(self.output, new=not config.resume)
+        check_output(self.output, new=not config.resume, merge=config.merge)
         return found
 
     def _tokenizer_folder(self, checkpoint: Path | None) -> Path:
@@ -319,7 +337,7 @@ class Run:
             raise ConfigError(
                 f"the preset {config.model} has no tokenizer of its own; name one with --tokenizer FOLDER"
             )
-        if checkpoint:
+        if checkpoint and config.lora is None:
             return checkpoint
         from liger_models.convert.checkpoints.hub import resolve
 
@@ -336,9 +354,21 @@ class Run:
             "text_only": config.text_only,
             "dropout": config.dropout,
         }
+        if config.lora is not None:
+            if _is_preset(config.model):
+                raise ConfigError(
+                    f"lora adapts a trained model, and the preset {config.model} has fresh weights, which no "
+                    "adapter brings along"
+                )
+            import_peft()  # before minutes of loading
+            options["projections"] = "split"
+        if config.quantize:
+            options["device"] = "cpu"  # each layer is quantised as it comes to the device
         dtype: Any = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-        if checkpoint or not _is_preset(config.model):
-            model = liger_models.from_hub(str(checkpoint or config.model), dtype=dtype, **options)
+        # A checkpoint of adapters holds no model.
+        source = str(checkpoint) if checkpoint and config.lora is None else config.model
+        if not _is_preset(source):
+            model = liger_models.from_hub(source, dtype=dtype, **options)
             if model.dtype == torch.float16:
                 raise ConfigError(
                     f"{config.model} is in float16, whose range gradients leave; choose --dtype bfloat16 or "
@@ -351,8 +381,17 @@ class Run:
                 config.model, vocab_size=tokenizer.vocab_size, bos=tokenizer.bos_id, eos=tokenizer.eos_id
             )
             model = liger_models.from_config(shape, dtype=dtype, **options)
+        self.size = model.num_parameters()
+        if config.quantize:
+            quantise(model, config.quantize, self.world.device)
+        if config.lora is not None:
+            settings = LoraSettings.parse(config.lora)
+            self.adapters = Adapters(model, settings, config.model, config.seed)
+            if checkpoint:
+                self.adapters.read(checkpoint)
         if config.activation_memory == "auto":
-            per_element = state_bytes(model.dtype, config.weights, config.moments)
+            trained = torch.float32 if self.adapters else model.dtype
+            per_element = state_bytes(trained, config.weights, config.moments)
             model.set_activation_memory("auto", config.memory_budget, per_element, self.world.say)
         return model.train()
 
@@ -389,7 +428,8 @@ class Run:
     def _check_resumed(self, checkpoint: Path, state: dict[str, Any]) -> None:
         """The position in the data means something only for the same data in the same order."""
         changed = self.config.differences(state["config"])
-        for name in ("seq_len", "seed", "dtype", "weights", "moments"):
+        of_lora = ("model",) if self.adapters else ()  # which a checkpoint does not hold
+        for name in ("seq_len", "seed", "dtype", "weights", "moments", "lora", "quantize", *of_lora):
             if name in changed:
                 then, now = changed[name]
                 raise ConfigError(
@@ -406,10 +446,12 @@ class Run:
                 self.world.say(f"resuming with {name}={now}, which was {then}")
 
     def _announce(self, checkpoint: Path | None) -> None:
-        size = sum(p.numel() for p in self.model.parameters())
-        parameter = self.parameters[0]
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        if self.adapters:
+            trained = sum(p.numel() for p in self.parameters)
+            self.world.say(f"adapters: {trained:,} parameters on {len(self.adapters.names)} layers")
         self.world.say(
-            f"model: {size:,} parameters, {str(parameter.dtype).removeprefix('torch.')} on "
+            f"model: {self.size:,} parameters, {self.config.quantize or dtype} on "
             f"{self.world.device}; {self.total:,} steps of {self.rows_per_step} rows of "
             f"{self.config.seq_len} tokens"
         )

@@ -3,7 +3,8 @@
     output/metrics.jsonl, metrics.csv, loss.png
     output/checkpoint-N/             whole checkpoints to go on from (state.py)
     output/abandoned-checkpoint-N/   those after the one that a later run went on from
-    output/final/                    the trained model
+    output/final/                    the trained model, or the adapter
+    output/merged/                   the model with the adapter in it, if that was asked for
 
 A folder that a run writes holds `.written.json`, its manifest: of each file the size, the time of its last
 change and a CRC-32. With it bit flips are noticed, and files of a run are told from those that somebody put
@@ -63,21 +64,23 @@ def locked(output: Path) -> Iterator[None]:
                 output.rmdir()
 
 
-def check_output(output: Path, *, new: bool) -> None:
+def check_output(output: Path, *, new: bool, merge: bool = False) -> None:
     """Looks, before training, at what stands where a run will write.
 
     Args:
         new: the run begins anew, so that there must not be one yet.
+        merge: it will write a merged model too.
 
     Raises:
         ConfigError: something is in the way, or belongs to nobody knows whom.
     """
-    final = output / "final"
-    if os.path.lexists(final) and not final.is_dir():
-        raise ConfigError(
-            f"{final} is not a folder, and the trained model is written there; move it, or choose another "
-            "--output"
-        )
+    finals = [output / name for name in ("final", "merged") if merge or name == "final"]
+    for final in finals:
+        if os.path.lexists(final) and not final.is_dir():
+            raise ConfigError(
+                f"{final} is not a folder, and the trained model is written there; move it, or choose "
+                "another --output"
+            )
     for name in ("metrics.jsonl", "metrics.csv", "loss.png"):
         path = output / name
         if os.path.lexists(path) and not path.is_file():
@@ -85,11 +88,12 @@ def check_output(output: Path, *, new: bool) -> None:
         if new and path.is_file() and not _is_empty_table(path):
             held = "already holds a run" if name == "metrics.jsonl" else f"holds {name} of something else"
             raise ConfigError(f"{output} {held}; go on with --resume, or choose another --output")
-    if new and final.is_dir() and any(final.iterdir()):
-        raise ConfigError(
-            f"{final} is not empty; move what is there, or choose another --output (a run puts its trained "
-            "model there)"
-        )
+    for final in finals:
+        if new and final.is_dir() and any(final.iterdir()):
+            raise ConfigError(
+                f"{final} is not empty; move what is there, or choose another --output (a run puts its "
+                "trained model there)"
+            )
 
 
 def _is_empty_table(path: Path) -> bool:

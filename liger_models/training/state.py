@@ -1,6 +1,7 @@
 """Checkpoints that a run can go on from, with the same bits as a run that was never stopped.
 
-    output/checkpoint-N/                    a Hugging Face checkpoint, ready for use, and beside it
+    output/checkpoint-N/                    a Hugging Face checkpoint, or an adapter of PEFT, ready for use,
+                                            and beside it
         training_state/state.json           step, position in the data, settings, Python's random state
         training_state/tensors.safetensors  the optimizer's state, torch's random state
         .written.json                       a checksum of each file (run_folder.py)
@@ -84,6 +85,7 @@ def save_state(
     optimizer: torch.optim.Optimizer,
     progress: Progress,
     *,
+    write: Callable[[Path], None],
     config: dict[str, Any],
     data: str,
     tokenizer: Path,
@@ -91,7 +93,7 @@ def save_state(
 ) -> Path:
     """Write output/checkpoint-<step> and drop all but the newest `keep`, if that is above 0.
 
-    `data` is its fingerprint.
+    `write` makes a folder of what is trained; `data` is its fingerprint.
     """
     target = output / f"checkpoint-{progress.step}"
     tensors, numbers = _optimizer_state(model, optimizer)
@@ -106,7 +108,7 @@ def save_state(
         "python_random": random.getstate(),
     }
     with written_folder(target) as folder:
-        _write_model(model, folder, tokenizer)
+        _write_part(write, folder, tokenizer)
         (folder / STATE).mkdir()
         write_tensors(folder / STATE / "tensors.safetensors", tensors | _random_tensors())
         write_text(folder / STATE / "state.json", json.dumps(state, indent=1))
@@ -279,16 +281,16 @@ def _state_made_for(
 # ------------------------------------------------------------------------------------------------------ files
 
 
-def export(model: LigerCausalLM, target: Path, tokenizer: Path) -> None:
-    """Write a Hugging Face checkpoint with its tokenizer, which a model with fresh weights does not carry."""
+def export(write: Callable[[Path], None], target: Path, tokenizer: Path) -> None:
+    """Write what was trained with its tokenizer, which a model with fresh weights does not carry."""
     with written_folder(target) as folder:
-        _write_model(model, folder, tokenizer)
+        _write_part(write, folder, tokenizer)
 
 
-def _write_model(model: LigerCausalLM, folder: Path, tokenizer: Path) -> None:
+def _write_part(write: Callable[[Path], None], folder: Path, tokenizer: Path) -> None:
     # In a folder of its own first: what a kill leaves of it goes when the next save clears `folder` away.
     part = folder / "part"
-    model.save_pretrained(part, dtype="parameters")
+    write(part)
     for file in part.iterdir():
         file.rename(folder / file.name)
     part.rmdir()

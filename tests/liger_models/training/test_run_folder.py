@@ -242,6 +242,7 @@ def test_the_state_of_any_optimizer_comes_back(tmp_path, checkpoint, tokenizer_f
     optimizer = make(model.parameters())
     step(model, optimizer, 0)
     options = {"config": {}, "data": "", "tokenizer": tokenizer_folder, "keep": 0}
+    options["write"] = model.save_pretrained
     saved = save_state(tmp_path, model, optimizer, Progress(1), **options)
     step(model, optimizer, 1)
     again = liger_models.from_hub(saved)

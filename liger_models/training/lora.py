@@ -1,0 +1,214 @@
+"""Low-rank adapters (LoRA: Hu et al., 2021, arXiv:2106.09685) in a training run, through PEFT.
+
+PEFT puts its layers into the native model, whose projections are layers of their own, and our operation runs
+them (layers/low_rank.py). Files are PEFT's, under the names that transformers' own model has: whatever reads
+adapters reads them. The weights below may be quantised (liger_models/quantization.py): QLoRA (Dettmers et
+al., 2023, arXiv:2305.14314).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.causal_lm import LigerCausalLM
+from liger_models.convert.checkpoints.reading import CheckpointReader
+from liger_models.convert.checkpoints.weight_map import Ref
+from liger_models.convert.errors import CheckpointError, ConfigError
+from liger_models.quantization import dequantised
+
+ALL = "all-linear"
+TENSORS = "adapter_model.safetensors"
+FORM = "r=16,alpha=32,targets=all-linear,dropout=0.0[,dora][,rslora]"
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """What stands in `--lora r=16,alpha=32,targets=q_proj+v_proj,dropout=0.05,dora`.
+
+    Attributes:
+        r: the rank of the adapters.
+        alpha: what they are scaled by, over r (over its root with `rslora`). Default: 2 r.
+        targets: the linear layers that get one: "all-linear" (all but the head), or ends of their names in
+            the checkpoint, such as "q_proj", joined by +.
+        dropout: of the adapters' input.
+        dora: with a magnitude for each row (Liu et al., 2024, arXiv:2402.09353).
+        rslora: scaled by alpha / sqrt(r) (Kalajdzievski, 2023, arXiv:2312.03732).
+    """
+
+    r: int = 16
+    alpha: float | None = None
+    targets: str = ALL
+    dropout: float = 0.0
+    dora: bool = False
+    rslora: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> LoraSettings:
+        """The settings of a string.
+
+        Raises:
+            ConfigError: one that is not known, or has a value that it cannot have.
+        """
+        known = {field.name: field.type for field in fields(cls)}
+        given: dict[str, Any] = {}
+        for piece in filter(None, (part.strip() for part in text.split(","))):
+            name, equals, value = piece.partition("=")
+            if name not in known or name in given or (known[name] == "bool") is bool(equals):
+                raise ConfigError(f"--lora {text}: {piece!r} is not a setting, or stands twice; give {FORM}")
+            try:
+                given[name] = {"r": int, "alpha": float, "dropout": float}.get(name, str)(value)
+            except ValueError as error:
+                raise ConfigError(f"--lora {text}: {piece!r} is not a number; give {FORM}") from error
+            if known[name] == "bool":
+                given[name] = True
+        settings = cls(**given)
+        alpha = settings.scaling_alpha
+        if settings.r < 1 or not 0 < alpha < float("inf") or not 0 <= settings.dropout < 1:
+            raise ConfigError(
+                f"--lora {text}: found r={settings.r}, alpha={alpha}, dropout={settings.dropout}; expected a "
+                "rank of 1 or more, an alpha above 0 and a dropout from 0 up to, not including, 1"
+            )
+        return settings
+
+    @property
+    def scaling_alpha(self) -> float:
+        return 2 * self.r if self.alpha is None else self.alpha
+
+
+class Adapters:
+    """The adapters of a model: made anew or read, written, and merged.
+
+    Args:
+        model: with split projections; it gets the adapters, and all else in it is frozen.
+        settings: of the adapters.
+        base: the name of the model, for the adapter's config.
+        seed: decides the fresh weights.
+
+    Raises:
+        ConfigError: PEFT is not installed; a target that the model does not have.
+    """
+
+    def __init__(self, model: LigerCausalLM, settings: LoraSettings, base: str, seed: int) -> None:
+        peft = import_peft()
+        self.model, self._peft = model, peft
+        self.names = _targets(model, settings.targets)
+        last = {name.rpartition(".")[2] for name in self.names.values()}
+        self.config = peft.LoraConfig(
+            r=settings.r,
+            lora_alpha=settings.scaling_alpha,
+            lora_dropout=settings.dropout,
+            use_dora=settings.dora,
+            use_rslora=settings.rslora,
+            target_modules=sorted(last) if settings.targets == ALL else settings.targets.split("+"),
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=base,
+        )
+        model.requires_grad_(False)
+        torch.manual_seed(seed)
+        here = peft.LoraConfig(**{**self._options(), "target_modules": list(self.names)})
+        peft.inject_adapter_in_model(here, model)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and parameter.dtype != torch.float32:  # as PEFT has them by default
+                parameter.data = parameter.data.float()
+            assert parameter.requires_grad is (".lora_" in name)
+        from liger_models.hf.lora import take_over
+
+        take_over(model)
+
+    def write(self, folder: Path) -> None:
+        """The adapter as PEFT writes it, under the names of the checkpoint."""
+        from safetensors.torch import save_file
+
+        folder.mkdir()
+        tensors = {name: x.detach().cpu().contiguous() for name, x in self._tensors().items()}
+        save_file(tensors, folder / TENSORS, {"format": "pt"})
+        written = self._peft.LoraConfig(**self._options())
+        written.inference_mode = True
+        written.save_pretrained(str(folder))
+
+    @torch.no_grad()
+    def read(self, folder: Path) -> None:
+        """Take the values of what `write` wrote.
+
+        Raises:
+            CheckpointError: the tensors are not those of this model's adapters.
+        """
+        own = self._tensors()
+        with CheckpointReader(folder) as reader:
+            found = {name: (info.dtype, tuple(info.shape)) for name, info in reader.tensors.items()}
+            expected = {name: (x.dtype, tuple(x.shape)) for name, x in own.items()}
+            if found != expected:
+                differ = sorted(n for n in {*found, *expected} if found.get(n) != expected.get(n))
+                raise CheckpointError(
+                    f"{folder / TENSORS}: it differs from this run's adapters in {differ[:3]}: found "
+                    f"{found.get(differ[0])}, expected {expected.get(differ[0])}; keep --lora as it was"
+                )
+            for name, tensor in own.items():
+                tensor.copy_(reader.read(name))
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Leave the model with adapters merged into plain layers, by PEFT's own merging. Weights that were
+        quantised are those that they stand for: the model computes what it was trained to.
+        """
+        for path in self.names:
+            layer: Any = self.model.get_submodule(path)
+            layer.base_layer = dequantised(layer.base_layer, self.model.dtype)
+            layer.__class__ = self._peft.tuners.lora.Linear
+            layer.fan_in_fan_out = layer.is_target_conv_1d_layer = False
+            layer.merge(safe_merge=False)
+            self.model.set_submodule(path, layer.base_layer)
+        self.model.requires_grad_(True)
+
+    def _options(self) -> dict[str, Any]:
+        names = {field.name for field in fields(self._peft.LoraConfig) if field.init}
+        return {name: getattr(self.config, name) for name in names}
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """By the name that each has in PEFT's files."""
+        own = self._peft.get_peft_model_state_dict(self.model, save_embedding_layers=False)
+        usual = {}
+        for name, tensor in own.items():
+            path, point, rest = name.partition(".lora_")
+            usual[f"base_model.model.{self.names[path]}{point}{rest}"] = tensor
+        return usual
+
+
+def import_peft() -> Any:
+    """PEFT, or a ConfigError that says how to get it."""
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError("--lora needs PEFT: pip install 'liger_models[lora]'") from error
+    return peft
+
+
+def _targets(model: LigerCausalLM, targets: str) -> dict[str, str]:
+    """The layers that get an adapter: their names in the model, and in a checkpoint. A head that is the
+    embedding is none: an adapter would make two of them.
+    """
+    weight_map = model.weight_map()
+    named: dict[str, str] = {}
+    for path, module in model.named_modules():
+        expr = weight_map.get(f"{path}.weight") if isinstance(module, nn.Linear) else None
+        if isinstance(expr, Ref):
+            named[path] = expr.name.removesuffix(".weight")
+    if targets == ALL:
+        return {path: name for path, name in named.items() if path != "lm_head"}
+    wanted = [target for target in targets.split("+") if target]
+    chosen: dict[str, str] = {}
+    for target in wanted or [""]:
+        fitting = {path: name for path, name in named.items() if f".{name}".endswith(f".{target}")}
+        if not fitting or not target:
+            ends = sorted({name.rpartition(".")[2] for name in named.values()})
+            raise ConfigError(
+                f"targets={targets}: no linear layer is called {target!r}; this model has {', '.join(ends)}, "
+                f"or give {ALL}"
+            )
+        chosen |= fitting
+    return {path: name for path, name in named.items() if path in chosen}

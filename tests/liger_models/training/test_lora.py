@@ -1,0 +1,242 @@
+"""`--lora`: the run is that of transformers and PEFT, its files are PEFT's, and it resumes to the bit."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import liger_models
+from liger_models.architectures import find_architecture
+from liger_models.convert.errors import CheckpointError, ConfigError
+from liger_models.training import TrainingInterrupted
+from liger_models.training.data import Documents
+from liger_models.training.loop import Run
+from liger_models.training.lora import LoraSettings
+from liger_models.training.optimizer import BETAS, EPS, learning_rate
+from liger_models.training.world import World
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+ADAPTER = "adapter_model.safetensors"
+BOUND = 1e-5  # of losses, as between models in tests/architectures/pairs.py
+# Of adapters after some steps. AdamW moves each element by about the learning rate, whatever its gradient's
+# size: where a gradient of float32 is nearly nothing, and so its relative error large, they may part.
+DRIFT = 1e-3
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory, tokenizer_folder):
+    """Makes a checkpoint of a family, every parameter random, with the tokenizer."""
+
+    def make(family):
+        folder = tmp_path_factory.mktemp("family") / family
+        tiny = {**find_architecture(family).tiny, "vocab_size": 320, "num_hidden_layers": 2}
+        tiny.pop("layer_types", None)
+        torch.manual_seed(1)
+        model = liger_models.from_config(tiny, device="cpu")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                noise = torch.randn(parameter.shape)
+                parameter.copy_(noise / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 1 + 0.1 * noise)
+        model.save_pretrained(folder)
+        for file in tokenizer_folder.iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+        return folder
+
+    return make
+
+
+def stock(folder, adapter=None, **options):
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32, **options
+    )
+    return model if adapter is None else peft.PeftModel.from_pretrained(model, adapter, is_trainable=True)
+
+
+def train_stock(model, run, steps):
+    """A plain loop over the documents of the run's batches, one by one."""
+    config, losses = run.config, []
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], betas=BETAS, eps=EPS)
+    for step in range(steps):
+        rows = run.stream.take(run.rows_per_step)
+        labels, loss = run.documents.count_labels(rows), 0.0
+        for piece in (piece for row in rows for piece in row):
+            ids = run.documents.tokens[piece.start : piece.stop].long()[None]
+            logits = model(input_ids=ids, use_cache=False).logits[0]
+            share = torch.nn.functional.cross_entropy(
+                logits, run.documents.labels(piece), reduction="sum", ignore_index=-100
+            )
+            (share / labels).backward()
+            loss += share.item() / labels
+        torch.nn.utils.clip_grad_norm_(trained, config.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(
+                step, peak=config.lr, total=steps, warmup=config.warmup, schedule=config.schedule
+            )
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss)
+    return losses
+
+
+def distance(found, expected):
+    assert found.keys() == expected.keys()
+    return max(
+        (found[name] - tensor).norm().item() / max(tensor.norm().item(), 1e-12)
+        for name, tensor in expected.items()
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [
+        ("llama", "r=4"),
+        ("gemma2", "r=4,alpha=4,targets=q_proj+down_proj,rslora"),
+        ("llama", "r=3,dora"),
+        ("phi3", "r=4"),
+        ("starcoder2", "r=4"),
+    ],
+)
+def test_a_run_is_that_of_transformers_and_peft(family, lora, checkpoints, settings, run):
+    folder = checkpoints(family)
+    config = settings(model=str(folder), lora=lora, eval_fraction=0.0, merge=True, steps=5)
+    begun = Run(config, World("cpu"))
+    begun.adapters.write(config_folder := folder.parent / "begun")
+    theirs = stock(folder, config_folder)
+    expected = train_stock(theirs, begun, 5)
+    result = run(config)
+    for record, loss in zip(result.records, expected, strict=True):
+        assert math.isclose(record["loss"], loss, rel_tol=BOUND)
+        assert record["trainable_parameters"] == sum(p.numel() for p in begun.parameters)
+    theirs.save_pretrained(folder.parent / "theirs")
+    theirs_adapter, ours = (load_file(path / ADAPTER) for path in (folder.parent / "theirs", result.final))
+    assert distance(ours, theirs_adapter) <= DRIFT
+    assert any(tensor.any() for name, tensor in ours.items() if "lora_B" in name)
+
+    # Merged, it is what PEFT merges into transformers' own model, up to the order of a sum of 4 products.
+    merged = stock(folder, result.final).merge_and_unload().state_dict()
+    found = stock(result.final.parent / "merged").state_dict()
+    assert distance(found, merged) <= 1e-6
+    config_file = json.loads((result.final / "adapter_config.json").read_text())
+    assert config_file["base_model_name_or_path"] == str(folder)
+    assert not (result.final / "model.safetensors").exists()
+
+
+def test_the_rest_of_the_model_stays(checkpoint, settings, run):
+    result = run(settings(lora="r=4", merge=True))
+    before, after = (load_file(f / "model.safetensors") for f in (checkpoint, result.final.parent / "merged"))
+    changed = {name for name, tensor in before.items() if not torch.equal(after[name], tensor)}
+    assert {name.split(".")[-2] for name in changed} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    }
+
+
+@pytest.mark.parametrize("lora", ["r=4", "r=4,dropout=0.2"])
+@pytest.mark.parametrize("level", ["lean", "checkpoint"])
+def test_resumed_after_a_signal_it_gives_the_same_bits(
+    lora, level, settings, losses, run, monkeypatch, tmp_path
+):
+    unstopped = run(settings(lora=lora, activation_memory=level, output=tmp_path / "unstopped"))
+    make, made = Documents.batch, []
+
+    def batch(self, rows):
+        made.append(rows)
+        if len(made) == 9:
+            signal.raise_signal(signal.SIGTERM)
+        return make(self, rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Documents, "batch", batch)
+        with pytest.raises(TrainingInterrupted):
+            run(settings(lora=lora, activation_memory=level, save_every=0))
+    saved = sorted(p.name for p in (tmp_path / "run").glob("checkpoint-*/*"))
+    assert {ADAPTER, "adapter_config.json", "tokenizer.json", "training_state"} <= set(saved)
+    result = run(settings(lora=lora, activation_memory=level, save_every=0, resume="auto"))
+    assert losses(result) == losses(unstopped)
+    one, other = (load_file(r.final / ADAPTER) for r in (result, unstopped))
+    assert distance(one, other) == 0
+
+
+@pytest.mark.parametrize("method", ["nf4", "int8"])
+def test_quantised_weights_below_are_those_of_transformers(method, checkpoints, settings, run):
+    pytest.importorskip("bitsandbytes")
+    folder = checkpoints("llama")
+    config = settings(model=str(folder), lora="r=4", quantize=method, eval_fraction=0.0, merge=True, steps=4)
+    begun = Run(config, World("cpu"))
+    begun.adapters.write(folder.parent / "begun")
+    four = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    bits = {"load_in_4bit": True, **four} if method == "nf4" else {"load_in_8bit": True}
+    quantised = transformers.BitsAndBytesConfig(bnb_4bit_compute_dtype=torch.float32, **bits)
+    theirs = stock(folder, folder.parent / "begun", quantization_config=quantised).train()
+    expected = train_stock(theirs, begun, 4)
+    result = run(config)
+    for record, loss in zip(result.records, expected, strict=True):
+        assert math.isclose(record["loss"], loss, rel_tol=BOUND)
+    theirs.save_pretrained(folder.parent / "theirs")
+    theirs_adapter, ours = (load_file(path / ADAPTER) for path in (folder.parent / "theirs", result.final))
+    assert distance(ours, theirs_adapter) <= DRIFT
+    # Merged into what the quantised weights stand for: the model that was trained.
+    merged = stock(result.final.parent / "merged")
+    ids = torch.arange(3, 40)[None]
+    assert torch.allclose(merged(input_ids=ids).logits, theirs(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_resumed_run_keeps_its_adapters_and_its_model(settings, run, checkpoints):
+    run(settings(lora="r=4", steps=2))
+    for changed in ({"lora": "r=8"}, {"lora": None}, {"lora": "r=4", "model": str(checkpoints("llama"))}):
+        with pytest.raises((ConfigError, CheckpointError)):
+            run(settings(**{"steps": 4, "resume": "auto", **changed}))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("rank=4", "'rank=4' is not a setting"),
+        ("r=four", "'r=four' is not a number"),
+        ("r=4,r=8", "stands twice"),
+        ("dora=1", "'dora=1' is not a setting"),
+        ("r", "'r' is not a setting"),
+        ("r=0", "a rank of 1 or more"),
+        ("dropout=1.0", "dropout from 0"),
+        ("alpha=-2", "an alpha above 0"),
+    ],
+)
+def test_bad_settings_say_what_to_give(text, said, settings):
+    with pytest.raises(ConfigError, match=said):
+        settings(lora=text)
+
+
+def test_settings_are_read():
+    assert LoraSettings.parse("") == LoraSettings(16, None, "all-linear", 0.0)
+    assert LoraSettings.parse("r=8, rslora").scaling_alpha == 16
+    given = LoraSettings.parse("r=8,alpha=4,targets=q_proj+v_proj,dropout=0.1,dora")
+    assert given == LoraSettings(8, 4.0, "q_proj+v_proj", 0.1, dora=True)
+
+
+def test_what_cannot_be_is_told_before_training(settings, run, monkeypatch):
+    with pytest.raises(ConfigError, match="no linear layer is called 'query'; this model has down_proj, "):
+        run(settings(lora="targets=query"))
+    with pytest.raises(ConfigError, match="no linear layer is called 'lm_head'"):  # which is the embedding
+        run(settings(lora="targets=lm_head"))
+    with pytest.raises(ConfigError, match="belong to lora"):
+        settings(quantize="nf4")
+    with pytest.raises(ConfigError, match="one of nf4, int8"):
+        settings(lora="", quantize="fp4")
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ConfigError, match=r"pip install 'liger_models\[quantize\]'"):
+        run(settings(lora="", quantize="nf4"))
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match=r"pip install 'liger_models\[lora\]'"):
+        run(settings(lora=""))
