@@ -282,11 +282,8 @@ class LigerPreTrainedModel(PreTrainedModel):
         return "checkpoint" in self.activation_memory
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "forward" and _home_of(value).startswith("liger_kernel"):
-            raise TypeError(
-                "use_liger_kernel=True would put liger-kernel's patches into a model of liger_models, which "
-                "is built from fused kernels already and has other modules; leave the option out"
-            )
+        if name == "forward":
+            _refuse_patch(value)
         super().__setattr__(name, value)
         if name == "peft_config":  # PEFT's last word when it has put adapters into the model
             self._meet_adapters()
@@ -315,6 +312,11 @@ class LigerPreTrainedModel(PreTrainedModel):
         return loaded
 
     def train(self, mode: bool = True) -> Self:
+        """As of any module. Trainers call it in front of every step, so that what has been put into layers
+        since is found here.
+        """
+        for module in self.modules():
+            _refuse_patch(vars(module).get("forward"))
         if mode and getattr(self, "peft_config", None):  # adapters that were added later, in other layers
             self._meet_adapters()
         return super().train(mode)
@@ -624,5 +626,10 @@ def _refuse_others(others: dict[str, Any]) -> None:
 _DIVIDED_LOADING = ("distributed_config", "tp_plan", "tp_size", "device_mesh")
 
 
-def _home_of(function: Any) -> str:
-    return getattr(getattr(function, "__func__", function), "__module__", None) or ""
+def _refuse_patch(forward: Any) -> None:
+    home = getattr(getattr(forward, "__func__", forward), "__module__", None) or ""
+    if home.startswith("liger_kernel"):
+        raise TypeError(
+            "use_liger_kernel=True would put liger-kernel's patches into a model of liger_models, which "
+            "is built from fused kernels already and has other modules; leave the option out"
+        )

@@ -268,6 +268,10 @@ def test_patches_of_liger_kernel_are_refused(make_both):
     model = make_both("llama").ours
     with pytest.raises(TypeError, match="leave the option out"):
         model.forward = types.MethodType(lce_forward, model)
+    norm = model.model.norm  # as TRL has it, which keeps the model's own forward
+    norm.__dict__["forward"] = types.MethodType(lce_forward, norm)
+    with pytest.raises(TypeError, match="leave the option out"):
+        model.train()
 
 
 @pytest.mark.supports("transformers", "classifiers")

@@ -164,6 +164,26 @@ def test_a_resumed_run_is_the_run_that_never_stopped(projections, make_both, mak
         assert torch.equal(resumed.model.get_parameter(name), p), name
 
 
+@pytest.mark.supports("PEFT", "resume to the bit")
+def test_a_resumed_run_of_an_adapter_is_the_run_that_never_stopped(make_both, make_trainer):
+    peft = pytest.importorskip("peft")
+    settings = {"optim": "adamw_torch", "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    both = make_both("llama", projections="split")
+
+    def adapted():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_pretrained(both.folder)
+        config = peft.LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM")
+        return peft.get_peft_model(model, config)
+
+    whole = make_trainer(adapted(), **settings)
+    whole.train()
+    resumed = make_trainer(adapted(), name="resumed", **settings)
+    resumed.train(resume_from_checkpoint=str(Path(whole.args.output_dir) / "checkpoint-2"))
+    for name, p in whole.model.named_parameters():
+        assert torch.equal(resumed.model.get_parameter(name), p), name
+
+
 @pytest.mark.supports("Trainer", "load_best_model_at_end")
 def test_the_best_model_is_loaded_at_the_end(make_both, make_trainer):
     both = make_both("llama")

@@ -158,6 +158,23 @@ def test_training_of_other_families_equals_it_too(family, way, train_both):
     assert_same_training(found, expected)
 
 
+@pytest.mark.supports("TRL", "evaluation and compute_metrics")
+def test_evaluation_equals_that_of_transformers_own_model(make_both, tokenizer, tmp_path):
+    both = make_both("gemma2", pad_token_id=0, eos_token_id=1)
+    data, metrics = datasets.Dataset.from_list(ANSWERS), []
+    for model in (both.ours, both.reference):
+        more = {
+            "eval_dataset": data,
+            "compute_metrics": lambda given: {"sum": float(given.predictions.sum())},
+        }
+        metrics.append(make_trainer(CASES["completions"], model, tokenizer, tmp_path, **more).evaluate())
+    found, expected = metrics
+    assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=BOUND)
+    assert found["eval_mean_token_accuracy"] == expected["eval_mean_token_accuracy"]
+    assert found["eval_entropy"] == pytest.approx(expected["eval_entropy"], rel=BOUND)
+    assert "eval_sum" in found  # logits at padding are zeros in ours
+
+
 @pytest.mark.supports("TRL", "add_fused_lm_head on every family")
 def test_the_fused_head_of_trl_scores_our_hidden_states_as_our_own_head_does(hf, batch):
     """It reads scale and cap of the logits from the config, by names that it knows."""
