@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from liger_models.convert.checkpoints.shards import shape_of
 from liger_models.convert.checkpoints.weight_map import Cat, Expr, Ref, Stack
 from liger_models.kernels import moe_experts, route
 from liger_models.kernels._dispatch import at_least_float32, once_differentiable
@@ -250,7 +251,7 @@ class Experts(nn.Module):
 
         Here a matrix bears the projection's own name, and its bias that name with `_bias` behind it.
         """
-        num_experts, rows, *rest = self.get_parameter(name).shape
+        num_experts, rows, *rest = shape_of(self.get_parameter(name))
         projection = name.removesuffix("_bias")
         kind = "weight" if projection == name else "bias"
 
@@ -289,7 +290,7 @@ class Experts(nn.Module):
         return self.spec.experts_per_token * (2 * itemsize * self.spec.intermediate_size + 8)
 
     def extra_repr(self) -> str:
-        num_experts, hidden, inner = self.down_proj.shape
+        num_experts, hidden, inner = shape_of(self.down_proj)
         return f"{num_experts} of {hidden} x {inner}, activation={self.spec.activation!r}"
 
 

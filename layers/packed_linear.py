@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.convert.checkpoints.layout import plain_path
+from liger_models.convert.checkpoints.shards import shape_of
 from liger_models.convert.checkpoints.weight_map import Cat, Expr, Ref, WeightMap, rows_of
 from liger_models.layers.linear import Linear, one_below_another
 from liger_models.layers.low_rank import low_rank_linear, projection_of
@@ -42,7 +43,7 @@ class PackedLinear(Linear):
 
     def canonical_form(self, path: str, name: str) -> Expr:
         """Each projection by itself, beside where the packed one stands."""
-        rest = self.get_parameter(name).shape[1:]
+        rest = shape_of(self.get_parameter(name))[1:]
         names = (f"{_beside(path, part)}.{name}" for part in self.parts)
         return Cat(tuple(Ref(n, (rows, *rest)) for n, rows in zip(names, self.parts.values(), strict=True)))
 

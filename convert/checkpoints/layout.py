@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
+from liger_models.convert.checkpoints.shards import shape_of
 from liger_models.convert.checkpoints.weight_map import Cat, Expr, Permute, Ref, Rows, Stack, permuted
 
 
@@ -78,7 +79,7 @@ def canonical_forms(model: nn.Module) -> dict[str, Expr]:
         native = f"{path}.{name}" if path else name
         ask = getattr(module, "canonical_form", None)
         form = None if ask is None else ask(path, name)
-        forms[native] = Ref(native, tuple(tensor.shape)) if form is None else form
+        forms[native] = Ref(native, shape_of(tensor)) if form is None else form
     return forms
 
 

@@ -33,7 +33,7 @@ from liger_models.convert.checkpoints.safetensors_header import (
     parse_header,
     parse_json,
 )
-from liger_models.convert.checkpoints.shards import local_part
+from liger_models.convert.checkpoints.shards import local_part, shape_of
 from liger_models.convert.checkpoints.tensor_bytes import (
     is_plain_memory,
     memory_of,
@@ -329,9 +329,9 @@ def check_parameters(parameters: Mapping[str, Tensor], weight_map: WeightMap) ->
             f"{sorted(weight_map.keys() - parameters.keys())}"
         )
     for name, tensor in parameters.items():
-        if tuple(tensor.shape) != weight_map[name].shape:
+        if shape_of(tensor) != weight_map[name].shape:
             raise ValueError(
-                f"parameter {name!r} has shape {tuple(tensor.shape)}, its weight map {weight_map[name].shape}"
+                f"parameter {name!r} has shape {shape_of(tensor)}, its weight map {weight_map[name].shape}"
             )
 
 

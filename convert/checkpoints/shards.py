@@ -1,4 +1,5 @@
-"""Tensors that are divided over processes (DTensor of torch.distributed), at the checkpoint's edge.
+"""Tensors that are divided over processes, at the checkpoint's edge: DTensor of torch.distributed, and parameters
+under DeepSpeed's ZeRO-3.
 
 Loading, each process reads the part that it holds (`local_part`). Saving, every process takes part in making
 one tensor after the other whole (`whole`), and one of them writes (`write_together`).
@@ -19,6 +20,15 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "full_tensor")  # without torch.distributed there is no class to ask for
 
 
+def is_zero3(tensor: Tensor) -> bool:
+    return hasattr(tensor, "ds_id")  # DeepSpeed's mark; the parameter itself is empty between its uses
+
+
+def shape_of(tensor: Tensor) -> tuple[int, ...]:
+    """The shape of the whole tensor, however it is divided."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
 def local_part(tensor: Tensor, expr: Expr) -> tuple[Tensor, Expr]:
     """The memory of `tensor` in this process, and the expression of what it holds of the whole."""
     if not is_sharded(tensor):
@@ -32,9 +42,14 @@ def local_part(tensor: Tensor, expr: Expr) -> tuple[Tensor, Expr]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole of a tensor. Every process that holds a part must ask for it."""
-    sharded: Any = tensor
-    return sharded.full_tensor() if is_sharded(tensor) else tensor
+    """The whole of a tensor, without its graph. Every process that holds a part must ask for it."""
+    if is_zero3(tensor):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([tensor]):
+            return tensor.detach().clone()
+    sharded: Any = tensor.detach()
+    return sharded.full_tensor() if is_sharded(tensor) else sharded
 
 
 def checkpoint_tensors(get: Callable[[str], Tensor], weight_map: WeightMap) -> Iterator[tuple[str, Tensor]]:
@@ -42,7 +57,7 @@ def checkpoint_tensors(get: Callable[[str], Tensor], weight_map: WeightMap) -> I
     be whole: every process that holds a part of them must run through it.
     """
     for group in connected(weight_map):
-        yield from write((expr, whole(get(name).detach())) for name, expr in group.items()).items()
+        yield from write((expr, whole(get(name))) for name, expr in group.items()).items()
 
 
 def write_together(tensors: Iterable[Tensor], write: Callable[[Iterator[Tensor]], None]) -> None:
@@ -52,7 +67,7 @@ def write_together(tensors: Iterable[Tensor], write: Callable[[Iterator[Tensor]]
     """
     tensors = list(tensors)
     one_by_one = (whole(tensor) for tensor in tensors)
-    if not any(map(is_sharded, tensors)):
+    if not any(is_sharded(tensor) or is_zero3(tensor) for tensor in tensors):
         write(one_by_one)
         return
     import torch.distributed as dist

@@ -90,7 +90,7 @@ def save_checkpoint(
                 "there before is untouched."
             ) from error
 
-    write_together([parameters[name].detach() for name in weight_map], write)
+    write_together([parameters[name] for name in weight_map], write)
 
 
 def find_aux_files(folder: str | Path) -> dict[str, Path | bytes]:

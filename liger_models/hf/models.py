@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
@@ -33,7 +34,7 @@ from transformers.utils.generic import can_return_tuple
 
 from liger_models.architectures import Architecture
 from liger_models.convert.checkpoints.layout import Layout, canonical_forms
-from liger_models.convert.checkpoints.shards import checkpoint_tensors
+from liger_models.convert.checkpoints.shards import checkpoint_tensors, is_sharded, is_zero3, shape_of
 from liger_models.convert.checkpoints.weight_map import Expr, Ref
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import CheckpointError
@@ -192,19 +193,35 @@ class LigerPreTrainedModel(PreTrainedModel):
                 f"the model has no {missing[0]} ({len(missing)} such tensors), so it is not what it was made "
                 "as: remove parametrizations, and unload what is no adapter of PEFT"
             )
-        own = {name: Ref(name, tuple(get().shape)) for name, get in found.items() if name not in known}
+        own = {name: Ref(name, shape_of(get())) for name, get in found.items() if name not in known}
         yield from checkpoint_tensors(lambda name: found[name](), known | own)
 
     def save_pretrained(
-        self, save_directory: Any, *args: Any, push_to_hub: bool = False, **kwargs: Any
+        self,
+        save_directory: Any,
+        is_main_process: bool = True,
+        state_dict: dict[str, Tensor] | None = None,
+        push_to_hub: bool = False,
+        **kwargs: Any,
     ) -> None:
         """transformers' own, with config.json as transformers' own model writes it: `architectures` names
         that, for whoever loads the checkpoint without us.
+
+        Of a model that is sharded over processes all of them must call this; the first one collects the
+        tensors on the host, one at a time, and writes.
         """
-        super().save_pretrained(save_directory, *args, **kwargs)
+        writes = is_main_process and (not dist.is_initialized() or dist.get_rank() == 0)
+        sharded = any(is_sharded(p) or is_zero3(p) for p in self.parameters())
+        if is_main_process and state_dict is None and sharded:
+            tensors = self.checkpoint_tensors()
+            state_dict = {name: tensor.cpu() for name, tensor in tensors if writes}
+            kwargs["save_original_format"] = False
+        if not writes:  # and may have nothing that could be converted
+            kwargs["save_original_format"] = False
+        super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
         path = Path(save_directory) / "config.json"
         self.config.architectures = [self._get_name()]
-        if kwargs.get("is_main_process", True) and path.exists():
+        if writes and path.exists():
             written = json.loads(path.read_text(encoding="utf-8"))
             written["architectures"] = self.config.architectures
             path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -214,7 +231,7 @@ class LigerPreTrainedModel(PreTrainedModel):
 
     def _get_name(self) -> str:
         # Trainer looks here for a causal language model, whose labels are shifted under label smoothing too.
-        return type(self).__name__.removeprefix("Liger")
+        return type(self).__name__.removeprefix("FSDP").removeprefix("Liger")
 
     # -- parameters
 

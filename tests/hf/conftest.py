@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -75,3 +77,36 @@ def batch() -> dict[str, Tensor]:
     labels = ids.masked_fill(mask == 0, -100)
     labels[1, :5] = -100
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+@pytest.fixture
+def four_rows() -> dict[str, Tensor]:
+    """Four rows for two ranks, which have different numbers of labels."""
+    ids = torch.randint(3, 131, (4, 13), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    labels[2:, :8] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+@pytest.fixture
+def run_ranks() -> Callable[..., list[dict[str, Any]]]:
+    """A factory: `run_ranks(folder, cases, batch)` runs sharded_rank.py twice, and is its results by rank."""
+
+    def run(
+        folder: Path, cases: Any, batch: Any, device: str = "cpu", ranks: int = 2, **environment: str
+    ) -> list[dict[str, Any]]:
+        torch.save({"cases": cases, "batch": batch}, folder / "task.pt")
+        launch = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        script = Path(__file__).with_name("sharded_rank.py")
+        environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        done = subprocess.run(
+            [sys.executable, "-m", *launch, str(script), str(folder), device],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
+        assert done.returncode == 0, done.stderr[:9000]
+        return [torch.load(folder / f"results{rank}.pt") for rank in range(ranks)]
+
+    return run

@@ -1,9 +1,11 @@
-"""One rank of test_sharded.py: trains checkpoints with accelerate, as its users write it, sharded or not.
+"""One rank of test_sharded.py and test_deepspeed.py: trains checkpoints divided over processes, as users do.
 
 Run under torchrun as `python sharded_rank.py FOLDER DEVICE`, with task.pt in the folder: the batch and, by
 name, the cases. Writes FOLDER/results{rank}.pt, and FOLDER/NAME/trained of each case.
 """
 
+import gc
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,10 @@ import accelerate
 import torch
 import transformers
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
+from cpu_shards import let_cpus_shard
 from safetensors.torch import load_file
 
+import liger_models
 import liger_models.hf
 
 RATE = 0.05
@@ -27,48 +30,31 @@ def main(folder: Path, device: str) -> None:
     liger_models.hf.register()
     task = torch.load(folder / "task.pt", weights_only=False)
     results = {}
-    for name, case in task["cases"].items():
-        results[name] = train(folder / name, task["batch"], device, **case)
+    for name, (way, case) in task["cases"].items():
+        AcceleratorState._reset_state(reset_partial_state=True)
+        results[name] = WAYS[way](folder / name, task["batch"], device, **case)
+        gc.collect()  # a configuration of DeepSpeed counts for transformers as long as it lives
+        os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     torch.save(results, folder / f"results{PartialState().process_index}.pt")
     torch.distributed.destroy_process_group()
 
 
-def let_cpus_shard() -> None:
-    """accelerate switches its plugin for FSDP on for accelerators alone; everything behind that switch runs
-    on CPUs as well.
-    """
-    begin = AcceleratorState.__init__
-
-    def begin_sharded(self: Any, *args: Any, fsdp_plugin: Any = None, **options: Any) -> None:
-        begin(self, *args, fsdp_plugin=fsdp_plugin, **options)
-        if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
-            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
-            if self._mixed_precision != "no":
-                fsdp_plugin.set_mixed_precision(self._mixed_precision)
-
-    AcceleratorState.__init__ = begin_sharded
-
-
-def train(
-    folder: Path, batch: dict, device: str, fsdp: dict | None = None, level: str = "lean", **options: Any
+def train_with_accelerate(
+    folder: Path, batch: dict, device: str, fsdp: dict | None = None, level: str = "lean"
 ) -> dict[str, Any]:
     """Two steps of gradient descent on this rank's share; the second one again from a saved state."""
-    AcceleratorState._reset_state(reset_partial_state=True)
     plugin = None
     if fsdp is not None:
         plugin = accelerate.FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", **fsdp
         )
-    accelerator = accelerate.Accelerator(cpu=device == "cpu", fsdp_plugin=plugin, **options)
-    rank, ranks = accelerator.process_index, accelerator.num_processes
+    accelerator = accelerate.Accelerator(cpu=device == "cpu", fsdp_plugin=plugin)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     model.set_activation_memory(level)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     model, optimizer = accelerator.prepare(model.train(), optimizer)
-    own = {name: value.chunk(ranks)[rank].to(accelerator.device) for name, value in batch.items()}
-    # Gradients are averaged over ranks, so each divides by its share of the labels of all.
-    num_items = int((batch["labels"][:, 1:] != -100).sum()) / ranks
+    own, num_items = share_of(batch, accelerator.process_index, accelerator.num_processes)
+    own = {name: value.to(accelerator.device) for name, value in own.items()}
 
     def step() -> float:
         loss = model(**own, num_items_in_batch=num_items).loss
@@ -87,19 +73,83 @@ def train(
     wrapped.save_pretrained(
         folder / "trained", is_main_process=accelerator.is_main_process, state_dict=trained
     )
-    sent = {name: tensor.cpu() for name, tensor in wrapped.checkpoint_tensors()}
     accelerator.wait_for_everyone()
+    shards = {name for name, module in wrapped.named_modules() if type(module).__name__.startswith("FSDP")}
+    return {"losses": losses, "again": again, "shards": shards, **what_is_sent(wrapped, folder)}
+
+
+def train_with_trainer(folder: Path, batch: dict, device: str, **settings: Any) -> dict[str, Any]:
+    """Two steps of Trainer; under ZeRO-3 the arguments come before the model, whose tensors are divided as they
+    are read.
+    """
+    arguments = transformers.TrainingArguments(
+        str(folder / "run"),
+        per_device_train_batch_size=2,
+        max_steps=2,
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        max_grad_norm=0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=device == "cpu",
+        **settings,
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    empty = sum(p.numel() == 0 for p in model.parameters())
+    rows = [{name: value[i] for name, value in batch.items()} for i in range(len(batch["input_ids"]))]
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows)
+    trainer.train()
+    trainer.save_model(str(folder / "trained"))
+    trainer.accelerator.wait_for_everyone()
+    model.save_pretrained(folder / "by_hand")
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return {"losses": losses, "empty": empty, **what_is_sent(model, folder)}
+
+
+def train_with_deepspeed(
+    folder: Path, batch: dict, device: str, config: dict, level: str
+) -> dict[str, Any]:
+    """Two steps of a native model in an engine of DeepSpeed."""
+    import deepspeed
+
+    rank, ranks = PartialState(cpu=device == "cpu").process_index, PartialState().num_processes
+    model = liger_models.from_pretrained(folder, activation_memory=level)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    own, num_items = share_of(batch, rank, ranks)
+    losses = []
+    for _ in range(2):
+        loss = engine(**own, num_items_in_batch=num_items).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach().clone())
+        torch.distributed.all_reduce(losses[-1])
+    model.save_pretrained(folder / "trained")
+    PartialState().wait_for_everyone()
+    return {"losses": [loss.item() / ranks for loss in losses], **what_is_sent(model, folder)}
+
+
+WAYS = {
+    "accelerate": train_with_accelerate,
+    "trainer": train_with_trainer,
+    "deepspeed": train_with_deepspeed,
+}
+
+
+def share_of(batch: dict, rank: int, ranks: int) -> tuple[dict, float]:
+    """This rank's rows. Gradients are averaged over ranks, so each divides by its share of the labels of all."""
+    own = {name: value.chunk(ranks)[rank] for name, value in batch.items()}
+    return own, int((batch["labels"][:, 1:] != -100).sum()) / ranks
+
+
+def what_is_sent(model: Any, folder: Path) -> dict[str, Any]:
+    """The names that `checkpoint_tensors` gives, and those whose tensors are not what was saved."""
+    sent = {name: tensor.cpu() for name, tensor in model.checkpoint_tensors()}
     saved = load_file(folder / "trained" / "model.safetensors")
-    wrong = [name for name, tensor in sent.items() if not torch.equal(saved[name], tensor)]
-    modules = wrapped.named_modules()
-    return {
-        "losses": losses,
-        "again": again,
-        "sent": set(sent),
-        "sent_wrong": wrong,
-        "shards": {name for name, module in modules if type(module).__name__.startswith("FSDP")},
-        "dtypes": {p.dtype for p in wrapped.parameters()},
-    }
+    return {"sent": set(sent), "sent_wrong": [n for n, x in sent.items() if not torch.equal(saved[n], x)]}
 
 
 if __name__ == "__main__":
