@@ -1,5 +1,5 @@
-"""Tensors that are divided over processes, at the checkpoint's edge: DTensor of torch.distributed, and parameters
-under DeepSpeed's ZeRO-3.
+"""Tensors that are divided over processes, at the checkpoint's edge: DTensor of torch.distributed, and
+parameters under DeepSpeed's ZeRO-3.
 
 Loading, each process reads the part that it holds (`local_part`). Saving, every process takes part in making
 one tensor after the other whole (`whole`), and one of them writes (`write_together`).

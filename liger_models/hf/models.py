@@ -196,11 +196,11 @@ class LigerPreTrainedModel(PreTrainedModel):
         own = {name: Ref(name, shape_of(get())) for name, get in found.items() if name not in known}
         yield from checkpoint_tensors(lambda name: found[name](), known | own)
 
-    def save_pretrained(
+    def save_pretrained(  # type: ignore[override]
         self,
         save_directory: Any,
         is_main_process: bool = True,
-        state_dict: dict[str, Tensor] | None = None,
+        state_dict: dict[Any, Any] | None = None,
         push_to_hub: bool = False,
         **kwargs: Any,
     ) -> None:

@@ -79,7 +79,7 @@ def train_with_accelerate(
 
 
 def train_with_trainer(folder: Path, batch: dict, device: str, **settings: Any) -> dict[str, Any]:
-    """Two steps of Trainer; under ZeRO-3 the arguments come before the model, whose tensors are divided as they
+    """Two steps of Trainer. Under ZeRO-3 the arguments come before the model: its tensors are divided as they
     are read.
     """
     arguments = transformers.TrainingArguments(
@@ -109,9 +109,7 @@ def train_with_trainer(folder: Path, batch: dict, device: str, **settings: Any) 
     return {"losses": losses, "empty": empty, **what_is_sent(model, folder)}
 
 
-def train_with_deepspeed(
-    folder: Path, batch: dict, device: str, config: dict, level: str
-) -> dict[str, Any]:
+def train_with_deepspeed(folder: Path, batch: dict, device: str, config: dict, level: str) -> dict[str, Any]:
     """Two steps of a native model in an engine of DeepSpeed."""
     import deepspeed
 
@@ -140,7 +138,7 @@ WAYS = {
 
 
 def share_of(batch: dict, rank: int, ranks: int) -> tuple[dict, float]:
-    """This rank's rows. Gradients are averaged over ranks, so each divides by its share of the labels of all."""
+    """This rank's rows, and its share of the labels of all, by which it divides: gradients are averaged."""
     own = {name: value.chunk(ranks)[rank] for name, value in batch.items()}
     return own, int((batch["labels"][:, 1:] != -100).sum()) / ranks
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from test_sharded import check
 
 transformers = pytest.importorskip("transformers")
@@ -49,7 +48,7 @@ CASES = {
 @pytest.mark.supports("DeepSpeed", "ZeRO-2 and ZeRO-3 through Trainer", "zero.Init while loading")
 @pytest.mark.supports("DeepSpeed", "tied and untied heads", "experts", "export", "native models")
 def test_two_ranks_train_as_one(make_both, four_rows, tmp_path, run_ranks):
-    ranks, references = check(CASES, make_both, four_rows, tmp_path, run_ranks, DS_ACCELERATOR="cpu")
-    for name, reference in references.items():
+    ranks, _ = check(CASES, make_both, four_rows, tmp_path, run_ranks, DS_ACCELERATOR="cpu")
+    for name in CASES:
         if name.startswith("zero3"):  # read into parts: nobody held the whole
             assert ranks[0][name]["empty"] > 0, name

@@ -1,5 +1,5 @@
-"""Two processes train our models, divided over them, as one process trains transformers' own: accelerate's DDP
-and FSDP2, and Trainer's.
+"""Two processes train our models, divided over them, as one process trains transformers' own: under DDP and
+FSDP2, through accelerate and through Trainer.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def check(cases, make_both, batch, folder, run_ranks, **options):
             assert not rank[name]["sent_wrong"], name
             assert rank[name]["sent"] == set(load_file(folder / name / "model.safetensors")), name
         trained = folder / name / "trained"
-        assert json.loads((trained / "config.json").read_text())["architectures"] == [type(reference).__name__]
+        assert json.loads((trained / "config.json").read_text())["architectures"] == [
+            type(reference).__name__
+        ]
         again = type(reference).from_pretrained(trained)
         for parameter, p in reference.named_parameters():
             assert relative_distance(again.get_parameter(parameter), p) <= BOUND, (name, parameter)
