@@ -3,6 +3,7 @@
     python -m benchmarks [ops]    kernels beside liger-kernel, torch.compile and eager PyTorch
     python -m benchmarks tune     other tile sizes of our kernels beside the chosen ones
     python -m benchmarks train    a training step beside transformers, and transformers with liger-kernel
+    python -m benchmarks lora     a training step with LoRA beside transformers and PEFT
     python -m benchmarks load     loading a checkpoint beside transformers
     python -m benchmarks optimizer  a step of AdamW with clipping beside torch's
     python -m benchmarks learn    training with bfloat16 weights, kept in each way, beside float32
@@ -14,9 +15,17 @@ that is not installed becomes a note. `liger-models bench` is the same.
 import argparse
 import sys
 
-from benchmarks import learn, load, ops, optimizer, train, tune
+from benchmarks import learn, load, lora, ops, optimizer, train, tune
 
-COMMANDS = {"ops": ops, "tune": tune, "train": train, "load": load, "optimizer": optimizer, "learn": learn}
+COMMANDS = {
+    "ops": ops,
+    "tune": tune,
+    "train": train,
+    "lora": lora,
+    "load": load,
+    "optimizer": optimizer,
+    "learn": learn,
+}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -10,8 +10,9 @@ Of the activations x is kept, by reference or as its recipe (layers/activation_m
 of dropout the random state and not the mask. A and B are cast to the dtype of the product, and x never to
 theirs; their gradients are summed in float32. What is frozen has no gradient, and costs nothing.
 
-The least that moves beside the products of the plain layer: y is read and written once more, dx too, x is
-read twice (for t and dA) and dy twice (for u and dB).
+The low-rank paths come first, and the product of W is added to them: y and dx are written once more than in
+the plain layer, x is read twice more (for t and dA) and dy twice (for u and dB). y is so rounded once, after
+the sum, and not before it.
 """
 
 from __future__ import annotations
@@ -156,8 +157,9 @@ def _plain_path(x: Tensor, adapter: Adapter, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class _Path:
-    """A path: its columns of y, its columns of t, and its numbers."""
+    """A path: which layer it belongs to, that one's columns of y, its own columns of t, and its numbers."""
 
+    layer: int
     out: slice
     rank: slice
     scale: float
@@ -195,18 +197,18 @@ def _run(
     x: Tensor, y: Tensor | None, projections: Sequence[Projection], dtype: torch.dtype, in_place: bool
 ) -> Tensor:
     outs: list[slice] = []
-    found: list[tuple[slice, Adapter]] = []
-    for projection in projections:
+    found: list[tuple[int, Adapter]] = []
+    for i, projection in enumerate(projections):
         start = outs[-1].stop if outs else 0
         rows = projection.adapters[0].b.shape[0] if projection.adapters else projection.weight.shape[0]
         outs.append(slice(start, start + rows))
-        found += [(outs[-1], adapter) for adapter in projection.adapters]
+        found += [(i, adapter) for adapter in projection.adapters]
     found.sort(key=lambda path: path[1].dropout > 0)
     paths: list[_Path] = []
-    for out, adapter in found:
+    for layer, adapter in found:
         first = paths[-1].rank.stop if paths else 0
         rank = slice(first, first + adapter.a.shape[0])
-        paths.append(_Path(out, rank, float(adapter.scale), adapter.dropout))
+        paths.append(_Path(layer, outs[layer], rank, float(adapter.scale), adapter.dropout))
     plan = _Plan(
         dtype,
         tuple(outs),
@@ -267,16 +269,14 @@ class _Sum(torch.autograd.Function):
         ctx.plan, ctx.kept = plan, kept
         with torch.autocast(x.device.type, enabled=False):
             if y is None:
-                out = _products(plan, _rows(x, plan.dtype), weights, biases)
-            elif plan.in_place:
+                out = _outputs(plan, _rows(x, plan.dtype), t, weights, biases, up)
+                return out.view(*x.shape[:-1], plan.width)
+            if plan.in_place:
                 ctx.mark_dirty(y)
-                out = y
-            else:
-                out = y.clone(memory_format=torch.contiguous_format)
-            flat = out.view(-1, plan.width)
+            out = y if plan.in_place else y.clone(memory_format=torch.contiguous_format)
             for path, b in zip(plan.paths, up, strict=True):
-                flat[:, path.out].addmm_(t[:, path.rank], b.to(plan.dtype).T, alpha=path.scale)
-        return out if y is not None else out.view(*x.shape[:-1], plan.width)
+                out.view(-1, plan.width).addmm_(t[:, path.rank], b.to(plan.dtype).T, alpha=path.scale)
+        return out
 
     @staticmethod
     @once_differentiable
@@ -295,21 +295,37 @@ class _Sum(torch.autograd.Function):
         return None, None, dx, None, dy if dy_needed else None, *grads
 
 
-def _products(plan: _Plan, x: Tensor, weights: list[Tensor], biases: list[Any]) -> Tensor:
-    """x W^T + b of each layer, side by side; in one product where the weights lie below one another."""
-    matrix = _one_matrix(plan, weights)
-    if matrix is not None and all(bias is None for bias in biases):
-        return x @ matrix.T
-    if len(weights) == 1:
-        matrix = _matrix(plan, 0, weights)
-        return F.linear(x, matrix, as_wide_as(matrix, biases[0]))
+def _outputs(
+    plan: _Plan, x: Tensor, t: Tensor, weights: list[Tensor], biases: list[Any], up: list[Tensor]
+) -> Tensor:
+    """[tokens, sum of out]. Biases and paths come first, and the product of W is added to them: it reads them
+    while it computes, and the other way round y would be read and written once more.
+    """
     y = x.new_empty(len(x), plan.width)
-    for i, (out, bias) in enumerate(zip(plan.outs, biases, strict=True)):
-        matrix = _matrix(plan, i, weights)
-        if bias is None:
-            torch.mm(x, matrix.T, out=y[:, out])
+    begun = [False] * len(plan.outs)
+    for path, b in zip(plan.paths, up, strict=True):
+        part, columns, b = y[:, path.out], t[:, path.rank], b.to(plan.dtype)
+        bias = biases[path.layer]
+        if begun[path.layer]:
+            part.addmm_(columns, b.T, alpha=path.scale)
+        elif bias is not None:
+            torch.addmm(bias.to(plan.dtype), columns, b.T, alpha=path.scale, out=part)
         else:
-            torch.addmm(bias.to(x.dtype), x, matrix.T, out=y[:, out])
+            torch.addmm(part, columns, b.T, beta=0, alpha=path.scale, out=part)
+        begun[path.layer] = True
+    matrix = _one_matrix(plan, weights)
+    for i, (out, bias) in enumerate(zip(plan.outs, biases, strict=True)):
+        if not begun[i] and (bias is not None or matrix is not None):
+            y[:, out] = 0 if bias is None else bias
+            begun[i] = True
+    if matrix is not None:
+        return y.addmm_(x, matrix.T)
+    for i, out in enumerate(plan.outs):
+        matrix = _matrix(plan, i, weights)
+        if begun[i]:
+            y[:, out].addmm_(x, matrix.T)
+        else:
+            torch.mm(x, matrix.T, out=y[:, out])
     return y
 
 
@@ -348,25 +364,28 @@ def _parameter_grads(
 
 
 def _input_grad(ctx: Any, dy: Tensor, u: Tensor, tensors: list[Tensor], device: torch.device) -> Tensor:
-    """dx = dy W + u A, [tokens, in]."""
+    """dx = u A + dy W, [tokens, in], in this order."""
     plan: _Plan = ctx.plan
     weights, _, down, _ = plan.parts(tensors)
     dx: Tensor | None = None
-    matrix = _one_matrix(plan, weights)
-    if matrix is not None:
-        dx = dy @ matrix
-    elif weights[0] is not None:
-        dx = dy[:, plan.outs[0]] @ _matrix(plan, 0, weights)
-        for i, out in enumerate(plan.outs[1:], start=1):
-            dx.addmm_(dy[:, out], _matrix(plan, i, weights))
     if plan.shared:
-        a = _stacked(plan, down)
-        dx = u[:, : plan.shared] @ a if dx is None else dx.addmm_(u[:, : plan.shared], a)
+        dx = u[:, : plan.shared] @ _stacked(plan, down)
     for i, state in ctx.kept.states.items():
         path = plan.paths[i]
         through = u[:, path.rank] @ down[i].to(plan.dtype)
         through = _dropped(through, _kept_elements(through, path.dropout, state), path.dropout)
         dx = through if dx is None else dx.add_(through)
+    if weights[0] is None:
+        assert dx is not None
+        return dx
+    matrix = _one_matrix(plan, weights)
+    products = (
+        [(dy, matrix)]
+        if matrix is not None
+        else [(dy[:, out], _matrix(plan, i, weights)) for i, out in enumerate(plan.outs)]
+    )
+    for gradient, matrix in products:
+        dx = gradient @ matrix if dx is None else dx.addmm_(gradient, matrix)
     assert dx is not None
     return dx
 

@@ -24,6 +24,8 @@ from liger_models.kernels.losses._reductions import raise_label_error
 # bfloat16 summed in float32). There, 2 GiB gives one chunk to 8,192 tokens, and chunks of 4,096 to more.
 CHUNK_BYTES = 2 << 30
 _FEWEST_TOKENS = 1024  # in a chunk: below, moving the sum of dW takes longer than its product
+# Without dW nothing is won by longer chunks: of 1,024 tokens logits and dx are products at full speed.
+FROZEN_CHUNK_BYTES = 256 << 20
 
 
 class Linear(NamedTuple):
@@ -70,6 +72,8 @@ def in_chunks(
     sum_dtype = torch.promote_types(dtype, torch.float32)
     sum_bytes = weight.numel() * (sum_dtype.itemsize - weight.itemsize) if want_dw else 0
     row_bytes = linear.row_bytes + (0 if teacher is None else teacher.row_bytes)
+    if not want_dw:
+        chunk_bytes = min(chunk_bytes, FROZEN_CHUNK_BYTES)
     size = _chunk_size(rows, row_bytes, sum_bytes, chunk_bytes)
     dw_dtype = weight.dtype if round_dw and size >= rows and weight.dtype == dtype else sum_dtype
 
@@ -183,7 +187,7 @@ def working_bytes(rows: int, hidden_size: int, vocab_size: int, itemsize: int, t
     row_bytes, elements = vocab_size * itemsize, vocab_size * hidden_size
     wide = 4 if itemsize < 4 else itemsize
     sum_bytes = elements * (wide - itemsize) if trained else 0
-    size = _chunk_size(rows, row_bytes, sum_bytes, CHUNK_BYTES)
+    size = _chunk_size(rows, row_bytes, sum_bytes, CHUNK_BYTES if trained else FROZEN_CHUNK_BYTES)
     dw = elements * (wide if size < rows else itemsize) if trained else 0
     rounded = elements * itemsize if dw > elements * itemsize else 0
     return rows * hidden_size * itemsize + dw + max(min(size, rows) * row_bytes, rounded)

@@ -1,0 +1,250 @@
+"""A training step with LoRA (PEFT, on all linear layers) of ours beside transformers and liger-kernel.
+
+Every configuration runs in a process of its own, on fresh random weights in bfloat16, with fused AdamW on the
+adapters. The models of both sides are transformers' classes, and the adapters PEFT's. A step is forward,
+backward, optimizer step and zero_grad; steps are timed by device events with no waiting between them.
+
+| data     | a batch                                                                                      |
+|----------|----------------------------------------------------------------------------------------------|
+| `full`   | sequences of random tokens without padding, all of them labels                               |
+| `padded` | documents of random lengths (median 545), padded to the longest; the first 75% are no labels |
+| `packed` | the same documents behind one another in one row, told apart by their position ids           |
+
+Tokens a second count tokens of documents, and not padding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.report import machine, markdown_table, publish
+from benchmarks.train import MODELS
+
+SUMMARY = "a training step with LoRA beside transformers and PEFT, and with liger-kernel"
+PROVIDERS = ("ours", "transformers", "transformers+liger")
+ADAPTERS = ("float32", "bfloat16")  # float32 is what PEFT makes of a bfloat16 model
+DATA = ("full", "padded", "packed")
+CONFIGURATIONS = (
+    "ours:float32:lean:4",
+    "ours:bfloat16:lean:4",
+    "transformers+liger:float32:none:4",
+    "transformers+liger:bfloat16:none:4",
+    "transformers+liger:float32:none:2",
+    "transformers+liger:float32:checkpoint:4",
+    "ours:float32:checkpoint:4",
+    "ours:float32:lean:16:packed",
+    "ours:float32:lean:16:padded",
+    "transformers+liger:float32:none:16:padded",
+    "transformers+liger:bfloat16:none:16:packed",
+)
+HEADER = ("batch", "data", "provider", "adapters", "activation memory", "tokens/s", "peak GiB", "ms a step")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", choices=MODELS, default="llama-3-8b", help="(%(default)s)")
+    parser.add_argument(
+        "--configuration",
+        action="append",
+        metavar="PROVIDER:ADAPTERS:MEMORY:BATCH[:DATA]",
+        help=f"repeatable. PROVIDER: {', '.join(PROVIDERS)}. ADAPTERS: {', '.join(ADAPTERS)}. MEMORY: for "
+        "ours a level of activation memory, or 'lean,mlp=2' (the last 2 layers mlp); for the others none "
+        f"or checkpoint. DATA: {', '.join(DATA)}. Default: {' '.join(CONFIGURATIONS)}",
+    )
+    parser.add_argument("--rank", type=int, default=16, help="(%(default)s)")
+    parser.add_argument("--seq", type=int, default=4096, help="tokens a sequence of `full` (%(default)s)")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before the timed ones (%(default)s)")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps (%(default)s)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--time-limit", type=float, default=180, help="seconds for a configuration (%(default)s)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    rows = []
+    for configuration in args.configuration or CONFIGURATIONS:
+        job = _parse(configuration) | {"model": args.model, "rank": args.rank, "seq": args.seq}
+        job |= {"warmup": args.warmup, "steps": args.steps, "device": args.device}
+        rows.append(job | _in_own_process(job, args.time_limit))
+        print(configuration, *_cells(rows[-1]), file=sys.stderr, flush=True)
+    about = machine(torch.device(args.device), "transformers", "peft", "liger-kernel")
+    about += (
+        f". {args.model}, bfloat16, LoRA of rank {args.rank} on all linear layers; median of {args.steps}."
+    )
+    lines = []
+    for row in rows:
+        batch = f"{row['batch']} x {args.seq}" if row["data"] == "full" else f"{row['batch']} documents"
+        lines.append(
+            [batch, row["data"], row["provider"], row["adapters"], row["memory"], *_cells(row)],
+        )
+    publish(args.out, f"lora-{args.model}", f"{about}\n\n{markdown_table(HEADER, lines)}", rows)
+    return int(any(row["provider"] == "ours" and "failed" in row.get("note", "") for row in rows))
+
+
+def _parse(configuration: str) -> dict[str, Any]:
+    provider, adapters, data = ("|".join(map(re.escape, names)) for names in (PROVIDERS, ADAPTERS, DATA))
+    pattern = rf"({provider}):({adapters}):([a-z,=0-9]+):(\d+)(?::({data}))?"
+    match = re.fullmatch(pattern, configuration)
+    if match is None:
+        sys.exit(f"cannot read configuration {configuration!r}; expected for instance ours:float32:lean:4")
+    names = ("provider", "adapters", "memory", "batch", "data")
+    return dict(zip(names, match.groups("full"), strict=True)) | {"batch": int(match[4])}
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    if "note" in row:
+        return [row["note"], "", ""]
+    peak = "-" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
+    spread = f"{row['step_ms']:.0f} ({row['step_ms_low']:.0f} to {row['step_ms_high']:.0f})"
+    return [f"{row['tokens_per_second']:,.0f}", peak, spread]
+
+
+def _in_own_process(job: dict[str, Any], time_limit: float) -> dict[str, Any]:
+    """The result's fields, or a `note` that says why there is none."""
+    # Growing segments waste no memory between blocks; for every provider alike.
+    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    command = [sys.executable, "-m", "benchmarks.lora", json.dumps(job)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=time_limit, env=environment)
+    except subprocess.TimeoutExpired:
+        return {"note": f"stopped after {time_limit:.0f} s"}
+    if done.returncode == 0:
+        return json.loads(done.stdout.splitlines()[-1])
+    print(done.stderr[-3000:], file=sys.stderr)
+    return {"note": f"failed: {(done.stderr.strip().splitlines() or ['no message'])[-1][:160]}"}
+
+
+def _train(job: dict[str, Any]) -> dict[str, Any]:
+    """Runs in the process of its own."""
+    torch.manual_seed(0)
+    device = torch.device(job["device"])
+    cuda = device.type == "cuda"
+    try:
+        model = _adapted(_build(job, device), job)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=cuda)
+        batch, tokens = _batch(job, device)
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(device)
+        losses, marks = [], [_mark(cuda)]
+        for _ in range(job["warmup"] + job["steps"]):
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.detach())
+            marks.append(_mark(cuda))
+        if cuda:
+            torch.cuda.synchronize(device)
+    except torch.OutOfMemoryError:
+        return {"note": "out of memory"}
+    steps = [_milliseconds(*pair) for pair in itertools.pairwise(marks)][job["warmup"] :]
+    step = statistics.median(steps)
+    return {
+        "tokens_per_second": 1e3 * tokens / step,
+        "step_ms": step,
+        "step_ms_low": min(steps),
+        "step_ms_high": max(steps),
+        "peak_gib": torch.cuda.max_memory_allocated(device) / 2**30 if cuda else None,
+        "first_loss": losses[0].item(),
+        "loss": losses[-1].item(),
+        "trained": sum(p.numel() for p in trained),
+    }
+
+
+def _build(job: dict[str, Any], device: torch.device) -> Any:
+    import transformers
+
+    config = dict(MODELS[job["model"]])
+    model_type = config.pop("model_type")
+    ours = job["provider"] == "ours"
+    if ours:
+        import liger_models.hf
+
+        liger_models.hf.register(projections="split")
+    elif job["provider"].endswith("+liger"):
+        import liger_kernel.transformers as liger
+
+        getattr(liger, f"apply_liger_kernel_to_{model_type}")()
+    hf_config = transformers.AutoConfig.for_model(model_type, **config | {"use_cache": False})
+    with device:
+        model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16).train()
+    if ours:
+        model.set_activation_memory(_levels(job["memory"], hf_config.num_hidden_layers))
+    elif job["memory"] == "checkpoint":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    elif job["memory"] != "none":
+        raise ValueError(f"memory is {job['memory']!r}; {job['provider']} has none and checkpoint")
+    return model
+
+
+def _levels(memory: str, num_layers: int) -> str | list[str]:
+    """'lean' for all layers, or 'lean,mlp=2': all lean but the last 2, which are mlp."""
+    level, *last = memory.split(",")
+    other, _, count = last[0].partition("=") if last else (level, "", 0)
+    return [level] * (num_layers - int(count)) + [other] * int(count)
+
+
+def _adapted(model: Any, job: dict[str, Any]) -> Any:
+    import peft
+
+    config = peft.LoraConfig(
+        r=job["rank"], lora_alpha=2 * job["rank"], target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=job["adapters"] == "float32")
+    if "checkpoint" in job["memory"]:
+        adapted.enable_input_require_grads()
+    return adapted
+
+
+def _batch(job: dict[str, Any], device: torch.device) -> tuple[dict[str, Tensor], int]:
+    """What the model is called with, and the tokens in it."""
+    generator = torch.Generator().manual_seed(0)
+    vocab = MODELS[job["model"]]["vocab_size"]
+    if job["data"] == "full":
+        ids = torch.randint(vocab, (job["batch"], job["seq"]), generator=generator)
+        return {"input_ids": ids.to(device), "labels": ids.to(device)}, ids.numel()
+    # Log-normal, as lengths of conversations are.
+    spread = torch.randn(job["batch"], generator=generator).exp()
+    lengths = [int(length.clamp(32, job["seq"])) for length in 545 * spread]
+    documents = [torch.randint(vocab, (length,), generator=generator) for length in lengths]
+    labels = [ids.where(torch.arange(len(ids)) >= int(0.75 * len(ids)), -100) for ids in documents]
+    if job["data"] == "packed":
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        batch = {"input_ids": torch.cat(documents), "position_ids": positions, "labels": torch.cat(labels)}
+        return {name: row[None].to(device) for name, row in batch.items()}, sum(lengths)
+    pad = torch.nn.utils.rnn.pad_sequence
+    batch = {
+        "input_ids": pad(documents, batch_first=True),
+        "attention_mask": pad([torch.ones(length, dtype=torch.long) for length in lengths], batch_first=True),
+        "labels": pad(labels, batch_first=True, padding_value=-100),
+    }
+    return {name: rows.to(device) for name, rows in batch.items()}, sum(lengths)
+
+
+def _mark(cuda: bool):
+    if not cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _milliseconds(start, end) -> float:
+    return start.elapsed_time(end) if isinstance(start, torch.cuda.Event) else 1e3 * (end - start)
+
+
+if __name__ == "__main__":
+    print(json.dumps(_train(json.loads(sys.argv[1]))))
