@@ -1,7 +1,7 @@
 """Linear layers with low-rank paths beside them (LoRA: Hu et al., 2021, arXiv:2106.09685), one operation.
 
     y = x W^T + b + s drop(x) A^T B^T                  x [..., in], W [out, in], A [r, in], B [out, r]
-    dx = dy W + u A,   dA = u^T x,   dB = s dy^T t     t = x A^T,   u = s dy B
+    dx = dy W + u A,   dA = u^T x,   dB = dy^T t       t = s x A^T,   u = s dy B
 
 Several paths of one layer add up, and layers of one input (query, key and value; gate and up) are one
 operation whose outputs stand side by side: x is read once for all of their t, and dx is one tensor.
@@ -224,8 +224,9 @@ def _run(
         *(adapter.a for _, adapter in found),
         *(adapter.b for _, adapter in found),
     ]
-    t = _Keep.apply(plan, x, *tensors)
-    return _Sum.apply(plan, t.grad_fn, x, t, y, *tensors)
+    small = _cast(plan, tensors)
+    t = _Keep.apply(plan, small, x, *tensors)
+    return _Sum.apply(plan, small, t.grad_fn, x, t, y, *tensors)
 
 
 class _Keep(torch.autograd.Function):
@@ -236,21 +237,25 @@ class _Keep(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, plan: _Plan, x: Tensor, *tensors: Tensor) -> Tensor:
-        _, _, down, _ = plan.parts(tensors)
+    def forward(ctx: Any, plan: _Plan, small: _Small, x: Tensor, *tensors: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             rows = _rows(x, plan.dtype)
             t = rows.new_empty(len(rows), plan.rank)
             if plan.shared:
-                torch.mm(rows, _stacked(plan, down).T, out=t[:, : plan.shared])
+                scales = {path.scale for path in plan.paths if path.dropout == 0}
+                together = t[:, : plan.shared]
+                alpha = scales.pop() if len(scales) == 1 else 1.0
+                torch.addmm(together, rows, small.shared.T, beta=0, alpha=alpha, out=together)
+                for path in plan.paths if scales else ():
+                    if path.dropout == 0:
+                        t[:, path.rank].mul_(path.scale)
             ctx.states = {}
             for i, path in enumerate(plan.paths):
                 if path.dropout > 0:
                     ctx.states[i] = _random_state(x.device)
-                    kept = _kept_elements(rows, path.dropout, None)
-                    torch.mm(
-                        _dropped(rows, kept, path.dropout), down[i].to(plan.dtype).T, out=t[:, path.rank]
-                    )
+                    seen = _dropped(rows, _kept_elements(rows, path.dropout, None), path.dropout)
+                    own = t[:, path.rank]
+                    torch.addmm(own, seen, small.down[i].T, beta=0, alpha=path.scale, out=own)
         ctx.save_for_backward(x, t, *tensors)
         ctx.set_materialize_grads(False)
         return t
@@ -263,19 +268,26 @@ class _Keep(torch.autograd.Function):
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, plan: _Plan, kept: Any, x: Tensor, t: Tensor, y: Tensor | None, *tensors: Tensor
+        ctx: Any,
+        plan: _Plan,
+        small: _Small,
+        kept: Any,
+        x: Tensor,
+        t: Tensor,
+        y: Tensor | None,
+        *tensors: Tensor,
     ) -> Tensor:
-        weights, biases, _, up = plan.parts(tensors)
+        weights, biases, _, _ = plan.parts(tensors)
         ctx.plan, ctx.kept = plan, kept
         with torch.autocast(x.device.type, enabled=False):
             if y is None:
-                out = _outputs(plan, _rows(x, plan.dtype), t, weights, biases, up)
+                out = _outputs(plan, _rows(x, plan.dtype), t, weights, biases, small.up)
                 return out.view(*x.shape[:-1], plan.width)
             if plan.in_place:
                 ctx.mark_dirty(y)
             out = y if plan.in_place else y.clone(memory_format=torch.contiguous_format)
-            for path, b in zip(plan.paths, up, strict=True):
-                out.view(-1, plan.width).addmm_(t[:, path.rank], b.to(plan.dtype).T, alpha=path.scale)
+            for path, b in zip(plan.paths, small.up, strict=True):
+                out.view(-1, plan.width).addmm_(t[:, path.rank], b.T)
         return out
 
     @staticmethod
@@ -283,16 +295,14 @@ class _Sum(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         plan: _Plan = ctx.plan
         x, t, *tensors = ctx.kept.saved_tensors
-        _, _, dx_needed, _, dy_needed, *needed = ctx.needs_input_grad
+        _, _, _, dx_needed, _, dy_needed, *needed = ctx.needs_input_grad
         with torch.autocast(dy.device.type, enabled=False):
-            flat = dy.reshape(-1, plan.width)
-            grads, u = _parameter_grads(ctx, x, t, flat, tensors, needed)
-            shape, dtype, device = x.shape, x.dtype, x.device
+            flat, small = dy.reshape(-1, plan.width), _cast(plan, tensors)
+            grads, u = _parameter_grads(ctx, small, x, t, flat, tensors, needed)
+            shape, dtype = x.shape, x.dtype
             del x  # made again from a recipe, it need not be there beside dx
-            dx = None
-            if dx_needed:
-                dx = _input_grad(ctx, flat, u, tensors, device).view(shape).to(dtype)
-        return None, None, dx, None, dy if dy_needed else None, *grads
+            dx = _input_grad(ctx, small, flat, u, tensors).view(shape).to(dtype) if dx_needed else None
+        return None, None, None, dx, None, dy if dy_needed else None, *grads
 
 
 def _outputs(
@@ -304,14 +314,13 @@ def _outputs(
     y = x.new_empty(len(x), plan.width)
     begun = [False] * len(plan.outs)
     for path, b in zip(plan.paths, up, strict=True):
-        part, columns, b = y[:, path.out], t[:, path.rank], b.to(plan.dtype)
-        bias = biases[path.layer]
+        part, columns, bias = y[:, path.out], t[:, path.rank], biases[path.layer]
         if begun[path.layer]:
-            part.addmm_(columns, b.T, alpha=path.scale)
+            part.addmm_(columns, b.T)
         elif bias is not None:
-            torch.addmm(bias.to(plan.dtype), columns, b.T, alpha=path.scale, out=part)
+            torch.addmm(bias.to(plan.dtype), columns, b.T, out=part)
         else:
-            torch.addmm(part, columns, b.T, beta=0, alpha=path.scale, out=part)
+            torch.mm(columns, b.T, out=part)
         begun[path.layer] = True
     matrix = _one_matrix(plan, weights)
     for i, (out, bias) in enumerate(zip(plan.outs, biases, strict=True)):
@@ -330,7 +339,13 @@ def _outputs(
 
 
 def _parameter_grads(
-    ctx: Any, x: Tensor, t: Tensor, dy: Tensor, tensors: list[Tensor], needed: list[bool]
+    ctx: Any,
+    small: _Small,
+    x: Tensor,
+    t: Tensor,
+    dy: Tensor,
+    tensors: list[Tensor],
+    needed: list[bool],
 ) -> tuple[list[Tensor | None], Tensor]:
     """The gradients of the tensors that need one, and u = s dy B."""
     plan: _Plan = ctx.plan
@@ -347,9 +362,9 @@ def _parameter_grads(
     u = dy.new_empty(len(dy), plan.rank)
     for i, path in enumerate(plan.paths):
         dy_part, u_part = dy[:, path.out], u[:, path.rank]
-        torch.addmm(u_part, dy_part, up[i].to(plan.dtype), beta=0, alpha=path.scale, out=u_part)
+        torch.addmm(u_part, dy_part, small.up[i], beta=0, alpha=path.scale, out=u_part)
         if of_up[i]:
-            grads[2 * m + n + i] = (_outer(dy_part, t[:, path.rank]) * path.scale).to(up[i].dtype)
+            grads[2 * m + n + i] = _outer(dy_part, t[:, path.rank]).to(up[i].dtype)
     if any(of_down[i] for i, path in enumerate(plan.paths) if path.dropout == 0):
         shared = _outer(u[:, : plan.shared], rows)
         for i, path in enumerate(plan.paths):
@@ -363,16 +378,16 @@ def _parameter_grads(
     return grads, u
 
 
-def _input_grad(ctx: Any, dy: Tensor, u: Tensor, tensors: list[Tensor], device: torch.device) -> Tensor:
+def _input_grad(ctx: Any, small: _Small, dy: Tensor, u: Tensor, tensors: list[Tensor]) -> Tensor:
     """dx = u A + dy W, [tokens, in], in this order."""
     plan: _Plan = ctx.plan
-    weights, _, down, _ = plan.parts(tensors)
+    weights = plan.parts(tensors)[0]
     dx: Tensor | None = None
     if plan.shared:
-        dx = u[:, : plan.shared] @ _stacked(plan, down)
+        dx = u[:, : plan.shared] @ small.shared
     for i, state in ctx.kept.states.items():
         path = plan.paths[i]
-        through = u[:, path.rank] @ down[i].to(plan.dtype)
+        through = u[:, path.rank] @ small.down[i]
         through = _dropped(through, _kept_elements(through, path.dropout, state), path.dropout)
         dx = through if dx is None else dx.add_(through)
     if weights[0] is None:
@@ -394,10 +409,28 @@ def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.reshape(-1, x.shape[-1]).to(dtype)
 
 
-def _stacked(plan: _Plan, down: list[Tensor]) -> Tensor:
-    """The A's of the paths without dropout, below one another."""
-    shared = [a.to(plan.dtype) for a, path in zip(down, plan.paths, strict=True) if path.dropout == 0]
-    return shared[0] if len(shared) == 1 else torch.cat(shared)
+class _Small(NamedTuple):
+    """The matrices of the paths in the dtype of the product, and the A's of those without dropout as one."""
+
+    down: list[Tensor]
+    up: list[Tensor]
+    shared: Tensor
+
+
+def _cast(plan: _Plan, tensors: Sequence[Tensor]) -> _Small:
+    """All of them with one launch: there are many, and they are short."""
+    _, _, down, up = ([None if p is None else p.detach() for p in part] for part in plan.parts(tensors))
+    if any(matrix.dtype != plan.dtype for matrix in (*down, *up)):
+        sizes = [matrix.numel() for matrix in (*down, *up)]
+        room = torch.empty(sum(sizes), dtype=plan.dtype, device=down[0].device)
+        own = [part.view_as(p) for part, p in zip(room.split(sizes), (*down, *up), strict=True)]
+        torch._foreach_copy_(own, [*down, *up])
+        down, up = own[: len(down)], own[len(down) :]
+    shared = [a for a, path in zip(down, plan.paths, strict=True) if path.dropout == 0]
+    if not shared:
+        return _Small(down, up, torch.empty(0))
+    together = one_below_another(shared)
+    return _Small(down, up, torch.cat(shared) if together is None else together)
 
 
 def _matrix(plan: _Plan, i: int, weights: list[Tensor]) -> Tensor:
