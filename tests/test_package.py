@@ -29,7 +29,11 @@ MAY_IMPORT = {
 # What `pip install liger_models` brings; anything else is imported inside the function that needs it.
 HARD_DEPENDENCIES = {"torch", "triton", "safetensors", "huggingface_hub", "tokenizers", "tqdm"}
 # Modules that are made of another library's classes, and that library: nothing else imports them.
-BUILT_ON = {"liger_models.hf": "transformers", "liger_models.hf.lora": "peft"}
+BUILT_ON = {
+    "liger_models.hf": "transformers",
+    "liger_models.hf.expert_adapters": "peft",
+    "liger_models.hf.lora": "peft",
+}
 # But these, in the function in which a user has asked for that library.
 ON_REQUEST = {"liger_models.training.lora"}
 
