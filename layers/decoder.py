@@ -17,6 +17,7 @@ from liger_models.layers.attention_backends import BACKENDS, AttentionBackend
 from liger_models.layers.blocks import BLOCKS, Block, add_and_norm
 from liger_models.layers.eager import not_compiled
 from liger_models.layers.embedding import TokenEmbedding
+from liger_models.layers.memory_plan import FittingLevels
 from liger_models.layers.norm import make_norm
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import ModelSpec
@@ -27,7 +28,7 @@ class Decoder(nn.Module):
 
     spec: ModelSpec
     embed_tokens: nn.Embedding
-    fit_levels: Callable[[Decoder, Sequences], None] | None = None
+    fit_levels: FittingLevels | None = None
 
     def make_decoder(self, spec: ModelSpec, attention: AttentionBackend = "auto") -> None:
         """The parts of a spec.
@@ -116,8 +117,6 @@ class Decoder(nn.Module):
         """
         self.fit_levels = None
         if levels == "auto":
-            from liger_models.layers.memory_plan import FittingLevels  # which counts what a decoder keeps
-
             self.fit_levels = FittingLevels(memory_budget, optimizer_bytes, say)
             levels = "lean"
         elif memory_budget is not None:

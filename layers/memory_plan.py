@@ -16,20 +16,19 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_models.kernels.losses._linear_chunks import working_bytes
 from liger_models.layers.activation_memory import LEVELS, ActivationMemory
 from liger_models.layers.blocks import Block
-from liger_models.layers.decoder import Decoder
 from liger_models.layers.sequences import Sequences
-from liger_models.layers.spec import AttentionSpec, MoESpec
+from liger_models.layers.spec import AttentionSpec, ModelSpec, MoESpec
 
 _log = logging.getLogger("liger_models")
 
@@ -38,6 +37,17 @@ _log = logging.getLogger("liger_models")
 OPERATIONS_A_BYTE = 160
 # Of elementwise work that is done again: its output is written, and about twice as much is read.
 BYTES_MOVED = 3
+
+
+class Planned(Protocol):
+    """What a plan asks of a model, as a decoder has it."""
+
+    spec: ModelSpec
+    layers: Sequence[Block]
+    embed_tokens: nn.Embedding
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All of them, a tied one once."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +123,7 @@ class StepMemory:
         step: the rest.
     """
 
-    def __init__(self, model: Decoder, step: Step):
+    def __init__(self, model: Planned, step: Step):
         self.model, self.step = model, step
         self.itemsize = model.embed_tokens.weight.dtype.itemsize
 
@@ -300,7 +310,7 @@ class FittingLevels:
         self.tokens = 0
         self.plan: Plan | None = None
 
-    def __call__(self, model: Decoder, sequences: Sequences) -> None:
+    def __call__(self, model: Planned, sequences: Sequences) -> None:
         """Choose for this batch, if it has more tokens than those before.
 
         Of a model that is divided over processes all choose alike, and once: when each has met its first
@@ -329,7 +339,7 @@ class FittingLevels:
         if not self.plan.fits:
             _log.warning("a step of %d tokens does not fit in memory_budget at any level", tokens)
 
-    def _measured(self, model: Decoder, device: torch.device) -> int:
+    def _measured(self, model: Planned, device: torch.device) -> int:
         """What this step may take: the share of the GPU, without what else the process holds there."""
         if device.type != "cuda":
             raise ValueError(
