@@ -46,7 +46,8 @@ class Comparison:
     Attributes:
         transformers: its version.
         length: tokens in each of the `ROWS` rows of random ids.
-        distance: ours from theirs, of "logits", "loss" and every gradient by its name in transformers.
+        distance: ours from theirs, of "logits", "loss" and every gradient by its name in transformers; of
+            stacked experts each by itself, as `...experts.down_proj[3]`.
         spread: of the same, theirs among themselves.
         lonely: names that only one side has.
     """
@@ -118,20 +119,30 @@ def _results(model: nn.Module, ids: Tensor, **options: Any) -> dict[str, Tensor]
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return _by_expert({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+
+
+def _by_expert(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of stacked experts one by one: a fault in one that few tokens went to is lost in the stack."""
+    found: dict[str, Tensor] = {}
+    for name, gradient in gradients.items():
+        stacked = gradient.dim() == 3 or (".experts." in name and name.endswith("_bias"))
+        found |= {f"{name}[{e}]": own for e, own in enumerate(gradient)} if stacked else {name: gradient}
+    return found
 
 
 def _gradients_as_named_in(expected: Mapping[str, Tensor], model: LigerCausalLM) -> dict[str, Tensor]:
     """By the names that the reference has in memory, which need not be those of the files."""
     maps = [model.weight_map(layout) for layout in (model.layout, *model.architecture.layouts)]
-    names = max(maps, key=lambda found: len(checkpoint_shapes(found).keys() & expected.keys()))
+    known = {name.partition("[")[0] for name in expected}
+    names = max(maps, key=lambda found: len(checkpoint_shapes(found).keys() & known))
     tensors = model.saved_tensors()
     found: dict[str, Tensor] = {}
     for name, expr in names.items():
         gradient = tensors[name].grad
         if gradient is not None:  # as it is for a buffer
             found |= expr.write(gradient)
-    return found
+    return _by_expert(found)
 
 
 def _summed_otherwise(reference: Any, ids: Tensor) -> dict[str, Tensor]:

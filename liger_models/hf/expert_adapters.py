@@ -38,8 +38,9 @@ def keep_usual_order(model: Any) -> None:
 
 def take_usual_order(model: nn.Module, adapter: str) -> None:
     """Put an adapter whose parameters were filled in the usual order into ours."""
-    for wrapper in model.modules():
-        if isinstance(wrapper, ParamWrapper) and getattr(wrapper, "_usual_order", ()):
+    wrappers: list[Any] = [module for module in model.modules() if isinstance(module, ParamWrapper)]
+    for wrapper in wrappers:
+        if getattr(wrapper, "_usual_order", None):
             outputs, inputs = wrapper._usual_order
             for linear, dim, order in ((wrapper.lora_A, 1, inputs), (wrapper.lora_B, 0, outputs)):
                 if adapter in linear:

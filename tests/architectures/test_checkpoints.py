@@ -71,6 +71,39 @@ def test_the_reference_reads_what_we_write(family, written_by_reference, failure
     assert not failures({"logits": relative_distance(found, expected)})
 
 
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("stack", ["gate_up_proj", "down_proj"])
+def test_verify_notices_the_gradient_of_a_single_expert(stack, name, written_by_reference, monkeypatch):
+    """By a thousandth, of the expert whose gradient is the smallest."""
+    from liger_models import verification
+    from liger_models.layers import moe
+
+    compute, spoilt = moe.moe_experts, []
+
+    def with_a_fault(x, weights, experts, gate_up, down, *rest):
+        matrix = gate_up if stack == "gate_up_proj" else down
+
+        def spoil(gradient):
+            sizes = gradient.flatten(1).norm(dim=1)
+            expert = int(sizes.masked_fill(sizes == 0, torch.inf).argmin())
+            spoilt.append(expert)
+            gradient = gradient.clone()
+            gradient[expert] *= 1.001
+            return gradient
+
+        if not spoilt and matrix.requires_grad:
+            matrix = matrix * 1.0
+            matrix.register_hook(spoil)
+        matrices = (matrix, down) if stack == "gate_up_proj" else (gate_up, matrix)
+        return compute(x, weights, experts, *matrices, *rest)
+
+    monkeypatch.setattr(moe, "moe_experts", with_a_fault)
+    monkeypatch.setattr(verification, "SPREADS", 0)
+    far = verification.verify_numbers(written_by_reference(name)).too_far
+    stacks = {f"experts.{stack}[{expert}]" for expert in spoilt}
+    assert {name.rpartition("mlp.")[2] for name in far} == stacks
+
+
 def test_verify_accepts_it(family, written_by_reference, capsys):
     assert main(["verify", str(written_by_reference(family)), "--transformers"]) == 0
     shown = capsys.readouterr().out
