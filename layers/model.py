@@ -87,7 +87,8 @@ class CausalLM(Decoder, ModelParameters):
                 (Not in the signature: trainers take any parameter with "label" in its name for one that every
                 batch must have.)
             num_items_in_batch: the loss is the sum over labels divided by this count, not by their own (exact
-                gradient accumulation).
+                gradient accumulation). What routers add is weighed by the share of labels that are here: all
+                parts of a step together have the mean of it, and not the sum.
             logits_to_keep: make logits of the last so many positions only, or of these positions; 0: of all.
             return_logits: make logits beside the loss. Default: only if there are no labels.
             others: keywords of other libraries' models are taken where they ask for nothing: None, False, and
@@ -116,7 +117,10 @@ class CausalLM(Decoder, ModelParameters):
                 self.lm_head, hidden, targets, num_valid, num_items_in_batch, self.logit_form
             )
             if self.spec.router is not None:
-                output["loss"] += router_loss(sequences.router_logits.take(), self.spec.router)
+                added = router_loss(sequences.router_logits.take(), self.spec.router)
+                # Of a step that is divided, this part's: as large beside the rest as in one that is not.
+                whole = num_valid if num_items_in_batch is None else num_items_in_batch
+                output["loss"] += added * (num_valid / whole)
         if return_logits or (return_logits is None and targets is None):
             output["logits"] = self._logits(hidden, sequences, logits_to_keep)
         return CausalLMOutput(**output)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pairs import reference_takes
+from pairs import Run, reference_takes
 from variants import left_out, nulls, rope_types, untried_keys, variants
 
 import liger_models
@@ -131,9 +131,51 @@ def test_padding_changes_nothing_for_the_tokens(side, pair, failures):
     assert ours.logits[~mask].count_nonzero() == 0
 
 
-@pytest.mark.parametrize(
+with_router_loss = pytest.mark.parametrize(
     "name", [f for f in list_architectures() if "output_router_logits" in find_architecture(f).tiny]
 )
+
+
+@with_router_loss
+def test_the_loss_of_routers_of_packed_documents_is_that_of_padded_rows(name, make_pair, failures):
+    pair = make_pair(name, {"output_router_logits": True})
+    lengths = [7, 1, 11]
+    ids = torch.randint(0, pair.vocab_size, (sum(lengths),))
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    ours = pair.run_ours(input_ids=ids[None], labels=ids[None], cu_seqlens=bounds)
+    padded, mask = (torch.zeros(3, 11, dtype=torch.long) for _ in range(2))
+    for row, document in enumerate(ids.split(lengths)):
+        padded[row, : len(document)], mask[row, : len(document)] = document, 1
+    labels = padded.masked_fill(mask == 0, -100)
+    reference = pair.run_reference(input_ids=padded, labels=labels, attention_mask=mask)
+    ours.logits = reference.logits = None
+    assert not failures(ours.distances(reference))
+
+
+@with_router_loss
+def test_a_divided_step_has_the_mean_of_the_routers_losses(name, make_pair, failures):
+    """Each part weighed by its labels, as in the mean of the reference's losses of the parts."""
+    pair = make_pair(name, {"output_router_logits": True})
+    batch = pair.batch(rows=3)
+    batch["labels"][0, 2:] = -100
+    parts = [{key: value[rows] for key, value in batch.items()} for rows in (slice(0, 1), slice(1, 3))]
+    counts = [int((part["labels"][:, 1:] != -100).sum()) for part in parts]
+    assert counts[0] < counts[1] / 10
+    results = []
+    for model, options in ((pair.ours, {"num_items_in_batch": sum(counts)}), (pair.reference, {})):
+        model.zero_grad()
+        loss = torch.zeros(())
+        for part, count in zip(parts, counts, strict=True):
+            share = model(**part, **options).loss * (1 if options else count / sum(counts))
+            share.backward()
+            loss += share.detach()
+        results.append(loss)
+    gradients = {name: p.grad for name, p in pair.reference.named_parameters() if p.grad is not None}
+    expected = Run(results[1], None, gradients)
+    assert not failures(Run(results[0], None, pair.gradients_of_ours()).distances(expected))
+
+
+@with_router_loss
 def test_the_loss_of_routers_leaves_padding_out(name, make_pair, failures):
     pair = make_pair(name, {"output_router_logits": True})
     mask, call = padded(pair, "left")
