@@ -238,11 +238,16 @@ def make_pair(model_type: str, changes: Mapping[str, Any] | None = None, **model
     config = changed(architecture.tiny, changes)
     ours = CausalLM(architecture.spec(HFConfig.load(config)), **model_options)
     reference = reference_model(architecture, config)
-    if ours.spec.draws_in_training:
-        ours.eval(), reference.eval()
+    in_comparable_mode(ours.spec, ours, reference)
     weight_map = map_like(architecture, ours, names_of(reference))
     copy_parameters(weight_map, ours, reference.state_dict())
     return Pair(architecture, config, ours, reference, weight_map)
+
+
+def in_comparable_mode(spec: ModelSpec, *models: nn.Module) -> None:
+    """In training, as long as two passes give the same there; else in evaluation."""
+    for model in models:
+        model.train(not spec.draws_in_training)
 
 
 def map_like(architecture: Architecture, model: CausalLM, names: Set[str]) -> dict[str, Expr]:

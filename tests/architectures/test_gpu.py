@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from mutations import spec_fields
-from pairs import Pair, Run, copy_parameters, map_like, names_of, reference_class
+from pairs import Pair, Run, copy_parameters, in_comparable_mode, map_like, names_of, reference_class
 from torch import nn
 
 from liger_models.architectures import Architecture, find_architecture
@@ -169,6 +169,7 @@ def test_bfloat16_at_real_widths_is_as_near_to_the_truth_as_the_reference(family
     state = reference.state_dict()
     with torch.device("meta"):
         ours = CausalLM(spec)
+    in_comparable_mode(spec, ours, reference)
     ours.materialize(DEVICE, torch.bfloat16)
     weight_map = map_like(architecture, ours, names_of(reference))
     copy_parameters(weight_map, ours, state)
@@ -177,6 +178,7 @@ def test_bfloat16_at_real_widths_is_as_near_to_the_truth_as_the_reference(family
     del ours, reference
     pair.reference = wide_reference(architecture, config, torch.float32, "eager")
     pair.reference.load_state_dict(state)
+    in_comparable_mode(spec, pair.reference)
     truth = results_of(pair.run_reference, batches)
 
     assert found[0].keys() == truth[0].keys() == expected[0].keys()
