@@ -35,6 +35,10 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 
 
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+"""Types of layers."""
+
+
 def decoder(
     c: HFConfig, blocks: Sequence[BlockSpec], norm: NormSpec | LayerNormSpec, **settings: Any
 ) -> ModelSpec:
@@ -102,6 +106,24 @@ def layer_types(
     return types
 
 
+def turning_layers(c: HFConfig) -> list[bool]:
+    """Which layers turn queries and keys: those for which `no_rope_layers`, despite its name, has a 1; if it
+    is missing or empty, all but each `no_rope_layer_interval`-th.
+
+    Raises:
+        ConfigError: it does not fit the layers.
+    """
+    count, every = c.take_count("num_hidden_layers"), c.take_count("no_rope_layer_interval", 4)
+    marks = c.take("no_rope_layers", None)
+    if marks in (None, []):
+        return [(i + 1) % every != 0 for i in range(count)]
+    if not isinstance(marks, list) or len(marks) != count or any(mark not in (0, 1) for mark in marks):
+        raise ConfigError(
+            f"{c.name}: no_rope_layers must have a 0 or a 1 for each of the {count} layers, found {marks}"
+        )
+    return [bool(mark) for mark in marks]
+
+
 def windows(c: HFConfig, default: Callable[[int], str], *, off: bool = False) -> list[int | None]:
     """The window of each layer: `sliding_window` where its type is sliding_attention, else None.
 
@@ -112,15 +134,29 @@ def windows(c: HFConfig, default: Callable[[int], str], *, off: bool = False) ->
     Raises:
         ConfigError: an unknown type, or layers that slide without a window.
     """
-    types = layer_types(c, default, ("full_attention", "sliding_attention"))
+    types = layer_types(c, default, (FULL, SLIDING))
     c.take("sliding_window", None)  # which some references write as 0 where windows are off
     window = None if off else c.take_count("sliding_window", None)
-    if "sliding_attention" in types and window is None:
+    if SLIDING in types and window is None:
         raise ConfigError(
-            f"{c.name}: some layers are of type sliding_attention, but sliding_window is missing or "
-            "switched off"
+            f"{c.name}: some layers are of type {SLIDING}, but sliding_window is missing or switched off"
         )
-    return [window if kind == "sliding_attention" else None for kind in types]
+    return [window if kind == SLIDING else None for kind in types]
+
+
+def chunks(c: HFConfig, default: Callable[[int], str]) -> list[int | None]:
+    """The size of each layer's chunks: `attention_chunk_size` where its type is chunked_attention, else None.
+
+    Args:
+        default: the type of a layer where the config has no `layer_types`.
+
+    Raises:
+        ConfigError: an unknown type, or layers in chunks without a size.
+    """
+    types, size = layer_types(c, default, (FULL, CHUNKED)), c.take_count("attention_chunk_size", None)
+    if CHUNKED in types and size is None:
+        raise ConfigError(f"{c.name}: some layers are of type {CHUNKED}, but attention_chunk_size is missing")
+    return [size if kind == CHUNKED else None for kind in types]
 
 
 def attention(c: HFConfig, *, bias: bool = False, window: int | None = None, **rotary: Any) -> AttentionSpec:

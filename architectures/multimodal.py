@@ -51,6 +51,7 @@ class Multimodal:
 # What the names of the towers' tensors begin with, also behind "model.".
 _TOWERS = (
     "vision_tower.",
+    "vision_model.",
     "audio_tower.",
     "embed_vision.",
     "embed_audio.",
@@ -63,6 +64,7 @@ _OWN_ROOT = (("model.language_model.", "model."), ("language_model.", "model."))
 MULTIMODAL: dict[str, Multimodal] = {
     "gemma3": Multimodal({"gemma3_text": "gemma3_text"}, tied=True, without=("final_logit_softcapping",)),
     "gemma4": Multimodal({"gemma4_text": "gemma4_text"}, _OWN_ROOT, tied=True),
+    "llama4": Multimodal({"llama4_text": "llama4_text"}, tied_by_text=True),
     "llava": Multimodal({"llama": "llama", "mistral": "mistral", "qwen2": "qwen2"}, tied_by_text=True),
     "mistral3": Multimodal({kind: kind for kind in ("mistral", "ministral3", "mistral4")}, tied=True),
     "qwen2_5_vl": Multimodal(
@@ -109,6 +111,14 @@ _SIZES: dict[str, dict[str, Any]] = {
         "intermediate_size": 11008,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
+    },
+    "llama4_text": {
+        "vocab_size": 202048,
+        "hidden_size": 5120,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
     },
     "mistral": {
         "vocab_size": 32000,

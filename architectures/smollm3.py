@@ -2,10 +2,9 @@
 
 from dataclasses import replace
 
-from liger_models.architectures.common import attention, decoder, mlp, windows
+from liger_models.architectures.common import attention, decoder, mlp, turning_layers, windows
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.convert.errors import ConfigError
 from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
 
 
@@ -49,16 +48,3 @@ def smollm3(c: HFConfig) -> ModelSpec:
         for window, turned in zip(windows(c, types.__getitem__, off=not slides), turns, strict=True)
     ]
     return decoder(c, blocks, norm)
-
-
-def turning_layers(c: HFConfig) -> list[bool]:
-    """Which layers turn queries and keys: those that `no_rope_layers`, despite its name, has a 1 for."""
-    count, every = c.take_count("num_hidden_layers"), c.take_count("no_rope_layer_interval", 4)
-    marks = c.take("no_rope_layers", None)
-    if marks is None:
-        return [(i + 1) % every != 0 for i in range(count)]
-    if not isinstance(marks, list) or len(marks) != count or any(mark not in (0, 1) for mark in marks):
-        raise ConfigError(
-            f"{c.name}: no_rope_layers must have a 0 or a 1 for each of the {count} layers, found {marks}"
-        )
-    return [bool(mark) for mark in marks]

@@ -3,6 +3,7 @@
     out = softmax(cap(scale * q k^T), over the tokens that the query may see, and its head's sink) v
 
 A query sees the tokens of its own document up to itself, and of those the last `window` if there is a window.
+Documents that the spec cuts into chunks are shorter documents, for every backend.
 Soft cap and sinks: see kernels/attention/flash_attention.py.
 
 | backend  | does                                 | what it is                                            |
@@ -101,7 +102,7 @@ def attend(
     Args:
         q: [T, num_attention_heads, head_dim]; k: [T, num_key_value_heads, head_dim]; v: the same, or with
             heads of another size; any strides.
-        spec: scale, window and soft cap.
+        spec: scale, window, chunk and soft cap.
         sequences: the documents.
         backend: a row of the table above, or "auto".
         sinks: [num_attention_heads], if the spec has them.
@@ -115,6 +116,7 @@ def attend(
     if spec.sinks != (sinks is not None):
         given = "no sinks" if sinks is None else "sinks"
         raise ValueError(f"got {given}, but the spec says sinks={spec.sinks}")
+    sequences = _as_seen(spec, sequences)
     if backend == "auto":
         backend = _choose(q, k, v, spec, sequences)
     if backend in ("masked", "eager") and _boundaries_are_at_hand(q, sequences):
@@ -138,7 +140,7 @@ def attend_plain(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Sequences, sinks: Tensor | None = None
 ) -> Tensor:
     """The plain twin of `attend`."""
-    bounds = sequences.document_bounds()
+    bounds = _as_seen(spec, sequences).document_bounds()
     return attention_plain(q, k, v, spec.scale, bounds, spec.window, spec.softcap, sinks)
 
 
@@ -160,7 +162,7 @@ def attend_cached(
     Args:
         q: [batch * new, num_attention_heads, head_dim]; keys, values: [batch, longest, num_key_value_heads,
             head_dim], or values with heads of another size.
-        spec: the scale and the soft cap; a window is in `sees`.
+        spec: the scale and the soft cap; a window and chunks are in `sees`.
         sees: [batch, new, longest] bool. Every token sees at least one.
         sinks: [num_attention_heads], if the spec has them.
 
@@ -178,6 +180,10 @@ def attend_cached(
         weights = attention_weights(scores.flatten(1, 2), sees, spec.softcap, sinks)
         out = (weights.unflatten(1, groups).flatten(2, 3) @ values).unflatten(2, (-1, new)).flatten(1, 2)
     return out.transpose(1, 2).flatten(0, 1)
+
+
+def _as_seen(spec: AttentionSpec, sequences: Sequences) -> Sequences:
+    return sequences if spec.chunk is None else sequences.chunks(spec.chunk)
 
 
 def _choose(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Sequences) -> AttentionBackend:

@@ -51,9 +51,10 @@ class KVCache:
             tensor[self.rows, self.slots] = values.to(tensor.dtype)
         return tuple(tensor[:, : self.longest] for tensor in room)
 
-    def sees(self, layer: int, window: int | None) -> Tensor | None:
+    def sees(self, layer: int, window: int | None, chunk: int | None = None) -> Tensor | None:
         """Which of the tokens that `append` returned each new one sees, [batch, new, longest] bool. None:
-        nothing is remembered but the new tokens, and they see one another as documents do.
+        nothing is remembered but the new tokens, and they see one another as documents do. `window` and
+        `chunk`: see `AttentionSpec`.
         """
         if self.longest == self.newest:
             return None
@@ -61,4 +62,6 @@ class KVCache:
         sees = place <= self.slots[:, None]
         if window is not None:
             sees &= place > self.slots[:, None] - window
+        if chunk is not None:
+            sees &= place // chunk == self.slots[:, None] // chunk
         return sees[:, None]

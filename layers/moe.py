@@ -1,6 +1,6 @@
 """A mixture of experts: gated MLPs, of which each token sees a few (Shazeer et al., 2017, arXiv:1701.06538).
 
-    y = sum over the chosen experts e of weight_e * down_e(act(gate_e(x)) * up_e(x))
+    y = sum over the chosen experts e of weight_e * down_e(act(gate_e(x)) * up_e(x)),   or with weight_e * x
     y = y + shared(x),   or   y + sigmoid(gate(x)) * shared(x)
 
 Which experts a token goes to, and with what weights: kernels/experts/moe_routing.py, or where a draw decides,
@@ -279,7 +279,10 @@ class Experts(nn.Module):
     def _forward(self, x: Tensor, weights: Tensor, experts: Tensor, *matrices: Tensor) -> Tensor:
         gate_up, down = matrices or (self.gate_up_proj, self.down_proj)
         biases = as_wide_as(gate_up, self.gate_up_proj_bias), as_wide_as(down, self.down_proj_bias)
-        return moe_experts(x, weights, experts, gate_up, down, self.spec.activation, *biases)
+        spec = self.spec
+        return moe_experts(
+            x, weights, experts, gate_up, down, spec.activation, *biases, weighted=spec.weighted
+        )
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Of a token, as on a GPU: gate and up of each of its experts, and its rows' places among the rows

@@ -38,23 +38,24 @@ class LentScale(nn.Module):
         super().__init__()
         self.spec = spec
         shapes = {"head": (head_dim,), "own_head": (heads, head_dim), "all_heads": (heads * head_dim,)}
-        shape = shapes[spec.scope]
+        shape = shapes.get(spec.scope)
         with_bias = not isinstance(spec.norm, NormSpec) and spec.norm.bias
-        self.weight = nn.Parameter(torch.empty(shape))
-        self.bias = nn.Parameter(torch.empty(shape)) if with_bias else None
+        self.weight = None if shape is None else nn.Parameter(torch.empty(shape))
+        self.bias = None if shape is None or not with_bias else nn.Parameter(torch.empty(shape))
         self.reset_parameters()
 
     def reset_parameters(self, *_: Any) -> None:
         """A factor of one and a bias of zero, whatever matrices start with."""
-        nn.init.constant_(self.weight, 1.0 - self.spec.norm.offset)
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 1.0 - self.spec.norm.offset)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, use: Callable[[Tensor, Tensor | None], Split]) -> Split:
+    def forward(self, use: Callable[[Tensor | None, Tensor | None], Split]) -> Split:
         return use(self.weight, self.bias)
 
     def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, {self.spec}"
+        return f"{self.spec}" if self.weight is None else f"{tuple(self.weight.shape)}, {self.spec}"
 
 
 def split_norm_turn(
@@ -113,7 +114,7 @@ def _fused(qkv: Tensor, tables: Any, spec: Any, norms: Any, q: Any, k: Any) -> S
         eps=norms.norm.eps,
         offset=norms.norm.offset,
         cast=norms.norm.cast,
-        per_head=norms.scope == "head",
+        per_head=norms.scope != "all_heads",
         norm_first=norms.before_rope,
         interleaved=spec.rope.interleaved,
     )
@@ -133,7 +134,7 @@ def _step_by_step(qkv: Tensor, tables: Any, spec: Any, norms: Any, q: Any, k: An
     return queries.to(qkv.dtype), keys.to(qkv.dtype), values
 
 
-def _norm(x: Tensor, norms: QKNormSpec, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _norm(x: Tensor, norms: QKNormSpec, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """x [T, heads, head_dim] normalised."""
     norm, own = norms.norm, norms.scope == "own_head"  # whose weight differs by row: not for the kernels
     rows = x.flatten(1) if norms.scope == "all_heads" else x

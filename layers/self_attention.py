@@ -29,7 +29,7 @@ class Attention(nn.Module):
 
     Args:
         hidden_size: the width H of the hidden states.
-        spec: heads, rotary settings, window, soft cap, sinks, biases.
+        spec: heads, rotary settings, window, chunks, soft cap, sinks, biases.
         layer: this layer's place in the model (its room in a key/value cache).
         backend: see layers/attention_backends.py.
     """
@@ -106,7 +106,7 @@ class Attention(nn.Module):
         cache = sequences.cache
         assert cache is not None
         keys, values = cache.append(self.layer, k, v)
-        sees = cache.sees(self.layer, self.spec.window)
+        sees = cache.sees(self.layer, self.spec.window, self.spec.chunk)
         if sees is None:
             return attend(q, k, v, self.spec, sequences, self.backend, self.sinks)
         return attend_cached(q, keys, values, self.spec, sees, self.sinks)
@@ -114,6 +114,7 @@ class Attention(nn.Module):
     def extra_repr(self) -> str:
         spec = self.spec
         window = "" if spec.window is None else f", window={spec.window}"
+        window += "" if spec.chunk is None else f", chunk={spec.chunk}"
         softcap = "" if spec.softcap is None else f", softcap={spec.softcap}"
         heads = f"heads={spec.num_attention_heads}/{spec.num_key_value_heads}"
         return f"{heads}, head_dim={spec.head_dim}{window}{softcap}{', sinks' if spec.sinks else ''}"

@@ -29,8 +29,8 @@ class Sequences:
     `shape` is the caller's (batch, seq); `kept` the flat positions of the T tokens in it (None: all of them).
     `cu_seqlens` [n + 1] int32 holds the documents' boundaries; None says that every row of `shape` is one
     document. `max_seqlen` is the longest document's length. `cache` is given in generation alone. `bounds` is
-    made by `document_bounds`, `rotary` by `prepare_rotary`. `router_logits` are noted by the layers of
-    experts whose router has a loss, and `routing` what all of them decided.
+    made by `document_bounds`, `rotary` by `prepare_rotary`, `cut` by `chunks`. `router_logits` are noted by
+    the layers of experts whose router has a loss, and `routing` what all of them decided.
 
     Not a dataclass: frameworks that cast a layer's arguments (FSDP2's mixed precision among them) copy the
     dataclasses, lists and dicts that they find, and round the tensors in them. Other objects they leave, and
@@ -53,6 +53,7 @@ class Sequences:
         self.bounds: Tensor | None = None
         self.rotary: dict[RopeSpec, tuple[Tensor, Tensor]] = {}
         self.query_scales: dict[QueryScaleSpec, Tensor] = {}
+        self.cut: dict[int, Sequences] = {}
         self.router_logits = RouterLogits()
         self.routing = RoutingDecisions()
 
@@ -164,12 +165,28 @@ class Sequences:
         document holds all tokens.
         """
         if self.bounds is None and (self.cu_seqlens is not None or self.shape[0] > 1):
-            cu_seqlens = self.cu_seqlens
-            if cu_seqlens is None:
-                batch, seq = self.shape
-                cu_seqlens = torch.arange(0, (batch + 1) * seq, seq, dtype=torch.int32, device=self.device)
+            cu_seqlens = self._bounds_of_rows() if self.cu_seqlens is None else self.cu_seqlens
             self.bounds = document_bounds(cu_seqlens, self.num_tokens)
         return self.bounds
+
+    def chunks(self, size: int) -> Sequences:
+        """The same tokens as shorter documents: each document cut into pieces of `size` tokens, its last what
+        is left. For attention alone; made once for all layers, without waiting for a device.
+        """
+        if size >= self.max_seqlen:
+            return self
+        if size not in self.cut:
+            total = self.num_tokens
+            shape, cu_seqlens = (total // size, size), None
+            if self.cu_seqlens is not None or self.shape[1] % size:
+                whole = self._bounds_of_rows() if self.cu_seqlens is None else self.cu_seqlens
+                shape, cu_seqlens = self.shape, _with_cuts(whole, size, total)
+            self.cut[size] = Sequences(shape, self.position_ids, self.longest_position, size, cu_seqlens)
+        return self.cut[size]
+
+    def _bounds_of_rows(self) -> Tensor:
+        batch, seq = self.shape
+        return torch.arange(0, (batch + 1) * seq, seq, dtype=torch.int32, device=self.device)
 
     def query_scale(self, spec: QueryScaleSpec) -> Tensor:
         """The factor of each token's query, [T] float32, made once for all layers."""
@@ -219,6 +236,19 @@ class Sequences:
         # document.
         shifted[self.cu_seqlens[1:].long() - 1] = IGNORE_INDEX
         return shifted
+
+
+def _with_cuts(cu_seqlens: Tensor, size: int, total: int) -> Tensor:
+    """Boundaries of documents, and of pieces of `size` tokens within them. How many there are is known on the
+    device alone: empty documents at the end make up for that.
+    """
+    counts = (cu_seqlens.diff() + size - 1) // size
+    ends = counts.cumsum(0)
+    piece = torch.arange(total // size + len(counts), device=cu_seqlens.device)  # no more than these
+    document = torch.searchsorted(ends, piece, right=True).clamp(max=len(counts) - 1)
+    starts = cu_seqlens[document] + size * (piece - (ends - counts)[document])
+    starts = torch.where(piece < ends[-1], starts, total)
+    return torch.cat([starts, starts.new_full((1,), total)]).to(torch.int32)
 
 
 def _flat_positions(position_ids: Tensor, shape: tuple[int, int]) -> Tensor:

@@ -85,12 +85,13 @@ class QKNormSpec:
 
     `scope` says what is normalised together, and by which weight: "head", each head by itself and all by one
     weight [head_dim] (Qwen 3, Gemma 3); "own_head", each head by itself with a weight of its own, [heads,
-    head_dim] (Cohere); "all_heads", the heads of a token together, by a weight [heads * head_dim] (OLMo 2).
+    head_dim] (Cohere); "all_heads", the heads of a token together, by a weight [heads * head_dim] (OLMo 2);
+    "unweighted", each head by itself, without a weight (Llama 4).
     With `values` each head of the values is normalised too, without a weight (Gemma 4).
     """
 
     norm: NormSpec | LayerNormSpec = NormSpec()
-    scope: Literal["head", "own_head", "all_heads"] = "head"
+    scope: Literal["head", "own_head", "all_heads", "unweighted"] = "head"
     before_rope: bool = True
     values: bool = False
 
@@ -112,7 +113,8 @@ class AttentionSpec:
     """Causal attention with grouped key/value heads.
 
     `scale` multiplies the scores. `window` counts the tokens a query sees, itself included (None: all before
-    it). `rope` is None for a layer without positions. `softcap` bounds the scores: softcap * tanh(score /
+    it). With `chunk` documents are cut into pieces of so many tokens, and a query sees its own piece alone.
+    `rope` is None for a layer without positions. `softcap` bounds the scores: softcap * tanh(score /
     softcap). With `sinks` each head learns a logit that takes its share of the weights and gives nothing.
     `query_scale` multiplies the queries by their positions, once they are turned.
     With `values_are_keys` one projection gives both: what the keys were before their norm and rotation.
@@ -131,6 +133,7 @@ class AttentionSpec:
     qk_norm: QKNormSpec | None = None
     query_scale: QueryScaleSpec | None = None
     values_are_keys: bool = False
+    chunk: int | None = None
 
     @property
     def q_size(self) -> int:
@@ -215,10 +218,11 @@ class MoESpec:
 
     `bias` is that of the experts' projections, `router_bias` that of the router's logits. `score` to
     `routed_scaling_factor` say how experts are chosen and weighed, as the options of `route` in
-    kernels/experts/moe_routing.py; `sparse_mixer` stands in the place of all of them. `float32_router`
-    computes the router's logits in float32, whatever the model's dtype. `shared_expert` is one more MLP that
-    every token goes through; `shared_gate` weighs its output by sigmoid(gate(x)). The coefficients are those
-    of the load balancing loss and of the router's z-loss: see layers/router_loss.py.
+    kernels/experts/moe_routing.py; `sparse_mixer` stands in the place of all of them. `weighted` is what the
+    weights multiply, the experts' outputs or their inputs. `float32_router` computes the router's logits in
+    float32, whatever the model's dtype. `shared_expert` is one more MLP that every token goes through;
+    `shared_gate` weighs its output by sigmoid(gate(x)). The coefficients are those of the load balancing loss
+    and of the router's z-loss: see layers/router_loss.py.
     """
 
     num_experts: int
@@ -236,6 +240,7 @@ class MoESpec:
     group_score: Literal["top_2", "max"] = "top_2"
     routed_scaling_factor: float = 1.0
     sparse_mixer: SparseMixerSpec | None = None
+    weighted: Literal["outputs", "inputs"] = "outputs"
     float32_router: bool = False
     shared_expert: MLPSpec | None = None
     shared_gate: bool = False

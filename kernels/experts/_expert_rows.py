@@ -2,7 +2,8 @@
 
     spread_rows:     rows[r] = x[token of r]                                 T H + R H elements moved
     sum_slots:       y[t] = sum over slots j of weights[t, j] * rows[row of (t, j)]      R H + T H
-    gated_backward:  of a = act(gate) * up, h = [gate | up]                                    6 R I
+    weighted_gated:  a = act(gate) * up, [gate | up] = weights[r] * h[r]                       3 R I
+    gated_backward:  of a = act(gate) * up, [gate | up] = h, or the same                       6 R I
     sum_by_expert:   sums[e] = sum over the rows r of e of weights[r] * rows[r]                  R H
 
 Sums are in float32 and in a fixed order, without atomics.
@@ -46,6 +47,14 @@ def sum_slots(rows: Tensor, weights: Tensor | None, order: ExpertOrder) -> Tenso
     return y
 
 
+def weighted_gated(h: Tensor, weights: Tensor, order: ExpertOrder, activation: Activation) -> Tensor:
+    """From h [R, 2 I] and weights [T, k] the a [R, I] of weights * h."""
+    wanted = {"want_h": False, "want_weights": False, "want_product": True}
+    _, _, a = gated_backward(None, h, weights, order, activation, **wanted, inputs=True)
+    assert a is not None
+    return a
+
+
 def gated_backward(
     dproduct: Tensor | None,
     h: Tensor,
@@ -55,6 +64,7 @@ def gated_backward(
     want_h: bool,
     want_weights: bool,
     want_product: bool,
+    inputs: bool = False,
     dy: Tensor | None = None,
     down_bias: Tensor | None = None,
     experts: Tensor | None = None,
@@ -63,6 +73,8 @@ def gated_backward(
 
     dh [R, 2 I], dweights [T, k], and weights * a [R, I]. Only the last does without dproduct. What a bias of
     the last product adds to dweights, dy [R, H] . down_bias[e(r)], is added if the three last are given.
+
+    With `inputs` it is h that the weights multiply, and not a; the last result is then a itself.
     """
     num_rows, width = h.shape[0], h.shape[1] // 2
     weights = weights.contiguous()
@@ -88,6 +100,7 @@ def gated_backward(
                 width,
                 0 if dy is None else dy.shape[1],
                 **activation_constants(activation),
+                INPUTS=inputs,
                 BLOCK_ROWS=block_rows,
                 BLOCK=block,
             )
@@ -152,6 +165,7 @@ def _gated_backward_kernel(
     ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
+    INPUTS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -168,17 +182,24 @@ def _gated_backward_kernel(
         up_at = gate_at + width
         gate = tl.load(h + gate_at, mask, 0.0).to(tl.float32)
         up = tl.load(h + up_at, mask, 0.0).to(tl.float32)
-        activated, derivative, factor, factor_derivative = gated_factors(gate, up, ACTIVATION, ALPHA, LIMIT)
+        g, u, product_weight = gate, up, weight
+        if INPUTS:
+            g, u, product_weight = weight * gate, weight * up, 1.0
+        activated, derivative, factor, factor_derivative = gated_factors(g, u, ACTIVATION, ALPHA, LIMIT)
         if product is not None:
-            value = weight * activated * factor
+            value = product_weight * activated * factor
             tl.store(product + start + column, value.to(product.dtype.element_ty), mask)
         if dproduct is not None:
             gradient = tl.load(dproduct + start + column, mask, 0.0).to(tl.float32)
-            dweight += tl.sum(gradient * activated * factor, 1)
+            dgate = gradient * factor * derivative
+            dup = gradient * activated * factor_derivative
+            if INPUTS:
+                dweight += tl.sum(dgate * gate + dup * up, 1)
+            else:
+                dweight += tl.sum(gradient * activated * factor, 1)
             if dh is not None:
-                gradient *= weight
-                dgate = gradient * factor * derivative
-                dup = gradient * activated * factor_derivative
+                dgate *= weight
+                dup *= weight
                 tl.store(dh + gate_at, dgate.to(dh.dtype.element_ty), mask)
                 tl.store(dh + up_at, dup.to(dh.dtype.element_ty), mask)
     if dweights is not None:

@@ -4,7 +4,10 @@
            gate, up = gate_up[e] @ x[t] + gate_up_bias[e],
            e = experts[t, j]                                     (Mixtral, arXiv:2401.04088, section 2.1)
 
-Biases are optional, and added inside the products.
+Biases are optional, and added inside the products. Or the weights are those of what goes into the experts
+(Llama 4); without biases that is to weight what comes out of the first product:
+
+    y[t] = sum over slots j of down[e] @ (act(gate) * up),   gate, up = weights[t, j] * (gate_up[e] @ x[t])
 
 The T k assignments are sorted by expert, so that each matrix product is one launch over all experts
 (`_grouped_products.py`), with whatever distribution and without the host waiting for it. With R = T k rows
@@ -16,13 +19,17 @@ h = [gate | up], a = act(gate) * up and dy the gradient of y:
     dx[t] = sum over j of dh @ gate_up[e],  dgate_up[e] = sum of dh x^T,  ddown[e] = sum of dy (weights a)^T
     dgate_up_bias[e] = sum of dh,  ddown_bias[e] = sum of weights dy
 
+With weighted inputs h is kept without its weight, and
+
+    dh = weights[t, j] * d,   dweights[t, j] = d . h,   d = da * (the activation's derivatives, at weights h)
+
 Kept for the backward pass: the operands, h [R, 2 I] and the order of rows. Sums over slots are in float32 and
 in a fixed order: the same input gives the same bits.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -45,9 +52,16 @@ from liger_models.kernels.activations.gated import (
     swiglu,
 )
 from liger_models.kernels.experts._expert_order import ExpertOrder, sort_by_expert
-from liger_models.kernels.experts._expert_rows import gated_backward, spread_rows, sum_by_expert, sum_slots
+from liger_models.kernels.experts._expert_rows import (
+    gated_backward,
+    spread_rows,
+    sum_by_expert,
+    sum_slots,
+    weighted_gated,
+)
 from liger_models.kernels.experts._grouped_products import rows_product, weight_product
 
+Weighted = Literal["outputs", "inputs"]
 _ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
 
@@ -60,6 +74,7 @@ def moe_experts(
     activation: Activation = "silu",
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    weighted: Weighted = "outputs",
 ) -> Tensor:
     """Weighted sum over a token's experts of down(act(gate(x)) * up(x)).
 
@@ -72,6 +87,7 @@ def moe_experts(
         activation: of the gate: "silu", "gelu_tanh" or "gelu"; or of both, a `ClampedSwiGLU`.
         gate_up_bias: [E, 2 I], the gate's first, in x's dtype, or None.
         down_bias: [E, H], in x's dtype, or None. It is weighted as the rest of an expert's output is.
+        weighted: what the weights multiply: the experts' "outputs"; or their "inputs", without biases.
 
     Under autocast x, the matrices and their biases may have any dtypes, and autocast's is taken. In a graph
     of torch.compile on a CPU, all experts compute all tokens.
@@ -81,21 +97,23 @@ def moe_experts(
         are computed for the inputs that require them alone.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown activation, tensors on several devices.
+        ValueError: shapes that do not fit, an unknown activation, weighted inputs beside biases, tensors on
+            several devices.
         TypeError: dtypes that do not fit.
         IndexError: an expert outside [0, E), on a CPU.
     """
-    _check(x, weights, experts, gate_up, down, activation, gate_up_bias, down_bias)
+    _check(x, weights, experts, gate_up, down, activation, gate_up_bias, down_bias, weighted)
+    inputs = weighted == "inputs"
     x, gate_up, down, gate_up_bias, down_bias = _cast(x, gate_up, down, gate_up_bias, down_bias)
     operands = x, weights, experts, gate_up, down, gate_up_bias, down_bias
     if torch.compiler.is_compiling():
         if triton is not None and x.is_cuda and x.dtype != torch.float64:
-            return _operator(*operands, *activation_constants(activation).values())[0]
-        return _dense(*operands, activation)
+            return _operator(*operands, *activation_constants(activation).values(), inputs)[0]
+        return _dense(*operands, activation, inputs)
     if use_triton(x, weights, experts, gate_up, down, gate_up_bias, down_bias):
-        return _Experts.apply(*operands, activation)
+        return _Experts.apply(*operands, activation, inputs)
     return as_once_differentiable(
-        moe_experts_plain(x, weights, experts, gate_up, down, activation, gate_up_bias, down_bias)
+        moe_experts_plain(x, weights, experts, gate_up, down, activation, gate_up_bias, down_bias, weighted)
     )
 
 
@@ -108,6 +126,7 @@ def moe_experts_plain(
     activation: Activation = "silu",
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    weighted: Weighted = "outputs",
 ) -> Tensor:
     """The meaning of `moe_experts`, in plain PyTorch."""
     if experts.numel() and not 0 <= experts.min() <= experts.max() < len(gate_up):
@@ -117,9 +136,12 @@ def moe_experts_plain(
     for e in range(len(gate_up)):
         token, slot = torch.where(experts == e)
         h = F.linear(x[token], gate_up[e], None if gate_up_bias is None else gate_up_bias[e])  # [n, 2 I]
-        rows = F.linear(_gated(h, activation), down[e], None if down_bias is None else down_bias[e])  # [n, H]
-        weight = at_least_float32(weights[token, slot])
-        y = y.index_add(0, token, (weight.unsqueeze(-1) * at_least_float32(rows)).to(y.dtype))
+        weight = at_least_float32(weights[token, slot]).unsqueeze(-1)
+        if weighted == "inputs":
+            h, weight = weight * at_least_float32(h), torch.ones_like(weight)
+        a = _gated(h, activation).to(x.dtype)
+        rows = F.linear(a, down[e], None if down_bias is None else down_bias[e])  # [n, H]
+        y = y.index_add(0, token, (weight * at_least_float32(rows)).to(y.dtype))
     return y.to(x.dtype)
 
 
@@ -132,14 +154,18 @@ def _dense(
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
     activation: Activation,
+    inputs: bool,
 ) -> Tensor:
     """The same through all experts for all tokens: the one form without shapes that depend on data."""
     h = torch.einsum("th,eih->tei", x, gate_up)
     h = h if gate_up_bias is None else h + gate_up_bias
-    rows = torch.einsum("tei,ehi->teh", _gated(h, activation), down)
+    wide = at_least_float32(h)
+    weights = at_least_float32(weights).to(wide.dtype)
+    share = wide.new_zeros(len(x), len(gate_up)).scatter_add(1, experts.long(), weights)
+    if inputs:  # nothing goes into the other experts, and so nothing comes out
+        h, share = share.unsqueeze(-1) * wide, torch.ones_like(share)
+    rows = torch.einsum("tei,ehi->teh", _gated(h, activation).to(x.dtype), down)
     rows = at_least_float32(rows if down_bias is None else rows + down_bias)
-    weights = at_least_float32(weights).to(rows.dtype)
-    share = rows.new_zeros(len(x), len(gate_up)).scatter_add(1, experts.long(), weights)
     return torch.einsum("te,teh->th", share, rows).to(x.dtype)
 
 
@@ -160,6 +186,7 @@ def _check(
     activation: Activation,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
+    weighted: str,
 ) -> None:
     if not isinstance(activation, ClampedSwiGLU) and activation not in _ACTIVATIONS:
         names = ", ".join(_ACTIVATIONS)
@@ -176,6 +203,9 @@ def _check(
     for name, bias, width in (("gate_up_bias", gate_up_bias, outputs), ("down_bias", down_bias, hidden)):
         if bias is not None and bias.shape != (num_experts, width):
             raise ValueError(f"{name} is {tuple(bias.shape)}; expected {(num_experts, width)}")
+    biased = gate_up_bias is not None or down_bias is not None
+    if weighted not in ("outputs", "inputs") or (weighted == "inputs" and biased):
+        raise ValueError(f"weighted is {weighted!r}; expected 'outputs', or without biases 'inputs'")
     if experts.is_floating_point() or not weights.is_floating_point():
         raise TypeError(
             f"experts are {experts.dtype}, weights {weights.dtype}; expected integers and floating point"
@@ -210,13 +240,13 @@ class _Wanted(NamedTuple):
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weights, experts, gate_up, down, gate_up_bias, down_bias, activation):
+    def forward(ctx, x, weights, experts, gate_up, down, gate_up_bias, down_bias, activation, inputs):
         order = sort_by_expert(experts, len(gate_up))
-        y, h = _forward(x, weights, gate_up, down, gate_up_bias, down_bias, order, activation)
+        y, h = _forward(x, weights, gate_up, down, gate_up_bias, down_bias, order, activation, inputs)
         experts = None if down_bias is None else experts  # which only the bias has a use for
         ctx.save_for_backward(x, weights, experts, gate_up, down, down_bias, h, *order[:_TENSORS])
         ctx.sizes = order[_TENSORS:]
-        ctx.activation = activation
+        ctx.options = activation, inputs
         return y
 
     @staticmethod
@@ -224,10 +254,9 @@ class _Experts(torch.autograd.Function):
     def backward(ctx, dy):
         x, weights, experts, gate_up, down, down_bias, h, *order = ctx.saved_tensors
         order = ExpertOrder(*order, *ctx.sizes)
-        dx, dweights, *dexperts = _backward(
-            dy, x, weights, experts, gate_up, down, down_bias, h, order, ctx.activation, _wanted(ctx)
-        )
-        return dx, dweights, None, *dexperts, None
+        operands = x, weights, experts, gate_up, down, down_bias, h
+        dx, dweights, *dexperts = _backward(dy, *operands, order, *ctx.options, _wanted(ctx))
+        return dx, dweights, None, *dexperts, None, None
 
 
 _TENSORS = 5  # of an ExpertOrder: its first fields
@@ -247,13 +276,14 @@ def _forward(
     down_bias: Tensor | None,
     order: ExpertOrder,
     activation: Activation,
+    inputs: bool,
 ) -> tuple[Tensor, Tensor]:
     """The result [T, H], and h [R, 2 I]."""
     gate_up_bias, down_bias = (None if b is None else b.contiguous() for b in (gate_up_bias, down_bias))
     h = rows_product(as_rows(x), gate_up.contiguous(), order, transposed=True, gather=True, bias=gate_up_bias)
-    product = _gated(h, activation)
+    product = weighted_gated(h, weights, order, activation) if inputs else _gated(h, activation)
     rows = rows_product(product, down.contiguous(), order, transposed=True, bias=down_bias)  # [R, H]
-    return sum_slots(rows, weights, order), h
+    return sum_slots(rows, None if inputs else weights, order), h
 
 
 def _backward(
@@ -267,6 +297,7 @@ def _backward(
     h: Tensor,
     order: ExpertOrder,
     activation: Activation,
+    inputs: bool,
     want: _Wanted,
 ) -> tuple[Tensor | None, ...]:
     """The gradients that are wanted, as in `_Wanted`. Buffers are freed as soon as they are used."""
@@ -281,7 +312,7 @@ def _backward(
     dh: Any
     product: Any
     dh, dweights, product = gated_backward(  # each None unless it is wanted
-        dproduct, h, weights, order, activation, want_h, want.weights, want.down, **biased
+        dproduct, h, weights, order, activation, want_h, want.weights, want.down, inputs, **biased
     )
     del dproduct
     if want.down:
@@ -314,15 +345,14 @@ def _operator(
     activation: str,
     alpha: float,
     limit: float,
+    inputs: bool,
 ) -> tuple[Tensor, Tensor]:
-    order = sort_by_expert(experts, len(gate_up))
-    return _forward(
-        x, weights, gate_up, down, gate_up_bias, down_bias, order, _activation(activation, alpha, limit)
-    )
+    order, act = sort_by_expert(experts, len(gate_up)), _activation(activation, alpha, limit)
+    return _forward(x, weights, gate_up, down, gate_up_bias, down_bias, order, act, inputs)
 
 
 @_operator.register_fake
-def _(x, weights, experts, gate_up, down, gate_up_bias, down_bias, activation, alpha, limit):
+def _(x, weights, experts, gate_up, down, gate_up_bias, down_bias, activation, alpha, limit, inputs):
     return x.new_empty(x.shape), x.new_empty(experts.numel(), gate_up.shape[1])
 
 
@@ -339,15 +369,17 @@ def _backward_operator(
     activation: str,
     alpha: float,
     limit: float,
+    inputs: bool,
     wanted: list[bool],
 ) -> list[Tensor]:
     order, act = sort_by_expert(experts, len(gate_up)), _activation(activation, alpha, limit)
-    grads = _backward(dy, x, weights, experts, gate_up, down, down_bias, h, order, act, _Wanted(*wanted))
+    operands = x, weights, experts, gate_up, down, down_bias, h
+    grads = _backward(dy, *operands, order, act, inputs, _Wanted(*wanted))
     return [grad for grad in grads if grad is not None]
 
 
 @_backward_operator.register_fake
-def _(dy, x, weights, experts, gate_up, down, down_bias, h, activation, alpha, limit, wanted):
+def _(dy, x, weights, experts, gate_up, down, down_bias, h, activation, alpha, limit, inputs, wanted):
     num_experts, outputs, hidden = gate_up.shape
     shapes = (x.shape, None, gate_up.shape, down.shape, (num_experts, outputs), (num_experts, hidden))
     return [
@@ -362,17 +394,17 @@ def _activation(name: str, alpha: float, limit: float) -> Activation:
 
 
 def _setup_context(ctx, inputs, output):
-    x, weights, experts, gate_up, down, _, down_bias, *activation = inputs
+    x, weights, experts, gate_up, down, _, down_bias, *options = inputs
     ctx.save_for_backward(x, weights, experts, gate_up, down, down_bias, output[1])
     ctx.mark_non_differentiable(output[1])
-    ctx.activation = activation
+    ctx.options = options
 
 
 def _differentiate(ctx, dy, _):
     wanted = list(_wanted(ctx))
-    found = iter(_backward_operator(dy, *ctx.saved_tensors, *ctx.activation, wanted))
+    found = iter(_backward_operator(dy, *ctx.saved_tensors, *ctx.options, wanted))
     dx, dweights, *dexperts = (next(found) if want else None for want in wanted)
-    return dx, dweights, None, *dexperts, None, None, None
+    return dx, dweights, None, *dexperts, None, None, None, None
 
 
 _operator.register_autograd(_differentiate, setup_context=_setup_context)

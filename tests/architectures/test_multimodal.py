@@ -72,6 +72,22 @@ CASES = {
             "vision_config": {**TOWER, "num_key_value_heads": 2, "head_dim": 16},
         },
     ),
+    "llama4": (
+        "Llama4ForConditionalGeneration",
+        {
+            "model_type": "llama4",
+            "text_config": find_architecture("llama4_text").tiny,
+            "vision_config": {
+                **TOWER,
+                "image_size": 28,
+                "patch_size": 14,
+                "intermediate_size": 128,
+                "projector_input_dim": 64,
+                "projector_output_dim": 64,
+                "vision_output_dim": 64,
+            },
+        },
+    ),
     "llava": (
         "LlavaForConditionalGeneration",
         {"model_type": "llava", "text_config": {**TEXT, "model_type": "llama"}, "vision_config": CLIP},
@@ -171,6 +187,7 @@ def test_the_text_part_gives_the_references_logits(written, failures):
     assert set(model.left_out) < names
     assert {name.removeprefix("model.").split(".")[0] for name in model.left_out} <= {
         "vision_tower",
+        "vision_model",
         "multi_modal_projector",
         "embed_vision",
         "visual",

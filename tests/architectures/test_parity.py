@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from pairs import Run, reference_takes
-from variants import left_out, nulls, rope_types, untried_keys, variants
+from variants import left_out, nulls, rope_types, skipped, untried_keys, variants
 
 import liger_models
 from liger_models.architectures import find_architecture, list_architectures
@@ -112,12 +112,16 @@ def test_embeddings_in_place_of_ids_agree(pair, failures):
     assert not failures(distances)
 
 
-def test_given_position_ids_agree(pair, failures):
+def test_given_position_ids_agree(family, pair, failures):
+    if skipped(family, "positions", "given"):
+        pytest.skip(find_architecture(family).skip["positions:given"])
     positions = torch.arange(19) + torch.tensor([[5], [31]])
     assert not failures(pair.distances(**pair.batch(), position_ids=positions))
 
 
-def test_position_ids_may_jump_where_a_mask_is_given(pair, failures):
+def test_position_ids_may_jump_where_a_mask_is_given(family, pair, failures):
+    if skipped(family, "positions", "given"):
+        pytest.skip(find_architecture(family).skip["positions:given"])
     positions = (2 * torch.arange(19))[None].expand(2, 19)
     ones = torch.ones(2, 19, dtype=torch.long)
     assert not failures(pair.distances(**pair.batch(), position_ids=positions, attention_mask=ones))

@@ -64,6 +64,9 @@ def run_everything() -> None:
     router = torch.randn(64, 8).softmax(-1).topk(2)
     experts = operand(8, 2 * 128, 64), operand(8, 64, 128)
     backward(kernels.moe_experts(operand(64, 64), router.values, router.indices.int(), *experts))
+    backward(
+        kernels.moe_experts(operand(64, 64), router.values, router.indices.int(), *experts, weighted="inputs")
+    )
     biases = kernels.ClampedSwiGLU(), operand(8, 2 * 128), operand(8, 64)
     backward(kernels.moe_experts(operand(64, 64), router.values, router.indices.int(), *experts, *biases))
     optimizer()

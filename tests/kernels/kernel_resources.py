@@ -109,7 +109,7 @@ def head():
     return torch.zeros(VOCAB, 16, dtype=BF16).requires_grad_()
 
 
-def experts(tokens, hidden_size, intermediate_size, num_experts, top_k, dtype=BF16, biases=False):
+def experts(tokens, hidden_size, intermediate_size, num_experts, top_k, dtype=BF16, biases=False, **how):
     router = torch.rand(tokens, num_experts).topk(top_k)
     gate_up = operand(num_experts, 2 * intermediate_size, hidden_size, dtype=dtype)
     down = operand(num_experts, hidden_size, intermediate_size, dtype=dtype)
@@ -118,7 +118,7 @@ def experts(tokens, hidden_size, intermediate_size, num_experts, top_k, dtype=BF
     if biases:
         widths = 2 * intermediate_size, hidden_size
         rest = [kernels.ClampedSwiGLU(), *(operand(num_experts, width, dtype=dtype) for width in widths)]
-    backward(kernels.moe_experts(x, router.values, router.indices.int(), gate_up, down, *rest))
+    backward(kernels.moe_experts(x, router.values, router.indices.int(), gate_up, down, *rest, **how))
 
 
 def optimizer(weights, moments, dtype=BF16, size=1 << 16):
@@ -186,6 +186,7 @@ CASES = {
     "experts, Mixtral 8x7B": lambda: experts(512, 4096, 14336, 8, 2),
     "experts, Qwen 3 Next 80B": lambda: experts(2048, 2048, 512, 512, 10),
     "experts, gpt-oss 20B": lambda: experts(2048, 2880, 2880, 32, 4, biases=True),
+    "experts, Llama 4 Scout": lambda: experts(512, 5120, 8192, 16, 1, weighted="inputs"),
     "experts in float32, few rows": lambda: experts(64, 256, 128, 8, 2, torch.float32),
     "experts in float32, many rows": lambda: experts(2048, 256, 128, 8, 2, torch.float32),
 }

@@ -97,6 +97,38 @@ def test_new_tokens_see_what_a_whole_pass_lets_the_last_tokens_see(groups, new, 
         torch.testing.assert_close(found[row], expected, rtol=1e-12, atol=1e-12)
 
 
+def pieces(sequences: Sequences, chunk: int) -> list[tuple[int, int]]:
+    """Of each token the document and the piece of it."""
+    lengths = [LENGTH] * ROWS if sequences.cu_seqlens is None else sequences.cu_seqlens.diff().tolist()
+    return [(document, i // chunk) for document, n in enumerate(lengths) for i in range(n)]
+
+
+@pytest.mark.parametrize("extras", [(None, False), (1.5, True)])
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("chunk", [1, 4, 13, 14])
+@pytest.mark.parametrize("form", ["rows", "packed", "padded"])
+def test_a_query_sees_its_own_chunk_alone(form, chunk, window, extras):
+    torch.manual_seed(0)
+    spec = dataclasses.replace(heads(2, window, *extras), chunk=chunk)
+    sequences, sinks = sequences_of(form), random_sinks(spec)
+    packed, qkv = random_qkv(sequences.num_tokens, spec)
+    expected = attention_by_hand(*qkv, spec, pieces(sequences, chunk), sinks)
+    cotangent = torch.randn_like(expected)
+    (truth,) = torch.autograd.grad(expected, packed, cotangent, retain_graph=True)
+    for found in (attend(*qkv, spec, sequences, "auto", sinks), attend_plain(*qkv, spec, sequences, sinks)):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        (gradient,) = torch.autograd.grad(found, packed, cotangent, retain_graph=True)
+        torch.testing.assert_close(gradient, truth, rtol=1e-11, atol=1e-12)
+
+
+def test_chunks_that_divide_the_rows_are_rows_without_a_mask():
+    spec = dataclasses.replace(heads(2, None), chunk=4)
+    sequences = Sequences.from_call((2, 12), torch.device("cpu"))
+    _, qkv = random_qkv(24, spec)
+    found = attend(*qkv, spec, sequences, "sdpa")  # which takes neither boundaries nor masks
+    torch.testing.assert_close(found, attend_plain(*qkv, spec, sequences), rtol=1e-12, atol=1e-12)
+
+
 def test_no_query_sees_nothing():
     """A row without a visible key would be a softmax over nothing: NaN."""
     for form in ("rows", "packed", "padded"):
@@ -228,11 +260,12 @@ def test_packed_documents_on_a_cpu_cost_the_sum_of_their_squares(window, monkeyp
 
 
 @pytest.mark.parametrize("extras", [(None, False), (1.5, True)])
-@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (4, None), (None, 3)])
 @pytest.mark.parametrize("form", ["rows", "packed"])
-def test_it_compiles_without_a_graph_break_to_the_same_values(form, window, extras):
+def test_it_compiles_without_a_graph_break_to_the_same_values(form, window, chunk, extras):
     torch.manual_seed(0)
-    spec = heads(2, window, *extras)
+    torch.compiler.reset()  # one function is compiled again only so often
+    spec = dataclasses.replace(heads(2, window, *extras), chunk=chunk)
     _, qkv = random_qkv(ROWS * LENGTH, spec)
     sinks = random_sinks(spec)
     compiled = torch.compile(attend, fullgraph=True, backend="eager")
@@ -241,9 +274,10 @@ def test_it_compiles_without_a_graph_break_to_the_same_values(form, window, extr
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def layer_with_everything() -> Attention:
+def layer_with_everything(**changes) -> Attention:
     torch.manual_seed(0)
     spec = AttentionSpec(4, 2, DIM, 0.3, RopeSpec(DIM), window=4, softcap=1.5, sinks=True)
+    spec = dataclasses.replace(spec, **changes)
     layer = Attention(24, spec).double()
     with torch.no_grad():
         for p in layer.parameters():
@@ -273,8 +307,9 @@ def test_a_layer_learns_its_sinks_and_heeds_its_soft_cap():
     assert layer.sinks in set(layer.parameters())
 
 
-def test_a_layer_with_a_cache_gives_what_a_whole_pass_gives():
-    layer = layer_with_everything()
+@pytest.mark.parametrize("changes", [{}, {"chunk": 3}, {"chunk": 6, "window": None}], ids=str)
+def test_a_layer_with_a_cache_gives_what_a_whole_pass_gives(changes):
+    layer = layer_with_everything(**changes)
     x = torch.randn(7, 24, dtype=torch.float64)
     expected = layer(x, prepared(layer, (1, 7)))
     cache, found = KVCache([layer.new_cache(1, 7, x.device, x.dtype)], 1, x.device), []

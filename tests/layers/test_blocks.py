@@ -38,6 +38,7 @@ ROUTED = {
     "router's loss": replace(EXPERTS, aux_loss_coef=0.1),
     "shared expert": replace(EXPERTS, shared_expert=MLPSpec(20), shared_gate=True),
     "drawn experts": replace(EXPERTS, sparse_mixer=SparseMixerSpec(0.4, 0.1)),
+    "weighted inputs": replace(EXPERTS, weighted="inputs", shared_expert=MLPSpec(20)),
     "all in float32": replace(EXPERTS, float32_router=True, score="sigmoid", correction_bias=True),
 }
 BLOCKS = {
@@ -59,6 +60,10 @@ BLOCKS = {
         PRE_NORM, mixer=replace(ATTENTION, qk_norm=QKNormSpec(values=True), values_are_keys=True)
     ),
     "without positions": replace(PRE_NORM, mixer=replace(ATTENTION, rope=None)),
+    "norms without weights": replace(
+        PRE_NORM, mixer=replace(ATTENTION, qk_norm=QKNormSpec(scope="unweighted", before_rope=False))
+    ),
+    "chunks": replace(PRE_NORM, mixer=replace(ATTENTION, chunk=7)),
     "queries that grow": replace(PRE_NORM, mixer=replace(ATTENTION, query_scale=GROWING)),
     "queries that grow without positions": replace(
         PRE_NORM, mixer=replace(ATTENTION, rope=None, query_scale=GROWING)

@@ -136,6 +136,35 @@ def test_what_does_not_fit_is_refused(given, message):
         read((2, 3), **given)
 
 
+@pytest.mark.parametrize(
+    ("shape", "given", "size", "expected"),
+    [
+        ((2, 6), {}, 3, [[0, 1, 2], [3, 4, 5]] * 2),
+        ((2, 5), {}, 3, [[0, 1, 2], [3, 4]] * 2),
+        ((1, 9), {"cu_seqlens": torch.tensor([0, 4, 4, 5, 9])}, 2, [[0, 1], [2, 3], [0], [0, 1], [2, 3]]),
+        ((1, 9), {"cu_seqlens": torch.tensor([0, 4, 9])}, 4, [[0, 1, 2, 3], [0, 1, 2, 3], [4]]),
+        (
+            (2, 4),
+            {"attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])},
+            2,
+            [[1, 2], [3], [0, 1], [2, 3]],
+        ),
+    ],
+)
+def test_chunks_are_documents_cut_into_pieces(shape, given, size, expected):
+    sequences = read(shape, **given)
+    cut = sequences.chunks(size)
+    assert [piece for piece in documents(cut) if piece] == expected
+    assert cut.max_seqlen == size
+    assert sequences.chunks(size) is cut  # made once for all layers
+    assert (cut.cu_seqlens is None) == (not given and shape[1] % size == 0)  # then they are rows
+
+
+def test_no_document_is_cut_by_chunks_as_long_as_the_longest():
+    sequences = read((1, 9), cu_seqlens=torch.tensor([0, 4, 9]))
+    assert sequences.chunks(5) is sequences
+
+
 def test_positions_beyond_the_tables_are_refused():
     rope = RopeSpec(4, max_position_embeddings=8)
     read((1, 8)).prepare_rotary((rope,))

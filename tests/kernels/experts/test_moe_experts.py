@@ -15,10 +15,22 @@ module = importlib.import_module("liger_models.kernels.experts.moe_experts")
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 
 
-def formula(x, weights, experts, gate_up, down, activation="silu", gate_up_bias=None, down_bias=None):
+def formula(
+    x,
+    weights,
+    experts,
+    gate_up,
+    down,
+    activation="silu",
+    gate_up_bias=None,
+    down_bias=None,
+    weighted="outputs",
+):
     """Every token with its own copy of its experts' matrices."""
     experts = experts.long()
-    h = torch.einsum("tkoh,th->tko", gate_up[experts], x)
+    into = torch.einsum("tk,th->tkh", weights if weighted == "inputs" else torch.ones_like(weights), x)
+    weights = torch.ones_like(weights) if weighted == "inputs" else weights
+    h = torch.einsum("tkoh,tkh->tko", gate_up[experts], into)
     gate, up = (h if gate_up_bias is None else h + gate_up_bias[experts]).chunk(2, -1)
     if isinstance(activation, ClampedSwiGLU):
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
@@ -27,6 +39,10 @@ def formula(x, weights, experts, gate_up, down, activation="silu", gate_up_bias=
         product = ACTIVATIONS[activation](gate) * up
     rows = torch.einsum("tkhi,tki->tkh", down[experts], product)
     return torch.einsum("tk,tkh->th", weights, rows if down_bias is None else rows + down_bias[experts])
+
+
+def weighing_inputs(function):
+    return lambda *inputs: function(*inputs, weighted="inputs")
 
 
 CLAMPED = ClampedSwiGLU(alpha=1.3, limit=0.8)  # a limit that a third of all gates and half of all ups pass
@@ -89,6 +105,15 @@ def doubled(inputs):
             {"activation": "gelu_tanh"},
         ),
         ({"tokens": 3, "hidden": 4, "inner": 8, "num_experts": 9, "top_k": 2}, {"activation": "gelu"}),
+        ({"tokens": 70, "hidden": 33, "inner": 20, "num_experts": 3, "top_k": 1}, {"weighted": "inputs"}),
+        (
+            {"tokens": 7, "hidden": 10, "inner": 300, "num_experts": 5, "top_k": 2},
+            {"weighted": "inputs", "activation": "gelu_tanh"},
+        ),
+        (
+            {"tokens": 7, "hidden": 10, "inner": 6, "num_experts": 5, "top_k": 3},
+            {"weighted": "inputs", "activation": CLAMPED},
+        ),
     ],
 )
 def test_result_and_gradients_are_those_of_the_formula(sizes, options, implementation, assert_near):
@@ -199,6 +224,10 @@ def test_the_plain_twin_passes_gradcheck():
     assert torch.autograd.gradcheck(
         lambda x, w, g, d: moe_experts_plain(x, w, experts, g, d), (x, weights, gate_up, down)
     )
+    assert torch.autograd.gradcheck(
+        lambda x, w, g, d: weighing_inputs(moe_experts_plain)(x, w, experts, g, d),
+        (x, weights, gate_up, down),
+    )
     x, weights, experts, *matrices = doubled(operands(4, 3, 2, 3, 2, biases=True))
     assert torch.autograd.gradcheck(
         lambda x, w, *m: with_biases(moe_experts_plain)(x, w, experts, *m), (x, weights, *matrices)
@@ -239,12 +268,16 @@ def test_a_second_backward_and_a_second_run_give_the_same_bits_and_leave_inputs_
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("wanted", [(0,), (1,), (3,), (4,), (3, 4), (0, 3, 4), (5,), (6,), (1, 6)])
-def test_frozen_operands_cost_no_product(wanted, interpreted, monkeypatch):
-    inputs = operands(4, 6, 5, 3, 2, biases=True)
+def test_frozen_operands_cost_no_product(wanted, biases, interpreted, monkeypatch):
+    if not biases and {5, 6} & set(wanted):
+        pytest.skip("there are no biases")
+    inputs = operands(4, 6, 5, 3, 2, biases=biases)
     upstream = torch.randn(4, 6)
-    function = with_biases(moe_experts)
-    everything = dict(zip((0, 1, 3, 4, 5, 6), run(function, inputs, upstream)[1:], strict=True))
+    function = with_biases(moe_experts) if biases else weighing_inputs(moe_experts)
+    floating = [i for i in range(len(inputs)) if i != 2]
+    everything = dict(zip(floating, run(function, inputs, upstream)[1:], strict=True))
     y = function(*(t.detach().requires_grad_(i in wanted) for i, t in enumerate(inputs)))
     calls = []
     for name in ("rows_product", "weight_product"):
@@ -312,19 +345,28 @@ def test_the_backward_pass_keeps_only_operands_the_gate_up_product_and_the_order
 def test_a_compiled_graph_without_breaks_gives_the_same(assert_near):
     inputs = operands(7, 6, 5, 3, 2, biases=True)
     upstream = torch.randn(7, 6)
-    compiled = torch.compile(with_biases(moe_experts), backend="aot_eager", fullgraph=True)
-    truth = run(with_biases(formula), doubled(inputs), upstream)
-    for actual, expected in zip(run(compiled, inputs, upstream), truth, strict=True):
-        assert_near(actual, expected, 32)
+    for case, given in ((with_biases, inputs), (weighing_inputs, inputs[:-2])):
+        compiled = torch.compile(case(moe_experts), backend="aot_eager", fullgraph=True)
+        truth = run(case(formula), doubled(given), upstream)
+        for actual, expected in zip(run(compiled, given, upstream), truth, strict=True):
+            assert_near(actual, expected, 32)
 
 
-@pytest.mark.parametrize("wanted", [(0, 1, 3, 4, 5, 6), (0,), (4,), (5,), (1, 6)])
-def test_the_operator_that_a_compiled_graph_calls_gives_the_same_bits(wanted, interpreted):
-    operators_inputs = operands(5, 8, 6, 3, 2, biases=True)
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("wanted", [(0, 1, 3, 4, 5, 6), (0,), (1,), (4,), (5,), (1, 6)])
+def test_the_operator_that_a_compiled_graph_calls_gives_the_same_bits(wanted, biases, interpreted):
+    operators_inputs = operands(5, 8, 6, 3, 2, biases=biases)
+    wanted = [i for i in wanted if i < len(operators_inputs)]
+    if not wanted:
+        pytest.skip("there are no biases")
     inputs = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(operators_inputs)]
     leaves = [inputs[i] for i in wanted]
-    expected = with_biases(moe_experts)(*inputs)
-    actual = module._operator(*inputs, *activation_constants(CLAMPED).values())[0]
+    if biases:
+        expected = with_biases(moe_experts)(*inputs)
+        actual = module._operator(*inputs, *activation_constants(CLAMPED).values(), False)[0]
+    else:
+        expected = weighing_inputs(moe_experts)(*inputs)
+        actual = module._operator(*inputs, None, None, *activation_constants("silu").values(), True)[0]
     upstream = torch.randn(5, 8)
     assert torch.equal(actual, expected)
     for a, b in zip(
@@ -338,8 +380,8 @@ def test_the_operator_that_a_compiled_graph_calls_gives_the_same_bits(wanted, in
 def test_the_operator_that_a_compiled_graph_calls_tells_true_shapes(interpreted):
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     for rest in (
-        (None, None, "silu", 0.0, 0.0),
-        (*operands(5, 8, 6, 3, 2, biases=True)[-2:], "silu", 0.0, 0.0),
+        (None, None, "silu", 0.0, 0.0, True),
+        (*operands(5, 8, 6, 3, 2, biases=True)[-2:], "silu", 0.0, 0.0, False),
     ):
         torch.library.opcheck(module._operator, (*operands(5, 8, 6, 3, 2), *rest), test_utils=checks)
 
@@ -367,6 +409,12 @@ def test_sorting_keeps_the_order_of_tokens_and_tiles_cover_every_row_once(
     ("change", "error", "message"),
     [
         ({"activation": "relu"}, ValueError, "activation is 'relu'"),
+        ({"weighted": "both"}, ValueError, "weighted is 'both'; expected 'outputs', or without biases"),
+        (
+            {"weighted": "inputs", "down_bias": torch.zeros(5, 4)},
+            ValueError,
+            "weighted is 'inputs'; expected",
+        ),
         ({"x": torch.zeros(3, 4)}, ValueError, r"x is \(3, 4\).*expected \[T, H\]"),
         ({"weights": torch.zeros(2, 3)}, ValueError, r"weights \(2, 3\), experts \(2, 2\)"),
         ({"gate_up": torch.zeros(5, 7, 4)}, ValueError, r"gate_up is \(5, 7, 4\); expected \[E, 2 I, 4\]"),
@@ -393,19 +441,23 @@ def test_what_does_not_fit_is_a_clear_error(change, error, message):
         moe_experts(**(good | change))
 
 
+FORMS = {"plain": lambda function: function, "biases": with_biases, "weighted inputs": weighing_inputs}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("favourite", [None, 3])
 @pytest.mark.parametrize(
     ("tokens", "hidden", "inner", "num_experts", "top_k"),
     [(4096, 2048, 768, 128, 8), (3001, 1024, 3584, 8, 2), (1, 2048, 768, 128, 8), (700, 101, 77, 8, 2)],
 )
 def test_at_real_sizes_no_farther_from_the_truth_than_eager(
-    tokens, hidden, inner, num_experts, top_k, favourite, biases
+    tokens, hidden, inner, num_experts, top_k, favourite, form
 ):
-    inputs = operands(tokens, hidden, inner, num_experts, top_k, favourite, torch.bfloat16, "cuda", biases)
+    sizes = tokens, hidden, inner, num_experts, top_k
+    inputs = operands(*sizes, favourite, torch.bfloat16, "cuda", form == "biases")
     upstream = torch.randn(tokens, hidden, device="cuda").bfloat16()
-    fast, plain = (with_biases(f) if biases else f for f in (moe_experts, moe_experts_plain))
+    fast, plain = (FORMS[form](f) for f in (moe_experts, moe_experts_plain))
     ours, again = run(fast, inputs, upstream), run(fast, inputs, upstream)
     eager = run(plain, inputs, upstream)
     truth = run(plain, [t.float() if t.is_floating_point() else t for t in inputs], upstream)
@@ -415,20 +467,21 @@ def test_at_real_sizes_no_farther_from_the_truth_than_eager(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("biases", [False, True])
-def test_compiled_without_breaks_gives_the_same_bits_on_a_gpu(biases):
-    inputs = operands(300, 256, 128, 16, 2, None, torch.bfloat16, "cuda", biases)
+@pytest.mark.parametrize("form", FORMS)
+def test_compiled_without_breaks_gives_the_same_bits_on_a_gpu(form):
+    inputs = operands(300, 256, 128, 16, 2, None, torch.bfloat16, "cuda", form == "biases")
     upstream = torch.randn(300, 256, device="cuda").bfloat16()
-    function = with_biases(moe_experts) if biases else moe_experts
+    function = FORMS[form](moe_experts)
     compiled = torch.compile(function, fullgraph=True)
     for a, b in zip(run(compiled, inputs, upstream), run(function, inputs, upstream), strict=True):
         assert torch.equal(a, b)
 
 
 @pytest.mark.gpu
-def test_neither_pass_waits_for_the_gpu():
-    inputs = operands(300, 256, 128, 16, 2, None, torch.bfloat16, "cuda", biases=True)
-    function = with_biases(moe_experts)
+@pytest.mark.parametrize("form", FORMS)
+def test_neither_pass_waits_for_the_gpu(form):
+    inputs = operands(300, 256, 128, 16, 2, None, torch.bfloat16, "cuda", form == "biases")
+    function = FORMS[form](moe_experts)
     upstream = torch.randn(300, 256, device="cuda").bfloat16()
     run(function, inputs, upstream)
     torch.cuda.set_sync_debug_mode("error")

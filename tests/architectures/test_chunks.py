@@ -1,0 +1,56 @@
+"""Attention within chunks beside the reference, where positions are given or prompts padded. (There queries
+that grow would differ: the reference takes a token's place in its row for its position.)
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pairs import spec_of
+
+from liger_models.convert.errors import ConfigError
+from liger_models.generation import generate
+
+NEW = 24  # through three chunks of 7
+
+
+@pytest.fixture(scope="module")
+def steady(request):
+    """Llama 4 without queries that grow."""
+    make_pair = request.getfixturevalue("make_pair")
+    return make_pair("llama4_text", {"attn_temperature_tuning": False})
+
+
+@pytest.mark.parametrize("positions", [torch.arange(5, 24), 2 * torch.arange(19)], ids=["later", "jumping"])
+def test_chunks_are_counted_from_the_first_token_whatever_its_position(positions, steady, failures):
+    options = {"position_ids": positions.expand(2, 19), "attention_mask": torch.ones(2, 19, dtype=torch.long)}
+    assert not failures(steady.distances(**steady.batch(), **options))
+
+
+def test_chunks_of_padded_prompts_begin_behind_the_padding(steady):
+    ids = torch.randint(0, steady.vocab_size, (3, 9))
+    mask = (torch.arange(9) >= torch.tensor([[0], [3], [8]])).long()
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = steady.reference.generate(ids, attention_mask=mask, **options)
+    assert torch.equal(generate(steady.ours, ids, NEW, attention_mask=mask), expected)
+
+
+def test_that_queries_grow_is_a_flag_which_older_configs_give_as_a_number():
+    assert spec_of("llama4_text", {"attn_temperature_tuning": 4}) == spec_of("llama4_text")
+    off = spec_of("llama4_text", {"attn_temperature_tuning": 0})
+    assert off == spec_of("llama4_text", {"attn_temperature_tuning": False}) != spec_of("llama4_text")
+    with pytest.raises(ConfigError, match="attn_temperature_tuning must be true or false, found 'yes'"):
+        spec_of("llama4_text", {"attn_temperature_tuning": "yes"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_chunk_size": None}, "type chunked_attention, but attention_chunk_size is missing"),
+        ({"moe_layers": [1, 3]}, r"moe_layers must hold numbers of the 3 layers, found \[1, 3\]"),
+        ({"no_rope_layers": [1, 0]}, r"no_rope_layers must have a 0 or a 1 for each of the 3 layers"),
+    ],
+)
+def test_layers_that_do_not_fit_are_named(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        spec_of("llama4_text", changes)
