@@ -94,6 +94,7 @@ FEATURES: Mapping[str, Any] = {
     "latent attention": lambda spec: any(isinstance(b.mixer, LatentAttentionSpec) for b in spec.blocks),
     "a window": lambda spec: _windows(spec) == {True},
     "windows on some layers": lambda spec: _windows(spec) == {True, False},
+    "attention in chunks": lambda spec: any(a.chunk for a in _attention(spec)),
     "sinks": lambda spec: any(a.sinks for a in _attention(spec)),
     "q/k norms": lambda spec: any(a.qk_norm for a in _attention(spec)),
     "capped scores": lambda spec: any(a.softcap for a in _attention(spec)),
