@@ -170,7 +170,7 @@ def attend_cached(
         [batch * new, num_attention_heads, the size of the values' heads].
     """
     q = q.unflatten(0, sees.shape[:2]).transpose(1, 2)  # [batch, heads, new, dim]
-    keys, values, sees = keys.transpose(1, 2), values.transpose(1, 2), sees[:, None]
+    keys, values, sees = keys.transpose(1, 2), values.transpose(1, 2), sees[:, None].to(q.device)
     if _is_plain_softmax(spec):
         out = _grouped_sdpa(q, keys, values, spec, sees)
     else:

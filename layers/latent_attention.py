@@ -59,6 +59,7 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         """x [T, H] -> [T, H]."""
+        sequences = sequences.on(x.device)
         q, latent, k_rope = self._queries_and_latents(x, sequences)
         cache, spec = sequences.cache, self.spec.attention
         if cache is not None:

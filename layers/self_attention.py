@@ -54,6 +54,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         """x [T, H] -> [T, H]."""
+        sequences = sequences.on(x.device)
         q, k, v = self._query_key_value(self.qkv_proj(x), sequences)
         q = scale_queries(q, self.spec.query_scale, sequences)
         if sequences.cache is None:

@@ -7,6 +7,7 @@ that a caller asks for.
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import torch
@@ -56,6 +57,7 @@ class Sequences:
         self.cut: dict[int, Sequences] = {}
         self.router_logits = RouterLogits()
         self.routing = RoutingDecisions()
+        self._elsewhere: dict[torch.device, Sequences] = {}
 
     @classmethod
     def from_call(
@@ -156,6 +158,23 @@ class Sequences:
     def device(self) -> torch.device:
         return self.position_ids.device
 
+    def on(self, device: torch.device) -> Sequences:
+        """What a layer on that device reads, where a model is divided over several: the tensors are copied
+        once, and what layers note is noted here.
+        """
+        if device == self.device:
+            return self
+        if device not in self._elsewhere:
+            there = self._elsewhere[device] = copy.copy(self)
+            for name in ("position_ids", "cu_seqlens", "kept", "bounds"):
+                tensor = getattr(self, name)
+                setattr(there, name, None if tensor is None else tensor.to(device))
+            there.rotary = {
+                rope: (cos.to(device), sin.to(device)) for rope, (cos, sin) in self.rotary.items()
+            }
+            there.query_scales = {}
+        return self._elsewhere[device]
+
     @property
     def num_tokens(self) -> int:
         return self.position_ids.shape[0]
@@ -214,13 +233,13 @@ class Sequences:
     def pack(self, tensor: Tensor) -> Tensor:
         """[batch, seq, ...] -> the T tokens, [T, ...]."""
         flat = tensor.flatten(0, 1)
-        return flat if self.kept is None else flat[self.kept]
+        return flat if self.kept is None else flat[self.kept.to(flat.device)]
 
     def unpack(self, tensor: Tensor) -> Tensor:
         """[T, ...] -> [batch, seq, ...], zero at padding."""
         if self.kept is not None:
             full = tensor.new_zeros((self.shape[0] * self.shape[1], *tensor.shape[1:]))
-            tensor = full.index_put((self.kept,), tensor)
+            tensor = full.index_put((self.kept.to(tensor.device),), tensor)
         return tensor.unflatten(0, self.shape)
 
     def next_labels(self, labels: Tensor) -> Tensor:

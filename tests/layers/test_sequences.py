@@ -181,3 +181,18 @@ def test_positions_beyond_the_tables_are_refused():
 
 def test_dynamic_tables_have_no_end():
     read((1, 99)).prepare_rotary((RopeSpec(4, type="dynamic", factor=2.0, max_position_embeddings=8),))
+
+
+def test_a_layer_on_another_device_reads_copies_and_notes_in_the_same_place():
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    sequences = Sequences.from_call((2, 3), torch.device("cpu"), mask)
+    rope = RopeSpec(dim=4)
+    sequences.prepare_rotary((rope,))
+    assert sequences.on(torch.device("cpu")) is sequences
+    there = sequences.on(torch.device("meta"))
+    assert there is sequences.on(torch.device("meta"))
+    tensors = [there.position_ids, there.cu_seqlens, there.kept, *there.rotary[rope]]
+    assert all(tensor.is_meta for tensor in tensors)
+    assert not sequences.position_ids.is_meta
+    assert there.router_logits is sequences.router_logits
+    assert there.routing is sequences.routing
