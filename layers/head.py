@@ -52,7 +52,11 @@ class LMHead(Linear):
         With labels [T] (of the tokens to predict; -100 does not count): hidden [T, H] -> float32 scalar, the
         summed cross entropy of the logits, in their form, over `num_items`, or over the count of labels if
         that is None. `num_valid` is the count of labels, if it is known on the host.
+
+        Raises:
+            TypeError: hidden and the weight differ in dtype, without autocast.
         """
+        _check_dtypes(hidden, self.weight)
         if labels is None:
             return super().forward(hidden)
         loss = linear_cross_entropy(
@@ -67,6 +71,15 @@ class LMHead(Linear):
         )
         assert isinstance(loss, Tensor)  # nothing else was asked for
         return loss
+
+
+def _check_dtypes(hidden: Tensor, weight: Tensor) -> None:
+    if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
+        raise TypeError(
+            f"the hidden states are {hidden.dtype} and the head's weight {weight.dtype}; cast one of them, or "
+            "use autocast. Under FSDP2 layers hand on what they compute in: leave output_dtype out of their "
+            "MixedPrecisionPolicy, or give it to the policy of the whole model alone."
+        )
 
 
 def loss_of_head(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,12 +10,14 @@ from torch import Tensor
 from torch.utils import _pytree
 
 
-class CausalLMOutput(dict):
+class CausalLMOutput(OrderedDict[str, Any]):
     """`loss` (float32 scalar) and `logits` ([batch, seq, V]), each only if there is one; `output.loss`,
     `output["loss"]`.
 
     Made from names or, as wrappers that convert outputs make them again, from a mapping. None stands for no
     entry. An attribute that is not an entry is None for these two, and an AttributeError otherwise.
+
+    Ordered, since FSDP2 (a policy with output_dtype) would make a plain dict of any other.
     """
 
     def __init__(self, entries: Mapping[str, Any] | None = None, /, **named: Any):

@@ -49,7 +49,9 @@ def whole(tensor: Tensor) -> Tensor:
         with deepspeed.zero.GatheredParameters([tensor]):
             return tensor.detach().clone()
     sharded: Any = tensor.detach()
-    return sharded.full_tensor() if is_sharded(tensor) else sharded
+    if not is_sharded(tensor):
+        return sharded
+    return sharded.to(sharded.device_mesh.device_type).full_tensor()  # parts may be offloaded to the host
 
 
 def checkpoint_tensors(get: Callable[[str], Tensor], weight_map: WeightMap) -> Iterator[tuple[str, Tensor]]:

@@ -6,6 +6,7 @@ there: the loss and the gradients by level of activation memory and dtype of the
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -34,7 +35,7 @@ def main(folder: Path, device: str) -> None:
         model.to(device=device, dtype=dtype)
         for layer in model.layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=replace(policy, output_dtype=torch.float32))
         loss = model(**own, num_items_in_batch=task["num_items"]).loss
         loss.backward()
         gradients = {name: p.grad.full_tensor().cpu() for name, p in model.named_parameters()}

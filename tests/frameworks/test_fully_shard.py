@@ -116,3 +116,19 @@ def test_frameworks_find_nothing_to_cast_but_hidden_states(make_model):
         layer.register_forward_pre_hook(look, with_kwargs=True)
     model(torch.arange(12)[None], cu_seqlens=torch.tensor([0, 5, 12]))
     assert found == [(12, 32)] * 3  # the first layer has no residual
+
+
+def test_layers_that_hand_on_another_dtype_than_they_compute_in_are_told(make_model):
+    """As FSDP2's MixedPrecisionPolicy(param_dtype=bfloat16, output_dtype=float32) on each layer makes them."""
+    model = make_model().bfloat16()
+    for layer in model.layers:
+        layer.register_forward_pre_hook(lambda _, args: (*(_bfloat16(x) for x in args[:2]), args[2]))
+        layer.register_forward_hook(lambda *call: tuple(None if x is None else x.float() for x in call[-1]))
+    ids = torch.arange(12)[None]
+    for labels in (ids, None):
+        with pytest.raises(TypeError, match="leave output_dtype out of their MixedPrecisionPolicy, or give"):
+            model(ids, labels=labels)
+
+
+def _bfloat16(x):
+    return None if x is None else x.bfloat16()
