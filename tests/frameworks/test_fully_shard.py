@@ -119,7 +119,7 @@ def test_frameworks_find_nothing_to_cast_but_hidden_states(make_model):
 
 
 def test_layers_that_hand_on_another_dtype_than_they_compute_in_are_told(make_model):
-    """As FSDP2's MixedPrecisionPolicy(param_dtype=bfloat16, output_dtype=float32) on each layer makes them."""
+    """As MixedPrecisionPolicy(param_dtype=bfloat16, output_dtype=float32) of FSDP2 makes them."""
     model = make_model().bfloat16()
     for layer in model.layers:
         layer.register_forward_pre_hook(lambda _, args: (*(_bfloat16(x) for x in args[:2]), args[2]))
