@@ -54,13 +54,19 @@ class Projection(NamedTuple):
         adapters: its low-rank paths. None: the plain layer.
         dense: makes the matrix [out, in] of a weight that is stored in another form (quantised), in forward
             and again in backward; nothing of it is kept. Such a weight is frozen. It must not depend on
-            autograd, and gives a tensor of the dtype that x has, or that autocast gives it.
+            autograd, and gives a tensor of any dtype, which is cast to that of the product.
+        dtype: in which alone the layer multiplies. None: in that of x.
     """
 
     weight: Tensor
     bias: Tensor | None = None
     adapters: tuple[Adapter, ...] = ()
     dense: Callable[[Tensor], Tensor] | None = None
+    dtype: torch.dtype | None = None
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether the product for this input is in the dtype that the layer asks for."""
+        return self.dtype in (None, _product_dtype(x))
 
 
 def low_rank_linear(x: Tensor, *projections: Projection) -> Tensor:
@@ -114,7 +120,7 @@ def add_low_rank(y: Tensor, x: Tensor, adapters: Sequence[Adapter], in_place: bo
 def plain_low_rank_linear(x: Tensor, projection: Projection, dtype: torch.dtype) -> Tensor:
     """What the operation means, in torch's own operations, which keep what they like."""
     x, weight = x.to(dtype), projection.weight
-    weight = weight.to(dtype) if projection.dense is None else projection.dense(weight)
+    weight = (weight if projection.dense is None else projection.dense(weight)).to(dtype)
     y = F.linear(x, weight, as_wide_as(weight, projection.bias))
     for adapter in projection.adapters:
         y = y + _plain_path(x, adapter, dtype)
@@ -437,7 +443,7 @@ def _matrix(plan: _Plan, i: int, weights: list[Tensor]) -> Tensor:
     """The weight of one layer, in the dtype of the product where autocast or its own form asks for it."""
     dense = plan.dense[i]
     if dense is not None:
-        return dense(weights[i])
+        return dense(weights[i]).to(plan.dtype)
     return weights[i].to(plan.dtype) if plan.autocast else weights[i]
 
 

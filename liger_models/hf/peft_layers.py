@@ -1,0 +1,69 @@
+"""PEFT's LoRA layers as our operation sees them: which paths are active, and whether they are plain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from liger_models.layers.linear import has_hooks
+from liger_models.layers.low_rank import Adapter, projection_of
+
+
+def active_adapters(layer: Any) -> tuple[Adapter, ...] | None:
+    """The low-rank paths of one of PEFT's LoRA layers as they are now, or None where they are more."""
+    if layer.disable_adapters or layer.merged or not getattr(layer, "cast_input_dtype_enabled", True):
+        return None
+    adapters = []
+    for name in layer.active_adapters:
+        if name not in layer.lora_A:
+            continue
+        a, b, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
+        if name in layer.lora_variant or not (_is_plain(a) and _is_plain(b)):
+            return None
+        probability = _probability(dropout)
+        if probability is None:
+            return None
+        adapters.append(Adapter(a.weight, b.weight, layer.scaling[name], probability))
+    return tuple(adapters)
+
+
+def is_known(layer: Any) -> bool:
+    """Whether a layer of PEFT has the attributes that we know alone: a newer PEFT may compute with others."""
+    return _attributes(layer) <= _KNOWN and not layer.fan_in_fan_out
+
+
+def _attributes(layer: nn.Module) -> set[str]:
+    return (vars(layer).keys() - vars(nn.Module()).keys()) | layer._modules.keys() | layer._parameters.keys()
+
+
+_KNOWN = {
+    *("base_layer", "r", "lora_alpha", "scaling", "lora_dropout", "lora_A", "lora_B", "lora_embedding_A"),
+    *("lora_embedding_B", "lora_magnitude_vector", "lora_variant", "lora_bias", "use_dora", "use_rslora"),
+    *(
+        "_disable_adapters",
+        "merged_adapters",
+        "_active_adapter",
+        "_caches",
+        "ephemeral_gpu_offload",
+        "kwargs",
+    ),
+    *("cast_input_dtype_enabled", "fan_in_fan_out", "is_target_conv_1d_layer", "in_features", "out_features"),
+}
+
+
+def _is_plain(linear: nn.Module) -> bool:
+    """One of the two small layers: a matrix without a bias (`lora_bias` gives B one)."""
+    projection = projection_of(linear)
+    return projection is not None and projection.bias is None
+
+
+def _probability(dropout: nn.Module) -> float | None:
+    """Of one of PEFT's dropout layers (an identity where there is none); None of anything else."""
+    if has_hooks(dropout):
+        return None
+    if type(dropout) is nn.Identity:
+        return 0.0
+    if type(dropout) is nn.Dropout and not dropout.inplace:
+        return dropout.p if dropout.training else 0.0
+    return None
