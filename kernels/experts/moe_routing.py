@@ -131,7 +131,9 @@ def route_plain(
         scores = logits.softmax(-1)
     if experts is None:
         with torch.no_grad():
-            choice = scores if correction_bias is None else scores + correction_bias.to(scores.dtype)
+            choice = logits  # which have the order of their scores, and no ties from rounding them
+            if correction_bias is not None or top_groups < num_groups:
+                choice = scores if correction_bias is None else scores + correction_bias.to(scores.dtype)
             if top_groups < num_groups:
                 choice = _best_groups_only(choice, num_groups, top_groups, group_score)
             experts = choice.topk(top_k, dim=-1).indices

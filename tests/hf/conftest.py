@@ -48,11 +48,14 @@ def make_both(hf, tmp_path) -> Callable[..., Both]:
 
     def make(family: str, task: str = "CausalLM", projections: str = "fused", **changes: Any) -> Both:
         hf.unregister()
-        auto = getattr(transformers, f"AutoModelFor{task}" if task else "AutoModel")
+        auto = theirs = getattr(transformers, f"AutoModelFor{task}" if task else "AutoModel")
+        if task == "CausalLM":  # by its name, for the Auto class does not know every family
+            theirs = getattr(transformers, find_architecture(family).reference)
         tiny = {"pad_token_id": None, **find_architecture(family).tiny, **changes}
         config = transformers.AutoConfig.for_model(**tiny)
         # Its other implementations leave soft caps out in some versions.
-        reference = auto.from_config(config, attn_implementation="eager")
+        make_theirs = theirs.from_config if theirs is auto else theirs._from_config
+        reference = make_theirs(config, attn_implementation="eager")
         generator = torch.Generator().manual_seed(7)
         with torch.no_grad():
             for p in reference.parameters():

@@ -490,3 +490,11 @@ def test_losses_of_nothing_are_a_clear_error():
         load_balancing_loss([], 2)
     with pytest.raises(ValueError, match="top_k is 5; expected 1 to 4"):
         load_balancing_loss(torch.zeros(3, 4), 5)
+
+
+def test_scores_that_round_to_the_same_leave_the_order_of_their_logits(implementation):
+    logits = torch.tensor([[20.0, 40.0, 30.0, 25.0], [35.0, 18.0, 21.0, 50.0]])
+    assert (logits.sigmoid() == 1).all()
+    weights, experts = route(logits, 2, score="sigmoid", renormalize=False)
+    assert experts.tolist() == [[1, 2], [3, 0]]
+    assert weights.tolist() == [[1.0, 1.0]] * 2
