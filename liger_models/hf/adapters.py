@@ -10,6 +10,7 @@ A packed projection is one layer, and so has one adapter: W + s B A, with W = ca
 
 from __future__ import annotations
 
+import functools
 import json
 import tempfile
 from collections.abc import Mapping
@@ -66,14 +67,26 @@ def load_adapter(model: nn.Module, folder: str | Path, **options: Any) -> Any:
         folder: what PEFT or `save_adapter` wrote.
         options: of `PeftModel.from_pretrained`, such as `is_trainable`.
 
+    Adapters of single experts, as transformers 4 had them, become those of stacks; dropout, which these
+    cannot have, is left out unless they are to be trained.
+
     Raises:
-        CheckpointError: an adapter that no packed projection can have, or of which a tensor has no place.
+        CheckpointError: an adapter that no packed projection or stack can have, or of which a tensor has no
+            place.
     """
     import peft
+
+    from liger_models.hf.expert_adapters import stack_single_experts
 
     config = json.loads((Path(folder) / CONFIG).read_text(encoding="utf-8"))
     tensors = load_file(Path(folder) / TENSORS)
     packed = _packed(model)
+    made = stack_single_experts(model, tensors, functools.partial(_scale, config))
+    for parameter, (rank, scale) in made.items():
+        config["target_parameters"] = [*(config.get("target_parameters") or []), parameter]
+        _note_rank(config, parameter, rank, scale)
+    if made and not options.get("is_trainable"):
+        config["lora_dropout"] = 0.0  # which adapters of stacks cannot have
     targets = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in tensors}
     if config.get("target_parameters"):
         stacks = {path for path, module in model.named_modules() if isinstance(module, Experts)}
@@ -128,9 +141,14 @@ def _pack(path: str, parts: Mapping[str, int], config: dict[str, Any], tensors: 
     if magnitudes := [tensor for tensor in magnitude.values() if tensor is not None]:
         tensors[f"{stem}.lora_magnitude_vector"] = torch.cat(magnitudes)
     (scale,) = scales
-    config["rank_pattern"] = {**config.get("rank_pattern", {}), path: rank}
+    _note_rank(config, path, rank, scale)
+
+
+def _note_rank(config: dict[str, Any], path: str, rank: int, scale: float) -> None:
+    """A rank of its own for one adapter, with the alpha that gives it this scale."""
     alpha = scale * (rank**0.5 if config.get("use_rslora") else rank)
-    config["alpha_pattern"] = {**config.get("alpha_pattern", {}), path: alpha}
+    config["rank_pattern"] = {**(config.get("rank_pattern") or {}), path: rank}
+    config["alpha_pattern"] = {**(config.get("alpha_pattern") or {}), path: alpha}
 
 
 def _scale(config: Mapping[str, Any], path: str) -> float:
@@ -149,6 +167,8 @@ def _with_usual_names(config: dict[str, Any], parts: Mapping[str, list[str]]) ->
     """A config whose targets and patterns name the parts of packed projections."""
 
     def usual(name: str) -> list[str]:
+        if name in (config.get("target_parameters") or ()):  # which are packed in other people's models too
+            return [name]
         for packed, names in parts.items():
             if name == packed or name.endswith(f".{packed}"):
                 return [name.removesuffix(packed) + part for part in names]

@@ -253,8 +253,8 @@ def refuse_single_experts(model: nn.Module, state_dict: Mapping[str, Any], prefi
     for name in state_dict:
         if name.startswith(prefix) and re.search(r"\.experts\.\d+\..*lora_", name):
             raise CheckpointError(
-                f"{name.removeprefix(prefix)}: an adapter of single experts, which are stacked here; load it "
-                "into transformers' own model, which joins it, save that adapter, and load what was saved"
+                f"{name.removeprefix(prefix)}: an adapter of single experts, which are stacked here; "
+                "liger_models.hf.load_adapter reads it"
             )
 
 

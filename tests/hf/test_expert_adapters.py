@@ -138,8 +138,8 @@ def test_adapters_of_the_router_train_too(make_both, batch):
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_adapters_of_single_experts_are_an_error_that_says_what_to_do(family, make_both, batch, tmp_path):
-    """As transformers 4 had them. What transformers makes of them is read."""
+def test_adapters_of_single_experts_become_those_of_stacks(family, make_both, batch, tmp_path, hf):
+    """As transformers 4 had them. What passes over them in silence is an error that says what to do."""
     both = make_both(family)
     stack = {"mixtral": "block_sparse_moe", "qwen3_moe": "mlp"}[family]
     names = {"mixtral": ("w1", "w3", "w2"), "qwen3_moe": ("gate_proj", "up_proj", "down_proj")}[family]
@@ -153,19 +153,40 @@ def test_adapters_of_single_experts_are_an_error_that_says_what_to_do(family, ma
                     stem = f"base_model.model.{path.replace('mlp', stack)}.{expert}.{name}"
                     lone[f"{stem}.lora_A.weight"] = torch.randn(2, rows[1]) / 7
                     lone[f"{stem}.lora_B.weight"] = torch.randn(rows[0], 2) / 7
-    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=list(names), task_type="CAUSAL_LM")
+    for name in ("q_proj", "k_proj", "v_proj"):
+        rows = both.reference.get_submodule(f"model.layers.1.self_attn.{name}").weight.shape[0]
+        stem = f"base_model.model.model.layers.1.self_attn.{name}"
+        lone[f"{stem}.lora_A.weight"] = torch.randn(2, both.ours.config.hidden_size) / 7
+        lone[f"{stem}.lora_B.weight"] = torch.randn(rows, 2) / 7
+    targets = [*names, "layers.1.self_attn.q_proj", "layers.1.self_attn.k_proj", "layers.1.self_attn.v_proj"]
+    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=targets, task_type="CAUSAL_LM")
     config.save_pretrained(tmp_path / "lone")
     save_file(lone, tmp_path / "lone" / "adapter_model.safetensors")
     theirs = peft.PeftModel.from_pretrained(both.reference, tmp_path / "lone").eval()
-    theirs.save_pretrained(tmp_path / "joined")
-    ours = peft.PeftModel.from_pretrained(both.ours, tmp_path / "joined").eval()
-    assert relative_distance(ours(**batch).loss, theirs(**batch).loss) <= BOUND
+    expected = theirs(**batch).loss
+    ours = hf.load_adapter(both.ours, tmp_path / "lone").eval()
+    assert relative_distance(ours(**batch).loss, expected) <= BOUND
+    hf.save_adapter(ours, tmp_path / "again")
+    fresh = type(both.ours).from_pretrained(both.folder).eval()
+    assert relative_distance(fresh(**batch).loss, expected) > 1e-3
+    again = hf.load_adapter(fresh, tmp_path / "again").eval()
+    assert torch.equal(again(**batch).loss, ours(**batch).loss)
     fresh = type(both.ours).from_pretrained(both.folder)
-    with pytest.raises(liger_models.CheckpointError, match="load it into transformers' own model"):
+    with pytest.raises(liger_models.CheckpointError, match=r"hf\.load_adapter reads it"):
         peft.PeftModel.from_pretrained(fresh, tmp_path / "lone")
     fresh = type(both.ours).from_pretrained(both.folder)
     with pytest.raises(liger_models.CheckpointError, match="differ in"):
         fresh.load_adapter(tmp_path / "lone")
+
+
+def test_single_experts_without_adapters_beside_others_are_refused(make_both, tmp_path, hf):
+    both = make_both("mixtral")
+    stem = "base_model.model.model.layers.0.block_sparse_moe.experts.1.w2"
+    lone = {f"{stem}.lora_A.weight": torch.zeros(2, 80), f"{stem}.lora_B.weight": torch.zeros(48, 2)}
+    peft.LoraConfig(r=2, target_modules=["w2"]).save_pretrained(tmp_path / "lone")
+    save_file(lone, tmp_path / "lone" / "adapter_model.safetensors")
+    with pytest.raises(liger_models.CheckpointError, match="has experts without a pair"):
+        hf.load_adapter(both.ours, tmp_path / "lone")
 
 
 def test_adapters_of_biases_in_another_order_are_refused(make_both):
