@@ -149,6 +149,34 @@ def test_training_equals_that_of_transformers_own_model(way, adapted, train_both
     assert_same_training(*train_both("llama", CASES[way], adapted, tie_word_embeddings=not adapted))
 
 
+# Options with which the trainers call the model in other ways.
+OPTIONS = {
+    "label_smoothing": ("sft", {"label_smoothing_factor": 0.1}),
+    "neftune": ("sft", {"neftune_noise_alpha": 5.0}),
+    "several_losses": ("dpo", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}),
+    "reference_in_advance": ("dpo", {"precompute_ref_log_probs": True}),
+    "documents": ("dpo", {"padding_free": True}),
+    "several_iterations": ("grpo", {"loss_type": "dapo", "num_iterations": 2, "steps_per_generation": 2}),
+    "float32_head": ("grpo", {"cast_lm_head_to_fp32": True}),
+}
+
+
+@pytest.mark.supports("TRL", "DPO with padding_free", "GRPO with several iterations", "cast_lm_head_to_fp32")
+@pytest.mark.parametrize("option", OPTIONS)
+def test_training_with_an_option_equals_it_too(option, train_both):
+    way, settings = OPTIONS[option]
+    case = CASES[way]
+    assert_same_training(*train_both("llama", case._replace(options={**case.options, **settings})))
+
+
+def test_selective_checkpointing_is_refused(make_both, tokenizer, tmp_path):
+    model = make_both("llama", pad_token_id=0, eos_token_id=1).ours
+    selective = {"gradient_checkpointing_kwargs": {"selective": True}}
+    trainer = make_trainer(CASES["sft"]._replace(options=selective), model, tokenizer, tmp_path)
+    with pytest.raises(ValueError, match="only use_reentrant, preserve_rng_state and every_n_layers"):
+        trainer.train()
+
+
 # Families whose logits are capped, and whose routers add to the loss, as TRL's trainers ask for by default.
 @pytest.mark.supports("TRL", "capped logits", "losses of routers")
 @pytest.mark.parametrize("way", ["completions", "bfd", "dpo", "grpo"])
