@@ -8,7 +8,7 @@ from typing import Any
 
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.convert.errors import ConfigError
+from liger_models.convert.errors import ConfigError, abbreviate
 from liger_models.layers.spec import (
     Activation,
     AttentionSpec,
@@ -21,6 +21,7 @@ from liger_models.layers.spec import (
     NormSpec,
     QueryScaleSpec,
     RopeSpec,
+    SharedAttentionSpec,
 )
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -71,7 +72,7 @@ def take_only(c: HFConfig, **values: Any) -> None:
 
 
 def padding_row(c: HFConfig) -> int | None:
-    """The row of the embedding that belongs to padding; a negative id counts from the end, as in the
+    """The row of each embedding that belongs to padding; a negative id counts from the end, as in the
     references.
 
     Raises:
@@ -84,7 +85,7 @@ def padding_row(c: HFConfig) -> int | None:
         raise ConfigError(
             f"{c.name}: pad_token_id must be an id of the vocabulary of {vocab}, or null, found {pad!r}"
         )
-    return pad % vocab
+    return pad
 
 
 def layer_types(
@@ -184,6 +185,72 @@ def attention(c: HFConfig, *, bias: bool = False, window: int | None = None, **r
         qkv_bias=bias,
         o_bias=bias,
     )
+
+
+def layer_sizes(c: HFConfig, keys: Collection[str]) -> list[dict[str, int]] | None:
+    """What each layer has in place of the model's own sizes, by `per_layer_config`; None where the config has
+    none. `keys` are those that may stand there.
+
+    Raises:
+        ConfigError: it is no such table.
+    """
+    count, stated = c.take_count("num_hidden_layers"), c.take("per_layer_config", None)
+    if stated is None:
+        return None
+    if not isinstance(stated, dict) or not all(
+        str(key).isdecimal()
+        and int(key) < count  # "05" too
+        and isinstance(sizes, dict)
+        and sizes.keys() <= set(keys)
+        and all(type(size) is int and size > 0 for size in sizes.values())
+        for key, sizes in stated.items()
+    ):
+        raise ConfigError(
+            f"{c.name}: per_layer_config must give some of the {count} layers, by their numbers, whole "
+            f"numbers for {' and '.join(keys)}, found {abbreviate(stated)}"
+        )
+    by_number = {int(key): sizes for key, sizes in stated.items()}
+    return [by_number.get(i, {}) for i in range(count)]
+
+
+def share_keys(c: HFConfig, mixers: Sequence[AttentionSpec]) -> list[AttentionSpec | SharedAttentionSpec]:
+    """Let the last `num_kv_shared_layers` read the keys and values of the last layer before them with the
+    same window.
+
+    Raises:
+        ConfigError: there is no such layer, or its heads are others.
+    """
+    first = len(mixers) - c.take_count("num_kv_shared_layers", 0, least=0)
+    own = {mixer.window: i for i, mixer in enumerate(mixers[: max(first, 0)])}
+
+    def reading(attn: AttentionSpec) -> SharedAttentionSpec:
+        source = own.get(attn.window)
+        sizes = attn.num_key_value_heads, attn.head_dim
+        if source is None or sizes != (mixers[source].num_key_value_heads, mixers[source].head_dim):
+            raise ConfigError(
+                f"{c.name}: num_kv_shared_layers is {len(mixers) - first}; expected a layer before those of "
+                "each type that is among them, with heads of the same number and size"
+            )
+        return SharedAttentionSpec(
+            attn.num_attention_heads,
+            *sizes,
+            attn.scale,
+            source,
+            attn.rope,
+            attn.window,
+            attn.qkv_bias,
+            None if attn.qk_norm is None else attn.qk_norm.norm,
+        )
+
+    return [mixer if i < first else reading(mixer) for i, mixer in enumerate(mixers)]
+
+
+def unread_keys(c: HFConfig) -> tuple[str, ...]:
+    """Patterns of the tensors of keys and values in layers that read those of others."""
+    last, shared = c.take_count("num_hidden_layers"), c.take_count("num_kv_shared_layers", 0, least=0)
+    parts = ("k_proj", "v_proj", "k_norm")
+    layers = range(max(last - shared, 0), last)
+    return tuple(f"model.layers.{i}.self_attn.{part}.*" for i in layers for part in parts)
 
 
 def check_groups(c: HFConfig, heads: int, kv_heads: int) -> None:

@@ -2,7 +2,8 @@
 
 A block takes and returns the hidden states as two tensors, `x` and `residual`, whose sum is the residual
 stream: the sum is taken inside the next norm, in one kernel. `residual` is None in front of the first block,
-and behind blocks that change the sum itself.
+and behind blocks that change the sum itself. What layers read and hand on beside it, keys and values say, are
+further arguments and results, tensors by name: sharding frameworks and recomputation see all of them.
 """
 
 from __future__ import annotations
@@ -19,17 +20,35 @@ from liger_models.layers.latent_attention import LatentAttention
 from liger_models.layers.mlp import GatedMLP, PlainMLP, make_mlp
 from liger_models.layers.moe import MixtureOfExperts
 from liger_models.layers.norm import Norm, make_norm
+from liger_models.layers.per_layer_input import PerLayerInput
 from liger_models.layers.self_attention import Attention
 from liger_models.layers.sequences import Sequences
-from liger_models.layers.spec import AttentionSpec, BlockSpec, LatentAttentionSpec, MoESpec
+from liger_models.layers.shared_attention import SharedAttention
+from liger_models.layers.spec import (
+    AttentionSpec,
+    BlockSpec,
+    LatentAttentionSpec,
+    MoESpec,
+    SharedAttentionSpec,
+)
 
 Streams = tuple[Tensor, Tensor | None]
+
+
+def keys_and_values(layer: int) -> tuple[str, str]:
+    """What the keys and values of a layer are called where later ones read them."""
+    return f"keys.{layer}", f"values.{layer}"
+
+
+def own_input(layer: int) -> str:
+    """What the input is called that a layer has for itself."""
+    return f"input.{layer}"
 
 
 class Mixer(Protocol):
     """What a block asks of that which lets a token see others: attention, or a state."""
 
-    def __call__(self, x: Tensor, sequences: Sequences) -> Tensor:
+    def __call__(self, x: Tensor, sequences: Sequences, *handed: Any) -> Any:
         """x [T, H] -> [T, H]."""
 
     def new_cache(
@@ -49,11 +68,29 @@ class Block(nn.Module):
         spec: the layer's parts.
         layer: its place in the model.
         attention: the attention backend.
+
+    Attributes:
+        reads: the names of the tensors that the layer reads beside the residual stream.
+        makes: and of those that it makes for later layers; of keys and values, if some layer reads them.
+
+    Raises:
+        ValueError: parts that the topology has no room for.
     """
+
+    reads: tuple[str, ...] = ()
+    makes: tuple[str, ...] = ()
+    has_room_for: tuple[str, ...] = ()
 
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
         super().__init__()
         self.hidden_size, self.spec = hidden_size, spec
+        more = {
+            "experts": spec.experts,
+            "per_layer_input": spec.per_layer_input,
+            "keys of another layer": isinstance(spec.mixer, SharedAttentionSpec) or None,
+        }
+        if no_room := [name for name, part in more.items() if part and name not in self.has_room_for]:
+            raise ValueError(f"layers of topology {spec.topology!r} have no room for {no_room}")
         self.self_attn: Mixer = MIXERS[type(spec.mixer)](hidden_size, spec.mixer, layer, attention)
         self.mlp: GatedMLP | PlainMLP | MixtureOfExperts
         if isinstance(spec.mlp, MoESpec):
@@ -62,9 +99,11 @@ class Block(nn.Module):
             self.mlp = make_mlp(hidden_size, spec.mlp)
         self.activation_memory: ActivationMemory = "lean"
 
-    def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> Streams:
-        """x, residual [T, H] -> two tensors [T, H] whose sum is the residual stream behind the layer, or one
-        and None.
+    def forward(
+        self, x: Tensor, residual: Tensor | None, sequences: Sequences, *read: Tensor
+    ) -> Streams | tuple[Any, ...]:
+        """x, residual [T, H], and what it `reads` -> two tensors [T, H] whose sum is the residual stream
+        behind the layer, or one and None, and what it `makes`.
         """
         raise NotImplementedError
 
@@ -81,7 +120,7 @@ class Block(nn.Module):
         What a level needs during the backward pass, one layer at a time, is not in it.
         """
         if level == "checkpoint":
-            return itemsize * self.hidden_size + self._noted_bytes(itemsize)
+            return itemsize * self.hidden_size + self._noted_bytes(itemsize) + self._handed_bytes(itemsize)
         parts: Iterable[Any] = self.children()
         kept = (part.activation_bytes(level, itemsize) for part in parts if hasattr(part, "activation_bytes"))
         return sum(kept) + itemsize * self.hidden_size * self._branch_inputs(level)
@@ -92,11 +131,18 @@ class Block(nn.Module):
 
     def _noted_bytes(self, itemsize: int) -> int:
         """The router's choice, which the second run takes, and its logits, where the loss reads them."""
-        if not isinstance(self.mlp, MixtureOfExperts):
-            return 0
-        spec = self.mlp.spec
-        logits = spec.num_experts * (4 if spec.float32_router else itemsize)
-        return self.mlp.router.decision_bytes + (logits if spec.has_router_loss else 0)
+        kept = 0
+        for part in self.children():
+            if isinstance(part, MixtureOfExperts):
+                spec = part.spec
+                logits = spec.num_experts * (4 if spec.float32_router else itemsize)
+                kept += part.router.decision_bytes + (logits if spec.has_router_loss else 0)
+        return kept
+
+    def _handed_bytes(self, itemsize: int) -> int:
+        """The keys and values that later layers read."""
+        mixer = self.spec.mixer
+        return 2 * itemsize * mixer.kv_size if self.makes and isinstance(mixer, AttentionSpec) else 0
 
     def _scaled(self, x: Tensor) -> Tensor:
         """What a branch adds to the residual stream."""
@@ -146,22 +192,81 @@ class SandwichBlock(Block):
 
 
 class ScaledSandwichBlock(SandwichBlock):
-    """`y = s * sandwich(x)`, s a number that is stored and not trained (Gemma 4)."""
+    """`y = s * (h + norm(own(h)))`, h what the sandwich makes, s a number that is stored and not trained, and
+    `own` a branch for the layer's own input (layers/per_layer_input.py), where there is one (Gemma 4).
+    """
 
+    has_room_for = ("per_layer_input", "keys of another layer")
     layer_scalar: Tensor
 
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
         super().__init__(hidden_size, spec, layer, attention)
         self.register_buffer("layer_scalar", torch.ones(1))
+        mixer, own = spec.mixer, spec.per_layer_input
+        self.reads_keys = isinstance(mixer, SharedAttentionSpec)
+        if isinstance(mixer, SharedAttentionSpec):
+            self.reads = keys_and_values(mixer.keys_of)
+        self.per_layer_input = None
+        if own is not None:
+            self.reads = (*self.reads, own_input(layer))
+            self.per_layer_input = PerLayerInput(hidden_size, own)
+            self.post_per_layer_input_norm = make_norm(hidden_size, spec.norm)
 
-    def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> Streams:
-        x, residual = super().forward(x, residual, sequences)
-        assert residual is not None
-        return (x + residual) * self.layer_scalar.to(x.dtype), None
+    def forward(
+        self, x: Tensor, residual: Tensor | None, sequences: Sequences, *read: Tensor
+    ) -> tuple[Any, ...]:
+        x, residual = add_and_norm(self.input_layernorm, x, residual)
+        keys = read[:2] if self.reads_keys else (True,) if self.makes else ()
+        attended = self.self_attn(x, sequences, *keys)
+        x, *made = attended if self.makes else (attended,)
+        x = self._scaled(self.post_attention_layernorm(x))
+        x, residual = add_and_norm(self.pre_feedforward_layernorm, x, residual)
+        x = residual + self._scaled(self.post_feedforward_layernorm(self._feed(x, residual, sequences)))
+        if self.per_layer_input is not None:
+            x = x + self._scaled(self.post_per_layer_input_norm(self.per_layer_input(x, read[-1])))
+        return (x * self.layer_scalar.to(x.dtype), None, *made)
+
+    def _feed(self, x: Tensor, residual: Tensor, sequences: Sequences) -> Tensor:
+        """The MLP of x [T, H], which is the norm of `residual`."""
+        return self.mlp(x, sequences)
+
+    def _branch_inputs(self, level: ActivationMemory) -> int:
+        return super()._branch_inputs(level) + (self.per_layer_input is not None)
+
+    def _handed_bytes(self, itemsize: int) -> int:
+        own = self.per_layer_input
+        kept = 0 if own is None else own.activation_bytes("checkpoint", itemsize)
+        return super()._handed_bytes(itemsize) + kept
 
     def reset_parameters(self, *_: Any) -> None:
         """A factor of one."""
         nn.init.ones_(self.layer_scalar)
+
+
+class ScaledSandwichWithExpertsBlock(ScaledSandwichBlock):
+    """The same with experts beside the MLP, `norm(norm(mlp(norm(h))) + norm(experts(norm(h))))`, whose router
+    reads h itself (Gemma 4).
+    """
+
+    has_room_for = (*ScaledSandwichBlock.has_room_for, "experts")
+
+    def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
+        super().__init__(hidden_size, spec, layer, attention)
+        if spec.experts is None:
+            raise ValueError(f"layers of topology {spec.topology!r} have experts, and this spec has none")
+        self.moe = MixtureOfExperts(hidden_size, spec.experts)
+        self.post_feedforward_layernorm_1 = make_norm(hidden_size, spec.norm)
+        self.post_feedforward_layernorm_2 = make_norm(hidden_size, spec.norm)
+        self.pre_feedforward_layernorm_2 = make_norm(hidden_size, spec.norm)
+
+    def _feed(self, x: Tensor, residual: Tensor, sequences: Sequences) -> Tensor:
+        dense = self.post_feedforward_layernorm_1(self.mlp(x, sequences))
+        routed = self.moe(self.pre_feedforward_layernorm_2(residual), sequences, residual)
+        return dense + self.post_feedforward_layernorm_2(routed)
+
+    def _branch_inputs(self, level: ActivationMemory) -> int:
+        # Two norms have one input; the experts' own is kept as an output.
+        return super()._branch_inputs(level) - 1 + (1 if level == "all" else 0)
 
 
 class PostNormBlock(Block):
@@ -200,12 +305,14 @@ class ParallelBlock(Block):
 
 MIXERS: dict[type, Callable[..., Mixer]] = {
     AttentionSpec: Attention,
+    SharedAttentionSpec: SharedAttention,
     LatentAttentionSpec: LatentAttention,
 }
 BLOCKS: dict[str, type[Block]] = {
     "pre_norm": PreNormBlock,
     "sandwich": SandwichBlock,
     "scaled_sandwich": ScaledSandwichBlock,
+    "scaled_sandwich_with_experts": ScaledSandwichWithExpertsBlock,
     "post_norm": PostNormBlock,
     "parallel": ParallelBlock,
 }

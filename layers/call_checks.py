@@ -16,14 +16,22 @@ _INTEGERS = (torch.int64, torch.int32)  # what an embedding and the kernels take
 
 
 def batch_shape(
-    input_ids: Tensor | None, embeds: Tensor | None, hidden_size: int
+    input_ids: Tensor | None, embeds: Tensor | None, hidden_size: int, *, ids_needed: bool = False
 ) -> tuple[tuple[int, int], torch.device]:
-    """(batch, seq) and the device of ids [batch, seq] or embeddings [batch, seq, H].
+    """(batch, seq) and the device of ids [batch, seq] or embeddings [batch, seq, H]; where `ids_needed`, of
+    ids, with embeddings beside them or without.
 
     Raises:
         DataError: both or neither, the wrong shape or dtype, or no token.
     """
-    if (input_ids is None) == (embeds is None):
+    if ids_needed and embeds is not None:
+        if input_ids is None or input_ids.shape != embeds.shape[:2]:
+            raise DataError(
+                "the layers of this model have inputs of their own, looked up by id: give input_ids [batch, "
+                "seq] beside inputs_embeds"
+            )
+        batch_shape(None, embeds, hidden_size)
+    elif (input_ids is None) == (embeds is None):
         raise DataError("give either input_ids or inputs_embeds")
     if input_ids is not None:
         if input_ids.dim() != 2 or input_ids.dtype not in _INTEGERS:

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from liger_models.layers.activation_memory import ActivationMemory, keep_recipes, parse_levels, recompute
 from liger_models.layers.attention_backends import BACKENDS, AttentionBackend
-from liger_models.layers.blocks import BLOCKS, Block, add_and_norm
+from liger_models.layers.blocks import BLOCKS, Block, add_and_norm, keys_and_values, own_input
 from liger_models.layers.eager import not_compiled
 from liger_models.layers.embedding import TokenEmbedding
 from liger_models.layers.memory_plan import FittingLevels
 from liger_models.layers.norm import make_norm
+from liger_models.layers.per_layer_input import PerLayerInputs
 from liger_models.layers.sequences import Sequences
-from liger_models.layers.spec import ModelSpec
+from liger_models.layers.spec import AttentionSpec, ModelSpec, SharedAttentionSpec
 
 
 class Decoder(nn.Module):
@@ -47,6 +48,8 @@ class Decoder(nn.Module):
             for i, block in enumerate(spec.blocks)
         ]
         self.layers: Sequence[Block] = cast(Any, nn.ModuleList(layers))
+        self.per_layer_inputs = _inputs_of_layers(spec)
+        _hand_on_keys(self.layers)
         self.norm = make_norm(spec.hidden_size, spec.norm)
 
     @not_compiled
@@ -58,17 +61,14 @@ class Decoder(nn.Module):
         inputs_of_layers: list[Tensor] | None = None,
     ) -> Tensor:
         """The normalised output of the last block, [T, H], from [batch, seq] ids or [batch, seq, H]
-        embeddings. To a list `inputs_of_layers` the residual stream in front of each layer is added, [T, H]
-        each.
+        embeddings; from both where layers have inputs of their own. To a list `inputs_of_layers` the residual
+        stream in front of each layer is added, [T, H] each.
         """
         sequences.prepare_rotary(self.spec.ropes)
-        if inputs_embeds is None:
-            assert input_ids is not None
-            # An id outside the vocabulary is reported by the checks; until then it must not stop the device.
-            ids = sequences.pack(input_ids).clamp(0, self.spec.vocab_size - 1)
-            inputs_embeds = self.embed_tokens(ids)
-        else:
-            inputs_embeds = sequences.pack(inputs_embeds)
+        # An id outside the vocabulary is reported by the checks; until then it must not stop the device.
+        ids = None if input_ids is None else sequences.pack(input_ids).clamp(0, self.spec.vocab_size - 1)
+        inputs_embeds = self.embed_tokens(ids) if inputs_embeds is None else sequences.pack(inputs_embeds)
+        handed = self._own_inputs(ids, inputs_embeds)
         if self.spec.input_scale != 1.0:
             inputs_embeds = inputs_embeds * self.spec.input_scale
 
@@ -80,13 +80,15 @@ class Decoder(nn.Module):
             if inputs_of_layers is not None:
                 x, residual = x if residual is None else x + residual, None
                 inputs_of_layers.append(x)
+            read = [handed[name] for name in layer.reads]
             if layer.activation_memory == "checkpoint" and torch.is_grad_enabled():
                 # The sum is taken in front of the layer, so that one tensor is kept and not two.
                 x = x if residual is None else x + residual
-                x, residual = recompute(layer, x, None, sequences)
+                x, residual, *made = recompute(layer, x, None, sequences, *read)
             else:
                 with keep_recipes() if lean and layer.activation_memory != "all" else nullcontext():
-                    x, residual = layer(x, residual, sequences)
+                    x, residual, *made = layer(x, residual, sequences, *read)
+            handed.update(zip(layer.makes, made, strict=True))
         return add_and_norm(self.norm, x, residual)[0]
 
     def kinds_of_layers(self) -> set[str]:
@@ -94,6 +96,19 @@ class Decoder(nn.Module):
         name that no module has is an error there.
         """
         return {type(layer).__name__ for layer in self.layers}
+
+    def _own_inputs(self, ids: Tensor | None, inputs_embeds: Tensor) -> dict[str, Tensor]:
+        """The inputs that layers have for themselves, by name."""
+        if self.per_layer_inputs is None:
+            return {}
+        assert ids is not None  # which `batch_shape` sees to
+        inputs = self.per_layer_inputs(ids, inputs_embeds)
+        return {own_input(i): own for i, own in enumerate(inputs)}
+
+    @property
+    def needs_ids(self) -> bool:
+        """Whether embeddings alone do not say what the model reads: its layers have inputs by id."""
+        return self.per_layer_inputs is not None
 
     @property
     def activation_memory(self) -> tuple[ActivationMemory, ...]:
@@ -172,3 +187,50 @@ class Decoder(nn.Module):
     def is_gradient_checkpointing(self) -> bool:
         """Whether some layer runs again as a whole in the backward pass."""
         return "checkpoint" in self.activation_memory
+
+
+def _inputs_of_layers(spec: ModelSpec) -> PerLayerInputs | None:
+    """
+    Raises:
+        ValueError: some layers have inputs of their own and others have not, or they differ in size, or the
+            number of ids is missing.
+    """
+    sizes = {None if block.per_layer_input is None else block.per_layer_input.size for block in spec.blocks}
+    size = next(iter(sizes), None)
+    if len(sizes) > 1 or (size is None) != (spec.per_layer_vocab_size is None):
+        raise ValueError(
+            f"per_layer_vocab_size is {spec.per_layer_vocab_size}, and the layers' own inputs have the sizes "
+            f"{sizes}; expected one size for all layers and a number of ids, or neither"
+        )
+    if size is None or spec.per_layer_vocab_size is None:
+        return None
+    return PerLayerInputs(
+        spec.hidden_size, len(spec.blocks), size, spec.per_layer_vocab_size, spec.norm, spec.padding_idx
+    )
+
+
+def _hand_on_keys(layers: Sequence[Block]) -> None:
+    """Let layers hand on their keys and values that later ones read.
+
+    Raises:
+        ValueError: the layer that is read comes later, has no keys of its own, others than are expected, or
+            does not hand them on.
+    """
+    for i, reader in enumerate(layers):
+        mixer = reader.spec.mixer
+        if not isinstance(mixer, SharedAttentionSpec):
+            continue
+        read = layers[mixer.keys_of] if 0 <= mixer.keys_of < i else reader
+        source = read.spec.mixer
+        alike = ("num_key_value_heads", "head_dim", "window")
+        if (
+            not isinstance(source, AttentionSpec)
+            or "keys of another layer" not in read.has_room_for
+            or source.chunk is not None
+            or any(getattr(source, name) != getattr(mixer, name) for name in alike)
+        ):
+            raise ValueError(
+                f"layer {i} reads the keys and values of layer {mixer.keys_of}; expected an earlier one that "
+                f"has keys of its own, hands them on, and has the same {', '.join(alike)}, and no chunks"
+            )
+        read.makes = keys_and_values(mixer.keys_of)

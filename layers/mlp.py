@@ -49,6 +49,15 @@ def make_mlp(hidden_size: int, spec: MLPSpec) -> GatedMLP | PlainMLP:
     return GatedMLP(hidden_size, spec) if spec.gated else PlainMLP(hidden_size, spec)
 
 
+def gated_product(activation: str) -> Callable[..., Tensor]:
+    """The kernel of `act(gate) * up`, of both in one tensor or of each by itself.
+
+    Raises:
+        ValueError: there is none with this activation.
+    """
+    return _chosen(_GATED, activation, "gated")
+
+
 class _MLP(nn.Module):
     """What both MLPs share: whether what stands before `down` is kept, or made again as a whole."""
 
@@ -75,7 +84,7 @@ class GatedMLP(_MLP):
     def __init__(self, hidden_size: int, spec: MLPSpec):
         super().__init__()
         self.spec = spec
-        self.gated_product = _chosen(_GATED, spec, "gated")
+        self.gated_product = gated_product(spec.activation)
         parts = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
         self.gate_up_proj = PackedLinear(hidden_size, parts, spec.bias)
         self.down_proj = Linear(spec.intermediate_size, hidden_size, bias=spec.bias)
@@ -108,7 +117,7 @@ class PlainMLP(_MLP):
         if spec.activation == "xielu":
             self.act_fn = XIELU()
         else:
-            self.activation = _chosen(_PLAIN, spec, "plain")
+            self.activation = _chosen(_PLAIN, spec.activation, "plain")
         self.up_proj = Linear(hidden_size, spec.intermediate_size, bias=spec.bias)
         self.down_proj = Linear(spec.intermediate_size, hidden_size, bias=spec.bias)
 
@@ -163,9 +172,7 @@ class LigerReLUSquaredMLP(PlainMLP):
         super().__init__(hidden_size, MLPSpec(intermediate_size, "relu2", bias, gated=False))
 
 
-def _chosen(table: dict[str, Callable[..., Tensor]], spec: MLPSpec, kind: str) -> Callable[..., Tensor]:
-    if spec.activation not in table:
-        raise ValueError(
-            f"a {kind} MLP has no activation {spec.activation!r}; expected one of {', '.join(table)}"
-        )
-    return table[spec.activation]
+def _chosen(table: dict[str, Callable[..., Tensor]], activation: str, kind: str) -> Callable[..., Tensor]:
+    if activation not in table:
+        raise ValueError(f"a {kind} MLP has no activation {activation!r}; expected one of {', '.join(table)}")
+    return table[activation]

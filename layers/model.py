@@ -74,7 +74,8 @@ class CausalLM(Decoder, ModelParameters):
         """Loss with labels, logits without.
 
         Args:
-            input_ids: [batch, seq] integers; or `inputs_embeds` [batch, seq, H] in their place.
+            input_ids: [batch, seq] integers; or `inputs_embeds` [batch, seq, H] in their place, or beside
+                them where layers have inputs of their own, by id (Gemma 4's small models).
             labels: [batch, seq], aligned with the input and shifted in here; -100, padding, and the first
                 token of a document do not count.
             attention_mask: [batch, seq], 0 at padding.
@@ -104,7 +105,8 @@ class CausalLM(Decoder, ModelParameters):
         """
         shift_labels = others.pop("shift_labels", None)
         refuse_unknown(others)
-        shape, device = batch_shape(input_ids, inputs_embeds, self.spec.hidden_size)
+        width = self.spec.hidden_size
+        shape, device = batch_shape(input_ids, inputs_embeds, width, ids_needed=self.needs_ids)
         sequences = Sequences.from_call(shape, device, attention_mask, position_ids, cu_seqlens)
         targets = targets_of(sequences, labels, shift_labels)
         checks = CallChecks(input_ids, targets, self.spec.vocab_size, num_items_in_batch)

@@ -121,14 +121,14 @@ class ModelParameters(nn.Module):
         std, embedding = self.spec.initializer_range, self.embed_tokens.weight
         for module in self.modules():
             reset = getattr(module, "reset_parameters", None)
-            is_embedding = getattr(module, "weight", None) is embedding  # or a head that is tied to it
+            tied = getattr(module, "weight", None) is embedding
             with whole_parameters(module):
                 if isinstance(module, nn.Linear | nn.Embedding):
                     module.weight.normal_(0.0, std, generator=generator)
                     bias = getattr(module, "bias", None)
                     if bias is not None:
                         bias.zero_()
-                    if is_embedding and self.spec.padding_idx is not None:
+                    if (tied or isinstance(module, nn.Embedding)) and self.spec.padding_idx is not None:
                         module.weight[self.spec.padding_idx].zero_()
                 elif module is not self and reset is not None:
                     reset(std, generator)

@@ -18,9 +18,9 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from liger_models.convert.checkpoints.shards import shape_of
 from liger_models.convert.checkpoints.weight_map import Cat, Expr, Ref, Stack
-from liger_models.kernels import moe_experts, route
+from liger_models.kernels import moe_experts, rms_norm, route
 from liger_models.kernels._dispatch import at_least_float32, once_differentiable
-from liger_models.layers.activation_memory import ActivationMemory, recompute
+from liger_models.layers.activation_memory import ActivationMemory, carry_recipe, recompute
 from liger_models.layers.linear import Linear, as_wide_as, project
 from liger_models.layers.mlp import make_mlp
 from liger_models.layers.routing_decisions import RoutingDecisions, in_backward_pass
@@ -52,13 +52,16 @@ class MixtureOfExperts(nn.Module):
         self.shared_expert = None if spec.shared_expert is None else make_mlp(hidden_size, spec.shared_expert)
         self.shared_expert_gate = Linear(hidden_size, 1, bias=False) if spec.shared_gate else None
 
-    def forward(self, x: Tensor, sequences: Sequences | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, sequences: Sequences | None = None, routed_by: Tensor | None = None
+    ) -> Tensor:
         """x [T, H] -> [T, H]. `sequences` is where a router notes what it decided, and its logits if it has
-        losses or they are asked for.
+        losses or they are asked for. `routed_by` [T, H] is what the router reads, if not x.
         """
         if self.input_noise is not None:
             x = self.input_noise(x)
-        logits, weights, experts = self.router(x, None if sequences is None else sequences.routing)
+        read = x if routed_by is None else routed_by
+        logits, weights, experts = self.router(read, None if sequences is None else sequences.routing)
         if sequences is not None and (self.spec.has_router_loss or sequences.router_logits.asked_for):
             sequences.router_logits.note(logits)
         y = self.experts(x, weights, experts)
@@ -105,19 +108,32 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.empty(spec.num_experts)) if spec.router_bias else None
         correction = torch.empty(spec.num_experts, dtype=torch.float32) if spec.correction_bias else None
         self.register_buffer("correction_bias", correction)
+        self.scale = nn.Parameter(torch.empty(hidden_size)) if spec.router_norm_eps is not None else None
+        self.per_expert_scale = nn.Parameter(torch.empty(spec.num_experts)) if spec.expert_scale else None
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """The matrix from a normal distribution, the biases zero."""
+        """The matrix from a normal distribution, the biases zero, the scales one."""
         nn.init.normal_(self.weight, 0.0, std, generator)
         for bias in (self.bias, self.correction_bias):
             if bias is not None:
                 nn.init.zeros_(bias)
+        for scale in (self.scale, self.per_expert_scale):
+            if scale is not None:
+                nn.init.ones_(scale)
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
-        """Of a token: the logits, the chosen experts and, in float32, their weights."""
+        """Of a token: the logits, the chosen experts and, in float32, their weights; if these are scaled also
+        the scales, the weights before, and the choice once more in 8 bytes; of a norm its statistic, and with
+        `all` its output. (Its input is the block's.)
+        """
         spec = self.spec
-        return spec.num_experts * (4 if spec.float32_router else itemsize) + 8 * spec.experts_per_token
+        kept = spec.num_experts * (4 if spec.float32_router else itemsize) + 8 * spec.experts_per_token
+        if spec.expert_scale:
+            kept += 16 * spec.experts_per_token
+        if spec.router_norm_eps is not None:
+            kept += 4 + (itemsize * self.weight.shape[1] if level == "all" else 0)
+        return kept
 
     @property
     def decision_bytes(self) -> int:
@@ -129,6 +145,8 @@ class Router(nn.Module):
         `decisions` hold this router's, and that the backward pass makes again, the experts are those.
         """
         spec = self.spec
+        if self.scale is not None:
+            x = carry_recipe(self._normed(x, self.scale), self._normed, x, self.scale)
         if spec.float32_router:
             logits = _ProductInFloat32.apply(x, self.weight)
             logits = logits if self.bias is None else logits + self.bias
@@ -139,6 +157,8 @@ class Router(nn.Module):
         if decisions is not None:
             decisions.note(self, *decision)
         experts = decision[0]
+        if self.per_expert_scale is not None:
+            weights = weights * _of_chosen(self.per_expert_scale.to(weights.dtype), experts)
         if self.training and self.correction_bias is not None:
             self._count(experts)
         return logits, weights, experts
@@ -161,6 +181,12 @@ class Router(nn.Module):
         )
         return weights, (experts,)
 
+    def _normed(self, x: Tensor, scale: Tensor) -> Tensor:
+        """What the router reads: x [T, H] normalised, times `scale` [H], over the root of H."""
+        assert self.spec.router_norm_eps is not None
+        y = rms_norm(x, scale, self.spec.router_norm_eps)
+        return (y * x.shape[-1] ** -0.5).to(x.dtype)
+
     def _count(self, experts: Tensor) -> None:
         """Add these choices to the load, unless it is the backward pass that makes them again."""
         if in_backward_pass():
@@ -172,6 +198,13 @@ class Router(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.spec.experts_per_token} of {self.spec.num_experts}, score={self.spec.score!r}"
+
+
+def _of_chosen(scales: Tensor, experts: Tensor) -> Tensor:
+    """The number [E] of each expert in experts [T, k]. Gathered row by row, where none is chosen twice: the
+    gradient of a column is then a sum in a fixed order.
+    """
+    return scales.expand(len(experts), -1).gather(1, experts.long())
 
 
 class SparseMixerRouter(Router):

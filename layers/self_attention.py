@@ -52,16 +52,21 @@ class Attention(nn.Module):
             self.q_norm = LentScale(spec.num_attention_heads, spec.head_dim, spec.qk_norm)
             self.k_norm = LentScale(spec.num_key_value_heads, spec.head_dim, spec.qk_norm)
 
-    def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
-        """x [T, H] -> [T, H]."""
+    def forward(
+        self, x: Tensor, sequences: Sequences, hand_on: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """x [T, H] -> [T, H]; to `hand_on` also the keys and values that were attended to, [T,
+        num_key_value_heads, head_dim] each, or in generation [batch, longest, ...] out of the cache.
+        """
         sequences = sequences.on(x.device)
         q, k, v = self._query_key_value(self.qkv_proj(x), sequences)
         q = scale_queries(q, self.spec.query_scale, sequences)
         if sequences.cache is None:
             out = attend(q, k, v, self.spec, sequences, self.backend, self.sinks)
         else:
-            out = self._attend_cached(q, k, v, sequences)
-        return self.o_proj(out.flatten(1))
+            out, k, v = self._attend_cached(q, k, v, sequences)
+        out = self.o_proj(out.flatten(1))
+        return (out, k, v) if hand_on else out
 
     def _query_key_value(self, qkv: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
         spec = self.spec
@@ -103,14 +108,16 @@ class Attention(nn.Module):
             kept += norm_bytes(spec, itemsize)
         return kept if spec.query_scale is None else kept + itemsize * spec.q_size
 
-    def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
+    def _attend_cached(
+        self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences
+    ) -> tuple[Tensor, Tensor, Tensor]:
         cache = sequences.cache
         assert cache is not None
         keys, values = cache.append(self.layer, k, v)
         sees = cache.sees(self.layer, self.spec.window, self.spec.chunk)
         if sees is None:
-            return attend(q, k, v, self.spec, sequences, self.backend, self.sinks)
-        return attend_cached(q, keys, values, self.spec, sees, self.sinks)
+            return attend(q, k, v, self.spec, sequences, self.backend, self.sinks), k, v
+        return attend_cached(q, keys, values, self.spec, sees, self.sinks), keys, values
 
     def extra_repr(self) -> str:
         spec = self.spec

@@ -15,7 +15,9 @@ from liger_models.kernels import ClampedSwiGLU as ClampedSwiGLU
 RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
 NormCast = Literal["llama", "gemma", "float32"]
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu2", "xielu"]
-Topology = Literal["pre_norm", "sandwich", "scaled_sandwich", "post_norm", "parallel"]
+Topology = Literal[
+    "pre_norm", "sandwich", "scaled_sandwich", "scaled_sandwich_with_experts", "post_norm", "parallel"
+]
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,41 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True)
+class SharedAttentionSpec:
+    """Causal attention of queries alone, to the keys and values that the earlier layer `keys_of` has made and
+    attended to; their heads, and the window, are those of that layer.
+
+    `bias` is that of both projections, `q_norm` a norm of each head's query before it is turned. The rest is
+    as in `AttentionSpec`.
+    """
+
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    scale: float
+    keys_of: int
+    rope: RopeSpec | None = None
+    window: int | None = None
+    bias: bool = False
+    q_norm: NormSpec | None = None
+
+    @property
+    def q_size(self) -> int:
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The product of the heads, once queries are made."""
+        heads = self.num_attention_heads, self.num_key_value_heads
+        return AttentionSpec(*heads, self.head_dim, self.scale, window=self.window)
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """The rotary settings whose tables the layer reads."""
+        return () if self.rope is None else (self.rope,)
+
+
+@dataclass(frozen=True)
 class LatentAttentionSpec:
     """Causal attention whose keys and values are made from a latent of `kv_lora_rank`, which all heads share,
     and whose queries from one of `q_lora_rank`, or from the hidden state where that is None.
@@ -220,9 +257,11 @@ class MoESpec:
     `routed_scaling_factor` say how experts are chosen and weighed, as the options of `route` in
     kernels/experts/moe_routing.py; `sparse_mixer` stands in the place of all of them. `weighted` is what the
     weights multiply, the experts' outputs or their inputs. `float32_router` computes the router's logits in
-    float32, whatever the model's dtype. `shared_expert` is one more MLP that every token goes through;
-    `shared_gate` weighs its output by sigmoid(gate(x)). The coefficients are those of the load balancing loss
-    and of the router's z-loss: see layers/router_loss.py.
+    float32, whatever the model's dtype. With `router_norm_eps` the router reads its input normalised
+    (RMSNorm), times a vector that is learned, over the root of its width; with `expert_scale` each expert's
+    weights are multiplied by a number that is learned, in the end. `shared_expert` is one more MLP that every
+    token goes through; `shared_gate` weighs its output by sigmoid(gate(x)). The coefficients are those of the
+    load balancing loss and of the router's z-loss: see layers/router_loss.py.
     """
 
     num_experts: int
@@ -242,6 +281,8 @@ class MoESpec:
     sparse_mixer: SparseMixerSpec | None = None
     weighted: Literal["outputs", "inputs"] = "outputs"
     float32_router: bool = False
+    router_norm_eps: float | None = None
+    expert_scale: bool = False
     shared_expert: MLPSpec | None = None
     shared_gate: bool = False
     aux_loss_coef: float = 0.0
@@ -253,19 +294,36 @@ class MoESpec:
 
 
 @dataclass(frozen=True)
+class PerLayerInputSpec:
+    """A branch that lets in what a layer has of each token for itself, of `size` elements: see
+    layers/per_layer_input.py.
+    """
+
+    size: int
+    activation: Activation = "gelu_tanh"
+
+
+@dataclass(frozen=True)
 class BlockSpec:
     """One layer: its topology (a class of `layers/blocks.py`) and its parts.
 
     `mixer` lets tokens see each other; which module it is follows from the spec's type, as with `mlp`. `norm`
-    is that of each of the layer's norms. `residual_scale` multiplies what either branch adds to the residual
-    stream.
+    is that of each of the layer's norms. `residual_scale` multiplies what each branch adds to the residual
+    stream. Some topologies have room for `experts` beside the MLP, and for a `per_layer_input`.
     """
 
-    mixer: AttentionSpec | LatentAttentionSpec
+    mixer: AttentionSpec | SharedAttentionSpec | LatentAttentionSpec
     mlp: MLPSpec | MoESpec
     norm: NormSpec | LayerNormSpec
     topology: Topology = "pre_norm"
     residual_scale: float = 1.0
+    experts: MoESpec | None = None
+    per_layer_input: PerLayerInputSpec | None = None
+
+    @property
+    def mixture(self) -> MoESpec | None:
+        """The layer's experts, in place of an MLP or beside it."""
+        return self.mlp if isinstance(self.mlp, MoESpec) else self.experts
 
 
 @dataclass(frozen=True)
@@ -276,7 +334,8 @@ class ModelSpec:
     whatever enters the first block, as it is (Granite). `logit_scale` multiplies the logits, and
     `logit_softcap` bounds them: softcap * tanh(logit / softcap). `padding_idx` is the row of the embedding
     whose lookup has no gradient, as in the reference, and that starts as zeros. (A tied head still gives it a
-    gradient.)
+    gradient.) `per_layer_vocab_size` is the number of ids that layers have inputs of their own for, if they
+    have such.
     """
 
     vocab_size: int
@@ -291,6 +350,7 @@ class ModelSpec:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     padding_idx: int | None = None
+    per_layer_vocab_size: int | None = None
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
@@ -311,5 +371,5 @@ class ModelSpec:
     @property
     def router(self) -> MoESpec | None:
         """The experts whose routers add to the loss: those of the first layer that has such."""
-        mixtures = (block.mlp for block in self.blocks if isinstance(block.mlp, MoESpec))
-        return next((spec for spec in mixtures if spec.has_router_loss), None)
+        mixtures = (block.mixture for block in self.blocks)
+        return next((spec for spec in mixtures if spec is not None and spec.has_router_loss), None)

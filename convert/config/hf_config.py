@@ -114,8 +114,8 @@ class HFConfig:
         """
         return self.take_one_of(key, default=default)
 
-    def take_count(self, key: str, default: Any = REQUIRED) -> Any:
-        """As `take`, of a key that counts something: a whole number from 1 to 2^31 - 1.
+    def take_count(self, key: str, default: Any = REQUIRED, *, least: int = 1) -> Any:
+        """As `take`, of a key that counts something: a whole number from `least` to 2^31 - 1.
 
         A count of layers is at most `most_layers`, for layers are made one by one.
 
@@ -123,7 +123,8 @@ class HFConfig:
             ConfigError: it is missing, or something else.
         """
         value = self.take(key, default)
-        self._checked(key, value, type(value) is int and value >= 1, "a whole number of 1 or more")
+        good = type(value) is int and value >= least
+        self._checked(key, value, good, f"a whole number of {least} or more")
         most = self.most_layers if key.endswith("layers") else 2**31 - 1
         return self._checked(key, value, value is None or value <= most, f"at most {most}")
 

@@ -379,7 +379,8 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         """Hidden states behind the final norm, [batch, seq, H], zero at padding.
 
         Args:
-            input_ids: [batch, seq]; or `inputs_embeds` [batch, seq, H] in their place.
+            input_ids: [batch, seq]; or `inputs_embeds` [batch, seq, H] in their place, or beside them where
+                layers have inputs of their own, by id.
             attention_mask: [batch, all tokens so far], 0 at padding.
             position_ids: [batch, seq]. Where they start anew, without an attention mask and a cache, a
                 document begins, which neither sees nor is seen by the one before.
@@ -401,7 +402,8 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
             raise ValueError(
                 "output_attentions=True: attention weights are never made here; take transformers' own model"
             )
-        shape, _ = batch_shape(input_ids, inputs_embeds, self.spec.hidden_size)
+        width = self.spec.hidden_size
+        shape, _ = batch_shape(input_ids, inputs_embeds, width, ids_needed=self.needs_ids)
         if past_key_values is None and self._wants_cache(use_cache):
             past_key_values = DynamicCache(config=self.config)
         with_routers = self.wants_router_logits(others.pop("output_router_logits", None))
@@ -419,7 +421,8 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         inner: list[Tensor] | None = [] if output_hidden_states else None
-        last = sequences.unpack(self.hidden_states(sequences, None, inputs_embeds, inner))
+        ids = input_ids if self.needs_ids else None
+        last = sequences.unpack(self.hidden_states(sequences, ids, inputs_embeds, inner))
         checks.finish()
         output: dict[str, Any] = {
             "last_hidden_state": last,
@@ -556,7 +559,8 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
         return_logits = others.pop("return_logits", None)
         skip_logits = others.pop("skip_logits", None)
         with_routers = self.model.wants_router_logits(others.pop("output_router_logits", None))
-        shape, _ = batch_shape(input_ids, inputs_embeds, self.model.spec.hidden_size)
+        width, needed = self.model.spec.hidden_size, self.model.needs_ids
+        shape, _ = batch_shape(input_ids, inputs_embeds, width, ids_needed=needed)
         with_labels = labels is not None or shift_labels is not None
         if use_cache is None and with_labels:
             use_cache = False

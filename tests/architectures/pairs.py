@@ -138,7 +138,11 @@ class Pair:
         return by_name
 
     def run_reference(self, cotangent: Tensor | None = None, **call: Any) -> Run:
-        output = self.reference(**call, use_cache=False)
+        own = {}
+        if self.ours.needs_ids and "inputs_embeds" in call:  # of ids it wants to know what the layers read
+            own["per_layer_inputs"] = self.reference.model.get_per_layer_inputs(call["input_ids"])
+        given = {name: value for name, value in call.items() if not (own and name == "input_ids")}
+        output = self.reference(**given, **own, use_cache=False)
         grads = _gradients(self.reference, output, cotangent, call)
         by_name = {name: p.grad for name, p in self.reference.named_parameters() if p.grad is not None}
         return Run(output.loss, output.logits, by_name | grads)

@@ -66,6 +66,26 @@ def test_a_fresh_row_of_padding_is_zero_as_the_references(tied, family):
     assert weight.any(dim=1).tolist() == [i != 5 for i in range(len(weight))]
 
 
+DOCUMENTS = {"cu_seqlens": torch.tensor([0, 7, 26, 38])}
+
+
+@pytest.mark.parametrize("packing", [{}, DOCUMENTS], ids=["rows", "packed"])
+def test_every_level_of_activation_memory_gives_the_same_bits(packing, pair):
+    levels = ["mlp", "checkpoint"] * len(pair.ours.layers)
+    call = {**pair.batch(), **packing}
+    expected = pair.run_ours(**call)
+    try:
+        for level in ("all", "mlp", "checkpoint", levels[: len(pair.ours.layers)]):
+            pair.ours.set_activation_memory(level)
+            found = pair.run_ours(**call)
+            assert torch.equal(found.loss, expected.loss)
+            assert found.gradients.keys() == expected.gradients.keys()
+            for name, gradient in expected.gradients.items():
+                assert torch.equal(found.gradients[name], gradient), (level, name)
+    finally:
+        pair.ours.set_activation_memory("lean")
+
+
 def test_logits_without_labels_agree_and_carry_gradients(pair, failures):
     ids = pair.batch()["input_ids"]
     cotangent = torch.randn(*ids.shape, pair.vocab_size)
@@ -105,9 +125,11 @@ def test_shifted_labels_agree(pair, failures):
 
 
 def test_embeddings_in_place_of_ids_agree(pair, failures):
-    labels = pair.batch()["labels"]
+    """Beside them, where the layers have inputs of their own by id."""
+    batch = pair.batch()
+    given = batch if pair.ours.needs_ids else {"labels": batch["labels"]}
     embeds = torch.randn(2, 19, pair.hidden_size, requires_grad=True)
-    distances = pair.distances(inputs_embeds=embeds, labels=labels)
+    distances = pair.distances(inputs_embeds=embeds, **given)
     assert "inputs_embeds" in distances
     assert not failures(distances)
 

@@ -42,13 +42,20 @@ ROPES: dict[str, tuple[dict[str, Any], int]] = {
         128,
     ),
 }
+ROPE_FIELDS = {f"RopeSpec.{key}" for scaling, _ in ROPES.values() for key in scaling} | {
+    f"RopeSpec.{key}" for key in ("short_factor", "long_factor", "max_position_embeddings")
+}
 THETA = 500.0  # so that the slowest dimension turns visibly within a short sequence
 ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")
 
 
 def skipped(family: str, what: str, name: str) -> bool:
-    """Whether the family's registration skips `rope:yarn`, say; `rope:yarn_mscale` is skipped with it."""
+    """Whether the family's registration skips `rope:yarn`, say; `rope:yarn_mscale` is skipped with it. With
+    `rope:all` go the fields of all those types.
+    """
     entries = find_architecture(family).skip
+    if "rope:all" in entries and (what == "rope" or (what == "field" and name in ROPE_FIELDS)):
+        return True
     return any(entry == f"{what}:{name}" or f"{what}:{name}".startswith(f"{entry}_") for entry in entries)
 
 

@@ -21,9 +21,11 @@ from liger_models.layers.spec import (
     ModelSpec,
     MoESpec,
     NormSpec,
+    PerLayerInputSpec,
     QKNormSpec,
     QueryScaleSpec,
     RopeSpec,
+    SharedAttentionSpec,
     SparseMixerSpec,
 )
 
@@ -45,6 +47,14 @@ BLOCKS = {
     "pre_norm": PRE_NORM,
     "sandwich": replace(PRE_NORM, topology="sandwich"),
     "scaled sandwich": replace(PRE_NORM, topology="scaled_sandwich"),
+    "own inputs": replace(
+        PRE_NORM, topology="scaled_sandwich", per_layer_input=PerLayerInputSpec(6, "gelu_tanh")
+    ),
+    "experts beside": replace(
+        PRE_NORM,
+        topology="scaled_sandwich_with_experts",
+        experts=replace(EXPERTS, router_norm_eps=1e-6, expert_scale=True),
+    ),
     "post_norm": replace(PRE_NORM, topology="post_norm"),
     "parallel": replace(PRE_NORM, topology="parallel"),
     "layer norm": replace(PRE_NORM, norm=LayerNormSpec()),
@@ -75,9 +85,17 @@ BLOCKS = {
 }
 
 
-def kept_bytes(block: BlockSpec, layers: int, level: str) -> int:
+SHARED = SharedAttentionSpec(4, 4, 16, 0.25, 0, ATTENTION.rope, q_norm=NormSpec())
+
+
+def model_of(*blocks: BlockSpec, **options) -> CausalLM:
+    ids = 61 if blocks[0].per_layer_input else None
+    return CausalLM(ModelSpec(61, HIDDEN, blocks, NormSpec(), per_layer_vocab_size=ids), **options)
+
+
+def kept_bytes(blocks: tuple[BlockSpec, ...], level: str) -> int:
     torch.manual_seed(0)
-    model = CausalLM(ModelSpec(61, HIDDEN, (block,) * layers, NormSpec()), activation_memory=level)
+    model = model_of(*blocks, activation_memory=level)
     model.reset_parameters()
     ids = torch.randint(61, (1, TOKENS))
     gc.collect()
@@ -96,20 +114,37 @@ def kept_bytes(block: BlockSpec, layers: int, level: str) -> int:
 @pytest.mark.parametrize("level", ["lean", "mlp"])
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
 def test_a_layer_says_what_it_keeps(block, level):
-    layer = CausalLM(ModelSpec(61, HIDDEN, (block,), NormSpec())).layers[0]
-    found = (kept_bytes(block, 3, level) - kept_bytes(block, 1, level)) / 2
+    layer = model_of(block).layers[0]
+    found = (kept_bytes((block,) * 3, level) - kept_bytes((block,), level)) / 2
     unsaid = found - TOKENS * layer.activation_bytes(level, 4)
+    if block.per_layer_input is not None:  # whose norm runs in front of the layers, beyond their hooks
+        unsaid += TOKENS * 4 * (block.per_layer_input.size + 1)
     # Of experts also where tiles of rows begin, which is no matter of tokens: the offset of each expert and
     # of the end, and two numbers for each tile, of which there are at most as many as rows and experts.
-    spec = block.mlp
-    routed = isinstance(spec, MoESpec) and level == "lean"
+    spec = block.mixture
+    routed = spec is not None and level == "lean"
     tiles = TOKENS * spec.experts_per_token + spec.num_experts if routed else 0
     assert 0 <= unsaid <= (4 * (spec.num_experts + 1) + 8 * tiles if routed else 0)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+@pytest.mark.parametrize("level", ["lean", "mlp"])
+def test_a_layer_that_reads_anothers_keys_keeps_none(level):
+    source = replace(PRE_NORM, topology="scaled_sandwich")
+    reader = replace(source, mixer=SHARED)
+    found = kept_bytes((source, reader, reader), level) - kept_bytes((source, reader), level)
+    assert found == TOKENS * model_of(source, reader).layers[1].activation_bytes(level, 4)
+
+
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
 def test_every_parameter_and_buffer_has_a_fresh_value(block):
-    spec = ModelSpec(61, HIDDEN, (block,), NormSpec(offset=1.0), initializer_range=0.3, head_bias=True)
+    ids = 61 if block.per_layer_input else None
+    spec = ModelSpec(
+        *(61, HIDDEN, (block,), NormSpec(offset=1.0)),
+        initializer_range=0.3,
+        head_bias=True,
+        per_layer_vocab_size=ids,
+    )
     model = CausalLM(spec)
     tensors = model.saved_tensors()
     with torch.no_grad():
