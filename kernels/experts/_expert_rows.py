@@ -49,8 +49,9 @@ def sum_slots(rows: Tensor, weights: Tensor | None, order: ExpertOrder) -> Tenso
 
 def weighted_gated(h: Tensor, weights: Tensor, order: ExpertOrder, activation: Activation) -> Tensor:
     """From h [R, 2 I] and weights [T, k] the a [R, I] of weights * h."""
-    wanted = {"want_h": False, "want_weights": False, "want_product": True}
-    _, _, a = gated_backward(None, h, weights, order, activation, **wanted, inputs=True)
+    _, _, a = gated_backward(
+        None, h, weights, order, activation, False, False, want_product=True, inputs=True
+    )
     assert a is not None
     return a
 

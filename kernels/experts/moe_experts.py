@@ -254,8 +254,9 @@ class _Experts(torch.autograd.Function):
     def backward(ctx, dy):
         x, weights, experts, gate_up, down, down_bias, h, *order = ctx.saved_tensors
         order = ExpertOrder(*order, *ctx.sizes)
+        activation, inputs = ctx.options
         operands = x, weights, experts, gate_up, down, down_bias, h
-        dx, dweights, *dexperts = _backward(dy, *operands, order, *ctx.options, _wanted(ctx))
+        dx, dweights, *dexperts = _backward(dy, *operands, order, activation, inputs, _wanted(ctx))
         return dx, dweights, None, *dexperts, None, None
 
 
