@@ -51,7 +51,7 @@ from liger_models.hf.weights import (
     Groups,
     convert_state_dict,
     groups_of,
-    refuse_single_experts,
+    refuse_lost_adapters,
 )
 from liger_models.kernels import load_balancing_loss
 from liger_models.layers.activation_memory import ActivationMemory
@@ -97,7 +97,7 @@ class LigerPreTrainedModel(PreTrainedModel):
         self.layouts = self.architecture.layouts
         self._no_split_modules = self.decoder.kinds_of_layers()
         self.register_load_state_dict_pre_hook(convert_state_dict)
-        self.register_load_state_dict_pre_hook(refuse_single_experts)
+        self.register_load_state_dict_pre_hook(refuse_lost_adapters)
         if is_quantised(self.config):
             give_layers_to_quantise(self)
         entries = self._conversions(groups_of(self))

@@ -244,17 +244,24 @@ def convert_state_dict(model: nn.Module, state_dict: dict[str, Any], prefix: str
             )
 
 
-def refuse_single_experts(model: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
-    """A hook in front of `load_state_dict`: PEFT passes over what has no place, and the adapter does nothing.
+def refuse_lost_adapters(model: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
+    """A hook in front of `load_state_dict`: PEFT passes over what has no place, and an adapter that should do
+    something does nothing.
 
     Raises:
-        CheckpointError: an adapter of experts one by one, as transformers 4 had them.
+        CheckpointError: a tensor of a LoRA adapter that is not there, such as those of single experts, as
+            transformers 4 had them.
     """
-    for name in state_dict:
-        if name.startswith(prefix) and re.search(r"\.experts\.\d+\..*lora_", name):
+    given = [name for name in state_dict if ".lora_" in name and name.startswith(prefix)]
+    if not given:
+        return
+    own = {name for named in (model.named_parameters(), model.named_buffers()) for name, _ in named}
+    for name in (name.removeprefix(prefix) for name in given):
+        if name not in own:
+            single = re.search(r"\.experts\.\d+\.", name)
             raise CheckpointError(
-                f"{name.removeprefix(prefix)}: an adapter of single experts, which are stacked here; "
-                "liger_models.hf.load_adapter reads it"
+                f"{name}: the adapter has it, but this model does not"
+                + (", whose experts are stacked; liger_models.hf.load_adapter reads it" if single else "")
             )
 
 

@@ -80,7 +80,7 @@ def test_verify_notices_the_gradient_of_a_single_expert(stack, name, written_by_
 
     compute, spoilt = moe.moe_experts, []
 
-    def with_a_fault(x, weights, experts, gate_up, down, *rest):
+    def with_a_fault(x, weights, experts, gate_up, down, *rest, **options):
         matrix = gate_up if stack == "gate_up_proj" else down
 
         def spoil(gradient):
@@ -95,7 +95,7 @@ def test_verify_notices_the_gradient_of_a_single_expert(stack, name, written_by_
             matrix = matrix * 1.0
             matrix.register_hook(spoil)
         matrices = (matrix, down) if stack == "gate_up_proj" else (gate_up, matrix)
-        return compute(x, weights, experts, *matrices, *rest)
+        return compute(x, weights, experts, *matrices, *rest, **options)
 
     monkeypatch.setattr(moe, "moe_experts", with_a_fault)
     monkeypatch.setattr(verification, "SPREADS", 0)

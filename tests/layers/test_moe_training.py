@@ -120,9 +120,9 @@ def choices(monkeypatch):
     seen = []
     compute, product = moe.moe_experts, moe.project
 
-    def watched(x, weights, experts, *rest):
+    def watched(x, weights, experts, *rest, **options):
         seen.append(experts)
-        return compute(x, weights, experts, *rest)
+        return compute(x, weights, experts, *rest, **options)
 
     def disturbed(x, weight, bias):
         logits = product(x, weight, bias)
