@@ -399,6 +399,23 @@ def test_on_a_gpu_the_best_groups_are_those_of_the_plain_twin(options, num_exper
 
 
 @pytest.mark.gpu
+@every_form
+def test_on_a_gpu_its_own_choice_given_back_changes_no_bit(options):
+    options = with_bias(options, 128, "cuda")
+    logits = torch.randn(300, 128, device="cuda", requires_grad=True)
+    weights, grad, experts, upstream = routed(route, logits, 8, options)
+    others = logits.detach() + torch.randn_like(logits)  # would choose otherwise
+    weighed, chosen = route(others, 8, **options, experts=experts)
+    assert chosen is experts
+    # Shares of at most the scale, after an exponential, a sum and quotients in float32.
+    expected = route_plain(others, 8, **options, experts=experts)[0]
+    assert (weighed - expected).abs().max() <= 1e-6 * options.get("scale", 1.0)
+    again = routed(route, logits, 8, {**options, "experts": experts}, upstream)
+    for a, b in zip(again, (weights, grad, experts), strict=False):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
 def test_a_cuda_graph_captures_forward_and_backward():
     logits = torch.randn(64, 128, device="cuda", requires_grad=True)
     upstream = torch.randn(64, 8, device="cuda")
