@@ -103,6 +103,13 @@ def eager_experts(x, weights, gate_up, down):
     return (weights[..., None] * rows.gather(1, chosen)).sum(1)
 
 
+def eager_experts_of_weighted(x, weights, gate_up, down):
+    chosen = experts_of(weights, len(down)).long()
+    hidden = torch.einsum("tkih,tkh->tki", gate_up[chosen], weights[..., None] * x[:, None])
+    gate, up = hidden.chunk(2, -1)
+    return torch.einsum("tkhi,tki->th", down[chosen], F.silu(gate) * up)
+
+
 def eager_clamped_swiglu(x, alpha, limit):
     gate, up = halves(x)
     gate = gate.clamp(max=limit)

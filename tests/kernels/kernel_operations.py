@@ -16,6 +16,7 @@ from eager_operations import (
     eager_clamped_swiglu,
     eager_cross_entropy,
     eager_experts,
+    eager_experts_of_weighted,
     eager_jsd,
     eager_kl,
     eager_log_probs,
@@ -310,6 +311,18 @@ WITH_PRODUCTS = {
     "moe_experts": Operation(
         lambda x, weights, *experts: moe_experts(x, weights, experts_of(weights, EXPERTS), *experts),
         eager_experts,
+        lambda rows, width: [
+            (rows, width),
+            (rows, 2),
+            (EXPERTS, 2 * INTERMEDIATE, width),
+            (EXPERTS, width, INTERMEDIATE),
+        ],
+    ),
+    "moe_experts_of_weighted": Operation(
+        lambda x, weights, *experts: moe_experts(
+            x, weights, experts_of(weights, EXPERTS), *experts, weighted="inputs"
+        ),
+        eager_experts_of_weighted,
         lambda rows, width: [
             (rows, width),
             (rows, 2),

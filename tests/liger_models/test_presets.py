@@ -17,6 +17,7 @@ PARAMETERS = {
     "olmo-3-7b": 7298011136,
     "phi-3.5-moe": 41873153344,
     "olmoe-1b-7b": 6919161856,
+    "llama-4-scout": 107769861120,  # of the text part; computed
     "glm-4-9b": 9400279040,
 }
 
