@@ -109,7 +109,6 @@ NAMES = (
         },
     },
     skip={
-        "published:config": "none is known here for certain",
         "rope:all": "the reference runs the proportional type, and by default on sliding layers",
         "key:use_bidirectional_attention": "concerns images",
         **{f"key:{key}": "an older spelling, which the reference does not read" for key in OLDER},

@@ -106,6 +106,7 @@ def from_hub(
     if text is config:
         model.source = source
     else:  # which goes out as a checkpoint of its own
+        left_out += [reader.tensors[name] for name in source.carried]
         model.left_out = tuple(info.name for info in left_out)
         warn_of(left_out, config, text)
     if shard is None:

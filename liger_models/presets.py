@@ -26,6 +26,8 @@ def preset(
     config = copy.deepcopy(PRESETS[name])
     if vocab_size is not None:  # another tokenizer: its ids replace the preset's, known or not
         config |= {"vocab_size": vocab_size, "bos_token_id": bos, "eos_token_id": eos}
+        if "vocab_size_per_layer_input" in config:
+            config["vocab_size_per_layer_input"] = vocab_size
     return config
 
 
@@ -207,6 +209,43 @@ PRESETS: dict[str, dict[str, Any]] = {
         bos_token_id=None,
         eos_token_id=[151329, 151336, 151338],
     ),
+    "gemma-4-e2b": {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "attention_k_eq_v": False,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "final_logit_softcapping": 30.0,
+        "global_head_dim": 512,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 1536,
+        "hidden_size_per_layer_input": 256,
+        "initializer_range": 0.02,
+        "intermediate_size": 6144,
+        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 35,
+        "num_key_value_heads": 1,
+        "num_kv_shared_layers": 20,
+        "pad_token_id": None,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "full_attention": {
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1000000.0,
+                "rope_type": "proportional",
+            },
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+        "sliding_window": 512,
+        "tie_word_embeddings": True,
+        "use_cache": True,
+        "use_double_wide_mlp": True,
+        "vocab_size": 262144,
+        "vocab_size_per_layer_input": 262144,
+    },
     "phi-3.5-moe": _sized(
         "phimoe",
         "PhimoeForCausalLM",

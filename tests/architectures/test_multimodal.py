@@ -88,6 +88,29 @@ CASES = {
             },
         },
     ),
+    "gemma4_small": (
+        "Gemma4ForConditionalGeneration",
+        {
+            "model_type": "gemma4",
+            "text_config": {
+                **TEXT,
+                "model_type": "gemma4_text",
+                "num_hidden_layers": 4,
+                "sliding_window": 7,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "hidden_size_per_layer_input": 12,
+                "vocab_size_per_layer_input": 131,
+                "num_kv_shared_layers": 2,
+                "use_double_wide_mlp": True,
+                "enable_moe_block": True,
+                "num_experts": 5,
+                "top_k_experts": 3,
+                "moe_intermediate_size": 24,
+                "global_head_dim": 24,
+            },
+            "vision_config": {**TOWER, "num_key_value_heads": 2, "head_dim": 16},
+        },
+    ),
     "llava": (
         "LlavaForConditionalGeneration",
         {"model_type": "llava", "text_config": {**TEXT, "model_type": "llama"}, "vision_config": CLIP},
@@ -144,15 +167,19 @@ def test_every_family_in_the_table_is_tried():
 @pytest.fixture(params=CASES)
 def written(request, tmp_path_factory):
     """The reference, and the folder of its checkpoint."""
+    return write(request.param, tmp_path_factory)
+
+
+def write(case, tmp_path_factory):
     transformers = pytest.importorskip("transformers")
-    name, config = CASES[request.param]
+    name, config = CASES[case]
     model_class = getattr(transformers, name)
     reference_config = model_class.config_class(**copy.deepcopy(config))
     reference_config._attn_implementation = "eager"
     torch.manual_seed(0)
     reference = model_class(reference_config)
     randomise(reference, torch.Generator().manual_seed(1))
-    folder = tmp_path_factory.mktemp("multimodal") / request.param
+    folder = tmp_path_factory.mktemp("multimodal") / case
     reference.save_pretrained(folder)
     return reference, folder
 
@@ -192,6 +219,22 @@ def test_the_text_part_gives_the_references_logits(written, failures):
         "embed_vision",
         "visual",
     }
+
+
+def test_keys_that_no_layer_reads_are_left_out_and_named(tmp_path_factory, tmp_path, failures):
+    """Published checkpoints of Gemma 4's small models have them in layers that read the keys of others."""
+    reference, folder = write("gemma4_small", tmp_path_factory)
+    tensors = load_file(folder / "model.safetensors")
+    unread = [f"model.language_model.layers.{i}.self_attn.k_proj.weight" for i in (2, 3)]
+    rewrite(folder, tmp_path / "published")
+    save_file(
+        {**tensors, **{name: torch.rand(2, 3) for name in unread}},
+        tmp_path / "published" / "model.safetensors",
+    )
+    with pytest.warns(UserWarning, match=r"left out.*2 of layers"):
+        model = liger_models.from_hub(tmp_path / "published", text_only=True)
+    assert {name.replace("model.", "model.language_model.") for name in model.left_out} >= set(unread)
+    assert not failures({"logits": relative_distance(logits_of(model), logits_of(reference))})
 
 
 def test_it_goes_out_as_a_checkpoint_of_its_own(written, failures, tmp_path):

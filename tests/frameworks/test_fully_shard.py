@@ -62,8 +62,25 @@ def run_alone(model, batch, ranks, num_items):
     return losses, sums
 
 
-def check_ranks(make_model, folder, ranks, device):
-    model = make_model()
+# Layers that read the keys of earlier ones, have inputs of their own, and experts beside the MLP.
+SHARING = {
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 7,
+    "global_head_dim": 24,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 61,
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 20,
+}
+
+
+def check_ranks(make_model, folder, ranks, device, **changes):
+    model = make_model(**changes)
     generator = torch.Generator().manual_seed(0)
     # Positions of some length: angles in bfloat16 would be off by up to 100 / 256.
     ids = torch.randint(0, 61, (2, 100), generator=generator)
@@ -99,9 +116,15 @@ def test_two_ranks_with_mixed_precision_equal_one_process_at_every_level(make_mo
     check_ranks(make_model, tmp_path, 2, "cpu")
 
 
+@pytest.mark.slow
+def test_what_layers_hand_on_survives_two_ranks_at_every_level(make_model, tmp_path):
+    check_ranks(make_model, tmp_path, 2, "cpu", **SHARING)
+
+
 @pytest.mark.gpu
-def test_one_rank_on_a_gpu_equals_the_model_alone(make_model, tmp_path):
-    check_ranks(make_model, tmp_path, 1, "cuda")
+@pytest.mark.parametrize("changes", [{}, SHARING], ids=["llama", "gemma4_text"])
+def test_one_rank_on_a_gpu_equals_the_model_alone(changes, make_model, tmp_path):
+    check_ranks(make_model, tmp_path, 1, "cuda", **changes)
 
 
 def test_frameworks_find_nothing_to_cast_but_hidden_states(make_model):

@@ -14,7 +14,7 @@ import liger_models
 
 transformers = pytest.importorskip("transformers")
 
-FAMILIES = ["llama", "gemma2", "qwen3_moe", "gpt_oss", "phi3"]
+FAMILIES = ["llama", "gemma2", "qwen3_moe", "gpt_oss", "phi3", "gemma4_text"]
 
 
 def files(folder) -> dict[str, bytes]:

@@ -54,7 +54,7 @@ def assert_same_tokens(found, expected):
     "transformers", "generate with dynamic, static and sliding caches", "beams", "prompt lookup"
 )
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "llama4_text", "mistral4"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "llama4_text", "mistral4", "gemma4_text"])
 def test_tokens_are_those_of_the_reference(family, way, make_both, prompts):
     # In Llama 4 the reference lets queries grow with the padding in front of them.
     both = make_both(family, **({"attn_temperature_tuning": False} if family == "llama4_text" else {}))

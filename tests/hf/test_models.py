@@ -14,7 +14,7 @@ import liger_models
 
 transformers = pytest.importorskip("transformers")
 
-FAMILIES = ["llama", "gemma2", "qwen3_moe"]
+FAMILIES = ["llama", "gemma2", "qwen3_moe", "gemma4_text"]
 
 
 def test_the_auto_classes_give_our_models_once_registered(make_both, hf):

@@ -15,6 +15,7 @@ PARAMETERS = {
     "granite-3.1-2b": 2533531648,
     "smollm3-3b": 3075098624,
     "olmo-3-7b": 7298011136,
+    "gemma-4-e2b": 4_628_569_344,
     "phi-3.5-moe": 41873153344,
     "olmoe-1b-7b": 6919161856,
     "llama-4-scout": 107769861120,  # of the text part; computed
