@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from hf_pairs import BOUND, relative_distance
@@ -50,12 +52,21 @@ def assert_same_tokens(found, expected):
         assert relative_distance(ours, theirs) <= BOUND
 
 
+def skip_where_the_reference_fails(way):
+    """In chunks, with a static cache."""
+    takes = inspect.signature(transformers.masking_utils.create_chunked_causal_mask).parameters
+    if "static" in way and "block_sequence_ids" not in takes:
+        pytest.skip("this transformers makes no masks of chunks for a static cache")
+
+
 @pytest.mark.supports(
     "transformers", "generate with dynamic, static and sliding caches", "beams", "prompt lookup"
 )
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "llama4_text", "mistral4", "gemma4_text"])
 def test_tokens_are_those_of_the_reference(family, way, make_both, prompts):
+    if family == "llama4_text":
+        skip_where_the_reference_fails(way)
     # In Llama 4 the reference lets queries grow with the padding in front of them.
     both = make_both(family, **({"attn_temperature_tuning": False} if family == "llama4_text" else {}))
     ids, mask = prompts
@@ -67,6 +78,7 @@ def test_tokens_are_those_of_the_reference(family, way, make_both, prompts):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_queries_that_grow_grow_on_with_the_cache(way, make_both, prompts):
+    skip_where_the_reference_fails(way)
     both = make_both("llama4_text")
     ids, mask = (x[:1] for x in prompts)  # without padding
     expected, found = (generate(m, ids, mask, **WAYS[way]) for m in (both.reference, both.ours))
