@@ -17,7 +17,10 @@ from collections.abc import Sequence
 from liger_models import __version__
 from liger_models.convert.errors import LigerModelsError
 
-COMMANDS = ("list", "init", "inspect", "plan", "verify", "train", "export", "generate", "bench", "card")
+COMMANDS = (
+    *("list", "init", "inspect", "plan", "verify", "tokenize", "train"),
+    *("export", "generate", "bench", "card"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""liger-models train: pretrain or fine-tune on text files or JSONL."""
+"""liger-models train: pretrain or fine-tune on text, JSONL, Parquet or data sets of the hub."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import argparse
 import sys
 
 DESCRIPTION = """\
-Train a model on text (.txt, .md) or JSONL files. Each line of a .jsonl file is {"text": ...}, or
-{"prompt": ..., "completion": ...}, or {"messages": [{"role": ..., "content": ...}, ...]}; where there is a
-prompt, only the completion or what the assistant says is trained. Documents are packed into rows without
-padding, and do not see each other.
+Train a model on text (.txt, .md), JSONL (.jsonl, .jsonl.gz), Parquet, or data sets of the Hugging Face hub
+(hf:OWNER/NAME[:CONFIG[:SPLIT]]). Each record is {"text": ...}, or {"prompt": ..., "completion": ...}, or
+{"messages": [{"role": ..., "content": ...}, ...]}; where there is a prompt, only the completion or what the
+assistant says is trained. Data are tokenized once, into files that are mapped into memory. Documents are
+packed into rows without padding, and do not see each other. More in docs/data.md.
 
 OUTPUT gets metrics.jsonl and metrics.csv, loss.png where matplotlib is installed, checkpoint-N folders to
 resume from, and final, the trained model as a Hugging Face checkpoint, or its adapter. On several GPUs:
@@ -20,7 +21,7 @@ resume from, and final, the trained model as a Hugging Face checkpoint, or its a
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "train",
-        help="pretrain or fine-tune on text or JSONL",
+        help="pretrain or fine-tune on text, JSONL, Parquet or the hub's data sets",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -40,13 +41,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
     group = parser.add_argument_group("data")
     add = group.add_argument
-    add("--data", nargs="+", required=True, metavar="FILE", help=".txt, .md and .jsonl files")
+    add_data(group)
     add(
         "--eval-data",
         nargs="+",
         default=[],
-        metavar="FILE",
-        help="held-out files, evaluated and never trained on",
+        metavar="SOURCE",
+        help="held-out data, evaluated and never trained on",
     )
     add(
         "--eval-fraction",
@@ -199,6 +200,23 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="of a GPU, for auto: such as 120GiB, or a share of what is free (default: 0.95)",
     )
     add("--attention", default="auto", help="attention backend (default: %(default)s)")
+
+
+def add_data(group: argparse._ActionsContainer) -> None:
+    """The options that name data, which `tokenize` has too."""
+    group.add_argument(
+        "--data",
+        nargs="+",
+        required=True,
+        metavar="[WEIGHT=]SOURCE",
+        help=".txt, .md, .jsonl, .jsonl.gz and .parquet files, folders and patterns of them, hf: data sets, - "
+        "for JSON lines on standard input, or corpora; a weight is a share of the tokens: 0.7=a.jsonl 0.3=b",
+    )
+    group.add_argument(
+        "--data-cache",
+        metavar="FOLDER",
+        help="where tokenized data are kept (default: liger_models/data in the user's folder of caches)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -22,9 +22,11 @@ class TrainConfig:
     """The settings of `train`; the command line has one option for each.
 
     model              hub id, folder with a Hugging Face checkpoint, or the name of a preset (fresh weights)
-    data               .txt, .md and .jsonl files
+    data               files, folders, patterns, data sets of the hub or corpora, each with a weight or none
+                       (docs/data.md)
+    data_cache         folder of tokenized data; by default liger_models/data in the user's folder of caches
     output             folder of metrics, checkpoint-N folders and the final export
-    eval_data          held-out files; or else
+    eval_data          held-out data, named like `data`; or else
     eval_fraction      the share of the documents of `data` that is held out, chosen by the seed
     tokenizer          folder with tokenizer.json; by default the model's own
     seq_len            tokens in a packed row, and the longest context a document is given
@@ -59,6 +61,7 @@ class TrainConfig:
     output: str
     eval_data: tuple[str, ...] = ()
     eval_fraction: float = 0.0
+    data_cache: str | None = None
     tokenizer: str | None = None
     seq_len: int = 2048
     batch_size: int = 1

@@ -12,6 +12,7 @@ they hold, and k micro-batches, or k ranks, give the gradient of one large batch
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import signal
 import time
@@ -112,8 +113,9 @@ class Run:
             self.progress = states.restore(checkpoint, resumed, self.model, self.optimizer)
         self.stream = Stream(self.documents, config.seq_len, config.seed, self.progress.position)
         self.rows_per_step = world.size * config.gradient_accumulation * config.batch_size
-        self.total = config.steps or math.ceil(
-            self.stream.count_rows(config.epochs or 0) / self.rows_per_step
+        # Steps that are done may have been longer or shorter: on more processes, or on fewer.
+        self.total = config.steps or self.progress.step + math.ceil(
+            self.stream.rows_left(config.epochs or 0) / self.rows_per_step
         )
         self.wrapped = world.wrap(self.model)
         world.barrier()  # every rank has found the checkpoint where it was
@@ -151,6 +153,7 @@ class Run:
                     "lr": rate,
                     "grad_norm": norm,
                     "tokens_per_s": tokens / speeds[-1][1],
+                    "filled": tokens / (self.rows_per_step * config.seq_len),
                     "memory": peak_memory(world.device),
                 }
                 if self.adapters:
@@ -211,13 +214,16 @@ class Run:
         """Mean loss over every label that was held out."""
         assert self.held_out is not None
         config, world = self.config, self.world
-        rows = list(self.held_out.rows(config.seq_len, range(len(self.held_out))))
-        labels = self.held_out.count_labels(rows)
+        stream = Stream(self.held_out, config.seq_len, config.seed)
+        labels = self.held_out.count_labels(stream.epoch(0))
         total = torch.zeros((), dtype=torch.float64, device=world.device)
         self.model.eval()
-        for first in range(world.rank * config.batch_size, len(rows), world.size * config.batch_size):
-            batch = self.held_out.batch(rows[first : first + config.batch_size]).to(world.device)
-            total += _forward(self.model, batch, labels)
+        epoch = stream.epoch(0)
+        number = 0
+        while rows := list(itertools.islice(epoch, config.batch_size)):
+            if number % world.size == world.rank:
+                total += _forward(self.model, self.held_out.batch(rows).to(world.device), labels)
+            number += 1
         self.model.train()
         return world.sum(total).item()
 
@@ -406,12 +412,17 @@ class Run:
                 seq_len=config.seq_len,
                 vocab_size=vocab_size,
                 truncate=config.truncate,
+                cache=config.data_cache,
             )
 
         documents, held_out = load(config.data), None
         self.world.say(f"data: {describe(documents.counts)}")
         if config.eval_data:
             held_out = load(config.eval_data)
+            if any(part.weight is not None for part in held_out.parts):
+                raise DataError(
+                    "eval_data has weights, and each held-out document counts once; leave them out"
+                )
         elif config.eval_fraction:
             documents, held_out = split(documents, config.eval_fraction, config.seed)
         if held_out:
@@ -442,7 +453,7 @@ class Run:
                 "weights without --resume"
             )
         for name, (then, now) in changed.items():
-            if name not in ("resume", "output", "data", "eval_data", "tokenizer"):
+            if name not in ("resume", "output", "data", "eval_data", "data_cache", "tokenizer"):
                 self.world.say(f"resuming with {name}={now}, which was {then}")
 
     def _announce(self, checkpoint: Path | None) -> None:
@@ -455,6 +466,7 @@ class Run:
             f"{self.world.device}; {self.total:,} steps of {self.rows_per_step} rows of "
             f"{self.config.seq_len} tokens"
         )
+        self.world.say(f"packing: {self.stream.efficiency():.1%} of the places of a row are filled")
         if checkpoint:
             self.world.say(f"resumed from {checkpoint}, step {self.progress.step}")
         elif self.config.resume:

@@ -16,6 +16,7 @@ kernels trust the shapes and dtypes of their state.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import random
 import shutil
@@ -33,7 +34,7 @@ from liger_models.convert.checkpoints.hub import belongs_to
 from liger_models.convert.checkpoints.reading import CheckpointReader
 from liger_models.convert.checkpoints.safetensors_header import TensorInfo, build_header
 from liger_models.convert.errors import CheckpointError
-from liger_models.training.data import START, Position, tensor_bytes
+from liger_models.training.data import START, Position
 from liger_models.training.run_folder import STATE, checkpoints, prune, verify, written_folder
 from liger_models.training.tokenizer import FILES
 
@@ -312,7 +313,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     with _told_of_a_full_disk(path), path.open("wb") as file:
         file.write(build_header([(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()], {}))
         for tensor in tensors.values():
-            file.write(tensor_bytes(tensor.detach().cpu()))
+            file.write(_tensor_bytes(tensor.detach().cpu()))
 
 
 def write_text(path: Path, text: str) -> None:
@@ -329,3 +330,14 @@ def _told_of_a_full_disk(path: Path) -> Iterator[None]:
             f"{path}: cannot be written ({error.strerror or error}). The checkpoints from before are "
             "untouched; make room, and go on with --resume"
         ) from error
+
+
+def _tensor_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a CPU tensor, without numpy, which is no dependency."""
+    tensor = tensor.contiguous()
+    size = tensor.numel() * tensor.element_size()
+    buffer = (ctypes.c_char * size).from_address(
+        tensor.data_ptr() if size else ctypes.addressof(ctypes.c_char())
+    )
+    buffer.owner = tensor  # type: ignore[attr-defined]  # the view lives as long as the tensor's memory
+    return memoryview(buffer)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,16 +66,35 @@ class TextTokenizer:
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts)]
 
     def encode_spans(
-        self, text: str, spans: Sequence[tuple[int, int]], *, add_special_tokens: bool
-    ) -> tuple[list[int], list[bool]]:
-        """Ids of `text`, and which of them end inside one of the half-open character `spans`.
+        self,
+        texts: Sequence[str],
+        spans: Sequence[Sequence[tuple[int, int]]],
+        *,
+        add_special_tokens: bool,
+    ) -> list[tuple[list[int], list[bool]]]:
+        """Of each text the ids, and which of them end inside one of its half-open character `spans`.
 
         A token belongs where it ends: byte-level tokenizers report a token's leading space, and all of a
         token that is only spaces, as empty, so that its start says nothing.
         """
-        encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
-        inside = [any(start < end <= stop for start, stop in spans) for _, end in encoding.offsets]
-        return encoding.ids, inside
+        encodings = self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+        return [
+            (
+                encoding.ids,
+                [any(start < end <= stop for start, stop in mine) for _, end in encoding.offsets],
+            )
+            for encoding, mine in zip(encodings, spans, strict=True)
+        ]
+
+    def digest(self) -> str:
+        """Of all that decides which ids a record gets: the same digest, the same ids."""
+        template = self.folder / "chat_template.jinja"
+        parts: list[Any] = [
+            hashlib.sha256((self.folder / "tokenizer.json").read_bytes()).hexdigest(),
+            [self.bos_id, self.eos_id, self._config.get("bos_token"), self._config.get("eos_token")],
+            template.read_bytes().hex() if template.is_file() else self._config.get("chat_template"),
+        ]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.backend.decode(list(ids))

@@ -38,6 +38,15 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory):
+    """Where tokenized data are kept, here and in subprocesses."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder / "liger_models" / "data"
+
+
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory):
     """Byte-level BPE that puts <s> first, as LLaMA's tokenizers do, with a chat template."""

@@ -45,10 +45,25 @@ def mixed(load, data):
         return load([json.loads(line) for line in lines], seq_len=80)
 
 
+def bounds(documents):
+    """(first token, last token, whole) of each document, counted as pieces are."""
+    found = []
+    for base, part in zip(documents.bases, documents.parts, strict=False):
+        a, b, whole = part.bounds(torch.arange(len(part)))
+        found += zip((a + base).tolist(), (b + base).tolist(), whole.tolist(), strict=True)
+    return found
+
+
+def everything(documents):
+    """Tokens and marks of a corpus, read document by document."""
+    parts = [documents.parts[0].corpus.read(a, b + 1) for a, b, _ in bounds(documents)]
+    return torch.cat([ids.long() for ids, _ in parts]), torch.cat([trained for _, trained in parts])
+
+
 def pairs_of(documents, d):
     """What a document must teach: (input, label) by position."""
-    start, stop = documents.starts[d], documents.starts[d + 1]
-    ids, trained = documents.tokens[start:stop].tolist(), documents.trained[start:stop].tolist()
+    start, stop, _ = bounds(documents)[d]
+    ids, trained = (values.tolist() for values in documents.parts[0].corpus.read(start, stop + 1))
     return [(a, b if t else IGNORE) for a, b, t in zip(ids, ids[1:], trained[1:], strict=False)]
 
 
@@ -78,12 +93,10 @@ def test_every_row_of_text_is_full_but_one_at_most(load, jsonl):
 
 
 def test_a_whole_example_is_never_cut(mixed):
-    rows = [piece for row in Stream(mixed, 80, seed=0).epoch(1) for piece in row]
-    whole = {mixed.starts[d] for d in range(len(mixed)) if mixed.whole[d]}
-    for d in range(len(mixed)):
-        if mixed.whole[d]:
-            assert (mixed.starts[d], mixed.starts[d + 1] - 1) in rows
-    assert len(whole) == 20
+    pieces = [piece for row in Stream(mixed, 80, seed=0).epoch(1) for piece in row]
+    examples = [(start, stop) for start, stop, whole in bounds(mixed) if whole]
+    assert len(examples) == 20
+    assert set(examples) <= set(pieces)
 
 
 def test_the_order_is_fixed_by_seed_and_epoch_and_by_nothing_else(mixed):
@@ -132,9 +145,9 @@ def test_the_number_of_labels_is_what_the_batch_holds(mixed):
 @pytest.mark.parametrize("completion", ["yes", " a b", "\n\n", "  x\n", "é", "</s>", "\t"])
 def test_only_the_completion_and_its_end_are_trained(load, tokenizer, completion):
     prompt = "abc def:"
-    documents = load([{"prompt": prompt, "completion": completion}])
-    trained = documents.tokens[documents.trained].tolist()
-    rest = documents.tokens[~documents.trained].tolist()
+    tokens, marks = everything(load([{"prompt": prompt, "completion": completion}]))
+    trained = tokens[marks].tolist()
+    rest = tokens[~marks].tolist()
     text = tokenizer.backend.decode(trained, skip_special_tokens=False)
     assert text == (completion if completion == "</s>" else completion + "</s>")
     assert tokenizer.backend.decode(rest, skip_special_tokens=False) == "<s>" + prompt
@@ -143,14 +156,14 @@ def test_only_the_completion_and_its_end_are_trained(load, tokenizer, completion
 def test_a_token_that_holds_prompt_and_completion_is_trained(load, tokenizer):
     whole = "\n\n"  # one token in this vocabulary
     assert len(tokenizer.backend.encode(whole, add_special_tokens=False).ids) == 1
-    documents = load([{"prompt": "\n", "completion": "\n"}])
-    assert tokenizer.backend.decode(documents.tokens[documents.trained][:1].tolist()) == whole
+    tokens, marks = everything(load([{"prompt": "\n", "completion": "\n"}]))
+    assert tokenizer.backend.decode(tokens[marks][:1].tolist()) == whole
 
 
 def test_text_is_trained_throughout_and_closed_by_eos(load, tokenizer):
-    documents = load([{"text": "abc def"}])
-    assert documents.tokens.tolist() == [*tokenizer.encode("abc def"), tokenizer.eos_id]
-    assert documents.trained.tolist() == [False] + [True] * (len(documents.tokens) - 1)
+    tokens, marks = everything(load([{"text": "abc def"}]))
+    assert tokens.tolist() == [*tokenizer.encode("abc def"), tokenizer.eos_id]
+    assert marks.tolist() == [False] + [True] * (len(tokens) - 1)
 
 
 def test_only_what_the_assistant_says_is_trained(load, tokenizer):
@@ -161,11 +174,9 @@ def test_only_what_the_assistant_says_is_trained(load, tokenizer):
         {"role": "user", "content": "e?"},
         {"role": "assistant", "content": " fg"},
     ]
-    documents = load([{"messages": messages}], seq_len=100)
-    text = tokenizer.backend.decode(documents.tokens.tolist(), skip_special_tokens=False)
-    trained = tokenizer.backend.decode(
-        documents.tokens[documents.trained].tolist(), skip_special_tokens=False
-    )
+    tokens, marks = everything(load([{"messages": messages}], seq_len=100))
+    text = tokenizer.backend.decode(tokens.tolist(), skip_special_tokens=False)
+    trained = tokenizer.backend.decode(tokens[marks].tolist(), skip_special_tokens=False)
     assert text.startswith("<s><|system|>be brief</s>\n<|user|>a b?</s>\n<|assistant|>cd\n")
     assert trained == "cd\n</s>\n fg</s>\n"
 
@@ -228,7 +239,8 @@ def test_a_long_example_is_refused_and_cut_only_if_asked(load):
         load(records)
     documents = load(records, truncate=True)
     assert documents.counts["truncated"] == 1
-    assert documents.starts[2] - documents.starts[1] == 33  # 32 inputs, 32 labels
+    start, stop, _ = bounds(documents)[1]
+    assert stop - start == 32
 
 
 def test_an_example_without_room_for_a_label_is_counted_out(load):
@@ -284,7 +296,7 @@ def test_a_line_that_cannot_be_used_is_named(load, raw, message):
         ("a.txt", b"", r"a\.txt is empty"),
         ("a.txt", b" \n ", r"a\.txt is empty"),
         ("a.md", b"ab\xff", "not UTF-8 at byte 2"),
-        ("a.csv", b"a,b", "suffix '.csv'; expected .txt, .md or .jsonl"),
+        ("a.csv", b"a,b", "suffix '.csv'; expected .txt, .md, .jsonl"),
         ("a.txt", None, "does not exist"),
     ],
 )
@@ -308,7 +320,7 @@ def test_a_byte_order_mark_is_no_text(tokenizer, tmp_path):
         load_documents([str(tmp_path / name)], tokenizer, seq_len=8, vocab_size=320)
         for name in ("marked.txt", "plain.txt")
     )
-    assert torch.equal(marked.tokens, plain.tokens)
+    assert torch.equal(everything(marked)[0], everything(plain)[0])
 
 
 def test_a_text_file_is_one_document(tokenizer, tmp_path):
@@ -316,7 +328,8 @@ def test_a_text_file_is_one_document(tokenizer, tmp_path):
     (tmp_path / "b.md").write_text("ef")
     files = [str(tmp_path / "a.txt"), str(tmp_path / "b.md")]
     documents = load_documents(files, tokenizer, seq_len=8, vocab_size=320)
-    assert tokenizer.decode(documents.tokens[: documents.starts[1]].tolist()) == "ab\n\ncd"
+    start, stop, _ = bounds(documents)[0]
+    assert tokenizer.decode(everything(documents)[0][start : stop + 1].tolist()) == "ab\n\ncd"
     assert len(documents) == 2
 
 

@@ -73,7 +73,7 @@ def train_stock(model, run, steps):
         rows = run.stream.take(run.rows_per_step)
         labels, loss = run.documents.count_labels(rows), 0.0
         for piece in (piece for row in rows for piece in row):
-            ids = run.documents.tokens[piece.start : piece.stop].long()[None]
+            ids = run.documents.inputs(piece)[None]
             logits = model(input_ids=ids, use_cache=False).logits[0]
             share = torch.nn.functional.cross_entropy(
                 logits, run.documents.labels(piece), reduction="sum", ignore_index=-100

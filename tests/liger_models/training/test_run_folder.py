@@ -408,9 +408,12 @@ def test_two_runs_do_not_share_a_folder_and_a_killed_one_leaves_no_lock(run, set
     ("limit", "file"),
     [(150_000, "tensors.safetensors"), (20_000, "model.safetensors"), (100, "metrics.jsonl")],
 )
-def test_a_full_disk_names_the_file(run, settings, capsys, limit, file):
+def test_a_full_disk_names_the_file(run, settings, capsys, tmp_path, limit, file):
     """A limit on the size of files stands in for a full disk: the system refuses a write as it does then."""
     # (capsys: what is said goes to memory, and not to a file that pytest has)
+    run(
+        settings(steps=1, output=str(tmp_path / "tokenized"))
+    )  # the data, which another run would find tokenized too
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:

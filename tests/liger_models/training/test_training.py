@@ -56,8 +56,9 @@ def test_micro_batches_with_uneven_labels_give_the_gradient_of_one_large_batch(
     parts, parts_loss = gradients(batch_size=batch_size, gradient_accumulation=accumulation)
     assert parts_loss == pytest.approx(loss, rel=1e-6)
     for name, gradient in whole.items():
-        # Six float32 sums in another order: some ulps (6e-8) of the largest entry.
-        assert (parts[name] - gradient).abs().max() <= 1e-6 * gradient.abs().max(), name
+        # Sums over 6 * 64 tokens in another order: errors of 6e-8 at random, 6e-8 * sqrt(384) = 1.2e-6 of the
+        # largest entry, and the largest of thousands of entries has about three times what is usual.
+        assert (parts[name] - gradient).abs().max() <= 3.6e-6 * gradient.abs().max(), name
 
 
 def test_the_loss_is_the_mean_over_labels_of_what_the_model_says(start):
@@ -68,7 +69,7 @@ def test_the_loss_is_the_mean_over_labels_of_what_the_model_says(start):
         for row in rows:  # each document alone, so that packing has no part in it
             for piece in row:
                 labels = run.documents.labels(piece)
-                ids = run.documents.tokens[piece.start : piece.stop].long()[None]
+                ids = run.documents.inputs(piece)[None]
                 logits = run.model(ids).logits[0]
                 total += nn.functional.cross_entropy(logits.double(), labels, reduction="sum").item()
                 count += int((labels != -100).sum())

@@ -1,0 +1,60 @@
+"""liger-models tokenize: data to a corpus beforehand, with what is in it and how it packs."""
+
+from __future__ import annotations
+
+import argparse
+
+from liger_models.cli.train import add_data
+
+DESCRIPTION = """\
+Tokenize data as `train` would, into the folder of caches where `train` finds it, or into a folder of its own:
+  liger-models tokenize meta-llama/Llama-3.2-1B --data texts/ --output corpus
+  liger-models train meta-llama/Llama-3.2-1B --data corpus ...
+Prints what was read, and how well it packs into rows of --seq-len.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser(
+        "tokenize",
+        help="tokenize data beforehand, and see how it packs",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    add = parser.add_argument
+    add("tokenizer", help="hub id of a model, or a folder with tokenizer.json")
+    add_data(parser)
+    add("--output", metavar="FOLDER", help="write the corpus here, to be named by --data")
+    add("--seq-len", type=int, default=2048, metavar="N", help="tokens in a row (default: %(default)s)")
+    add("--truncate", action="store_true", help="cut examples with a prompt at --seq-len")
+    add("--seed", type=int, default=0, metavar="N", help="of the order that is packed (default: 0)")
+
+
+def run(args: argparse.Namespace) -> None:
+    from pathlib import Path
+
+    from liger_models.convert.checkpoints.hub import resolve
+    from liger_models.convert.errors import ConfigError
+    from liger_models.training.data import Stream, build_corpus, describe, load_documents
+    from liger_models.training.tokenizer import TextTokenizer
+
+    if args.seq_len < 1:
+        raise ConfigError(f"seq_len is {args.seq_len}; expected a whole number of 1 or more")
+    folder = Path(args.tokenizer).expanduser()
+    tokenizer = TextTokenizer(folder if (folder / "tokenizer.json").is_file() else resolve(args.tokenizer))
+    # Whether its ids have a place in a model is for `train` to see.
+    options = {"seq_len": args.seq_len, "vocab_size": 1 << 31, "truncate": args.truncate}
+    data = args.data
+    if args.output:
+        build_corpus(args.output, data, tokenizer, **options)
+        data = [args.output]
+    documents = load_documents(data, tokenizer, cache=args.data_cache, **options)
+    stream = Stream(documents, args.seq_len, args.seed)
+    for part in documents.parts:
+        print(part.corpus.folder)
+    print(describe(documents.counts))
+    print(
+        f"an epoch: {stream.rows_of(0):,} rows of {args.seq_len:,} places, "
+        f"{stream.efficiency():.2%} of which are filled"
+    )

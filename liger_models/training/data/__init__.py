@@ -1,0 +1,24 @@
+"""Data to packed rows of tokens: no token lost, no random choice that the seed does not fix.
+
+sources -> records -> corpus (tokens with a mark on each that is trained, on disk) -> documents
+        -> units in a random order -> rows of seq_len inputs -> batches
+"""
+
+from liger_models.training.data.documents import IGNORE, Documents, describe, split
+from liger_models.training.data.packing import Piece, Row
+from liger_models.training.data.stream import START, Position, Stream
+from liger_models.training.data.tokenizing import build_corpus, load_documents
+
+__all__ = [
+    "IGNORE",
+    "START",
+    "Documents",
+    "Piece",
+    "Position",
+    "Row",
+    "Stream",
+    "build_corpus",
+    "describe",
+    "load_documents",
+    "split",
+]

@@ -1,0 +1,236 @@
+"""A corpus: tokenized documents in a folder, mapped into memory and never held in it.
+
+    manifest.json       format, tokenizer, options, sources, counts, shards, and a digest of all the rest
+    tokens-00000.bin    the tokens of whole documents, end to end: uint16 where the vocabulary allows, or int32
+    trained-00000.bin   a byte for each of them: 1 where the loss counts it (never a document's first:
+                        nothing precedes it)
+    starts.bin          int64 [documents + 1]: where each document begins, counted over all shards
+    whole.bin           a byte for each document: 1 if it must not be cut at a row's end (an answer without
+                        its prompt teaches nothing)
+
+Numbers are little-endian. The folder is written beside its place and renamed when it is whole and on the
+disk: there is no half of a corpus.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import mmap
+import sys
+import warnings
+from array import array
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from liger_models.convert.checkpoints.atomic import atomic_folder, naming
+from liger_models.convert.errors import CheckpointError, DataError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+SHARD_TOKENS = 1 << 28
+DTYPES = {"uint16": torch.uint16, "int32": torch.int32}
+TYPECODES = {"uint16": "H", "int32": "i"}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a run can take: ids below `vocab_size`, and whole examples of up to `seq_len` inputs."""
+
+    vocab_size: int
+    seq_len: int
+
+
+@dataclass(frozen=True)
+class Extreme:
+    """The largest of something in a corpus, and the record where it stands."""
+
+    value: int = 0
+    where: str = ""
+    token: str = ""
+
+
+class Corpus:
+    """A corpus that was written, read-only.
+
+    Attributes: `folder`, `manifest`, `starts` [documents + 1] int64 and `whole` [documents] bool.
+
+    Raises:
+        DataError: the folder holds none, or its files are not those that its manifest names.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        path = folder / MANIFEST
+        try:
+            manifest = json.loads(path.read_text(encoding="utf-8"))
+            if manifest["format"] != FORMAT:
+                raise DataError(f"{path} has format {manifest['format']!r:.20}; this program reads {FORMAT}")
+            self.manifest: dict[str, Any] = manifest
+            self.digest: str = manifest["digest"]
+            self.counts = Counter(manifest["counts"])
+            self.extremes = {name: Extreme(**found) for name, found in manifest["extremes"].items()}
+            documents, dtype, shards = manifest["documents"], DTYPES[manifest["dtype"]], manifest["shards"]
+            self.starts = _mapped(folder / "starts.bin", torch.int64, documents + 1)
+            self.whole = _mapped(folder / "whole.bin", torch.bool, documents)
+            self._shards = [
+                (
+                    _mapped(folder / f"tokens-{number:05}.bin", dtype, tokens),
+                    _mapped(folder / f"trained-{number:05}.bin", torch.bool, tokens),
+                )
+                for number, tokens in enumerate(shards)
+            ]
+            self._shard_starts = [sum(shards[:number]) for number in range(len(shards))]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise DataError(
+                f"{folder} is no corpus that can be read ({type(error).__name__}: {error}); remove it and "
+                "tokenize again"
+            ) from error
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """(tokens, trained) of [start, stop), which lies within one document."""
+        shard = bisect_right(self._shard_starts, start) - 1
+        offset = self._shard_starts[shard]
+        tokens, trained = self._shards[shard]
+        return tokens[start - offset : stop - offset], trained[start - offset : stop - offset]
+
+    def check(self, limits: Limits) -> None:
+        """Raises DataError, which names the record, for what a run cannot take."""
+        for name, extreme in self.extremes.items():
+            _check(name, extreme, limits)
+
+
+def is_corpus(folder: Path) -> bool:
+    return (folder / MANIFEST).is_file()
+
+
+def _mapped(path: Path, dtype: torch.dtype, count: int) -> Tensor:
+    """The file as a tensor, without numpy; torch.from_file asks for memory that could be written to."""
+    size = count * dtype.itemsize
+    if path.stat().st_size != size:
+        raise DataError(f"{path} has {path.stat().st_size:,} bytes, expected {size:,}: it is damaged")
+    if size == 0:
+        return torch.empty(0, dtype=dtype)
+    with path.open("rb") as file:
+        memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*not writable")  # nor does anybody write
+        return torch.frombuffer(memory, dtype=dtype)
+
+
+# ------------------------------------------------------------------------------------------------- writing
+
+
+@contextlib.contextmanager
+def written_corpus(folder: Path, vocab_size: int, shard_tokens: int = SHARD_TOKENS) -> Iterator[CorpusWriter]:
+    """Yields a writer, whose corpus is `folder` when the block ends; nothing is left of it if that raises.
+
+    `vocab_size` is the tokenizer's, from which the dtype follows.
+
+    Raises:
+        DataError: the folder cannot be written.
+    """
+    try:
+        with atomic_folder(folder) as new:
+            writer = CorpusWriter(new, "uint16" if vocab_size <= 1 << 16 else "int32", shard_tokens)
+            with writer.files:
+                yield writer
+                writer.close()
+            with naming(new / MANIFEST):
+                (new / MANIFEST).write_text(json.dumps(writer.manifest, indent=1) + "\n", encoding="utf-8")
+    except CheckpointError as error:
+        raise DataError(str(error)) from error
+    except OSError as error:
+        raise DataError(
+            f"{error.filename or folder}: cannot be written ({error.strerror or error}); make room, or name "
+            "another folder with --data-cache"
+        ) from error
+
+
+class CorpusWriter:
+    """Appends documents. `counts` and `about` (tokenizer, options, sources) go into the manifest."""
+
+    def __init__(self, folder: Path, dtype: str, shard_tokens: int) -> None:
+        self.folder, self.dtype, self.shard_tokens = folder, dtype, shard_tokens
+        self.counts: Counter[str] = Counter()
+        self.about: dict[str, Any] = {}
+        self.extremes = {"token": Extreme(), "example": Extreme()}
+        self.files = contextlib.ExitStack()
+        self.digests = {name: hashlib.sha256() for name in ("tokens", "trained", "starts", "whole")}
+        self.starts, self.whole = self._open("starts.bin"), self._open("whole.bin")
+        self.shards: list[int] = []
+        self.documents = self.labels = 0
+        self.start = 0
+        self._put("starts", self.starts, array("q", [0]))
+
+    def add(self, ids: list[int], trained: bytes, whole: bool) -> None:
+        """A document: `trained` has a byte for each id, the first of which is 0."""
+        if not self.shards or self.shards[-1] + len(ids) > self.shard_tokens:
+            number = len(self.shards)
+            self.tokens = self._open(f"tokens-{number:05}.bin")
+            self.trained = self._open(f"trained-{number:05}.bin")
+            self.shards.append(0)
+        self._put("tokens", self.tokens, array(TYPECODES[self.dtype], ids))
+        self._put("trained", self.trained, array("B", trained))
+        self.start += len(ids)
+        self._put("starts", self.starts, array("q", [self.start]))
+        self._put("whole", self.whole, array("B", [whole]))
+        self.shards[-1] += len(ids)
+        self.documents += 1
+        self.labels += trained.count(1)
+
+    def note(self, name: str, found: Extreme, limits: Limits) -> None:
+        """Keep the largest; raises DataError where it is beyond the limits."""
+        if found.value > self.extremes[name].value:
+            _check(name, found, limits)
+            self.extremes[name] = found
+
+    def close(self) -> None:
+        self.counts.update(documents=self.documents, tokens=self.start, labels=self.labels)
+        digest = hashlib.sha256("".join(d.hexdigest() for d in self.digests.values()).encode())
+        self.manifest = {
+            "format": FORMAT,
+            **self.about,
+            "counts": self.counts,
+            "extremes": {name: asdict(found) for name, found in self.extremes.items()},
+            "documents": self.documents,
+            "tokens": self.start,
+            "dtype": self.dtype,
+            "shards": self.shards,
+            "digest": digest.hexdigest(),
+        }
+
+    def _open(self, name: str) -> BinaryIO:
+        return self.files.enter_context((self.folder / name).open("wb", buffering=1 << 18))
+
+    def _put(self, name: str, file: BinaryIO, numbers: array[int]) -> None:
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        data = numbers.tobytes()
+        self.digests[name].update(data)
+        with naming(Path(file.name)):
+            file.write(data)
+
+
+def _check(name: str, found: Extreme, limits: Limits) -> None:
+    if name == "token" and found.value >= limits.vocab_size:
+        raise DataError(
+            f"{found.where}: token {found.token!r} has id {found.value} and the model's vocabulary has "
+            f"{limits.vocab_size} entries; use the tokenizer that belongs to the model"
+        )
+    if name == "example" and found.value > limits.seq_len:
+        raise DataError(
+            f"{found.where}: the example has {found.value} positions and seq_len is {limits.seq_len}; raise "
+            "--seq-len, shorten it, or cut such examples with --truncate"
+        )

@@ -1,0 +1,104 @@
+"""One example as it stands in a file: what forms it has, and what makes it none.
+
+    {"text": ...}    {"prompt": ..., "completion": ...}    {"messages": [{"role": ..., "content": ...}, ...]}
+
+Lines of JSON and rows of tables are read by the same rules, and refused in the same words.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any, NamedTuple
+
+from liger_models.convert.errors import DataError, abbreviate
+
+FORMS = ("text", "prompt/completion", "messages")
+FIELDS = tuple(key for form in FORMS for key in form.split("/"))
+
+
+class Record(NamedTuple):
+    """One example and where it stands; `content` is a str, a (prompt, completion) pair or messages."""
+
+    where: str
+    form: str
+    content: Any
+
+
+def parse_line(where: str, line: bytes, counts: Counter[str]) -> Record:
+    """A line of JSON. Raises DataError, which begins with `where`."""
+    try:
+        fields = json.loads(line)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8 at byte {error.start} of the line") from error
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not valid JSON at column {error.colno}: {error.msg}") from error
+    except (ValueError, RecursionError) as error:  # a number or a nesting beyond Python's limits
+        raise DataError(f"{where}: JSON that cannot be read: {error}") from error
+    if not isinstance(fields, dict):
+        raise DataError(f"{where}: found a {type(fields).__name__}, expected a JSON object")
+    return parse_fields(where, fields, counts)
+
+
+def parse_row(where: str, row: dict[str, Any], counts: Counter[str]) -> Record:
+    """A row of a table, in which a field that is not there is null. Raises DataError as `parse_line`."""
+    fields = {key: value for key, value in row.items() if value is not None}
+    if isinstance(messages := fields.get("messages"), list):
+        fields["messages"] = [
+            {key: value for key, value in message.items() if value is not None or key == "content"}
+            if isinstance(message, dict)
+            else message
+            for message in messages
+        ]
+    return parse_fields(where, fields, counts)
+
+
+def parse_fields(where: str, fields: dict[str, Any], counts: Counter[str]) -> Record:
+    """The record that these fields make; others are left aside and counted. Raises DataError."""
+    forms = [form for form in FORMS if any(key in fields for key in form.split("/"))]
+    if len(forms) != 1:
+        found = ", ".join(map(repr, fields)) or "no fields"
+        raise DataError(f"{where}: found {found}; expected exactly one of {', '.join(FORMS)}")
+    form = forms[0]
+    keys = form.split("/")
+    if missing := [key for key in keys if key not in fields]:
+        raise DataError(f"{where}: {keys[0]!r} and {keys[-1]!r} come together; {missing[0]!r} is missing")
+    for key in fields.keys() - set(keys):
+        counts[f"fields {key!r} left aside"] += 1
+    if form == "messages":
+        return Record(where, form, _check_messages(where, fields["messages"]))
+    for key in keys:
+        if not isinstance(fields[key], str):
+            raise DataError(f"{where}: {key!r} is a {type(fields[key]).__name__}, expected a string")
+        check_text(where, fields[key])
+    return Record(where, form, fields["text"] if form == "text" else (fields["prompt"], fields["completion"]))
+
+
+def check_text(where: str, text: str) -> None:
+    """Raises DataError for a str that no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: character {error.start} is half of a surrogate pair, which no text holds"
+        ) from error
+
+
+def _check_messages(where: str, messages: Any) -> list[dict[str, Any]]:
+    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+        raise DataError(f"{where}: 'messages' must be a list of objects with 'role' and 'content'")
+    if any("content" not in m and "tool_calls" not in m for m in messages):
+        raise DataError(f"{where}: a message has neither 'content' nor 'tool_calls'")
+    for number, message in enumerate(messages):
+        role, content = message["role"], message.get("content")
+        if not isinstance(role, str):
+            raise DataError(f"{where}: the role of message {number} is {abbreviate(role)}, expected a name")
+        # Templates would write the word "None", and a model would learn to say it.
+        if not isinstance(content, (str, list)) and not (content is None and message.get("tool_calls")):
+            raise DataError(
+                f"{where}: the content of message {number} ({role}) is {abbreviate(content)}; expected text, "
+                "or tool_calls beside it"
+            )
+    if not any(m["role"] == "assistant" for m in messages):
+        raise DataError(f"{where}: no message has the role 'assistant', so there is nothing to train on")
+    return messages

@@ -1,0 +1,331 @@
+"""Sources to a corpus, once: built where there is none of the same sources, tokenizer and options.
+
+Records are read and tokenized in batches of bounded size by the tokenizer's own threads, and appended to
+files; what is held at any time is one batch (and the longest single record).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from liger_models.convert.checkpoints.hub import local_path
+from liger_models.convert.errors import DataError
+from liger_models.training.data.corpus import (
+    SHARD_TOKENS,
+    Corpus,
+    CorpusWriter,
+    Extreme,
+    Limits,
+    is_corpus,
+    written_corpus,
+)
+from liger_models.training.data.documents import Documents, Part, describe
+from liger_models.training.data.records import Record, check_text
+from liger_models.training.data.sources import (
+    HUB,
+    STDIN,
+    Advance,
+    Source,
+    find_sources,
+    split_weights,
+)
+from liger_models.training.tokenizer import TextTokenizer
+
+BATCH_RECORDS = 1024  # enough to keep the tokenizer's threads busy
+BATCH_CHARACTERS = 1 << 22
+
+
+def load_documents(
+    data: Sequence[str],
+    tokenizer: TextTokenizer,
+    *,
+    seq_len: int,
+    vocab_size: int,
+    truncate: bool = False,
+    cache: str | Path | None = None,
+) -> Documents:
+    """The documents of what `data` names (see sources.py), or of corpora that `tokenize` made.
+
+    Text is trained throughout; where there is a prompt, only the completion or what the assistant says. Text
+    of any length is cut into rows; an example with a prompt must fit in `seq_len`, or `truncate` says to cut
+    it. An end-of-sequence token closes each text and completion. Other fields of a record are left aside and
+    counted.
+
+    What was tokenized before, and has not changed since, is taken from `cache` (default: liger_models/data
+    in the user's folder of caches). Of several processes the first to come builds it, and the others wait.
+
+    Raises DataError, with file and line, for what cannot be used: a missing or empty file, an unknown
+    suffix, text that is not UTF-8, a record of no known form, a token outside `vocab_size`, an example that
+    is too long, and for data in which nothing can be trained.
+    """
+    names, weights = split_weights(data)
+    limits = Limits(vocab_size, seq_len)
+    folder = local_path(cache, DataError) if cache else default_cache()
+    corpora = []
+    for group in _groups(names, apart=weights is not None):
+        path = local_path(group[0], DataError)
+        if is_corpus(path):
+            corpora.append(_made_before(path, tokenizer))
+        else:
+            request = Request(group, tokenizer, limits, truncate)
+            corpora.append(request.find_or_build(folder / request.key()))
+        corpora[-1].check(limits)
+    return Documents([Part(c, w) for c, w in zip(corpora, weights or [None] * len(corpora), strict=True)])
+
+
+def build_corpus(
+    folder: str | Path,
+    data: Sequence[str],
+    tokenizer: TextTokenizer,
+    *,
+    seq_len: int,
+    vocab_size: int,
+    truncate: bool = False,
+    shard_tokens: int = SHARD_TOKENS,
+) -> Corpus:
+    """Tokenize what `data` names into `folder`, which may be given to `load_documents`.
+
+    Raises DataError as that does, and where `folder` holds something else than a corpus.
+    """
+    path = local_path(folder, DataError)
+    if path.exists() and not is_corpus(path) and (not path.is_dir() or any(path.iterdir())):
+        raise DataError(f"{path} holds something else than a corpus; name another folder")
+    names, weights = split_weights(data)
+    if weights:
+        raise DataError("a corpus is one part of a mixture, and its data have weights; give them to train")
+    if made := [name for name in names if is_corpus(local_path(name, DataError))]:
+        raise DataError(f"{made[0]} is a corpus already; give it to train beside others")
+    Request(names, tokenizer, Limits(vocab_size, seq_len), truncate).build(path, shard_tokens)
+    return Corpus(path)
+
+
+def default_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "liger_models" / "data"
+
+
+def _groups(names: list[str], apart: bool) -> list[list[str]]:
+    """What is tokenized together: all that needs it, unless each has a weight of its own."""
+    if apart:
+        return [[name] for name in names]
+    made = [name for name in names if is_corpus(local_path(name, DataError))]
+    raw = [name for name in names if name not in made]
+    return [raw] * bool(raw) + [[name] for name in made]
+
+
+def _made_before(folder: Path, tokenizer: TextTokenizer) -> Corpus:
+    corpus = Corpus(folder)
+    if corpus.manifest["tokenizer"] != tokenizer.digest():
+        raise DataError(
+            f"{folder} was made with another tokenizer than that of {tokenizer.folder}; tokenize the data "
+            "again with this one"
+        )
+    return corpus
+
+
+class Request:
+    """A corpus of all that `names` mean."""
+
+    def __init__(
+        self, names: Sequence[str], tokenizer: TextTokenizer, limits: Limits, truncate: bool
+    ) -> None:
+        self.names, self.tokenizer, self.limits = list(names), tokenizer, limits
+        self.length = limits.seq_len if truncate else None  # longer examples are cut
+        self.counts: Counter[str] = Counter()
+        self.sources = [source for name in names for source in find_sources(name, self.counts)]
+
+    def key(self) -> str:
+        """The name of its folder in a cache: that of the same data, whatever has changed in it since."""
+        return hashlib.sha256(json.dumps([self._about(), self._absolute()]).encode()).hexdigest()[:32]
+
+    def find_or_build(self, folder: Path) -> Corpus:
+        """The corpus in `folder`, built anew unless it is that of these sources as they are.
+
+        Raises:
+            DataError: the data cannot be used, or the folder not be written.
+        """
+        with _locked(folder):
+            if is_corpus(folder):
+                with contextlib.suppress(DataError):  # a damaged one is built again
+                    corpus = Corpus(folder)
+                    if self._is_of(corpus.manifest):
+                        return corpus
+            self.build(folder)
+            return Corpus(folder)
+
+    def build(self, folder: Path, shard_tokens: int = SHARD_TOKENS) -> None:
+        identities = [source.identity() for source in self.sources]
+        # Ids of special tokens may lie beyond the vocabulary that a tokenizer tells.
+        size = max(self.tokenizer.vocab_size, self.tokenizer.eos_id or 0)
+        with written_corpus(folder, size, shard_tokens) as writer, self._bar() as advance:
+            writer.counts.update(self.counts)
+            builder = _Builder(self, writer)
+            for batch in _batches(self._records(writer.counts, advance)):
+                builder.add(batch)
+            for source, identity in zip(self.sources, identities, strict=True):
+                if source.path and source.identity(identity) != identity:
+                    raise DataError(f"{source.name} changed while it was read; tokenize it again")
+            if writer.documents == 0:
+                raise DataError(f"nothing to train on in {', '.join(self.names)}: {describe(writer.counts)}")
+            writer.about = {**self._about(), "sources": identities}
+
+    def _about(self) -> dict[str, Any]:
+        return {"tokenizer": self.tokenizer.digest(), "options": {"truncate": self.length}}
+
+    def _absolute(self) -> list[str]:
+        return [str(s.path.absolute()) if s.path else s.name for s in self.sources]
+
+    def _is_of(self, manifest: dict[str, Any]) -> bool:
+        if any(manifest[key] != value for key, value in self._about().items()):
+            return False
+        if any(source.name == STDIN for source in self.sources):
+            return False
+        known = {entry["name"]: entry for entry in manifest["sources"]}
+
+        def same(source: Source) -> bool:
+            then, now = known.get(source.name), source.identity(known.get(source.name))
+            return then is not None and {**then, "time": 0} == {**now, "time": 0}
+
+        return len(known) == len(self.sources) and all(map(same, self.sources))
+
+    def _records(self, counts: Counter[str], advance: Advance) -> Iterator[Record]:
+        for source in self.sources:
+            empty = True
+            for record in source.records(counts, advance):
+                empty = False
+                yield record
+            if empty:
+                raise DataError(f"{source.name} is empty; expected text or records")
+
+    @contextlib.contextmanager
+    def _bar(self) -> Iterator[Advance]:
+        from tqdm import tqdm
+
+        files = all(source.path for source in self.sources)
+        with tqdm(
+            desc="tokenizing",
+            total=sum(source.size() for source in self.sources) if files else None,
+            unit="B" if files else "row",
+            unit_scale=True,
+            delay=1,
+            mininterval=0.2 if sys.stderr.isatty() else 10.0,  # in a log file every redraw is a line
+            dynamic_ncols=True,
+        ) as bar:
+            yield bar.update
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time; the others wait. The lock dies with its process."""
+    path = folder.with_name(f".{folder.name}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise DataError(
+            f"{path.parent}: cannot be written ({error.strerror}); name another folder with --data-cache"
+        ) from error
+    try:
+        with contextlib.suppress(OSError):  # a filesystem without locks: each builds, and the last one stays
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
+    batch: list[Record] = []
+    characters = 0
+    for record in records:
+        batch.append(record)
+        characters += len(record.content) if record.form == "text" else 1000
+        if len(batch) == BATCH_RECORDS or characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+class _Builder:
+    """Records to ids and marks, a batch at a time."""
+
+    def __init__(self, request: Request, writer: CorpusWriter) -> None:
+        self.tokenizer, self.limits, self.length = request.tokenizer, request.limits, request.length
+        self.writer = writer
+
+    def add(self, records: list[Record]) -> None:
+        """Tokenize by kind, and write in order."""
+        texts = iter(self.tokenizer.encode_batch([r.content for r in records if r.form == "text"]))
+        pairs = iter(self._encode_pairs([r for r in records if r.form == "prompt/completion"]))
+        talks = iter(self._encode_talks([r for r in records if r.form == "messages"]))
+        for record in records:
+            if record.form == "text":
+                ids = next(texts)
+                if record.content:
+                    self._close(ids)
+                else:
+                    ids = []
+                self._add(record, ids, bytes(1) + b"\1" * (len(ids) - 1), whole=False)
+                continue
+            ids, trained = next(talks if record.form == "messages" else pairs)
+            if record.form == "prompt/completion":
+                trained += [False] * self._close(ids)
+                trained[-1] = True
+            if self.length is not None and len(ids) > self.length + 1:
+                self.writer.counts["truncated"] += 1
+                ids, trained = ids[: self.length + 1], trained[: self.length + 1]
+            if ids:
+                trained[0] = False
+            self._add(record, ids, bytes(trained), whole=True)
+
+    def _encode_pairs(self, records: list[Record]) -> list[tuple[list[int], list[bool]]]:
+        # Encoded as one text: some tokenizers would put a space before a completion that comes alone.
+        texts = ["".join(record.content) for record in records]
+        spans = [[(len(r.content[0]), len(text))] for r, text in zip(records, texts, strict=True)]
+        return self.tokenizer.encode_spans(texts, spans, add_special_tokens=True)
+
+    def _encode_talks(self, records: list[Record]) -> list[tuple[list[int], list[bool]]]:
+        rendered = []
+        for record in records:
+            try:
+                rendered.append(self.tokenizer.render(record.content))
+            except DataError as error:
+                raise DataError(f"{record.where}: {error}") from error
+            check_text(record.where, rendered[-1][0])
+        return self.tokenizer.encode_spans(
+            [text for text, _ in rendered], [spans for _, spans in rendered], add_special_tokens=False
+        )
+
+    def _close(self, ids: list[int]) -> int:
+        """Append eos unless the tokenizer did; returns how many tokens that took."""
+        eos = self.tokenizer.eos_id
+        if eos is None:
+            raise DataError(
+                f"the tokenizer in {self.tokenizer.folder} names no end-of-sequence token, so documents "
+                "cannot be told "
+                'apart; set "eos_token" in tokenizer_config.json'
+            )
+        if ids and ids[-1] == eos:
+            return 0
+        ids.append(eos)
+        return 1
+
+    def _add(self, record: Record, ids: list[int], trained: bytes, whole: bool) -> None:
+        largest = max(ids, default=0)
+        if largest > self.writer.extremes["token"].value:
+            name = self.tokenizer.backend.id_to_token(largest) or ""
+            self.writer.note("token", Extreme(largest, record.where, name), self.limits)
+        if whole:
+            self.writer.note("example", Extreme(len(ids) - 1, record.where), self.limits)
+        if 1 not in trained:
+            self.writer.counts["without anything to train, left out"] += 1
+            return
+        self.writer.add(ids, trained, whole)
