@@ -209,8 +209,8 @@ def add_data(group: argparse._ActionsContainer) -> None:
         nargs="+",
         required=True,
         metavar="[WEIGHT=]SOURCE",
-        help=".txt, .md, .jsonl, .jsonl.gz and .parquet files, folders and patterns of them, hf: data sets, - "
-        "for JSON lines on standard input, or corpora; a weight is a share of the tokens: 0.7=a.jsonl 0.3=b",
+        help=".txt, .md, .jsonl, .jsonl.gz and .parquet files, folders and patterns of them, hf: data sets, "
+        "- for JSON lines on standard input, or corpora; a weight is a share of tokens: 0.7=a.jsonl 0.3=b",
     )
     group.add_argument(
         "--data-cache",

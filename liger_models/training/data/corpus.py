@@ -1,7 +1,8 @@
 """A corpus: tokenized documents in a folder, mapped into memory and never held in it.
 
     manifest.json       format, tokenizer, options, sources, counts, shards, and a digest of all the rest
-    tokens-00000.bin    the tokens of whole documents, end to end: uint16 where the vocabulary allows, or int32
+    tokens-00000.bin    the tokens of whole documents, end to end: uint16 where the vocabulary allows, or
+                        int32
     trained-00000.bin   a byte for each of them: 1 where the loss counts it (never a document's first:
                         nothing precedes it)
     starts.bin          int64 [documents + 1]: where each document begins, counted over all shards

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 
-import torch
 from torch import Tensor
 
 ROUNDS = 8

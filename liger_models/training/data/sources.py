@@ -3,9 +3,9 @@
     a.txt  a.md                      one document each
     a.jsonl  a.jsonl.gz              a record a line
     a.parquet                        a record a row (needs pyarrow)
-    folder  'folder/**/*.jsonl'      all files of these kinds in it, or that match, in the order of their names
-    hf:OWNER/NAME[:CONFIG[:SPLIT]]   a data set of the Hugging Face hub, streamed (needs datasets); the split is
-                                     train if none is named
+    folder  'folder/**/*.jsonl'      all files of these kinds in it, or that match, by name
+    hf:OWNER/NAME[:CONFIG[:SPLIT]]   a data set of the Hugging Face hub, streamed (needs datasets); the split
+                                     is train if none is named
     -                                JSON lines from standard input
 
 Before each may stand its weight, as in `0.7=a.jsonl`. A file of such a name is meant by `./0.7=a.jsonl`.

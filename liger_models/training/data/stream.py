@@ -3,10 +3,10 @@
 What is shuffled are units: whole examples, and stretches of text of at most `seq_len` inputs. In an epoch
 
     without weights     each unit stands once;
-    with weights w_i    part i gives k_i units, which hold the share w_i / sum(w) of as many inputs as all parts
-                        together have:  k_i = round(share_i * inputs * units_i / inputs_i), at least 1. It gives
-                        them pass after pass, each in an order of its own, and goes on in the next epoch
-                        where it stopped: none is seen twice before all others of its part were seen.
+    with weights w_i    part i gives k_i units, which hold the share w_i / sum(w) of as many inputs as all
+                        parts together have:  k_i = round(share_i * inputs * units_i / inputs_i), at least 1.
+                        It gives them pass after pass, each in an order of its own, and goes on in the next
+                        epoch where it stopped: none is seen twice before all of its part were seen.
 
 The draws of all parts are mixed by one permutation, and packed in that order. A position is an epoch and a
 row, whatever number of processes reads rows, and how many at a time.

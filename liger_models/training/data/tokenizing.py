@@ -31,7 +31,6 @@ from liger_models.training.data.corpus import (
 from liger_models.training.data.documents import Documents, Part, describe
 from liger_models.training.data.records import Record, check_text
 from liger_models.training.data.sources import (
-    HUB,
     STDIN,
     Advance,
     Source,
@@ -79,7 +78,8 @@ def load_documents(
             request = Request(group, tokenizer, limits, truncate)
             corpora.append(request.find_or_build(folder / request.key()))
         corpora[-1].check(limits)
-    return Documents([Part(c, w) for c, w in zip(corpora, weights or [None] * len(corpora), strict=True)])
+    shares: Sequence[float | None] = weights or [None] * len(corpora)
+    return Documents([Part(corpus, share) for corpus, share in zip(corpora, shares, strict=True)])
 
 
 def build_corpus(
@@ -164,7 +164,7 @@ class Request:
     def build(self, folder: Path, shard_tokens: int = SHARD_TOKENS) -> None:
         identities = [source.identity() for source in self.sources]
         # Ids of special tokens may lie beyond the vocabulary that a tokenizer tells.
-        size = max(self.tokenizer.vocab_size, self.tokenizer.eos_id or 0)
+        size = max(self.tokenizer.vocab_size, (self.tokenizer.eos_id or 0) + 1)
         with written_corpus(folder, size, shard_tokens) as writer, self._bar() as advance:
             writer.counts.update(self.counts)
             builder = _Builder(self, writer)

@@ -96,7 +96,7 @@ def test_short_examples_fill_nearly_every_place():
 
 
 def test_no_example_waits_for_ever():
-    """The one that has waited longest is always next: a row begins with one of the last `waiting` arrivals."""
+    """The one that has waited longest is always next."""
     waiting = 50
     units = units_of(lengths_like("uniform", random.Random(4), 2000), whole=True)
     arrival = {unit.start: i for i, unit in enumerate(units)}
