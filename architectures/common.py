@@ -187,7 +187,7 @@ def attention(c: HFConfig, *, bias: bool = False, window: int | None = None, **r
     )
 
 
-def layer_sizes(c: HFConfig, keys: Collection[str]) -> list[dict[str, int]] | None:
+def layer_sizes(c: HFConfig, keys: Collection[str]) -> list[dict[str, Any]] | None:
     """What each layer has in place of the model's own sizes, by `per_layer_config`; None where the config has
     none. `keys` are those that may stand there.
 

@@ -151,7 +151,7 @@ def attentions(c: HFConfig, norm: NormSpec) -> list[AttentionSpec]:
     bias, same = c.take_flag("attention_bias", False), c.take_flag("attention_k_eq_v", False)
     usual = replace(attention(c, bias=bias, **LOCAL), scale=1.0, qk_norm=QKNormSpec(norm, values=True))
     heads = c.take_count("num_global_key_value_heads", usual.num_key_value_heads)
-    of_full = {
+    of_full: dict[str, Any] = {
         "head_dim": c.take_count("global_head_dim", 512),
         "num_key_value_heads": heads if same else usual.num_key_value_heads,
     }

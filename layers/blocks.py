@@ -99,10 +99,8 @@ class Block(nn.Module):
             self.mlp = make_mlp(hidden_size, spec.mlp)
         self.activation_memory: ActivationMemory = "lean"
 
-    def forward(
-        self, x: Tensor, residual: Tensor | None, sequences: Sequences, *read: Tensor
-    ) -> Streams | tuple[Any, ...]:
-        """x, residual [T, H], and what it `reads` -> two tensors [T, H] whose sum is the residual stream
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """x, residual [T, H], sequences, and what it `reads` -> two tensors [T, H] whose sum is the residual stream
         behind the layer, or one and None, and what it `makes`.
         """
         raise NotImplementedError
@@ -196,7 +194,7 @@ class ScaledSandwichBlock(SandwichBlock):
     `own` a branch for the layer's own input (layers/per_layer_input.py), where there is one (Gemma 4).
     """
 
-    has_room_for = ("per_layer_input", "keys of another layer")
+    has_room_for: tuple[str, ...] = ("per_layer_input", "keys of another layer")
     layer_scalar: Tensor
 
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):

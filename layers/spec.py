@@ -168,7 +168,7 @@ class SharedAttentionSpec:
     rope: RopeSpec | None = None
     window: int | None = None
     bias: bool = False
-    q_norm: NormSpec | None = None
+    q_norm: NormSpec | LayerNormSpec | None = None
 
     @property
     def q_size(self) -> int:
