@@ -100,8 +100,8 @@ class Block(nn.Module):
         self.activation_memory: ActivationMemory = "lean"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """x, residual [T, H], sequences, and what it `reads` -> two tensors [T, H] whose sum is the residual stream
-        behind the layer, or one and None, and what it `makes`.
+        """x, residual [T, H], sequences, and what it `reads` -> two tensors [T, H] whose sum is the residual
+        stream behind the layer, or one and None; and what it `makes`.
         """
         raise NotImplementedError
 

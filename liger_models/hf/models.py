@@ -248,6 +248,12 @@ class LigerPreTrainedModel(PreTrainedModel):
         decoder = self.decoder
         spec = decoder.spec
         if isinstance(value, nn.Embedding):
+            known = spec.per_layer_vocab_size
+            if known is not None and value.num_embeddings > known:
+                raise ValueError(
+                    f"the layers of this model have inputs of their own for {known} ids, so {known} is the "
+                    f"most that its embedding can have; found {value.num_embeddings}"
+                )
             spec = replace(spec, vocab_size=value.num_embeddings)
         if type(value) is nn.Embedding:
             with torch.device("meta"):

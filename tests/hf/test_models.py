@@ -295,3 +295,10 @@ def test_classifiers_and_rewards_equal_the_reference(family, make_both, batch, h
     mixed.save_pretrained(both.folder / "again")
     again = type(both.reference).from_pretrained(both.folder / "again")
     assert all(torch.equal(again.state_dict()[n], x) for n, x in both.reference.state_dict().items())
+
+
+def test_an_embedding_has_no_more_ids_than_the_layers_have_inputs_for(make_both):
+    ours = make_both("gemma4_text").ours
+    assert ours.resize_token_embeddings(120).num_embeddings == 120
+    with pytest.raises(ValueError, match=r"inputs of their own for 137 ids.*found 140"):
+        ours.resize_token_embeddings(140)
