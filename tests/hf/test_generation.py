@@ -32,6 +32,11 @@ def prompts():
 
 
 def generate(model, ids, mask, **options):
+    if model.config.model_type == "llama4_text" and "cache_implementation" in options:
+        from transformers.masking_utils import create_chunked_causal_mask
+
+        if "block_sequence_ids" not in inspect.signature(create_chunked_causal_mask).parameters:
+            pytest.skip("this transformers fails where its own Llama 4 has a static cache")
     return model.generate(
         ids,
         attention_mask=mask,
