@@ -1,8 +1,9 @@
 """A training step with LoRA (PEFT, on all linear layers) of ours beside transformers and liger-kernel.
 
-Every configuration runs in a process of its own, on fresh random weights in bfloat16, with fused AdamW on the
-adapters. The models of both sides are transformers' classes, and the adapters PEFT's. A step is forward,
-backward, optimizer step and zero_grad; steps are timed by device events with no waiting between them.
+Every configuration runs in a process of its own, on fresh random weights in bfloat16, or quantised (QLoRA),
+with fused AdamW on the adapters. The models of both sides are transformers' classes, and the adapters PEFT's.
+A step is forward, backward, optimizer step and zero_grad; steps are timed by device events with no waiting
+between them.
 
 | data     | a batch                                                                                      |
 |----------|----------------------------------------------------------------------------------------------|
@@ -31,6 +32,7 @@ from torch import Tensor
 
 from benchmarks.report import machine, markdown_table, publish
 from benchmarks.train import MODELS
+from liger_models.quantization import METHODS, quantise
 
 SUMMARY = "a training step with LoRA beside transformers and PEFT, and with liger-kernel"
 PROVIDERS = ("ours", "transformers", "transformers+liger")
@@ -63,6 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"or checkpoint. DATA: {', '.join(DATA)}. Default: {' '.join(CONFIGURATIONS)}",
     )
     parser.add_argument("--rank", type=int, default=16, help="(%(default)s)")
+    parser.add_argument(
+        "--quantize", choices=METHODS, help="the weights below the adapters, by bitsandbytes (default: not)"
+    )
     parser.add_argument("--seq", type=int, default=4096, help="tokens a sequence of `full` (%(default)s)")
     parser.add_argument("--warmup", type=int, default=2, help="steps before the timed ones (%(default)s)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps (%(default)s)")
@@ -76,12 +81,14 @@ def run(args: argparse.Namespace) -> int:
     rows = []
     for configuration in args.configuration or CONFIGURATIONS:
         job = _parse(configuration) | {"model": args.model, "rank": args.rank, "seq": args.seq}
+        job["quantize"] = args.quantize
         job |= {"warmup": args.warmup, "steps": args.steps, "device": args.device}
         rows.append(job | _in_own_process(job, args.time_limit))
         print(configuration, *_cells(rows[-1]), file=sys.stderr, flush=True)
     about = machine(torch.device(args.device), "transformers", "peft", "liger-kernel")
     about += (
-        f". {args.model}, bfloat16, LoRA of rank {args.rank} on all linear layers; median of {args.steps}."
+        f". {args.model}, {args.quantize or 'bfloat16'}, LoRA of rank {args.rank} on all linear layers; "
+        f"median of {args.steps}."
     )
     lines = []
     for row in rows:
@@ -89,7 +96,12 @@ def run(args: argparse.Namespace) -> int:
         lines.append(
             [batch, row["data"], row["provider"], row["adapters"], row["memory"], *_cells(row)],
         )
-    publish(args.out, f"lora-{args.model}", f"{about}\n\n{markdown_table(HEADER, lines)}", rows)
+    publish(
+        args.out,
+        f"{'q' if args.quantize else ''}lora-{args.model}",
+        f"{about}\n\n{markdown_table(HEADER, lines)}",
+        rows,
+    )
     return int(any(row["provider"] == "ours" and "failed" in row.get("note", "") for row in rows))
 
 
@@ -181,6 +193,8 @@ def _build(job: dict[str, Any], device: torch.device) -> Any:
     hf_config = transformers.AutoConfig.for_model(model_type, **config | {"use_cache": False})
     with device:
         model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16).train()
+    if job["quantize"]:
+        quantise(model, job["quantize"], device)
     if ours:
         model.set_activation_memory(_levels(job["memory"], hf_config.num_hidden_layers))
     elif job["memory"] == "checkpoint":

@@ -51,7 +51,7 @@ def make_quantised(make_both, hf):
 def read(auto, folder, quantization_config=None, **options):
     if quantization_config is not None:
         options["quantization_config"] = quantization_config
-    return auto.from_pretrained(folder, dtype=torch.float32, **options).train()
+    return auto.from_pretrained(folder, dtype=torch.float32, device_map={"": "cpu"}, **options).train()
 
 
 def quantised_layers(model):

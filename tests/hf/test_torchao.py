@@ -15,7 +15,9 @@ def read(folder, **options):
     if not (folder / "quantised").exists():
         settings = quantization.Int8WeightOnlyConfig(version=2)
         options["quantization_config"] = transformers.TorchAoConfig(settings)
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).train()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, device_map={"": "cpu"}, **options
+    ).train()
 
 
 @pytest.mark.supports("torchao", "weights of 8 bits", "saving and loading them", "LoRA on them")

@@ -55,7 +55,7 @@ def checkpoints(tmp_path_factory, tokenizer_folder):
 
 def stock(folder, adapter=None, **options):
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="eager", dtype=torch.float32, **options
+        folder, attn_implementation="eager", dtype=torch.float32, device_map={"": "cpu"}, **options
     )
     return model if adapter is None else peft.PeftModel.from_pretrained(model, adapter, is_trainable=True)
 
