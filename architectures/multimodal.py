@@ -57,6 +57,7 @@ _TOWERS = (
     "embed_audio.",
     "multi_modal_projector.",
     "visual.",
+    "vision_embedder.",
 )
 
 _OWN_ROOT = (("model.language_model.", "model."), ("language_model.", "model."))
@@ -64,6 +65,16 @@ _OWN_ROOT = (("model.language_model.", "model."), ("language_model.", "model."))
 MULTIMODAL: dict[str, Multimodal] = {
     "gemma3": Multimodal({"gemma3_text": "gemma3_text"}, tied=True, without=("final_logit_softcapping",)),
     "gemma4": Multimodal({"gemma4_text": "gemma4_text"}, _OWN_ROOT, tied=True),
+    "gemma4_unified": Multimodal(
+        {"gemma4_unified_text": "gemma4_text"},
+        _OWN_ROOT,
+        tied=True,
+        defaults={
+            "hidden_size_per_layer_input": 0,
+            "max_position_embeddings": 262144,
+            "sliding_window": 1024,
+        },
+    ),
     "llama4": Multimodal({"llama4_text": "llama4_text"}, tied_by_text=True),
     "llava": Multimodal({"llama": "llama", "mistral": "mistral", "qwen2": "qwen2"}, tied_by_text=True),
     "mistral3": Multimodal({kind: kind for kind in ("mistral", "ministral3", "mistral4")}, tied=True),

@@ -111,6 +111,22 @@ CASES = {
             "vision_config": {**TOWER, "num_key_value_heads": 2, "head_dim": 16},
         },
     ),
+    "gemma4_unified": (
+        "Gemma4UnifiedForConditionalGeneration",
+        {
+            "model_type": "gemma4_unified",
+            "text_config": {
+                **TEXT,
+                "model_type": "gemma4_unified_text",
+                "sliding_window": 7,
+                "final_logit_softcapping": 2.0,
+                "global_head_dim": 24,
+                "attention_k_eq_v": True,
+                "num_global_key_value_heads": 1,
+            },
+            "vision_config": {"mm_embed_dim": 32, "mm_posemb_size": 12},
+        },
+    ),
     "llava": (
         "LlavaForConditionalGeneration",
         {"model_type": "llava", "text_config": {**TEXT, "model_type": "llama"}, "vision_config": CLIP},
@@ -218,6 +234,7 @@ def test_the_text_part_gives_the_references_logits(written, failures):
         "multi_modal_projector",
         "embed_vision",
         "visual",
+        "vision_embedder",
     }
 
 
@@ -256,7 +273,7 @@ def in_memory(name: str) -> str:
         return "model.language_model." + name.removeprefix("language_model.model.")
     if name.startswith(("vision_tower.", "multi_modal_projector.", "visual.")):
         return f"model.{name}"
-    towers = ("model.visual.", "model.vision_tower.", "model.embed_vision.")
+    towers = ("model.visual.", "model.vision_tower.", "model.embed_vision.", "model.vision_embedder.")
     if name.startswith("model.") and not name.startswith(("model.language_model.", *towers)):
         return "model.language_model." + name.removeprefix("model.")
     return name
