@@ -344,11 +344,7 @@ def dense_then(
     Raises:
         ConfigError: it is no count of layers.
     """
-    first = c.take("first_k_dense_replace", first_dense)
-    if type(first) is not int or first < 0:
-        raise ConfigError(
-            f"{c.name}: first_k_dense_replace must be a whole number of 0 or more, found {first!r}"
-        )
+    first = c.take_count("first_k_dense_replace", first_dense, least=0)
     dense = mlp(c, bias=bias)
     return [dense if i < first else experts for i in range(c.take_count("num_hidden_layers"))]
 
@@ -370,6 +366,26 @@ def experts_and_chosen(
             "the first at least 1 and at most the second"
         )
     return experts, chosen
+
+
+def chosen_experts(
+    c: HFConfig,
+    keys: Sequence[str] = ("num_experts", "num_local_experts"),
+    chosen_keys: Sequence[str] = ("num_experts_per_tok",),
+    *,
+    size: str = "moe_intermediate_size",
+    **settings: Any,
+) -> MoESpec:
+    """Experts, from the keys that many configs have; `size` is that of their width. `settings` are further
+    fields of the `MoESpec`.
+    """
+    return MoESpec(
+        *experts_and_chosen(c, keys, chosen_keys),
+        intermediate_size=c.take_count(size),
+        activation=activation(c),
+        aux_loss_coef=aux_loss_coef(c),
+        **settings,
+    )
 
 
 def expert_layouts(*rename: tuple[str, str]) -> tuple[Layout, ...]:
@@ -508,7 +524,5 @@ def corrected_layouts() -> tuple[Layout, ...]:
 def further_predictions(c: HFConfig) -> tuple[str, ...]:
     """Patterns of the tensors of layers behind the last, which predict further tokens and are not run."""
     first = c.take_count("num_hidden_layers")
-    count = c.take("num_nextn_predict_layers", 1)
-    if type(count) is not int or not 0 <= count <= c.most_layers:
-        raise ConfigError(f"{c.name}: num_nextn_predict_layers must be a whole number, found {count!r}")
+    count = c.take_count("num_nextn_predict_layers", 1, least=0)
     return tuple(f"model.layers.{first + i}.*" for i in range(count))

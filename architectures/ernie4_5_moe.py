@@ -7,17 +7,15 @@ from dataclasses import replace
 from liger_models.architectures.common import (
     activation,
     attention,
-    aux_loss_coef,
+    chosen_experts,
     decoder,
-    experts_and_chosen,
     mlp,
     take_only,
 )
 from liger_models.architectures.registry import register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.convert.errors import ConfigError
-from liger_models.layers.spec import BlockSpec, MLPSpec, ModelSpec, MoESpec, NormSpec
+from liger_models.layers.spec import BlockSpec, MLPSpec, ModelSpec, NormSpec
 
 NAMES = ((".router.weight", ".gate.weight"), (".shared_expert.", ".shared_experts."))
 ON_DISK = (".router.correction_bias", ".moe_statics.e_score_correction_bias")
@@ -33,9 +31,7 @@ AS_A_ROW = (("*.correction_bias", "1 e -> (1 e)"),)
         Layout((ON_DISK, *NAMES), whole=("*.experts.*",), permuted=AS_A_ROW),
         Layout((IN_MEMORY, *NAMES), whole=("*.experts.*",), permuted=AS_A_ROW),
     ),
-    carried=lambda c: (
-        "model.mtp_*",
-    ),  # layers that predict further tokens, which the reference does not run
+    carried=lambda c: ("model.mtp_*",),  # further predictions, which the reference does not run
     tiny={
         "use_bias": True,
         "pad_token_id": 0,
@@ -80,33 +76,21 @@ def ernie4_5_moe(c: HFConfig) -> ModelSpec:
     c.take("moe_capacity", None)  # of no effect
     norm, bias = NormSpec(eps=c.take_number("rms_norm_eps", 1e-5)), c.take_flag("use_bias", False)
     attn, dense = attention(c, bias=bias, interleaved=True, theta=500000.0), mlp(c, bias=bias)
-    sparse = experts(c)
-    if c.take("moe_num_shared_experts") != 0:
-        width = c.take_count("moe_num_shared_experts") * sparse.intermediate_size
+    sparse = chosen_experts(
+        *(c, ("moe_num_experts", "num_experts"), ("moe_k", "num_experts_per_tok")),
+        correction_bias=True,
+        float32_router=True,
+    )
+    if shared := c.take_count("moe_num_shared_experts", least=0):
+        width = shared * sparse.intermediate_size
         sparse = replace(sparse, shared_expert=MLPSpec(width, activation(c), bias))
     blocks = [BlockSpec(attn, sparse if has else dense, norm) for has in layers_with_experts(c)]
     return decoder(c, blocks, norm, head_bias=bias)
 
 
-def experts(c: HFConfig) -> MoESpec:
-    return MoESpec(
-        *experts_and_chosen(c, ("moe_num_experts", "num_experts"), ("moe_k", "num_experts_per_tok")),
-        intermediate_size=c.take_count("moe_intermediate_size"),
-        activation=activation(c),
-        correction_bias=True,
-        float32_router=True,
-        aux_loss_coef=aux_loss_coef(c),
-    )
-
-
 def layers_with_experts(c: HFConfig) -> list[bool]:
     """Each `moe_layer_interval`-th of those from `moe_layer_start_index` on, to `moe_layer_end_index`."""
     layers, every = c.take_count("num_hidden_layers"), c.take_count("moe_layer_interval", 1)
-    first, last = c.take("moe_layer_start_index"), c.take("moe_layer_end_index")
-    if not all(type(index) is int and index >= -1 for index in (first, last)):
-        raise ConfigError(
-            f"{c.name}: moe_layer_start_index and moe_layer_end_index must be numbers of layers, or -1, "
-            f"found {first!r} and {last!r}"
-        )
+    first, last = (c.take_count(f"moe_layer_{end}_index", least=-1) for end in ("start", "end"))
     last = layers - 1 if last == -1 else last
     return [(i + 1) % every == 0 and first <= i <= last for i in range(layers)]

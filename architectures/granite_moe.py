@@ -4,7 +4,7 @@ alone; PowerMoE; and the form in which all tokens share one more expert.
 
 from dataclasses import replace
 
-from liger_models.architectures.common import activation, aux_loss_coef, experts_and_chosen
+from liger_models.architectures.common import activation, chosen_experts
 from liger_models.architectures.granite import multiplied
 from liger_models.architectures.registry import register
 from liger_models.convert.checkpoints.layout import Layout
@@ -78,17 +78,10 @@ def granitemoeshared(c: HFConfig) -> ModelSpec:
     go through.
     """
     moe = experts(c)
-    if c.take("shared_intermediate_size", 0) != 0:
-        shared = MLPSpec(c.take_count("shared_intermediate_size"), activation(c))
-        moe = replace(moe, shared_expert=shared)
+    if size := c.take_count("shared_intermediate_size", 0, least=0):
+        moe = replace(moe, shared_expert=MLPSpec(size, activation(c)))
     return multiplied(c, moe)
 
 
 def experts(c: HFConfig) -> MoESpec:
-    return MoESpec(
-        *experts_and_chosen(c, ("num_local_experts",)),
-        intermediate_size=c.take_count("intermediate_size"),
-        activation=activation(c),
-        softmax_after_top_k=True,
-        aux_loss_coef=aux_loss_coef(c),
-    )
+    return chosen_experts(c, ("num_local_experts",), size="intermediate_size", softmax_after_top_k=True)

@@ -5,19 +5,17 @@ and one of the keys of all heads together, and the first part of each head turns
 from dataclasses import replace
 
 from liger_models.architectures.common import (
-    activation,
     attention,
-    aux_loss_coef,
+    chosen_experts,
     decoder,
     expert_layouts,
-    experts_and_chosen,
     take_only,
 )
 from liger_models.architectures.mixtral import IN_BLOCKS
 from liger_models.architectures.registry import register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import BlockSpec, ModelSpec, MoESpec, NormSpec, QKNormSpec
+from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec, QKNormSpec
 
 CORRECTION = (".router.correction_bias", ".e_score_correction_bias")
 ONE_VALUE = {
@@ -71,12 +69,10 @@ def minimax_m2(c: HFConfig) -> ModelSpec:
     turning = c.take_count("rotary_dim", None)
     share = 1.0 if turning is None else turning / c.take_count("head_dim")
     attn = replace(attention(c, partial=share, theta=5e6), qk_norm=QKNormSpec(norm, scope="all_heads"))
-    moe = MoESpec(
-        *experts_and_chosen(c, ("num_local_experts", "num_experts")),
-        intermediate_size=c.take_count("intermediate_size"),
-        activation=activation(c),
+    moe = chosen_experts(
+        *(c, ("num_local_experts", "num_experts")),
+        size="intermediate_size",
         score="sigmoid",
         correction_bias=True,
-        aux_loss_coef=aux_loss_coef(c),
     )
     return decoder(c, [BlockSpec(attn, moe, norm)] * layers, norm)

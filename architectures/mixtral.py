@@ -2,18 +2,11 @@
 the chosen ones renormalised.
 """
 
-from liger_models.architectures.common import (
-    activation,
-    attention,
-    aux_loss_coef,
-    decoder,
-    expert_layouts,
-    experts_and_chosen,
-)
+from liger_models.architectures.common import attention, chosen_experts, decoder, expert_layouts
 from liger_models.architectures.registry import register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import BlockSpec, ModelSpec, MoESpec, NormSpec
+from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
 
 IN_BLOCKS = (
     (".mlp.", ".block_sparse_moe."),
@@ -51,10 +44,5 @@ IN_BLOCKS = (
 def mixtral(c: HFConfig) -> ModelSpec:
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-5))
     attn = attention(c, window=c.take_count("sliding_window", None), theta=1e6)
-    moe = MoESpec(
-        *experts_and_chosen(c, ("num_local_experts", "num_experts")),
-        intermediate_size=c.take_count("intermediate_size"),
-        activation=activation(c),
-        aux_loss_coef=aux_loss_coef(c),
-    )
+    moe = chosen_experts(c, ("num_local_experts", "num_experts"), size="intermediate_size")
     return decoder(c, [BlockSpec(attn, moe, norm)] * c.take_count("num_hidden_layers"), norm)

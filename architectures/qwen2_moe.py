@@ -5,12 +5,10 @@ one, weighed by a gate, and a window on every other of the lower layers where th
 from dataclasses import replace
 
 from liger_models.architectures.common import (
-    activation,
     attention,
-    aux_loss_coef,
+    chosen_experts,
     decoder,
     expert_layouts,
-    experts_and_chosen,
     mlp,
     windows,
 )
@@ -83,10 +81,4 @@ def layers_with_experts(c: HFConfig) -> list[bool]:
 
 def experts(c: HFConfig) -> MoESpec:
     """The experts that tokens choose."""
-    return MoESpec(
-        *experts_and_chosen(c),
-        intermediate_size=c.take_count("moe_intermediate_size"),
-        activation=activation(c),
-        renormalize=c.take_flag("norm_topk_prob", False),
-        aux_loss_coef=aux_loss_coef(c),
-    )
+    return chosen_experts(c, renormalize=c.take_flag("norm_topk_prob", False))
