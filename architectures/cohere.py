@@ -9,25 +9,31 @@ from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.spec import BlockSpec, LayerNormSpec, ModelSpec, QKNormSpec
 
+TINY = {
+    "rms_norm_eps": ...,
+    "layer_norm_eps": 1e-4,
+    "logit_scale": 0.3,
+    "attention_bias": True,
+    "tie_word_embeddings": True,
+}
+DEFAULTS = {
+    "tie_word_embeddings": True,
+    "logit_scale": 0.0625,
+    "max_position_embeddings": 8192,
+    "pad_token_id": 0,
+}
+SKIP = {"null:layer_norm_eps": "the reference cannot run with it"}
+
 
 @register(
     "cohere",
     reference="CohereForCausalLM",
     tiny={
-        "rms_norm_eps": ...,
-        "layer_norm_eps": 1e-4,
-        "logit_scale": 0.3,
-        "attention_bias": True,
+        **TINY,
         "use_qk_norm": True,
-        "tie_word_embeddings": True,
     },
-    defaults={
-        "tie_word_embeddings": True,
-        "logit_scale": 0.0625,
-        "max_position_embeddings": 8192,
-        "pad_token_id": 0,
-    },
-    skip={"null:layer_norm_eps": "the reference cannot run with it"},
+    defaults=DEFAULTS,
+    skip=SKIP,
 )
 def cohere(c: HFConfig) -> ModelSpec:
     norm = LayerNormSpec(eps=c.take_number("layer_norm_eps", 1e-5), bias=False)
@@ -50,23 +56,13 @@ GRANTED = (
     "cohere2",
     reference="Cohere2ForCausalLM",
     tiny={
-        "rms_norm_eps": ...,
-        "layer_norm_eps": 1e-4,
-        "logit_scale": 0.3,
-        "attention_bias": True,
+        **TINY,
         "sliding_window": 7,
         "sliding_window_pattern": 2,
-        "tie_word_embeddings": True,
     },
-    defaults={
-        "tie_word_embeddings": True,
-        "logit_scale": 0.0625,
-        "max_position_embeddings": 8192,
-        "sliding_window": 4096,
-        "pad_token_id": 0,
-    },
+    defaults={**DEFAULTS, "sliding_window": 4096},
     skip={
-        "null:layer_norm_eps": "the reference cannot run with it",
+        **SKIP,
         **{f"key:{key}": "the reference does not read it" for key in GRANTED},
     },
     variants={"layer_types": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}},
