@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +38,7 @@ def task(make_both, tmp_path):
 TRAINER = {"use_cpu": True, "disable_tqdm": True, "logging_steps": 1, "lr_scheduler_type": "constant"}
 TRAINER |= {"max_steps": 4, "learning_rate": 0.01, "per_device_train_batch_size": 8}
 SETTINGS = {
+    "train_with_accelerate": {"epochs": 4, "learning_rate": 0.01, "batch_size": 8},
     "train_in_a_loop": {"epochs": 4, "learning_rate": 0.01, "batch_size": 8},
     "train_with_trainer": TRAINER,
     "train_with_trl": TRAINER | {"bf16": False},
@@ -48,12 +52,36 @@ def test_an_example_trains_a_checkpoint_that_transformers_reads(example, task, h
         pytest.importorskip("trl", reason="trl is not installed")
     both, data, out = task
     monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     hf.unregister()  # the example registers what it needs
     ran = importlib.import_module(example).main(str(both.folder), str(data), str(out), **SETTINGS[example])
     losses = ran if isinstance(ran, list) else [e["loss"] for e in ran.state.log_history if "loss" in e]
+    check(losses, both, out / "merged" if example == "train_with_trl" else out, example)
+
+
+@pytest.mark.slow
+def test_the_example_for_several_gpus_trains_on_two_processes(task, tmp_path):
+    both, data, out = task
+    settings = "epochs=4, learning_rate=0.01, batch_size=4"
+    call = f"import json, train_on_eight_gpus as t; l = t.main({str(both.folder)!r}, {str(data)!r}, "
+    call += f"{str(out)!r}, {settings}); open({str(tmp_path / 'losses')!r}, 'w').write(json.dumps(l))"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launch, "--no-python", sys.executable, "-c", call],
+        cwd=EXAMPLES,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[:9000]
+    check(json.loads((tmp_path / "losses").read_text()), both, out, "train_on_eight_gpus")
+
+
+def check(losses, both, out, example):
     assert len(losses) == 4
     assert losses[-1] < losses[0]
-    trained = type(both.reference).from_pretrained(out / "merged" if example == "train_with_trl" else out)
+    trained = type(both.reference).from_pretrained(out)
     before, after = (model.model.layers[0].self_attn.q_proj.weight for model in (both.reference, trained))
     assert torch.isfinite(after).all()
     assert not torch.equal(before, after)

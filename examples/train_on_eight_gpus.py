@@ -1,0 +1,59 @@
+"""Fine-tune a checkpoint on several GPUs with torch alone: FSDP2 by hand, on the native model.
+Each process reads its rows of the tensors alone. Data and `out` are as in train_in_a_loop.py.
+
+    torchrun --nproc-per-node=8 examples/train_on_eight_gpus.py meta-llama/Llama-3.2-1B data.jsonl out
+"""
+
+import json
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from train_in_a_loop import pack
+from train_with_trainer import tokenize
+from transformers import AutoTokenizer
+
+import liger_models
+
+
+def main(
+    checkpoint: str, data: str, out: str, epochs: int = 1, batch_size: int = 4, learning_rate: float = 2e-5
+) -> list[float]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh, policy = init_device_mesh(device, (ranks,)), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+    def shard(model):
+        for part in (*model.layers, model):
+            fully_shard(part, mesh=mesh, mp_policy=policy)
+
+    model = liger_models.from_hub(checkpoint, dtype="float32", shard=shard).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    with open(data, encoding="utf-8") as lines:
+        rows = [tokenize(tokenizer, **json.loads(line)) for line in lines]
+    step, losses = batch_size * ranks, []
+    for start in [*range(0, len(rows) - step + 1, step)] * epochs:
+        batch = pack(rows[start + rank : start + step : ranks], device)
+        labels = (batch["labels"] != -100).sum()
+        dist.all_reduce(labels)  # gradients are averaged: each process divides by its share of all labels
+        loss = model(**batch, num_items_in_batch=labels.item() / ranks).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    model.save_pretrained(out)  # all processes together; the first one writes
+    if rank == 0:
+        tokenizer.save_pretrained(out)
+    dist.destroy_process_group()
+    return losses
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
