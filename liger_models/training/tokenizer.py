@@ -6,11 +6,13 @@ or generation_config.json; the chat template from chat_template.jinja, else from
 
 from __future__ import annotations
 
+import bisect
 import datetime
 import functools
 import hashlib
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,9 @@ FILES = (
     "tokenizer.model",
     "chat_template.jinja",
 )
+
+BLOCKS = 8  # of a long text, encoded side by side
+SEAM = 16  # tokens on each side of the place where two of them are joined
 
 
 class TextTokenizer:
@@ -64,6 +69,44 @@ class TextTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts)]
+
+    def encode_blocks(self, blocks: Iterable[str], overlap: int) -> Iterator[list[int]]:
+        """Ids of a text too long to be encoded at once, some after others.
+
+        Each block but the first begins with the last `overlap` characters of the one before. Two encodings
+        are joined within the overlap, where `SEAM` tokens on both sides are the same in both. That gives the
+        ids of the whole text wherever a token depends on its neighbourhood alone. Raises DataError where
+        there is no such place.
+        """
+        before: tuple[list[int], list[int]] | None = None
+        length = first = 0
+        waiting = iter(blocks)
+        while batch := list(itertools.islice(waiting, BLOCKS)):
+            for text, encoding in zip(batch, self.backend.encode_batch(batch), strict=True):
+                now = encoding.ids, [end for _, end in encoding.offsets]
+                if before:
+                    stop, then = self._seam(before, now, length - overlap, overlap)
+                    yield before[0][first:stop]
+                    first = then
+                before, length = now, len(text)
+        if before:
+            yield before[0][first:]
+
+    def _seam(
+        self, one: tuple[list[int], list[int]], other: tuple[list[int], list[int]], shift: int, overlap: int
+    ) -> tuple[int, int]:
+        """(i, j): one[:i] goes on with other[j:]. `shift` is where `other` begins in the text of `one`."""
+        places = {end - shift: i for i, end in enumerate(one[1]) if end > shift}
+        ends = other[1]
+        inside = range(SEAM, bisect.bisect_right(ends, overlap, hi=len(ends) - 1) - SEAM)
+        for j in sorted(inside, key=lambda j: abs(ends[j] - overlap // 2)):
+            i = places.get(ends[j], 0)
+            if i >= SEAM and one[0][i - SEAM : i + SEAM] == other[0][j - SEAM : j + SEAM]:
+                return i, j
+        raise DataError(
+            f"the tokenizer in {self.folder} cannot tokenize a long text in parts: what it makes of one "
+            "depends on all of it; split the text into documents"
+        )
 
     def encode_spans(
         self,

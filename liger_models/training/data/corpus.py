@@ -172,24 +172,33 @@ class CorpusWriter:
         self.starts, self.whole = self._open("starts.bin"), self._open("whole.bin")
         self.shards: list[int] = []
         self.documents = self.labels = 0
-        self.start = 0
+        self.start = self.stop = 0  # of the document that is written
         self._put("starts", self.starts, array("q", [0]))
 
     def add(self, ids: list[int], trained: bytes, whole: bool) -> None:
         """A document: `trained` has a byte for each id, the first of which is 0."""
-        if not self.shards or self.shards[-1] + len(ids) > self.shard_tokens:
+        self.extend(ids, trained)
+        self.end(whole)
+
+    def extend(self, ids: list[int], trained: bytes) -> None:
+        """More of a document, which `end` ends. All of it is in one shard."""
+        new = self.start == self.stop
+        if not self.shards or (new and self.shards[-1] + len(ids) > self.shard_tokens):
             number = len(self.shards)
             self.tokens = self._open(f"tokens-{number:05}.bin")
             self.trained = self._open(f"trained-{number:05}.bin")
             self.shards.append(0)
         self._put("tokens", self.tokens, array(TYPECODES[self.dtype], ids))
         self._put("trained", self.trained, array("B", trained))
-        self.start += len(ids)
+        self.stop += len(ids)
+        self.shards[-1] += len(ids)
+        self.labels += trained.count(1)
+
+    def end(self, whole: bool) -> None:
+        self.start = self.stop
         self._put("starts", self.starts, array("q", [self.start]))
         self._put("whole", self.whole, array("B", [whole]))
-        self.shards[-1] += len(ids)
         self.documents += 1
-        self.labels += trained.count(1)
 
     def note(self, name: str, found: Extreme, limits: Limits) -> None:
         """Keep the largest; raises DataError where it is beyond the limits."""

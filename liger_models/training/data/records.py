@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from liger_models.convert.errors import DataError, abbreviate
 
 FORMS = ("text", "prompt/completion", "messages")
+LONG = "long text"  # whose content is an iterator of overlapping blocks
 FIELDS = tuple(key for form in FORMS for key in form.split("/"))
 
 

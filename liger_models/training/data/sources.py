@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 
 from liger_models.convert.checkpoints.hub import local_path
 from liger_models.convert.errors import DataError
-from liger_models.training.data.records import FIELDS, Record, parse_line, parse_row
+from liger_models.training.data.records import FIELDS, LONG, Record, parse_line, parse_row
 
 Advance = Callable[[int], object]
 STDIN = "-"
@@ -36,6 +36,8 @@ HUB = "hf:"
 KINDS = (".txt", ".md", ".jsonl", ".jsonl.gz", ".parquet")
 WEIGHT = re.compile(r"((?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)=(.+)", re.DOTALL)
 ROWS = 1024  # of a table at once
+LONG_TEXT = 1 << 25  # bytes of a file that is not read as a whole
+BLOCK, OVERLAP = 1 << 20, 1 << 13  # characters
 
 
 def split_weights(names: Iterable[str]) -> tuple[list[str], list[float] | None]:
@@ -143,6 +145,9 @@ def _kind(path: Path) -> str:
 
 
 def _read_text(path: Path, counts: Counter[str], advance: Advance) -> Iterator[Record]:
+    if path.stat().st_size > LONG_TEXT:
+        yield Record(str(path), LONG, _blocks(path, advance))
+        return
     try:
         text = path.read_text(encoding="utf-8-sig")  # a byte order mark is no text
     except UnicodeDecodeError as error:
@@ -150,6 +155,19 @@ def _read_text(path: Path, counts: Counter[str], advance: Advance) -> Iterator[R
     if text.strip():
         yield Record(str(path), "text", text)
     advance(path.stat().st_size)
+
+
+def _blocks(path: Path, advance: Advance) -> Iterator[str]:
+    """A long text in blocks, each of which begins with the last `OVERLAP` characters of the one before."""
+    with path.open(encoding="utf-8-sig") as file:
+        kept = ""
+        try:
+            while new := file.read(BLOCK):
+                yield kept + new
+                kept = (kept + new)[-OVERLAP:]
+                advance(len(new))  # bytes, nearly
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path} is not UTF-8 ({error}); convert it first") from error
 
 
 def _read_lines(where: str, lines: BinaryIO, counts: Counter[str], advance: Advance) -> Iterator[Record]:
@@ -225,7 +243,7 @@ _READERS: dict[str, Callable[[Path, Counter[str], Advance], Iterator[Record]]] =
 def _hub_parts(name: str) -> tuple[str, str | None, str]:
     """Repository, configuration and split of `hf:OWNER/NAME[:CONFIG[:SPLIT]]`."""
     repository, config, split = [*name.removeprefix(HUB).split(":", 2), "", ""][:3]
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", repository):
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", repository):
         raise DataError(f"{name}: expected hf:OWNER/NAME, or hf:OWNER/NAME:CONFIG:SPLIT")
     return repository, config or None, split or "train"
 

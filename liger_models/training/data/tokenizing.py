@@ -29,8 +29,9 @@ from liger_models.training.data.corpus import (
     written_corpus,
 )
 from liger_models.training.data.documents import Documents, Part, describe
-from liger_models.training.data.records import Record, check_text
+from liger_models.training.data.records import LONG, Record, check_text
 from liger_models.training.data.sources import (
+    OVERLAP,
     STDIN,
     Advance,
     Source,
@@ -267,6 +268,9 @@ class _Builder:
         pairs = iter(self._encode_pairs([r for r in records if r.form == "prompt/completion"]))
         talks = iter(self._encode_talks([r for r in records if r.form == "messages"]))
         for record in records:
+            if record.form == LONG:
+                self._add_long(record)
+                continue
             if record.form == "text":
                 ids = next(texts)
                 if record.content:
@@ -285,6 +289,17 @@ class _Builder:
             if ids:
                 trained[0] = False
             self._add(record, ids, bytes(trained), whole=True)
+
+    def _add_long(self, record: Record) -> None:
+        mark, last = b"\0", 0
+        for ids in self.tokenizer.encode_blocks(record.content, OVERLAP):
+            self._note_largest(record, ids)
+            self.writer.extend(ids, mark + b"\1" * (len(ids) - len(mark)))
+            mark, last = b"", ids[-1]
+        end = [last]
+        if self._close(end):
+            self.writer.extend(end[1:], b"\1")
+        self.writer.end(whole=False)
 
     def _encode_pairs(self, records: list[Record]) -> list[tuple[list[int], list[bool]]]:
         # Encoded as one text: some tokenizers would put a space before a completion that comes alone.
@@ -319,13 +334,16 @@ class _Builder:
         return 1
 
     def _add(self, record: Record, ids: list[int], trained: bytes, whole: bool) -> None:
-        largest = max(ids, default=0)
-        if largest > self.writer.extremes["token"].value:
-            name = self.tokenizer.backend.id_to_token(largest) or ""
-            self.writer.note("token", Extreme(largest, record.where, name), self.limits)
+        self._note_largest(record, ids)
         if whole:
             self.writer.note("example", Extreme(len(ids) - 1, record.where), self.limits)
         if 1 not in trained:
             self.writer.counts["without anything to train, left out"] += 1
             return
         self.writer.add(ids, trained, whole)
+
+    def _note_largest(self, record: Record, ids: list[int]) -> None:
+        largest = max(ids, default=0)
+        if largest > self.writer.extremes["token"].value:
+            name = self.tokenizer.backend.id_to_token(largest) or ""
+            self.writer.note("token", Extreme(largest, record.where, name), self.limits)

@@ -1,0 +1,355 @@
+"""What is read from where, tokenized once, mapped, and found again or not."""
+
+import gzip
+import os
+import random
+import signal
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+
+from liger_models.cli import main
+from liger_models.convert.errors import DataError
+from liger_models.training.data import Stream, build_corpus, load_documents, sources, tokenizing
+from liger_models.training.data.corpus import Corpus, is_corpus, written_corpus
+from liger_models.training.tokenizer import TextTokenizer
+
+RECORDS = [
+    {"text": "ab cd"},
+    {"prompt": "ab", "completion": "cd"},
+    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+    {"text": "é ef " * 20},
+]
+
+
+@pytest.fixture
+def tokenizer(tokenizer_folder):
+    return TextTokenizer(tokenizer_folder)
+
+
+@pytest.fixture
+def load(tokenizer, tmp_path):
+    def make(*names, **options):
+        options = {"seq_len": 64, "vocab_size": 320, "cache": tmp_path / "cache"} | options
+        return load_documents([str(name) for name in names], tokenizer, **options)
+
+    return make
+
+
+def contents(documents):
+    """(ids, marks, whole) of every document."""
+    found = []
+    for part in documents.parts:
+        starts, stops, whole = part.bounds(torch.arange(len(part)))
+        for a, b, w in zip(starts.tolist(), stops.tolist(), whole.tolist(), strict=True):
+            ids, trained = part.corpus.read(a, b + 1)
+            found.append((ids.tolist(), trained.tolist(), w))
+    return found
+
+
+def built(corpus_or_documents):
+    """The time at which a corpus was written, which tells one building from the next."""
+    return [(p.corpus.folder / "manifest.json").stat().st_mtime_ns for p in corpus_or_documents.parts]
+
+
+# ------------------------------------------------------------------------------------------------- sources
+
+
+def test_lines_packed_lines_tables_folders_patterns_and_streams_hold_the_same(
+    load, tmp_path, jsonl, monkeypatch
+):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    for name in ("plain", "packed", "table", "folder/.hidden"):
+        (tmp_path / name).mkdir(parents=True)
+    lines = jsonl(tmp_path / "plain" / "a.jsonl", RECORDS)
+    expected = contents(load(lines))
+    assert len(expected) == len(RECORDS)
+    raw = (tmp_path / "plain" / "a.jsonl").read_bytes()
+    (tmp_path / "packed" / "a.jsonl.gz").write_bytes(gzip.compress(raw))
+    keys = ("text", "prompt", "completion", "messages")
+    rows = [{key: record.get(key) for key in keys} for record in RECORDS]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "table" / "a.parquet")
+    jsonl(tmp_path / "folder" / "1.jsonl", RECORDS[:1])
+    jsonl(tmp_path / "folder" / "2.jsonl", RECORDS[1:])
+    jsonl(tmp_path / "folder" / ".hidden" / "3.jsonl", RECORDS)
+    (tmp_path / "folder" / "picture.png").write_bytes(b"")
+    assert contents(load(tmp_path / "packed" / "a.jsonl.gz")) == expected
+    assert contents(load(tmp_path / "table" / "a.parquet")) == expected
+    in_folder = load(tmp_path / "folder")
+    assert contents(in_folder) == expected
+    assert in_folder.counts["files of other kinds left aside"] == 1
+    assert contents(load(tmp_path / "folder" / "*.jsonl")) == expected
+    assert contents(load(tmp_path / "folder" / "1.jsonl", tmp_path / "folder" / "2.jsonl")) == expected
+    with open(lines, "rb") as file:
+        monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=file))
+        assert contents(load("-")) == expected
+
+
+def test_a_data_set_of_the_hub_is_streamed_and_pinned_to_a_commit(load, monkeypatch, tmp_path, jsonl):
+    asked = []
+
+    def load_dataset(*args, **options):
+        asked.append((args, options))
+        return iter({**record, "id": None} for record in RECORDS)
+
+    commit = ["one"]
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setattr(sources, "_commit", lambda name: commit[0])
+    documents = load("hf:owner/name:de:test")
+    assert contents(documents) == contents(load(jsonl(tmp_path / "a.jsonl", RECORDS)))
+    assert asked == [(("owner/name", "de"), {"split": "test", "revision": "one", "streaming": True})]
+    load("hf:owner/name:de:test")
+    assert len(asked) == 1
+    commit[0] = "two"
+    load("hf:owner/name:de:test")
+    assert len(asked) == 2
+    assert asked[1][1]["revision"] == "two"
+
+
+def test_datasets_itself_streams_as_we_ask(load, monkeypatch, tmp_path, jsonl):
+    datasets = pytest.importorskip("datasets")
+    jsonl(tmp_path / "train.jsonl", RECORDS[1:2] * 3)
+    real = datasets.load_dataset
+
+    def local(repository, config, *, revision, **options):
+        return real("json", data_files=str(tmp_path / "train.jsonl"), cache_dir=str(tmp_path), **options)
+
+    monkeypatch.setattr(datasets, "load_dataset", local)
+    monkeypatch.setattr(sources, "_commit", lambda name: "one")
+    assert contents(load("hf:owner/name")) == contents(load(tmp_path / "train.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz cannot be unpacked"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"text": "ab"}\n{"text": 3}\n'),
+            r"a\.jsonl\.gz, line 2: 'text' is a int",
+        ),
+        ("a.jsonl.gz", gzip.compress(random.Random(0).randbytes(999))[:500], "cannot be unpacked|line 1"),
+        ("a.parquet", b"PAR1 but no more", r"a\.parquet cannot be read as Parquet"),
+    ],
+)
+def test_a_damaged_file_is_named(load, tmp_path, name, content, message):
+    if name.endswith("parquet"):
+        pytest.importorskip("pyarrow")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        load(tmp_path / name)
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+
+
+def test_a_row_of_a_table_that_cannot_be_used_is_named(load, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    table = pyarrow.Table.from_pylist([{"text": "ab"}, {"text": None}])
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet, row 2: found no fields; expected exactly one of text"):
+        load(tmp_path / "a.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist([{"body": "ab"}]), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match=r"b\.parquet has the columns body; expected text"):
+        load(tmp_path / "b.parquet")
+
+
+def test_what_is_not_there_is_named(load, tmp_path, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="holds no file of a known kind"):
+        load(tmp_path / "empty")
+    with pytest.raises(DataError, match="no file matches"):
+        load(tmp_path / "*.jsonl")
+    with pytest.raises(DataError, match="expected hf:OWNER/NAME"):
+        load("hf:../secret")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.setattr(sources, "_commit", lambda name: "one")
+    with pytest.raises(DataError, match=r"pip install 'liger_models\[data\]'"):
+        load("hf:owner/name")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(DataError, match="standard input can be read once"):
+        load("-")
+
+
+def test_a_long_text_is_tokenized_in_blocks_to_the_same_tokens(load, tmp_path, monkeypatch):
+    rng = random.Random(2)
+    words = ["ab", "cdé", "e\n", "\n\n", "  ", "日本", "fghij" * 3, "😀", "x.", "\t"]
+    text = "".join(rng.choice(words) + rng.choice(["", " "]) for _ in range(6000))
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    whole = contents(load(tmp_path / "a.txt"))
+    for name, size in {"LONG_TEXT": 1000, "BLOCK": 3000, "OVERLAP": 400}.items():
+        monkeypatch.setattr(sources, name, size)
+    monkeypatch.setattr(tokenizing, "OVERLAP", 400)
+    assert contents(load(tmp_path / "a.txt", cache=tmp_path / "other")) == whole
+
+
+def test_a_text_that_has_no_seam_is_refused(load, tmp_path, monkeypatch, tokenizer):
+    with pytest.raises(DataError, match="cannot tokenize a long text in parts"):
+        list(tokenizer.encode_blocks(["abc " * 100, "xyz" * 100], overlap=50))
+
+
+# ------------------------------------------------------------------------------------------------- the cache
+
+
+def test_the_same_data_are_tokenized_once(load, tmp_path, jsonl):
+    path = jsonl(tmp_path / "a.jsonl", RECORDS)
+    first = load(path)
+    assert built(load(path)) == built(first)
+    assert built(load(path, seq_len=50)) == built(first)
+    os.utime(path, ns=(1, 1))  # copied, say: other times, the same bytes
+    assert built(load(path)) == built(first)
+    assert load(path).fingerprint() == first.fingerprint()
+
+
+@pytest.mark.parametrize("change", ["content", "tokenizer", "truncate", "damage", "manifest"])
+def test_changed_data_tokenizers_and_options_and_damage_build_it_anew(
+    load, tmp_path, jsonl, change, tokenizer, tokenizer_folder
+):
+    path = jsonl(tmp_path / "a.jsonl", RECORDS)
+    first = load(path)
+    before, options = built(first), {}
+    folder = first.parts[0].corpus.folder
+    if change == "content":
+        jsonl(tmp_path / "a.jsonl", [*RECORDS[:-1], {"text": "é eg " * 20}])  # as many bytes
+    elif change == "tokenizer":
+        tokenizer.eos_id = 3
+    elif change == "truncate":
+        options["truncate"] = True
+    elif change == "damage":
+        (folder / "tokens-00000.bin").write_bytes(b"0")
+    else:
+        (folder / "manifest.json").write_text('{"format": 1}')
+    again = load(path, **options)
+    assert built(again) != before
+    assert (again.fingerprint() == first.fingerprint()) == (change in ("truncate", "damage", "manifest"))
+
+
+def test_limits_hold_for_what_was_tokenized_before(load, tmp_path, jsonl):
+    path = jsonl(tmp_path / "a.jsonl", [RECORDS[0], RECORDS[1]])
+    load(path)
+    with pytest.raises(DataError, match=r"line 2: the example has \d+ positions and seq_len is 2"):
+        load(path, seq_len=2)
+    with pytest.raises(DataError, match=r"line \d: token '.*' has id \d+ and .* has 5 entries"):
+        load(path, vocab_size=5)
+
+
+KILLED = """
+import os, signal, sys
+from liger_models.training.data import load_documents, corpus
+from liger_models.training.tokenizer import TextTokenizer
+end, ended = corpus.CorpusWriter.end, []
+def killed(self, whole):
+    end(self, whole)
+    ended.append(1)
+    if len(ended) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+corpus.CorpusWriter.end = killed
+load_documents([sys.argv[1]], TextTokenizer(sys.argv[2]), seq_len=64, vocab_size=320, cache=sys.argv[3])
+"""
+
+
+def test_a_kill_leaves_no_half_of_a_corpus(load, tmp_path, jsonl, tokenizer_folder):
+    path = jsonl(tmp_path / "a.jsonl", RECORDS)
+    command = [sys.executable, "-c", KILLED, path, str(tokenizer_folder), str(tmp_path / "cache")]
+    assert subprocess.run(command, timeout=120).returncode == -signal.SIGKILL
+    assert not [p for p in (tmp_path / "cache").iterdir() if is_corpus(p) and not p.name.startswith(".")]
+    assert len(load(path)) == len(RECORDS)
+    assert [p.name for p in (tmp_path / "cache").iterdir() if p.is_dir()] == [
+        load(path).parts[0].corpus.folder.name
+    ]
+
+
+def test_of_two_processes_one_builds_and_the_other_maps_the_same(load, tmp_path, jsonl, tokenizer_folder):
+    path = jsonl(tmp_path / "a.jsonl", RECORDS * 50)
+    code = KILLED.replace("== 3", "== 10**9") + "print(len(ended))"
+    command = [sys.executable, "-c", code, path, str(tokenizer_folder), str(tmp_path / "cache")]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert sorted(int(process.communicate(timeout=120)[0]) for process in both) == [0, 200]
+
+
+def test_shards_and_wide_tokens_read_as_one(tmp_path):
+    documents = [([i, 70_000 + i, 2], b"\0\1\1") for i in range(20)]
+    with written_corpus(tmp_path / "c", 80_000, shard_tokens=10) as writer:
+        for ids, trained in documents:
+            writer.add(ids, trained, whole=True)
+        writer.about = {"tokenizer": "", "sources": []}
+    corpus = Corpus(tmp_path / "c")
+    assert corpus.manifest["dtype"] == "int32"
+    assert corpus.manifest["shards"] == [9] * 6 + [6]
+    for d, (ids, _) in enumerate(documents):
+        assert corpus.read(3 * d, 3 * d + 3)[0].tolist() == ids
+
+
+def test_a_corpus_of_its_own_is_data_for_the_same_tokenizer(load, tmp_path, jsonl, tokenizer):
+    path = jsonl(tmp_path / "a.jsonl", RECORDS)
+    build_corpus(tmp_path / "corpus", [path], tokenizer, seq_len=64, vocab_size=320)
+    assert contents(load(tmp_path / "corpus")) == contents(load(path))
+    both = load(tmp_path / "corpus", path)
+    assert len(both) == 2 * len(RECORDS)
+    row = next(Stream(both, 64, 0).epoch(0))
+    assert len(both.inputs(row[0])) == row[0].stop - row[0].start
+    tokenizer.eos_id = 3
+    with pytest.raises(DataError, match="was made with another tokenizer"):
+        load(tmp_path / "corpus")
+    with pytest.raises(DataError, match="holds something else than a corpus"):
+        build_corpus(tmp_path, [path], tokenizer, seq_len=64, vocab_size=320)
+
+
+def test_the_command_tells_what_it_read_and_how_it_packs(tmp_path, jsonl, tokenizer_folder, capsys):
+    path = jsonl(tmp_path / "a.jsonl", RECORDS)
+    command = ["tokenize", str(tokenizer_folder), "--seq-len", "64", "--data"]
+    assert main([*command, path, "--output", str(tmp_path / "corpus")]) == 0
+    said = capsys.readouterr().out
+    assert str(tmp_path / "corpus") in said
+    assert "4 documents" in said
+    assert "rows of 64 places" in said
+    assert main([*command, str(tmp_path / "corpus")]) == 0
+    assert capsys.readouterr().out == said
+
+
+# ------------------------------------------------------------------------------------------------- memory
+
+MEASURED = """
+import sys
+from pathlib import Path
+from liger_models.training.data import Stream, load_documents, tokenizing
+from liger_models.training.tokenizer import TextTokenizer
+
+def held():  # bytes that are ours alone: RssAnon counts no page of a mapped file
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("RssAnon"))) << 10
+
+def peak(name):
+    values = []
+    tokenizing._Builder.add = lambda self, records: (add(self, records), values.append(held()))
+    documents = load_documents([name], tokenizer, seq_len=512, vocab_size=320, cache=sys.argv[4])
+    stream = Stream(documents, 512, 0)
+    for _ in range(stream.count_rows(1) // 10):
+        documents.batch(stream.take(10))
+    return max([*values, held()]), documents.counts["tokens"]
+
+add = tokenizing._Builder.add
+tokenizing.BATCH_CHARACTERS = 1 << 18
+tokenizer = TextTokenizer(sys.argv[1])
+small, large = peak(sys.argv[2]), peak(sys.argv[3])
+print(large[0] - small[0], large[1])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells what memory holds")
+def test_memory_does_not_grow_with_the_data(tmp_path, tokenizer_folder, jsonl):
+    """Reading, tokenizing and walking through the rows: six times the data, and the same memory."""
+    rng = random.Random(0)
+    records = [{"text": "ab cd ef gh " * rng.randint(1, 100)} for _ in range(1000)]
+    files = [jsonl(tmp_path / f"{k}.jsonl", records * k) for k in (1, 6)]
+    command = [sys.executable, "-c", MEASURED, str(tokenizer_folder), *files, str(tmp_path / "cache")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    more, tokens = map(int, result.stdout.split())
+    assert tokens > 2_000_000
+    # Less than one copy of the tokens in the two bytes that they take on disk; a list of them takes eight.
+    assert more < 2 * tokens
