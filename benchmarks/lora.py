@@ -39,6 +39,7 @@ PROVIDERS = ("ours", "transformers", "transformers+liger")
 ADAPTERS = ("float32", "bfloat16")  # float32 is what PEFT makes of a bfloat16 model
 DATA = ("full", "padded", "packed")
 CONFIGURATIONS = (
+    "ours:float32:mlp=1,lean:4",
     "ours:float32:lean:4",
     "ours:bfloat16:lean:4",
     "transformers+liger:float32:none:4",
@@ -61,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="PROVIDER:ADAPTERS:MEMORY:BATCH[:DATA]",
         help=f"repeatable. PROVIDER: {', '.join(PROVIDERS)}. ADAPTERS: {', '.join(ADAPTERS)}. MEMORY: for "
-        "ours a level of activation memory, or 'lean,mlp=2' (the last 2 layers mlp); for the others none "
+        "ours a level of activation memory, or 'mlp=2,lean' (the first 2 layers mlp); for the others none "
         f"or checkpoint. DATA: {', '.join(DATA)}. Default: {' '.join(CONFIGURATIONS)}",
     )
     parser.add_argument("--rank", type=int, default=16, help="(%(default)s)")
@@ -204,11 +205,11 @@ def _build(job: dict[str, Any], device: torch.device) -> Any:
     return model
 
 
-def _levels(memory: str, num_layers: int) -> str | list[str]:
-    """'lean' for all layers, or 'lean,mlp=2': all lean but the last 2, which are mlp."""
-    level, *last = memory.split(",")
-    other, _, count = last[0].partition("=") if last else (level, "", 0)
-    return [level] * (num_layers - int(count)) + [other] * int(count)
+def _levels(memory: str, num_layers: int) -> list[str]:
+    """'lean' for all layers, or 'mlp=2,lean': the first 2 mlp, the others lean."""
+    *first, rest = memory.split(",")
+    levels = [level for part in first for level in [part.split("=")[0]] * int(part.split("=")[1])]
+    return levels + [rest] * (num_layers - len(levels))
 
 
 def _adapted(model: Any, job: dict[str, Any]) -> Any:

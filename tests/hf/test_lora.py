@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -265,3 +269,64 @@ def test_transformers_own_add_adapter_is_taken_over(make_both, lora):
     model.add_adapter(config(USUAL))
     ours = [module for module in model.modules() if type(module) is lora.LowRankLinear]
     assert len(ours) == 7 * len(model.model.layers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_bfloat16_model_is_as_near_to_the_truth_as_with_pefts_layers(dtype, make_both, batch):
+    """With adapters in float32, PEFT's default, and in bfloat16: the loss and all gradients."""
+    model = make_both("llama", projections="split").ours.to(torch.bfloat16)
+    adapted = peft.get_peft_model(model, config(USUAL), autocast_adapter_dtype=dtype == torch.float32)
+    fill(adapted)
+    pefts = as_peft_has_it(adapted)
+    truth = as_peft_has_it(adapted).double()
+    assert {p.dtype for p in adapted.parameters() if p.requires_grad} == {dtype}
+    distances = {"ours": 0.0, "pefts": 0.0}
+    for seed in range(8):
+        ids = torch.randint(3, 131, (2, 13), generator=torch.Generator().manual_seed(seed))
+        rows = {"input_ids": ids, "labels": ids}
+        true = run(truth, rows)
+        for name, found in (("ours", run(adapted, rows)), ("pefts", run(pefts, rows))):
+            distances[name] += sum(relative_distance(found[key], value) ** 2 for key, value in true.items())
+    # What a random walk of roundings may differ by, as everywhere.
+    assert distances["ours"] ** 0.5 <= 1.1 * distances["pefts"] ** 0.5
+
+
+def test_autocast_computes_as_pefts_layers(make_both, batch, calls):
+    adapted = fill(peft.get_peft_model(make_both("llama", projections="split").ours, config(USUAL)))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = run(as_peft_has_it(adapted), batch)
+        found = run(adapted, batch)
+    assert calls
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype == torch.float32
+        # bfloat16 rounds 2^-9; some dozens of roundings in a row
+        assert relative_distance(found[name], value) <= 2**-4, name
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+def test_shards_of_two_processes_have_the_gradients_of_one(make_both, batch, tmp_path):
+    both = make_both("llama", projections="split")
+    adapted = fill(peft.get_peft_model(both.ours, config(USUAL))).train()
+    adapted.save_pretrained(tmp_path / "adapter")
+    both.folder.rename(tmp_path / "model")
+    rows = {name: batch[name] for name in ("input_ids", "labels")}
+    torch.save(rows, tmp_path / "batch.pt")
+    halves = [run(adapted, {name: part.chunk(2)[rank] for name, part in rows.items()}) for rank in range(2)]
+    environment = {**os.environ, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, str(Path(__file__).with_name("lora_rank.py")), str(tmp_path)]
+    ranks = [
+        subprocess.Popen(command, env={**environment, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        complaints = [process.communicate(timeout=120)[1] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], complaints
+    found = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    for rank in range(2):
+        assert found[rank]["calls"] == 2 * len(both.ours.model.layers)
+        assert relative_distance(found[rank]["loss"], halves[rank]["loss"]) <= BOUND
+    gradients = {name: (value + halves[1][name]) / 2 for name, value in halves[0].items() if name != "loss"}
+    assert_near(found[0]["gradients"], gradients)
