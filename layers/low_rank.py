@@ -224,7 +224,7 @@ def _run(
         sum(adapter.a.shape[0] for _, adapter in found if adapter.dropout == 0),
         in_place,
     )
-    tensors = [
+    tensors: list[Any] = [
         *(projection.weight for projection in projections),
         *(projection.bias for projection in projections),
         *(adapter.a for _, adapter in found),
@@ -425,7 +425,8 @@ class _Small(NamedTuple):
 
 def _cast(plan: _Plan, tensors: Sequence[Tensor]) -> _Small:
     """All of them with one launch: there are many, and they are short."""
-    _, _, down, up = ([None if p is None else p.detach() for p in part] for part in plan.parts(tensors))
+    _, _, trained_down, trained_up = plan.parts(tensors)
+    down, up = [a.detach() for a in trained_down], [b.detach() for b in trained_up]
     if any(matrix.dtype != plan.dtype for matrix in (*down, *up)):
         sizes = [matrix.numel() for matrix in (*down, *up)]
         room = torch.empty(sum(sizes), dtype=plan.dtype, device=down[0].device)
