@@ -297,6 +297,7 @@ def _one_by_one(
 
 def _grouped_sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, mask: Tensor | None) -> Tensor:
     """q [batch, heads, queries, dim]; k, v [batch, kv_heads, keys, dim]."""
+    q, k, v = _aligned(q), _aligned(k), _aligned(v)
     groups = spec.num_attention_heads // spec.num_key_value_heads
     unusual = mask is not None or q.dtype == torch.float32 or q.shape[-1] != v.shape[-1] or q.shape[-1] > 256
     if groups > 1 and unusual:
@@ -307,6 +308,13 @@ def _grouped_sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, mask: Te
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=spec.scale, enable_gqa=groups > 1
     )
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x, or a copy if it does not begin at a multiple of 16 bytes, as values may that stand behind keys in a
+    cache: SDPA's kernels read 16 bytes at a time, and do not look where a view begins.
+    """
+    return x.clone() if x.is_cuda and x.data_ptr() % 16 else x
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Sequences) -> Tensor:

