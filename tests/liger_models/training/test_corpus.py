@@ -14,7 +14,8 @@ import torch
 from liger_models.cli import main
 from liger_models.convert.errors import DataError
 from liger_models.training.data import Stream, build_corpus, load_documents, sources, tokenizing
-from liger_models.training.data.corpus import Corpus, is_corpus, written_corpus
+from liger_models.training.data.corpus import Corpus, written_corpus
+from liger_models.training.data.documents import Documents, Part
 from liger_models.training.tokenizer import TextTokenizer
 
 RECORDS = [
@@ -239,13 +240,14 @@ def test_limits_hold_for_what_was_tokenized_before(load, tmp_path, jsonl):
 
 
 KILLED = """
-import os, signal, sys
+import os, signal, sys, time
 from liger_models.training.data import load_documents, corpus
 from liger_models.training.tokenizer import TextTokenizer
 end, ended = corpus.CorpusWriter.end, []
 def killed(self, whole):
     end(self, whole)
     ended.append(1)
+    time.sleep(0.01)
     if len(ended) == 3:
         os.kill(os.getpid(), signal.SIGKILL)
 corpus.CorpusWriter.end = killed
@@ -253,15 +255,19 @@ load_documents([sys.argv[1]], TextTokenizer(sys.argv[2]), seq_len=64, vocab_size
 """
 
 
-def test_a_kill_leaves_no_half_of_a_corpus(load, tmp_path, jsonl, tokenizer_folder):
-    path = jsonl(tmp_path / "a.jsonl", RECORDS)
-    command = [sys.executable, "-c", KILLED, path, str(tokenizer_folder), str(tmp_path / "cache")]
+@pytest.mark.parametrize("before", [False, True], ids=["new", "again"])
+def test_a_kill_leaves_the_corpus_of_before_or_none(load, tmp_path, jsonl, tokenizer_folder, before):
+    def found():
+        return [p for p in (tmp_path / "cache").iterdir() if p.is_dir() and not p.name.startswith(".")]
+
+    path = tmp_path / "a.jsonl"
+    old = contents(load(jsonl(path, RECORDS[::-1]))) if before else []
+    jsonl(path, RECORDS)
+    command = [sys.executable, "-c", KILLED, str(path), str(tokenizer_folder), str(tmp_path / "cache")]
     assert subprocess.run(command, timeout=120).returncode == -signal.SIGKILL
-    assert not [p for p in (tmp_path / "cache").iterdir() if is_corpus(p) and not p.name.startswith(".")]
+    assert [contents(Documents([Part(Corpus(folder))])) for folder in found()] == [old] * before
     assert len(load(path)) == len(RECORDS)
-    assert [p.name for p in (tmp_path / "cache").iterdir() if p.is_dir()] == [
-        load(path).parts[0].corpus.folder.name
-    ]
+    assert [path for path in (tmp_path / "cache").iterdir() if path.is_dir()] == found()  # nor any rest
 
 
 def test_of_two_processes_one_builds_and_the_other_maps_the_same(load, tmp_path, jsonl, tokenizer_folder):
