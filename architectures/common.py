@@ -472,11 +472,16 @@ def query_scale(c: HFConfig, scaling: Mapping[str, Any]) -> QueryScaleSpec:
     return QueryScaleSpec(beta, length)
 
 
-def corrected_experts(c: HFConfig) -> MoESpec:
+def corrected_experts(c: HFConfig, scores: Collection[str] = ("sigmoid",)) -> MoESpec:
     """Experts chosen by sigmoid scores and a correction bias, in groups, and one that all tokens share, from
     the keys of DeepSeek-V3's configs.
+
+    Args:
+        scores: the names that the family's configs have for these scores.
     """
-    take_only(c, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
+    take_only(c, topk_method="noaux_tc", moe_layer_freq=1)
+    if (score := c.take("scoring_func", "sigmoid")) not in scores:
+        raise ConfigError(f"{c.name}: scoring_func must be {' or '.join(map(repr, scores))}, found {score!r}")
     num_experts, top_k = c.take_count("n_routed_experts"), c.take_count("num_experts_per_tok")
     groups, top_groups = groups_and_chosen(c, num_experts, top_k, smallest=2)
     inner, act = c.take_count("moe_intermediate_size"), activation(c)

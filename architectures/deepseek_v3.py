@@ -10,6 +10,7 @@ from liger_models.architectures.common import (
     further_predictions,
     latent_attention,
 )
+from liger_models.architectures.deepseek_v2 import LOSS
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
@@ -58,6 +59,7 @@ from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
         "key:scoring_func": "has one value",
         "key:topk_method": "has one value",
         "key:moe_layer_freq": "has one value",
+        **{f"key:{key}": "the reference does not read it" for key in LOSS},
     },
     variants={
         "no latent of queries": {"q_lora_rank": None},
@@ -67,6 +69,8 @@ from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
     },
 )
 def deepseek_v3(c: HFConfig) -> ModelSpec:
+    for key in LOSS:
+        c.take(key, None)
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6))
     attention, mlps = latent_attention(c), dense_then(c, corrected_experts(c))
     return decoder(c, [BlockSpec(attention, inner, norm) for inner in mlps], norm)

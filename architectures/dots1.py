@@ -16,6 +16,8 @@ from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
 
+SCORES = ("sigmoid", "noaux_tc")  # which the reference takes for granted; the second names the choice by them
+
 
 @register(
     "dots1",
@@ -46,7 +48,7 @@ from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
 )
 def dots1(c: HFConfig) -> ModelSpec:
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6))
-    attn, mlps = normed_attention(c, norm), dense_then(c, corrected_experts(c))
+    attn, mlps = normed_attention(c, norm), dense_then(c, corrected_experts(c, SCORES))
     window, first = c.take_count("sliding_window", None), c.take("max_window_layers", 62)
     slides = windows(c, lambda i: "sliding_attention" if window and i >= first else "full_attention")
     blocks = [BlockSpec(replace(attn, window=w), inner, norm) for w, inner in zip(slides, mlps, strict=True)]

@@ -9,6 +9,8 @@ from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
 
+UNREAD = ("hidden_act", "sliding_window_size")  # it is hidden_activation and sliding_window that count
+
 
 @register(
     "gemma2",
@@ -35,14 +37,15 @@ from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
         "tie_word_embeddings": True,
         "pad_token_id": 0,
     },
-    skip={"key:hidden_act": "of older configs; the reference does not read it"},
+    skip={f"key:{key}": "of older configs; the reference does not read it" for key in UNREAD},
     variants={
         "layer_types": {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
         "one_layer": {"num_hidden_layers": 1, "final_logit_softcapping": None, "rms_norm_eps": 1e-4},
     },
 )
 def gemma2(c: HFConfig) -> ModelSpec:
-    c.take("hidden_act", None)  # it is hidden_activation that counts
+    for key in UNREAD:
+        c.take(key, None)
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6), offset=1.0, cast="gemma")
     attn = replace(
         attention(c, bias=c.take_flag("attention_bias", False)),

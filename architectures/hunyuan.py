@@ -16,7 +16,9 @@ ROPE_EXTRA = ("alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 UNREAD = (
     *("attention_head_dim", "class_num", "cla_share_factor", "dense_list", "mask_init_id", "norm_type"),
     *("num_media_embeds", "org_vocab_size", "pool_type", "use_rotary_pos_emb", "eod_token_id", "pad_id"),
-    *("im_start_id", "im_end_id", "im_newline_id", "text_start_id", "text_end_id"),
+    *("im_start_id", "im_end_id", "im_newline_id", "text_start_id", "text_end_id", "image_token_id"),
+    *("video_start_id", "video_end_id", "anyres_pooling_size", "vit_input_resolution", "vit_mapping_type"),
+    *("vit_norm_type", "vit_patch", "vit_token"),
 )
 
 NORMS = ((".q_norm.", ".query_layernorm."), (".k_norm.", ".key_layernorm."))

@@ -2,7 +2,7 @@
 plain MLP of squared ReLUs, and half of each head turns.
 """
 
-from liger_models.architectures.common import attention, decoder, mlp
+from liger_models.architectures.common import attention, decoder, mlp, take_only
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.spec import BlockSpec, LayerNormSpec, ModelSpec
@@ -25,6 +25,7 @@ from liger_models.layers.spec import BlockSpec, LayerNormSpec, ModelSpec
         "one_layer": {"num_hidden_layers": 1, "norm_eps": 1e-3},  # squared ReLUs make deep streams large
     },
     skip={
+        "key:kv_channels": "another name of head_dim, which the reference does not read",
         "refusal:partial_rotary_factor": "a part of a head may turn",
         "rounding:norms": "the reference rounds 1 + weight to the model's dtype, and we do not",
     },
@@ -32,5 +33,6 @@ from liger_models.layers.spec import BlockSpec, LayerNormSpec, ModelSpec
 def nemotron(c: HFConfig) -> ModelSpec:
     norm = LayerNormSpec(eps=c.take_number("norm_eps", 1e-5), offset=1.0)
     attn = attention(c, bias=c.take_flag("attention_bias", False), partial=0.5)
+    take_only(c, kv_channels=attn.head_dim)
     block = BlockSpec(attn, mlp(c, bias=c.take_flag("mlp_bias", False), gated=False), norm)
     return decoder(c, [block] * c.take_count("num_hidden_layers"), norm)

@@ -8,6 +8,11 @@ from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.spec import BlockSpec, LayerNormSpec, ModelSpec
 
+UNREAD = (
+    *("mlp_type", "norm_type", "activation_function", "layer_norm_epsilon", "rms_norm_eps"),
+    *("scale_attn_weights", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
+)
+
 
 @register(
     "starcoder2",
@@ -28,11 +33,11 @@ from liger_models.layers.spec import BlockSpec, LayerNormSpec, ModelSpec
         "initializer_range": 0.018042,
         "tie_word_embeddings": True,
     },
-    skip={f"key:{key}": "the reference does not read it" for key in ("mlp_type", "norm_type")},
+    skip={f"key:{key}": "the reference does not read it" for key in UNREAD},
 )
 def starcoder2(c: HFConfig) -> ModelSpec:
-    c.take("mlp_type", None)
-    c.take("norm_type", None)
+    for key in UNREAD:
+        c.take(key, None)
     norm, bias = LayerNormSpec(eps=c.take_number("norm_epsilon", 1e-5)), c.take_flag("use_bias", True)
     attn = attention(c, bias=bias, window=c.take_count("sliding_window", None))
     block = BlockSpec(attn, mlp(c, bias=bias, gated=False), norm)

@@ -1,7 +1,7 @@
 """What is known of a family's models: config.json of well-known sizes, and what their specs have.
 
 The configs stand in a checkout, in tests/architectures/published: NAME.json holds {"parameters": ...,
-"config": {...}}, and `dropout`, the keys with which it asks for dropout.
+"config": {...}}, `dropout`, the keys with which it asks for dropout, and `source`, what it was compared with.
 """
 
 from __future__ import annotations

@@ -96,6 +96,23 @@ def test_what_a_registration_skips_would_be_tested_otherwise(family):
     assert not [entry for entry in entries if entry[0] not in used or not used[entry[0]](entry[2])]
 
 
+@pytest.mark.parametrize(
+    ("family", "key", "known", "other"),
+    [
+        ("qwen3_moe", "use_qk_norm", True, False),
+        ("qwen3_moe", "shared_expert_intermediate_size", 0, 32),
+        ("phi3", "full_attn_mod", 1, 2),
+        ("phi3", "interpolate_factor", 1, 4),
+        ("nemotron", "kv_channels", 16, 24),
+        ("dots1", "scoring_func", "noaux_tc", "softmax"),
+    ],
+)
+def test_a_key_of_published_configs_that_the_reference_does_not_read_has_its_value(family, key, known, other):
+    assert spec_of(family, {key: known}) == spec_of(family, {})
+    with pytest.raises(ConfigError, match=f"{key} must be .*{known!r}.* found {other!r}"):
+        spec_of(family, {key: other})
+
+
 def test_a_key_that_a_family_does_not_know_is_named(family):
     with pytest.raises(ConfigError, match="attention_is_odd"):
         spec_of(family, {"attention_is_odd": 3})

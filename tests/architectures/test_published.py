@@ -1,8 +1,10 @@
 """The config.json of well-known models is read completely, and gives as many parameters as were published.
 
-`published/NAME.json` holds {"parameters": ..., "config": {...}}: facts of the model's repository, written
-down from memory and not compared with it since. "computed" marks a count that no page is known to state: it
-is ours, from the sizes. `dropout` are the keys with which it asks for dropout, which `dropout=0.0` overrules.
+`published/NAME.json` holds {"parameters": ..., "config": {...}}: facts of the model's repository. "source" is
+the copy of its config.json with which it was compared (repository, path and commit, where these are known),
+and behind a colon what of it was, if not all. Keys that the copy lacks, and files without a source, are from
+memory. "computed" marks a count that no page is known to state: it is ours, from the sizes. `dropout` are the
+keys with which it asks for dropout, which `dropout=0.0` overrules.
 """
 
 from __future__ import annotations

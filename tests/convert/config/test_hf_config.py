@@ -116,6 +116,7 @@ def test_finish_accepts_what_cannot_change_the_mathematics():
         attention_dropout=0.0,
         router_jitter_noise=0.0,
         pretraining_tp=1,
+        is_llama_config=True,
         some_feature=False,
         other_feature=None,
         _private=3,
