@@ -448,9 +448,9 @@ class Run:
                 )
         if state["data"] != self.data:
             raise DataError(
-                f"{checkpoint} was trained on other tokens than these: a data file, the tokenizer, "
-                "--truncate or --eval-fraction has changed; restore it, or start a new run from these "
-                "weights without --resume"
+                f"{checkpoint} was trained on other tokens than these: a data file, its weight, the "
+                "tokenizer, --truncate or --eval-fraction has changed; restore it, or start a new run from "
+                "these weights without --resume"
             )
         for name, (then, now) in changed.items():
             if name not in ("resume", "output", "data", "eval_data", "data_cache", "tokenizer"):

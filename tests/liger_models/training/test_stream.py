@@ -123,6 +123,29 @@ def test_what_is_counted_is_what_comes(load, two_files):
         assert stream.efficiency() == sum(inputs_by_part(documents, rows)) / (64 * len(rows))
 
 
+def test_a_run_tells_how_full_its_rows_are(run, settings, capsys):
+    result = run(settings(eval_fraction=0.0, batch_size=2, gradient_accumulation=1, steps=4))
+    before = 0
+    for record in result.records:
+        assert record["filled"] == (record["tokens"] - before) / (2 * 64)
+        before = record["tokens"]
+    assert 0.8 < before / (4 * 2 * 64) <= 1
+    assert "of the places of a row are filled" in capsys.readouterr().err
+
+
+def test_a_run_resumed_with_other_weights_is_refused(run, settings, two_files):
+    def mixture(weight):
+        return {
+            "eval_fraction": 0.0,
+            "save_every": 1,
+            "data": (f"{weight}={two_files[0]}", f"1={two_files[1]}"),
+        }
+
+    run(settings(steps=1, **mixture(1)))
+    with pytest.raises(DataError, match="its weight"):
+        run(settings(resume="auto", steps=2, **mixture(2)))
+
+
 def test_processes_that_come_and_go_see_each_row_once(load, two_files):
     """What a step gives its ranks, on one process, then two, four, and three."""
     documents = load(*two_files)
