@@ -67,6 +67,10 @@ class Source:
         """Bytes, of a file."""
         return self.path.stat().st_size if self.path else 0
 
+    def full_name(self) -> str:
+        """The same from every working directory."""
+        return str(self.path.absolute()) if self.path else self.name
+
     def identity(self, known: dict[str, Any] | None = None) -> dict[str, Any]:
         """What tells whether the source is as it was: size, time and digest of a file, a data set's commit.
 
@@ -74,7 +78,7 @@ class Source:
         """
         if self.path:
             status = self.path.stat()
-            found = {"name": self.name, "size": status.st_size, "time": status.st_mtime_ns}
+            found = {"name": self.full_name(), "size": status.st_size, "time": status.st_mtime_ns}
             if known and all(known.get(key) == value for key, value in found.items()):
                 return known
             with self.path.open("rb") as file:

@@ -34,7 +34,6 @@ from liger_models.training.data.sources import (
     OVERLAP,
     STDIN,
     Advance,
-    Source,
     find_sources,
     split_weights,
 )
@@ -145,7 +144,8 @@ class Request:
 
     def key(self) -> str:
         """The name of its folder in a cache: that of the same data, whatever has changed in it since."""
-        return hashlib.sha256(json.dumps([self._about(), self._absolute()]).encode()).hexdigest()[:32]
+        names = [source.full_name() for source in self.sources]
+        return hashlib.sha256(json.dumps([self._about(), names]).encode()).hexdigest()[:32]
 
     def find_or_build(self, folder: Path) -> Corpus:
         """The corpus in `folder`, built anew unless it is that of these sources as they are.
@@ -172,7 +172,7 @@ class Request:
             for batch in _batches(self._records(writer.counts, advance)):
                 builder.add(batch)
             for source, identity in zip(self.sources, identities, strict=True):
-                if source.path and source.identity(identity) != identity:
+                if source.identity(identity) != identity:
                     raise DataError(f"{source.name} changed while it was read; tokenize it again")
             if writer.documents == 0:
                 raise DataError(f"nothing to train on in {', '.join(self.names)}: {describe(writer.counts)}")
@@ -181,21 +181,16 @@ class Request:
     def _about(self) -> dict[str, Any]:
         return {"tokenizer": self.tokenizer.digest(), "options": {"truncate": self.length}}
 
-    def _absolute(self) -> list[str]:
-        return [str(s.path.absolute()) if s.path else s.name for s in self.sources]
-
     def _is_of(self, manifest: dict[str, Any]) -> bool:
         if any(manifest[key] != value for key, value in self._about().items()):
             return False
         if any(source.name == STDIN for source in self.sources):
             return False
-        known = {entry["name"]: entry for entry in manifest["sources"]}
-
-        def same(source: Source) -> bool:
-            then, now = known.get(source.name), source.identity(known.get(source.name))
-            return then is not None and {**then, "time": 0} == {**now, "time": 0}
-
-        return len(known) == len(self.sources) and all(map(same, self.sources))
+        # The order is that of the names, which the folder's name stands for.
+        return len(manifest["sources"]) == len(self.sources) and all(
+            {**then, "time": 0} == {**source.identity(then), "time": 0}
+            for then, source in zip(manifest["sources"], self.sources, strict=True)
+        )
 
     def _records(self, counts: Counter[str], advance: Advance) -> Iterator[Record]:
         for source in self.sources:

@@ -197,7 +197,7 @@ def test_a_text_that_has_no_seam_is_refused(load, tmp_path, monkeypatch, tokeniz
 # ------------------------------------------------------------------------------------------------- the cache
 
 
-def test_the_same_data_are_tokenized_once(load, tmp_path, jsonl):
+def test_the_same_data_are_tokenized_once(load, tmp_path, jsonl, monkeypatch):
     path = jsonl(tmp_path / "a.jsonl", RECORDS)
     first = load(path)
     assert built(load(path)) == built(first)
@@ -205,6 +205,23 @@ def test_the_same_data_are_tokenized_once(load, tmp_path, jsonl):
     os.utime(path, ns=(1, 1))  # copied, say: other times, the same bytes
     assert built(load(path)) == built(first)
     assert load(path).fingerprint() == first.fingerprint()
+    monkeypatch.chdir(tmp_path)
+    assert built(load("a.jsonl")) == built(first)
+    twice = load(path, path)
+    assert built(load(path, path)) == built(twice) != built(first)
+
+
+def test_data_that_change_while_they_are_read_are_refused(load, tmp_path, jsonl, monkeypatch, tokenizer):
+    path = jsonl(tmp_path / "a.jsonl", RECORDS)
+    encode = TextTokenizer.encode_batch
+
+    def changed(self, texts):
+        jsonl(tmp_path / "a.jsonl", RECORDS[::-1])
+        return encode(self, texts)
+
+    monkeypatch.setattr(TextTokenizer, "encode_batch", changed)
+    with pytest.raises(DataError, match=r"a\.jsonl changed while it was read"):
+        load(path)
 
 
 @pytest.mark.parametrize("change", ["content", "tokenizer", "truncate", "damage", "manifest"])
