@@ -106,7 +106,8 @@ def read_rope(
 
     _check_object(c, "rope_scaling", scaling)
     _check_object(c, "rope_parameters", new)
-    if is_nested(new):
+    by_layer_type = is_nested(new)
+    if by_layer_type:
         if layer_type is None:
             raise ConfigError(
                 f"{c.name}: rope_parameters is nested by layer type ({', '.join(new)}), but every layer of a "
@@ -129,7 +130,7 @@ def read_rope(
     for key, value in (("rope_theta", theta), ("partial_rotary_factor", partial)):
         if value is not None:
             stated[key] = float(_checked(c, "the top level", key, value, _NUMBER))
-    if "rope_scaling" in c.raw:
+    if "rope_scaling" in c.raw and not (by_layer_type and c.raw["rope_scaling"] is None):  # TranslateGemma
         inherited = {**_pick(result, defaults), **stated}
         stated = _normalise(c, "rope_scaling", scaling or {}, inherited, extra)
     differing = sorted(key for key in stated if stated[key] != result.get(key))

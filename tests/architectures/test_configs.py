@@ -136,15 +136,12 @@ def test_keys_that_a_mistral_config_leaves_out_have_the_reference_values():
     [
         (
             {"per_layer_config": {"full_attention": {"head_dim": 32}}},
-            "some of the 3 layers, by their numbers",
+            "some of the 4 layers, by their numbers",
         ),
-        ({"per_layer_config": {"3": {"head_dim": 32}}}, "some of the 3 layers, by their numbers"),
+        ({"per_layer_config": {"4": {"head_dim": 32}}}, "some of the 4 layers, by their numbers"),
         ({"per_layer_config": {"0": {"sliding_window": 3}}}, "whole numbers for head_dim and"),
-        ({"hidden_size_per_layer_input": 16}, "hidden_size_per_layer_input is 16"),
-        ({"num_kv_shared_layers": 1}, "num_kv_shared_layers is 1"),
-        ({"enable_moe_block": True}, "enable_moe_block is True"),
-        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
-        ({"layer_types": ["sliding_attention"] * 3}, "the last of layer_types must be full_attention"),
+        ({"num_kv_shared_layers": 4}, "num_kv_shared_layers is 4; expected a layer before those"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention must be 'vision'"),
     ],
 )
 def test_what_gemma_4_has_and_we_have_not_is_refused(changes, message):

@@ -213,6 +213,17 @@ def test_old_aliases_of_rope_types():
     assert mrope["mrope_section"] == (2, 3, 3)
 
 
+def test_no_scaling_in_the_old_spelling_says_nothing_of_layer_types_in_the_new_one():
+    """As in TranslateGemma's configs: thetas in the old spelling, the scaling in the new one."""
+    full = {"factor": 8.0, "rope_type": "linear"}
+    settings = {"full_attention": full, "sliding_attention": {"rope_type": "default"}}
+    thetas = {"rope_theta": 500.0, "rope_local_base_freq": 100.0}
+    config = HFConfig.load({**BASE, **thetas, "rope_scaling": None, "rope_parameters": settings})
+    full, sliding = (config.take_rope(layer_type) for layer_type in settings)
+    assert (full["rope_type"], full["factor"], full["rope_theta"]) == ("linear", 8.0, 500.0)
+    assert (sliding["rope_type"], sliding["rope_theta"]) == ("default", 100.0)
+
+
 def test_settings_by_layer_type_in_both_spellings():
     full = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
     local = {"rope_type": "default", "rope_theta": 1e4}
