@@ -82,6 +82,9 @@ TINY: Mapping[str, Any] = {
 }
 """What the tiny configs of most families have in common."""
 
+# Names under which some checkpoints have a family's very models; what is exported keeps them.
+ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
+
 _ARCHITECTURES: dict[str, Architecture] = {}
 
 
@@ -124,6 +127,7 @@ def find_architecture(model_type: str) -> Architecture:
         UnsupportedModelError: names what is supported, and the nearest; or what the type needs that is not
             there.
     """
+    model_type = ALIASES.get(model_type, model_type)
     if model_type in _ARCHITECTURES:
         return _ARCHITECTURES[model_type]
     if model_type in MULTIMODAL:

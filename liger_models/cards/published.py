@@ -52,6 +52,10 @@ def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
         key: value[:layers] if isinstance(value, list) and len(value) == before else value
         for key, value in config.items()
     }
+    if shared := cut.get("num_kv_shared_layers"):  # which are the last ones
+        cut["num_kv_shared_layers"] = max(0, layers - (before - shared))
+    if listed := cut.get("moe_layers"):
+        cut["moe_layers"] = [layer for layer in listed if layer < layers]
     return {**cut, "num_hidden_layers": layers}
 
 

@@ -27,6 +27,7 @@ from liger_models.architectures import Architecture
 from liger_models.cards.published import layers_of_every_kind, published, with_layers
 from liger_models.cards.workshop import NotRun
 from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.errors import LigerModelsError
 from liger_models.layers.spec import AttentionSpec, ModelSpec, MoESpec
 
 OURS, PEERS = "ours", ("transformers+liger", "transformers")
@@ -58,6 +59,8 @@ def measure(
             plans[family.model_type] = plan(family, repository, devices)
         except NotRun as reason:
             yield family, reason
+        except LigerModelsError as error:  # of one family, and no reason to leave out the others
+            yield family, NotRun(f"a config that can be cut to fewer layers: {error}")
     if not plans:
         return
     results: dict[str, dict[str, Any]] = {name: {} for name in plans}

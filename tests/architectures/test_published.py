@@ -56,3 +56,10 @@ def test_every_family_has_a_published_config(family):
     configs = [json.loads(path.read_text())["config"] for path in PUBLISHED.values()]
     has_one = family in {config["model_type"] for config in configs}
     assert has_one != skipped(family, "published", "config")
+
+
+def test_kimi_k2_is_read_by_its_own_name_too():
+    config = json.loads(PUBLISHED["Kimi-K2-Instruct"].read_text())["config"]
+    own = find_architecture("kimi_k2")
+    assert own is find_architecture("deepseek_v3")
+    assert own.spec(HFConfig.load({**config, "model_type": "kimi_k2"})) == own.spec(HFConfig.load(config))
