@@ -16,6 +16,7 @@ from mutations import spec_fields
 from pairs import Pair, Run, copy_parameters, in_comparable_mode, map_like, names_of, reference_class
 from torch import nn
 
+import liger_models
 from liger_models.architectures import Architecture, find_architecture
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.activation_memory import LEVELS
@@ -93,6 +94,7 @@ def distance(found: torch.Tensor, truth: torch.Tensor) -> float:
 # -- every family at real widths
 
 VOCABULARY, WINDOW, EXPERTS = 32768, 512, 16  # at most: what widths do not depend on is cut
+PARAMETERS = 2_500_000_000  # and experts further: gradients of four batches are kept, thrice
 
 
 def wide_config(family: str) -> dict[str, Any]:
@@ -124,7 +126,15 @@ def wide_config(family: str) -> dict[str, Any]:
         (EXPERTS, ["num_experts", "num_local_experts", "n_routed_experts"]),
     ):
         cut |= {key: min(most, cut[key]) for key in keys if cut.get(key)}
+    fewest = 4 * cut.get("num_experts_per_tok", EXPERTS)  # to choose from
+    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+        while cut.get(key, 0) > fewest and _parameters(cut) > PARAMETERS:
+            cut[key] //= 2
     return cut
+
+
+def _parameters(config: dict[str, Any]) -> int:
+    return liger_models.from_config(config, device="meta").num_parameters()
 
 
 def needs_eager(spec: ModelSpec) -> bool:
