@@ -137,6 +137,7 @@ def test_datasets_itself_streams_as_we_ask(load, monkeypatch, tmp_path, jsonl):
         ("a.jsonl.gz", gzip.compress(random.Random(0).randbytes(999))[:500], "cannot be unpacked|line 1"),
         ("a.parquet", b"PAR1 but no more", r"a\.parquet cannot be read as Parquet"),
     ],
+    ids=["no gzip", "bad line", "cut", "no Parquet"],  # gzip writes the time into what it packs
 )
 def test_a_damaged_file_is_named(load, tmp_path, name, content, message):
     if name.endswith("parquet"):
