@@ -29,6 +29,15 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def own_choices() -> Iterator[None]:
+    """accelerate and Trainer put what they are told into the environment: the next test must not find it."""
+    yield
+    for name in list(os.environ):
+        if name.startswith(("ACCELERATE_", "FSDP_")):
+            del os.environ[name]
+
+
 @pytest.fixture
 def hf() -> Iterator[Any]:
     """liger_models.hf, and transformers' own models in the Auto classes again when the test is over."""
@@ -102,9 +111,10 @@ def run_ranks() -> Callable[..., list[dict[str, Any]]]:
         launch = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         script = Path(__file__).with_name("sharded_rank.py")
         environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        own = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "FSDP_"))}
         done = subprocess.run(
             [sys.executable, "-m", *launch, str(script), str(folder), device],
-            env={**os.environ, **environment},
+            env={**own, **environment},
             capture_output=True,
             text=True,
             timeout=500,

@@ -375,5 +375,5 @@ def test_memory_does_not_grow_with_the_data(tmp_path, tokenizer_folder, jsonl):
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     more, tokens = map(int, result.stdout.split())
     assert tokens > 2_000_000
-    # Less than one copy of the tokens in the two bytes that they take on disk; a list of them takes eight.
-    assert more < 2 * tokens
+    # Less than one copy of the tokens in four bytes each; a list of them takes eight.
+    assert more < 4 * tokens
