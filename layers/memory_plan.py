@@ -14,8 +14,8 @@ after the other, what costs the least work for each byte that it saves.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from liger_models.convert.sizes import parse_size
 from liger_models.kernels.losses._linear_chunks import working_bytes
 from liger_models.layers.activation_memory import LEVELS, ActivationMemory
 from liger_models.layers.blocks import Block
@@ -362,15 +363,15 @@ def parse_budget(budget: float | str | None) -> tuple[float, int | None]:
     """
     if budget is None:
         return 0.95, None
-    number = re.fullmatch(r"(\d+(?:\.\d+)?) *(?:([KMGT])(i?)B)?", str(budget).strip(), re.IGNORECASE)
-    if number is None or not float(number[1]):
+    with contextlib.suppress(ValueError):  # text with a unit is no number
+        if 0 < float(budget) <= 1:
+            return float(budget), None
+    try:
+        return 1.0, parse_size(str(budget))
+    except ValueError as error:
         raise ValueError(
             f"memory_budget is {budget!r}; expected bytes, text such as '120GiB', or a share such as 0.9"
-        )
-    if number[2] is None and float(number[1]) <= 1:
-        return float(number[1]), None
-    unit = (1024 if number[3] else 1000) ** " KMGT".index((number[2] or " ").upper())
-    return 1.0, int(float(number[1]) * unit)
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -444,7 +445,7 @@ def _attended(layer: Block, seq: int) -> int:
     mixer = getattr(mixer, "attention", mixer)
     if not isinstance(mixer, AttentionSpec):
         return 0
-    return mixer.q_size * min(mixer.window or seq, (seq + 1) // 2)
+    return mixer.q_size * min(mixer.window or mixer.chunk or seq, (seq + 1) // 2)
 
 
 def _inner_width(layer: Block) -> int:

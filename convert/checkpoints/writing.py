@@ -30,6 +30,7 @@ from liger_models.convert.checkpoints.source_layout import SourceLayout
 from liger_models.convert.checkpoints.tensor_bytes import is_plain_memory, memory_of, pieces_of, stage_for
 from liger_models.convert.checkpoints.weight_map import Expr, Shape, WeightMap, check_whole
 from liger_models.convert.errors import CheckpointError
+from liger_models.convert.sizes import parse_size
 
 
 def save_checkpoint(
@@ -116,22 +117,6 @@ _AUX_PATTERNS = [
     "chat_template.*",
     "*.model",
 ]
-
-
-def parse_size(size: int | str) -> int:
-    """A number of bytes from an integer or from text such as `"5GB"` (10^9 bytes) or `"5GiB"` (2^30).
-
-    Raises:
-        ValueError: it is neither, or not positive.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", str(size).strip(), re.IGNORECASE)
-    if match is None:
-        raise ValueError(f"a size must be a number of bytes or text such as '5GB', found {size!r}")
-    number, unit, binary = match.groups()
-    bytes_ = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
-    if bytes_ <= 0:
-        raise ValueError(f"a size must be positive, found {size!r}")
-    return bytes_
 
 
 @dataclass(frozen=True)

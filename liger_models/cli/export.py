@@ -27,7 +27,7 @@ def add_parser(subparsers) -> None:
 
 
 def size(text: str) -> int:
-    from liger_models.convert.checkpoints.writing import parse_size
+    from liger_models.convert.sizes import parse_size
 
     return parse_size(text)
 

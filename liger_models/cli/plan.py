@@ -37,7 +37,7 @@ def add_parser(subparsers) -> None:
     add("--batch", type=_positive, default=1, metavar="N", help="rows on a GPU (default: %(default)s)")
     add("--seq", type=_positive, default=4096, metavar="N", help="tokens in a row (default: %(default)s)")
     add("--gpus", type=_positive, default=1, metavar="N", help="that divide the parameters (FSDP2)")
-    add("--lora", metavar="r=16", help="train adapters of this rank on all linear layers, in float32")
+    add("--lora", metavar="r=16", help="as for `train`: adapters of this rank on all linear layers")
     add("--quantize", choices=tuple(QUANTISED), help="of the layers' matrices, beside adapters")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights (%(default)s)")
     add("--weights", choices=("master", "compensated", "stochastic", "plain"), default="master")
@@ -76,12 +76,13 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     from liger_models.layers.activation_memory import LEVELS
     from liger_models.layers.memory_plan import Step, StepMemory, largest
     from liger_models.optim import state_bytes
+    from liger_models.training.lora import LoraSettings
 
     if args.quantize and not args.lora:
         raise ConfigError("--quantize is for --lora: quantised weights are not trained")
     dtype = getattr(torch, args.dtype)
     model = liger_models.from_config(find_config(args.name)[0], device="meta", dtype=dtype, dropout=0.0)
-    rank = _rank(args.lora)
+    rank = LoraSettings.parse(args.lora).r if args.lora else 0
     step = Step(
         args.batch,
         args.seq,
@@ -172,20 +173,6 @@ def _gib(gpu: str) -> float:
             f"the GPU {gpu!r} is not known; name its memory, such as 80GiB, or {', '.join(GPUS)}"
         )
     return count / 2**30
-
-
-def _rank(lora: str | None) -> int:
-    """r=16,... -> 16; 0 without."""
-    import re
-
-    from liger_models.convert.errors import ConfigError
-
-    if lora is None:
-        return 0
-    found = re.search(r"(?:^|,)r=(\d+)(?:,|$)", lora)
-    if found is None or not int(found[1]):
-        raise ConfigError(f"--lora is {lora!r}; expected its rank, such as r=16")
-    return int(found[1])
 
 
 def _positive(text: str) -> int:

@@ -241,7 +241,7 @@ def test_the_command_says_whether_it_fits_and_what_would(capsys):
     ("options", "message"),
     [
         (["--gpu", "Voodoo2"], "name its memory"),
-        (["--gpu", "H200", "--lora", "16"], "expected its rank"),
+        (["--gpu", "H200", "--lora", "16"], "is not a setting"),
         (["--gpu", "H200", "--quantize", "nf4"], "--quantize is for --lora"),
     ],
 )

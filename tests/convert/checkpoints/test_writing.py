@@ -22,8 +22,9 @@ from liger_models.convert.checkpoints.reading import (
 )
 from liger_models.convert.checkpoints.source_layout import match_layout
 from liger_models.convert.checkpoints.weight_map import Cat, Permute, Ref, Stack, checkpoint_shapes, permuted
-from liger_models.convert.checkpoints.writing import find_aux_files, parse_size, save_checkpoint
+from liger_models.convert.checkpoints.writing import find_aux_files, save_checkpoint
 from liger_models.convert.errors import CheckpointError
+from liger_models.convert.sizes import parse_size
 
 MAP = {
     "norm": Ref("norm.weight", (6,)),
