@@ -26,6 +26,7 @@ def main(folder: Path, losses: Path) -> None:
     if trainer.is_world_process_zero():
         logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         losses.write_text(json.dumps(logged))
+    torch.distributed.barrier()  # no rank takes its connections away while the other is at work
     torch.distributed.destroy_process_group()
 
 
