@@ -38,7 +38,7 @@ def main(
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     with open(data, encoding="utf-8") as lines:
         rows = [tokenize(tokenizer, **json.loads(line)) for line in lines]
-    step, losses = batch_size * ranks, []
+    step, losses = batch_size * ranks, []  # rows that fill no step are left out
     for start in [*range(0, len(rows) - step + 1, step)] * epochs:
         batch = pack(rows[start + rank : start + step : ranks], device)
         labels = (batch["labels"] != -100).sum()
@@ -51,9 +51,9 @@ def main(
     model.save_pretrained(out)  # all processes together; the first one writes
     if rank == 0:
         tokenizer.save_pretrained(out)
-    dist.destroy_process_group()
     return losses
 
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    dist.destroy_process_group()  # once the model is gone

@@ -27,14 +27,9 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules.module import (
-    _global_backward_hooks,
-    _global_backward_pre_hooks,
-    _global_forward_hooks,
-)
 from torch.utils.checkpoint import checkpoint
 
-from liger_models.layers.linear import Linear
+from liger_models.layers.linear import Linear, has_hooks
 from liger_models.layers.low_rank import projection_of
 from liger_models.layers.packed_linear import SplitProjections
 
@@ -108,15 +103,13 @@ def output_is_ours(module: nn.Module) -> bool:
     """
     if hasattr(module, "low_rank_projection"):
         return projection_of(module) is not None
-    unchanged = type(module).forward in _LINEAR_FORWARDS and "forward" not in vars(module)
+    unchanged = type(module).forward in _LINEAR_FORWARDS and not has_hooks(module)
     # No parametrization either. Of split projections it is a copy that nobody else has seen.
     plain = type(module._parameters.get("weight")) is nn.Parameter or type(module) is SplitProjections
-    own = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return unchanged and plain and not any(own) and not any(_GLOBAL_HOOKS)
+    return unchanged and plain
 
 
 _LINEAR_FORWARDS = (nn.Linear.forward, Linear.forward, SplitProjections.forward)
-_GLOBAL_HOOKS = (_global_forward_hooks, _global_backward_hooks, _global_backward_pre_hooks)
 
 
 def _pack(tensor: Tensor) -> _Kept | Recipe:

@@ -64,7 +64,8 @@ def test_the_example_for_several_gpus_trains_on_two_processes(task, tmp_path):
     both, data, out = task
     settings = "epochs=4, learning_rate=0.01, batch_size=4"
     call = f"import json, train_on_eight_gpus as t; l = t.main({str(both.folder)!r}, {str(data)!r}, "
-    call += f"{str(out)!r}, {settings}); open({str(tmp_path / 'losses')!r}, 'w').write(json.dumps(l))"
+    call += f"{str(out)!r}, {settings}); open({str(tmp_path / 'losses')!r} + str(t.dist.get_rank()), 'w')"
+    call += ".write(json.dumps(l)); t.dist.destroy_process_group()"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
         [*launch, "--no-python", sys.executable, "-c", call],
@@ -75,7 +76,7 @@ def test_the_example_for_several_gpus_trains_on_two_processes(task, tmp_path):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[:9000]
-    check(json.loads((tmp_path / "losses").read_text()), both, out, "train_on_eight_gpus")
+    check(json.loads((tmp_path / "losses0").read_text()), both, out, "train_on_eight_gpus")
 
 
 def check(losses, both, out, example):

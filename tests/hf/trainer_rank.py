@@ -4,6 +4,7 @@ Run as `python trainer_rank.py CHECKPOINT LOSSES`, with settings.json and rows.p
 CHECKPOINT/trained and LOSSES.
 """
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -26,7 +27,8 @@ def main(folder: Path, losses: Path) -> None:
     if trainer.is_world_process_zero():
         logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         losses.write_text(json.dumps(logged))
-    torch.distributed.barrier()  # no rank takes its connections away while the other is at work
+    del trainer, model  # what outlives its process group waits for ever now and then
+    gc.collect()
     torch.distributed.destroy_process_group()
 
 
