@@ -5,12 +5,14 @@ A row beyond the model's `max_position_embeddings` is counted like any other.
 """
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from liger_models.layers.memory_plan import Plan, Step
 
-# Memory that a program can have, in GiB, of GPUs by the names that people know them by.
+# Memory that a program can have, in GiB, of GPUs by the names that people know them by: of H200 and H100 as
+# their driver says, of the others a little under what their makers state.
 GPUS = {
     "B200": 178.0,
     "H200": 139.8,
@@ -81,7 +83,8 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     if args.quantize and not args.lora:
         raise ConfigError("--quantize is for --lora: quantised weights are not trained")
     dtype = getattr(torch, args.dtype)
-    model = liger_models.from_config(find_config(args.name)[0], device="meta", dtype=dtype, dropout=0.0)
+    config = args.name if Path(args.name).is_file() else find_config(args.name)[0]
+    model = liger_models.from_config(config, device="meta", dtype=dtype, dropout=0.0)
     rank = LoraSettings.parse(args.lora).r if args.lora else 0
     step = Step(
         args.batch,

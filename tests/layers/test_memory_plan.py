@@ -237,6 +237,13 @@ def test_the_command_says_whether_it_fits_and_what_would(capsys):
     assert main([*arguments, *adapters, "--gpu", "RTX4090"]) == 0
 
 
+def test_the_command_takes_a_config_file(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    for name in (tmp_path / "config.json", tmp_path):
+        assert main(["plan", str(name), "--gpu", "1GiB", "--seq", "64", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["num_parameters"] == on_meta(TINY).num_parameters()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
