@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from liger_models.causal_lm import LigerCausalLM
     from liger_models.layers.load_balance import update_correction_bias
     from liger_models.loading import from_config, from_hub, from_pretrained
+    from liger_models.parallel.dims import ParallelDims
+    from liger_models.parallel.sharding import parallelize
 
 __version__ = "0.1.0"
 
@@ -38,21 +40,25 @@ __all__ = [
     "HubError",
     "LigerCausalLM",
     "LigerModelsError",
+    "ParallelDims",
     "UnsupportedModelError",
     "from_config",
     "from_hub",
     "from_pretrained",
     "list_architectures",
+    "parallelize",
     "update_correction_bias",
 ]
 
 # Imported when first used: they bring torch along, for which `liger-models --help` should not wait.
 _HOMES = {
     "LigerCausalLM": "causal_lm",
+    "ParallelDims": "parallel.dims",
     "from_config": "loading",
     "from_hub": "loading",
     "from_pretrained": "loading",
     "list_architectures": "architectures",
+    "parallelize": "parallel.sharding",
     "update_correction_bias": "layers.load_balance",
 }
 

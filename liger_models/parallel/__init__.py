@@ -1,0 +1,11 @@
+"""A model over many processes, on torch.distributed's own engine.
+
+torch.distributed.init_process_group("nccl")
+model = liger_models.from_hub("meta-llama/Llama-3.1-8B", shard=liger_models.parallelize)
+model(input_ids, labels=input_ids).loss.backward()      # gradients are means over the processes
+"""
+
+from liger_models.parallel.dims import Meshes, ParallelDims
+from liger_models.parallel.sharding import parallelize
+
+__all__ = ["Meshes", "ParallelDims", "parallelize"]

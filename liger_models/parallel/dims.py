@@ -1,0 +1,162 @@
+"""How processes share the work, and the device meshes that say so to torch.
+
+    processes = data_replicate * data_shard * sequence
+
+| size             | its processes have                                                             |
+|------------------|--------------------------------------------------------------------------------|
+| `data_replicate` | other rows, and the same parameters                                            |
+| `data_shard`     | other rows, and other parts of the parameters                                  |
+| `sequence`       | other tokens of the same rows, and other parts of the parameters               |
+| `experts`        | other experts, whole; it takes of the processes of data_shard * sequence       |
+
+The last size changes fastest: processes of one sequence are neighbours, replicas lie farthest apart.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from liger_models.convert.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """How many processes share what. Sizes are 1 or more; `data_shard` may be -1: all that are left.
+
+    Raises:
+        ConfigError: another size.
+    """
+
+    data_replicate: int = 1
+    data_shard: int = -1
+    sequence: int = 1
+    experts: int = 1
+
+    def __post_init__(self) -> None:
+        for size in fields(self):
+            found = getattr(self, size.name)
+            good = type(found) is int and (found >= 1 or (size.name == "data_shard" and found == -1))
+            if not good:
+                also = ", or -1 for all that are left" if size.name == "data_shard" else ""
+                raise ConfigError(f"{size.name} is {found!r}; expected a whole number of 1 or more{also}")
+
+    def resolve(self, processes: int) -> ParallelDims:
+        """These sizes for so many processes, without a -1.
+
+        Raises:
+            ConfigError: their product is not the number of processes, or the experts do not divide the
+                processes that share the parameters.
+        """
+        dims = self
+        if dims.data_shard == -1:
+            others = dims.data_replicate * dims.sequence
+            if processes % others:
+                raise ConfigError(
+                    f"{processes} processes cannot be shared by data_replicate={dims.data_replicate} times "
+                    f"sequence={dims.sequence}; expected a multiple of {others}"
+                )
+            dims = replace(dims, data_shard=processes // others)
+        product = dims.data_replicate * dims.data_shard * dims.sequence
+        if product != processes:
+            raise ConfigError(
+                f"data_replicate={dims.data_replicate} times data_shard={dims.data_shard} times "
+                f"sequence={dims.sequence} is {product}, and there are {processes} processes"
+            )
+        if dims.shards % dims.experts:
+            raise ConfigError(
+                f"experts={dims.experts} must divide data_shard * sequence, which is {dims.shards}"
+            )
+        return dims
+
+    @property
+    def shards(self) -> int:
+        """The processes that share one copy of the parameters."""
+        return self.data_shard * self.sequence
+
+    def meshes(self, device_type: str) -> Meshes:
+        """The device meshes of all processes of the default process group; all of them must call this.
+
+        Args:
+            device_type: "cuda" or "cpu".
+
+        Raises:
+            ConfigError: as `resolve`; or there is no process group.
+        """
+        dims = self.resolve(process_count())
+
+        def mesh(sizes: dict[str, int]) -> DeviceMesh:
+            return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+        data = {"replicate": dims.data_replicate, "shard": dims.shards}
+        if dims.data_replicate == 1:
+            del data["replicate"]
+        sequence = experts = None
+        if dims.sequence > 1:
+            rows = dims.data_replicate * dims.data_shard
+            sequence = mesh({"rows": rows, "sequence": dims.sequence})["sequence"]
+        if dims.experts > 1:
+            shard = dims.shards // dims.experts
+            experts = mesh({"replicate": dims.data_replicate, "shard": shard, "experts": dims.experts})
+        return Meshes(dims, mesh(data), sequence, experts)
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """Device meshes over the same processes.
+
+    Attributes:
+        dims: their sizes.
+        data: over what parameters are divided and gradients are averaged: ("shard",), or ("replicate",
+            "shard"). The processes of a sequence are part of "shard".
+        sequence: ("sequence",), the processes that have one sequence with this one; None for a size of 1.
+        experts: ("replicate", "shard", "experts"); None for a size of 1.
+    """
+
+    dims: ParallelDims
+    data: DeviceMesh
+    sequence: DeviceMesh | None = None
+    experts: DeviceMesh | None = None
+
+    @property
+    def device_type(self) -> str:
+        return self.data.device_type
+
+
+def meshes_of(mesh: DeviceMesh | ParallelDims | Meshes | None, device_type: str) -> Meshes:
+    """The meshes that a user means by one of torch's, by sizes, or by nothing (all processes share all).
+
+    Raises:
+        ConfigError: as `ParallelDims.meshes`; or a mesh of torch's whose dimensions are others than
+            ("shard",) or ("replicate", "shard").
+    """
+    if isinstance(mesh, Meshes):
+        return mesh
+    if mesh is None or isinstance(mesh, ParallelDims):
+        return (mesh or ParallelDims()).meshes(device_type)
+    sizes, names = tuple(mesh.mesh.shape), mesh.mesh_dim_names
+    expected = ("replicate", "shard")[-len(sizes) :]
+    if len(sizes) > 2 or (len(sizes) == 2 and names is not None and names != expected):
+        raise ConfigError(
+            f"a device mesh of {sizes} processes with the dimensions {names} was given; expected one of one "
+            'dimension, or ("replicate", "shard"). For sequences and experts give a ParallelDims'
+        )
+    return Meshes(ParallelDims(math.prod(sizes[:-1]), sizes[-1]), mesh)
+
+
+def process_count() -> int:
+    """
+    Raises:
+        ConfigError: there is no process group.
+    """
+    distributed: Any = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        raise ConfigError(
+            "there is no process group: start the program with torchrun, and call "
+            "torch.distributed.init_process_group() first"
+        )
+    return distributed.get_world_size()

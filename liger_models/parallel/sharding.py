@@ -1,0 +1,106 @@
+"""parallelize: parameters, gradients and the optimizer's state divided over processes (FSDP2).
+
+    model = from_hub(name, shard=parallelize)                                  # all processes share all
+    model = from_hub(name, shard=partial(parallelize, mesh=ParallelDims(data_replicate=2)))       # HSDP
+
+Each layer is gathered when it runs, while the one before it works, and again in the backward pass. The
+embedding and the head are groups of their own, unless they share their weight: what they take is given back,
+and their gradients are divided, as soon as they have run. Norms stay with the layer that reads their output:
+what a layer keeps of a norm is its input and its weight (layers/activation_memory.py), which must be there
+when the layer's backward pass begins.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from liger_models.causal_lm import LigerCausalLM
+from liger_models.convert.checkpoints.shards import is_sharded
+from liger_models.convert.errors import UnsupportedModelError
+from liger_models.parallel.dims import Meshes, ParallelDims, meshes_of
+
+
+def parallelize(
+    model: LigerCausalLM,
+    mesh: DeviceMesh | ParallelDims | Meshes | None = None,
+    *,
+    compute_dtype: torch.dtype | None = None,
+    reshard_after_forward: bool = True,
+) -> LigerCausalLM:
+    """Divide a model over processes, in place, by `fully_shard` of torch.distributed.fsdp (FSDP2).
+
+    The model is called, trained and saved as before, by all processes together, each with rows of its own.
+    Gradients are means over the processes, added up in float32: a loss over all labels of a step is
+    `model(..., num_items_in_batch=labels / processes).loss`. Optimizers, `clip_grad_norm` and checkpoints see
+    DTensors; make the optimizer afterwards. Given to `from_hub` or `from_config` as `shard`, it divides the
+    model before it has memory, and each process reads or makes its own rows alone.
+
+    Args:
+        model: on the meta device, or whole and the same in every process, on the mesh's device.
+        mesh: of torch's, ("shard",) or ("replicate", "shard"); or sizes; default: all processes share all
+            parameters.
+        compute_dtype: what parameters and the inputs of layers are cast to while they are at work, such as
+            torch.bfloat16 for float32 parameters. Default: their own.
+        reshard_after_forward: whether layers are gathered again for the backward pass. False keeps the whole
+            parameters from the forward pass on, and gathers once.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigError: sizes that do not fit the processes, or there is no process group.
+        UnsupportedModelError: the model is divided already, or a group of parameters to train mixes dtypes.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    if any(is_sharded(p) for p in model.parameters()):
+        raise UnsupportedModelError("the model is divided over processes already; parallelize it once")
+    meshes = meshes_of(mesh, _device_type(model))
+    if meshes.sequence is not None or meshes.experts is not None:
+        raise UnsupportedModelError(f"{meshes.dims}: sequence and experts must be 1")
+    groups = _groups(model)
+    for name, modules in groups.items():
+        _check_dtypes(name, modules, compute_dtype)
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    last = model.layers[-1] if len(model.layers) else None
+    for part in (part for parts in groups.values() for part in parts):
+        # What the backward pass begins with is not given back just before.
+        reshard = reshard_after_forward and part not in (last, model.lm_head, model)
+        fully_shard(part, mesh=meshes.data, mp_policy=policy, reshard_after_forward=reshard)
+    return model
+
+
+def _groups(model: LigerCausalLM) -> dict[str, list[nn.Module]]:
+    """What is gathered together, by name, in the order in which it must be divided: parts before the whole.
+
+    A weight that the head shares with the embedding stays with the whole model, which is gathered first and
+    given back last.
+    """
+    parts: dict[str, list[nn.Module]] = {f"layer {i}": [layer] for i, layer in enumerate(model.layers)}
+    if not model.spec.tie_word_embeddings:
+        parts |= {"the embedding": [model.embed_tokens], "the head": [model.lm_head]}
+    return parts | {"the model": [model]}
+
+
+def _check_dtypes(name: str, modules: list[nn.Module], compute_dtype: torch.dtype | None) -> None:
+    """FSDP2 adds up the gradients of a group in one buffer, of one dtype."""
+    found = {p.dtype for module in modules for p in module.parameters() if p.requires_grad}
+    if len(found) > 1:
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
+        raise UnsupportedModelError(
+            f"{name} has parameters to train in {names}, and those that are divided together must have one "
+            "dtype; load the model with dtype='bfloat16' or 'float32'"
+        )
+
+
+def _device_type(model: LigerCausalLM) -> str:
+    """Of the model, or where it will be: where the processes' collectives are."""
+    if model.device.type != "meta":
+        return model.device.type
+    distributed: Any = torch.distributed
+    nccl = distributed.is_initialized() and distributed.get_backend() == "nccl"
+    return "cuda" if nccl or (torch.cuda.is_available() and distributed.get_backend() != "gloo") else "cpu"
