@@ -15,13 +15,14 @@ from liger_models.kernels._dispatch import ceil_div, jit, next_power_of_2, on_de
 
 
 class ExpertOrder(NamedTuple):
-    """The R = T k assignments of tokens to experts, sorted by expert, and their division into tiles.
+    """The R assignments of tokens to experts, sorted by expert, and their division into tiles. R is T k, but
+    for slots that are nothing (expert -1).
 
     A tile is `block` consecutive rows or fewer, all of one expert: each expert leaves at most one unfilled.
 
     Attributes:
         order: [R] int32. Row r is assignment order[r]: slot order[r] % k of token order[r] // k.
-        position: [R] int32, its inverse: assignment a is row position[a].
+        position: [T k] int32, its inverse: assignment a is row position[a], or -1 if it is nothing.
         offsets: [E + 1] int32. The rows of expert e are offsets[e] to offsets[e + 1], the latter excluded.
         tile_expert, tile_row: the expert and the first row of each tile. There are as many as the worst
             distribution of R rows needs; an expert of -1 marks those that this one does not.
@@ -41,29 +42,33 @@ class ExpertOrder(NamedTuple):
         return self.order.numel()
 
 
-def sort_by_expert(experts: Tensor, num_experts: int) -> ExpertOrder:
-    """Sort the assignments `experts` [T, k], integers in [0, num_experts), which is not checked."""
-    num_rows, top_k = experts.numel(), experts.shape[1]
+def sort_by_expert(experts: Tensor, num_experts: int, num_rows: int | None = None) -> ExpertOrder:
+    """Sort the assignments `experts` [T, k], integers in [0, num_experts), or -1 in all but `num_rows` of
+    them. Neither is checked.
+    """
+    slots, top_k = experts.numel(), experts.shape[1]
+    num_rows = slots if num_rows is None else num_rows
     block = _block_rows(num_rows, num_experts)
     most = min(num_rows, num_rows // block + num_experts)
     order, position, offsets, tile_expert, tile_row = (
         torch.empty(size, dtype=torch.int32, device=experts.device)
-        for size in (num_rows, num_rows, num_experts + 1, most, most)
+        for size in (num_rows, slots, num_experts + 1, most, most)
     )
     if not num_rows:
         offsets.zero_()
+        position.fill_(-1)
         return ExpertOrder(order, position, offsets, tile_expert, tile_row, block, top_k)
     block_experts = next_power_of_2(num_experts)
     # A tile of chunk x experts has 16,384 elements: 64 registers of each of 256 threads.
     chunk = max(1, min(1024, 16384 // block_experts))
-    chunks = ceil_div(num_rows, chunk)
+    chunks = ceil_div(slots, chunk)
     counts = torch.empty(num_experts, chunks, dtype=torch.int32, device=experts.device)
     totals = torch.empty(num_experts, dtype=torch.int32, device=experts.device)
     experts = experts.contiguous()
     sizes = {"CHUNK": chunk, "BLOCK_EXPERTS": block_experts}
     block_tiles = max(1, min(64, 8192 // block_experts))
     with on_device_of(experts):
-        _count_kernel[(chunks,)](experts, counts, num_rows, num_experts, **sizes, num_warps=8)
+        _count_kernel[(chunks,)](experts, counts, slots, num_experts, **sizes, num_warps=8)
         _sum_counts_kernel[(num_experts,)](counts, totals, chunks, BLOCK=min(4096, next_power_of_2(chunks)))
         _place_kernel[(chunks,)](
             experts,
@@ -72,7 +77,7 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> ExpertOrder:
             order,
             position,
             offsets,
-            num_rows,
+            slots,
             num_experts,
             **sizes,
             num_warps=8,
@@ -96,10 +101,10 @@ def _block_rows(num_rows: int, num_experts: int) -> int:
 
 
 @jit
-def _count_kernel(experts, counts, num_rows, num_experts, CHUNK: tl.constexpr, BLOCK_EXPERTS: tl.constexpr):
+def _count_kernel(experts, counts, slots, num_experts, CHUNK: tl.constexpr, BLOCK_EXPERTS: tl.constexpr):
     chunk, chunks = tl.program_id(0), tl.num_programs(0)
     assignment = chunk * CHUNK + tl.arange(0, CHUNK)
-    mine = tl.load(experts + assignment, assignment < num_rows, -1)
+    mine = tl.load(experts + assignment, assignment < slots, -1)
     expert = tl.arange(0, BLOCK_EXPERTS)
     count = tl.sum((mine[:, None] == expert[None, :]).to(tl.int32), 0)
     tl.store(counts + expert * chunks + chunk, count, expert < num_experts)
@@ -126,7 +131,7 @@ def _place_kernel(
     order,
     position,
     offsets,
-    num_rows,
+    slots,
     num_experts,
     CHUNK: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
@@ -141,13 +146,13 @@ def _place_kernel(
         tl.store(offsets, 0)
     base = end - total + tl.load(counts + expert * chunks + chunk, real, 0)
     assignment = chunk * CHUNK + tl.arange(0, CHUNK)
-    mask = assignment < num_rows
+    mask = assignment < slots
     mine = tl.load(experts + assignment, mask, -1)
     hit = (mine[:, None] == expert[None, :]).to(tl.int32)
     earlier = tl.cumsum(hit, 0) - hit
     row = tl.sum(hit * (base[None, :] + earlier), 1)
-    tl.store(position + assignment, row, mask)
-    tl.store(order + row, assignment, mask)
+    tl.store(position + assignment, tl.where(mine < 0, -1, row), mask)
+    tl.store(order + row, assignment, mask & (mine >= 0))
 
 
 @jit

@@ -36,7 +36,7 @@ def spread_rows(x: Tensor, order: ExpertOrder) -> Tensor:
 def sum_slots(rows: Tensor, weights: Tensor | None, order: ExpertOrder) -> Tensor:
     """rows [R, H], weights [T, k] or None for ones -> y [T, H], slot after slot."""
     width = rows.shape[1]
-    y = rows.new_empty(order.num_rows // order.top_k, width)
+    y = rows.new_empty(order.position.numel() // order.top_k, width)
     if y.numel():
         block = min(1024, next_power_of_2(width))
         weights = None if weights is None else weights.contiguous()
@@ -80,7 +80,9 @@ def gated_backward(
     num_rows, width = h.shape[0], h.shape[1] // 2
     weights = weights.contiguous()
     dh = torch.empty_like(h) if want_h else None
-    dweights = torch.empty_like(weights) if want_weights else None
+    # Slots that are nothing have no row that writes their gradient.
+    memory = torch.empty_like if num_rows == weights.numel() else torch.zeros_like
+    dweights = memory(weights) if want_weights else None
     product = h.new_empty(num_rows, width) if want_product else None
     if num_rows:
         block = min(256, next_power_of_2(max(width, 1)))
@@ -130,7 +132,7 @@ def _spread_rows_kernel(x, position, rows, x_stride, width, TOP_K: tl.constexpr,
     value = tl.load(x + token * x_stride + column, mask)
     for slot in tl.static_range(TOP_K):
         row = tl.load(position + token * TOP_K + slot).to(tl.int64)
-        tl.store(rows + row * width + column, value, mask)
+        tl.store(rows + row * width + column, value, mask & (row >= 0))
 
 
 @jit
@@ -141,9 +143,9 @@ def _sum_slots_kernel(rows, weights, position, y, width, TOP_K: tl.constexpr, BL
     total = tl.zeros((BLOCK,), tl.float32)
     for slot in tl.static_range(TOP_K):
         row = tl.load(position + token * TOP_K + slot).to(tl.int64)
-        value = tl.load(rows + row * width + column, mask, 0.0).to(tl.float32)
+        value = tl.load(rows + row * width + column, mask & (row >= 0), 0.0).to(tl.float32)
         if weights is not None:
-            value *= tl.load(weights + token * TOP_K + slot).to(tl.float32)
+            value *= tl.load(weights + token * TOP_K + slot, row >= 0, 0.0).to(tl.float32)
         total += value
     tl.store(y + token * width + column, total.to(y.dtype.element_ty), mask)
 

@@ -75,6 +75,7 @@ def moe_experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     weighted: Weighted = "outputs",
+    num_rows: int | None = None,
 ) -> Tensor:
     """Weighted sum over a token's experts of down(act(gate(x)) * up(x)).
 
@@ -88,6 +89,8 @@ def moe_experts(
         gate_up_bias: [E, 2 I], the gate's first, in x's dtype, or None.
         down_bias: [E, H], in x's dtype, or None. It is weighted as the rest of an expert's output is.
         weighted: what the weights multiply: the experts' "outputs"; or their "inputs", without biases.
+        num_rows: given, slots whose expert is -1 are nothing, of no work and no memory, and this is how many
+            the others are, which a GPU does not check: where experts are divided, a token has some elsewhere.
 
     Under autocast x, the matrices and their biases may have any dtypes, and autocast's is taken. In a graph
     of torch.compile on a CPU, all experts compute all tokens.
@@ -98,7 +101,7 @@ def moe_experts(
 
     Raises:
         ValueError: shapes that do not fit, an unknown activation, weighted inputs beside biases, tensors on
-            several devices.
+            several devices; slots that are nothing in a graph of torch.compile.
         TypeError: dtypes that do not fit.
         IndexError: an expert outside [0, E), on a CPU.
     """
@@ -107,13 +110,16 @@ def moe_experts(
     x, gate_up, down, gate_up_bias, down_bias = _cast(x, gate_up, down, gate_up_bias, down_bias)
     operands = x, weights, experts, gate_up, down, gate_up_bias, down_bias
     if torch.compiler.is_compiling():
+        if num_rows is not None:
+            raise ValueError("num_rows was given: slots that are nothing cannot be compiled; run it as it is")
         if triton is not None and x.is_cuda and x.dtype != torch.float64:
             return _operator(*operands, *activation_constants(activation).values(), inputs)[0]
         return _dense(*operands, activation, inputs)
     if use_triton(x, weights, experts, gate_up, down, gate_up_bias, down_bias):
-        return _Experts.apply(*operands, activation, inputs)
+        return _Experts.apply(*operands, activation, inputs, num_rows)
+    biases = gate_up_bias, down_bias
     return as_once_differentiable(
-        moe_experts_plain(x, weights, experts, gate_up, down, activation, gate_up_bias, down_bias, weighted)
+        moe_experts_plain(x, weights, experts, gate_up, down, activation, *biases, weighted, num_rows)
     )
 
 
@@ -127,11 +133,15 @@ def moe_experts_plain(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     weighted: Weighted = "outputs",
+    num_rows: int | None = None,
 ) -> Tensor:
     """The meaning of `moe_experts`, in plain PyTorch."""
-    if experts.numel() and not 0 <= experts.min() <= experts.max() < len(gate_up):
+    least = 0 if num_rows is None else -1
+    if experts.numel() and not least <= experts.min() <= experts.max() < len(gate_up):
         found = f"from {int(experts.min())} to {int(experts.max())}"
-        raise IndexError(f"experts lie {found}; expected 0 to {len(gate_up) - 1}")
+        raise IndexError(f"experts lie {found}; expected {least} to {len(gate_up) - 1}")
+    if num_rows is not None and (found_rows := int((experts >= 0).sum())) != num_rows:
+        raise ValueError(f"num_rows is {num_rows}, but {found_rows} slots have an expert")
     y = torch.zeros_like(at_least_float32(x))
     for e in range(len(gate_up)):
         token, slot = torch.where(experts == e)
@@ -240,8 +250,8 @@ class _Wanted(NamedTuple):
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weights, experts, gate_up, down, gate_up_bias, down_bias, activation, inputs):
-        order = sort_by_expert(experts, len(gate_up))
+    def forward(ctx, x, weights, experts, gate_up, down, gate_up_bias, down_bias, activation, inputs, rows):
+        order = sort_by_expert(experts, len(gate_up), rows)
         y, h = _forward(x, weights, gate_up, down, gate_up_bias, down_bias, order, activation, inputs)
         experts = None if down_bias is None else experts  # which only the bias has a use for
         ctx.save_for_backward(x, weights, experts, gate_up, down, down_bias, h, *order[:_TENSORS])
@@ -257,7 +267,7 @@ class _Experts(torch.autograd.Function):
         activation, inputs = ctx.options
         operands = x, weights, experts, gate_up, down, down_bias, h
         dx, dweights, *dexperts = _backward(dy, *operands, order, activation, inputs, _wanted(ctx))
-        return dx, dweights, None, *dexperts, None, None
+        return dx, dweights, None, *dexperts, None, None, None
 
 
 _TENSORS = 5  # of an ExpertOrder: its first fields

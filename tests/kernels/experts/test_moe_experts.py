@@ -142,6 +142,40 @@ def test_biases_and_a_clamped_activation_are_those_of_the_formula(sizes, impleme
         assert_near(actual, expected, 32)
 
 
+@pytest.mark.parametrize("kept", ["some", "none", "all"])
+def test_slots_of_no_expert_are_nothing(kept, implementation, assert_near):
+    """As they are where experts are divided over ranks: the formula with weights of zero, which get no
+    gradient.
+    """
+    inputs = operands(17, 10, 6, 5, 3, biases=True)
+    _, weights, experts = inputs[:3]
+    away = {"some": torch.rand(experts.shape) < 0.6, "none": experts >= 0, "all": experts < 0}[kept]
+    upstream = torch.randn(17, 10)
+    masked = [inputs[0], weights.detach().masked_fill(away, 0).requires_grad_(), *inputs[2:]]
+    y, dx, dweights, *dmatrices = run(with_biases(formula), doubled(masked), upstream)
+    inputs[2] = experts.masked_fill(away, -1)
+    ours = (
+        lambda *inputs: moe_experts(  # noqa: E731
+            *inputs[:-2], CLAMPED, *inputs[-2:], num_rows=int((~away).sum())
+        )
+    )
+    expected = [y, dx, dweights.masked_fill(away, 0), *dmatrices]
+    for actual, truth in zip(run(ours, inputs, upstream), expected, strict=True):
+        assert_near(actual, truth, 32)  # as for the formula above
+
+
+def test_slots_of_no_expert_are_counted_and_not_compiled(monkeypatch):
+    x, weights, experts, *matrices = operands(7, 10, 6, 5, 2)
+    experts[0, 0] = -1
+    with pytest.raises(IndexError, match="from -1 to"):
+        moe_experts(x, weights, experts, *matrices)
+    with pytest.raises(ValueError, match="num_rows is 14, but 13 slots have an expert"):
+        moe_experts(x, weights, experts, *matrices, num_rows=14)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(ValueError, match="cannot be compiled"):
+        moe_experts(x, weights, experts, *matrices, num_rows=13)
+
+
 def test_one_bias_alone_is_added_and_has_its_gradient(implementation, assert_near):
     *inputs, gate_up_bias, down_bias = operands(7, 10, 6, 5, 2, biases=True)
     upstream = torch.randn(7, 10)
