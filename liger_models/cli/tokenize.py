@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
     if args.output:
         build_corpus(args.output, data, tokenizer, **options)
         data = [args.output]
-    documents = load_documents(data, tokenizer, cache=args.data_cache, **options)
+    documents = load_documents(data, tokenizer, cache=args.data_cache, verify=args.verify_data, **options)
     stream = Stream(documents, args.seq_len, args.seed)
     for part in documents.parts:
         print(part.corpus.folder)

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 DESCRIPTION = """\
-Train a model on text (.txt, .md), JSONL (.jsonl, .jsonl.gz), Parquet, or data sets of the Hugging Face hub
+Train a model on text (.txt, .md), JSONL (.jsonl, .jsonl.gz, .jsonl.zst), Parquet, or data sets of the hub
 (hf:OWNER/NAME[:CONFIG[:SPLIT]]). Each record is {"text": ...}, or {"prompt": ..., "completion": ...}, or
 {"messages": [{"role": ..., "content": ...}, ...]}; where there is a prompt, only the completion or what the
 assistant says is trained. Data are tokenized once, into files that are mapped into memory. Documents are
@@ -209,13 +209,18 @@ def add_data(group: argparse._ActionsContainer) -> None:
         nargs="+",
         required=True,
         metavar="[WEIGHT=]SOURCE",
-        help=".txt, .md, .jsonl, .jsonl.gz and .parquet files, folders and patterns of them, hf: data sets, "
-        "- for JSON lines on standard input, or corpora; a weight is a share of tokens: 0.7=a.jsonl 0.3=b",
+        help=".txt, .md, .jsonl[.gz or .zst] and .parquet files, folders and patterns of them, hf: data "
+        "sets, - for JSON lines on standard input, or corpora; a weight is a share of tokens: 0.7=a.jsonl 0.3=b",
     )
     group.add_argument(
         "--data-cache",
         metavar="FOLDER",
         help="where tokenized data are kept (default: liger_models/data in the user's folder of caches)",
+    )
+    group.add_argument(
+        "--verify-data",
+        action="store_true",
+        help="compute the digests of all corpora anew (default: where files are younger than manifests)",
     )
 
 

@@ -15,6 +15,8 @@ from liger_models.training.lora import LoraSettings
 
 SCHEDULES = ("cosine", "linear", "constant")
 DTYPES = ("auto", "float32", "bfloat16")
+# Settings that may differ from one part of a run to the next without a word.
+PLACES = ("resume", "output", "data", "eval_data", "data_cache", "verify_data", "tokenizer")
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class TrainConfig:
     data               files, folders, patterns, data sets of the hub or corpora, each with a weight or none
                        (docs/data.md)
     data_cache         folder of tokenized data; by default liger_models/data in the user's folder of caches
+    verify_data        compute the digests of tokenized data anew before training on them
     output             folder of metrics, checkpoint-N folders and the final export
     eval_data          held-out data, named like `data`; or else
     eval_fraction      the share of the documents of `data` that is held out, chosen by the seed
@@ -62,6 +65,7 @@ class TrainConfig:
     eval_data: tuple[str, ...] = ()
     eval_fraction: float = 0.0
     data_cache: str | None = None
+    verify_data: bool = False
     tokenizer: str | None = None
     seq_len: int = 2048
     batch_size: int = 1

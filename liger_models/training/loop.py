@@ -32,7 +32,7 @@ from liger_models.optim import state_bytes
 from liger_models.presets import PRESETS, preset
 from liger_models.quantization import quantise
 from liger_models.training import state as states
-from liger_models.training.config import TrainConfig
+from liger_models.training.config import PLACES, TrainConfig
 from liger_models.training.data import (
     Documents,
     Stream,
@@ -413,6 +413,7 @@ class Run:
                 vocab_size=vocab_size,
                 truncate=config.truncate,
                 cache=config.data_cache,
+                verify=config.verify_data,
             )
 
         documents, held_out = load(config.data), None
@@ -453,7 +454,7 @@ class Run:
                 "these weights without --resume"
             )
         for name, (then, now) in changed.items():
-            if name not in ("resume", "output", "data", "eval_data", "data_cache", "tokenizer"):
+            if name not in PLACES:
                 self.world.say(f"resuming with {name}={now}, which was {then}")
 
     def _announce(self, checkpoint: Path | None) -> None:

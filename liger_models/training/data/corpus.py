@@ -10,7 +10,8 @@
                         its prompt teaches nothing)
 
 Numbers are little-endian. The folder is written beside its place and renamed when it is whole and on the
-disk: there is no half of a corpus.
+disk: there is no half of a corpus. Whoever opens one sees that its files have their sizes; their digest is
+computed where one of them is younger than the manifest, which is written last, or on request (`verify`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import warnings
 from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -64,11 +65,15 @@ class Corpus:
 
     Attributes: `folder`, `manifest`, `starts` [documents + 1] int64 and `whole` [documents] bool.
 
+    Args:
+        folder: where it is.
+        verify: read all of it once, and compare its digest.
+
     Raises:
         DataError: the folder holds none, or its files are not those that its manifest names.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, verify: bool = False) -> None:
         self.folder = folder
         path = folder / MANIFEST
         try:
@@ -95,6 +100,8 @@ class Corpus:
                 f"{folder} is no corpus that can be read ({type(error).__name__}: {error}); remove it and "
                 "tokenize again"
             ) from error
+        if verify or self._changed_since_it_was_written():
+            self.verify()
 
     def __len__(self) -> int:
         return len(self.whole)
@@ -105,6 +112,34 @@ class Corpus:
         offset = self._shard_starts[shard]
         tokens, trained = self._shards[shard]
         return tokens[start - offset : stop - offset], trained[start - offset : stop - offset]
+
+    def verify(self) -> None:
+        """Raises DataError where the digest of what is there is not that of what was written."""
+        digests = []
+        for files in self._files():
+            digest = hashlib.sha256()
+            for path in files:
+                with path.open("rb") as file:
+                    while block := file.read(1 << 22):
+                        digest.update(block)
+            digests.append(digest)
+        if _joined(digests) != self.digest:
+            raise DataError(
+                f"{self.folder} does not hold what was written into it: its digest is not the manifest's. "
+                "The disk or a program changed it; remove it and tokenize again"
+            )
+        with contextlib.suppress(OSError):  # a corpus of somebody else
+            (self.folder / MANIFEST).touch()  # which spares reading a copy at every opening
+
+    def _changed_since_it_was_written(self) -> bool:
+        written = (self.folder / MANIFEST).stat().st_mtime_ns
+        return any(path.stat().st_mtime_ns > written for files in self._files() for path in files)
+
+    def _files(self) -> list[list[Path]]:
+        """In the order in which they are digested: tokens, trained, starts, whole."""
+        numbers = range(len(self.manifest["shards"]))
+        shards = [[self.folder / f"{name}-{k:05}.bin" for k in numbers] for name in ("tokens", "trained")]
+        return [*shards, [self.folder / "starts.bin"], [self.folder / "whole.bin"]]
 
     def check(self, limits: Limits) -> None:
         """Raises DataError, which names the record, for what a run cannot take."""
@@ -175,13 +210,10 @@ class CorpusWriter:
         self.start = self.stop = 0  # of the document that is written
         self._put("starts", self.starts, array("q", [0]))
 
-    def add(self, ids: list[int], trained: bytes, whole: bool) -> None:
-        """A document: `trained` has a byte for each id, the first of which is 0."""
-        self.extend(ids, trained)
-        self.end(whole)
-
     def extend(self, ids: list[int], trained: bytes) -> None:
-        """More of a document, which `end` ends. All of it is in one shard."""
+        """More of a document, which `end` ends: `trained` has a byte for each id, 0 for a document's first.
+        All of it is in one shard.
+        """
         new = self.start == self.stop
         if not self.shards or (new and self.shards[-1] + len(ids) > self.shard_tokens):
             number = len(self.shards)
@@ -208,7 +240,6 @@ class CorpusWriter:
 
     def close(self) -> None:
         self.counts.update(documents=self.documents, tokens=self.start, labels=self.labels)
-        digest = hashlib.sha256("".join(d.hexdigest() for d in self.digests.values()).encode())
         self.manifest = {
             "format": FORMAT,
             **self.about,
@@ -218,7 +249,7 @@ class CorpusWriter:
             "tokens": self.start,
             "dtype": self.dtype,
             "shards": self.shards,
-            "digest": digest.hexdigest(),
+            "digest": _joined(self.digests.values()),
         }
 
     def _open(self, name: str) -> BinaryIO:
@@ -231,6 +262,10 @@ class CorpusWriter:
         self.digests[name].update(data)
         with naming(Path(file.name)):
             file.write(data)
+
+
+def _joined(digests: Iterable[hashlib._Hash]) -> str:
+    return hashlib.sha256("".join(digest.hexdigest() for digest in digests).encode()).hexdigest()
 
 
 def _check(name: str, found: Extreme, limits: Limits) -> None:

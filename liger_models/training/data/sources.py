@@ -1,7 +1,8 @@
 """What data can be named by, and the records in it, one after another.
 
     a.txt  a.md                      one document each
-    a.jsonl  a.jsonl.gz              a record a line
+    a.jsonl                          a record a line; packed also a.jsonl.gz, and a.jsonl.zst (needs
+                                     zstandard)
     a.parquet                        a record a row (needs pyarrow)
     folder  'folder/**/*.jsonl'      all files of these kinds in it, or that match, by name
     hf:OWNER/NAME[:CONFIG[:SPLIT]]   a data set of the Hugging Face hub, streamed (needs datasets); the split
@@ -33,11 +34,12 @@ from liger_models.training.data.records import FIELDS, LONG, Record, parse_line,
 Advance = Callable[[int], object]
 STDIN = "-"
 HUB = "hf:"
-KINDS = (".txt", ".md", ".jsonl", ".jsonl.gz", ".parquet")
+KINDS = (".txt", ".md", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 WEIGHT = re.compile(r"((?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)=(.+)", re.DOTALL)
 ROWS = 1024  # of a table at once
 LONG_TEXT = 1 << 25  # bytes of a file that is not read as a whole
 BLOCK, OVERLAP = 1 << 20, 1 << 13  # characters
+PACKED = 1 << 16  # bytes of a .zst file at once, which may become a thousand times as many
 
 
 def split_weights(names: Iterable[str]) -> tuple[list[str], list[float] | None]:
@@ -174,7 +176,9 @@ def _blocks(path: Path, advance: Advance) -> Iterator[str]:
             raise DataError(f"{path} is not UTF-8 ({error}); convert it first") from error
 
 
-def _read_lines(where: str, lines: BinaryIO, counts: Counter[str], advance: Advance) -> Iterator[Record]:
+def _read_lines(
+    where: str, lines: Iterable[bytes], counts: Counter[str], advance: Advance
+) -> Iterator[Record]:
     for number, line in enumerate(lines, 1):
         if line.strip():
             yield parse_line(f"{where}, line {number}", line, counts)
@@ -198,9 +202,49 @@ def _read_gzip(path: Path, counts: Counter[str], advance: Advance) -> Iterator[R
             done = packed.tell()
 
         try:
-            yield from _read_lines(str(path), lines, counts, told)  # type: ignore[arg-type]
+            yield from _read_lines(str(path), lines, counts, told)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise DataError(f"{path} cannot be unpacked ({error}); it is damaged, or no gzip file") from error
+
+
+def _read_zstandard(path: Path, counts: Counter[str], advance: Advance) -> Iterator[Record]:
+    with path.open("rb") as packed:
+        lines = _split_lines(_unpacked(path, packed, advance))
+        yield from _read_lines(str(path), lines, counts, lambda _: None)
+
+
+def _unpacked(path: Path, packed: BinaryIO, advance: Advance) -> Iterator[bytes]:
+    """The content of a .zst file, whose frames follow one another. The library's own reader takes a file that
+    was cut short for one that ends.
+    """
+    try:
+        import zstandard
+    except ImportError as error:
+        raise DataError(f"{path} needs zstandard: pip install 'liger_models[data]'") from error
+    frame = None
+    while block := packed.read(PACKED):
+        advance(len(block))
+        while block:
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            try:
+                yield frame.decompress(block)
+            except zstandard.ZstdError as error:
+                raise DataError(
+                    f"{path} cannot be unpacked ({error}); it is damaged, or no Zstandard file"
+                ) from error
+            block = frame.unused_data if frame.eof else b""
+            frame = None if frame.eof else frame
+    if frame is not None:
+        raise DataError(f"{path} cannot be unpacked (it ends within a frame); it is damaged")
+
+
+def _split_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    rest = b""
+    for block in blocks:
+        *lines, rest = (rest + block).split(b"\n")
+        yield from lines
+    if rest:
+        yield rest
 
 
 def _read_stdin(name: str, counts: Counter[str], advance: Advance) -> Iterator[Record]:
@@ -240,6 +284,7 @@ _READERS: dict[str, Callable[[Path, Counter[str], Advance], Iterator[Record]]] =
     ".md": _read_text,
     ".jsonl": _read_jsonl,
     ".jsonl.gz": _read_gzip,
+    ".jsonl.zst": _read_zstandard,
     ".parquet": _read_parquet,
 }
 

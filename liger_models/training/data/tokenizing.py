@@ -1,7 +1,7 @@
 """Sources to a corpus, once: built where there is none of the same sources, tokenizer and options.
 
-Records are read and tokenized in batches of bounded size by the tokenizer's own threads, and appended to
-files; what is held at any time is one batch (and the longest single record).
+Records are read and tokenized in batches of bounded size, by the tokenizer's own threads, while the batch
+before is appended to files; what is held at any time is two batches (and the longest single record).
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from liger_models.convert.checkpoints.hub import local_path
 from liger_models.convert.errors import DataError
+from liger_models.training.data.ahead import ahead
 from liger_models.training.data.corpus import (
     SHARD_TOKENS,
     Corpus,
@@ -51,6 +52,7 @@ def load_documents(
     vocab_size: int,
     truncate: bool = False,
     cache: str | Path | None = None,
+    verify: bool = False,
 ) -> Documents:
     """The documents of what `data` names (see sources.py), or of corpora that `tokenize` made.
 
@@ -61,6 +63,8 @@ def load_documents(
 
     What was tokenized before, and has not changed since, is taken from `cache` (default: liger_models/data
     in the user's folder of caches). Of several processes the first to come builds it, and the others wait.
+    With `verify`, digests of what was tokenized before are computed anew: a corpus in the cache that is
+    damaged is made again, and one that was named is refused.
 
     Raises DataError, with file and line, for what cannot be used: a missing or empty file, an unknown
     suffix, text that is not UTF-8, a record of no known form, a token outside `vocab_size`, an example that
@@ -73,10 +77,10 @@ def load_documents(
     for group in _groups(names, apart=weights is not None):
         path = local_path(group[0], DataError)
         if is_corpus(path):
-            corpora.append(_made_before(path, tokenizer))
+            corpora.append(_made_before(path, tokenizer, verify))
         else:
             request = Request(group, tokenizer, limits, truncate)
-            corpora.append(request.find_or_build(folder / request.key()))
+            corpora.append(request.find_or_build(folder / request.key(), verify))
         corpora[-1].check(limits)
     shares: Sequence[float | None] = weights or [None] * len(corpora)
     return Documents([Part(corpus, share) for corpus, share in zip(corpora, shares, strict=True)])
@@ -121,8 +125,8 @@ def _groups(names: list[str], apart: bool) -> list[list[str]]:
     return [raw] * bool(raw) + [[name] for name in made]
 
 
-def _made_before(folder: Path, tokenizer: TextTokenizer) -> Corpus:
-    corpus = Corpus(folder)
+def _made_before(folder: Path, tokenizer: TextTokenizer, verify: bool) -> Corpus:
+    corpus = Corpus(folder, verify)
     if corpus.manifest["tokenizer"] != tokenizer.digest():
         raise DataError(
             f"{folder} was made with another tokenizer than that of {tokenizer.folder}; tokenize the data "
@@ -147,8 +151,8 @@ class Request:
         names = [source.full_name() for source in self.sources]
         return hashlib.sha256(json.dumps([self._about(), names]).encode()).hexdigest()[:32]
 
-    def find_or_build(self, folder: Path) -> Corpus:
-        """The corpus in `folder`, built anew unless it is that of these sources as they are.
+    def find_or_build(self, folder: Path, verify: bool = False) -> Corpus:
+        """The corpus in `folder`, built anew unless it is whole, and that of these sources as they are.
 
         Raises:
             DataError: the data cannot be used, or the folder not be written.
@@ -156,7 +160,7 @@ class Request:
         with _locked(folder):
             if is_corpus(folder):
                 with contextlib.suppress(DataError):  # a damaged one is built again
-                    corpus = Corpus(folder)
+                    corpus = Corpus(folder, verify)
                     if self._is_of(corpus.manifest):
                         return corpus
             self.build(folder)
@@ -167,10 +171,11 @@ class Request:
         # Ids of special tokens may lie beyond the vocabulary that a tokenizer tells.
         size = max(self.tokenizer.vocab_size, (self.tokenizer.eos_id or 0) + 1)
         with written_corpus(folder, size, shard_tokens) as writer, self._bar() as advance:
-            writer.counts.update(self.counts)
-            builder = _Builder(self, writer)
-            for batch in _batches(self._records(writer.counts, advance)):
+            read = Counter(self.counts)  # counted in another thread
+            encoder, builder = _Encoder(self.tokenizer), _Builder(self, writer)
+            for batch in ahead(encoder.encode(self._records(read, advance))):
                 builder.add(batch)
+            writer.counts = read + writer.counts
             for source, identity in zip(self.sources, identities, strict=True):
                 if source.identity(identity) != identity:
                     raise DataError(f"{source.name} changed while it was read; tokenize it again")
@@ -238,9 +243,16 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
+    """Records in batches; a long text is one by itself."""
     batch: list[Record] = []
     characters = 0
     for record in records:
+        if record.form == LONG:
+            if batch:
+                yield batch
+            yield [record]
+            batch, characters = [], 0
+            continue
         batch.append(record)
         characters += len(record.content) if record.form == "text" else 1000
         if len(batch) == BATCH_RECORDS or characters >= BATCH_CHARACTERS:
@@ -250,51 +262,59 @@ def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
         yield batch
 
 
-class _Builder:
+class _Encoded(NamedTuple):
+    """A record's document, or a piece of it, if there is `more`."""
+
+    record: Record
+    ids: list[int]
+    trained: bytes  # a byte for each of the ids
+    whole: bool
+    more: bool = False
+
+
+class _Encoder:
     """Records to ids and marks, a batch at a time."""
 
-    def __init__(self, request: Request, writer: CorpusWriter) -> None:
-        self.tokenizer, self.limits, self.length = request.tokenizer, request.limits, request.length
-        self.writer = writer
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self.tokenizer = tokenizer
 
-    def add(self, records: list[Record]) -> None:
-        """Tokenize by kind, and write in order."""
+    def encode(self, records: Iterator[Record]) -> Iterator[list[_Encoded]]:
+        for batch in _batches(records):
+            if batch[0].form == LONG:
+                yield from ([piece] for piece in self._long(batch[0]))
+            else:
+                yield list(self._batch(batch))
+
+    def _batch(self, records: list[Record]) -> Iterator[_Encoded]:
+        """By kind, in order."""
         texts = iter(self.tokenizer.encode_batch([r.content for r in records if r.form == "text"]))
         pairs = iter(self._encode_pairs([r for r in records if r.form == "prompt/completion"]))
         talks = iter(self._encode_talks([r for r in records if r.form == "messages"]))
         for record in records:
-            if record.form == LONG:
-                self._add_long(record)
-                continue
             if record.form == "text":
                 ids = next(texts)
                 if record.content:
                     self._close(ids)
                 else:
                     ids = []
-                self._add(record, ids, bytes(1) + b"\1" * (len(ids) - 1), whole=False)
+                yield _Encoded(record, ids, bytes(1) + b"\1" * (len(ids) - 1), whole=False)
                 continue
             ids, trained = next(talks if record.form == "messages" else pairs)
             if record.form == "prompt/completion":
                 trained += [False] * self._close(ids)
                 trained[-1] = True
-            if self.length is not None and len(ids) > self.length + 1:
-                self.writer.counts["truncated"] += 1
-                ids, trained = ids[: self.length + 1], trained[: self.length + 1]
             if ids:
                 trained[0] = False
-            self._add(record, ids, bytes(trained), whole=True)
+            yield _Encoded(record, ids, bytes(trained), whole=True)
 
-    def _add_long(self, record: Record) -> None:
+    def _long(self, record: Record) -> Iterator[_Encoded]:
         mark, last = b"\0", 0
         for ids in self.tokenizer.encode_blocks(record.content, OVERLAP):
-            self._note_largest(record, ids)
-            self.writer.extend(ids, mark + b"\1" * (len(ids) - len(mark)))
+            yield _Encoded(record, ids, mark + b"\1" * (len(ids) - len(mark)), whole=False, more=True)
             mark, last = b"", ids[-1]
         end = [last]
-        if self._close(end):
-            self.writer.extend(end[1:], b"\1")
-        self.writer.end(whole=False)
+        added = self._close(end)
+        yield _Encoded(record, end[1:], b"\1" * added, whole=False)
 
     def _encode_pairs(self, records: list[Record]) -> list[tuple[list[int], list[bool]]]:
         # Encoded as one text: some tokenizers would put a space before a completion that comes alone.
@@ -320,22 +340,37 @@ class _Builder:
         if eos is None:
             raise DataError(
                 f"the tokenizer in {self.tokenizer.folder} names no end-of-sequence token, so documents "
-                "cannot be told "
-                'apart; set "eos_token" in tokenizer_config.json'
+                'cannot be told apart; set "eos_token" in tokenizer_config.json'
             )
         if ids and ids[-1] == eos:
             return 0
         ids.append(eos)
         return 1
 
-    def _add(self, record: Record, ids: list[int], trained: bytes, whole: bool) -> None:
-        self._note_largest(record, ids)
-        if whole:
-            self.writer.note("example", Extreme(len(ids) - 1, record.where), self.limits)
-        if 1 not in trained:
-            self.writer.counts["without anything to train, left out"] += 1
-            return
-        self.writer.add(ids, trained, whole)
+
+class _Builder:
+    """Ids and marks to a corpus."""
+
+    def __init__(self, request: Request, writer: CorpusWriter) -> None:
+        self.tokenizer, self.limits, self.length = request.tokenizer, request.limits, request.length
+        self.writer = writer
+        self.open = False  # whether a document has begun and goes on
+
+    def add(self, batch: list[_Encoded]) -> None:
+        for record, ids, trained, whole, more in batch:
+            if whole and self.length is not None and len(ids) > self.length + 1:
+                self.writer.counts["truncated"] += 1
+                ids, trained = ids[: self.length + 1], trained[: self.length + 1]
+            self._note_largest(record, ids)
+            if whole:
+                self.writer.note("example", Extreme(len(ids) - 1, record.where), self.limits)
+            if not self.open and 1 not in trained:
+                self.writer.counts["without anything to train, left out"] += 1
+                continue
+            self.writer.extend(ids, trained)
+            self.open = more
+            if not more:
+                self.writer.end(whole)
 
     def _note_largest(self, record: Record, ids: list[int]) -> None:
         largest = max(ids, default=0)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,6 +124,32 @@ def test_datasets_itself_streams_as_we_ask(load, monkeypatch, tmp_path, jsonl):
     monkeypatch.setattr(datasets, "load_dataset", local)
     monkeypatch.setattr(sources, "_commit", lambda name: "one")
     assert contents(load("hf:owner/name")) == contents(load(tmp_path / "train.jsonl"))
+
+
+def test_frames_of_zstandard_hold_the_same_and_a_file_cut_short_is_refused(
+    load, tmp_path, jsonl, monkeypatch
+):
+    zstandard = pytest.importorskip("zstandard")
+    monkeypatch.setattr(sources, "PACKED", 37)  # neither lines nor frames end with a block
+    raw = Path(jsonl(tmp_path / "a.jsonl", RECORDS)).read_bytes()
+    pack = zstandard.ZstdCompressor().compress
+    packed = tmp_path / "a.jsonl.zst"
+    packed.write_bytes(pack(raw[:100]) + pack(raw[100:]))
+    assert contents(load(packed)) == contents(load(tmp_path / "a.jsonl"))
+    packed.write_bytes(pack(raw)[:-9])
+    with pytest.raises(DataError, match=r"a\.jsonl\.zst cannot be unpacked \(it ends within a frame\)"):
+        load(packed)
+    packed.write_bytes(b"no Zstandard")
+    with pytest.raises(DataError, match=r"a\.jsonl\.zst cannot be unpacked .* no Zstandard file"):
+        load(packed)
+
+
+def test_a_file_whose_reader_is_not_installed_says_what_to_install(load, tmp_path, monkeypatch):
+    for name, package in (("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow")):
+        monkeypatch.setitem(sys.modules, package, None)
+        (tmp_path / name).write_bytes(b"0")
+        with pytest.raises(DataError, match=f"{name} needs {package}: pip install 'liger_models"):
+            load(tmp_path / name)
 
 
 @pytest.mark.parametrize(
@@ -248,6 +275,30 @@ def test_changed_data_tokenizers_and_options_and_damage_build_it_anew(
     assert (again.fingerprint() == first.fingerprint()) == (change in ("truncate", "damage", "manifest"))
 
 
+def test_a_changed_byte_is_found_on_request_and_where_a_file_is_younger_than_its_manifest(
+    load, tmp_path, jsonl, tokenizer
+):
+    path = jsonl(tmp_path / "a.jsonl", RECORDS)
+    corpus = tmp_path / "corpus"
+    build_corpus(corpus, [path], tokenizer, seq_len=64, vocab_size=320)
+    expected = contents(load(corpus, verify=True))
+    for name in ("tokens-00000.bin", "trained-00000.bin", "starts.bin", "whole.bin"):
+        content = (corpus / name).read_bytes()
+        (corpus / name).write_bytes(bytes([content[0] ^ 1]) + content[1:])
+        with pytest.raises(DataError, match="does not hold what was written into it"):
+            load(corpus)
+        os.utime(corpus / name, (0, 0))  # as a disk does that fails: without a word
+        load(corpus)
+        with pytest.raises(DataError, match="does not hold what was written into it"):
+            load(corpus, verify=True)
+        (corpus / name).write_bytes(content)  # a copy is younger than its manifest, and as good
+        assert contents(load(corpus)) == expected
+    cached = load(path)
+    place = cached.parts[0].corpus.folder / "tokens-00000.bin"
+    place.write_bytes(place.read_bytes()[::-1])
+    assert contents(load(path)) == expected
+
+
 def test_limits_hold_for_what_was_tokenized_before(load, tmp_path, jsonl):
     path = jsonl(tmp_path / "a.jsonl", [RECORDS[0], RECORDS[1]])
     load(path)
@@ -300,7 +351,8 @@ def test_shards_and_wide_tokens_read_as_one(tmp_path):
     documents = [([i, 70_000 + i, 2], b"\0\1\1") for i in range(20)]
     with written_corpus(tmp_path / "c", 80_000, shard_tokens=10) as writer:
         for ids, trained in documents:
-            writer.add(ids, trained, whole=True)
+            writer.extend(ids, trained)
+            writer.end(whole=True)
         writer.about = {"tokenizer": "", "sources": []}
     corpus = Corpus(tmp_path / "c")
     assert corpus.manifest["dtype"] == "int32"
