@@ -103,7 +103,8 @@ def attend(
         q: [T, num_attention_heads, head_dim]; k: [T, num_key_value_heads, head_dim]; v: the same, or with
             heads of another size; any strides.
         spec: scale, window, chunk and soft cap.
-        sequences: the documents.
+        sequences: the documents. Where they are divided over ranks, q, k and v are those of this rank's
+            tokens, and heads are exchanged: layers/sequence_parallel.py.
         backend: a row of the table above, or "auto".
         sinks: [num_attention_heads], if the spec has them.
 
@@ -116,6 +117,10 @@ def attend(
     if spec.sinks != (sinks is not None):
         given = "no sinks" if sinks is None else "sinks"
         raise ValueError(f"got {given}, but the spec says sinks={spec.sinks}")
+    if sequences.slice is not None:
+        own, own_sinks = sequences.slice.own_heads(spec, sinks)
+        q, k, v = sequences.slice.to_heads(q, k, v)
+        return sequences.slice.to_tokens(attend(q, k, v, own, sequences.whole, backend, own_sinks))
     sequences = _as_seen(spec, sequences)
     if backend == "auto":
         backend = _choose(q, k, v, spec, sequences)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from liger_models.convert.errors import DataError
 from liger_models.layers.host_copy import HostCopy
+from liger_models.layers.sequence_parallel import Slice
 from liger_models.layers.sequences import IGNORE_INDEX, Sequences
 
 _INTEGERS = (torch.int64, torch.int32)  # what an embedding and the kernels take
@@ -95,6 +96,10 @@ class CallChecks:
         targets: [T], or None.
         vocab_size: ids and labels must be below it.
         num_items: what the loss is divided by, if it is given.
+        own: which of the targets this rank has, of sequences that are divided.
+
+    Attributes:
+        own_valid: the number of those that count, when `finish` has returned.
 
     Raises:
         DataError: a count that is not above 0, or of a dtype that does not hold counts.
@@ -106,6 +111,7 @@ class CallChecks:
         targets: Tensor | None,
         vocab_size: int,
         num_items: Tensor | int | None = None,
+        own: Slice | None = None,
     ):
         self._vocab_size, self._with_labels = vocab_size, targets is not None
         self._num_items = num_items
@@ -122,11 +128,12 @@ class CallChecks:
         )
         device = ids.device if targets is None else targets.device
         if targets is None:
-            counts = torch.zeros(3, dtype=torch.long, device=device)
+            counts = torch.zeros(4, dtype=torch.long, device=device)
         else:
             valid = targets != IGNORE_INDEX
             seen = torch.where(valid, targets, 0)
-            counts = torch.stack([valid.sum(), *seen.aminmax()]).long()
+            mine = valid if own is None else own.of(valid)
+            counts = torch.stack([valid.sum(), mine.sum(), *seen.aminmax()]).long()
         rows = [ids.to(device), counts]
         if isinstance(num_items, Tensor):
             rows.append((num_items > 0).all().long()[None].to(device))
@@ -138,7 +145,8 @@ class CallChecks:
         Raises:
             DataError: an id or a label outside the vocabulary, no label, or a count that is not above 0.
         """
-        lowest_id, highest_id, num_valid, lowest_label, highest_label, *positive = self._counts.tolist()
+        found = self._counts.tolist()
+        lowest_id, highest_id, num_valid, self.own_valid, lowest_label, highest_label, *positive = found
         vocab = self._vocab_size
         for what, low, high in (("id", lowest_id, highest_id), ("label", lowest_label, highest_label)):
             if low < 0 or high >= vocab:

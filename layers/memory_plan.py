@@ -28,6 +28,7 @@ from liger_models.convert.sizes import parse_size
 from liger_models.kernels.losses._linear_chunks import working_bytes
 from liger_models.layers.activation_memory import LEVELS, ActivationMemory
 from liger_models.layers.blocks import Block
+from liger_models.layers.sequence_parallel import exchange_bytes
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import AttentionSpec, ModelSpec, MoESpec
 
@@ -64,6 +65,7 @@ class Step:
         lora_rank: of adapters on all linear layers, in float32, beside weights that are not trained; 0: none.
         weight_bytes: of an element of the layers' matrices, where they are quantised.
         longest: tokens of the longest document; None: `seq`.
+        sequence_ranks: GPUs that divide each batch among them, of which batch and seq are one's part.
     """
 
     batch: int
@@ -74,6 +76,7 @@ class Step:
     lora_rank: int = 0
     weight_bytes: float | None = None
     longest: int | None = None
+    sequence_ranks: int = 1
 
     @property
     def tokens(self) -> int:
@@ -320,7 +323,8 @@ class FittingLevels:
         Raises:
             ValueError: there is no GPU whose memory could be measured, and no budget in bytes.
         """
-        shared = any(hasattr(p, "to_local") for p in model.parameters())
+        divided = sequences.slice is not None  # ranks that exchange heads must run the same layers again
+        shared = divided or any(hasattr(p, "to_local") for p in model.parameters())
         tokens = sequences.num_tokens
         if tokens <= self.tokens or (shared and self.plan is not None):
             return
@@ -332,7 +336,11 @@ class FittingLevels:
             tokens, budget = int(agreed[0]), -int(agreed[1])
         per_element = self.optimizer_bytes or (6 if weight.dtype.itemsize == 2 else 2 * weight.dtype.itemsize)
         accumulates = any(p.grad is not None for p in model.parameters())
-        step = Step(1, tokens, per_element, accumulates, longest=sequences.max_seqlen)
+        step = Step(
+            *(1, tokens, per_element, accumulates),
+            longest=sequences.max_seqlen,
+            sequence_ranks=sequences.slice.ranks if sequences.slice is not None else 1,
+        )
         self.tokens, self.plan = tokens, StepMemory(model, step).choose_levels(budget)
         for layer, level in zip(model.layers, self.plan.levels, strict=True):
             layer.set_activation_memory(level)
@@ -389,6 +397,9 @@ class _LayerCosts:
     def of(layer: Block, step: Step, itemsize: int) -> _LayerCosts:
         tokens = step.tokens
         kept = {level: tokens * layer.activation_bytes(level, itemsize) for level in LEVELS}
+        if step.sequence_ranks > 1:
+            exchanged = tokens * exchange_bytes(layer.spec.mixer, step.sequence_ranks, itemsize)
+            kept = {level: kept[level] + (level != "checkpoint") * exchanged for level in LEVELS}
         inner, last, rest = _matrix_work(layer)
         mixing = 4 * _attended(layer, step.longest or step.seq)
         again = OPERATIONS_A_BYTE * BYTES_MOVED * (kept["all"] - kept["lean"])

@@ -109,20 +109,22 @@ class CausalLM(Decoder, ModelParameters):
         shape, device = batch_shape(input_ids, inputs_embeds, width, ids_needed=self.needs_ids)
         sequences = Sequences.from_call(shape, device, attention_mask, position_ids, cu_seqlens)
         targets = targets_of(sequences, labels, shift_labels)
-        checks = CallChecks(input_ids, targets, self.spec.vocab_size, num_items_in_batch)
+        sequences = sequences.divided(self.sequence_group)
+        part = sequences.slice
+        checks = CallChecks(input_ids, targets, self.spec.vocab_size, num_items_in_batch, part)
         hidden = self.hidden_states(sequences, input_ids, inputs_embeds)
         num_valid = checks.finish()
 
         output: dict[str, Tensor] = {}
         if targets is not None:
-            output["loss"] = loss_of_head(
-                self.lm_head, hidden, targets, num_valid, num_items_in_batch, self.logit_form
-            )
+            targets = targets if part is None else part.of(targets)
+            items = num_valid if num_items_in_batch is None else num_items_in_batch
+            loss = loss_of_head(self.lm_head, hidden, targets, checks.own_valid, items, self.logit_form)
             if self.spec.router is not None:
-                added = router_loss(sequences.router_logits.take(), self.spec.router)
+                added = router_loss(sequences.router_logits.take(), self.spec.router, part)
                 # Of a step that is divided, this part's: as large beside the rest as in one that is not.
-                whole = num_valid if num_items_in_batch is None else num_items_in_batch
-                output["loss"] += added * (num_valid / whole)
+                loss += added * (num_valid / items)
+            output["loss"] = loss if part is None else part.summed(loss)
         if return_logits or (return_logits is None and targets is None):
             output["logits"] = self._logits(hidden, sequences, logits_to_keep)
         return CausalLMOutput(**output)

@@ -14,22 +14,31 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels import load_balancing_loss, router_z_loss
+from liger_models.kernels.experts.moe_routing import assignments_of
+from liger_models.layers.sequence_parallel import Slice
 from liger_models.layers.spec import MoESpec
 
 
-def router_loss(logits: list[Tensor], spec: MoESpec) -> Tensor:
+def router_loss(logits: list[Tensor], spec: MoESpec, part: Slice | None = None) -> Tensor:
     """The routers' losses by the coefficients of `spec`, a scalar in float32.
 
     `logits`: [T, E] of each layer of experts, as `RouterLogits.take` gives them. The load is that of all
-    layers together; the z-loss is the mean over all tokens of all layers.
+    layers together; the z-loss is the mean over all tokens of all layers. Of sequences that are divided over
+    ranks the logits are those of `part`: a rank's loss is its share, and the sum of them is that of all.
 
     Raises:
         ValueError: no logits.
     """
-    loss = spec.aux_loss_coef * load_balancing_loss(logits, spec.experts_per_token)
+    if part is None:
+        loss = spec.aux_loss_coef * load_balancing_loss(logits, spec.experts_per_token)
+    else:
+        assignments = part.counted(assignments_of(logits, spec.experts_per_token))
+        tokens = len(logits) * part.total
+        loss = spec.aux_loss_coef * load_balancing_loss(logits, spec.experts_per_token, assignments, tokens)
     if spec.z_loss_coef:
         z_losses = [router_z_loss(layer).to(loss.device) for layer in logits]
-        loss = loss + spec.z_loss_coef * torch.stack(z_losses).mean()
+        share = 1.0 if part is None else part.share
+        loss = loss + share * spec.z_loss_coef * torch.stack(z_losses).mean()
     return loss
 
 

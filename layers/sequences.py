@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from liger_models.layers.cache import KVCache
 from liger_models.layers.rotary import rotary_tables
 from liger_models.layers.router_loss import RouterLogits
 from liger_models.layers.routing_decisions import RoutingDecisions
+from liger_models.layers.sequence_parallel import Slice
 from liger_models.layers.spec import QueryScaleSpec, RopeSpec
 
 IGNORE_INDEX = -100
@@ -32,6 +34,9 @@ class Sequences:
     document. `max_seqlen` is the longest document's length. `cache` is given in generation alone. `bounds` is
     made by `document_bounds`, `rotary` by `prepare_rotary`, `cut` by `chunks`. `router_logits` are noted by
     the layers of experts whose router has a loss, and `routing` what all of them decided.
+
+    Of sequences that are divided over ranks (`divided`) the T tokens are those of this rank, `slice` says
+    which, and `whole` is what the documents are read off, which lie across slices.
 
     Not a dataclass: frameworks that cast a layer's arguments (FSDP2's mixed precision among them) copy the
     dataclasses, lists and dicts that they find, and round the tensors in them. Other objects they leave, and
@@ -57,6 +62,8 @@ class Sequences:
         self.cut: dict[int, Sequences] = {}
         self.router_logits = RouterLogits()
         self.routing = RoutingDecisions()
+        self.slice: Slice | None = None
+        self._whole: Sequences | None = None
         self._elsewhere: dict[torch.device, Sequences] = {}
 
     @classmethod
@@ -154,6 +161,23 @@ class Sequences:
         positions = position_ids[kept]
         return cls(shape, positions, int(positions.max()) + 1, max(counts), cu, kept)
 
+    def divided(self, group: Any) -> Sequences:
+        """What this rank of a process group computes of it, see layers/sequence_parallel.py; without a group,
+        all.
+        """
+        if group is None:
+            return self
+        part = copy.copy(self)
+        part._whole = self
+        part.slice = Slice(group, self.num_tokens)
+        part.position_ids = part.slice.of(self.position_ids)
+        part.cu_seqlens = part.kept = None  # which are those of the whole
+        return part
+
+    @property
+    def whole(self) -> Sequences:
+        return self if self._whole is None else self._whole
+
     @property
     def device(self) -> torch.device:
         return self.position_ids.device
@@ -173,6 +197,7 @@ class Sequences:
                 rope: (cos.to(device), sin.to(device)) for rope, (cos, sin) in self.rotary.items()
             }
             there.query_scales = {}
+            there._whole = None if self._whole is None else self._whole.on(device)
         return self._elsewhere[device]
 
     @property
@@ -232,11 +257,15 @@ class Sequences:
 
     def pack(self, tensor: Tensor) -> Tensor:
         """[batch, seq, ...] -> the T tokens, [T, ...]."""
+        if self.slice is not None:
+            return self.slice.of(self.whole.pack(tensor))
         flat = tensor.flatten(0, 1)
         return flat if self.kept is None else flat[self.kept.to(flat.device)]
 
     def unpack(self, tensor: Tensor) -> Tensor:
         """[T, ...] -> [batch, seq, ...], zero at padding."""
+        if self.slice is not None:
+            return self.whole.unpack(self.slice.gathered(tensor))
         if self.kept is not None:
             full = tensor.new_zeros((self.shape[0] * self.shape[1], *tensor.shape[1:]))
             tensor = full.index_put((self.kept.to(tensor.device),), tensor)

@@ -146,7 +146,12 @@ def route_plain(
     return (weights if scale == 1.0 else weights * scale), experts.int()
 
 
-def load_balancing_loss(logits: Tensor | Sequence[Tensor], top_k: int) -> Tensor:
+def load_balancing_loss(
+    logits: Tensor | Sequence[Tensor],
+    top_k: int,
+    assignments: Tensor | None = None,
+    tokens: int | None = None,
+) -> Tensor:
     """Auxiliary loss for an even load (Switch Transformer, arXiv:2101.03961, equations 4 to 6).
 
         E * sum over e of (assignments to e / tokens) * (mean probability of e),   p = softmax(logits)
@@ -154,6 +159,8 @@ def load_balancing_loss(logits: Tensor | Sequence[Tensor], top_k: int) -> Tensor
     Args:
         logits: [T, E], or one such tensor a layer: tokens of all layers are then counted together.
         top_k: experts a token, chosen by the logits; the loss of an even load is `top_k`.
+        assignments, tokens: [E] and their number, of more tokens than those of the logits, which are a part
+            of them: the loss is then that part's share, and those of all parts have the sum of all.
 
     Returns:
         A scalar in float32 (float64 for float64 logits). Gradients flow through the probabilities alone.
@@ -166,15 +173,23 @@ def load_balancing_loss(logits: Tensor | Sequence[Tensor], top_k: int) -> Tensor
         raise ValueError("found no router logits; expected one tensor [T, E] for each layer of experts")
     num_experts = layers[0].shape[-1]
     _check_top_k(top_k, num_experts)
-    tokens = sum(layer.shape[0] for layer in layers)
-    assignments = layers[0].new_zeros(num_experts, dtype=torch.int64)
+    if assignments is None or tokens is None:
+        assignments, tokens = assignments_of(layers, top_k), sum(layer.shape[0] for layer in layers)
     probability = layers[0].new_zeros(num_experts, dtype=at_least_float32(layers[0]).dtype)
     for layer in layers:
-        probabilities = at_least_float32(layer).softmax(-1)
-        probability = probability + probabilities.sum(0).to(probability.device)
-        chosen = probabilities.detach().topk(top_k, dim=-1).indices.flatten().to(assignments.device)
-        assignments.scatter_add_(0, chosen, torch.ones_like(chosen))  # integers: the order does not matter
+        probability = probability + at_least_float32(layer).softmax(-1).sum(0).to(probability.device)
     return num_experts * (assignments.to(probability.dtype) * probability).sum() / tokens**2
+
+
+@torch.no_grad()
+def assignments_of(layers: Sequence[Tensor], top_k: int) -> Tensor:
+    """How many tokens go to each expert by logits [T, E] of each layer: [E] int64, on the first one's device."""
+    assignments = layers[0].new_zeros(layers[0].shape[-1], dtype=torch.int64)
+    for layer in layers:
+        probabilities = at_least_float32(layer).softmax(-1)
+        chosen = probabilities.topk(top_k, dim=-1).indices.flatten().to(assignments.device)
+        assignments.scatter_add_(0, chosen, torch.ones_like(chosen))  # integers: the order does not matter
+    return assignments
 
 
 def router_z_loss(logits: Tensor) -> Tensor:

@@ -154,11 +154,10 @@ def test_slots_of_no_expert_are_nothing(kept, implementation, assert_near):
     masked = [inputs[0], weights.detach().masked_fill(away, 0).requires_grad_(), *inputs[2:]]
     y, dx, dweights, *dmatrices = run(with_biases(formula), doubled(masked), upstream)
     inputs[2] = experts.masked_fill(away, -1)
-    ours = (
-        lambda *inputs: moe_experts(  # noqa: E731
-            *inputs[:-2], CLAMPED, *inputs[-2:], num_rows=int((~away).sum())
-        )
-    )
+
+    def ours(*inputs):
+        return moe_experts(*inputs[:-2], CLAMPED, *inputs[-2:], num_rows=int((~away).sum()))
+
     expected = [y, dx, dweights.masked_fill(away, 0), *dmatrices]
     for actual, truth in zip(run(ours, inputs, upstream), expected, strict=True):
         assert_near(actual, truth, 32)  # as for the formula above

@@ -1,0 +1,74 @@
+"""One rank of test_sequences.py: runs models whose sequences are divided over the ranks.
+
+Run as `python sequence_rank.py FOLDER`, with task.pt in the folder, a list of cases; writes rank0.pt or
+rank1.pt with what `run` returns for each.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import liger_models
+from liger_models import update_correction_bias
+from liger_models.layers.sequence_parallel import divide_sequences
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # They meet in a file: a port that was free a moment ago may be another test's by now.
+    dist.init_process_group("gloo", init_method=(folder / "meeting").as_uri(), rank=rank, world_size=ranks)
+    mesh = init_device_mesh("cpu", (ranks,))
+    cases = torch.load(folder / "task.pt", weights_only=False)
+    torch.save([run(mesh=mesh, **case) for case in cases], folder / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+def run(
+    config: dict[str, Any],
+    state: dict[str, torch.Tensor],
+    batch: dict[str, Any],
+    level: str = "lean",
+    wrapper: str | None = None,
+    mesh: Any = None,
+) -> dict[str, Any]:
+    """The loss, the gradients, the routers' biases after an update, and the logits; of a mesh of ranks their
+    means. Without a mesh of one process alone.
+    """
+    model = liger_models.from_config(config, activation_memory=level)
+    model.load_state_dict(state)
+    called: Any = model if mesh is None else divide_sequences(model, mesh)
+    if wrapper == "ddp":
+        called = DistributedDataParallel(model)
+    elif wrapper == "fsdp":
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        called = fully_shard(model, mesh=mesh)
+    loss = called(**batch).loss
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    if wrapper == "fsdp":
+        gradients = {name: gradient.full_tensor() for name, gradient in gradients.items()}
+    elif mesh is not None and wrapper is None:
+        for gradient in gradients.values():
+            dist.all_reduce(gradient)
+            gradient /= mesh.size()
+    update_correction_bias(model)
+    biases = {name: b.clone() for name, b in model.named_buffers() if name.endswith("correction_bias")}
+    inputs = {name: value for name, value in batch.items() if "label" not in name and "num" not in name}
+    with torch.no_grad():
+        logits = called(**inputs).logits
+    found = {"loss": loss.detach(), "gradients": gradients, "biases": biases, "logits": logits}
+    del called, model  # what outlives its process group waits for ever now and then
+    return found
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

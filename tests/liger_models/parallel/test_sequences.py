@@ -1,0 +1,151 @@
+"""Two ranks that divide sequences and exchange heads train like one process."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import liger_models
+from liger_models.architectures import find_architecture
+from liger_models.convert.errors import DataError
+from liger_models.layers.activation_memory import LEVELS
+from liger_models.layers.sequence_parallel import Slice, divide_sequences
+
+RANK = Path(__file__).with_name("sequence_rank.py")
+run = runpy.run_path(str(RANK))["run"]
+
+
+def ids_of(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 131, shape, generator=torch.Generator().manual_seed(shape[-1]))
+
+
+def packed() -> dict[str, Any]:
+    """Five documents in 37 tokens: the ranks have 19 and 18, and the third document lies across the cut."""
+    ids = ids_of(1, 37)
+    labels = ids.clone()
+    labels[0, 3:9] = -100
+    bounds = torch.tensor([0, 2, 11, 28, 29, 37])
+    return {"input_ids": ids, "labels": labels, "cu_seqlens": bounds}
+
+
+def padded() -> dict[str, Any]:
+    """Rows of 13, 5 and 9 tokens, some in front and some behind: 27, and the second row lies across."""
+    mask = torch.ones(3, 13, dtype=torch.long)
+    mask[1, 5:] = mask[2, :4] = 0
+    ids = ids_of(3, 13)
+    return {"input_ids": ids, "labels": ids, "attention_mask": mask}
+
+
+def rows() -> dict[str, Any]:
+    """Equal documents, divided by the labels of a step that has more; those of the second rank do not count,
+    but for one.
+    """
+    ids = ids_of(3, 11)
+    labels = ids.clone()
+    labels[1, 6:] = labels[2, :-1] = -100
+    return {"input_ids": ids, "labels": labels, "num_items_in_batch": 40}
+
+
+# Of each way in which a token sees others, one family; and batches of each kind.
+CASES: dict[str, dict[str, Any]] = {
+    "GQA, documents": {"family": "llama", "batch": packed()},
+    "one head of keys, padding": {"family": "llama", "num_key_value_heads": 1, "batch": padded()},
+    "three heads of keys for two ranks": {
+        **{"family": "llama", "num_attention_heads": 6, "num_key_value_heads": 3},
+        **{"hidden_size": 96, "batch": packed()},
+    },
+    "windows and caps": {"family": "gemma2", "batch": rows()},
+    "sinks, experts, windows": {"family": "gpt_oss", "batch": packed()},
+    "a router's loss": {"family": "qwen3_moe", "output_router_logits": True, "batch": padded()},
+    "latents, correction bias": {"family": "deepseek_v3", "batch": packed()},
+    "keys of other layers, own inputs": {"family": "gemma4_text", "batch": padded()},
+    "chunks, queries that grow": {"family": "llama4_text", "batch": packed()},
+    "norms over all heads": {"family": "olmo2", "batch": rows()},
+    **{f"level {level}": {"family": "gemma2", "level": level, "batch": packed()} for level in LEVELS},
+    **{f"experts, {level}": {"family": "gpt_oss", "level": level, "batch": rows()} for level in LEVELS[2:]},
+    "DDP": {"family": "llama", "tie_word_embeddings": True, "wrapper": "ddp", "batch": packed()},
+    "FSDP2": {"family": "llama", "tie_word_embeddings": True, "wrapper": "fsdp", "batch": packed()},
+    "FSDP2, checkpoint": {"family": "gpt_oss", "wrapper": "fsdp", "level": "checkpoint", "batch": packed()},
+}
+
+
+def task_of(family: str, batch: Any, level: str = "lean", wrapper: str | None = None, **changes: Any):
+    config = {**find_architecture(family).tiny, **changes}
+    model = liger_models.from_config(config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, p in [*model.named_parameters(), *model.named_buffers()]:
+            noise = torch.randn(p.shape, generator=generator)
+            p.copy_(noise / p.shape[-1] ** 0.5 if p.dim() > 1 else 0.3 * noise + ("norm" in name))
+    return {
+        **{"config": config, "state": model.state_dict(), "batch": batch},
+        **{"level": level, "wrapper": wrapper},
+    }
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Of each case what two ranks found, and what one process does."""
+    folder = tmp_path_factory.mktemp("sequences")
+    tasks = [task_of(**case) for case in CASES.values()]
+    torch.save(tasks, folder / "task.pt")
+    environment = {**os.environ, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(RANK), str(folder)],
+            env={**environment, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        complaints = [rank.communicate(timeout=300)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], complaints
+    found = [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+    alone = [run(**{**task, "wrapper": None}) for task in tasks]
+    return {name: (*of_ranks, one) for name, *of_ranks, one in zip(CASES, *found, alone, strict=True)}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_equal_one_process(case, results):
+    *of_ranks, alone = results[case]
+    for found in of_ranks:
+        # The same sums over tokens and heads in two parts: some roundings at the size of the largest, which
+        # three layers carry on.
+        torch.testing.assert_close(found["loss"], alone["loss"], rtol=1e-6, atol=0)
+        check = {"logits": (found["logits"], alone["logits"])}
+        check |= {name: (found["gradients"][name], true) for name, true in alone["gradients"].items()}
+        for name, (value, true) in check.items():
+            error, size = (value - true).abs().max().item(), true.abs().max().item()
+            assert error <= 1e-5 * size, f"{name}: {error / size:.1e}"
+        for name, true in alone["biases"].items():
+            assert torch.equal(found["biases"][name], true)  # loads are integers
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "match"),
+    [("llama", 3, "layer 0 has 4 query heads, which 3 ranks"), ("phimoe", 2, "draw experts at random")],
+)
+def test_what_ranks_cannot_share_is_named(family, ranks, match):
+    model = liger_models.from_config(find_architecture(family).tiny)
+    with pytest.raises(ValueError, match=match):
+        divide_sequences(model, SimpleNamespace(size=lambda: ranks))
+
+
+def test_fewer_tokens_than_ranks_are_named():
+    with pytest.raises(DataError, match="a batch of 2 tokens cannot be divided over 3 ranks"):
+        Slice(SimpleNamespace(size=lambda: 3, rank=lambda: 0), 2)
