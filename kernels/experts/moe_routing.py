@@ -183,7 +183,7 @@ def load_balancing_loss(
 
 @torch.no_grad()
 def assignments_of(layers: Sequence[Tensor], top_k: int) -> Tensor:
-    """How many tokens go to each expert by logits [T, E] of each layer: [E] int64, on the first one's device."""
+    """How many tokens of all layers, logits [T, E] each, choose each expert: [E] int64."""
     assignments = layers[0].new_zeros(layers[0].shape[-1], dtype=torch.int64)
     for layer in layers:
         probabilities = at_least_float32(layer).softmax(-1)

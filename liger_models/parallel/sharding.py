@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from liger_models.causal_lm import LigerCausalLM
 from liger_models.convert.checkpoints.shards import is_sharded
 from liger_models.convert.errors import UnsupportedModelError
+from liger_models.layers.sequence_parallel import divide_sequences
 from liger_models.parallel.dims import Meshes, ParallelDims, meshes_of
 
 
@@ -33,7 +34,9 @@ def parallelize(
 ) -> LigerCausalLM:
     """Divide a model over processes, in place, by `fully_shard` of torch.distributed.fsdp (FSDP2).
 
-    The model is called, trained and saved as before, by all processes together, each with rows of its own.
+    The model is called, trained and saved as before, by all processes together, each with rows of its own, or
+    where `mesh` divides sequences, those of one with the same rows: layers/sequence_parallel.py. These count
+    as one process below.
     Gradients are means over the processes, added up in float32: a loss over all labels of a step is
     `model(..., num_items_in_batch=labels / processes).loss`. Optimizers, `clip_grad_norm` and checkpoints see
     DTensors; make the optimizer afterwards. Given to `from_hub` or `from_config` as `shard`, it divides the
@@ -54,14 +57,17 @@ def parallelize(
     Raises:
         ConfigError: sizes that do not fit the processes, or there is no process group.
         UnsupportedModelError: the model is divided already, or a group of parameters to train mixes dtypes.
+        ValueError: the processes of a sequence cannot share a layer's heads.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     if any(is_sharded(p) for p in model.parameters()):
         raise UnsupportedModelError("the model is divided over processes already; parallelize it once")
     meshes = meshes_of(mesh, _device_type(model))
-    if meshes.sequence is not None or meshes.experts is not None:
-        raise UnsupportedModelError(f"{meshes.dims}: sequence and experts must be 1")
+    if meshes.experts is not None:
+        raise UnsupportedModelError(f"{meshes.dims}: experts must be 1")
+    if meshes.sequence is not None:
+        divide_sequences(model, meshes.sequence)
     groups = _groups(model)
     for name, modules in groups.items():
         _check_dtypes(name, modules, compute_dtype)

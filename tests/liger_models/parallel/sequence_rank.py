@@ -12,11 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import liger_models
-from liger_models import update_correction_bias
+from liger_models import ParallelDims, parallelize, update_correction_bias
 from liger_models.layers.sequence_parallel import divide_sequences
 
 
@@ -44,17 +43,18 @@ def run(
     """
     model = liger_models.from_config(config, activation_memory=level)
     model.load_state_dict(state)
-    called: Any = model if mesh is None else divide_sequences(model, mesh)
+    if mesh is None:
+        called: Any = model
+    elif wrapper == "parallelize":
+        called = parallelize(model, ParallelDims(sequence=mesh.size()))
+    else:
+        called = divide_sequences(model, mesh)
     if wrapper == "ddp":
         called = DistributedDataParallel(model)
-    elif wrapper == "fsdp":
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh)
-        called = fully_shard(model, mesh=mesh)
     loss = called(**batch).loss
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
-    if wrapper == "fsdp":
+    if wrapper == "parallelize":
         gradients = {name: gradient.full_tensor() for name, gradient in gradients.items()}
     elif mesh is not None and wrapper is None:
         for gradient in gradients.values():

@@ -72,8 +72,18 @@ CASES: dict[str, dict[str, Any]] = {
     **{f"level {level}": {"family": "gemma2", "level": level, "batch": packed()} for level in LEVELS},
     **{f"experts, {level}": {"family": "gpt_oss", "level": level, "batch": rows()} for level in LEVELS[2:]},
     "DDP": {"family": "llama", "tie_word_embeddings": True, "wrapper": "ddp", "batch": packed()},
-    "FSDP2": {"family": "llama", "tie_word_embeddings": True, "wrapper": "fsdp", "batch": packed()},
-    "FSDP2, checkpoint": {"family": "gpt_oss", "wrapper": "fsdp", "level": "checkpoint", "batch": packed()},
+    "parallelize": {
+        "family": "llama",
+        "tie_word_embeddings": True,
+        "wrapper": "parallelize",
+        "batch": packed(),
+    },
+    "parallelize, checkpoint": {
+        "family": "gpt_oss",
+        "wrapper": "parallelize",
+        "level": "checkpoint",
+        "batch": packed(),
+    },
 }
 
 
