@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -36,13 +36,9 @@ from liger_models.layers.spec import AttentionSpec, LatentAttentionSpec, SharedA
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
 
-    from liger_models.layers.decoder import Decoder
 
-Model = TypeVar("Model", bound="Decoder")
-
-
-def divide_sequences(model: Model, mesh: DeviceMesh) -> Model:
-    """Let every rank of a mesh of one dimension compute a slice of each batch, in place.
+def divide_sequences(model: Any, mesh: DeviceMesh) -> Any:
+    """Let every rank of a mesh of one dimension compute a slice of each batch of a `CausalLM`, in place.
 
     From here on all of them call the model with the same batch, in the same order. Generation is not divided:
     each rank makes all of it.
