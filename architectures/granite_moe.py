@@ -71,7 +71,7 @@ def granitemoe(c: HFConfig) -> ModelSpec:
     layouts=LAYOUTS,
     tiny={**TINY, "shared_intermediate_size": 40},
     defaults=DEFAULTS,
-    skip={**SKIP, "published:config": "its one public model is for tests"},
+    skip=SKIP,
 )
 def granitemoeshared(c: HFConfig) -> ModelSpec:
     """Granite 3 with experts, one of them shared (IBM, 2025): beside the chosen experts one that all tokens

@@ -27,6 +27,7 @@ from benchmarks.training.step import Job, Result
 _SPAWN = multiprocessing.get_context("spawn")
 _MOST_AT_ONCE = 14  # that compile on one GPU: each takes half a GiB of it, and a core
 _SECONDS_AHEAD = 120.0  # for one job
+_SECONDS_TO_COMPILE = 90.0  # more for one under torch.compile
 _BROKEN = "failed"
 
 Group = Sequence[Job]
@@ -40,7 +41,7 @@ def measure_all(
     Args:
         groups: jobs that are measured on one device, one after the other: those to be compared.
         devices: such as cuda:0; each measures one job at a time.
-        time_limit: seconds for a job.
+        time_limit: seconds for a job; one under torch.compile has more.
         ahead: compile what the jobs need before any is measured.
     """
     # Growing segments waste no memory between blocks; for every provider alike.
@@ -51,7 +52,7 @@ def measure_all(
     workers = [Worker(device, peers) for device in devices]  # they import meanwhile
     if ahead:
         jobs = [[job] for group in groups for job in group if job.compiles]
-        jobs.sort(key=lambda group: (_changes(group[0]), _longest_first(group[0])))
+        jobs.sort(key=lambda group: _longest_first(group[0]))
         at_once = max(1, min(_MOST_AT_ONCE, (len(os.sched_getaffinity(0)) - 1) // len(devices)))
         helpers = [Worker(device, peers) for _ in range(at_once) for device in devices][: len(jobs)]
         work = _each(jobs, helpers, _SECONDS_AHEAD, ahead=True)
@@ -67,8 +68,8 @@ def _changes(job: Job) -> int:
     return ("liger" in job.options) * (2 - leaves_experts)
 
 
-def _longest_first(job: Job) -> int:
-    return next(i for i, has in enumerate(("compile", "flex_attention", "")) if has in job.provider)
+def _longest_first(job: Job) -> tuple[bool, int, bool]:
+    return not job.under_compile, _changes(job), "flex_attention" not in job.options
 
 
 def _with_bar(results: Iterator[Any], groups: Sequence[Group], name: str) -> Iterator[Any]:
@@ -111,6 +112,7 @@ class Worker:
     def do(self, job: Job, time_limit: float, ahead: bool) -> Result:
         """A job's result; where the process breaks down or has to be stopped, a note."""
         model_type, changes = job.config["model_type"], _changes(job)
+        time_limit += _SECONDS_TO_COMPILE * job.under_compile
         if not job.ours and self._changed.get(model_type, 0) > changes:
             self._begin_anew()
         self._changed[model_type] = max(changes, self._changed.get(model_type, 0))

@@ -75,9 +75,13 @@ class Job:
         return self.library == "ours"
 
     @property
+    def under_compile(self) -> bool:
+        return "compile" in self.options
+
+    @property
     def compiles(self) -> bool:
         """Whether something is compiled at its first step."""
-        return self.ours or bool(self.options & {"liger", "compile", "flex_attention"})
+        return self.ours or self.under_compile or bool(self.options & {"liger", "flex_attention"})
 
 
 def check_provider(provider: str) -> None:
@@ -119,7 +123,7 @@ def compile_ahead(job: Job, device: torch.device) -> Result:
 
     inductor.compile_threads = 1  # as many jobs as cores run at once
     fewest = layers_of_every_kind(job.config)
-    config = job.config if "compile" in job.options else with_layers(job.config, fewest)
+    config = job.config if job.under_compile else with_layers(job.config, fewest)
     try:
         model = build(job, config, device)
         ids = torch.randint(config["vocab_size"], (job.batch, job.seq), device=device)
@@ -188,7 +192,7 @@ def build(job: Job, config: Mapping[str, Any], device: torch.device) -> Any:
         )
     else:
         model = _transformers_model(job, config, device)
-    return torch.compile(model) if "compile" in job.options else model
+    return torch.compile(model) if job.under_compile else model
 
 
 def _transformers_model(job: Job, config: Mapping[str, Any], device: torch.device) -> Any:

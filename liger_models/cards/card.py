@@ -13,7 +13,7 @@ import os
 import platform
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,8 @@ def with_training_step(card: Card, architecture: Architecture, found: Outcome | 
         line = _not_run(TRAINING_STEP, architecture, str(found))
     else:
         line = _new_line(TRAINING_STEP, architecture, *found, machine=torch.cuda.get_device_name())
+        if any("compile" in provider.split("+") for provider in line.values["providers"]):
+            line = replace(line, command=f"{line.command} --compiled")
     lines = [_kept(old, line) if old.check == TRAINING_STEP else old for old in card.lines]
     return Card(card.family, tuple(lines))
 

@@ -5,8 +5,9 @@ with liger-kernel.
         ...
 
 A family is measured by its smallest published model, with as many of its first layers as fit. Peers run in
-each setting that may be the best of them: of attention, and of experts. `benchmarks/training`, in a checkout,
-measures all families in one run; each family's providers side by side on one GPU.
+each setting that may be the best of them: of attention, of experts, and where asked for under torch.compile.
+`benchmarks/training`, in a checkout, measures all families in one run; each family's providers side by side
+on one GPU.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ Outcome = tuple[bool, Mapping[str, Any]]
 
 
 def measure(
-    families: Sequence[Architecture], repository: Path, devices: Sequence[str] | None = None
+    families: Sequence[Architecture],
+    repository: Path,
+    devices: Sequence[str] | None = None,
+    compiled: bool = False,
 ) -> Iterator[tuple[Architecture, Outcome | NotRun]]:
     """Each family with what was found, as it comes; or with the reason why it cannot be measured.
 
@@ -50,13 +54,14 @@ def measure(
         families: those to measure.
         repository: a checkout, for published configs and the benchmarks.
         devices: each measures one family at a time; None: all GPUs.
+        compiled: peers also under torch.compile, which takes up to minutes each.
     """
     if devices is None:
         devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     plans = {}
     for family in families:
         try:
-            plans[family.model_type] = plan(family, repository, devices)
+            plans[family.model_type] = plan(family, repository, devices, compiled)
         except NotRun as reason:
             yield family, reason
         except LigerModelsError as error:  # of one family, and no reason to leave out the others
@@ -72,7 +77,9 @@ def measure(
             yield by_name[name], outcome(plans[name][0], results[name])
 
 
-def plan(family: Architecture, repository: Path, devices: Sequence[str]) -> list[dict[str, Any]]:
+def plan(
+    family: Architecture, repository: Path, devices: Sequence[str], compiled: bool = False
+) -> list[dict[str, Any]]:
     """A job for each provider, as `benchmarks/training/step.py` has them.
 
     Raises:
@@ -92,16 +99,17 @@ def plan(family: Architecture, repository: Path, devices: Sequence[str]) -> list
     config = with_layers(config, layers_that_fit(config, tokens, _memory(devices[0])))
     job = {"model": known[0].name, "config": config, "batch": BATCH, "seq": tokens}
     job |= {"warmup": WARMUP, "steps": STEPS}
-    theirs = settings_of_peers(family.spec(HFConfig.load(config)), tokens)
+    theirs = settings_of_peers(family.spec(HFConfig.load(config)), tokens, compiled)
     return [
         job | {"provider": OURS, "memory": "lean"},
         *(job | {"provider": provider, "memory": "none"} for provider in theirs),
     ]
 
 
-def settings_of_peers(spec: ModelSpec, tokens: int) -> list[str]:
+def settings_of_peers(spec: ModelSpec, tokens: int, compiled: bool = False) -> list[str]:
     """What of a peer may be its fastest: SDPA has no soft cap and no sinks, and windows by a mask, which
     transformers makes if no fewer tokens come than a window has; experts' products are grouped, or a loop.
+    With `compiled` those that may be the fastest also under torch.compile.
     """
     attention = [block.mixer for block in spec.blocks if isinstance(block.mixer, AttentionSpec)]
     if any(part.softcap or part.sinks for part in attention):
@@ -110,10 +118,15 @@ def settings_of_peers(spec: ModelSpec, tokens: int) -> list[str]:
         kinds = ["sdpa", "flex_attention"]
     else:
         kinds = ["sdpa"]
-    if not any(isinstance(block.mlp, MoESpec) for block in spec.blocks):
-        return [f"{peer}+{kind}" for peer in PEERS for kind in kinds]
-    grouped = [f"{peer}+{kind}+grouped_mm" for peer in PEERS for kind in kinds]
-    return [*grouped, f"{PEERS[0]}+{kinds[0]}", f"{PEERS[1]}+{kinds[0]}+loop"]
+    has_experts = any(isinstance(block.mlp, MoESpec) for block in spec.blocks)
+    grouped = "+grouped_mm" if has_experts else ""
+    settings = [f"{peer}+{kind}{grouped}" for peer in PEERS for kind in kinds]
+    if has_experts:
+        settings += [f"{PEERS[0]}+{kinds[0]}", f"{PEERS[1]}+{kinds[0]}+loop"]
+    if compiled:
+        fast = [kind for kind in kinds if kind != "eager"]
+        settings += [f"{peer}+{kind}{grouped}+compile" for peer in PEERS for kind in fast]
+    return settings
 
 
 def layers_that_fit(config: Mapping[str, Any], tokens: int, memory: int) -> int:

@@ -3,10 +3,10 @@
 Of each family, from its registration alone: transformers writes a tiny checkpoint with random parameters,
 which is read, written back, compared with transformers, continued, trained, resumed and given back. Where
 there are GPUs, a training step of real widths is measured beside transformers and liger-kernel, of all
-families named in one run, a family on each GPU at a time. What this machine cannot run stays as an earlier
-card has it. Each card is written as soon as something of it is found. At the end, or at once where no family
-is named, the pages that are made from the registry and the cards are renewed, the README's table of models
-among them.
+families named in one run, a family on each GPU at a time; with --compiled beside these under torch.compile
+too. What this machine cannot run stays as an earlier card has it. Each card is written as soon as something
+of it is found. At the end, or at once where no family is named, the pages that are made from the registry and
+the cards are renewed, the README's table of models among them.
 
 Exit code 1 if a check failed.
 """
@@ -29,6 +29,11 @@ def add_parser(subparsers) -> None:
         action="append",
         metavar="CHECK",
         help="of the checks only this one, such as training_step (repeatable)",
+    )
+    parser.add_argument(
+        "--compiled",
+        action="store_true",
+        help="of the training step: peers under torch.compile too, up to minutes for each",
     )
     parser.add_argument(
         "--repository",
@@ -84,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
                 make_card(family, args.repository, earlier, checks, partial(show, family)),
             )
     if TRAINING_STEP in checks:
-        for family, found in training_step.measure(families, args.repository):
+        for family, found in training_step.measure(families, args.repository, compiled=args.compiled):
             keep(family, with_training_step(cards[family.model_type], family, found))
             show(family, cards[family.model_type].lines[-1])
     for path in write_pages(args.repository):

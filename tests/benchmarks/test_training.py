@@ -68,6 +68,20 @@ def test_a_model_that_liger_kernel_changed_is_measured_without_it_in_a_new_proce
     assert processes("transformers") == 3
 
 
+def test_what_is_compiled_has_more_time_and_begins_first(benchmarks, monkeypatch):
+    from benchmarks.training import pool
+
+    monkeypatch.setattr(pool.Worker, "_begin", lambda self: setattr(self, "_changed", {}))
+    worker, limits = pool.Worker("cpu", peers=True), []
+    worker._pipe = type("Pipe", (), {"recv": dict, "send": lambda self, asked: None})()
+    monkeypatch.setattr(type(worker._pipe), "poll", lambda self, limit: limits.append(limit) or True, False)
+    jobs = [job("transformers+sdpa", "none"), job("transformers+liger+sdpa+compile", "none")]
+    for one in jobs:
+        worker.do(one, 60, ahead=True)
+    assert limits == [60, 60 + pool._SECONDS_TO_COMPILE]
+    assert sorted(jobs, key=pool._longest_first) == jobs[::-1]
+
+
 def test_jobs_are_ordered_so_that_few_processes_are_needed(benchmarks):
     from benchmarks.training.pool import _changes
 

@@ -107,6 +107,18 @@ def test_what_this_machine_cannot_run_stays_with_its_date_and_machine():
     assert with_training_step(never, LLAMA, NotRun("no")).lines[0].values == {"not_run": "no"}
 
 
+def test_the_command_says_whether_peers_were_compiled(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
+    line = Line("training_step", None, {}, "command", "2026-01-02", "GPU", {})
+
+    def command(*providers):
+        found = True, {"providers": {name: {} for name in providers}}
+        return with_training_step(Card("llama", (line,)), LLAMA, found).lines[0].command
+
+    assert command("ours", "transformers+sdpa") == "liger-models card llama --only training_step"
+    assert command("ours", "transformers+sdpa+compile").endswith(" --only training_step --compiled")
+
+
 def test_checks_that_are_left_out_stay_as_they_were(repository, monkeypatch, without_a_gpu):
     pytest.importorskip("transformers")
     failing(monkeypatch)
@@ -210,9 +222,9 @@ def test_a_family_that_cannot_be_measured_says_what_is_missing(repository, tiny_
     assert reasons(["cpu"]) == ["needs a published config of the family"]
 
 
-def settings_of(family, tokens, **changes):
+def settings_of(family, tokens, compiled=False, **changes):
     config = HFConfig.load({**family.tiny, **changes})
-    return training_step.settings_of_peers(family.spec(config), tokens)
+    return training_step.settings_of_peers(family.spec(config), tokens, compiled)
 
 
 def test_peers_are_measured_in_each_setting_that_may_be_their_fastest():
@@ -231,6 +243,16 @@ def test_peers_are_measured_in_each_setting_that_may_be_their_fastest():
         "transformers+sdpa+grouped_mm",
         "transformers+liger+sdpa",
         "transformers+sdpa+loop",
+    ]
+
+
+def test_peers_are_compiled_in_the_settings_that_may_be_their_fastest():
+    capped = settings_of(find_architecture("gemma2"), 64, compiled=True)
+    assert capped[4:] == ["transformers+liger+flex_attention+compile", "transformers+flex_attention+compile"]
+    experts = settings_of(find_architecture("qwen3_moe"), 64, compiled=True, use_sliding_window=False)
+    assert experts[4:] == [
+        "transformers+liger+sdpa+grouped_mm+compile",
+        "transformers+sdpa+grouped_mm+compile",
     ]
 
 
