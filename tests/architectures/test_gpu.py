@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -198,12 +199,15 @@ def test_bfloat16_at_real_widths_is_as_near_to_the_truth_as_the_reference(family
 
     assert found[0].keys() == truth[0].keys() == expected[0].keys()
     farther = {}
-    for name in truth[0]:
+    for name, exact in truth[0].items():
         own, theirs = (mean_distance(results, truth, name) for results in (found, expected))
+        # Of tokens that go to another expert the errors are large and few: by chance the logarithm of the
+        # ratio of two such means, of n numbers each, strays by 1 / sqrt(n).
+        chance = math.exp(3 / (exact.numel() * count) ** 0.5) if count > 1 else 1.0
         # A loss is one number and can be near by luck, which does not bind: a rounding of a logit a token,
         # 2^-9 and of either sign, is what bfloat16 allows.
         luck = 2**-9 / (ROWS * LENGTH) ** 0.5 if name == "loss" else 0.0
-        if not own <= max(1.1 * theirs, luck):
+        if not own <= max(1.1 * chance * theirs, luck):
             farther[name] = (own, theirs)
     assert not farther, farther
 
