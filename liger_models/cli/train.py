@@ -210,7 +210,8 @@ def add_data(group: argparse._ActionsContainer) -> None:
         required=True,
         metavar="[WEIGHT=]SOURCE",
         help=".txt, .md, .jsonl[.gz or .zst] and .parquet files, folders and patterns of them, hf: data "
-        "sets, - for JSON lines on standard input, or corpora; a weight is a share of tokens: 0.7=a.jsonl 0.3=b",
+        "sets, - for JSON lines on standard input, or corpora; a weight is a share of tokens: 0.7=a.jsonl "
+        "0.3=b",
     )
     group.add_argument(
         "--data-cache",
