@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from benchmarks.report import machine, markdown_table, publish
-from benchmarks.training.kernel_classes import IDLE
 from benchmarks.training.pool import measure_all
 from benchmarks.training.shapes import MODELS, config_of
 from benchmarks.training.step import Job, Result, check_provider
+from liger_models.training.profiling import table
 
 SUMMARY = (
     "a training step beside transformers, and transformers with liger-kernel: tokens a second, peak memory"
@@ -157,12 +157,4 @@ def _kernels(job: Job, result: Result) -> str:
     found: Any = result.get("kernels")
     if not found:
         return ""
-    times = found["milliseconds"]
-    total = sum(times.values())
-
-    def rows(items: Iterable[tuple[str, float]]) -> list[list[str]]:
-        return [[name, f"{ms:.2f}", f"{ms / total:.1%}"] for name, ms in items]
-
-    ordered = sorted(times.items(), key=lambda item: (item[0] == IDLE, -item[1]))
-    table = markdown_table(["", "ms", "share"], rows([*ordered, *found["longest"].items()]))
-    return f"{job.model}, {job.provider}, {job.batch} x {job.seq}:\n\n{table}"
+    return f"{job.model}, {job.provider}, {job.batch} x {job.seq}:\n\n{table(found)}"

@@ -54,6 +54,13 @@ def update_correction_bias(
             router.load.zero_()
 
 
+def forget_load(model: nn.Module) -> None:
+    """Count anew, without moving a bias: the step that was counted does not happen."""
+    for module in model.modules():
+        if isinstance(module, Router) and module.load is not None:
+            module.load.zero_()
+
+
 def _joint_loads(routers: list[Router], group: distributed.ProcessGroup | None) -> list[Tensor]:
     """Of each router [E], on its device: the tokens of all ranks. A rank may have had none."""
     biases = [router.correction_bias for router in routers]

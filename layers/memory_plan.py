@@ -400,7 +400,7 @@ class _LayerCosts:
         if step.sequence_ranks > 1:
             exchanged = tokens * exchange_bytes(layer.spec.mixer, step.sequence_ranks, itemsize)
             kept = {level: kept[level] + (level != "checkpoint") * exchanged for level in LEVELS}
-        inner, last, rest = _matrix_work(layer)
+        inner, last, rest = matrix_elements(layer)
         mixing = 4 * _attended(layer, step.longest or step.seq)
         again = OPERATIONS_A_BYTE * BYTES_MOVED * (kept["all"] - kept["lean"])
         # Behind gate and up their product and its gradient, as wide as either.
@@ -432,15 +432,15 @@ class _LayerCosts:
         return min(found, default=(0.0, None))
 
 
-def _matrix_work(layer: Block) -> tuple[int, int, int]:
+def matrix_elements(layer: Block) -> tuple[int, int, int]:
     """Elements of the matrices that a token meets: of gate and up, of the last product, of all others."""
     inner = last = rest = 0
     for name, p in layer.named_parameters():
         if p.ndim < 2:
             continue
-        spec, elements = layer.spec.mlp, p.numel()
-        if p.ndim == 3 and isinstance(spec, MoESpec):
-            elements = elements * spec.experts_per_token // spec.num_experts
+        mixture, elements = layer.spec.mixture, p.numel()
+        if p.ndim == 3 and mixture is not None:
+            elements = elements * mixture.experts_per_token // mixture.num_experts
         if not name.startswith("mlp."):
             rest += elements
         elif "down_proj" in name:

@@ -132,7 +132,7 @@ class Sequences:
                 f"cu_seqlens must rise from 0 to the number of tokens, {total}; it holds {len(bounds)} values"
                 f"{f' from {bounds[0]} to {bounds[-1]}' if bounds else ''}"
             )
-        cu = cu_seqlens.to(device=device, dtype=torch.int32)
+        cu = cu_seqlens.to(torch.int32).to(device, non_blocking=True)
         if position_ids is None:
             starts = torch.repeat_interleave(cu[:-1], cu.diff(), output_size=total)
             position_ids = torch.arange(total, device=device) - starts

@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.training.kernel_classes import by_class
 from liger_models.architectures import find_architecture
 from liger_models.cards.published import layers_of_every_kind, with_layers
+from liger_models.training.profiling import by_class
 
 LIBRARIES = {"ours": {"split", "compile"}, "transformers": {"liger", "compile"}}
 ATTENTION = ("sdpa", "flex_attention", "eager")

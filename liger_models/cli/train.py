@@ -118,6 +118,23 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="go on from OUTPUT's newest checkpoint, or from this one, as if never stopped",
     )
 
+    add(
+        "--not-finite",
+        choices=("stop", "skip"),
+        default="stop",
+        help="of a step whose loss or gradient is not finite: stop, or skip it, up to nine in a row "
+        "(default: %(default)s)",
+    )
+    add("--log", metavar="NAMES", help="beside metrics.jsonl: tensorboard, wandb, or both, joined by a comma")
+    add(
+        "--profile",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="profile so many steps, after the first three, into OUTPUT/profile: a trace, and what its "
+        "kernels are for",
+    )
+
     group = parser.add_argument_group("optimizer (AdamW)")
     add = group.add_argument
     add("--lr", type=float, default=3e-4, metavar="X", help="peak learning rate (default: %(default)s)")

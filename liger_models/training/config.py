@@ -15,8 +15,9 @@ from liger_models.training.lora import LoraSettings
 
 SCHEDULES = ("cosine", "linear", "constant")
 DTYPES = ("auto", "float32", "bfloat16")
+NOT_FINITE = ("stop", "skip")
 # Settings that may differ from one part of a run to the next without a word.
-PLACES = ("resume", "output", "data", "eval_data", "data_cache", "verify_data", "tokenizer")
+PLACES = ("resume", "output", "data", "eval_data", "data_cache", "verify_data", "tokenizer", "log", "profile")
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,10 @@ class TrainConfig:
     merge              with lora: write the merged model too, into output/merged
     eval_every, save_every  in steps; 0: evaluate at both ends only, save only when interrupted
     keep               how many checkpoint-N folders stay; 0: all
+    not_finite         what a step does whose loss or gradient is not finite: "stop", or "skip" it, up to
+                       nine in a row
+    log                "tensorboard", "wandb" or "tensorboard,wandb": told what metrics.jsonl is told
+    profile            so many steps, after the first three, into output/profile; 0: none
     resume             None: a new run; "auto": from the newest checkpoint in `output`, if any; or a folder
     """
 
@@ -95,6 +100,9 @@ class TrainConfig:
     save_every: int = 500
     keep: int = 2
     seed: int = 0
+    not_finite: str = "stop"
+    log: str | None = None
+    profile: int = 0
     resume: str | None = None
 
     def __post_init__(self) -> None:
@@ -109,7 +117,7 @@ class TrainConfig:
             raise ConfigError("eval_data and eval_fraction were both given; give one of them")
         for name in ("seq_len", "batch_size", "gradient_accumulation"):
             check(name, getattr(self, name) >= 1, "a whole number of 1 or more")
-        for name in ("warmup", "eval_every", "save_every", "keep", "weight_decay", "clip"):
+        for name in ("warmup", "eval_every", "save_every", "keep", "weight_decay", "clip", "profile"):
             check(name, getattr(self, name) >= 0, "0 or more")
         if (self.steps is None) == (self.epochs is None):
             found = "neither" if self.steps is None else f"steps={self.steps} and epochs={self.epochs}"
@@ -133,6 +141,7 @@ class TrainConfig:
         elif self.quantize or self.merge:
             raise ConfigError("quantize and merge belong to lora: found one of them without it")
         check("quantize", self.quantize in (None, *METHODS), f"one of {', '.join(METHODS)}")
+        check("not_finite", self.not_finite in NOT_FINITE, f"one of {', '.join(NOT_FINITE)}")
         check("seed", abs(self.seed) < 2**63, "a number of 64 bits")
 
     def to_dict(self) -> dict[str, Any]:

@@ -16,10 +16,9 @@ import itertools
 import math
 import signal
 import time
-from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from liger_models.causal_lm import LigerCausalLM
 from liger_models.convert.checkpoints.hub import local_path
 from liger_models.convert.errors import ConfigError, DataError, TrainingError
-from liger_models.layers.load_balance import update_correction_bias
+from liger_models.layers.load_balance import forget_load, update_correction_bias
 from liger_models.optim import state_bytes
 from liger_models.presets import PRESETS, preset
 from liger_models.quantization import quantise
@@ -35,19 +34,34 @@ from liger_models.training import state as states
 from liger_models.training.config import PLACES, TrainConfig
 from liger_models.training.data import (
     Documents,
+    StepData,
     Stream,
+    ahead,
     describe,
     load_documents,
+    read_steps,
     split,
 )
+from liger_models.training.flops import StepFlops, measure_peak
 from liger_models.training.lora import Adapters, LoraSettings, import_peft
-from liger_models.training.metrics import Metrics, peak_memory, plot_losses, read_metrics
+from liger_models.training.metrics import (
+    Metrics,
+    Speeds,
+    finite_or_none,
+    peak_memory,
+    plot_losses,
+    read_metrics,
+)
 from liger_models.training.optimizer import build_adamw, learning_rate
+from liger_models.training.profiling import StepProfiler
 from liger_models.training.run_folder import MANIFEST, abandon_after, check_output, locked
 from liger_models.training.signals import Signals
 from liger_models.training.state import Progress
 from liger_models.training.tokenizer import TextTokenizer
+from liger_models.training.trackers import numbers_of, open_trackers, parse_trackers
 from liger_models.training.world import World
+
+MOST_SKIPPED = 10  # steps in a row whose gradient is not finite: what goes on after them is lost
 
 
 class TrainingInterrupted(KeyboardInterrupt):
@@ -56,6 +70,21 @@ class TrainingInterrupted(KeyboardInterrupt):
     def __init__(self, message: str, signum: int) -> None:
         super().__init__(message)
         self.exit_code = 128 + signum
+
+
+class Outcome(NamedTuple):
+    """What a step found: the mean loss, the gradient's norm before clipping, and whether a rank was told to
+    stop.
+    """
+
+    loss: float
+    norm: float
+    stop: bool
+    data: StepData
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.norm)
 
 
 @dataclass
@@ -82,6 +111,7 @@ def train(config: TrainConfig) -> TrainResult:
         try:
             return run.train()
         finally:
+            run.steps.close()  # the thread that reads ahead
             del run.wrapped  # DDP that outlives its process group waits for ever now and then
 
 
@@ -91,6 +121,7 @@ class Run:
     def __init__(self, config: TrainConfig, world: World) -> None:
         self.config, self.world = config, world
         self.output = local_path(config.output, ConfigError)
+        trackers = parse_trackers(config.log)
         checkpoint, resumed = self._find_checkpoint()
         self.tokenizer = TextTokenizer(self._tokenizer_folder(checkpoint))
         torch.manual_seed(config.seed)  # fresh weights are the same in every rank
@@ -113,6 +144,16 @@ class Run:
             self.progress = states.restore(checkpoint, resumed, self.model, self.optimizer)
         self.stream = Stream(self.documents, config.seq_len, config.seed, self.progress.position)
         self.rows_per_step = world.size * config.gradient_accumulation * config.batch_size
+        self.steps = ahead(
+            read_steps(
+                self.stream,
+                config.batch_size,
+                config.gradient_accumulation,
+                world.rank,
+                world.size,
+                world.device,
+            )
+        )
         # Steps that are done may have been longer or shorter: on more processes, or on fewer.
         self.total = config.steps or self.progress.step + math.ceil(
             self.stream.rows_left(config.epochs or 0) / self.rows_per_step
@@ -125,13 +166,22 @@ class Run:
                     f"what came after {checkpoint} is set aside as {left}; remove it if it is of no use"
                 )
             self.output.mkdir(parents=True, exist_ok=True)
-            self.metrics = Metrics(self.output, resumed_step=self.progress.step if checkpoint else None)
+            resumed_step = self.progress.step if checkpoint else None
+            self.metrics = Metrics(self.output, resumed_step=resumed_step)
+            self.trackers = open_trackers(trackers, self.output, config.to_dict(), resumed_step)
+        self.skipped = 0  # steps in a row
+        self.peak = measure_peak(world.device, self.model.dtype)
         self._announce(checkpoint)
 
     def train(self) -> TrainResult:
         config, world = self.config, self.world
-        speeds: deque[tuple[int, float]] = deque(maxlen=20)
-        with Signals() as signals, world.bar(self.total, self.progress.step) as bar:
+        speeds = Speeds(self.flops, world.size * self.peak)
+        profile = config.profile if world.main else 0
+        with (
+            Signals() as signals,
+            world.bar(self.total, self.progress.step) as bar,
+            StepProfiler(self.output / "profile", profile) as profiler,
+        ):
             eval_loss = None
             if self.held_out and not self.resumed:
                 eval_loss = self.evaluate()
@@ -141,73 +191,94 @@ class Run:
                 rate = learning_rate(
                     step, peak=config.lr, total=self.total, warmup=config.warmup, schedule=config.schedule
                 )
-                outcome = self.step(rate, signals)
+                with profiler.step():
+                    outcome = self.step(rate, signals)
                 if outcome is None:
                     raise self._interrupted(signals)
-                loss, norm, tokens = outcome
-                speeds.append((tokens, time.perf_counter() - started))
                 record: dict[str, Any] = {
                     "step": self.progress.step,
                     "tokens": self.progress.tokens,
-                    "loss": loss,
+                    "loss": finite_or_none(outcome.loss),
                     "lr": rate,
-                    "grad_norm": norm,
-                    "tokens_per_s": tokens / speeds[-1][1],
-                    "filled": tokens / (self.rows_per_step * config.seq_len),
+                    "grad_norm": finite_or_none(outcome.norm),
+                    **speeds.add(outcome.data, time.perf_counter() - started),
+                    "filled": outcome.data.inputs / (self.rows_per_step * config.seq_len),
                     "memory": peak_memory(world.device),
                 }
+                if config.not_finite == "skip":
+                    record["skipped"] = int(not outcome.finite)
                 if self.adapters:
                     record["trainable_parameters"] = sum(p.numel() for p in self.parameters)
                 if self.held_out and self._due(config.eval_every):
                     record["eval_loss"] = eval_loss = self.evaluate()
                 self._record(record)
-                bar.set_postfix_str(_postfix(record, speeds, eval_loss), refresh=False)
+                bar.set_postfix_str(speeds.line(record, eval_loss), refresh=False)
                 bar.update()
-                if world.any(signals.received is not None):
+                if outcome.stop:
                     raise self._interrupted(signals)
                 # The last step's state is worth no more than the others': the final export follows.
                 if config.save_every and self.progress.step % config.save_every == 0:
                     self.save()
         return self._finish()
 
-    def step(self, rate: float, signals: Signals) -> tuple[float, float, int] | None:
-        """One step of the optimizer: (loss, gradient's norm, inputs read). None if a signal cut it short.
+    def step(self, rate: float, signals: Signals) -> Outcome | None:
+        """One step of the optimizer, or none where its gradient is not finite. None if a signal cut it short.
 
         Nothing of a step that does not reach its end counts: no weight has changed and the data's position
         has not moved, so the step is made again in full.
         """
         config, world = self.config, self.world
-        rows = self.stream.take(self.rows_per_step)
-        labels = self.documents.count_labels(rows)
+        data = next(self.steps)
         loss = torch.zeros((), device=world.device)
-        for k in range(config.gradient_accumulation):
+        for k, batch in enumerate(data.batches):
             if signals.received is not None and world.size == 1:  # ranks agree on it at the end of a step
                 self.optimizer.zero_grad()
                 return None
-            first = (k * world.size + world.rank) * config.batch_size
-            batch = self.documents.batch(rows[first : first + config.batch_size]).to(world.device)
             last = k == config.gradient_accumulation - 1
             with contextlib.nullcontext() if last else world.no_sync(self.wrapped):
                 # DDP takes the mean of the ranks' gradients; what is wanted is the sum of their shares.
-                share = _forward(self.wrapped, batch, labels)
+                share = _forward(self.wrapped, batch.to(world.device), data.labels)
                 (share * world.size).backward()
             loss += share.detach()
-        loss = world.sum(loss)
+        stop = torch.full_like(loss, float(signals.received is not None))
+        loss, stop = world.sum(torch.stack([loss, stop])).unbind()
         norm = self.optimizer.clip_grad_norm(config.clip or math.inf)
         # The one synchronisation of a step, and it must come before the update: a NaN that has reached the
         # weights and both moments cannot be taken back.
-        loss_value, norm_value = torch.stack([loss, norm.to(loss)]).tolist()
-        if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
-            raise self._not_finite(loss_value, norm_value)
+        numbers = torch.stack([loss, norm.to(loss), stop]).tolist()
+        outcome = Outcome(numbers[0], numbers[1], numbers[2] > 0, data)
+        if outcome.finite:
+            self._update(rate)
+        else:
+            self._skip(outcome)
+        tokens = self.progress.tokens + data.inputs
+        self.progress = Progress(self.progress.step + 1, tokens, data.position)
+        return outcome
+
+    def _update(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if config.bias_update_rate and not self.adapters:  # which leave the model below as it is
-            update_correction_bias(self.model, config.bias_update_rate)
-        tokens = sum(piece.stop - piece.start for row in rows for piece in row)
-        self.progress = Progress(self.progress.step + 1, self.progress.tokens + tokens, self.stream.position)
-        return loss_value, norm_value, tokens
+        if self.config.bias_update_rate and not self.adapters:  # which leave the model below as it is
+            update_correction_bias(self.model, self.config.bias_update_rate)
+        self.skipped = 0
+
+    def _skip(self, outcome: Outcome) -> None:
+        """Pass over a step whose gradient is not finite: of weights and optimizer no bit changes.
+
+        Raises:
+            TrainingError: that was not asked for, or too many come one after another.
+        """
+        self.skipped += 1
+        if self.config.not_finite == "stop" or self.skipped == MOST_SKIPPED:
+            raise self._not_finite(outcome.loss, outcome.norm)
+        self.optimizer.zero_grad()
+        forget_load(self.model)
+        self.world.say(
+            f"step {self.progress.step + 1} is skipped: its loss is {outcome.loss} and its gradient's norm "
+            f"{outcome.norm}"
+        )
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -277,6 +348,8 @@ class Run:
     def _record(self, record: dict[str, Any]) -> None:
         if self.world.main:
             self.metrics.write(record)
+            for tracker in self.trackers:
+                tracker.write(record["step"], numbers_of(record))
 
     def _finish(self) -> TrainResult:
         final = self.output / "final"
@@ -287,6 +360,8 @@ class Run:
                 self.adapters.merge()
                 self.adapters = None
                 states.export(self._write, self.output / "merged", self.tokenizer.folder)
+            for tracker in self.trackers:
+                tracker.close()
             records = list(read_metrics(self.metrics.jsonl))
             plot_losses(records, self.output / "loss.png")
         self.world.barrier()
@@ -304,6 +379,7 @@ class Run:
     def _not_finite(self, loss: float, norm: float) -> TrainingError:
         self.optimizer.zero_grad()
         step = self.progress.step
+        skipped = f" ({self.skipped} steps in a row)" if self.skipped > 1 else ""
         if not self._weights_are_finite():
             return TrainingError(
                 f"step {step + 1}: the loss is {loss}, the gradient's norm {norm}, and weights that the step "
@@ -312,9 +388,9 @@ class Run:
         # This state may be the one that goes wrong again: the earlier ones stay, however few are to be kept.
         self.save(keep=0)
         return TrainingError(
-            f"step {step + 1}: the loss is {loss} and the gradient's norm {norm}, which must be finite. The "
-            f"state before this step is saved in {self.output / f'checkpoint-{step}'}; resume from an "
-            "earlier checkpoint with a lower --lr, a longer --warmup or a smaller --clip"
+            f"step {step + 1}: the loss is {loss} and the gradient's norm {norm}, which must be finite"
+            f"{skipped}. The state before this step is saved in {self.output / f'checkpoint-{step}'}; resume "
+            "from an earlier checkpoint with a lower --lr, a longer --warmup or a smaller --clip"
         )
 
     def _find_checkpoint(self) -> tuple[Path, dict[str, Any]] | tuple[None, None]:
@@ -387,12 +463,13 @@ class Run:
                 config.model, vocab_size=tokenizer.vocab_size, bos=tokenizer.bos_id, eos=tokenizer.eos_id
             )
             model = liger_models.from_config(shape, dtype=dtype, **options)
-        self.size = model.num_parameters()
+        self.size, self.flops = model.num_parameters(), StepFlops(model)
         if config.quantize:
             quantise(model, config.quantize, self.world.device)
         if config.lora is not None:
             settings = LoraSettings.parse(config.lora)
             self.adapters = Adapters(model, settings, config.model, config.seed)
+            self.flops.below_adapters(sum(p.numel() for p in model.parameters() if p.requires_grad))
             if checkpoint:
                 self.adapters.read(checkpoint)
         if config.activation_memory == "auto":
@@ -486,15 +563,6 @@ def _forward(model: nn.Module, batch: Any, labels: int) -> Tensor:
 
 def _is_preset(name: str) -> bool:
     return name in PRESETS and not Path(name).exists()
-
-
-def _postfix(record: dict[str, Any], speeds: deque[tuple[int, float]], eval_loss: float | None) -> str:
-    speed = sum(tokens for tokens, _ in speeds) / sum(seconds for _, seconds in speeds)
-    parts = [f"loss {record['loss']:.3f}", f"lr {record['lr']:.1e}", f"{speed:,.0f} tok/s"]
-    parts.append(f"{record['memory'] / 2**30:.2f} GiB")
-    if eval_loss is not None:
-        parts.append(f"held-out {eval_loss:.3f}")
-    return ", ".join(parts)
 
 
 __all__ = ["TrainConfig", "TrainResult", "TrainingInterrupted", "train"]

@@ -1,8 +1,10 @@
 """What a run tells: a progress bar, one record a step in metrics.jsonl and metrics.csv, and the loss curve
 as a picture.
 
-A record holds step, tokens (inputs so far), loss, lr, grad_norm, tokens_per_s, memory (peak bytes: of the
-GPU, or of the process on a CPU) and, on steps that evaluated, eval_loss. Step 0 is the untrained model.
+A record holds step, tokens (inputs so far), loss, lr, grad_norm, of all processes tokens_per_s and
+flops_per_s, mfu (the share of the latter in what all devices could do: flops.py), memory (peak bytes: of the
+GPU, or of the process on a CPU) and, on steps that evaluated, eval_loss. Step 0 is the untrained model. A
+loss or a norm that is not finite is null; `skipped` is 1 where a step was passed over for it.
 """
 
 from __future__ import annotations
@@ -11,9 +13,11 @@ import contextlib
 import csv
 import io
 import json
+import math
 import os
 import resource
 import sys
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,9 +25,14 @@ from typing import Any
 import torch
 
 from liger_models.convert.errors import TrainingError
+from liger_models.training.data import StepData
+from liger_models.training.flops import StepFlops
 
 METRICS = "metrics.jsonl"
-COLUMNS = ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "memory", "eval_loss")
+COLUMNS = (
+    *("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "flops_per_s", "mfu", "memory"),
+    *("skipped", "eval_loss"),
+)
 
 
 class Metrics:
@@ -56,6 +65,46 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
             if not isinstance(record, dict) or type(record.get("step")) is not int:
                 return
             yield record
+
+
+class Speeds:
+    """What steps do in their time.
+
+    Args:
+        flops: counts the operations of a step.
+        peak: those that all devices could do in a second.
+    """
+
+    def __init__(self, flops: StepFlops, peak: float) -> None:
+        self.flops, self.peak = flops, peak
+        self.last: deque[tuple[int, int, float]] = deque(maxlen=20)
+
+    def add(self, data: StepData, seconds: float) -> dict[str, float]:
+        """What is recorded of a step."""
+        flops = self.flops.of(data.lengths, data.labels)
+        self.last.append((data.inputs, flops, seconds))
+        per_second = flops / seconds
+        return {
+            "tokens_per_s": data.inputs / seconds,
+            "flops_per_s": per_second,
+            "mfu": per_second / self.peak,
+        }
+
+    def line(self, record: dict[str, Any], eval_loss: float | None) -> str:
+        """A record for the progress bar, with the speed of the last steps together."""
+        inputs, flops, seconds = (sum(column) for column in zip(*self.last, strict=True))
+        loss = "-" if record["loss"] is None else f"{record['loss']:.3f}"
+        parts = [f"loss {loss}", f"lr {record['lr']:.1e}", f"{inputs / seconds:,.0f} tok/s"]
+        parts.append(f"{flops / seconds / 1e12:,.3g} TFLOP/s ({flops / seconds / self.peak:.0%})")
+        parts.append(f"{record['memory'] / 2**30:.2f} GiB")
+        if eval_loss is not None:
+            parts.append(f"held-out {eval_loss:.3f}")
+        return ", ".join(parts)
+
+
+def finite_or_none(value: float) -> float | None:
+    """JSON has no other numbers."""
+    return value if math.isfinite(value) else None
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """The folder of a run: one run at a time writes to it, and nothing that a run did not write is ever deleted.
 
     output/metrics.jsonl, metrics.csv, loss.png
+    output/tensorboard, wandb, profile   where those were asked for
     output/checkpoint-N/             whole checkpoints to go on from (state.py)
     output/abandoned-checkpoint-N/   those after the one that a later run went on from
     output/final/                    the trained model, or the adapter

@@ -4,8 +4,10 @@ sources -> records -> corpus (tokens with a mark on each that is trained, on dis
         -> units in a random order -> rows of seq_len inputs -> batches
 """
 
+from liger_models.training.data.ahead import ahead
 from liger_models.training.data.documents import IGNORE, Documents, describe, split
 from liger_models.training.data.packing import Piece, Row
+from liger_models.training.data.steps import StepData, read_steps
 from liger_models.training.data.stream import START, Position, Stream
 from liger_models.training.data.tokenizing import build_corpus, load_documents
 
@@ -16,9 +18,12 @@ __all__ = [
     "Piece",
     "Position",
     "Row",
+    "StepData",
     "Stream",
+    "ahead",
     "build_corpus",
     "describe",
     "load_documents",
+    "read_steps",
     "split",
 ]

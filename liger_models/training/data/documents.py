@@ -38,6 +38,7 @@ class Batch(NamedTuple):
     def to(self, device: torch.device) -> Batch:
         if device.type != "cuda":
             return self
+        # Out of pinned memory the device copies while the host goes on.
         ids, labels = (t.pin_memory().to(device, non_blocking=True) for t in self[:2])
         return Batch(ids, labels, self.cu_seqlens)
 

@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 import liger_models
+from liger_models.architectures import find_architecture
 from liger_models.training import TrainConfig, train
 
 TEMPLATE = (
@@ -121,6 +122,19 @@ def tiny_checkpoint(tmp_path_factory, tiny_shape, tokenizer_folder):
 @pytest.fixture(scope="session")
 def checkpoint(tiny_checkpoint):
     return tiny_checkpoint()
+
+
+@pytest.fixture
+def checkpoint_of_experts(tmp_path, tokenizer_folder):
+    """GLM-4.5's tiny config with the tokenizer's vocabulary, fresh weights."""
+    folder = tmp_path / "experts"
+    torch.manual_seed(3)
+    liger_models.from_config(
+        {**find_architecture("glm4_moe").tiny, "vocab_size": 320}, device="cpu"
+    ).save_pretrained(folder)
+    for file in tokenizer_folder.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
 
 
 @pytest.fixture(scope="session")

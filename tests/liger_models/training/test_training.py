@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import liger_models
-from liger_models.architectures import find_architecture
 from liger_models.convert.errors import ConfigError, DataError, TrainingError
 from liger_models.presets import PRESETS, preset
 from liger_models.training import loop
@@ -39,11 +38,11 @@ def gradients(start):
         run.optimizer.step = lambda: kept.update(
             (name, p.grad.clone()) for name, p in run.model.named_parameters()
         )
-        loss, norm, _ = run.step(1e-3, loop.Signals())
-        assert norm == pytest.approx(
+        outcome = run.step(1e-3, loop.Signals())
+        assert outcome.norm == pytest.approx(
             math.sqrt(sum(g.double().square().sum() for g in kept.values())), rel=1e-5
         )
-        return kept, loss
+        return kept, outcome.loss
 
     return compute
 
@@ -73,7 +72,7 @@ def test_the_loss_is_the_mean_over_labels_of_what_the_model_says(start):
                 logits = run.model(ids).logits[0]
                 total += nn.functional.cross_entropy(logits.double(), labels, reduction="sum").item()
                 count += int((labels != -100).sum())
-    loss, _, _ = run.step(1e-3, loop.Signals())
+    loss = run.step(1e-3, loop.Signals()).loss
     assert loss == pytest.approx(total / count, rel=1e-5)
 
 
@@ -87,7 +86,7 @@ def test_the_held_out_loss_is_the_mean_over_all_labels_whatever_the_batch(settin
 
 def test_clipping_scales_the_gradient_to_the_given_norm(start):
     run = start(clip=0.01)
-    _, reported, _ = run.step(1e-3, loop.Signals())
+    reported = run.step(1e-3, loop.Signals()).norm
     assert reported > 0.05  # the norm before clipping is the one that tells something
     # After one step the first moment is 1 - beta1 times the gradient.
     moments = [run.optimizer.state[p]["exp_avg"] for p in run.parameters]
@@ -260,19 +259,6 @@ def test_two_ranks_train_as_one_process_with_the_same_batch(lora, run, settings,
         for key in ("step", "tokens", "lr", "loss", "grad_norm", "eval_loss"):
             # Rounding of the first sums (1e-7) grows as AdamW divides small gradients by their own size.
             assert a.get(key, 0) == pytest.approx(b.get(key, 0), rel=1e-4), (a["step"], key)
-
-
-@pytest.fixture
-def checkpoint_of_experts(tmp_path, tokenizer_folder):
-    """GLM-4.5's tiny config with the tokenizer's vocabulary, fresh weights."""
-    folder = tmp_path / "experts"
-    torch.manual_seed(3)
-    liger_models.from_config(
-        {**find_architecture("glm4_moe").tiny, "vocab_size": 320}, device="cpu"
-    ).save_pretrained(folder)
-    for file in tokenizer_folder.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    return folder
 
 
 def correction_biases(model):

@@ -1,0 +1,46 @@
+"""What a step of the optimizer reads, of which a process has its micro-batches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_models.training.data.documents import Batch
+from liger_models.training.data.stream import Position, Stream
+
+
+class StepData(NamedTuple):
+    """The rows of a step, over all processes, and the micro-batches of this one."""
+
+    batches: list[Batch]
+    labels: int
+    lengths: Tensor  # of the documents' pieces, [pieces] int64
+    position: Position  # behind it
+
+    @property
+    def inputs(self) -> int:
+        return int(self.lengths.sum())
+
+
+def read_steps(
+    stream: Stream, batch_size: int, accumulation: int, rank: int, size: int, device: torch.device
+) -> Iterator[StepData]:
+    """Steps without end, each of `size * accumulation` micro-batches of `batch_size` rows: `rank` has every
+    `size`-th. For a GPU they lie in memory that it copies from by itself.
+    """
+    # A thread of its own begins on the first GPU, where pinning would make it a context.
+    on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    documents = stream.documents
+    with on_device:
+        while True:
+            rows = stream.take(size * accumulation * batch_size)
+            mine = [rows[first : first + batch_size] for first in range(0, len(rows), batch_size)][rank::size]
+            batches = [documents.batch(part) for part in mine]
+            if device.type == "cuda":
+                batches = [Batch(*(tensor.pin_memory() for tensor in batch)) for batch in batches]
+            lengths = torch.tensor([piece.stop - piece.start for row in rows for piece in row])
+            yield StepData(batches, documents.count_labels(rows), lengths, stream.position)

@@ -1,0 +1,49 @@
+"""The operations of a step."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import liger_models
+from liger_models.architectures import find_architecture
+from liger_models.kernels.attention.flash_attention import visible_keys
+from liger_models.training.flops import StepFlops, measure_peak, seen_pairs
+
+
+def tiny(family):
+    return liger_models.from_config(dict(find_architecture(family).tiny), dtype=torch.float32, device="cpu")
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "deepseek_v3", "gemma4_text"])
+def test_matrices_count_as_torch_counts_the_products_of_a_forward_pass(family):
+    model, tokens = tiny(family), 24
+    ids = torch.randint(5, 20, (1, tokens))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(ids, labels=ids)
+    counts = {str(operation): count for operation, count in counter.get_flop_counts()["Global"].items()}
+    flops = StepFlops(model)
+    flops.widths.clear()  # attention's products are not called mm
+    forward = counts["aten.mm"] + counts.get("aten.addmm", 0)
+    assert flops.of(torch.tensor([10, 14]), tokens - 1) == 3 * forward
+    flops.below_adapters(1000)
+    assert flops.of(torch.tensor([10, 14]), tokens - 1) == 2 * forward + 6 * 1000 * tokens
+
+
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (5, None), (None, 4), (3, 4), (100, 100)])
+def test_pairs_are_those_that_the_mask_lets_through(window, chunk):
+    lengths = [1, 4, 13, 8]
+    pieces = [min(chunk or n, n - at) for n in lengths for at in range(0, n, chunk or n)]
+    expected = sum(int(visible_keys(n, None, window, "cpu").sum()) for n in pieces)
+    assert seen_pairs(torch.tensor(lengths), window, chunk) == expected
+
+
+def test_attention_is_counted_over_documents_and_heads():
+    model = tiny("llama")
+    flops, spec = StepFlops(model), model.spec.blocks[0].mixer
+    one, two = flops.of(torch.tensor([20]), 5), flops.of(torch.tensor([10, 10]), 5)
+    width = len(model.layers) * spec.num_attention_heads * 2 * spec.head_dim
+    assert one - two == 3 * 2 * width * (20 * 21 // 2 - 2 * (10 * 11 // 2))
+
+
+def test_a_device_can_do_something():
+    assert measure_peak(torch.device("cpu"), torch.float32) > 1e6

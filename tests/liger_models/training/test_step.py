@@ -1,0 +1,184 @@
+"""A step: what it does where its gradient is not finite, what it tells, and that it does not wait."""
+
+import json
+import math
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+
+from liger_models.convert.errors import ConfigError, TrainingError
+from liger_models.layers.moe import Router
+from liger_models.training import loop, trackers
+
+
+@pytest.fixture
+def start(settings):
+    """A run that stands before its first step; keywords replace its settings."""
+
+    def make(**changes):
+        config = settings(eval_fraction=0.0, **changes)
+        return loop.Run(config, loop.World(config.device))
+
+    return make
+
+
+@pytest.fixture
+def spoil(monkeypatch):
+    """Makes the loss of these micro-batches NaN, counted from 0."""
+
+    def make(numbers):
+        forward, calls = loop._forward, iter(range(10**6))
+
+        def spoiled(*arguments):
+            loss = forward(*arguments)
+            return loss * math.nan if next(calls) in numbers else loss
+
+        monkeypatch.setattr(loop, "_forward", spoiled)
+
+    return make
+
+
+def state_of(run):
+    tensors = [t for state in run.optimizer.state.values() for t in state.values()]
+    return [t.detach().clone() for t in (*run.model.state_dict().values(), *tensors)]
+
+
+def test_a_skipped_step_changes_no_bit_and_goes_on_in_the_data(start, spoil):
+    run = start(not_finite="skip")
+    spoil({3})  # of two micro-batches a step
+    run.step(1e-3, loop.Signals())
+    before, position = state_of(run), run.progress.position
+    outcome = run.step(1e-3, loop.Signals())
+    assert not outcome.finite
+    assert all(torch.equal(a, b) for a, b in zip(state_of(run), before, strict=True))
+    assert run.progress.step == 2
+    assert run.progress.position != position
+    assert run.step(1e-3, loop.Signals()).finite
+    assert not all(torch.equal(a, b) for a, b in zip(state_of(run), before, strict=True))
+
+
+def test_a_skipped_step_moves_no_correction_bias_and_leaves_no_load(
+    start, spoil, checkpoint_of_experts, monkeypatch
+):
+    run = start(model=str(checkpoint_of_experts), not_finite="skip", bias_update_rate=0.25)
+    spoil({0, 1})
+    before = state_of(run)
+    run.step(1e-3, loop.Signals())
+    assert all(torch.equal(a, b) for a, b in zip(state_of(run), before, strict=True))
+    loads = [m.load for m in run.model.modules() if isinstance(m, Router) and m.load is not None]
+    assert loads
+    assert not torch.stack(loads).any()
+
+
+def test_skipped_steps_are_counted_in_metrics_that_are_json(run, settings, spoil, tmp_path):
+    spoil({2, 8})
+    records = run(settings(not_finite="skip", eval_fraction=0.0)).records
+    assert [record["skipped"] for record in records] == [0, 1, 0, 0, 1, 0]
+    assert [record["loss"] is None for record in records] == [False, True, False, False, True, False]
+
+    def refuse(name):
+        raise ValueError(f"{name} is no JSON")
+
+    for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=refuse)
+
+
+def test_ten_skipped_steps_in_a_row_stop_the_run_and_nine_do_not(run, settings, spoil, tmp_path):
+    spoil({*range(2, 20), *range(22, 42)})
+    with pytest.raises(TrainingError, match=r"step 21: .* must be finite \(10 steps in a row\)"):
+        run(settings(not_finite="skip", steps=30, eval_fraction=0.0))
+
+
+def test_what_a_step_computes_is_told_with_its_share_of_what_the_device_can(run, settings):
+    records = run(settings(steps=2, eval_fraction=0.0)).records
+    peak = {record["flops_per_s"] / record["mfu"] for record in records}
+    assert max(peak) == pytest.approx(min(peak))
+    for record in records:
+        # A tiny model: 2 layers of 32 x 32 attention and 48 wide MLPs make some 10,000 elements.
+        assert 6 * 10_000 < record["flops_per_s"] / record["tokens_per_s"] < 6 * 100_000
+
+
+def test_steps_that_are_profiled_leave_a_trace_and_a_table(run, settings, tmp_path):
+    run(settings(steps=6, profile=2, eval_fraction=0.0))
+    assert (tmp_path / "run" / "profile" / "trace.json.gz").stat().st_size > 0
+    table = (tmp_path / "run" / "profile" / "kernels.md").read_text()
+    assert "| matrix products |" in table
+    assert "| optimizer |" in table
+
+
+class Written(list):
+    """Stands for TensorBoard's writer and for a run of Weights & Biases."""
+
+    def __init__(self, *arguments, **options):
+        self.options, self.ended = options, False
+
+    def add_scalar(self, name, value, step):
+        self.append((step, name, value))
+
+    def log(self, numbers, step):
+        self.extend((step, name, value) for name, value in numbers.items())
+
+    def close(self):
+        self.ended = True
+
+    finish = close
+
+
+def test_trackers_are_told_what_the_metrics_are_told(run, settings, monkeypatch):
+    opened = []
+
+    def open_one(*arguments, **options):
+        opened.append(Written(**options))
+        return opened[-1]
+
+    board = types.SimpleNamespace(SummaryWriter=open_one)
+    monkeypatch.setattr(trackers, "_import_tensorboard", lambda: board)
+    monkeypatch.setitem(trackers._IMPORTS, "tensorboard", lambda: board)
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=open_one))
+    records = run(settings(steps=4, save_every=2, keep=0, log="tensorboard,wandb")).records
+    expected = [
+        (record["step"], name, value)
+        for record in records
+        for name, value in record.items()
+        if name != "step"
+    ]
+    assert opened == [expected, expected]
+    assert all(written.ended for written in opened)
+    again = run(settings(steps=6, save_every=2, keep=0, log="tensorboard,wandb", resume="auto")).records
+    assert [name for step, name, _ in opened[2]] == [name for step, name, _ in opened[3]]
+    first = opened[2][0][0]
+    assert opened[2].options["purge_step"] == first
+    assert {step for step, _, _ in opened[2]} == {r["step"] for r in again if r["step"] >= first}
+    assert opened[1].options["id"] == opened[3].options["id"]
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_tracker_that_is_not_there_is_an_error_before_anything_is_loaded(run, settings, monkeypatch, name):
+    for module in ("tensorboard", "torch.utils.tensorboard", "wandb"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(
+        ConfigError, match=f"log asks for {name}, which is not installed .*pip install {name}"
+    ):
+        run(settings(log=name, model="/nowhere"))
+    with pytest.raises(ConfigError, match="'mlflow'; expected some of tensorboard, wandb"):
+        run(settings(log="mlflow", model="/nowhere"))
+
+
+@pytest.mark.gpu
+def test_a_step_waits_for_the_gpu_once(start):
+    run = start(device="cuda", gradient_accumulation=3)
+    for _ in range(3):  # kernels are compiled, and state is made
+        run.step(1e-3, loop.Signals())
+    for _ in range(3):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                run.step(1e-3, loop.Signals())
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        assert len([w for w in caught if "synchronizing CUDA operation" in str(w.message)]) == 1
+    run.steps.close()
