@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -11,10 +11,11 @@ T = TypeVar("T")
 _END = object()
 
 
-def ahead(items: Iterable[T], count: int = 1) -> Iterator[T]:
+def ahead(items: Iterable[T], count: int = 1) -> Generator[T, None, None]:
     """The items, in their order, of which up to `count` are made before they are asked for.
 
-    All are made by one thread, one after another. What that raises is raised here, in its place.
+    All are made by one thread, one after another, which ends with the last, or when this is closed. What it
+    raises is raised here, in its place.
     """
     iterator = iter(items)
     waiting: deque[Future] = deque()
