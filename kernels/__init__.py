@@ -11,6 +11,7 @@ from liger_models.kernels.losses.divergence import generalized_jsd, kl_div, tota
 from liger_models.kernels.losses.linear_cross_entropy import linear_cross_entropy
 from liger_models.kernels.losses.linear_divergence import linear_cosine_distillation, linear_jsd, linear_kl
 from liger_models.kernels.losses.linear_log_probs import linear_log_probs
+from liger_models.kernels.losses.log_probs import TokenScores, log_probs
 from liger_models.kernels.norms.layer_norm import add_layer_norm, layer_norm
 from liger_models.kernels.norms.rms_norm import add_rms_norm, rms_norm
 from liger_models.kernels.optimizer.adamw import AdamWSettings, AdamWTensors, adamw
@@ -23,6 +24,7 @@ __all__ = [
     "AdamWTensors",
     "ClampedSwiGLU",
     "CrossEntropyOutput",
+    "TokenScores",
     "adamw",
     "add_layer_norm",
     "add_rms_norm",
@@ -40,6 +42,7 @@ __all__ = [
     "linear_kl",
     "linear_log_probs",
     "load_balancing_loss",
+    "log_probs",
     "moe_experts",
     "multi_axis_tables",
     "relu2",

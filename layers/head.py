@@ -1,15 +1,23 @@
-"""The output head: logits, or the loss without them."""
+"""The output head: logits, or the loss or the scores of labels without them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from liger_models.kernels import cross_entropy, linear_cross_entropy
+from liger_models.kernels import (
+    TokenScores,
+    cross_entropy,
+    linear_cross_entropy,
+    linear_log_probs,
+    log_probs,
+)
 from liger_models.layers.activation_memory import recompute
 from liger_models.layers.linear import Linear, as_wide_as
+from liger_models.layers.scoring import ScoreOptions
 from liger_models.layers.sequences import IGNORE_INDEX
 
 
@@ -30,9 +38,9 @@ class LogitForm:
 
 
 class LMHead(Linear):
-    """A projection onto the vocabulary that also knows the loss.
+    """A projection onto the vocabulary that also knows the loss and the scores of labels.
 
-    The loss is computed in here, so that the weight is read inside its own module's forward alone (sharding
+    They are computed in here, so that the weight is read inside its own module's forward alone (sharding
     frameworks gather it for just that time).
     """
 
@@ -46,12 +54,16 @@ class LMHead(Linear):
         num_valid: int | None = None,
         num_items: Tensor | int | None = None,
         form: LogitForm = LogitForm(),
-    ) -> Tensor:
+        score: ScoreOptions | None = None,
+    ) -> Any:
         """Without `labels`: hidden [..., H] -> the product [..., V].
 
         With labels [T] (of the tokens to predict; -100 does not count): hidden [T, H] -> float32 scalar, the
         summed cross entropy of the logits, in their form, over `num_items`, or over the count of labels if
         that is None. `num_valid` is the count of labels, if it is known on the host.
+
+        With `score` too, whose coefficients are [T]: what `kernels.linear_log_probs` gives of them, as a
+        plain tuple, which all frameworks look through.
 
         Raises:
             TypeError: hidden and the weight differ in dtype, without autocast.
@@ -59,18 +71,12 @@ class LMHead(Linear):
         _check_dtypes(hidden, self.weight)
         if labels is None:
             return super().forward(hidden)
-        loss = linear_cross_entropy(
-            hidden,
-            self.weight,
-            labels,
-            as_wide_as(self.weight, self.bias),
-            num_valid=num_valid,
-            num_items=num_items,
-            logit_scale=form.scale,
-            softcap=form.softcap,
-        )
-        assert isinstance(loss, Tensor)  # nothing else was asked for
-        return loss
+        operands = hidden, self.weight, labels, as_wide_as(self.weight, self.bias)
+        options: Any = {"num_valid": num_valid, "logit_scale": form.scale, "softcap": form.softcap}
+        if score is None:
+            return linear_cross_entropy(*operands, num_items=num_items, **options)
+        options |= {"coefficients": score.coefficients, **score.keywords()}
+        return tuple(linear_log_probs(*operands, **options))
 
 
 def _check_dtypes(hidden: Tensor, weight: Tensor) -> None:
@@ -109,6 +115,45 @@ def loss_of_head(
     pieces = zip(hidden.split(_CHUNK), labels.split(_CHUNK), strict=True)
     total = torch.stack([recompute(summed_loss, *piece) for piece in pieces]).sum()
     return total / (len(labels) if num_items is None else num_items)
+
+
+def scores_of_head(
+    head: nn.Module,
+    hidden: Tensor,
+    labels: Tensor,
+    num_valid: int | None = None,
+    form: LogitForm = LogitForm(),
+    *,
+    score: ScoreOptions,
+) -> TokenScores:
+    """The scores [T], as `LMHead.forward` gives them, of a head that may have been wrapped or replaced: see
+    `loss_of_head`.
+    """
+    if type(head).forward is LMHead.forward:
+        return TokenScores(*head(hidden, labels, num_valid=num_valid, form=form, score=score))
+    kept = (labels != IGNORE_INDEX).nonzero()[:, 0]
+    options = {"logit_scale": form.scale, "softcap": form.softcap, **score.keywords()}
+
+    def scores(hidden: Tensor, labels: Tensor) -> tuple[Tensor | None, ...]:
+        return tuple(log_probs(head(hidden), labels, **options))
+
+    # One piece at least, of no tokens: it tells what is asked for, and joins the result to the graph.
+    pieces = zip(hidden[kept].split(_CHUNK), labels[kept].split(_CHUNK), strict=True)
+    columns = zip(*(recompute(scores, *piece) for piece in pieces), strict=True)
+
+    def placed(column: tuple[Tensor | None, ...]) -> Tensor | None:
+        parts = [part for part in column if part is not None]
+        if not parts:
+            return None
+        values = torch.cat(parts)
+        return values.new_zeros(len(labels)).index_put((kept,), values)
+
+    found = TokenScores(*map(placed, columns))  # type: ignore[arg-type]
+    if score.coefficients is None:
+        return found
+    weighted_sum = (score.coefficients * found.log_probs).sum()
+    constant = [None if column is None else column.detach() for column in found]
+    return TokenScores(*constant)._replace(weighted_sum=weighted_sum)  # type: ignore[arg-type]
 
 
 _CHUNK = 4096  # tokens, as many as make a matrix product run at full speed

@@ -17,15 +17,16 @@ from liger_models.layers.cache import KVCache
 from liger_models.layers.call_checks import CallChecks, batch_shape, refuse_unknown, targets_of
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.eager import not_compiled
-from liger_models.layers.head import LMHead, LogitForm, loss_of_head
-from liger_models.layers.model_output import CausalLMOutput
+from liger_models.layers.head import LMHead, LogitForm, loss_of_head, scores_of_head
+from liger_models.layers.model_output import CausalLMOutput, ScoreOutput
 from liger_models.layers.model_parameters import ModelParameters, drop_tied_head, restore_tied_head
 from liger_models.layers.router_loss import router_loss
+from liger_models.layers.scoring import Scoring, check_score_call, score_output
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import ModelSpec
 
 
-class CausalLM(Decoder, ModelParameters):
+class CausalLM(Scoring, Decoder, ModelParameters):
     """Embeddings, blocks, a final norm and a head.
 
     Args:
@@ -70,8 +71,8 @@ class CausalLM(Decoder, ModelParameters):
         logits_to_keep: int | Tensor = 0,
         return_logits: bool | None = None,
         **others: Any,
-    ) -> CausalLMOutput:
-        """Loss with labels, logits without.
+    ) -> CausalLMOutput | ScoreOutput:
+        """Loss with labels, logits without; scores of labels where they are asked for.
 
         Args:
             input_ids: [batch, seq] integers; or `inputs_embeds` [batch, seq, H] in their place, or beside
@@ -87,6 +88,8 @@ class CausalLM(Decoder, ModelParameters):
                 predict.
                 (Not in the signature: trainers take any parameter with "label" in its name for one that every
                 batch must have.)
+            score: `ScoreOptions`: the scores of the labels in the place of the loss, as `score` returns them;
+                nor is it in the signature.
             num_items_in_batch: the loss is the sum over labels divided by this count, not by their own (exact
                 gradient accumulation). What routers add is weighed by the share of labels that are here: all
                 parts of a step together have the mean of it, and not the sum.
@@ -103,10 +106,14 @@ class CausalLM(Decoder, ModelParameters):
                 positions beyond the rotary tables, a num_items_in_batch that is not above 0.
             TypeError: a keyword that asks for what is not there.
         """
-        shift_labels = others.pop("shift_labels", None)
+        shift_labels, score = others.pop("shift_labels", None), others.pop("score", None)
         refuse_unknown(others)
         width = self.spec.hidden_size
         shape, device = batch_shape(input_ids, inputs_embeds, width, ids_needed=self.needs_ids)
+        if score is not None:
+            asked = num_items_in_batch, return_logits
+            check_score_call(labels, shift_labels, cu_seqlens, shape[0], *asked)
+            num_items_in_batch = 1  # no label at all is no error: nothing is divided by their count
         sequences = Sequences.from_call(shape, device, attention_mask, position_ids, cu_seqlens)
         targets = targets_of(sequences, labels, shift_labels)
         sequences = sequences.divided(self.sequence_group)
@@ -115,6 +122,13 @@ class CausalLM(Decoder, ModelParameters):
         hidden = self.hidden_states(sequences, input_ids, inputs_embeds)
         num_valid = checks.finish()
 
+        if score is not None:
+            assert targets is not None
+            shifted, routers = shift_labels is not None, self.spec.router
+            score = score.packed(sequences, shifted)
+            scores = scores_of_head(self.lm_head, hidden, targets, num_valid, self.logit_form, score=score)
+            added = None if routers is None else router_loss(sequences.router_logits.take(), routers)
+            return score_output(scores, sequences, shifted, added)
         output: dict[str, Tensor] = {}
         if targets is not None:
             targets = targets if part is None else part.of(targets)

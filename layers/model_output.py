@@ -10,12 +10,9 @@ from torch import Tensor
 from torch.utils import _pytree
 
 
-class CausalLMOutput(OrderedDict[str, Any]):
-    """`loss` (float32 scalar) and `logits` ([batch, seq, V]), each only if there is one; `output.loss`,
-    `output["loss"]`.
-
-    Made from names or, as wrappers that convert outputs make them again, from a mapping. None stands for no
-    entry. An attribute that is not an entry is None for these two, and an AttributeError otherwise.
+class ModelOutput(OrderedDict[str, Any]):
+    """Made from names or, as wrappers that convert outputs make them again, from a mapping. None stands for
+    no entry. The entries that a class names are attributes, None where there is none.
 
     Ordered, since FSDP2 (a policy with output_dtype) would make a plain dict of any other.
     """
@@ -23,6 +20,21 @@ class CausalLMOutput(OrderedDict[str, Any]):
     def __init__(self, entries: Mapping[str, Any] | None = None, /, **named: Any):
         entries = {**(entries or {}), **named}
         super().__init__({name: value for name, value in entries.items() if value is not None})
+
+    def __init_subclass__(cls) -> None:
+        # Wrappers (FSDP, DDP, torch.compile) look for the tensors of an output through this registry.
+        _pytree.register_pytree_node(
+            cls,
+            lambda output: (list(output.values()), list(output.keys())),
+            lambda values, names: cls(**dict(zip(names, values, strict=True))),
+            serialized_type_name=f"{cls.__module__}.{cls.__name__}",
+        )
+
+
+class CausalLMOutput(ModelOutput):
+    """`loss` (float32 scalar) and `logits` ([batch, seq, V]), each only if there is one; `output.loss`,
+    `output["loss"]`.
+    """
 
     @property
     def loss(self) -> Tensor | None:
@@ -33,18 +45,29 @@ class CausalLMOutput(OrderedDict[str, Any]):
         return self.get("logits")
 
 
-def _flatten(output: CausalLMOutput) -> tuple[list[Any], list[str]]:
-    return list(output.values()), list(output.keys())
+class ScoreOutput(ModelOutput):
+    """What `model.score` gives, [batch, seq - 1] or [batch, seq], each only if it was asked for."""
 
+    @property
+    def log_probs(self) -> Tensor:
+        return self["log_probs"]
 
-def _unflatten(values: Any, names: Any) -> CausalLMOutput:
-    return CausalLMOutput(**dict(zip(names, values, strict=True)))
+    @property
+    def entropy(self) -> Tensor | None:
+        return self.get("entropy")
 
+    @property
+    def is_top1(self) -> Tensor | None:
+        return self.get("is_top1")
 
-# Wrappers (FSDP, DDP, torch.compile) look for the tensors of an output through this registry.
-_pytree.register_pytree_node(
-    CausalLMOutput,
-    _flatten,
-    _unflatten,
-    serialized_type_name="liger_models.layers.model_output.CausalLMOutput",
-)
+    @property
+    def log_sum_sq_probs(self) -> Tensor | None:
+        return self.get("log_sum_sq_probs")
+
+    @property
+    def weighted_sum(self) -> Tensor | None:
+        return self.get("weighted_sum")
+
+    @property
+    def router_loss(self) -> Tensor | None:
+        return self.get("router_loss")

@@ -126,7 +126,9 @@ def _linear_log_probs(shape, dtype, device):
     return standard_case(
         (x, weight),
         upstream,
-        ours=lambda x, weight: kernels.linear_log_probs(x, weight, labels, num_valid=tokens),
+        ours=lambda x, weight: kernels.linear_log_probs(x, weight, labels, entropy=True, num_valid=tokens)[
+            :2
+        ],
         liger=None,
         eager=lambda x, weight: of_logits(F.linear(x, weight), labels),
         # Three products. Ours makes the logits twice, since all at once they take gigabytes: at most 75%.
@@ -138,4 +140,31 @@ def _linear_log_probs(shape, dtype, device):
             torch.float32,
             upstream,
         ),
+    )
+
+
+@operation("linear_log_probs_weighted", HEAD, **ONE_HEAD)
+def _weighted_sum(shape, dtype, device):
+    """A weighted sum of log-probabilities: a policy gradient on fresh samples."""
+    tokens, hidden, vocab = shape
+    x, weight = head(shape, dtype, device)
+    labels = torch.randint(vocab, (tokens,), device=device)
+    advantages = normal((tokens,), torch.float32, device)
+
+    def token_scores(part, x, weight):
+        log_p = wide(F.linear(x, weight)).log_softmax(-1)
+        return advantages[part] * log_p.gather(1, labels[part, None])[:, 0]
+
+    return standard_case(
+        (x, weight),
+        (torch.ones((), device=device),),
+        ours=lambda x, weight: (
+            kernels.linear_log_probs(
+                x, weight, labels, coefficients=advantages, num_valid=tokens
+            ).weighted_sum
+        ),
+        liger=None,
+        eager=lambda x, weight: token_scores(slice(None), x, weight).sum(),
+        training=Cost(flops=6 * tokens * hidden * vocab),  # three products: logits, dx, dweight
+        truth=lambda: truth_in_chunks(token_scores, x, (weight,), torch.float32),
     )

@@ -175,7 +175,9 @@ def _chunk_size(rows: int, row_bytes: int, sum_bytes: int, chunk_bytes: int) -> 
     """Tokens in a chunk: all if their logits fit, else equal parts beside the float32 sum of dW."""
     if rows * row_bytes <= chunk_bytes:
         return max(rows, 1)
-    most = max((chunk_bytes - sum_bytes) // row_bytes, _FEWEST_TOKENS)
+    # When the last chunk is done, a rounded copy of the sum takes what the sum has beyond dW: a chunk as
+    # large costs nothing.
+    most = max(max(chunk_bytes - sum_bytes, sum_bytes) // row_bytes, _FEWEST_TOKENS)
     size = -(-rows // -(-rows // most))
     return min(-(-size // 128) * 128, rows)
 

@@ -58,13 +58,15 @@ from liger_models.layers.activation_memory import ActivationMemory
 from liger_models.layers.call_checks import CallChecks, batch_shape, refuse_unknown, targets_of
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.embedding import TokenEmbedding
-from liger_models.layers.head import LMHead, LogitForm, loss_of_head
+from liger_models.layers.head import LMHead, LogitForm, loss_of_head, scores_of_head
+from liger_models.layers.model_output import ScoreOutput
 from liger_models.layers.packed_linear import (
     fuse_projections,
     packed_weights,
     split_projections,
     weight_map_of_parts,
 )
+from liger_models.layers.scoring import Scoring, check_score_call, score_output
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import ModelSpec, MoESpec
 
@@ -501,7 +503,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         return bool(self.config.use_cache) and not torch.is_grad_enabled() if use_cache is None else use_cache
 
 
-class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
+class LigerForCausalLM(Scoring, LigerPreTrainedModel, GenerationMixin):
     """A causal language model."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
@@ -540,14 +542,15 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **others: Any,
-    ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
+    ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast | ScoreOutput:
         """As `LigerModel.forward`, and:
 
         Args:
             labels: [batch, seq], aligned with the input and shifted in here; -100, padding, and the first
                 token of a document do not count.
             logits_to_keep: make logits of the last so many positions only, or of these positions; 0: of all.
-            others: `shift_labels` [batch, seq], shifted already; `num_items_in_batch`, by which the summed
+            others: `shift_labels` [batch, seq], shifted already; `score`, `ScoreOptions`, for what the method
+                `score` returns in the place of all below; `num_items_in_batch`, by which the summed
                 loss is divided; `return_logits`, or `skip_logits`: whether logits come beside the loss (by
                 default in evaluation, where metrics may want them, and not in training);
                 `output_router_logits`, by default the config's: the load balancing loss is part of the loss.
@@ -561,13 +564,17 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
         """
         # Not in the signature: trainers take any parameter with "label" in its name for a column of labels.
         shift_labels = others.pop("shift_labels", None)
-        num_items = others.pop("num_items_in_batch", None)
+        score, num_items = others.pop("score", None), others.pop("num_items_in_batch", None)
         return_logits = others.pop("return_logits", None)
         skip_logits = others.pop("skip_logits", None)
         with_routers = self.model.wants_router_logits(others.pop("output_router_logits", None))
         width, needed = self.model.spec.hidden_size, self.model.needs_ids
         shape, _ = batch_shape(input_ids, inputs_embeds, width, ids_needed=needed)
         with_labels = labels is not None or shift_labels is not None
+        if score is not None:
+            bounds = others.get("cu_seq_lens_q")
+            check_score_call(labels, shift_labels, bounds, shape[0], num_items, return_logits)
+            num_items = 1  # no label at all is no error: nothing is divided by their count
         if use_cache is None and with_labels:
             use_cache = False
         if past_key_values is None and self.model._wants_cache(use_cache):
@@ -591,6 +598,12 @@ class LigerForCausalLM(LigerPreTrainedModel, GenerationMixin):
             of_tokens = [sequences.pack(x.unflatten(0, shape)) for x in output.router_logits]
             aux_loss, added = self.model.router_loss(of_tokens)
             routers = {"aux_loss": aux_loss, "router_logits": output.router_logits}
+        if score is not None:
+            assert targets is not None
+            shifted, packed = shift_labels is not None, sequences.pack(hidden)
+            score, num_valid = score.packed(sequences, shifted), checks.finish()
+            scores = scores_of_head(self.lm_head, packed, targets, num_valid, self.logit_form, score=score)
+            return score_output(scores, sequences, shifted, added if with_routers else None)
         if targets is not None:
             num_valid = checks.finish()
             packed = sequences.pack(hidden)

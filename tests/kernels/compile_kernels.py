@@ -140,7 +140,11 @@ def losses() -> None:
             layer = torch.randn(4, 32, dtype=BF16), torch.randn(vocab, 32, dtype=BF16)
             backward(divergence(operand(4, 64), operand(vocab, 64), *layer, labels=labels, **caps))
     for choice in ({}, {"temperature": 2.0, "softcap": 30.0}):
-        backward(*kernels.linear_log_probs(operand(4, 64), operand(vocab, 64), labels, **choice))
+        wanted = {"entropy": True, "top1": True, "log_sum_sq_probs": True, **choice}
+        backward(*kernels.log_probs(operand(4, vocab), labels, **wanted)[:2])
+        operands = operand(4, 64), operand(vocab, 64), labels
+        backward(*kernels.linear_log_probs(*operands, **wanted)[:2])
+        backward(kernels.linear_log_probs(*operands, coefficients=torch.ones(4), **choice).weighted_sum)
 
 
 def instead_of_launching(take: Callable[[JITFunction, dict, Any], None]) -> list[ModuleType]:

@@ -51,6 +51,7 @@ from liger_models.kernels import (
     linear_jsd,
     linear_kl,
     linear_log_probs,
+    log_probs,
     moe_experts,
     relu2,
     rms_norm,
@@ -236,6 +237,11 @@ LOSSES = {
         lambda x: eager_capped_cross_entropy(x, 2.0, 0.1, 0.01),
         lambda rows, width: [(rows, width)],
     ),
+    "log_probs": Operation(
+        lambda x: log_probs(x, labels_of(x, x.shape[1]), entropy=True)[:2],
+        lambda x: eager_log_probs(x, torch.eye(x.shape[1], dtype=x.dtype, device=x.device)),
+        lambda rows, width: [(rows, width)],
+    ),
     "kl_div": Operation(
         lambda x, teacher: kl_div(x, teacher, reduction="none"),
         eager_kl,
@@ -260,6 +266,10 @@ LOSSES = {
 def documents_of(x):
     """Boundaries of documents of four tokens, and of the rest."""
     return torch.arange(0, len(x) + 5, 4, device=x.device).clamp(max=len(x))
+
+
+def coefficients_of(x):
+    return torch.linspace(-1.0, 2.0, len(x), dtype=wide(x).dtype, device=x.device)
 
 
 VOCAB, EXPERTS, INTERMEDIATE = 37, 5, 6
@@ -293,7 +303,16 @@ WITH_PRODUCTS = {
         linear_shapes,
     ),
     "linear_log_probs": Operation(
-        lambda x, w: linear_log_probs(x, w, labels_of(x, VOCAB)), eager_log_probs, linear_shapes
+        lambda x, w: linear_log_probs(x, w, labels_of(x, VOCAB), entropy=True)[:2],
+        eager_log_probs,
+        linear_shapes,
+    ),
+    "linear_log_probs_weighted": Operation(
+        lambda x, w: (
+            linear_log_probs(x, w, labels_of(x, VOCAB), coefficients=coefficients_of(x)).weighted_sum
+        ),
+        lambda x, w: (coefficients_of(x) * eager_log_probs(x, w)[0]).sum(),
+        linear_shapes,
     ),
     "linear_kl": Operation(distilled(linear_kl), eager_distilled(eager_kl), teacher_shapes, tables=2),
     "linear_jsd": Operation(

@@ -90,7 +90,13 @@ def cross_entropy(**options):
 
 
 def log_probs(**options):
-    backward(*kernels.linear_log_probs(hidden(), head(), torch.arange(TOKENS), **options))
+    labels, everything = torch.arange(TOKENS), {"entropy": True, "top1": True, "log_sum_sq_probs": True}
+    for wanted in ({}, {"entropy": True}, everything):
+        scores = kernels.linear_log_probs(hidden(), head(), labels, **wanted, **options)
+        backward(*(score for score in scores[:2] if score is not None))
+        known = {"coefficients": torch.ones(TOKENS)}
+        scores = kernels.linear_log_probs(hidden(), head(), labels, **wanted, **known, **options)
+        backward(scores.weighted_sum)
 
 
 def divergences():

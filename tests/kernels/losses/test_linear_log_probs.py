@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies in chunks of tokens: against autograd through all logits, in float64."""
+"""Scores of tokens, from logits and in chunks of tokens: against autograd through all logits, in float64."""
 
 import importlib
 import math
@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_models.kernels import linear_log_probs
+from liger_models.kernels import linear_log_probs, log_probs
 from liger_models.kernels.losses.linear_log_probs import linear_log_probs_plain
+from liger_models.kernels.losses.log_probs import log_probs_plain
 
-module = importlib.import_module("liger_models.kernels.losses.linear_log_probs")
+module = importlib.import_module("liger_models.kernels.losses.log_probs")
 chunks = importlib.import_module("liger_models.kernels.losses._linear_chunks")
 H, V = 8, 37
 
@@ -39,7 +40,7 @@ def in_float64(operands):
 def run(function, operands, labels, **options):
     """Both results, and gradients for upstream ones that differ from token to token."""
     x, weight, bias = operands
-    results = function(x, weight, labels, bias, **options)
+    results = function(x, weight, labels, bias, entropy=True, **options)[:2]
     first = torch.linspace(0.5, 2.0, labels.numel(), device=x.device).view(labels.shape)
     upstream = [first.to(results[0].dtype), (first - 1.1).to(results[0].dtype)]
     return *results, *torch.autograd.grad(results, operands, upstream)
@@ -51,14 +52,23 @@ def test_the_plain_twin_is_torchs_categorical_distribution():
     z = 3.0 * torch.tanh(1.4 * F.linear(x, weight, bias) / 3.0) / 1.7
     distribution = torch.distributions.Categorical(logits=z)
     expected = distribution.log_prob(labels), distribution.entropy()
-    torch.testing.assert_close(linear_log_probs_plain(x, weight, labels, bias, **OPTIONS["all"]), expected)
+    found = linear_log_probs_plain(x, weight, labels, bias, **OPTIONS["all"])
+    torch.testing.assert_close(found[:2], expected)
+    assert torch.equal(found.is_top1, z.argmax(1) == labels)
+    torch.testing.assert_close(found.log_sum_sq_probs, distribution.probs.square().sum(1).log())
+
+
+def small_tiles(monkeypatch):
+    """Three tiles a row, the last one partly outside."""
+    monkeypatch.setattr(module, "_SCORE_TILE", (8, 2))
+    monkeypatch.setattr(module, "_GRADIENT_TILE", ((8, 2), (8, 2)))
+    monkeypatch.setattr(module, "_BACKWARD_BLOCK", 16)
 
 
 @every_option
 def test_float32_is_as_close_as_rounding_allows(monkeypatch, implementation, options):
     monkeypatch.setattr(chunks, "_chunk_size", lambda *_: 2)  # five tokens with a label: two, two and one
-    monkeypatch.setattr(module, "_FORWARD_TILE", (8, 2))  # three tiles a row, the last one partly outside
-    monkeypatch.setattr(module, "_BACKWARD_BLOCK", 16)
+    small_tiles(monkeypatch)
     operands, labels = problem()
     ours = run(linear_log_probs, operands, labels, **options)
     truth = run(linear_log_probs_plain, in_float64(operands), labels, **options)
@@ -81,7 +91,9 @@ def test_chunks_make_no_difference_in_float64(monkeypatch, options):
 def test_chunked_gradients_pass_gradcheck(options):
     operands, labels = problem(4, torch.float64, ignored=(1,))
     torch.autograd.gradcheck(
-        lambda x, w, b: linear_log_probs(x, w, labels, b, **options), operands, fast_mode=True
+        lambda x, w, b: linear_log_probs(x, w, labels, b, entropy=True, **options)[:2],
+        operands,
+        fast_mode=True,
     )
 
 
@@ -89,7 +101,7 @@ def test_either_result_alone_has_its_gradient(implementation):
     operands, labels = problem(4, ignored=(1,))
     for which in (0, 1):
         ours = torch.autograd.grad(
-            linear_log_probs(*operands[:2], labels, operands[2])[which].sum(), operands
+            linear_log_probs(*operands[:2], labels, operands[2], entropy=True)[which].sum(), operands
         )
         wide = in_float64(operands)
         truth = torch.autograd.grad(linear_log_probs_plain(*wide[:2], labels, wide[2])[which].sum(), wide)
@@ -127,12 +139,105 @@ def test_ignored_tokens_are_zeros_and_leave_no_gradient(implementation):
 def test_nothing_is_altered_and_backward_may_run_twice(implementation):
     operands, labels = problem()
     before = [t.detach().clone() for t in (*operands, labels)]
-    results = linear_log_probs(*operands[:2], labels, operands[2])
+    results = linear_log_probs(*operands[:2], labels, operands[2], entropy=True)
     loss = results[0].sum() - 0.3 * results[1].sum()
     first = torch.autograd.grad(loss, operands, retain_graph=True)
     second = torch.autograd.grad(loss, operands)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(before, (*operands, labels), strict=True))
+
+
+EVERYTHING = {"entropy": True, "top1": True, "log_sum_sq_probs": True}
+
+
+def assert_same_scores(ours, truth):
+    for name in ("log_probs", "entropy", "log_sum_sq_probs"):
+        a, true = getattr(ours, name), getattr(truth, name)
+        atol = 16 * 20 * torch.finfo(torch.float32).eps * true.abs().max().item()  # as above
+        torch.testing.assert_close(a.double(), true, rtol=0, atol=atol)
+    assert torch.equal(ours.is_top1, truth.is_top1)
+
+
+@every_option
+def test_all_scores_of_hidden_states_and_of_logits(monkeypatch, implementation, options):
+    monkeypatch.setattr(chunks, "_chunk_size", lambda *_: 4)
+    small_tiles(monkeypatch)
+    operands, labels = problem(15)
+    x, weight, bias = operands
+    with torch.no_grad():
+        logits = F.linear(x, weight, bias)
+        labels[5:] = logits[5:].argmax(1)
+        labels[9] = -100
+    truth = linear_log_probs_plain(*in_float64(operands)[:2], labels, bias.double(), **options)
+    assert truth.is_top1[5:9].all()
+    assert not truth.is_top1[9]
+    assert_same_scores(linear_log_probs(x, weight, labels, bias, **EVERYTHING, **options), truth)
+    leaf = logits.clone().requires_grad_()
+    scores = log_probs(leaf, labels, **EVERYTHING, **options)
+    assert_same_scores(scores, truth)
+    assert not scores.is_top1.requires_grad
+    assert not scores.log_sum_sq_probs.requires_grad
+    wide = logits.double().requires_grad_()
+    true = log_probs_plain(wide, labels, **options)
+    ours = torch.autograd.grad(scores.log_probs.sum() + (scores.entropy**2).sum(), leaf)
+    theirs = torch.autograd.grad(true.log_probs.sum() + (true.entropy**2).sum(), wide)
+    torch.testing.assert_close(ours[0].double(), theirs[0], rtol=1e-4, atol=1e-5)
+    assert torch.equal(leaf, logits)
+
+
+def test_the_first_of_equal_logits_is_the_top_one(implementation):
+    logits = torch.zeros(4, V)
+    logits[:, 7] = logits[:, 30] = 2.0
+    labels = torch.tensor([7, 30, 3, -100])
+    for scale, first in ((1.0, [True, False, False, False]), (-1.0, [False] * 4)):
+        assert log_probs(logits, labels, top1=True, logit_scale=scale).is_top1.tolist() == first
+
+
+def test_what_is_not_asked_for_is_none():
+    operands, labels = problem()
+    assert linear_log_probs(*operands[:2], labels)[1:] == (None,) * 4
+
+
+@every_option
+def test_known_coefficients_give_the_same_gradients_in_three_products(monkeypatch, implementation, options):
+    monkeypatch.setattr(chunks, "_chunk_size", lambda *_: 4)
+    small_tiles(monkeypatch)
+    operands, labels = problem(15)
+    x, weight, bias = operands
+    coefficients = torch.randn(15)
+    truth = linear_log_probs_plain(*(wide := in_float64(operands))[:2], labels, wide[2], **options)
+    true = (coefficients * truth.log_probs).sum()
+    calls = []
+    mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *a, **k: calls.append(1) or mm(*a, **k))
+    addmm = torch.addmm
+    monkeypatch.setattr(torch, "addmm", lambda *a, **k: calls.append(1) or addmm(*a, **k))
+    wanted = EVERYTHING | options
+    scores = linear_log_probs(x, weight, labels, bias, coefficients=coefficients, **wanted)
+    assert_same_scores(scores, truth)
+    assert not scores.log_probs.requires_grad
+    # Fifteen log-probabilities, of logits as large as above.
+    torch.testing.assert_close(scores.weighted_sum.double(), true, rtol=0, atol=15 * 16 * 20 * 2**-23)
+    made = len(calls)
+    ours = torch.autograd.grad(-3 * scores.weighted_sum, operands)
+    assert len(calls) == made  # all of them in the forward pass
+    assert made == 8  # of four chunks, logits and dx; dW is added up in place
+    for a, b in zip(ours, torch.autograd.grad(-3 * true, wide), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
+
+
+def test_known_coefficients_trace_without_a_graph_break():
+    operands, labels = problem()
+
+    def step(x, w, y, b):
+        scores = linear_log_probs(x, w, y, b, coefficients=torch.arange(7.0), entropy=True)
+        return scores.weighted_sum + scores.entropy.sum()
+
+    x, weight, bias = operands
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    ours = torch.autograd.grad(compiled(x, weight, labels, bias), operands)
+    for a, b in zip(ours, torch.autograd.grad(step(x, weight, labels, bias), operands), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_only_a_chunk_of_logits_exists(monkeypatch):
@@ -153,8 +258,8 @@ def test_only_a_chunk_of_logits_exists(monkeypatch):
 def test_it_traces_without_a_graph_break():
     operands, labels = problem()
 
-    def step(x, w, y, b):
-        return linear_log_probs(x, w, y, b, temperature=0.7, softcap=3.0)
+    def step(x, w, y, b, **wanted):
+        return linear_log_probs(x, w, y, b, temperature=0.7, softcap=3.0, **wanted)
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(run(compiled, operands, labels), run(step, operands, labels))
@@ -163,8 +268,8 @@ def test_it_traces_without_a_graph_break():
 def test_results_may_be_altered_in_place(implementation):
     operands, labels = problem()
     mask = torch.linspace(0.0, 1.0, 7)
-    truth = run(lambda *a: [mask * result for result in linear_log_probs(*a)], operands, labels)
-    ours = run(lambda *a: [result.mul_(mask) for result in linear_log_probs(*a)], operands, labels)
+    truth = run(lambda *a, **k: [mask * t for t in linear_log_probs(*a, **k)[:2]], operands, labels)
+    ours = run(lambda *a, **k: [t.mul_(mask) for t in linear_log_probs(*a, **k)[:2]], operands, labels)
     assert all(map(torch.equal, ours, truth))
 
 
@@ -177,6 +282,7 @@ def test_results_may_be_altered_in_place(implementation):
         ({"labels": torch.zeros(6, dtype=torch.long)}, ValueError, "labels have shape"),
         ({"labels": torch.full((7,), -1)}, IndexError, f"label -1 .* vocabulary of {V}"),
         ({"weight": torch.zeros(V, H).half()}, TypeError, "one floating dtype"),
+        ({"coefficients": torch.zeros(6)}, ValueError, "expected one a label"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, error, message):
@@ -193,15 +299,15 @@ LLAMA = {"device": "cuda", "dtype": torch.bfloat16, "hidden": 2048, "vocab": 128
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "softcap": 30.0}], ids=["plain", "capped"])
-@pytest.mark.parametrize("chunk_bytes", [module.CHUNK_BYTES, 1], ids=["one chunk", "two chunks"])
+@pytest.mark.parametrize("chunk_bytes", [chunks.CHUNK_BYTES, 1], ids=["one chunk", "two chunks"])
 def test_as_close_to_the_truth_as_eager(options, chunk_bytes):
-    operands, labels = problem(2048, ignored=range(0, 2048, 50), **LLAMA)
+    operands, labels = problem(4096, ignored=range(0, 4096, 50), **LLAMA)
     truth = run(linear_log_probs_plain, in_float64(operands), labels, **options)
     eager = run(linear_log_probs_plain, operands, labels, **options)
     ours = run(linear_log_probs, operands, labels, chunk_bytes=chunk_bytes, **options)
     for a, b, true in zip(ours, eager, truth, strict=True):
         error, eager_error = ((g.double() - true).norm() / true.norm() for g in (a, b))
-        # 2,000 log-probabilities differ by chance by a few parts in the root of 2,000; gradients by less.
+        # 4,000 log-probabilities differ by chance by a few parts in the root of 4,000; gradients by less.
         assert error <= max(1.01, 1 + 4 / true.numel() ** 0.5) * eager_error, (error, eager_error)
 
 
@@ -211,11 +317,33 @@ def test_memory_stays_within_its_chunk():
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    log_probs, entropy = linear_log_probs(x, weight, labels)
+    log_probs, entropy, *_ = linear_log_probs(x, weight, labels, entropy=True)
     (log_probs.sum() + entropy.sum()).backward()
     extra = torch.cuda.max_memory_allocated() - before - weight.grad.nbytes - x.grad.nbytes
     # All logits would be 8.4 GB, in bfloat16 and without a gradient.
-    assert extra <= 1.2 * module.CHUNK_BYTES, extra
+    assert extra <= 1.2 * chunks.CHUNK_BYTES, extra
+
+
+@pytest.mark.gpu
+def test_all_scores_and_known_coefficients_on_a_gpu():
+    operands, labels = problem(2048, ignored=range(0, 2048, 50), **LLAMA)
+    x, weight, bias = operands
+    labels[1::2] = torch.nn.functional.linear(x, weight, bias)[1::2].argmax(1)
+    coefficients = torch.randn(2048, device="cuda")
+    truth = linear_log_probs_plain(*in_float64(operands)[:2], labels, bias.double())
+    for known in ({}, {"coefficients": coefficients}):
+        scores = linear_log_probs(x, weight, labels, bias, **EVERYTHING, **known)
+        # The logits, of up to 20, are rounded to bfloat16.
+        for name in ("log_probs", "entropy", "log_sum_sq_probs"):
+            torch.testing.assert_close(
+                getattr(scores, name), getattr(truth, name).float(), rtol=0, atol=20 * 2**-8
+            )
+        assert scores.is_top1[1::2].float().mean() > 0.95  # but for ties of two rounded logits
+    unknown = linear_log_probs(x, weight, labels, bias)
+    grads = torch.autograd.grad((coefficients * unknown.log_probs).sum(), operands)
+    known = torch.autograd.grad(scores.weighted_sum, operands)
+    for a, b in zip(known, grads, strict=True):
+        assert (a - b).float().norm() <= 2**-7 * b.float().norm()  # both round a gradient to bfloat16
 
 
 @pytest.mark.gpu

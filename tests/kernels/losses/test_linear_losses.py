@@ -15,7 +15,12 @@ from liger_models.kernels.losses import _linear_chunks
 
 
 def log_probs(x, weight, labels, **options):
-    return sum(linear_log_probs(x, weight, labels, **options))
+    return sum(linear_log_probs(x, weight, labels, entropy=True, **options)[:2])
+
+
+def weighted_sum(x, weight, labels, **options):
+    coefficients = torch.tensor([0.5, 2.0, -1.5])
+    return linear_log_probs(x, weight, labels, coefficients=coefficients, **options).weighted_sum
 
 
 def distilled(divergence):
@@ -28,12 +33,13 @@ def distilled(divergence):
 OF_LABELS = {
     "cross_entropy": linear_cross_entropy,
     "log_probs": log_probs,
+    "weighted_sum": weighted_sum,
     "kl": distilled(linear_kl),
     "jsd": distilled(linear_jsd),
     "cosine": distilled(linear_cosine_distillation),
 }
 every_loss = pytest.mark.parametrize("loss", OF_LABELS.values(), ids=OF_LABELS)
-MEANS = {name: loss for name, loss in OF_LABELS.items() if name != "log_probs"}
+MEANS = {name: loss for name, loss in OF_LABELS.items() if name not in ("log_probs", "weighted_sum")}
 every_mean = pytest.mark.parametrize("loss", MEANS.values(), ids=MEANS)
 
 

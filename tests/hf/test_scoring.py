@@ -1,0 +1,80 @@
+"""`model.score` of our models in transformers gives what TRL's fused head gives on transformers' own."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hf_pairs import BOUND, relative_distance
+
+from liger_models.kernels.losses.log_probs import log_probs_plain
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+trl = pytest.importorskip("trl", reason="trl is not installed")
+
+OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "is_top1")
+WANTED = {"entropy": True, "log_sum_sq_probs": True, "top1": True}
+
+
+def adapt(model, targets=("q_proj", "down_proj")):
+    config = peft.LoraConfig(
+        r=3, target_modules=list(targets), init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    adapted = peft.get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for _, p in sorted(adapted.named_parameters()):
+            if p.requires_grad:
+                p.copy_(0.3 * torch.randn(p.shape, generator=generator) / p.shape[-1] ** 0.5)
+    return adapted
+
+
+# Their logits have a cap, a scale, and neither.
+@pytest.mark.parametrize("family", ["gemma2", "granite", "llama"])
+@pytest.mark.parametrize("adapted", [False, True], ids=["whole", "LoRA"])
+def test_scores_are_those_of_trls_head(family, adapted, make_both, batch):
+    from trl.trainer.utils import add_fused_lm_head
+
+    both = make_both(family, projections="split")
+    ours, theirs = both.ours, copy.deepcopy(both.reference)
+    add_fused_lm_head(theirs, temperature=0.7, outputs=OUTPUTS)
+    if adapted:
+        ours, theirs = adapt(ours), adapt(theirs)
+    expected = theirs(**batch, fused_lm_head=True)
+    found = ours.score(**batch, temperature=0.7, **WANTED)
+    for name in OUTPUTS[:3]:
+        assert relative_distance(found[name], expected[name]) <= BOUND, name
+    assert torch.equal(found.is_top1, expected.is_top1.bool())
+    for scores in (expected, found):
+        (scores.log_probs.sin() + scores.entropy**2).sum().backward()
+    own = dict(ours.named_parameters())
+    gradients = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None and name in own}
+    assert gradients
+    for name, gradient in gradients.items():
+        assert relative_distance(own[name].grad, gradient) <= BOUND, name
+
+
+def test_an_adapter_around_the_head_counts(make_both, batch):  # which TRL's fused head reads past
+    ours = adapt(make_both("gemma2", projections="split").ours, ["q_proj", "lm_head"])
+    scores = ours.score(**batch, temperature=0.7, **WANTED)
+    logits = ours(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+    truth = log_probs_plain(logits, batch["labels"][:, 1:], temperature=0.7)
+    for name in OUTPUTS[:3]:
+        assert relative_distance(scores[name], getattr(truth, name)) <= BOUND, name
+    (head,) = (p for name, p in ours.named_parameters() if "lm_head.lora_B" in name)
+    (gradient,) = torch.autograd.grad(scores.log_probs.sin().sum(), head)
+    assert relative_distance(gradient, torch.autograd.grad(truth.log_probs.sin().sum(), head)[0]) <= BOUND
+
+
+def test_routers_tell_what_they_add_to_a_loss(make_both, batch):
+    ours = make_both("qwen3_moe").ours
+    ours.config.output_router_logits = True
+    ours.config.router_aux_loss_coef = 0.7
+    shifted = torch.roll(batch["labels"], -1, 1)
+    inputs = {**batch, "labels": None, "shift_labels": shifted}
+    scores = ours.score(**inputs)
+    count = (scores.log_probs != 0).sum()
+    whole = ours(**inputs).loss
+    torch.testing.assert_close(scores.router_loss - scores.log_probs.sum() / count, whole)

@@ -1,0 +1,73 @@
+"""One rank of test_scoring.py: a loss on scores of its half of a batch, under DDP and FSDP2.
+
+Run as `python score_rank.py FOLDER`, with task.pt in the folder; writes rank0.pt or rank1.pt: by wrapper
+the gradients, and what scoring beside DDP's forward raised.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from liger_models.layers.model import CausalLM
+from liger_models.layers.scoring import ScoreOptions
+
+
+def loss_of(scores):
+    return (scores.log_probs.sin() + scores.entropy**2).sum()  # what knows no coefficients beforehand
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # They meet in a file: a port that was free a moment ago may be another test's by now.
+    dist.init_process_group("gloo", init_method=(folder / "meeting").as_uri(), rank=rank, world_size=ranks)
+    task = torch.load(folder / "task.pt", weights_only=False)
+    own = {name: value.chunk(ranks)[rank] for name, value in task["batch"].items()}
+    coefficients = own.pop("coefficients")
+    mesh = init_device_mesh("cpu", (ranks,))
+    results = {}
+    for wrapper in ("ddp", "fsdp", "rounded"):
+        model = CausalLM(task["spec"])
+        model.load_state_dict(task["state"])
+        if wrapper == "ddp":
+            parallel = DistributedDataParallel(model)
+            scores = parallel(**own, score=ScoreOptions(entropy=True))
+            with torch.no_grad():
+                assert torch.equal(model.score(**own).log_probs, scores.log_probs)
+            try:
+                model.score(**own)
+            except RuntimeError as error:
+                results["refusal"] = str(error)
+        else:
+            options = {}
+            if wrapper == "rounded":
+                options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+            for part in (*model.layers, model.lm_head):
+                fully_shard(part, mesh=mesh, **options)
+            scores = fully_shard(model, mesh=mesh, **options).score(**own, entropy=True)
+        if wrapper == "rounded":
+            again = model.score(**own, coefficients=coefficients)
+            results["weighted"] = again.weighted_sum.item(), (coefficients * again.log_probs).sum().item()
+            results["dtypes"] = scores.log_probs.dtype, scores.entropy.dtype
+            continue
+        loss_of(scores).backward()
+        if wrapper == "ddp":
+            parallel(**own, score=ScoreOptions(coefficients=coefficients)).weighted_sum.backward()
+        else:
+            model.score(**own, coefficients=coefficients).weighted_sum.backward()
+        results[wrapper] = {
+            name: p.grad if wrapper == "ddp" else p.grad.full_tensor() for name, p in model.named_parameters()
+        }
+    torch.save(results, folder / f"rank{rank}.pt")
+    del scores, model, parallel, again  # what outlives its process group waits for ever now and then
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
