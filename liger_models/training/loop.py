@@ -16,6 +16,7 @@ import itertools
 import math
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -224,15 +225,16 @@ class Run:
     def step(self, rate: float, signals: Signals) -> Outcome | None:
         """One step of the optimizer, or none where its gradient is not finite. None if a signal cut it short.
 
-        Nothing of a step that does not reach its end counts: no weight has changed and the data's position
-        has not moved, so the step is made again in full.
+        Nothing of a step that does not reach its end counts: no weight has changed, the data's position has
+        not moved and random numbers stand where they stood, so the step is made again in full.
         """
         config, world = self.config, self.world
-        data = next(self.steps)
+        data, put_back = next(self.steps), _random_states(world.device)
         loss = torch.zeros((), device=world.device)
         for k, batch in enumerate(data.batches):
             if signals.received is not None and world.size == 1:  # ranks agree on it at the end of a step
                 self.optimizer.zero_grad()
+                put_back()
                 return None
             last = k == config.gradient_accumulation - 1
             with contextlib.nullcontext() if last else world.no_sync(self.wrapped):
@@ -549,6 +551,19 @@ class Run:
             self.world.say(f"resumed from {checkpoint}, step {self.progress.step}")
         elif self.config.resume:
             self.world.say(f"no checkpoint in {self.output} yet: starting anew")
+
+
+def _random_states(device: torch.device) -> Callable[[], None]:
+    """What puts torch's random numbers back to where they stand now."""
+    on_host = torch.get_rng_state()
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def put_back() -> None:
+        torch.set_rng_state(on_host)
+        if on_device is not None:
+            torch.cuda.set_rng_state(on_device, device)
+
+    return put_back
 
 
 def _forward(model: nn.Module, batch: Any, labels: int) -> Tensor:
