@@ -12,7 +12,11 @@ tensor has the same bits.
 | `lean`       | input, q/k/v, attention output, residual, gate and up     | norms, the gated product |
 | `mlp`        | input, q/k/v, attention output, the o_proj output         | also gate and up         |
 | `checkpoint` | input                                                     | all but its last product |
+| `tiled`      | input                                                     | the same, MLP in tiles   |
+| `offload`    | nothing: its input is on the host                         | as `tiled`               |
 
+`tiled` is for long sequences: an MLP runs over one tile of them after the other, and what is as wide as the
+MLP exists for a tile alone (layers/tiles.py). How inputs get to the host stands in layers/offload.py.
 `auto` chooses a level for each layer by the memory that there is: layers/memory_plan.py.
 """
 
@@ -33,8 +37,12 @@ from liger_models.layers.linear import Linear, has_hooks
 from liger_models.layers.low_rank import projection_of
 from liger_models.layers.packed_linear import SplitProjections
 
-ActivationMemory = Literal["all", "lean", "mlp", "checkpoint"]
-LEVELS: tuple[ActivationMemory, ...] = ("all", "lean", "mlp", "checkpoint")
+ActivationMemory = Literal["all", "lean", "mlp", "checkpoint", "tiled", "offload"]
+LEVELS: tuple[ActivationMemory, ...] = ("all", "lean", "mlp", "checkpoint", "tiled", "offload")
+# Of a layer that runs again as a whole.
+RERUN: tuple[ActivationMemory, ...] = ("checkpoint", "tiled", "offload")
+# And of one whose MLP runs in tiles.
+TILED: tuple[ActivationMemory, ...] = ("tiled", "offload")
 
 
 class _Kept:
@@ -52,7 +60,7 @@ class _Kept:
         self.version = tensor._version
 
     def get(self) -> Tensor:
-        _check_version(self.tensor, self.version)
+        check_version(self.tensor, self.tensor._version, self.version)
         return self.tensor
 
 
@@ -153,17 +161,18 @@ def recompute(function: Callable[..., Any], *args: Any) -> Any:
 
     def run(*args: Any) -> Any:
         for tensor, version in versions:
-            _check_version(tensor, version)
+            check_version(tensor, tensor._version, version)
         return function(*args)
 
     return checkpoint(run, *args, use_reentrant=False)
 
 
-def _check_version(tensor: Tensor, version: int) -> None:
-    if tensor._version != version:
+def check_version(tensor: Tensor, found: int, expected: int) -> None:
+    """Raise RuntimeError if somebody has written into a tensor since it was at version `expected`."""
+    if found != expected:
         raise RuntimeError(
             f"a tensor of shape {tuple(tensor.shape)} needed for the backward pass was modified in place: it "
-            f"is at version {tensor._version}, expected {version}. Change a copy of it, or change it after "
+            f"is at version {found}, expected {expected}. Change a copy of it, or change it after "
             "backward()."
         )
 

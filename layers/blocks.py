@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from liger_models.layers.activation_memory import ActivationMemory
+from liger_models.layers.activation_memory import RERUN, ActivationMemory
 from liger_models.layers.attention_backends import AttentionBackend
 from liger_models.layers.latent_attention import LatentAttention
 from liger_models.layers.mlp import GatedMLP, PlainMLP, make_mlp
@@ -117,8 +117,9 @@ class Block(nn.Module):
 
         What a level needs during the backward pass, one layer at a time, is not in it.
         """
-        if level == "checkpoint":
-            return itemsize * self.hidden_size + self._noted_bytes(itemsize) + self._handed_bytes(itemsize)
+        if level in RERUN:
+            own = 0 if level == "offload" else itemsize * self.hidden_size
+            return own + self._noted_bytes(itemsize) + self._handed_bytes(itemsize)
         parts: Iterable[Any] = self.children()
         kept = (part.activation_bytes(level, itemsize) for part in parts if hasattr(part, "activation_bytes"))
         return sum(kept) + itemsize * self.hidden_size * self._branch_inputs(level)

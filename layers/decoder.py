@@ -12,13 +12,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from liger_models.layers.activation_memory import ActivationMemory, keep_recipes, parse_levels, recompute
+from liger_models.layers.activation_memory import (
+    RERUN,
+    ActivationMemory,
+    keep_recipes,
+    parse_levels,
+    recompute,
+)
 from liger_models.layers.attention_backends import BACKENDS, AttentionBackend
 from liger_models.layers.blocks import BLOCKS, Block, add_and_norm, keys_and_values, own_input
 from liger_models.layers.eager import not_compiled
 from liger_models.layers.embedding import TokenEmbedding
 from liger_models.layers.memory_plan import FittingLevels
 from liger_models.layers.norm import make_norm
+from liger_models.layers.offload import Offload, free_host_memory
 from liger_models.layers.per_layer_input import PerLayerInputs
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import AttentionSpec, ModelSpec, SharedAttentionSpec
@@ -77,15 +84,18 @@ class Decoder(nn.Module):
         if lean and self.fit_levels is not None:
             self.fit_levels(self, sequences)
         x, residual = inputs_embeds, None
+        offload = Offload()
         for layer in self.layers:
+            offload.settle()
             if inputs_of_layers is not None:
                 x, residual = x if residual is None else x + residual, None
                 inputs_of_layers.append(x)
             read = [handed[name] for name in layer.reads]
-            if layer.activation_memory == "checkpoint" and torch.is_grad_enabled():
+            if layer.activation_memory in RERUN and torch.is_grad_enabled():
                 # The sum is taken in front of the layer, so that one tensor is kept and not two.
                 x = x if residual is None else x + residual
-                x, residual, *made = recompute(layer, x, None, sequences, *read)
+                again = offload.recompute if layer.activation_memory == "offload" else recompute
+                x, residual, *made = again(layer, x, None, sequences, *read)
             else:
                 with keep_recipes() if lean and layer.activation_memory != "all" else nullcontext():
                     x, residual, *made = layer(x, residual, sequences, *read)
@@ -140,6 +150,8 @@ class Decoder(nn.Module):
         levels = levels if isinstance(levels, str) else tuple(levels)
         for layer, level in zip(self.layers, parse_levels(levels, len(self.layers)), strict=True):
             layer.set_activation_memory(level)
+        if "offload" not in self.activation_memory:
+            free_host_memory()
         self._levels_before_checkpointing = self.activation_memory
 
     def activation_checkpointing_enable(
@@ -148,27 +160,25 @@ class Decoder(nn.Module):
         every_n_layers: int = 1,
         offload: bool = False,
     ) -> None:
-        """Level `checkpoint` for the first of every `every_n_layers` layers, as trainers switch it on.
+        """Level `checkpoint`, or to `offload` the level `offload`, for the first of every `every_n_layers`
+        layers, as trainers switch it on.
 
         `use_reentrant` and `preserve_rng_state` may be anything: the results are those of a run without
-        checkpointing whatever they say. `offload` is not done here: run the step under
-        `torch.autograd.graph.save_on_cpu`.
+        checkpointing whatever they say.
 
         Raises:
             ValueError: another option, which would not be honoured.
         """
         given = set(activation_checkpointing_kwargs or {}) - {"use_reentrant", "preserve_rng_state"}
-        if offload:
-            given.add("offload")
         if given or every_n_layers < 1:
             found = f"{sorted(given)}" if given else f"every_n_layers={every_n_layers}"
             raise ValueError(
-                f"found {found}; of the options of checkpointing only use_reentrant, preserve_rng_state and "
-                "every_n_layers (1 or more) are known. To hold activations on the host, run the step under "
-                "torch.autograd.graph.save_on_cpu()."
+                f"found {found}; of the options of checkpointing only use_reentrant, preserve_rng_state, "
+                "every_n_layers (1 or more) and offload are known"
             )
         before = self._levels_before_checkpointing
-        levels = [level if i % every_n_layers else "checkpoint" for i, level in enumerate(before)]
+        chosen = "offload" if offload else "checkpoint"
+        levels = [level if i % every_n_layers else chosen for i, level in enumerate(before)]
         self.set_activation_memory(levels)
         self._levels_before_checkpointing = before
 
@@ -187,7 +197,7 @@ class Decoder(nn.Module):
     @property
     def is_gradient_checkpointing(self) -> bool:
         """Whether some layer runs again as a whole in the backward pass."""
-        return "checkpoint" in self.activation_memory
+        return any(level in RERUN for level in self.activation_memory)
 
 
 def _inputs_of_layers(spec: ModelSpec) -> PerLayerInputs | None:

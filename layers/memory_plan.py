@@ -9,7 +9,8 @@ A step's memory is largest in one of these moments:
 | the optimizer's step | all gradients                                                                       |
 
 `choose_levels` begins with everything kept, and while the largest is above the budget gives up, in one layer
-after the other, what costs the least work for each byte that it saves.
+after the other, what costs the least work for each byte that it saves: down to `checkpoint`; if that does not
+fit, down to `tiled`; and if that does not, to `offload`.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ from torch import Tensor, nn
 
 from liger_models.convert.sizes import parse_size
 from liger_models.kernels.losses._linear_chunks import working_bytes
-from liger_models.layers.activation_memory import LEVELS, ActivationMemory
+from liger_models.layers import tiles
+from liger_models.layers.activation_memory import LEVELS, RERUN, ActivationMemory
 from liger_models.layers.blocks import Block
+from liger_models.layers.moe import MixtureOfExperts
+from liger_models.layers.offload import host_bytes
 from liger_models.layers.sequence_parallel import exchange_bytes
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import AttentionSpec, ModelSpec, MoESpec
@@ -39,6 +43,13 @@ _log = logging.getLogger("liger_models")
 OPERATIONS_A_BYTE = 160
 # Of elementwise work that is done again: its output is written, and about twice as much is read.
 BYTES_MOVED = 3
+
+# The levels among which is chosen: the first row with which a step fits.
+LADDERS: tuple[tuple[ActivationMemory, ...], ...] = (
+    ("all", "lean", "mlp", "checkpoint"),
+    ("all", "lean", "mlp", "tiled"),
+    ("all", "lean", "mlp", "offload"),
+)
 
 
 class Planned(Protocol):
@@ -94,6 +105,7 @@ class Plan:
         parts: what the peak is made of, in bytes.
         repeated: the matrix products and other work done again, over those of a step that repeats nothing.
         budget: the bytes that there are; None: any number.
+        host: bytes of the host's memory, pinned, for what layers keep there.
     """
 
     levels: tuple[ActivationMemory, ...]
@@ -102,6 +114,7 @@ class Plan:
     parts: dict[str, int] = field(hash=False)
     repeated: float
     budget: int | None = None
+    host: int = 0
 
     @property
     def fits(self) -> bool:
@@ -115,7 +128,9 @@ class Plan:
             runs[-1][2] = i
         layers = ", ".join(f"{level} in layers {first} to {last}" for level, first, last in runs)
         budget = "" if self.budget is None else f" of {self.budget / 2**30:.1f}"
-        return f"{layers}; {self.repeated:.1%} of the work is repeated; {self.peak / 2**30:.1f}{budget} GiB"
+        host = f", and {self.host / 2**30:.1f} GiB of the host" if self.host else ""
+        peak = f"{self.peak / 2**30:.1f}{budget} GiB{host}"
+        return f"{layers}; {self.repeated:.1%} of the work is repeated; {peak}"
 
 
 class StepMemory:
@@ -138,16 +153,27 @@ class StepMemory:
         moment, parts = max(moments, key=lambda found: sum(found[1].values()))
         repeated = sum(costs.work[level] for costs, level in zip(self.layers, levels, strict=True))
         share = repeated / (3 * sum(costs.forward for costs in self.layers) + self._head_work)
-        return Plan(tuple(levels), sum(parts.values()), moment, parts, share, budget)
+        host = levels.count("offload") * host_bytes(self._stream)
+        return Plan(tuple(levels), sum(parts.values()), moment, parts, share, budget, host)
 
     def choose_levels(self, budget: int) -> Plan:
         """The levels that repeat the least work among those tried whose peak is within the budget; if none
         is, those with the lowest peak.
         """
-        plans = [self.plan([level] * len(self.layers), budget) for level in LEVELS]
+        plans: list[Plan] = []
+        for ladder in LADDERS:
+            plans += self._descend(ladder, budget)
+            fitting = [plan for plan in plans if plan.fits]
+            if fitting:
+                return min(fitting, key=lambda plan: plan.repeated)
+        return min(plans, key=lambda plan: plan.peak)
+
+    def _descend(self, ladder: Sequence[ActivationMemory], budget: int) -> list[Plan]:
+        """One level for all, and the way from the first level down to where a step fits."""
+        plans = [self.plan([level] * len(self.layers), budget) for level in ladder]
         plan, levels = plans[0], list(plans[0].levels)
         while not plan.fits:
-            found = [costs.next_of(level) for costs, level in zip(self.layers, levels, strict=True)]
+            found = [costs.next_of(level, ladder) for costs, level in zip(self.layers, levels, strict=True)]
             further = [(price, i, to) for i, (price, to) in enumerate(found) if to is not None]
             if not further:
                 break
@@ -156,10 +182,7 @@ class StepMemory:
             levels[i] = to
             plan = self.plan(levels, budget)
             plans.append(plan)
-        fitting = [plan for plan in plans if plan.fits]
-        if fitting:
-            return min(fitting, key=lambda plan: plan.repeated)
-        return min(plans, key=lambda plan: plan.peak)
+        return plans
 
     # -- the moments
 
@@ -210,9 +233,14 @@ class StepMemory:
         return [known[layer.spec] for layer in self.model.layers]
 
     @property
+    def _stream(self) -> int:
+        """Bytes of the residual stream."""
+        return self.step.tokens * self.model.spec.hidden_size * self.itemsize
+
+    @property
     def _ends(self) -> int:
         """The residual stream where a layer begins and ends, and its gradient."""
-        return 3 * self.step.tokens * self.model.spec.hidden_size * self.itemsize
+        return 3 * self._stream
 
     @cached_property
     def _tied(self) -> bool:
@@ -295,7 +323,7 @@ class FittingLevels:
         budget: what the process may take of the GPU: bytes, text such as "120GiB", or a share up to 1 of what
             it could have when it is first asked; None: 0.95 of that.
         optimizer_bytes: the optimizer's state of each trained element. Default: that of
-            `liger_models.optim.AdamW`, 6 with weights in bfloat16.
+            `liger_models.optim.AdamW`, by the parameters' dtypes.
         say: told what was chosen. Default: the log "liger_models", as information.
 
     Raises:
@@ -334,7 +362,7 @@ class FittingLevels:
             agreed = torch.tensor([tokens, -budget], device=weight.device)
             torch.distributed.all_reduce(agreed, torch.distributed.ReduceOp.MAX)
             tokens, budget = int(agreed[0]), -int(agreed[1])
-        per_element = self.optimizer_bytes or (6 if weight.dtype.itemsize == 2 else 2 * weight.dtype.itemsize)
+        per_element = self.optimizer_bytes or _adamw_bytes(model.parameters())
         accumulates = any(p.grad is not None for p in model.parameters())
         step = Step(
             *(1, tokens, per_element, accumulates),
@@ -399,12 +427,15 @@ class _LayerCosts:
         kept = {level: tokens * layer.activation_bytes(level, itemsize) for level in LEVELS}
         if step.sequence_ranks > 1:
             exchanged = tokens * exchange_bytes(layer.spec.mixer, step.sequence_ranks, itemsize)
-            kept = {level: kept[level] + (level != "checkpoint") * exchanged for level in LEVELS}
+            kept = {level: kept[level] + (level not in RERUN) * exchanged for level in LEVELS}
         inner, last, rest = matrix_elements(layer)
         mixing = 4 * _attended(layer, step.longest or step.seq)
         again = OPERATIONS_A_BYTE * BYTES_MOVED * (kept["all"] - kept["lean"])
         # Behind gate and up their product and its gradient, as wide as either.
         product = tokens * itemsize * _inner_width(layer)
+        whole = again + tokens * (2 * (inner + rest) + mixing)
+        tiled, sums = _in_tiles(layer, kept["all"], step, itemsize)
+        stream = tokens * itemsize * layer.hidden_size
         return _LayerCosts(
             kept,
             {
@@ -412,24 +443,45 @@ class _LayerCosts:
                 "lean": 2 * product,
                 "mlp": 4 * product,
                 "checkpoint": kept["all"],
+                "tiled": tiled,
+                "offload": tiled + stream,  # the next layer's input is fetched
             },
             {
                 "all": 0,
                 "lean": again,
                 "mlp": again + 2 * tokens * inner,
-                "checkpoint": again + tokens * (2 * (inner + rest) + mixing),
+                "checkpoint": whole,
+                "tiled": whole + OPERATIONS_A_BYTE * sums,
+                "offload": whole + OPERATIONS_A_BYTE * sums,
             },
             tokens * (2 * (inner + last + rest) + mixing),
         )
 
-    def next_of(self, level: ActivationMemory) -> tuple[float, ActivationMemory | None]:
+    def next_of(
+        self, level: ActivationMemory, ladder: Sequence[ActivationMemory]
+    ) -> tuple[float, ActivationMemory | None]:
         """The level further down to which a saved byte costs the least work, and that price."""
         found = [
             ((self.work[to] - self.work[level]) / (self.kept[level] - self.kept[to]), to)
-            for to in LEVELS[LEVELS.index(level) + 1 :]
+            for to in ladder[ladder.index(level) + 1 :]
             if self.kept[to] < self.kept[level]
         ]
         return min(found, default=(0.0, None))
+
+
+def _in_tiles(layer: Block, whole: int, step: Step, itemsize: int) -> tuple[int, int]:
+    """What a layer needs for its backward pass whose MLP runs in tiles and which else needs `whole`; and the
+    bytes of float32 sums that are moved. Experts are not in tiles.
+    """
+    if step.tokens <= tiles.TILE or isinstance(layer.mlp, MixtureOfExperts):
+        return whole, 0
+    spec, elements = layer.mlp.spec, 0
+    if step.lora_rank == 0:
+        elements = sum(p.numel() for p in layer.mlp.parameters() if p.requires_grad)
+    # Of a tile: what stands before the activation, what comes out, and the gradients of both.
+    of_tiles = tiles.working_bytes(step.tokens, 4 * spec.intermediate_size, elements, itemsize)
+    rest = whole - step.tokens * layer.mlp.activation_bytes("all", itemsize)
+    return rest + of_tiles, 8 * elements * -(-step.tokens // tiles.TILE)
 
 
 def matrix_elements(layer: Block) -> tuple[int, int, int]:
@@ -465,6 +517,13 @@ def _inner_width(layer: Block) -> int:
         return spec.intermediate_size
     shared = 0 if spec.shared_expert is None else spec.shared_expert.intermediate_size
     return spec.experts_per_token * spec.intermediate_size + shared
+
+
+def _adamw_bytes(parameters: Iterator[nn.Parameter]) -> float:
+    """What AdamW keeps of a trained element, on average: two moments, and 16 further bits of a bfloat16."""
+    trained = [p for p in parameters if p.requires_grad]
+    state = sum(_elements(p) * (6 if p.dtype.itemsize == 2 else 2 * p.dtype.itemsize) for p in trained)
+    return state / max(1, sum(_elements(p) for p in trained))
 
 
 def _local(p: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ arXiv:1706.03762).
 
 One matrix product for gate and up; their weights lie below one another, gate first. What stands before `down`
 carries a recipe: inside a model only gate and up are kept for the backward pass, and at the level `mlp` of
-activation memory not even those.
+activation memory not even those. At the levels `tiled` and `offload` they exist of one tile of the sequence.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from liger_models.kernels import geglu, relu2, swiglu
 from liger_models.layers.activation_memory import (
+    TILED,
     ActivationMemory,
     carry_recipe,
     output_is_ours,
@@ -30,6 +31,7 @@ from liger_models.layers.linear import Linear
 from liger_models.layers.packed_linear import PackedLinear
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import MLPSpec
+from liger_models.layers.tiles import mlp_in_tiles
 
 _GATED: dict[str, Callable[..., Tensor]] = {
     "silu": swiglu,
@@ -67,9 +69,14 @@ class _MLP(nn.Module):
         """x [..., H] -> [..., H]. `sequences` is for layers of experts, which stand in the same place."""
         if self.activation_memory == "mlp" and torch.is_grad_enabled():
             return recompute(self._forward, x)
+        if self.activation_memory in TILED:
+            return self._in_tiles(x)
         return self._forward(x)
 
     def _forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _in_tiles(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
 
@@ -93,6 +100,10 @@ class GatedMLP(_MLP):
         gate_up = self.gate_up_proj(x)
         product = self.gated_product(gate_up, reuse_input=output_is_ours(self.gate_up_proj))
         return self.down_proj(carry_recipe(product, self.gated_product, gate_up))
+
+    def _in_tiles(self, x: Tensor) -> Tensor:
+        product = functools.partial(self.gated_product, reuse_input=True)
+        return mlp_in_tiles(self, x, self.gate_up_proj, product, self.down_proj, self._forward)
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Of a token: gate, up and their product, as far as they are kept."""
@@ -126,6 +137,10 @@ class PlainMLP(_MLP):
         if self.spec.activation == "xielu":
             return self.down_proj(self.act_fn(up))
         return self.down_proj(carry_recipe(self.activation(up), self.activation, up))
+
+    def _in_tiles(self, x: Tensor) -> Tensor:
+        activation = self.act_fn if self.spec.activation == "xielu" else self.activation
+        return mlp_in_tiles(self, x, self.up_proj, activation, self.down_proj, self._forward)
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Of a token: the projection and its activation, as far as they are kept."""

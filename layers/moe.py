@@ -20,7 +20,7 @@ from liger_models.convert.checkpoints.shards import shape_of
 from liger_models.convert.checkpoints.weight_map import Cat, Expr, Ref, Stack
 from liger_models.kernels import moe_experts, rms_norm, route
 from liger_models.kernels._dispatch import at_least_float32, once_differentiable
-from liger_models.layers.activation_memory import ActivationMemory, carry_recipe, recompute
+from liger_models.layers.activation_memory import RERUN, ActivationMemory, carry_recipe, recompute
 from liger_models.layers.linear import Linear, as_wide_as, project
 from liger_models.layers.mlp import make_mlp
 from liger_models.layers.routing_decisions import RoutingDecisions, in_backward_pass
@@ -321,7 +321,7 @@ class Experts(nn.Module):
         """Of a token, as on a GPU: gate and up of each of its experts, and its rows' places among the rows
         sorted by expert, both ways. Where tiles of rows begin is a few bytes more.
         """
-        if level in ("mlp", "checkpoint"):
+        if level == "mlp" or level in RERUN:
             return 0
         return self.spec.experts_per_token * (2 * itemsize * self.spec.intermediate_size + 8)
 

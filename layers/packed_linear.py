@@ -67,11 +67,15 @@ class SplitProjections(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., sum of the parts]."""
-        parts = [getattr(self._owner[0], part) for part in self.parts]
+        parts = self.linears()
         projections = [p for part in parts if (p := projection_of(part)) is not None and p.takes(x)]
         if len(projections) == len(parts) and any(projection.adapters for projection in projections):
             return low_rank_linear(x, *projections)
         return torch.cat([part(x) for part in parts], dim=-1)
+
+    def linears(self) -> list[nn.Module]:
+        """The parts, in their order."""
+        return [getattr(self._owner[0], part) for part in self.parts]
 
     def extra_repr(self) -> str:
         return ", ".join(self.parts)

@@ -103,7 +103,7 @@ def in_chunks(
             else:
                 dx[chunk] = torch.mm(dlogits, buffer.weight).to(dx.dtype)
         if dw is not None:
-            _add_product(dw, dlogits.t(), x_chunk, first=start == 0)
+            add_product(dw, dlogits.t(), x_chunk, first=start == 0)
         if db is not None:
             db += dlogits.sum(0, dtype=sum_dtype)
         del logits, dlogits  # views that would keep the buffer alive
@@ -153,14 +153,14 @@ class _LogitsBuffer:
         if logits.dtype != x.dtype:
             if self.bias is not None:
                 logits.copy_(self.bias)
-            _add_product(logits, x, self.weight.t(), first=self.bias is None)
+            add_product(logits, x, self.weight.t(), first=self.bias is None)
             return logits
         if self.bias is None:
             return torch.mm(x, self.weight.t(), out=logits)
         return torch.addmm(self.bias, x, self.weight.t(), out=logits)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     """total += a @ b, or total = a @ b if first, never rounding a float32 total's products to less."""
     beta = 0 if first else 1
     if total.dtype == a.dtype:

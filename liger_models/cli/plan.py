@@ -47,7 +47,7 @@ def add_parser(subparsers) -> None:
     add("--accumulate", action="store_true", help="more micro-batches than one in a step")
     add(
         "--activation-memory",
-        choices=("auto", "all", "lean", "mlp", "checkpoint"),
+        choices=("auto", "all", "lean", "mlp", "checkpoint", "tiled", "offload"),
         default="auto",
         help="auto: the levels that repeat least among those that fit (default: %(default)s)",
     )

@@ -207,7 +207,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--device", default="auto", help="cuda, cuda:1, cpu (default: a GPU if there is one)")
     add(
         "--activation-memory",
-        choices=("all", "lean", "mlp", "checkpoint", "auto"),
+        choices=("all", "lean", "mlp", "checkpoint", "tiled", "offload", "auto"),
         default="lean",
         help="what is kept for backward; auto: of each layer as much as fits (default: %(default)s)",
     )

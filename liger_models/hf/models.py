@@ -54,7 +54,7 @@ from liger_models.hf.weights import (
     refuse_lost_adapters,
 )
 from liger_models.kernels import load_balancing_loss
-from liger_models.layers.activation_memory import ActivationMemory
+from liger_models.layers.activation_memory import RERUN, ActivationMemory
 from liger_models.layers.call_checks import CallChecks, batch_shape, refuse_unknown, targets_of
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.embedding import TokenEmbedding
@@ -304,7 +304,7 @@ class LigerPreTrainedModel(PreTrainedModel):
 
     @property
     def is_gradient_checkpointing(self) -> bool:
-        return "checkpoint" in self.activation_memory
+        return any(level in RERUN for level in self.activation_memory)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "forward":

@@ -238,14 +238,16 @@ def test_an_output_is_made_again_from_a_mapping(make_model, ids):
 def test_checkpointing_options_that_would_be_ignored_are_refused(make_model):
     model = make_model()
     for options in (
-        {"offload": True},
         {"every_n_layers": 0},
         {"activation_checkpointing_kwargs": {"context_fn": 1}},
     ):
-        with pytest.raises(ValueError, match="only use_reentrant, preserve_rng_state and every_n_layers"):
+        with pytest.raises(ValueError, match="only use_reentrant, preserve_rng_state, every_n_layers"):
             model.activation_checkpointing_enable(**options)
     model.activation_checkpointing_enable({"use_reentrant": True}, every_n_layers=2)
     assert model.activation_memory == ("checkpoint", "lean", "checkpoint")
+    assert model.is_gradient_checkpointing
+    model.activation_checkpointing_enable(offload=True)
+    assert model.activation_memory == ("offload",) * 3
     assert model.is_gradient_checkpointing
     model.activation_checkpointing_disable()
     assert not model.is_gradient_checkpointing
