@@ -28,10 +28,7 @@ SKIP = {"null:layer_norm_eps": "the reference cannot run with it"}
 @register(
     "cohere",
     reference="CohereForCausalLM",
-    tiny={
-        **TINY,
-        "use_qk_norm": True,
-    },
+    tiny={**TINY, "use_qk_norm": True},
     defaults=DEFAULTS,
     skip=SKIP,
 )
@@ -55,24 +52,16 @@ GRANTED = (
 @register(
     "cohere2",
     reference="Cohere2ForCausalLM",
-    tiny={
-        **TINY,
-        "sliding_window": 7,
-        "sliding_window_pattern": 2,
-    },
+    tiny={**TINY, "sliding_window": 7, "sliding_window_pattern": 2},
     defaults={**DEFAULTS, "sliding_window": 4096},
-    skip={
-        **SKIP,
-        **{f"key:{key}": "the reference does not read it" for key in GRANTED},
-    },
+    unread=dict.fromkeys(GRANTED, "the reference does not read it"),
+    skip=SKIP,
     variants={"layer_types": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}},
 )
 def cohere2(c: HFConfig) -> ModelSpec:
     """Command R7B and A (Cohere, 2024): Command R with a window on three layers of four, and no positions on
     the fourth.
     """
-    for key in GRANTED:
-        c.take(key, None)
     norm = LayerNormSpec(eps=c.take_number("layer_norm_eps", 1e-5), bias=False)
     attn = attention(c, bias=c.take_flag("attention_bias", False), interleaved=True)
     feed_forward, every = mlp(c), c.take_count("sliding_window_pattern", 4)

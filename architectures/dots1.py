@@ -4,12 +4,14 @@ The first layers have no experts.
 
 from dataclasses import replace
 
-from liger_models.architectures.common import (
+from liger_models.architectures.common import decoder, windows
+from liger_models.architectures.common.deepseek import (
+    IN_GROUPS,
+    SKIP_EXPERTS,
+    TINY_EXPERTS,
     corrected_experts,
     corrected_layouts,
-    decoder,
     dense_then,
-    windows,
 )
 from liger_models.architectures.qwen3 import normed_attention
 from liger_models.architectures.registry import register
@@ -23,28 +25,19 @@ SCORES = ("sigmoid", "noaux_tc")  # which the reference takes for granted; the s
     "dots1",
     reference="Dots1ForCausalLM",
     tiny={
-        "moe_intermediate_size": 24,
-        "n_routed_experts": 8,
-        "n_shared_experts": 2,
-        "num_experts_per_tok": 5,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.7,
+        **TINY_EXPERTS,
         "attention_bias": True,
         "sliding_window": 7,
         "max_window_layers": 1,
-        "rms_norm_eps": 1e-3,
     },
     defaults={"num_key_value_heads": 32, "n_group": 1, "topk_group": 1, "sliding_window": 4096},
     layouts=corrected_layouts(),
     variants={
-        "in groups": {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 3},
+        "in groups": IN_GROUPS,
         "layer_types": {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
         "no window": {"sliding_window": None},
     },
-    skip={f"key:{key}": "has one value" for key in ("scoring_func", "topk_method", "moe_layer_freq")},
+    skip=SKIP_EXPERTS,
 )
 def dots1(c: HFConfig) -> ModelSpec:
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6))

@@ -2,16 +2,7 @@
 float32 and a correction bias, beside some that all tokens share.
 """
 
-from dataclasses import replace
-
-from liger_models.architectures.common import (
-    activation,
-    attention,
-    chosen_experts,
-    decoder,
-    mlp,
-    take_only,
-)
+from liger_models.architectures.common import attention, chosen_experts, decoder, mlp
 from liger_models.architectures.registry import register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
@@ -58,13 +49,11 @@ AS_A_ROW = (("*.correction_bias", "1 e -> (1 e)"),)
         "moe_layer_end_index": -1,
         "router_aux_loss_coef": 0.001,
     },
+    fixed={"moe_gate": "topk", "moe_norm_min": 1e-12, "moe_use_aux_free": True},
+    unread={"moe_capacity": "no token is dropped, by the reference neither"},
     skip={
         "key:num_experts": "another name of moe_num_experts",
         "key:num_experts_per_tok": "another name of moe_k",
-        "key:moe_capacity": "no token is dropped, by the reference neither",
-        "key:moe_gate": "has one value",
-        "key:moe_norm_min": "has one value",
-        "key:moe_use_aux_free": "has one value",
     },
     variants={
         "every_second": {"moe_layer_interval": 2},
@@ -72,18 +61,15 @@ AS_A_ROW = (("*.correction_bias", "1 e -> (1 e)"),)
     },
 )
 def ernie4_5_moe(c: HFConfig) -> ModelSpec:
-    take_only(c, moe_gate="topk", moe_use_aux_free=True, moe_norm_min=1e-12)
-    c.take("moe_capacity", None)  # of no effect
     norm, bias = NormSpec(eps=c.take_number("rms_norm_eps", 1e-5)), c.take_flag("use_bias", False)
     attn, dense = attention(c, bias=bias, interleaved=True, theta=500000.0), mlp(c, bias=bias)
+    width = c.take_count("moe_num_shared_experts", least=0) * c.take_count("moe_intermediate_size")
     sparse = chosen_experts(
         *(c, ("moe_num_experts", "num_experts"), ("moe_k", "num_experts_per_tok")),
         correction_bias=True,
         float32_router=True,
+        shared_expert=MLPSpec(width, dense.activation, bias) if width else None,
     )
-    if shared := c.take_count("moe_num_shared_experts", least=0):
-        width = shared * sparse.intermediate_size
-        sparse = replace(sparse, shared_expert=MLPSpec(width, activation(c), bias))
     blocks = [BlockSpec(attn, sparse if has else dense, norm) for has in layers_with_experts(c)]
     return decoder(c, blocks, norm, head_bias=bias)
 

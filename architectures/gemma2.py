@@ -9,8 +9,6 @@ from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
 
-UNREAD = ("hidden_act", "sliding_window_size")  # it is hidden_activation and sliding_window that count
-
 
 @register(
     "gemma2",
@@ -37,15 +35,16 @@ UNREAD = ("hidden_act", "sliding_window_size")  # it is hidden_activation and sl
         "tie_word_embeddings": True,
         "pad_token_id": 0,
     },
-    skip={f"key:{key}": "of older configs; the reference does not read it" for key in UNREAD},
+    unread={
+        "hidden_act": "of older configs; the reference reads hidden_activation",
+        "sliding_window_size": "of older configs; the reference reads sliding_window",
+    },
     variants={
         "layer_types": {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
         "one_layer": {"num_hidden_layers": 1, "final_logit_softcapping": None, "rms_norm_eps": 1e-4},
     },
 )
 def gemma2(c: HFConfig) -> ModelSpec:
-    for key in UNREAD:
-        c.take(key, None)
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6), offset=1.0, cast="gemma")
     attn = replace(
         attention(c, bias=c.take_flag("attention_bias", False)),

@@ -17,7 +17,6 @@ from liger_models.architectures.common import (
     mlp,
     rope,
     share_keys,
-    take_only,
     unread_keys,
     windows,
 )
@@ -108,15 +107,14 @@ NAMES = (
             "num_kv_shared_layers": 0,
         },
     },
+    fixed={"use_bidirectional_attention": "vision"},  # of images
     skip={
         "rope:all": "the reference runs the proportional type, and by default on sliding layers",
-        "key:use_bidirectional_attention": "concerns images",
         **{f"key:{key}": "an older spelling, which the reference does not read" for key in OLDER},
         "field:MoESpec.softmax_after_top_k": "the same function as renormalised shares of all",
     },
 )
 def gemma4_text(c: HFConfig) -> ModelSpec:
-    take_only(c, use_bidirectional_attention="vision")  # of images
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6), cast="gemma")
     mixers, inner = share_keys(c, attentions(c, norm)), mlp(c, key="hidden_activation")
     times = 2 if c.take_flag("use_double_wide_mlp", False) else 1

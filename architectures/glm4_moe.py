@@ -4,11 +4,13 @@ and the experts of DeepSeek-V3. The first layers have no experts.
 
 from dataclasses import replace
 
-from liger_models.architectures.common import (
-    attention,
+from liger_models.architectures.common import attention, decoder
+from liger_models.architectures.common.deepseek import (
+    IN_GROUPS,
+    SKIP_EXPERTS,
+    TINY_EXPERTS,
     corrected_experts,
     corrected_layouts,
-    decoder,
     dense_then,
     further_predictions,
 )
@@ -21,18 +23,9 @@ from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec, QKNormSpec
     "glm4_moe",
     reference="Glm4MoeForCausalLM",
     tiny={
-        "moe_intermediate_size": 24,
-        "n_routed_experts": 8,
-        "n_shared_experts": 2,
-        "num_experts_per_tok": 5,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.7,
+        **TINY_EXPERTS,
         "use_qk_norm": True,
         "attention_bias": True,
-        "rms_norm_eps": 1e-3,
         "num_nextn_predict_layers": 1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     },
@@ -40,14 +33,14 @@ from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec, QKNormSpec
     layouts=corrected_layouts(),
     carried=further_predictions,
     variants={
-        "in groups": {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 3},
+        "in groups": IN_GROUPS,
         "experts in every layer": {"first_k_dense_replace": 0},
     },
     skip={
+        **SKIP_EXPERTS,
         "null:rope_parameters": "the reference then has no theta, and fails",
         "null:head_dim": "the reference then fails",
         "refusal:partial_rotary_factor": "a part of each head turns",
-        **{f"key:{key}": "has one value" for key in ("scoring_func", "topk_method", "moe_layer_freq")},
     },
 )
 def glm4_moe(c: HFConfig) -> ModelSpec:

@@ -2,14 +2,18 @@
 says which layers have experts.
 """
 
-from liger_models.architectures.common import (
+from liger_models.architectures.common import decoder, layer_types, mlp
+from liger_models.architectures.common.deepseek import (
+    IN_GROUPS,
+    LATENT_VARIANTS,
+    SKIP_EXPERTS,
+    SKIP_LATENT,
+    TINY_EXPERTS,
+    TINY_LATENT,
     corrected_experts,
     corrected_layouts,
-    decoder,
     further_predictions,
     latent_attention,
-    layer_types,
-    mlp,
 )
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
@@ -21,24 +25,10 @@ from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
     "glm4_moe_lite",
     reference="Glm4MoeLiteForCausalLM",
     tiny={
-        "num_key_value_heads": 4,
-        "rope_interleave": True,
-        "head_dim": ...,
-        "moe_intermediate_size": 24,
-        "q_lora_rank": 28,
-        "kv_lora_rank": 20,
-        "qk_nope_head_dim": 10,
-        "qk_rope_head_dim": 6,
-        "v_head_dim": 12,
-        "n_routed_experts": 8,
-        "n_shared_experts": 2,
-        "num_experts_per_tok": 5,
-        "n_group": 1,
-        "topk_group": 1,
+        **TINY_LATENT,
+        **TINY_EXPERTS,
+        "first_k_dense_replace": ...,
         "mlp_layer_types": ["sparse", "dense", "sparse"],
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.7,
-        "rms_norm_eps": 1e-3,
         "num_nextn_predict_layers": 1,
     },
     defaults={
@@ -52,18 +42,11 @@ from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
     },
     layouts=corrected_layouts(),
     carried=further_predictions,
-    variants={
-        "in groups": {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 3},
-        "no latent of queries": {"q_lora_rank": None},
-        "biases": {"attention_bias": True},
-        "rotated by halves": {"rope_interleave": False},
-    },
+    variants={"in groups": IN_GROUPS, **LATENT_VARIANTS},
     skip={
-        "variant:one_kv_head": "latent attention has a key head for each query head",
-        "key:head_dim": "follows from the sizes of its parts, and is checked",
-        "key:qk_head_dim": "the same",
+        **SKIP_LATENT,
+        **SKIP_EXPERTS,
         "key:first_k_dense_replace": "follows from mlp_layer_types, and is checked",
-        **{f"key:{key}": "has one value" for key in ("scoring_func", "topk_method", "moe_layer_freq")},
     },
 )
 def glm4_moe_lite(c: HFConfig) -> ModelSpec:

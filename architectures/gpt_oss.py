@@ -50,9 +50,8 @@ YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings":
         "layer_types": {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
         "not_stretched": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
     },
+    unread=dict.fromkeys(("hidden_act", "initial_context_length"), "the reference does not read it"),
     skip={
-        "key:hidden_act": "the reference does not read it",
-        "key:initial_context_length": "the same",
         "key:num_experts": "num_local_experts",
         "key:experts_per_token": "num_experts_per_tok",
         "field:MoESpec.softmax_after_top_k": "renormalised shares of all are the same function",
@@ -61,8 +60,6 @@ YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings":
     },
 )
 def gpt_oss(c: HFConfig) -> ModelSpec:
-    for key in ("hidden_act", "initial_context_length"):  # of no effect
-        c.take(key, None)
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-5), cast="float32")
     attn = attention(c, bias=c.take_flag("attention_bias", True), theta=150000.0, scaling=YARN)
     moe = MoESpec(

@@ -13,13 +13,14 @@ from liger_models.layers.spec import AttentionSpec, BlockSpec, ModelSpec, NormSp
 
 # Beside those of their type; all but alpha are of other types, and nobody reads them.
 ROPE_EXTRA = ("alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-UNREAD = (
+_UNREAD = (
     *("attention_head_dim", "class_num", "cla_share_factor", "dense_list", "mask_init_id", "norm_type"),
     *("num_media_embeds", "org_vocab_size", "pool_type", "use_rotary_pos_emb", "eod_token_id", "pad_id"),
     *("im_start_id", "im_end_id", "im_newline_id", "text_start_id", "text_end_id", "image_token_id"),
     *("video_start_id", "video_end_id", "anyres_pooling_size", "vit_input_resolution", "vit_mapping_type"),
     *("vit_norm_type", "vit_patch", "vit_token"),
 )
+UNREAD = dict.fromkeys(_UNREAD, "the reference does not read it")
 
 NORMS = ((".q_norm.", ".query_layernorm."), (".k_norm.", ".key_layernorm."))
 TINY = {
@@ -34,7 +35,6 @@ TINY = {
     "pad_token_id": 0,
 }
 SKIP = {
-    **{f"key:{key}": "the reference does not read it" for key in UNREAD},
     "key:use_qk_norm": "models without are refused",
     **{
         f"field:RopeSpec.{name}": "the norms behind the rotation take a factor out again"
@@ -50,6 +50,7 @@ SKIP = {
     layouts=(Layout(NORMS),),
     tiny=TINY,
     defaults={"max_position_embeddings": 2048, "pad_token_id": 0},
+    unread=UNREAD,
     skip=SKIP,
 )
 def hunyuan(c: HFConfig) -> ModelSpec:
@@ -59,9 +60,7 @@ def hunyuan(c: HFConfig) -> ModelSpec:
 
 
 def normed_attention(c: HFConfig, norm: NormSpec) -> AttentionSpec:
-    """Attention of both families; takes what neither reads, too."""
-    for key in UNREAD:
-        c.take(key, None)
+    """Attention of both families."""
     if not c.take_flag("use_qk_norm", True):
         raise ConfigError(
             f"{c.name}: use_qk_norm is false, but hunyuan models norm queries and keys; remove it"

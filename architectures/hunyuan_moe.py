@@ -4,8 +4,8 @@ beside one that all tokens share; layers may differ in how many they choose.
 
 from typing import Any
 
-from liger_models.architectures.common import activation, decoder, take_only
-from liger_models.architectures.hunyuan import NORMS, SKIP, TINY, normed_attention
+from liger_models.architectures.common import activation, decoder
+from liger_models.architectures.hunyuan import NORMS, SKIP, TINY, UNREAD, normed_attention
 from liger_models.architectures.registry import register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
@@ -13,7 +13,6 @@ from liger_models.convert.errors import ConfigError
 from liger_models.layers.spec import BlockSpec, MLPSpec, ModelSpec, MoESpec, NormSpec
 
 NAMES = (*NORMS, (".router.", ".gate.wg."), (".shared_expert.", ".shared_mlp."))
-ONE_VALUE = {"norm_topk_prob": True, "use_mixed_mlp_moe": True, "moe_layer_num_skipped": 0}
 PER_LAYER = ("num_shared_expert", "moe_intermediate_size")
 NO_EFFECT = ("moe_drop_tokens", "moe_random_routing_dropped_token", "output_router_logits")
 
@@ -24,23 +23,21 @@ NO_EFFECT = ("moe_drop_tokens", "moe_random_routing_dropped_token", "output_rout
     layouts=(Layout(NAMES), Layout(NAMES, whole=("*.experts.*",))),
     tiny={**TINY, "intermediate_size": 32, "num_experts": 4, "moe_topk": 3},
     defaults={"max_position_embeddings": 2048, "pad_token_id": 0, "num_experts": 1, "moe_topk": 1},
+    fixed={"norm_topk_prob": True, "use_mixed_mlp_moe": True, "moe_layer_num_skipped": 0},
+    unread={**UNREAD, **dict.fromkeys(NO_EFFECT, "of no effect")},
     skip={
         **SKIP,
         "key:num_experts_per_tok": "another name of moe_topk",
-        **{f"key:{key}": "has one value" for key in (*ONE_VALUE, *PER_LAYER)},
-        **{f"key:{key}": "of no effect" for key in NO_EFFECT},
+        **{f"key:{key}": "has one value" for key in PER_LAYER},
         "field:MoESpec.softmax_after_top_k": "the same function as renormalised shares of all",
     },
     variants={"by layer": {"moe_topk": [3, 2, 2]}},
 )
 def hunyuan_moe(c: HFConfig) -> ModelSpec:
     width = c.take_count("intermediate_size")
-    take_only(c, **ONE_VALUE)
     for key, only in zip(PER_LAYER, (1, width), strict=True):
         if set(found := by_layer(c, c.take(key, only), key)) != {only}:
             raise ConfigError(f"{c.name}: {key} must be {only} in each layer, found {found}")
-    for key in NO_EFFECT:
-        c.take(key, None)
     norm, act = NormSpec(eps=c.take_number("rms_norm_eps", 1e-5)), activation(c)
     attn, shared = normed_attention(c, norm), MLPSpec(width, act)
     experts = c.take_count("num_experts")

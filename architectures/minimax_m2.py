@@ -4,13 +4,7 @@ and one of the keys of all heads together, and the first part of each head turns
 
 from dataclasses import replace
 
-from liger_models.architectures.common import (
-    attention,
-    chosen_experts,
-    decoder,
-    expert_layouts,
-    take_only,
-)
+from liger_models.architectures.common import attention, chosen_experts, decoder, expert_layouts, take_only
 from liger_models.architectures.mixtral import IN_BLOCKS
 from liger_models.architectures.registry import register
 from liger_models.convert.checkpoints.layout import Layout
@@ -51,20 +45,18 @@ NO_EFFECT = ("mlp_intermediate_size", "mtp_transformer_layers", "num_mtp_modules
         "num_experts_per_tok": 8,
         "router_aux_loss_coef": 0.001,
     },
+    fixed=ONE_VALUE,
+    unread=dict.fromkeys(NO_EFFECT, "of no effect here"),
     skip={
         "key:num_experts": "another name of num_local_experts",
         "refusal:partial_rotary_factor": "the heads turn in part",
         "key:attn_type_list": "has one value, full attention everywhere",
-        **{f"key:{key}": "has one value" for key in ONE_VALUE},
-        **{f"key:{key}": "of no effect here" for key in NO_EFFECT},
     },
     variants={"rotary_dim": {"rotary_dim": 10, "rope_parameters": {"rope_theta": 10000.0}}},
 )
 def minimax_m2(c: HFConfig) -> ModelSpec:
     layers = c.take_count("num_hidden_layers")
-    take_only(c, **ONE_VALUE, attn_type_list=[1] * layers)
-    for key in NO_EFFECT:
-        c.take(key, None)
+    take_only(c, attn_type_list=[1] * layers)
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6))
     turning = c.take_count("rotary_dim", None)
     share = 1.0 if turning is None else turning / c.take_count("head_dim")

@@ -2,7 +2,7 @@
 the projections as we do; longrope, and in Phi-4-mini only a part of each head turns.
 """
 
-from liger_models.architectures.common import attention, decoder, mlp, take_only
+from liger_models.architectures.common import attention, decoder, mlp
 from liger_models.architectures.registry import register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
@@ -14,8 +14,6 @@ UNREAD = (
     *("max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
     *("mscale", "mscale_all_dim", "truncate"),
 )
-
-ONE_VALUE = {"full_attn_mod": 1, "interpolate_factor": 1}  # Phi-4-mini; the reference reads neither
 
 
 @register(
@@ -42,16 +40,15 @@ ONE_VALUE = {"full_attn_mod": 1, "interpolate_factor": 1}  # Phi-4-mini; the ref
         "pad_token_id": 32000,
     },
     variants={"head_dim": {"head_dim": 24, "rope_parameters": {"partial_rotary_factor": 0.75}}},
+    fixed={"full_attn_mod": 1, "interpolate_factor": 1},  # of Phi-4-mini; the reference reads neither
     skip={
         "refusal:partial_rotary_factor": "a part of a head may turn",
         "field:RopeSpec.factor": "where it is missing it is the ratio of the two lengths",
-        **{f"key:{key}": "has one value" for key in ONE_VALUE},
         **{f"rope:{kind}": "the reference has longrope alone" for kind in REFUSED},
         **{f"field:RopeSpec.{name}": "longrope does not read it" for name in UNREAD},
     },
 )
 def phi3(c: HFConfig) -> ModelSpec:
-    take_only(c, **ONE_VALUE)
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-5))
     attn = attention(c, window=c.take_count("sliding_window", None), partial=1.0)
     c.take("original_max_position_embeddings")  # which longrope has read, and the others need not

@@ -4,14 +4,7 @@ one, weighed by a gate, and a window on every other of the lower layers where th
 
 from dataclasses import replace
 
-from liger_models.architectures.common import (
-    attention,
-    chosen_experts,
-    decoder,
-    expert_layouts,
-    mlp,
-    windows,
-)
+from liger_models.architectures.common import attention, chosen_experts, decoder, expert_layouts, mlp, windows
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.spec import BlockSpec, MLPSpec, ModelSpec, MoESpec, NormSpec

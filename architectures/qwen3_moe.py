@@ -4,15 +4,12 @@ layers that the config keeps dense.
 
 from dataclasses import replace
 
-from liger_models.architectures.common import decoder, expert_layouts, mlp, take_only
+from liger_models.architectures.common import decoder, expert_layouts, mlp
 from liger_models.architectures.qwen2_moe import experts, layers_with_experts
 from liger_models.architectures.qwen3 import normed_attention
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
-
-# Of Qwen3-Coder; the reference reads neither.
-ONE_VALUE = {"use_qk_norm": True, "shared_expert_intermediate_size": 0}
 
 
 @register(
@@ -40,20 +37,19 @@ ONE_VALUE = {"use_qk_norm": True, "shared_expert_intermediate_size": 0}
         "num_experts": 128,
         "router_aux_loss_coef": 0.001,
     },
+    # Of Qwen3-Coder; the reference reads neither.
+    fixed={"use_qk_norm": True, "shared_expert_intermediate_size": 0},
+    unread={"max_window_layers": "of no effect in these models"},
     skip={
-        "key:max_window_layers": "of no effect in these models",
         "key:num_local_experts": "another name of num_experts",
-        **{f"key:{key}": "has one value" for key in ONE_VALUE},
         "field:MoESpec.softmax_after_top_k": "the same function as renormalised shares of all",
     },
     variants={"every_second": {"decoder_sparse_step": 2, "mlp_only_layers": []}},
 )
 def qwen3_moe(c: HFConfig) -> ModelSpec:
-    take_only(c, **ONE_VALUE)
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6))
     window = c.take_count("sliding_window", None) if c.take_flag("use_sliding_window", False) else None
     c.take("sliding_window", None)
-    c.take("max_window_layers", None)  # of no effect here
     attn, dense, sparse = replace(normed_attention(c, norm), window=window), mlp(c), experts(c)
     blocks = [BlockSpec(attn, sparse if has else dense, norm) for has in layers_with_experts(c)]
     return decoder(c, blocks, norm)

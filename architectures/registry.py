@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from liger_models.architectures.common import take_only
 from liger_models.architectures.multimodal import MULTIMODAL
 from liger_models.architectures.unsupported import MISSING
 from liger_models.convert.checkpoints.layout import Layout
@@ -41,6 +42,8 @@ class Architecture:
         carried: of a config, the patterns (with `*`) of checkpoint tensors that nothing reads and an export
             repeats.
         variants: further configs for tests, as changes of `tiny`, by name.
+        fixed: keys that may stand in a config, each with the one value that is known.
+        unread: keys that are of no effect, mostly since the reference does not read them, each with a reason.
         skip: what tests leave out, such as "rope:yarn", each with the reason.
     """
 
@@ -52,6 +55,8 @@ class Architecture:
     layouts: tuple[Layout, ...] = (Layout(),)
     carried: Callable[[HFConfig], tuple[str, ...]] = _nothing
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    unread: Mapping[str, str] = field(default_factory=dict)
     skip: Mapping[str, str] = field(default_factory=dict)
 
     def spec(self, config: HFConfig) -> ModelSpec:
@@ -61,6 +66,9 @@ class Architecture:
             ConfigError: a key is missing, unknown, or has a value that cannot be honoured.
         """
         config.fill(self.defaults)
+        take_only(config, **self.fixed)
+        for key in self.unread:
+            config.take(key, None)
         spec = self.build(config)
         config.finish()
         return spec
@@ -97,6 +105,8 @@ def register(
     layouts: tuple[Layout, ...] = (Layout(),),
     carried: Callable[[HFConfig], tuple[str, ...]] = _nothing,
     variants: Mapping[str, Mapping[str, Any]] | None = None,
+    fixed: Mapping[str, Any] | None = None,
+    unread: Mapping[str, str] | None = None,
     skip: Mapping[str, str] | None = None,
 ) -> Callable[[Callable[[HFConfig], ModelSpec]], Callable[[HFConfig], ModelSpec]]:
     """Enter the decorated function into the table. The arguments are the fields of `Architecture`."""
@@ -104,6 +114,7 @@ def register(
     def enter(build: Callable[[HFConfig], ModelSpec]) -> Callable[[HFConfig], ModelSpec]:
         if model_type in _ARCHITECTURES:
             raise ValueError(f"the architecture {model_type!r} is registered twice")
+        of_unread = {f"key:{key}": reason for key, reason in (unread or {}).items()}
         _ARCHITECTURES[model_type] = Architecture(
             model_type,
             build,
@@ -113,7 +124,9 @@ def register(
             layouts,
             carried,
             variants or {},
-            skip or {},
+            fixed or {},
+            unread or {},
+            {**{f"key:{key}": "has one value" for key in fixed or {}}, **of_unread, **(skip or {})},
         )
         return build
 

@@ -30,14 +30,12 @@ from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
         "no_rope_layers": {"no_rope_layers": [0, 1, 1]},
         "layer_types": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     },
-    skip={
-        "key:max_window_layers": "of other models; the reference does not read it",
-        "key:pretraining_tp": "the reference does not read it",
+    unread={
+        "max_window_layers": "of other models; the reference does not read it",
+        "pretraining_tp": "the reference does not read it",
     },
 )
 def smollm3(c: HFConfig) -> ModelSpec:
-    c.take("max_window_layers", None)
-    c.take("pretraining_tp", None)
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6))
     attn = attention(c, bias=c.take_flag("attention_bias", False), theta=2000000.0)
     feed_forward, turns = mlp(c, bias=c.take_flag("mlp_bias", False)), turning_layers(c)

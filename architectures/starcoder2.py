@@ -33,11 +33,9 @@ UNREAD = (
         "initializer_range": 0.018042,
         "tie_word_embeddings": True,
     },
-    skip={f"key:{key}": "the reference does not read it" for key in UNREAD},
+    unread=dict.fromkeys(UNREAD, "the reference does not read it"),
 )
 def starcoder2(c: HFConfig) -> ModelSpec:
-    for key in UNREAD:
-        c.take(key, None)
     norm, bias = LayerNormSpec(eps=c.take_number("norm_epsilon", 1e-5)), c.take_flag("use_bias", True)
     attn = attention(c, bias=bias, window=c.take_count("sliding_window", None))
     block = BlockSpec(attn, mlp(c, bias=bias, gated=False), norm)

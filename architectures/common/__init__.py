@@ -1,0 +1,63 @@
+"""What many families' configs have in common, read into specs; `deepseek` has what the families with its
+layers share.
+"""
+
+from liger_models.architectures.common.grouped_attention import (
+    attention,
+    check_groups,
+    chunks,
+    layer_sizes,
+    share_keys,
+    unread_keys,
+    windows,
+)
+from liger_models.architectures.common.mlps import (
+    activation,
+    aux_loss_coef,
+    chosen_experts,
+    expert_layouts,
+    experts_and_chosen,
+    mlp,
+)
+from liger_models.architectures.common.model import (
+    CHUNKED,
+    FULL,
+    SLIDING,
+    decoder,
+    layer_types,
+    padding_row,
+    take_only,
+)
+from liger_models.architectures.common.rotary import (
+    GROWING_QUERIES,
+    query_scale,
+    rope,
+    turning_layers,
+)
+
+__all__ = [
+    "CHUNKED",
+    "FULL",
+    "GROWING_QUERIES",
+    "SLIDING",
+    "activation",
+    "attention",
+    "aux_loss_coef",
+    "check_groups",
+    "chosen_experts",
+    "chunks",
+    "decoder",
+    "expert_layouts",
+    "experts_and_chosen",
+    "layer_sizes",
+    "layer_types",
+    "mlp",
+    "padding_row",
+    "query_scale",
+    "rope",
+    "share_keys",
+    "take_only",
+    "turning_layers",
+    "unread_keys",
+    "windows",
+]

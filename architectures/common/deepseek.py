@@ -1,0 +1,198 @@
+"""DeepSeek's layers, which other families have too: latent attention, and experts in groups beside some that
+all tokens share. Below, what the tests of such families have in common.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from liger_models.architectures.common.mlps import activation, expert_layouts, experts_and_chosen, mlp
+from liger_models.architectures.common.model import take_only
+from liger_models.architectures.common.rotary import rope
+from liger_models.convert.checkpoints.layout import Layout
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.errors import ConfigError
+from liger_models.layers.spec import LatentAttentionSpec, MLPSpec, MoESpec
+
+SHARED_EXPERTS = (".shared_expert.", ".shared_experts.")
+"""Their name in the checkpoints."""
+
+
+def latent_attention(c: HFConfig, *, partial: bool = False, **rotary: Any) -> LatentAttentionSpec:
+    """Latent attention, from the keys of DeepSeek's configs.
+
+    Args:
+        partial: what turns of a head is its `partial_rotary_factor` (Mistral 4), and not a head of its own.
+        rotary: further options of `rope`.
+    """
+    heads, nope = c.take_count("num_attention_heads"), c.take_count("qk_nope_head_dim")
+    kv_heads = c.take_count("num_key_value_heads", heads)
+    if kv_heads != heads:
+        raise ConfigError(
+            f"{c.name}: num_attention_heads is {heads} and num_key_value_heads {kv_heads}; latent attention "
+            "has as many of both"
+        )
+    dim = c.take_count("qk_rope_head_dim")
+    head = nope + dim if partial else dim
+    rotary["interleaved"] = c.take_flag("rope_interleave", False)
+    turned = rope(c, head, partial=dim / head if partial else None, **rotary)
+    if turned.dim != dim:
+        raise ConfigError(
+            f"{c.name}: partial_rotary_factor is {turned.dim / head}, of heads of {head}, but "
+            f"qk_rope_head_dim {dim}; let them agree, or remove the first"
+        )
+    for key, size in (("head_dim", head), ("qk_head_dim", nope + dim)):  # as the other keys say
+        if c.take_count(key, size) != size:
+            raise ConfigError(f"{c.name}: {key} must be {size}, as the sizes of its parts are, or left out")
+    scale = (nope + dim) ** -0.5
+    if turned.type != "default" and turned.mscale_all_dim and turned.factor and turned.factor > 1:
+        scale *= (0.1 * turned.mscale_all_dim * math.log(turned.factor) + 1) ** 2
+    return LatentAttentionSpec(
+        num_attention_heads=heads,
+        qk_nope_head_dim=nope,
+        qk_rope_head_dim=dim,
+        v_head_dim=c.take_count("v_head_dim"),
+        kv_lora_rank=c.take_count("kv_lora_rank"),
+        scale=scale,
+        q_lora_rank=c.take_count("q_lora_rank", None),
+        rope=turned,
+        bias=c.take_flag("attention_bias", False),
+    )
+
+
+def dense_then(
+    c: HFConfig, experts: MoESpec, *, first_dense: int = 0, bias: bool = False
+) -> list[MLPSpec | MoESpec]:
+    """What each layer has: the first `first_k_dense_replace` an MLP, all others these experts.
+
+    Args:
+        first_dense: how many where the config does not say.
+        bias: that of the MLPs.
+
+    Raises:
+        ConfigError: it is no count of layers.
+    """
+    first = c.take_count("first_k_dense_replace", first_dense, least=0)
+    dense = mlp(c, bias=bias)
+    return [dense if i < first else experts for i in range(c.take_count("num_hidden_layers"))]
+
+
+def experts_beside_shared(
+    c: HFConfig,
+    keys: Sequence[str] = ("n_routed_experts",),
+    *,
+    in_groups: bool = True,
+    bias: bool = False,
+    **settings: Any,
+) -> MoESpec:
+    """Experts beside some that all tokens share, these as one MLP, from the keys of DeepSeek's configs.
+
+    Args:
+        keys: any of which says how many experts there are.
+        in_groups: a token's experts are chosen from the best groups of them.
+        bias: that of the shared ones.
+        settings: further fields of the `MoESpec`.
+    """
+    count, chosen = experts_and_chosen(c, keys)
+    smallest = 1 if settings.get("group_score") == "max" else 2  # or by the two best of a group
+    groups = groups_and_chosen(c, count, chosen, smallest=smallest) if in_groups else (1, 1)
+    inner, act = c.take_count("moe_intermediate_size"), activation(c)
+    return MoESpec(
+        count,
+        chosen,
+        inner,
+        act,
+        num_groups=groups[0],
+        top_groups=groups[1],
+        routed_scaling_factor=c.take_number("routed_scaling_factor", 1.0),
+        shared_expert=MLPSpec(c.take_count("n_shared_experts") * inner, act, bias),
+        **settings,
+    )
+
+
+def corrected_experts(c: HFConfig, scores: Collection[str] = ("sigmoid",)) -> MoESpec:
+    """Those of DeepSeek-V3, chosen by sigmoid scores and a correction bias.
+
+    Args:
+        scores: the names that the family's configs have for these scores.
+    """
+    take_only(c, topk_method="noaux_tc", moe_layer_freq=1)
+    if (score := c.take("scoring_func", "sigmoid")) not in scores:
+        raise ConfigError(f"{c.name}: scoring_func must be {' or '.join(map(repr, scores))}, found {score!r}")
+    return experts_beside_shared(
+        c,
+        score="sigmoid",
+        renormalize=c.take_flag("norm_topk_prob", False),
+        correction_bias=True,
+        float32_router=True,
+    )
+
+
+def groups_and_chosen(c: HFConfig, num_experts: int, top_k: int, *, smallest: int) -> tuple[int, int]:
+    """How many groups there are of experts, and from how many of them a token's are chosen.
+
+    Raises:
+        ConfigError: the experts do not fall into such groups, of `smallest` experts at the least.
+    """
+    groups, top_groups = c.take_count("n_group"), c.take_count("topk_group")
+    size, rest = divmod(num_experts, groups)
+    if rest or size < smallest or top_groups > groups or top_k > top_groups * size:
+        raise ConfigError(
+            f"{c.name}: {num_experts} experts (n_routed_experts), {top_k} a token, do not fit {groups} "
+            f"groups (n_group), of which {top_groups} are taken (topk_group); expected groups of one size, "
+            f"{smallest} or more, and enough of them"
+        )
+    return groups, top_groups
+
+
+def corrected_layouts() -> tuple[Layout, ...]:
+    """Of checkpoints with such experts: one by one, or all in one tensor."""
+    return expert_layouts(
+        (".router.correction_bias", ".gate.e_score_correction_bias"),
+        SHARED_EXPERTS,
+    )
+
+
+def further_predictions(c: HFConfig) -> tuple[str, ...]:
+    """Patterns of the tensors of layers behind the last, which predict further tokens and are not run."""
+    first = c.take_count("num_hidden_layers")
+    count = c.take_count("num_nextn_predict_layers", 1, least=0)
+    return tuple(f"model.layers.{first + i}.*" for i in range(count))
+
+
+IN_GROUPS = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
+TINY_EXPERTS: Mapping[str, Any] = {
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 5,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.7,
+    "rms_norm_eps": 1e-3,
+}
+SKIP_EXPERTS = {f"key:{key}": "has one value" for key in ("scoring_func", "topk_method", "moe_layer_freq")}
+TINY_LATENT: Mapping[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": ...,
+    "rope_interleave": True,
+    "q_lora_rank": 28,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 12,
+}
+SKIP_LATENT = {
+    "variant:one_kv_head": "latent attention has a key head for each query head",
+    "key:head_dim": "follows from the sizes of its parts, and is checked",
+    "key:qk_head_dim": "the same",
+}
+LATENT_VARIANTS: Mapping[str, Any] = {
+    "no latent of queries": {"q_lora_rank": None},
+    "biases": {"attention_bias": True},
+    "rotated by halves": {"rope_interleave": False},
+}

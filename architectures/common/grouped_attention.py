@@ -1,0 +1,152 @@
+"""Attention with grouped heads: its sizes, windows and chunks, and keys that layers share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from liger_models.architectures.common.model import CHUNKED, FULL, SLIDING, layer_types
+from liger_models.architectures.common.rotary import rope
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.errors import ConfigError, abbreviate
+from liger_models.layers.spec import AttentionSpec, SharedAttentionSpec
+
+
+def attention(c: HFConfig, *, bias: bool = False, window: int | None = None, **rotary: Any) -> AttentionSpec:
+    """Grouped-query attention with rotary positions, from the keys that nearly every config has. `rotary` are
+    options of `rope`.
+    """
+    hidden_size, heads = c.take_count("hidden_size"), c.take_count("num_attention_heads")
+    kv_heads = c.take_count("num_key_value_heads", heads)
+    check_groups(c, heads, kv_heads)
+    head_dim = c.take_count("head_dim", None)
+    if head_dim is None:
+        if hidden_size % heads:
+            raise ConfigError(
+                f"{c.name}: hidden_size {hidden_size} is not a multiple of num_attention_heads "
+                f"{heads}; give head_dim"
+            )
+        head_dim = hidden_size // heads
+    return AttentionSpec(
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        rope=rope(c, head_dim, **rotary),
+        window=window,
+        qkv_bias=bias,
+        o_bias=bias,
+    )
+
+
+def check_groups(c: HFConfig, heads: int, kv_heads: int) -> None:
+    """
+    Raises:
+        ConfigError: heads of queries cannot be divided among those of keys and values.
+    """
+    if heads % kv_heads:
+        raise ConfigError(
+            f"{c.name}: num_attention_heads is {heads} and num_key_value_heads {kv_heads}; "
+            "the first must be a multiple of the second"
+        )
+
+
+def windows(c: HFConfig, default: Callable[[int], str], *, off: bool = False) -> list[int | None]:
+    """The window of each layer: `sliding_window` where its type is sliding_attention, else None.
+
+    Args:
+        default: the type of a layer where the config has no `layer_types`.
+        off: the config has switched windows off.
+
+    Raises:
+        ConfigError: an unknown type, or layers that slide without a window.
+    """
+    types = layer_types(c, default, (FULL, SLIDING))
+    c.take("sliding_window", None)  # which some references write as 0 where windows are off
+    window = None if off else c.take_count("sliding_window", None)
+    if SLIDING in types and window is None:
+        raise ConfigError(
+            f"{c.name}: some layers are of type {SLIDING}, but sliding_window is missing or switched off"
+        )
+    return [window if kind == SLIDING else None for kind in types]
+
+
+def chunks(c: HFConfig, default: Callable[[int], str]) -> list[int | None]:
+    """The size of each layer's chunks: `attention_chunk_size` where its type is chunked_attention, else None.
+
+    Args:
+        default: the type of a layer where the config has no `layer_types`.
+
+    Raises:
+        ConfigError: an unknown type, or layers in chunks without a size.
+    """
+    types, size = layer_types(c, default, (FULL, CHUNKED)), c.take_count("attention_chunk_size", None)
+    if CHUNKED in types and size is None:
+        raise ConfigError(f"{c.name}: some layers are of type {CHUNKED}, but attention_chunk_size is missing")
+    return [size if kind == CHUNKED else None for kind in types]
+
+
+def layer_sizes(c: HFConfig, keys: Collection[str]) -> list[dict[str, Any]] | None:
+    """What each layer has in place of the model's own sizes, by `per_layer_config`; None where the config has
+    none. `keys` are those that may stand there.
+
+    Raises:
+        ConfigError: it is no such table.
+    """
+    count, stated = c.take_count("num_hidden_layers"), c.take("per_layer_config", None)
+    if stated is None:
+        return None
+    if not isinstance(stated, dict) or not all(
+        str(key).isdecimal()
+        and int(key) < count  # "05" too
+        and isinstance(sizes, dict)
+        and sizes.keys() <= set(keys)
+        and all(type(size) is int and size > 0 for size in sizes.values())
+        for key, sizes in stated.items()
+    ):
+        raise ConfigError(
+            f"{c.name}: per_layer_config must give some of the {count} layers, by their numbers, whole "
+            f"numbers for {' and '.join(keys)}, found {abbreviate(stated)}"
+        )
+    by_number = {int(key): sizes for key, sizes in stated.items()}
+    return [by_number.get(i, {}) for i in range(count)]
+
+
+def share_keys(c: HFConfig, mixers: Sequence[AttentionSpec]) -> list[AttentionSpec | SharedAttentionSpec]:
+    """Let the last `num_kv_shared_layers` read the keys and values of the last layer before them with the
+    same window.
+
+    Raises:
+        ConfigError: there is no such layer, or its heads are others.
+    """
+    first = len(mixers) - c.take_count("num_kv_shared_layers", 0, least=0)
+    own = {mixer.window: i for i, mixer in enumerate(mixers[: max(first, 0)])}
+
+    def reading(attn: AttentionSpec) -> SharedAttentionSpec:
+        source = own.get(attn.window)
+        sizes = attn.num_key_value_heads, attn.head_dim
+        if source is None or sizes != (mixers[source].num_key_value_heads, mixers[source].head_dim):
+            raise ConfigError(
+                f"{c.name}: num_kv_shared_layers is {len(mixers) - first}; expected a layer before those of "
+                "each type that is among them, with heads of the same number and size"
+            )
+        return SharedAttentionSpec(
+            attn.num_attention_heads,
+            *sizes,
+            attn.scale,
+            source,
+            attn.rope,
+            attn.window,
+            attn.qkv_bias,
+            None if attn.qk_norm is None else attn.qk_norm.norm,
+        )
+
+    return [mixer if i < first else reading(mixer) for i, mixer in enumerate(mixers)]
+
+
+def unread_keys(c: HFConfig) -> tuple[str, ...]:
+    """Patterns of the tensors of keys and values in layers that read those of others."""
+    last, shared = c.take_count("num_hidden_layers"), c.take_count("num_kv_shared_layers", 0, least=0)
+    parts = ("k_proj", "v_proj", "k_norm")
+    layers = range(max(last - shared, 0), last)
+    return tuple(f"model.layers.{i}.self_attn.{part}.*" for i in layers for part in parts)

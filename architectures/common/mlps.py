@@ -1,0 +1,87 @@
+"""What stands behind attention: MLPs and experts, their activations and their names in checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from liger_models.convert.checkpoints.layout import Layout
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.errors import ConfigError
+from liger_models.layers.spec import Activation, MLPSpec, MoESpec
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu": "gelu",
+    "relu2": "relu2",
+    "xielu": "xielu",
+}
+
+
+def activation(c: HFConfig, key: str = "hidden_act", gated: bool = True) -> Activation:
+    """The kernel of the activation that the config names."""
+    name = c.take(key, "silu")
+    known = [known for known in _ACTIVATIONS if not (gated and known in ("relu2", "xielu"))]
+    if name not in known:
+        raise ConfigError(f"{c.name}: {key} {name!r} is unknown; expected one of {', '.join(known)}")
+    return _ACTIVATIONS[name]
+
+
+def mlp(c: HFConfig, *, bias: bool = False, gated: bool = True, key: str = "hidden_act") -> MLPSpec:
+    """An MLP, from the keys that nearly every config has; `key` is that of the activation."""
+    return MLPSpec(c.take_count("intermediate_size"), activation(c, key, gated), bias, gated)
+
+
+def experts_and_chosen(
+    c: HFConfig,
+    keys: Sequence[str] = ("num_experts", "num_local_experts"),
+    chosen_keys: Sequence[str] = ("num_experts_per_tok",),
+) -> tuple[int, int]:
+    """How many experts there are, and how many of them a token goes to; both by any of several keys.
+
+    Raises:
+        ConfigError: a token cannot go to so many.
+    """
+    experts, chosen = c.take_one_of(*keys), c.take_one_of(*chosen_keys)
+    if not all(type(count) is int for count in (experts, chosen)) or not 1 <= chosen <= experts:
+        raise ConfigError(
+            f"{c.name}: {chosen_keys[0]} is {chosen!r} and {keys[0]} {experts!r}; expected whole numbers, "
+            "the first at least 1 and at most the second"
+        )
+    return experts, chosen
+
+
+def chosen_experts(
+    c: HFConfig,
+    keys: Sequence[str] = ("num_experts", "num_local_experts"),
+    chosen_keys: Sequence[str] = ("num_experts_per_tok",),
+    *,
+    size: str = "moe_intermediate_size",
+    **settings: Any,
+) -> MoESpec:
+    """Experts, from the keys that many configs have; `size` is that of their width. `settings` are further
+    fields of the `MoESpec`.
+    """
+    return MoESpec(
+        *experts_and_chosen(c, keys, chosen_keys),
+        intermediate_size=c.take_count(size),
+        activation=activation(c),
+        aux_loss_coef=aux_loss_coef(c),
+        **settings,
+    )
+
+
+def expert_layouts(*rename: tuple[str, str]) -> tuple[Layout, ...]:
+    """Of checkpoints that hold each expert by itself, or all in one tensor; `rename` comes first."""
+    names = (*rename, (".router.", ".gate."))
+    return Layout(names), Layout(names, whole=("*.experts.*",))
+
+
+def aux_loss_coef(c: HFConfig) -> float:
+    """The weight of the load balancing loss: the references add it where `output_router_logits` says so."""
+    coef = c.take_number("router_aux_loss_coef")
+    return coef if c.take_flag("output_router_logits", False) else 0.0

@@ -1,0 +1,81 @@
+"""A model as a whole, from what nearly every config says: sizes, types of layers, padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.errors import ConfigError
+from liger_models.layers.spec import BlockSpec, LayerNormSpec, ModelSpec, NormSpec
+
+
+def decoder(
+    c: HFConfig, blocks: Sequence[BlockSpec], norm: NormSpec | LayerNormSpec, **settings: Any
+) -> ModelSpec:
+    """A model of these blocks, with what nearly every config says of the rest. `settings` are further fields
+    of the `ModelSpec`.
+    """
+    return ModelSpec(
+        vocab_size=c.take_count("vocab_size"),
+        hidden_size=c.take_count("hidden_size"),
+        blocks=tuple(blocks),
+        norm=norm,
+        tie_word_embeddings=c.take_flag("tie_word_embeddings", False),
+        initializer_range=c.take_number("initializer_range", 0.02),
+        padding_idx=padding_row(c),
+        **settings,
+    )
+
+
+def take_only(c: HFConfig, **values: Any) -> None:
+    """Take keys that may stand in a config, each with the one value that is known.
+
+    Raises:
+        ConfigError: it has another.
+    """
+    for key, only in values.items():
+        if (found := c.take(key, only)) != only:
+            raise ConfigError(
+                f"{c.name}: {key} must be {only!r}, which is all that is known, found {found!r}"
+            )
+
+
+def padding_row(c: HFConfig) -> int | None:
+    """The row of each embedding that belongs to padding; a negative id counts from the end, as in the
+    references.
+
+    Raises:
+        ConfigError: there is no such row.
+    """
+    pad, vocab = c.take("pad_token_id", None), c.take_count("vocab_size")
+    if pad is None:
+        return None
+    if type(pad) is not int or not -vocab <= pad < vocab:
+        raise ConfigError(
+            f"{c.name}: pad_token_id must be an id of the vocabulary of {vocab}, or null, found {pad!r}"
+        )
+    return pad
+
+
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+"""Types of layers."""
+
+
+def layer_types(
+    c: HFConfig, default: Callable[[int], str], known: Sequence[str], key: str = "layer_types"
+) -> list[str]:
+    """The type of each layer, by the config's `key`, or by `default(layer)` where the config does not say.
+
+    Raises:
+        ConfigError: as many types as layers, each one of `known`, are not there.
+    """
+    count = c.take_count("num_hidden_layers")
+    types = c.take(key, None)
+    if types is None:
+        types = [default(i) for i in range(count)]
+    if not isinstance(types, list) or len(types) != count or not set(types) <= set(known):
+        raise ConfigError(
+            f"{c.name}: {key} must name {' or '.join(known)} for each of the {count} layers, found {types}"
+        )
+    return types

@@ -1,0 +1,111 @@
+"""How queries and keys turn, and grow, with their positions."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.errors import ConfigError
+from liger_models.layers.spec import QueryScaleSpec, RopeSpec
+
+
+def rope(
+    c: HFConfig,
+    head_dim: int,
+    *,
+    layer_type: str | None = None,
+    partial: float | None = None,
+    interleaved: bool = False,
+    theta: float = 10000.0,
+    local_theta: float | None = None,
+    scaling: Mapping[str, Any] | None = None,
+    extra: Collection[str] = (),
+) -> RopeSpec:
+    """The rotary settings, in whichever spelling the config has them.
+
+    Args:
+        layer_type: of families whose layers turn differently by type.
+        partial: the share of a head that turns where the config does not say; None: whole heads always do.
+        interleaved: pairs are neighbours, (2i, 2i + 1), and not (i, i + dim / 2).
+        theta, scaling: where the config does not say.
+        local_theta: of sliding layers whose theta is not that of the others, where the config does not say.
+        extra: see `HFConfig.take_rope`; what comes back there is not for the tables.
+    """
+    settings = c.take_rope(
+        layer_type,
+        default_theta=theta,
+        head_dim_default_partial=partial or 1.0,
+        default_scaling=scaling,
+        default_local_theta=local_theta,
+        extra=extra,
+    )
+    settings.pop("extra", None)
+    if "mrope_section" in settings:
+        raise ConfigError(
+            f"{c.name}: mrope_section asks for rotary positions on several axes, which {c.model_type!r} "
+            "models do not have"
+        )
+    share = settings.pop("partial_rotary_factor")
+    if settings["rope_type"] == "proportional":  # of a whole head's pairs the first turn
+        factor = settings.pop("factor")
+        settings |= {"rope_type": "default"} if factor == 1 else {"rope_type": "linear", "factor": factor}
+        settings["turning"], share = int(share * head_dim // 2), 1.0
+    if partial is None and share != 1:  # the references turn whole heads, whatever the config says
+        raise ConfigError(
+            f"{c.name}: partial_rotary_factor is {share}, but {c.model_type!r} models turn "
+            "whole heads; remove it"
+        )
+    dim = int(head_dim * share)
+    if dim < 2 or dim % 2:
+        raise ConfigError(f"{c.name}: rotary positions need an even number of dimensions, found {dim}")
+    for key in ("short_factor", "long_factor"):
+        if key in settings and len(settings[key]) != dim // 2:
+            raise ConfigError(f"{c.name}: {key} must hold {dim // 2} numbers, found {len(settings[key])}")
+    return RopeSpec(
+        dim=dim,
+        theta=settings.pop("rope_theta"),
+        type=settings.pop("rope_type"),
+        interleaved=interleaved,
+        max_position_embeddings=c.take_count("max_position_embeddings"),
+        **settings,
+    )
+
+
+def turning_layers(c: HFConfig) -> list[bool]:
+    """Which layers turn queries and keys: those for which `no_rope_layers`, despite its name, has a 1; if it
+    is missing or empty, all but each `no_rope_layer_interval`-th.
+
+    Raises:
+        ConfigError: it does not fit the layers.
+    """
+    count, every = c.take_count("num_hidden_layers"), c.take_count("no_rope_layer_interval", 4)
+    marks = c.take("no_rope_layers", None)
+    if marks in (None, []):
+        return [(i + 1) % every != 0 for i in range(count)]
+    if not isinstance(marks, list) or len(marks) != count or any(mark not in (0, 1) for mark in marks):
+        raise ConfigError(
+            f"{c.name}: no_rope_layers must have a 0 or a 1 for each of the {count} layers, found {marks}"
+        )
+    return [bool(mark) for mark in marks]
+
+
+GROWING_QUERIES = ("llama_4_scaling_beta", "original_max_position_embeddings", "max_position_embeddings")
+"""What stands among rotary settings where queries grow: `extra` of `rope`. The last is another key again."""
+
+
+def query_scale(c: HFConfig, scaling: Mapping[str, Any]) -> QueryScaleSpec:
+    """How queries grow with their positions, from the rotary settings; `scaling` as of `rope`.
+
+    Raises:
+        ConfigError: they do not say.
+    """
+    settings = c.take_rope(default_scaling=scaling, extra=GROWING_QUERIES)
+    stated = {**settings, **settings["extra"]}
+    beta, length = (stated.get(key) for key in GROWING_QUERIES[:2])
+    if not beta or type(length) is not int or length < 1:
+        raise ConfigError(
+            f"{c.name}: {c.model_type} models need {' and '.join(GROWING_QUERIES[:2])} in rope_parameters, "
+            f"found {beta} and {length}"
+        )
+    return QueryScaleSpec(beta, length)
