@@ -3,7 +3,7 @@
 from liger_models.kernels.activations.gated import ClampedSwiGLU, clamped_swiglu, geglu, relu2, swiglu
 from liger_models.kernels.activations.softmax import softmax
 from liger_models.kernels.activations.xielu import xielu
-from liger_models.kernels.attention.flash_attention import attention, document_bounds
+from liger_models.kernels.attention.flash_attention import attention, document_bounds, key_ranges
 from liger_models.kernels.experts.moe_experts import moe_experts
 from liger_models.kernels.experts.moe_routing import load_balancing_loss, route, router_z_loss
 from liger_models.kernels.losses.cross_entropy import CrossEntropyOutput, cross_entropy
@@ -34,6 +34,7 @@ __all__ = [
     "document_bounds",
     "geglu",
     "generalized_jsd",
+    "key_ranges",
     "kl_div",
     "layer_norm",
     "linear_cosine_distillation",

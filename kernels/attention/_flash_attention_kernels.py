@@ -1,9 +1,13 @@
 """The Triton kernels of `attention.py`: forward, gradient of the queries, gradient of the keys and values.
 
-What a query sees is one range of keys, `first .. query`, and what a key is seen by one range of queries,
-`key .. last`; neither `first` nor `last` ever falls from one token to the next. So the tiles that a block
-meets are some at its beginning that are visible in part, then some that are visible as a whole, then some at
-its end that are visible in part. Only the outer ones need a mask. They are taken first.
+What a query sees is one range of keys, and what a key is seen by one range of queries; neither end of either
+ever falls from one token to the next. So the tiles that a block meets are some at its beginning that are
+visible in part, then some that are visible as a whole, then some at its end that are visible in part. Only
+the outer ones need a mask. They are taken first.
+
+The ranges are those of causal attention, `first .. query` and `key .. last`, where `bounds` [2, T] says where
+documents begin and end; or, RANGES, all four ends are given, in `bounds` [4, T]: first key and end of the
+keys of each query, first query and end of the queries of each key.
 
 Scores and `lse` are in units of ln(2), so that exp2 is the softmax's exponential.
 
@@ -36,6 +40,7 @@ def attention_forward_kernel(
     window,
     scale,
     softcap,
+    RANGES: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -56,7 +61,8 @@ def attention_forward_kernel(
     if BLOCK_REST:
         q_rest = _load_rows(q + BLOCK_DIM, row, q_stride, tokens, True, REST_DIM, BLOCK_REST, BLOCK_Q)
     firsts = _first_key(queries, bounds, tokens, window)
-    tile, before, whole, partial = _key_tiles(row, bounds, tokens, window, BLOCK_Q, BLOCK_K)
+    ends = _end_key(queries, bounds, tokens, RANGES)
+    tile, before, whole, partial = _key_tiles(row, bounds, tokens, window, RANGES, BLOCK_Q, BLOCK_K)
 
     accumulator = tl.zeros([BLOCK_Q, BLOCK_VALUE], tl.float32)
     if sinks is not None:  # one more key, whose value is zero
@@ -82,7 +88,7 @@ def attention_forward_kernel(
                 shift = larger
             else:
                 keys = column + tl.arange(0, BLOCK_K)
-                seen = _visible(queries[:, None], keys[None, :], firsts[:, None], bounds, window)
+                seen = _visible(keys[None, :], firsts[:, None], ends[:, None], bounds, window)
                 scores = tl.where(seen, scores, -float("inf"))
                 larger = tl.maximum(largest, tl.max(scores, 1))
                 # While a query has seen nothing, subtract zero: exp2(-inf - -inf) would be nan.
@@ -123,6 +129,7 @@ def attention_query_gradient_kernel(
     window,
     scale,
     softcap,
+    RANGES: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -154,7 +161,8 @@ def attention_query_gradient_kernel(
         q_rest = _load_rows(q + BLOCK_DIM, row, q_stride, tokens, True, REST_DIM, BLOCK_REST, BLOCK_Q)
     row_lse = tl.load(lse + head * tokens + queries, exists, 0.0)
     firsts = _first_key(queries, bounds, tokens, window)
-    tile, before, whole, partial = _key_tiles(row, bounds, tokens, window, BLOCK_Q, BLOCK_K)
+    ends = _end_key(queries, bounds, tokens, RANGES)
+    tile, before, whole, partial = _key_tiles(row, bounds, tokens, window, RANGES, BLOCK_Q, BLOCK_K)
 
     gradient = tl.zeros([BLOCK_Q, BLOCK_DIM], tl.float32)
     if BLOCK_REST:
@@ -174,7 +182,7 @@ def attention_query_gradient_kernel(
             weights = tl.exp2(scores - row_lse[:, None])
             if not WHOLE:
                 keys = column + tl.arange(0, BLOCK_K)
-                seen = _visible(queries[:, None], keys[None, :], firsts[:, None], bounds, window)
+                seen = _visible(keys[None, :], firsts[:, None], ends[:, None], bounds, window)
                 weights = tl.where(seen, weights, 0.0)
             dweights = tl.dot(dout_tile, v_tile.T, input_precision="ieee")
             dscores = ((weights * slope) * (dweights - row_delta[:, None])).to(k_tile.dtype)
@@ -213,6 +221,7 @@ def attention_key_value_gradient_kernel(
     window,
     scale,
     softcap,
+    RANGES: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -235,13 +244,14 @@ def attention_key_value_gradient_kernel(
     v_tile = _load_rows(v, column, v_stride, tokens, True, VALUE_DIM, BLOCK_VALUE, BLOCK_K)
     if BLOCK_REST:
         k_rest = _load_rows(k + BLOCK_DIM, column, k_stride, tokens, True, REST_DIM, BLOCK_REST, BLOCK_K)
-    lasts = _last_query(keys, bounds, tokens, window)
+    firsts = _first_query(keys, bounds, tokens, RANGES)
+    ends = _end_query(keys, bounds, tokens, window, RANGES)
     last_key = tl.minimum(column + BLOCK_K, tokens) - 1
     tile, before, whole, partial = _tiles(
-        column,
-        last_key,
-        _last_query(column, bounds, tokens, window) + 1,
-        _last_query(last_key, bounds, tokens, window) + 1,
+        _first_query(column, bounds, tokens, RANGES),
+        _first_query(last_key, bounds, tokens, RANGES),
+        _end_query(column, bounds, tokens, window, RANGES),
+        _end_query(last_key, bounds, tokens, window, RANGES),
         BLOCK_Q,
     )
 
@@ -273,7 +283,7 @@ def attention_key_value_gradient_kernel(
                 scores, slope = _scores(products, scale, softcap, FLOAT32)
                 weights = tl.exp2(scores - row_lse[None, :])
                 if not WHOLE:
-                    seen = (queries[None, :] >= keys[:, None]) & (queries[None, :] <= lasts[:, None])
+                    seen = (queries[None, :] >= firsts[:, None]) & (queries[None, :] < ends[:, None])
                     weights = tl.where(seen, weights, 0.0)
                 dv_tile = tl.dot(weights.to(q_tile.dtype), dout_tile, dv_tile, input_precision="ieee")
                 dweights = tl.dot(v_tile, dout_tile.T, input_precision="ieee")
@@ -311,31 +321,56 @@ def _first_key(query, bounds, tokens, window):
 
 
 @jit
-def _last_query(key, bounds, tokens, window):
-    """The last query that sees each key; a key beyond the last is as the last."""
-    key = tl.minimum(key, tokens - 1)
-    last = key * 0 + tokens - 1
-    if bounds is not None:
-        last = tl.load(bounds + tokens + key) - 1
-    if window is not None:
-        last = tl.minimum(last, key + window - 1)
-    return last
+def _end_key(query, bounds, tokens, RANGES: tl.constexpr):
+    """The first key behind those that each query sees."""
+    if RANGES:
+        return tl.load(bounds + tokens + tl.minimum(query, tokens - 1))
+    else:
+        return query + 1
 
 
 @jit
-def _visible(queries, keys, firsts, bounds, window):
-    seen = keys <= queries
+def _first_query(key, bounds, tokens, RANGES: tl.constexpr):
+    """The first query that sees each key."""
+    if RANGES:
+        return tl.load(bounds + 2 * tokens + tl.minimum(key, tokens - 1))
+    else:
+        return key
+
+
+@jit
+def _end_query(key, bounds, tokens, window, RANGES: tl.constexpr):
+    """The first query behind those that see each key; a key beyond the last is as the last."""
+    key = tl.minimum(key, tokens - 1)
+    end = key * 0 + tokens
+    if bounds is not None:
+        end = tl.load(bounds + (3 if RANGES else 1) * tokens + key)
+    if window is not None:
+        end = tl.minimum(end, key + window)
+    return end
+
+
+@jit
+def _visible(keys, firsts, ends, bounds, window):
+    seen = keys < ends
     if bounds is not None or window is not None:
         seen = seen & (keys >= firsts)
     return seen
 
 
 @jit
-def _key_tiles(row, bounds, tokens, window, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
+def _key_tiles(
+    row, bounds, tokens, window, RANGES: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr
+):
     """The tiles of keys that a block of queries meets, as `_tiles` gives them."""
     last_row = tl.minimum(row + BLOCK_Q, tokens) - 1
-    first = _first_key(row, bounds, tokens, window)
-    return _tiles(first, _first_key(last_row, bounds, tokens, window), row + 1, last_row + 1, BLOCK_K)
+    return _tiles(
+        _first_key(row, bounds, tokens, window),
+        _first_key(last_row, bounds, tokens, window),
+        _end_key(row, bounds, tokens, RANGES),
+        _end_key(last_row, bounds, tokens, RANGES),
+        BLOCK_K,
+    )
 
 
 @jit

@@ -1,10 +1,12 @@
-"""Causal attention over packed documents, with soft cap, sliding window and sinks.
+"""Attention over packed documents, with soft cap, sliding window and sinks; causal, or over ranges of keys.
 
     s_qk  = scale * q . k,                       with a cap: softcap * tanh(s_qk / softcap)
     p_qk  = exp(s_qk) / (sum_k exp(s_qk) + exp(sink)),       over the keys that q sees
     out_q = sum_k p_qk v_k
 
-A query sees the tokens of its own document up to itself, and of those the last `window`, if there is one.
+A query sees the tokens of its own document up to itself, and of those the last `window`, if there is one. Or
+it sees a range of keys that is given (`key_ranges`): all of its document, as in the encoder of an image, or
+its image's tokens beside what precedes them.
 
     delta_q = dout_q . out_q,      ds_qk = p_qk (dout_q . v_k - delta_q),      with a cap times 1 - tanh^2
     dq = scale * sum_k ds_qk k,    dk = scale * sum_q ds_qk q,    dv = sum_q p_qk dout_q
@@ -59,7 +61,7 @@ def attention(
     sinks: Tensor | None = None,
     bounds: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention over packed documents.
+    """Attention over packed documents, causal unless `bounds` says what is seen.
 
     Args:
         q: [T, heads, D], of any strides; D is 512 at most.
@@ -71,7 +73,8 @@ def attention(
         window: how many tokens a query sees at the most, itself included; None: all before it.
         softcap: bound of the scaled scores; None: no cap.
         sinks: [heads], a logit of each head that takes its share of the weights and gives nothing.
-        bounds: `document_bounds(cu_seqlens, T)` in place of `cu_seqlens`, for calls that share documents.
+        bounds: `document_bounds(cu_seqlens, T)` in place of `cu_seqlens`, for calls that share documents; or
+            `key_ranges(...)`, which says all of what is seen, so that `window` must be None.
 
     Returns:
         [T, heads, V] in q's dtype. Products are summed in float32, and those of float32 are exact (never
@@ -86,11 +89,8 @@ def attention(
         if bounds is not None:
             raise ValueError("got both cu_seqlens and bounds, which say the same; give one of them")
         bounds = document_bounds(cu_seqlens, len(q))
-    elif bounds is not None and (bounds.shape != (2, len(q)) or bounds.dtype != torch.int32):
-        raise ValueError(
-            f"bounds is {bounds.dtype} of the shape {tuple(bounds.shape)}; expected [2, {len(q)}] int32, as "
-            "document_bounds gives it"
-        )
+    elif bounds is not None:
+        _check_bounds(bounds, len(q), window)
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
     softcap = None if softcap is None else float(softcap)
     if window is not None and window >= len(q):
@@ -125,9 +125,32 @@ def document_bounds(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return bounds.clamp_(0, tokens)  # no kernel reads beside the tokens, even if the boundaries are wrong
 
 
+def key_ranges(bounds: Tensor, spans: Tensor | None = None, window: int | None = None) -> Tensor:
+    """What is seen where attention is not causal, or not everywhere: [4, T] int32, the first key of each
+    query, the end of its keys, the first query that sees each key, and the end of these.
+
+    Args:
+        bounds: [2, T] int32, where each token's document begins and ends, as `document_bounds` gives it.
+        spans: [2, T] int32, where the span begins and ends in which a token stands whose tokens all see one
+            another, beside what precedes them; (t, t + 1) for a token in none. Neither row ever falls. None:
+            a document is one span.
+        window: of what lies before it a query sees the last so many tokens, itself included, and no more.
+    """
+    if spans is None:
+        spans = bounds
+    token = torch.arange(bounds.shape[1], dtype=torch.int32, device=bounds.device)
+    first, end = bounds[0], bounds[1]
+    if window is not None:
+        first, end = torch.maximum(first, token - window + 1), torch.minimum(end, token + window)
+    # A query of the same span sees a key behind it, and one within the window a key before it.
+    return torch.stack([first, torch.minimum(spans[1], bounds[1]), torch.maximum(spans[0], bounds[0]), end])
+
+
 def visible_keys(tokens: int, bounds: Tensor | None, window: int | None, device: torch.device) -> Tensor:
-    """Which key (column) each query (row) sees: [tokens, tokens] bool. `bounds` as in `document_bounds`."""
+    """Which key (column) each query (row) sees: [tokens, tokens] bool. `bounds` as in `attention`."""
     token = torch.arange(tokens, device=device)
+    if bounds is not None and len(bounds) == 4:
+        return (token >= bounds[0][:, None]) & (token < bounds[1][:, None])
     sees = token[:, None] >= token
     if bounds is not None:
         sees = sees & (token >= bounds[0][:, None])
@@ -195,6 +218,16 @@ def _check(
         raise TypeError(f"sinks holds {sinks.dtype}; expected a floating point tensor")
 
 
+def _check_bounds(bounds: Tensor, tokens: int, window: int | None) -> None:
+    if bounds.shape not in ((2, tokens), (4, tokens)) or bounds.dtype != torch.int32:
+        raise ValueError(
+            f"bounds is {bounds.dtype} of the shape {tuple(bounds.shape)}; expected [2, {tokens}] int32, as "
+            f"document_bounds gives it, or [4, {tokens}], as key_ranges"
+        )
+    if len(bounds) == 4 and window is not None:
+        raise ValueError(f"window is {window}, and bounds are ranges of keys: give the window to key_ranges")
+
+
 def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
     return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
 
@@ -228,7 +261,7 @@ class _Attention(torch.autograd.Function):
                     window,
                     scale,
                     softcap,
-                    **_constants(q, k, v, tiles),
+                    **_constants(q, k, v, bounds, tiles),
                 )
         ctx.save_for_backward(q, k, v, sinks, bounds, out, lse)
         ctx.options = scale, window, softcap
@@ -264,7 +297,7 @@ class _Attention(torch.autograd.Function):
                     window,
                     scale,
                     softcap,
-                    **_constants(q, k, v, tiles),
+                    **_constants(q, k, v, bounds, tiles),
                 )
                 tiles = _configuration(q, v).key_value_gradient
                 attention_key_value_gradient_kernel[(kv_heads * ceil_div(tokens, tiles.keys),)](
@@ -283,7 +316,7 @@ class _Attention(torch.autograd.Function):
                     window,
                     scale,
                     softcap,
-                    **_constants(q, k, v, tiles),
+                    **_constants(q, k, v, bounds, tiles),
                 )
         dsinks = None
         if ctx.needs_input_grad[3]:
@@ -341,13 +374,14 @@ def _configuration(q: Tensor, v: Tensor) -> _Configuration:
     )
 
 
-def _constants(q: Tensor, k: Tensor, v: Tensor, tiles: _Tiles) -> dict[str, int]:
+def _constants(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, tiles: _Tiles) -> dict[str, int]:
     head_dim, value_dim = q.shape[2], v.shape[2]
     block, rest = max(16, next_power_of_2(head_dim)), 0  # tensor cores take no less than 16
     if block >= 256 and head_dim <= block * 3 // 4:
         block //= 2
         rest = max(16, next_power_of_2(head_dim - block))
     return {
+        "RANGES": bounds is not None and len(bounds) == 4,
         "GROUP": q.shape[1] // k.shape[1],
         "HEAD_DIM": head_dim,
         "VALUE_DIM": value_dim,

@@ -45,7 +45,13 @@ def test_every_operation_is_right_and_peers_without_a_gpu_become_notes(benchmark
 
 def test_every_public_operation_with_a_kernel_is_measured(benchmarks):
     """Named here are those that are measured under another name or with another, or are torch alone."""
-    elsewhere = {"split_rotary_qkv", "split_norm_rotary_qkv", "multi_axis_tables", "document_bounds"}
+    elsewhere = {
+        "split_rotary_qkv",
+        "split_norm_rotary_qkv",
+        "multi_axis_tables",
+        "document_bounds",
+        "key_ranges",
+    }
     elsewhere |= {"adamw", "sum_of_squares"}  # by `python -m benchmarks optimizer`
     torch_alone = {"load_balancing_loss", "router_z_loss"}
     functions = {name for name in kernels.__all__ if name.islower()}

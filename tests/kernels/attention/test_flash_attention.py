@@ -1,6 +1,7 @@
 """attention: what test_products.py does not hold it to. Real sizes: test_attention_on_a_gpu.py."""
 
 import importlib
+import itertools
 import types
 
 import pytest
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from attention_forms import attend, eager_attention, operands
 from kernel_operations import in_float64, run_with_gradients
 
-from liger_models.kernels import attention, document_bounds
+from liger_models.kernels import attention, document_bounds, key_ranges
 
 module = importlib.import_module("liger_models.kernels.attention.flash_attention")
 
@@ -179,6 +180,64 @@ def test_bounds_may_stand_for_boundaries(implementation):
     assert torch.equal(attention(q, k, v, bounds=bounds), attention(q, k, v, cu_seqlens=cu_seqlens))
     with pytest.raises(ValueError, match="give one of them"):
         attention(q, k, v, bounds=bounds, cu_seqlens=cu_seqlens)
+
+
+def ranges_by_hand(spans, window):
+    """[TOKENS, TOKENS] bool: the tokens of PACKED, where those of a span all see one another."""
+    token = torch.arange(TOKENS)
+    document = torch.bucketize(token, torch.tensor(PACKED), right=True)
+    span = torch.full((TOKENS,), -1)
+    for number, (first, end) in enumerate(spans):
+        span[first:end] = number
+    together = (span[:, None] == span) & (span[:, None] >= 0)
+    sees = (token[:, None] >= token) | together
+    if window is not None:
+        sees &= token > token[:, None] - window
+    return sees & (document[:, None] == document)
+
+
+SPANS = {
+    "documents": list(itertools.pairwise(PACKED)),
+    "some": [(0, 2), (6, 7), (8, 20), (30, 49)],
+    "none": [],
+}
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
+def test_ranges_of_keys_may_stand_for_causality(spans, window, implementation, small_tiles, assert_near):
+    token = torch.arange(TOKENS)
+    rows = torch.stack([token, token + 1])
+    for first, end in spans:
+        rows[0, first:end], rows[1, first:end] = first, end
+    bounds = document_bounds(torch.tensor(PACKED), TOKENS)
+    ranges = key_ranges(bounds, rows.int(), window)
+    sees = ranges_by_hand(spans, window)
+    assert torch.equal(module.visible_keys(TOKENS, ranges, None, token.device), sees)
+    assert torch.equal((token >= ranges[2][:, None]) & (token < ranges[3][:, None]), sees.T)
+
+    def formula(q, k, v, sinks):
+        k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5
+        return torch.einsum("hqk,khd->qhd", module.attention_weights(scores, sees, None, sinks), v)
+
+    inputs = operands(TOKENS, sinks=True)
+    found, grads, upstream = run_with_gradients(
+        lambda q, k, v, sinks: attention(q, k, v, bounds=ranges, sinks=sinks), inputs
+    )
+    truth, true_grads, _ = run_with_gradients(formula, in_float64(inputs), in_float64(upstream))
+    for actual, true in zip((*found, *grads), (*truth, *true_grads), strict=True):
+        assert_near(actual, true, 48)
+    if spans == SPANS["documents"] and window is None:
+        assert torch.equal(ranges, key_ranges(bounds))
+
+
+def test_ranges_and_a_window_are_refused(implementation):
+    ranges = key_ranges(document_bounds(torch.tensor(PACKED), TOKENS))
+    with pytest.raises(ValueError, match="give the window to key_ranges"):
+        attention(*operands(TOKENS), bounds=ranges, window=3)
+    with pytest.raises(ValueError, match="as key_ranges"):
+        attention(*operands(TOKENS), bounds=ranges[:3])
 
 
 def test_bounds_of_wrong_boundaries_lie_among_the_tokens(monkeypatch):
