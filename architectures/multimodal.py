@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError, UnsupportedModelError, abbreviate
 
 
@@ -201,6 +202,18 @@ def text_config(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
         tied = tied or nested.get("tie_word_embeddings", False)
     text |= {"model_type": family.texts[kind], "tie_word_embeddings": tied}
     return {key: value for key, value in text.items() if key not in ("architectures", *family.without)}
+
+
+def text_part(c: HFConfig) -> HFConfig:
+    """The config of the language model in that of a model that sees images. What is at the top and not known
+    to be the towers' is among it, so that none is overlooked; the rest is left to the family.
+    """
+    for key in c.raw:
+        if key not in _ASIDE or key == "text_config":
+            c.take(key, None)
+    text = c.with_raw(text_config(c.raw, c.name))
+    text.most_layers = c.most_layers
+    return text
 
 
 def _one_axis(text: Mapping[str, Any]) -> dict[str, Any]:

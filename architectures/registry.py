@@ -45,6 +45,8 @@ class Architecture:
         fixed: keys that may stand in a config, each with the one value that is known.
         unread: keys that are of no effect, mostly since the reference does not read them, each with a reason.
         skip: what tests leave out, such as "rope:yarn", each with the reason.
+
+    A family that sees images has the config of its language model under "text_config", in `tiny` as well.
     """
 
     model_type: str
@@ -58,6 +60,11 @@ class Architecture:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     unread: Mapping[str, str] = field(default_factory=dict)
     skip: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def sees(self) -> bool:
+        """Whether its models take images."""
+        return "text_config" in self.tiny
 
     def spec(self, config: HFConfig) -> ModelSpec:
         """The spec of a config, every key of which has been looked at.
@@ -119,7 +126,7 @@ def register(
             model_type,
             build,
             reference,
-            {k: v for k, v in {"model_type": model_type, **TINY, **tiny}.items() if v is not ...},
+            _whole_tiny(model_type, tiny),
             defaults or {},
             layouts,
             carried,
@@ -131,6 +138,16 @@ def register(
         return build
 
     return enter
+
+
+def _whole_tiny(model_type: str, tiny: Mapping[str, Any]) -> dict[str, Any]:
+    if "text_config" in tiny:
+        return {"model_type": model_type, **tiny, "text_config": _with_common(tiny["text_config"])}
+    return {"model_type": model_type, **_with_common(tiny)}
+
+
+def _with_common(tiny: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in {**TINY, **tiny}.items() if value is not ...}
 
 
 def find_architecture(model_type: str) -> Architecture:
@@ -154,7 +171,7 @@ def find_architecture(model_type: str) -> Architecture:
             f"the model type {model_type!r} is known but not supported: it needs {MISSING[model_type]}, "
             "which liger_models does not have."
         )
-    supported = list_architectures()
+    supported = sorted(_ARCHITECTURES)
     nearest = difflib.get_close_matches(model_type, supported, n=3, cutoff=0.4)
     hint = f" The nearest: {', '.join(nearest)}." if nearest else ""
     raise UnsupportedModelError(
@@ -162,6 +179,8 @@ def find_architecture(model_type: str) -> Architecture:
     )
 
 
-def list_architectures() -> list[str]:
-    """The `model_type`s that can be loaded, in alphabetical order."""
-    return sorted(_ARCHITECTURES)
+def list_architectures(sees: bool = False) -> list[str]:
+    """The `model_type`s that can be loaded, in alphabetical order: of language models, or of those that see
+    images.
+    """
+    return sorted(name for name, family in _ARCHITECTURES.items() if family.sees == sees)

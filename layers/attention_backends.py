@@ -3,6 +3,8 @@
     out = softmax(cap(scale * q k^T), over the tokens that the query may see, and its head's sink) v
 
 A query sees the tokens of its own document up to itself, and of those the last `window` if there is a window.
+Where the spec is not causal it sees all of its document, and where there are spans (of an image, say) all of
+its span beside what precedes it.
 Documents that the spec cuts into chunks are shorter documents, for every backend.
 Soft cap and sinks: see kernels/attention/flash_attention.py.
 
@@ -19,7 +21,7 @@ Soft cap and sinks: see kernels/attention/flash_attention.py.
 | asked for                   | GPU      | elsewhere |
 |-----------------------------|----------|-----------|
 | equal documents, no window  | `sdpa`   | `sdpa`    |
-| packed documents, a window  | `triton` | `masked`  |
+| packed, a window, spans     | `triton` | `masked`  |
 | soft cap or sinks           | `triton` | `eager`   |
 
 Elsewhere is a CPU, float64, heads of more than 512, and torch.compile, under which `triton` would run its
@@ -97,7 +99,7 @@ def attend(
     backend: AttentionBackend = "auto",
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention over packed documents.
+    """Attention over packed documents.
 
     Args:
         q: [T, num_attention_heads, head_dim]; k: [T, num_key_value_heads, head_dim]; v: the same, or with
@@ -145,13 +147,20 @@ def attend_plain(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Sequences, sinks: Tensor | None = None
 ) -> Tensor:
     """The plain twin of `attend`."""
-    bounds = _as_seen(spec, sequences).document_bounds()
-    return attention_plain(q, k, v, spec.scale, bounds, spec.window, spec.softcap, sinks)
+    bounds, window = _bounds(spec, _as_seen(spec, sequences))
+    return attention_plain(q, k, v, spec.scale, bounds, window, spec.softcap, sinks)
 
 
-def visible(sequences: Sequences, window: int | None) -> Tensor:
+def _bounds(spec: AttentionSpec, sequences: Sequences) -> tuple[Tensor | None, int | None]:
+    """What `kernels.attention` takes as bounds and window."""
+    if spec.causal and sequences.spans is None:
+        return sequences.document_bounds(), spec.window
+    return sequences.key_ranges(spec.window, spec.causal), None
+
+
+def visible(spec: AttentionSpec, sequences: Sequences) -> Tensor:
     """Which key (column) each query (row) sees: [T, T] bool."""
-    return visible_keys(sequences.num_tokens, sequences.document_bounds(), window, sequences.device)
+    return visible_keys(sequences.num_tokens, *_bounds(spec, sequences), sequences.device)
 
 
 def attend_cached(
@@ -195,17 +204,13 @@ def _choose(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Seq
     plain = _is_plain_softmax(spec)
     ours = use_triton(q) and max(q.shape[-1], v.shape[-1]) <= MOST_HEAD_DIM
     usual = q.shape[-1] == v.shape[-1] <= 256
-    if (
-        plain
-        and _is_plain_causal(spec, sequences)
-        and (usual or not ours or _cudnn_takes(q, k, v, sequences))
-    ):
+    if plain and _is_unmasked(spec, sequences) and (usual or not ours or _cudnn_takes(q, k, v, sequences)):
         return "sdpa"
     if ours:
         return "triton"
     flash = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0
     if plain:
-        return "varlen" if flash and usual else "masked"
+        return "varlen" if flash and usual and sequences.spans is None else "masked"
     return "eager"
 
 
@@ -221,14 +226,17 @@ def _is_plain_softmax(spec: AttentionSpec) -> bool:
     return spec.softcap is None and not spec.sinks
 
 
-def _is_plain_causal(spec: AttentionSpec, sequences: Sequences) -> bool:
-    return sequences.cu_seqlens is None and (spec.window is None or spec.window >= sequences.max_seqlen)
+def _is_unmasked(spec: AttentionSpec, sequences: Sequences) -> bool:
+    """Whether documents are equal, and nothing but causality hides anything of them."""
+    all_of_it = spec.window is None or spec.window >= sequences.max_seqlen
+    return sequences.cu_seqlens is None and all_of_it and (sequences.spans is None or not spec.causal)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Sequences) -> Tensor:
-    if not _is_plain_causal(spec, sequences):
+    if not _is_unmasked(spec, sequences):
         raise ValueError(
-            "attention='sdpa' has neither packed documents, padding nor windows; use 'auto' or 'varlen'"
+            "attention='sdpa' has neither packed documents, padding, windows nor spans; use 'auto' or "
+            "'triton'"
         )
     # Views all the way: [T, heads, dim] -> [batch, heads, seq, dim] without a copy, also out of a packed
     # q|k|v row.
@@ -244,26 +252,19 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Seque
 def _triton(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Sequences, sinks: Tensor | None
 ) -> Tensor:
-    return attention(
-        q,
-        k,
-        v,
-        scale=spec.scale,
-        window=spec.window,
-        softcap=spec.softcap,
-        sinks=sinks,
-        bounds=sequences.document_bounds(),
-    )
+    bounds, window = _bounds(spec, sequences)
+    cap = spec.softcap
+    return attention(q, k, v, scale=spec.scale, window=window, softcap=cap, sinks=sinks, bounds=bounds)
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Sequences) -> Tensor:
     rows, mask = (1, -1), None
-    if sequences.cu_seqlens is None and not q.is_cuda:  # equal documents have one mask
-        rows = sequences.shape
-        if not _is_plain_causal(spec, sequences):
-            mask = visible_keys(sequences.max_seqlen, None, spec.window, sequences.device)
+    if sequences.cu_seqlens is None and not q.is_cuda and sequences.spans is None:
+        rows = sequences.shape  # equal documents have one mask
+        if not _is_unmasked(spec, sequences):
+            mask = visible(spec, Sequences.from_call((1, sequences.max_seqlen), q.device))
     else:
-        mask = visible(sequences, spec.window)
+        mask = visible(spec, sequences)
     q, k, v = (x.unflatten(0, rows).transpose(1, 2) for x in (q, k, v))
     if q.is_cuda and not torch.compiler.is_compiling():
         with sdpa_kernel(_MASKED):
@@ -275,7 +276,8 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Seq
 
 def _boundaries_are_at_hand(q: Tensor, sequences: Sequences) -> bool:
     """Whether there are boundaries, and they can be read without waiting for a device."""
-    return sequences.cu_seqlens is not None and q.device.type == "cpu" and not torch.compiler.is_compiling()
+    there = sequences.cu_seqlens is not None and sequences.spans is None
+    return there and q.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _one_by_one(
@@ -311,7 +313,7 @@ def _grouped_sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, mask: Te
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         groups = 1
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=spec.scale, enable_gqa=groups > 1
+        q, k, v, mask, is_causal=mask is None and spec.causal, scale=spec.scale, enable_gqa=groups > 1
     )
 
 
@@ -330,12 +332,14 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Seq
         batch, seq = sequences.shape
         cu = torch.arange(0, (batch + 1) * seq, seq, dtype=torch.int32, device=q.device)
     longest = sequences.max_seqlen
-    before = -1 if spec.window is None else spec.window - 1
+    if sequences.spans is not None and spec.causal:
+        raise ValueError("attention='varlen' has no spans; use 'auto' or 'triton'")
+    before, behind = -1 if spec.window is None else spec.window - 1, 0 if spec.causal else -1
     options: dict[str, Any] = {"enable_gqa": True} if _varlen_takes_gqa_flag() else {}
     # Its backward reads dense rows of heads; the packed q|k|v row gives them a common stride, which it also
     # takes.
     return varlen_attn(  # type: ignore[return-value]  # one tensor: lse is not asked for
-        q, k, v, cu, cu, longest, longest, scale=spec.scale, window_size=(before, 0), **options
+        q, k, v, cu, cu, longest, longest, scale=spec.scale, window_size=(before, behind), **options
     )
 
 

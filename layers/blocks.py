@@ -9,17 +9,19 @@ further arguments and results, tensors by name: sharding frameworks and recomput
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from liger_models.layers.activation_memory import RERUN, ActivationMemory
+from liger_models.layers.activation_memory import RERUN, ActivationMemory, keep_recipes, recompute
 from liger_models.layers.attention_backends import AttentionBackend
 from liger_models.layers.latent_attention import LatentAttention
 from liger_models.layers.mlp import GatedMLP, PlainMLP, make_mlp
 from liger_models.layers.moe import MixtureOfExperts
 from liger_models.layers.norm import Norm, make_norm
+from liger_models.layers.offload import Offload
 from liger_models.layers.per_layer_input import PerLayerInput
 from liger_models.layers.self_attention import Attention
 from liger_models.layers.sequences import Sequences
@@ -315,6 +317,27 @@ BLOCKS: dict[str, type[Block]] = {
     "post_norm": PostNormBlock,
     "parallel": ParallelBlock,
 }
+
+
+def run_block(
+    layer: Block,
+    x: Tensor,
+    residual: Tensor | None,
+    sequences: Sequences,
+    *read: Tensor,
+    offload: Offload,
+) -> tuple[Any, ...]:
+    """What the layer gives, keeping for the backward pass what its level of activation memory says. `offload`
+    is that of the pass.
+    """
+    offload.settle()
+    lean = torch.is_grad_enabled()
+    if layer.activation_memory in RERUN and lean:
+        # The sum is taken in front of the layer, so that one tensor is kept and not two.
+        again = offload.recompute if layer.activation_memory == "offload" else recompute
+        return again(layer, x if residual is None else x + residual, None, sequences, *read)
+    with keep_recipes() if lean and layer.activation_memory != "all" else nullcontext():
+        return layer(x, residual, sequences, *read)
 
 
 def add_and_norm(norm: Norm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -6,21 +6,14 @@ input_ids [batch, seq] -> tokens [T] -> hidden [T, H] -> blocks -> norm -> hidde
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from liger_models.layers.activation_memory import (
-    RERUN,
-    ActivationMemory,
-    keep_recipes,
-    parse_levels,
-    recompute,
-)
+from liger_models.layers.activation_memory import ActivationMemory, parse_levels
 from liger_models.layers.attention_backends import BACKENDS, AttentionBackend
-from liger_models.layers.blocks import BLOCKS, Block, add_and_norm, keys_and_values, own_input
+from liger_models.layers.blocks import BLOCKS, Block, add_and_norm, keys_and_values, own_input, run_block
 from liger_models.layers.eager import not_compiled
 from liger_models.layers.embedding import TokenEmbedding
 from liger_models.layers.memory_plan import FittingLevels
@@ -29,6 +22,7 @@ from liger_models.layers.offload import Offload, free_host_memory
 from liger_models.layers.per_layer_input import PerLayerInputs
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import AttentionSpec, ModelSpec, SharedAttentionSpec
+from liger_models.layers.vision.vision import Sight, Vision
 
 
 class Decoder(nn.Module):
@@ -59,6 +53,7 @@ class Decoder(nn.Module):
         self.per_layer_inputs = _inputs_of_layers(spec)
         _hand_on_keys(self.layers)
         self.norm = make_norm(spec.hidden_size, spec.norm)
+        self.vision = None if spec.vision is None else Vision(spec.vision, spec.hidden_size, attention)
 
     @not_compiled
     def hidden_states(
@@ -67,38 +62,34 @@ class Decoder(nn.Module):
         input_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         inputs_of_layers: list[Tensor] | None = None,
+        sight: Sight | None = None,
     ) -> Tensor:
         """The normalised output of the last block, [T, H], from [batch, seq] ids or [batch, seq, H]
         embeddings; from both where layers have inputs of their own. To a list `inputs_of_layers` the residual
-        stream in front of each layer is added, [T, H] each.
+        stream in front of each layer is added, [T, H] each. `sight` is what a model with `vision` is shown.
         """
+        if self.vision is not None and sight is not None:
+            self.vision.prepare(sight, sequences, input_ids)
         sequences.prepare_rotary(self.spec.ropes)
         # An id outside the vocabulary is reported by the checks; until then it must not stop the device.
         ids = None if input_ids is None else sequences.pack(input_ids).clamp(0, self.spec.vocab_size - 1)
         inputs_embeds = self.embed_tokens(ids) if inputs_embeds is None else sequences.pack(inputs_embeds)
+        if self.vision is not None:
+            inputs_embeds = self.vision.place(sight, inputs_embeds)
         handed = self._own_inputs(ids, inputs_embeds)
         if self.spec.input_scale != 1.0:
             inputs_embeds = inputs_embeds * self.spec.input_scale
 
-        lean = torch.is_grad_enabled()
-        if lean and self.fit_levels is not None:
+        if self.fit_levels is not None and torch.is_grad_enabled():
             self.fit_levels(self, sequences)
         x, residual = inputs_embeds, None
         offload = Offload()
         for layer in self.layers:
-            offload.settle()
             if inputs_of_layers is not None:
                 x, residual = x if residual is None else x + residual, None
                 inputs_of_layers.append(x)
             read = [handed[name] for name in layer.reads]
-            if layer.activation_memory in RERUN and torch.is_grad_enabled():
-                # The sum is taken in front of the layer, so that one tensor is kept and not two.
-                x = x if residual is None else x + residual
-                again = offload.recompute if layer.activation_memory == "offload" else recompute
-                x, residual, *made = again(layer, x, None, sequences, *read)
-            else:
-                with keep_recipes() if lean and layer.activation_memory != "all" else nullcontext():
-                    x, residual, *made = layer(x, residual, sequences, *read)
+            x, residual, *made = run_block(layer, x, residual, sequences, *read, offload=offload)
             handed.update(zip(layer.makes, made, strict=True))
         return add_and_norm(self.norm, x, residual)[0]
 
@@ -106,7 +97,8 @@ class Decoder(nn.Module):
         """The names of the layers' classes, as sharding libraries ask for them: of this model's own, since a
         name that no module has is an error there.
         """
-        return {type(layer).__name__ for layer in self.layers}
+        encoder = () if self.vision is None else self.vision.encoder.layers
+        return {type(layer).__name__ for layer in (*encoder, *self.layers)}
 
     def _own_inputs(self, ids: Tensor | None, inputs_embeds: Tensor) -> dict[str, Tensor]:
         """The inputs that layers have for themselves, by name."""
@@ -133,7 +125,8 @@ class Decoder(nn.Module):
         optimizer_bytes: float | None = None,
         say: Callable[[str], object] | None = None,
     ) -> None:
-        """Choose what is kept for the backward pass: one level for all layers, or one a layer.
+        """Choose what is kept for the backward pass: one level for all layers, or one a layer. One for all is
+        that of an encoder of images too; for others see its `set_activation_memory`.
 
         "auto" chooses the levels that repeat the least work within a budget of memory, when a batch to train
         on is there: see `FittingLevels` in layers/memory_plan.py, which tells of the other arguments.
@@ -147,6 +140,8 @@ class Decoder(nn.Module):
             levels = "lean"
         elif memory_budget is not None:
             raise ValueError(f"memory_budget is {memory_budget!r}, but only the level 'auto' has a budget")
+        if self.vision is not None and isinstance(levels, str):
+            self.vision.encoder.set_activation_memory(levels)
         levels = levels if isinstance(levels, str) else tuple(levels)
         for layer, level in zip(self.layers, parse_levels(levels, len(self.layers)), strict=True):
             layer.set_activation_memory(level)

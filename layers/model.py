@@ -95,6 +95,7 @@ class CausalLM(Scoring, Decoder, ModelParameters):
                 parts of a step together have the mean of it, and not the sum.
             logits_to_keep: make logits of the last so many positions only, or of these positions; 0: of all.
             return_logits: make logits beside the loss. Default: only if there are no labels.
+            pixel_values and other keywords: what the processor of a family with `vision` gives beside ids.
             others: keywords of other libraries' models are taken where they ask for nothing: None, False, and
                 return_dict=True.
 
@@ -107,6 +108,7 @@ class CausalLM(Scoring, Decoder, ModelParameters):
             TypeError: a keyword that asks for what is not there.
         """
         shift_labels, score = others.pop("shift_labels", None), others.pop("score", None)
+        sight = None if self.vision is None else self.vision.take(others)
         refuse_unknown(others)
         width = self.spec.hidden_size
         shape, device = batch_shape(input_ids, inputs_embeds, width, ids_needed=self.needs_ids)
@@ -119,8 +121,10 @@ class CausalLM(Scoring, Decoder, ModelParameters):
         sequences = sequences.divided(self.sequence_group)
         part = sequences.slice
         checks = CallChecks(input_ids, targets, self.spec.vocab_size, num_items_in_batch, part)
-        hidden = self.hidden_states(sequences, input_ids, inputs_embeds)
+        hidden = self.hidden_states(sequences, input_ids, inputs_embeds, sight=sight)
         num_valid = checks.finish()
+        if self.vision is not None and sight is not None:
+            self.vision.finish(sight)
 
         if score is not None:
             assert targets is not None

@@ -34,7 +34,8 @@ def rotary_tables(spec: RopeSpec, position_ids: Tensor, longest: int | None = No
 
     Args:
         spec: the rotary settings.
-        position_ids: [T] integers.
+        position_ids: [T] integers, or [A, T] where positions have A axes and the spec says which pair turns
+            by which.
         longest: the largest position + 1, needed by the types that depend on it (`spec.depends_on_length`).
 
     Returns:
@@ -42,9 +43,20 @@ def rotary_tables(spec: RopeSpec, position_ids: Tensor, longest: int | None = No
     """
     length = effective_length(spec, longest) if spec.depends_on_length else 0
     inv_freq = _cached_inverse_frequencies(spec, length, position_ids.device)
-    angles = position_ids[:, None].float() * inv_freq  # [T, dim / 2]
+    if position_ids.dim() == 1:
+        angles = position_ids[:, None].float() * inv_freq  # [T, dim / 2]
+    else:
+        angles = _by_axis(position_ids.float(), spec) * inv_freq
     factor = _attention_factor(spec)
     return (angles.cos(), angles.sin()) if factor == 1.0 else (angles.cos() * factor, angles.sin() * factor)
+
+
+def _by_axis(position_ids: Tensor, spec: RopeSpec) -> Tensor:
+    """The position by which each pair of dimensions turns, [T, dim / 2], of positions [A, T]."""
+    if spec.axes is None:
+        raise ValueError(f"positions of {len(position_ids)} axes, and the rotary settings know of one")
+    axes = torch.tensor(spec.axes, device="cpu").to(position_ids.device, non_blocking=True)
+    return position_ids.T[:, axes]
 
 
 @functools.lru_cache(maxsize=64)
@@ -67,6 +79,8 @@ def effective_length(spec: RopeSpec, longest: int | None) -> int:
 
 def _inverse_frequencies(spec: RopeSpec, length: int) -> Tensor:
     inv_freq = _of_all_pairs(spec, length)
+    if spec.frequencies is not None:
+        inv_freq = inv_freq[list(spec.frequencies)]
     if spec.turning is not None:
         inv_freq[spec.turning :] = 0.0
     return inv_freq

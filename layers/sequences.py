@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.errors import DataError
-from liger_models.kernels import document_bounds
+from liger_models.kernels import document_bounds, key_ranges
 from liger_models.layers.cache import KVCache
 from liger_models.layers.rotary import rotary_tables
 from liger_models.layers.router_loss import RouterLogits
@@ -31,9 +31,12 @@ class Sequences:
 
     `shape` is the caller's (batch, seq); `kept` the flat positions of the T tokens in it (None: all of them).
     `cu_seqlens` [n + 1] int32 holds the documents' boundaries; None says that every row of `shape` is one
-    document. `max_seqlen` is the longest document's length. `cache` is given in generation alone. `bounds` is
-    made by `document_bounds`, `rotary` by `prepare_rotary`, `cut` by `chunks`. `router_logits` are noted by
-    the layers of experts whose router has a loss, and `routing` what all of them decided.
+    document. `max_seqlen` is the longest document's length. `cache` is given in generation alone. `axes`
+    [A, T] are the positions of tokens that have several, and `spans` [2, T] int32 says where the span begins
+    and ends in which a token stands whose tokens all see one another (an image's, say; a token in none is a
+    span by itself). `bounds` is made by `document_bounds`, `rotary` by `prepare_rotary`, `cut` by `chunks`.
+    `router_logits` are noted by the layers of experts whose router has a loss, and `routing` what all of them
+    decided.
 
     Of sequences that are divided over ranks (`divided`) the T tokens are those of this rank, `slice` says
     which, and `whole` is what the documents are read off, which lie across slices.
@@ -57,6 +60,9 @@ class Sequences:
         self.cu_seqlens, self.kept = cu_seqlens, kept
         self.cache: KVCache | None = None
         self.bounds: Tensor | None = None
+        self.axes: Tensor | None = None
+        self.spans: Tensor | None = None
+        self.ranges: dict[tuple[int | None, bool], Tensor] = {}
         self.rotary: dict[RopeSpec, tuple[Tensor, Tensor]] = {}
         self.query_scales: dict[QueryScaleSpec, Tensor] = {}
         self.cut: dict[int, Sequences] = {}
@@ -161,6 +167,15 @@ class Sequences:
         positions = position_ids[kept]
         return cls(shape, positions, int(positions.max()) + 1, max(counts), cu, kept)
 
+    @classmethod
+    def of_lengths(cls, lengths: list[int], device: torch.device) -> Sequences:
+        """One row of documents of these lengths."""
+        total = sum(lengths)
+        if len(set(lengths)) == 1:
+            return cls.from_call((len(lengths), lengths[0]), device)
+        cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        return cls.from_call((1, total), device, cu_seqlens=cu_seqlens)
+
     def divided(self, group: Any) -> Sequences:
         """What this rank of a process group computes of it, see layers/sequence_parallel.py; without a group,
         all.
@@ -190,13 +205,13 @@ class Sequences:
             return self
         if device not in self._elsewhere:
             there = self._elsewhere[device] = copy.copy(self)
-            for name in ("position_ids", "cu_seqlens", "kept", "bounds"):
+            for name in ("position_ids", "cu_seqlens", "kept", "bounds", "axes", "spans"):
                 tensor = getattr(self, name)
                 setattr(there, name, None if tensor is None else tensor.to(device))
             there.rotary = {
                 rope: (cos.to(device), sin.to(device)) for rope, (cos, sin) in self.rotary.items()
             }
-            there.query_scales = {}
+            there.query_scales, there.ranges = {}, {}
             there._whole = None if self._whole is None else self._whole.on(device)
         return self._elsewhere[device]
 
@@ -213,12 +228,26 @@ class Sequences:
             self.bounds = document_bounds(cu_seqlens, self.num_tokens)
         return self.bounds
 
+    def key_ranges(self, window: int | None, causal: bool) -> Tensor:
+        """What is seen where attention is not causal, or not everywhere: see `kernels.key_ranges`. Made once
+        for all layers that are alike.
+        """
+        if (window, causal) not in self.ranges:
+            bounds = self.document_bounds()
+            if bounds is None:
+                whole = torch.tensor([[0], [self.num_tokens]], dtype=torch.int32, device=self.device)
+                bounds = whole.expand(2, self.num_tokens)
+            self.ranges[window, causal] = key_ranges(bounds, self.spans if causal else None, window)
+        return self.ranges[window, causal]
+
     def chunks(self, size: int) -> Sequences:
         """The same tokens as shorter documents: each document cut into pieces of `size` tokens, its last what
         is left. For attention alone; made once for all layers, without waiting for a device.
         """
         if size >= self.max_seqlen:
             return self
+        if self.spans is not None:
+            raise ValueError("documents with spans that see ahead cannot be cut into chunks")
         if size not in self.cut:
             total = self.num_tokens
             shape, cu_seqlens = (total // size, size), None
@@ -253,7 +282,9 @@ class Sequences:
                     f"max_position_embeddings is {limit}. Shorten the sequences, or load the model with a "
                     "longer context in its config (max_position_embeddings, with a rope_scaling that fits)."
                 )
-            self.rotary[rope] = rotary_tables(rope, self.position_ids, self.longest_position)
+            by_axis = rope.axes is not None and self.axes is not None
+            positions = self.axes if by_axis else self.position_ids
+            self.rotary[rope] = rotary_tables(rope, positions, self.longest_position)
 
     def pack(self, tensor: Tensor) -> Tensor:
         """[batch, seq, ...] -> the T tokens, [T, ...]."""

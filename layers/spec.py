@@ -26,9 +26,10 @@ class RopeSpec:
     contexts.
 
     `dim` is the number of rotated dimensions of a head (the rest pass unrotated); `interleaved` pairs the
-    dimensions (2i, 2i+1) instead of (i, i + dim/2). Of these pairs only the first `turning`
-    turn (None: all). The fields after `max_position_embeddings` belong to the rope types that name them in
-    `layers/rotary.py`; they are None where a type does not use them.
+    dimensions (2i, 2i+1) instead of (i, i + dim/2). Of these pairs only the first `turning` turn (None: all).
+    Where positions have several axes, `axes` says by which of them each pair turns, and `frequencies` with
+    the frequency of which pair, where that is not its own. The fields after `max_position_embeddings` belong
+    to the rope types that name them in `layers/rotary.py`; they are None where a type does not use them.
     """
 
     dim: int
@@ -36,6 +37,8 @@ class RopeSpec:
     type: RopeType = "default"
     interleaved: bool = False
     turning: int | None = None
+    axes: tuple[int, ...] | None = None
+    frequencies: tuple[int, ...] | None = None
     max_position_embeddings: int | None = None
     factor: float | None = None
     original_max_position_embeddings: int | None = None
@@ -112,7 +115,7 @@ class QueryScaleSpec:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Causal attention with grouped key/value heads.
+    """Attention with grouped key/value heads: `causal`, or of all tokens of a document to all others.
 
     `scale` multiplies the scores. `window` counts the tokens a query sees, itself included (None: all before
     it). With `chunk` documents are cut into pieces of so many tokens, and a query sees its own piece alone.
@@ -136,6 +139,7 @@ class AttentionSpec:
     query_scale: QueryScaleSpec | None = None
     values_are_keys: bool = False
     chunk: int | None = None
+    causal: bool = True
 
     @property
     def q_size(self) -> int:
@@ -327,6 +331,65 @@ class BlockSpec:
 
 
 @dataclass(frozen=True)
+class PatchSpec:
+    """How pictures become tokens: cut into patches of `size` times `size` pixels and `frames` pictures in a
+    row, each of which goes through one linear layer as a vector, [channel, frame, row, column].
+    """
+
+    size: int
+    frames: int = 1
+    channels: int = 3
+    bias: bool = False
+
+    @property
+    def width(self) -> int:
+        return self.channels * self.frames * self.size**2
+
+
+@dataclass(frozen=True)
+class PatchMergerSpec:
+    """From the encoder to the language model by `norm`, `merge` times `merge` neighbouring patches side by
+    side, and two linear layers with an exact GELU between them (Qwen2-VL). `norm_merged`: the norm is of the
+    patches side by side, and not of each.
+    """
+
+    merge: int
+    norm: NormSpec | LayerNormSpec
+    norm_merged: bool = False
+
+
+@dataclass(frozen=True)
+class TimeSpec:
+    """The positions of images' tokens on three axes, time, row and column (M-RoPE, arXiv:2409.12191, section
+    2.1): see layers/vision/positions.py. A second of a video is `tokens_per_second` positions long; None:
+    each of its time steps is one.
+    """
+
+    tokens_per_second: float | None = None
+
+
+@dataclass(frozen=True)
+class VisionSpec:
+    """An encoder of images and its way into a language model.
+
+    `blocks` are those of the encoder, of width `hidden_size`. Each sees a whole picture (or a time step of a
+    video), but for those at `windowed`, which see windows of `window` times `window` merged patches.
+    `projector` makes features of what the encoder gives, one for each token with the id `image_id` or
+    `video_id`. `positions` are those of these tokens; None: as all others.
+    """
+
+    hidden_size: int
+    patches: PatchSpec
+    blocks: tuple[BlockSpec, ...]
+    projector: PatchMergerSpec
+    image_id: int
+    video_id: int | None = None
+    positions: TimeSpec | None = None
+    windowed: tuple[int, ...] = ()
+    window: int | None = None
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A causal language model: embeddings, blocks, a final norm and a head.
 
@@ -335,7 +398,7 @@ class ModelSpec:
     `logit_softcap` bounds them: softcap * tanh(logit / softcap). `padding_idx` is the row of the embedding
     whose lookup has no gradient, as in the reference, and that starts as zeros. (A tied head still gives it a
     gradient.) `per_layer_vocab_size` is the number of ids that layers have inputs of their own for, if they
-    have such.
+    have such. `vision` is what a model has that sees images.
     """
 
     vocab_size: int
@@ -351,6 +414,7 @@ class ModelSpec:
     logit_softcap: float | None = None
     padding_idx: int | None = None
     per_layer_vocab_size: int | None = None
+    vision: VisionSpec | None = None
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:

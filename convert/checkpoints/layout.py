@@ -29,12 +29,15 @@ class Layout:
         permuted: (pattern, order) of canonical names whose tensors lie in another order, such as
             ("*.experts.gate_up_proj", "e h (i 2) -> e (2 i) h"): see `weight_map.permuted`.
         root: stands in front of every canonical name but those of the head.
+        parts: what canonical names begin with whose rest has names of its own, such as ("vision.",
+            Layout(root="visual.")): of these layouts `rename` and `root` count.
     """
 
     rename: tuple[tuple[str, str], ...] = ()
     whole: tuple[str, ...] = ()
     permuted: tuple[tuple[str, str], ...] = ()
     root: str = "model."
+    parts: tuple[tuple[str, Layout], ...] = ()
 
     def weight_map(self, forms: Mapping[str, Expr]) -> dict[str, Expr]:
         """Expressions over this layout's tensors from canonical ones (`canonical_forms`)."""
@@ -45,6 +48,9 @@ class Layout:
 
     def name(self, canonical: str) -> str:
         """What the checkpoint calls a tensor."""
+        for beginning, layout in self.parts:
+            if canonical.startswith(beginning):
+                return layout.name(canonical.removeprefix(beginning))
         name = canonical if canonical.startswith("lm_head.") else self.root + canonical
         for old, new in self.rename:
             name = name.replace(old, new)

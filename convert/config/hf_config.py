@@ -52,6 +52,7 @@ class HFConfig:
         self._defaults: dict[str, Any] = {}
         self._taken: set[str] = set()
         self._taken_rope_layers: set[str] = set()
+        self._parts: list[HFConfig] = []
         self.model_type: str = self.take("model_type")
         self._checked("model_type", self.model_type, isinstance(self.model_type, str), "a name")
 
@@ -97,6 +98,20 @@ class HFConfig:
     def with_raw(self, raw: Mapping[str, Any]) -> "HFConfig":
         """Another config from the same place, of which no key is taken."""
         return HFConfig(copy.deepcopy(dict(raw)), self.name, tuple(self._ignored), self._dropout)
+
+    def part(self, key: str) -> "HFConfig":
+        """The config that stands under `key`, whose keys `finish` looks at too.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        raw = self.take(key)
+        self._checked(key, raw, isinstance(raw, Mapping), "an object")
+        part = self.with_raw({"model_type": self.model_type, **raw})
+        part.name = f"{self.name}, {key}"
+        part.most_layers = self.most_layers
+        self._parts.append(part)
+        return part
 
     def fill(self, defaults: Mapping[str, Any]) -> None:
         """Gives values to keys that this file leaves out and the family's reference then fills in.
@@ -234,6 +249,8 @@ class HFConfig:
         Raises:
             ConfigError: names every key that was not taken and might change the mathematics.
         """
+        for part in self._parts:
+            part.finish()
         found = {**self._defaults, **self.raw}
         left_over = [key for key in found if key not in self._taken and not self._is_harmless(key)]
         rope = self.raw.get("rope_parameters")

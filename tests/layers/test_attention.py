@@ -121,6 +121,60 @@ def test_a_query_sees_its_own_chunk_alone(form, chunk, window, extras):
         torch.testing.assert_close(gradient, truth, rtol=1e-11, atol=1e-12)
 
 
+SPANS = [(1, 3), (3, 4), (8, 12), (21, 25)]
+
+
+def look_ahead(sequences: Sequences) -> list[tuple[int, int]]:
+    """Of each token the span, as the sequences are told too: tokens that are all of one document."""
+    rows = torch.arange(sequences.num_tokens).repeat(2, 1)
+    rows[1] += 1
+    span = list(range(100, 100 + sequences.num_tokens))
+    documents = pieces(sequences, 99)
+    for first, end in SPANS:
+        if end <= sequences.num_tokens and documents[first] == documents[end - 1]:
+            rows[0, first:end], rows[1, first:end] = first, end
+            span[first:end] = [first] * (end - first)
+    sequences.spans = rows.int()
+    return span
+
+
+@pytest.mark.parametrize("extras", [(None, False), (1.5, True)])
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("form", ["rows", "packed", "padded"])
+def test_a_query_sees_all_of_its_span_or_of_its_document(form, causal, window, extras):
+    torch.manual_seed(0)
+    if not causal and window is not None:
+        window = None
+    spec = dataclasses.replace(heads(2, window, *extras), causal=causal)
+    sequences, sinks = sequences_of(form), random_sinks(spec)
+    documents = pieces(sequences, 99)
+    span = look_ahead(sequences) if causal else documents
+    packed, (q, k, v) = random_qkv(sequences.num_tokens, spec)
+    expected = torch.zeros_like(q)
+    for t in range(len(q)):
+        seen = [
+            s
+            for s in range(len(q))
+            if ((documents[s] == documents[t] and s <= t) or span[s] == span[t])
+            and (window is None or t - s < window)
+        ]
+        for head in range(4):
+            scores = k[seen, head // 2] @ q[t, head] * spec.scale
+            if spec.softcap is not None:
+                scores = torch.cat([spec.softcap * torch.tanh(scores / spec.softcap), sinks[head : head + 1]])
+            expected[t, head] = scores.softmax(0)[: len(seen)] @ v[seen, head // 2]
+    cotangent = torch.randn_like(expected)
+    (truth,) = torch.autograd.grad(expected, packed, cotangent, retain_graph=True)
+    for found in (
+        attend(q, k, v, spec, sequences, "auto", sinks),
+        attend_plain(q, k, v, spec, sequences, sinks),
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        (gradient,) = torch.autograd.grad(found, packed, cotangent, retain_graph=True)
+        torch.testing.assert_close(gradient, truth, rtol=1e-11, atol=1e-12)
+
+
 def test_chunks_that_divide_the_rows_are_rows_without_a_mask():
     spec = dataclasses.replace(heads(2, None), chunk=4)
     sequences = Sequences.from_call((2, 12), torch.device("cpu"))
@@ -132,7 +186,7 @@ def test_chunks_that_divide_the_rows_are_rows_without_a_mask():
 def test_no_query_sees_nothing():
     """A row without a visible key would be a softmax over nothing: NaN."""
     for form in ("rows", "packed", "padded"):
-        assert visible(sequences_of(form), window=1).sum(1).eq(1).all()
+        assert visible(heads(1, window=1), sequences_of(form)).sum(1).eq(1).all()
 
 
 @pytest.mark.parametrize(("form", "window"), [("packed", None), ("padded", None), ("rows", 12)])

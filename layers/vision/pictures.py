@@ -1,0 +1,148 @@
+"""The door for images: what a processor gives, as one row of patches.
+
+Images and videos of all sizes stand one after another, without padding, as documents do in `Sequences`. A
+grid (t, h, w) says how many patches a picture has in time, height and width; an image has one step of time.
+Patches stand in the order of time, then of blocks of `merge` times `merge` neighbours, row by row, and within
+a block row by row, so that what is merged lies together.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_models.convert.errors import DataError
+from liger_models.layers.spec import VisionSpec
+
+Grid = tuple[int, int, int]
+
+
+class Pictures:
+    """The images and videos of a batch.
+
+    Attributes:
+        patches: [P, width] pixels.
+        grids: (t, h, w) of each picture, in patches; the images first, then the videos.
+        images: how many of them are images.
+        seconds: of each video, how long a step of its time is.
+    """
+
+    def __init__(self, patches: Tensor, grids: list[Grid], images: int, seconds: list[float] | None = None):
+        self.patches, self.grids, self.images = patches, grids, images
+        self.seconds = seconds or [1.0] * (len(grids) - images)
+
+    @property
+    def frames(self) -> list[int]:
+        """The patches of every image and of every step of time."""
+        return [h * w for t, h, w in self.grids for _ in range(t)]
+
+    def features(self, merge: int) -> tuple[int, int]:
+        """How many tokens images have, and videos, where `merge` times `merge` patches make one."""
+        counts = [t * h * w // merge**2 for t, h, w in self.grids]
+        return sum(counts[: self.images]), sum(counts[self.images :])
+
+
+KEYWORDS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+
+
+def take_pictures(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
+    """The pictures among a call's keywords, which are taken out of it; None if there are none.
+
+    Raises:
+        DataError: pixels without grids, or the other way round; shapes, dtypes or counts that do not fit.
+    """
+    given = {name: value for name in KEYWORDS if (value := keywords.pop(name, None)) is not None}
+    images, image_grids = _of_kind(spec, merge, given, "pixel_values", "image_grid_thw")
+    videos, video_grids = _of_kind(spec, merge, given, "pixel_values_videos", "video_grid_thw")
+    seconds = _seconds(given.get("second_per_grid_ts"), len(video_grids))
+    patches = [values for values in (images, videos) if values is not None]
+    if not patches:
+        return None
+    return Pictures(torch.cat(patches), image_grids + video_grids, len(image_grids), seconds)
+
+
+def _of_kind(
+    spec: VisionSpec, merge: int, given: Mapping[str, Any], pixels: str, grids: str
+) -> tuple[Tensor | None, list[Grid]]:
+    if (pixels in given) != (grids in given):
+        there, missing = (pixels, grids) if pixels in given else (grids, pixels)
+        raise DataError(f"got {there} without {missing}: give both, as the processor does")
+    if pixels not in given:
+        return None, []
+    values, table = given[pixels], torch.as_tensor(given[grids])
+    if table.dim() != 2 or table.shape[1] != 3 or table.is_floating_point():
+        raise DataError(
+            f"{grids} must be integers [pictures, 3], their patches in time, height and width; found "
+            f"{table.dtype} of shape {tuple(table.shape)}"
+        )
+    shapes: list[Grid] = [(t, h, w) for t, h, w in table.tolist()]
+    for i, (t, h, w) in enumerate(shapes):
+        if min(t, h, w) < 1 or h % merge or w % merge:
+            raise DataError(
+                f"{grids}[{i}] is {(t, h, w)}; expected numbers above 0, height and width multiples of "
+                f"{merge}, since so many patches side by side make one token"
+            )
+    total, width = sum(t * h * w for t, h, w in shapes), spec.patches.width
+    if tuple(values.shape) != (total, width) or not values.is_floating_point():
+        raise DataError(
+            f"{pixels} must be floating point of shape [{total}, {width}], by {grids} and the model's "
+            f"patches; found {values.dtype} of shape {tuple(values.shape)}"
+        )
+    return values, shapes
+
+
+def _seconds(given: Any, videos: int) -> list[float] | None:
+    if given is None:
+        return None
+    if isinstance(given, Tensor) and given.dtype in (torch.bfloat16, torch.float16):
+        raise DataError(
+            f"second_per_grid_ts came as {given.dtype}, in which the videos' positions would be others; give "
+            "a list (mixed precision casts floating point tensors)"
+        )
+    seconds = given.tolist() if isinstance(given, Tensor) else list(given)
+    if len(seconds) != videos:
+        raise DataError(f"second_per_grid_ts has {len(seconds)} values for {videos} videos; expected as many")
+    return seconds
+
+
+def places_of(grids: Iterable[Grid], merge: int) -> Tensor:
+    """The row and the column of each patch in its picture, [2, P], on the host."""
+    return torch.cat([_places(*grid, merge) for grid in grids], dim=1)
+
+
+def windows_of(grids: Iterable[Grid], merge: int, side: int) -> tuple[Tensor, list[int]]:
+    """Every step of time cut into windows of `side` times `side` merged patches, ragged at the right and the
+    lower edge.
+
+    Returns:
+        The merged patches in the order of windows, [P / merge^2] on the host, and how many patches each
+        window has.
+    """
+    orders, lengths, first = [], [], 0
+    for t, h, w in grids:
+        order, own = _windows(h // merge, w // merge, side)
+        for _ in range(t):
+            orders.append(order + first)
+            lengths += [n * merge**2 for n in own]
+            first += len(order)
+    return torch.cat(orders), lengths
+
+
+@functools.lru_cache(maxsize=256)
+def _places(t: int, h: int, w: int, merge: int) -> Tensor:
+    row, column = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
+    blocks = torch.stack([row, column]).view(2, h // merge, merge, w // merge, merge)
+    return blocks.permute(0, 1, 3, 2, 4).reshape(2, 1, -1).expand(2, t, -1).flatten(1)
+
+
+@functools.lru_cache(maxsize=256)
+def _windows(h: int, w: int, side: int) -> tuple[Tensor, tuple[int, ...]]:
+    token = torch.arange(h * w).view(h, w)
+    corners = itertools.product(range(0, h, side), range(0, w, side))
+    pieces = [token[i : i + side, j : j + side].flatten() for i, j in corners]
+    return torch.cat(pieces), tuple(map(len, pieces))

@@ -1,0 +1,96 @@
+"""Positions on three axes: time, row and column (M-RoPE; Qwen2-VL, arXiv:2409.12191, section 2.1).
+
+A token of text stands at one position on all three axes, one beyond what precedes it. The tokens of a picture
+begin there too, at s:
+
+    time = s + trunc(k * step),    row = s + i,    column = s + j
+
+for the token of its k-th step of time, i-th row and j-th column of merged patches; `step` is 1 for an image.
+What follows a picture stands at s + max(rows, columns). A document begins at 0.
+
+All of it is computed on the device, without waiting for it: which tokens are pictures is known there alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_models.layers.sequences import Sequences
+from liger_models.layers.vision.pictures import Pictures
+
+TEXT, IMAGE, VIDEO = 0, 1, 2
+"""Kinds of tokens, as processors number them (`mm_token_type_ids`)."""
+
+
+class AxisPositions(NamedTuple):
+    """`axes` [3, T] int64; `wrong`, a bool on the device: pictures and the kinds of tokens do not fit."""
+
+    axes: Tensor
+    wrong: Tensor
+
+
+def axis_positions(
+    sequences: Sequences, kinds: Tensor, pictures: Pictures, merge: int, tokens_per_second: float | None
+) -> AxisPositions:
+    """The positions of tokens [T] of these kinds."""
+    device, total = kinds.device, len(kinds)
+    token = torch.arange(total, device=device)
+    bounds = sequences.document_bounds()
+    document = torch.zeros_like(token) if bounds is None else bounds[0].long()  # its first token
+    begins = (token == document) | (kinds != kinds.roll(1))
+    first = torch.where(begins, token, 0).cummax(0).values  # of the token's group: text, or one picture
+    table, times = _tables(pictures, merge, tokens_per_second)
+    table, times = (x.to(device, non_blocking=True) for x in (table, times))
+
+    number, wrong = torch.zeros_like(token), torch.zeros((), dtype=torch.bool, device=device)
+    for kind, before, count in (
+        (IMAGE, 0, pictures.images),
+        (VIDEO, pictures.images, len(pictures.grids) - pictures.images),
+    ):
+        of_kind = kinds == kind
+        ordinal = (begins & of_kind).cumsum(0)
+        number = torch.where(of_kind, ordinal - 1 + before, number)
+        wrong = wrong | (ordinal[-1] != count)
+    size, rows, columns, first_time = table[number.clamp(0, len(table) - 1)].unbind(1)
+    seen = kinds != TEXT
+    place = token - first
+    ends = torch.cat([begins[1:], begins.new_ones(1)])
+    wrong = wrong | (seen & ((place >= size) | (ends & (place != size - 1)))).any()
+
+    # By how much fewer positions a picture takes than tokens, at its first token, and in sum so far.
+    saved = torch.where(begins & seen, size - torch.maximum(rows, columns), 0)
+    so_far = saved.cumsum(0)
+    before_document = so_far[document] - saved[document]
+    start = first - document - (so_far - torch.where(seen, saved[first], 0) - before_document)
+    step = place // (rows * columns)
+    time = times[(first_time + step).clamp(0, len(times) - 1)]
+    of_picture = torch.stack([time, place // columns % rows, place % columns])
+    return AxisPositions(start + torch.where(seen, of_picture, place), wrong)
+
+
+def longest_position(sequences: Sequences, pictures: Pictures, tokens_per_second: float | None) -> int:
+    """No token stands beyond this. (Pictures take fewer positions than tokens, but for slow videos.)"""
+    of_videos = zip(pictures.grids[pictures.images :], pictures.seconds, strict=True)
+    return sequences.longest_position + sum(
+        max(0, int(t * (tokens_per_second or 1) * seconds) - t) for (t, _, _), seconds in of_videos
+    )
+
+
+def _tables(pictures: Pictures, merge: int, tokens_per_second: float | None) -> tuple[Tensor, Tensor]:
+    """Of each picture its tokens, rows, columns, and where its times begin: [pictures, 4]; and the times."""
+    steps: list[float] = [1.0] * pictures.images
+    steps += [1.0 if tokens_per_second is None else tokens_per_second * s for s in pictures.seconds]
+    times = [
+        (torch.arange(grid[0], device="cpu") * step).long()
+        for grid, step in zip(pictures.grids, steps, strict=True)
+    ]
+    begin = itertools.accumulate((grid[0] for grid in pictures.grids), initial=0)
+    rows = [
+        (t * h * w // merge**2, h // merge, w // merge, first)
+        for (t, h, w), first in zip(pictures.grids, begin, strict=False)
+    ]
+    return torch.tensor(rows, device="cpu"), torch.cat(times)

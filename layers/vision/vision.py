@@ -1,0 +1,137 @@
+"""What a language model has that sees images: an encoder, a projector, and how features get among tokens.
+
+embeddings of tokens [T, H], those with the image's id replaced by features, in the order of the images
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.convert.errors import DataError
+from liger_models.layers.attention_backends import AttentionBackend
+from liger_models.layers.host_copy import HostCopy
+from liger_models.layers.sequences import Sequences
+from liger_models.layers.spec import VisionSpec
+from liger_models.layers.vision.encoder import VisionEncoder
+from liger_models.layers.vision.pictures import Pictures, take_pictures
+from liger_models.layers.vision.positions import IMAGE, TEXT, VIDEO, axis_positions, longest_position
+from liger_models.layers.vision.projectors import PROJECTORS
+
+Part = Literal["vision", "projector", "language"]
+
+
+class Sight:
+    """What a call shows a model: its pictures, if any, and which tokens are theirs."""
+
+    def __init__(self, pictures: Pictures | None, kinds: Tensor | None):
+        self.pictures, self.kinds = pictures, kinds
+        self.checks: HostCopy | None = None
+
+
+class Vision(nn.Module):
+    """An encoder of images and its way into a language model.
+
+    Args:
+        spec: the parts.
+        hidden_size: that of the language model, H.
+        attention: the attention backend.
+    """
+
+    def __init__(self, spec: VisionSpec, hidden_size: int, attention: AttentionBackend = "auto"):
+        super().__init__()
+        self.spec, self.merge = spec, spec.projector.merge
+        self.encoder = VisionEncoder(spec, attention)
+        self.projector = PROJECTORS[type(spec.projector)](spec.hidden_size, hidden_size, spec.projector)
+
+    def forward(self, pictures: Pictures) -> Tensor:
+        """The features of all pictures, [F, H]: of the images, then of the videos."""
+        return self.projector(self.encoder(pictures))
+
+    def take(self, keywords: dict[str, Any]) -> Sight:
+        """What a call shows, which is taken out of its keywords.
+
+        Raises:
+            DataError: something is missing, or does not fit.
+        """
+        kinds = keywords.pop("mm_token_type_ids", None)
+        pictures = take_pictures(self.spec, self.merge, keywords)
+        if pictures is not None and kinds is None:
+            raise DataError(
+                "got images without mm_token_type_ids, by which their tokens get their positions: give them "
+                "as the processor does (0 for text, 1 for images, 2 for videos)"
+            )
+        return Sight(pictures, kinds)
+
+    def prepare(self, sight: Sight, sequences: Sequences, input_ids: Tensor | None) -> None:
+        """Give the tokens their positions, and begin to check that pictures and tokens fit.
+
+        Args:
+            input_ids: [batch, seq].
+
+        Raises:
+            DataError: kinds of another shape than the tokens, or pictures without ids.
+        """
+        if input_ids is None:
+            if sight.pictures is not None:
+                raise DataError("images need input_ids, which say where they stand; found embeddings alone")
+            return
+        ids = sequences.pack(input_ids)
+        found = torch.where(ids == self.spec.image_id, IMAGE, TEXT)
+        if self.spec.video_id is not None:
+            found = torch.where(ids == self.spec.video_id, VIDEO, found)
+        counts = [(found == IMAGE).sum(), (found == VIDEO).sum()]
+        if sight.kinds is not None:
+            if sight.kinds.shape != input_ids.shape:
+                raise DataError(
+                    f"mm_token_type_ids must have the shape of the tokens, {tuple(input_ids.shape)}; found "
+                    f"{tuple(sight.kinds.shape)}"
+                )
+            counts.append((sequences.pack(sight.kinds) != found).any().long())
+        sight.kinds = found
+        if sight.pictures is not None and self.spec.positions is not None:
+            options = sight.pictures, self.merge, self.spec.positions.tokens_per_second
+            sequences.axes, misfit = axis_positions(sequences, found, *options)
+            sequences.longest_position = longest_position(sequences, *options[::2])
+            counts.append(2 * misfit.long())
+        sight.checks = HostCopy(torch.stack(counts))
+
+    def place(self, sight: Sight | None, embeds: Tensor) -> Tensor:
+        """Embeddings [T, H] with the features of pictures where their tokens stand."""
+        if sight is None or sight.pictures is None:
+            return embeds
+        assert sight.kinds is not None  # which `prepare` has found
+        features = self(sight.pictures).to(embeds.dtype)
+        images, _ = sight.pictures.features(self.merge)
+        is_image, is_video = sight.kinds == IMAGE, sight.kinds == VIDEO
+        number = torch.where(is_image, is_image.cumsum(0), images + is_video.cumsum(0)) - 1
+        chosen = features[number.clamp(0, len(features) - 1)]
+        return torch.where((is_image | is_video)[:, None], chosen, embeds)
+
+    def finish(self, sight: Sight) -> None:
+        """Look at what `prepare` has begun to check.
+
+        Raises:
+            DataError: pictures and tokens do not fit.
+        """
+        if sight.checks is None:
+            return
+        images, videos, *faults = sight.checks.tolist()
+        expected = (0, 0) if sight.pictures is None else sight.pictures.features(self.merge)
+        if (images, videos) != expected:
+            raise DataError(
+                f"the text has {images} tokens of images and {videos} of videos, and the pixels make "
+                f"{expected[0]} and {expected[1]}; was the text cut, or an image left out?"
+            )
+        if 1 in faults:
+            raise DataError(
+                f"mm_token_type_ids must be 1 where input_ids are {self.spec.image_id} (images), 2 where "
+                f"they are {self.spec.video_id} (videos), and 0 elsewhere"
+            )
+        if 2 in faults:
+            raise DataError(
+                "the runs of image tokens in the text are not those of the grids, one for each picture and "
+                "as long: are the images in the order of the text, with text between them?"
+            )
