@@ -43,6 +43,8 @@ NOT_SEEN = {
     "SparseMixerSpec.input_noise": "acts in training alone: tests/architectures/test_phimoe.py",
     "NormSpec.cast": "float32 rounds nothing: test_rounding.py",
 }
+OF_IMAGES = ("RopeSpec.axes", "RopeSpec.frequencies", "ModelSpec.vision")
+"""Which the tests in tests/vision look at, as at all that lies in the last."""
 
 
 def name_of(path: Path) -> str:
@@ -84,6 +86,8 @@ def other_values(value: Any, hint: Any) -> list[Any]:
         return [value + 0.01 * max(abs(value), 0.1), *nothing]  # for an eps of 1e-5: 1e-3 more
     if isinstance(value, tuple) and value and isinstance(value[0], float):
         return [(value[0] * 1.5, *value[1:]), (*value[:-1], value[-1] * 1.5), *nothing]
+    if isinstance(value, tuple) and value and isinstance(value[0], int):
+        return [(value[0] + 1, *value[1:])]
     if value is None:
         parts = [kind for kind in kinds if is_dataclass(kind)]
         if parts:
@@ -126,17 +130,20 @@ def at(spec: Any, path: Path) -> Any:
     return spec
 
 
-def unnoticed_fields(pair: Pair, wanted: Mapping[str, Set[Any]] | None = None) -> dict[str, str]:
+def unnoticed_fields(
+    pair: Pair, wanted: Mapping[str, Set[Any]] | None = None, of_images: bool = False
+) -> dict[str, str]:
     """What the comparison does not notice, as "path: value -> other", with its "Class.field". Of all fields
     in all layers, or of those that are `wanted`, each in the first layer that has it with another value than
-    those given.
+    those given. `of_images`: of the fields that concern images, and those alone.
     """
     missed = {}
     elsewhere: dict[str, list[Any]] = {}  # the values of a field in all layers
-    for _, field, value, _ in spec_fields(pair.ours.spec):
-        elsewhere.setdefault(field, []).append(value)
+    for path, field, value, _ in spec_fields(pair.ours.spec):
+        if (path[0] == "vision") == of_images:
+            elsewhere.setdefault(field, []).append(value)
     for path, field, value, hint in spec_fields(pair.ours.spec):
-        if field in NOT_SEEN:
+        if (field in OF_IMAGES or path[0] == "vision") != of_images or field in NOT_SEEN:
             continue
         if field == "QKNormSpec.before_rope" and at(pair.ours.spec, path[:-2]).rope is None:
             continue  # before or after nothing
@@ -144,8 +151,8 @@ def unnoticed_fields(pair: Pair, wanted: Mapping[str, Set[Any]] | None = None) -
             if field not in wanted or value in wanted[field]:
                 continue
             wanted = {name: values for name, values in wanted.items() if name != field}
-        others = other_values(value, hint)
-        others += [other for other in elsewhere[field] if other != value and other not in others][:1]
+        others = other_values(value, hint) if field != "ModelSpec.vision" else [None]
+        others += [other for other in elsewhere.get(field, ()) if other != value and other not in others][:1]
         for other in others:
             if not spec_is_noticed(pair, with_value(pair.ours.spec, path, other)):
                 missed[f"{name_of(path)}: {value!r} -> {other!r}"] = field

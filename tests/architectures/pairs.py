@@ -173,7 +173,7 @@ class Pair:
         """Of the native model as it is now, from the reference on the probe."""
         batch, logits, _ = self.probe
         with torch.no_grad():
-            return relative_distance(self.ours(batch["input_ids"]).logits, logits)
+            return relative_distance(self.ours(**batch, return_logits=True).logits, logits)
 
 
 def _gradients(
@@ -235,7 +235,9 @@ def reference_model(architecture: Architecture, config: Mapping[str, Any], atten
     return reference
 
 
-def make_pair(model_type: str, changes: Mapping[str, Any] | None = None, **model_options: Any) -> Pair:
+def make_pair(
+    model_type: str, changes: Mapping[str, Any] | None = None, kind: type[Pair] = Pair, **model_options: Any
+) -> Pair:
     """The family's tiny config, with changes, as a native model and as its reference."""
     torch.manual_seed(0)
     architecture = find_architecture(model_type)
@@ -245,7 +247,7 @@ def make_pair(model_type: str, changes: Mapping[str, Any] | None = None, **model
     in_comparable_mode(ours.spec, ours, reference)
     weight_map = map_like(architecture, ours, names_of(reference))
     copy_parameters(weight_map, ours, reference.state_dict())
-    return Pair(architecture, config, ours, reference, weight_map)
+    return kind(architecture, config, ours, reference, weight_map)
 
 
 def in_comparable_mode(spec: ModelSpec, *models: nn.Module) -> None:

@@ -1,0 +1,123 @@
+"""Conversations with images and videos, for families that see: what their processors would give of them.
+
+A document is a list of pieces: a number stands for so many tokens of text, anything else for a picture.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pairs
+import torch
+from torch import Tensor
+
+Piece = Any
+Document = Sequence[Piece]
+
+
+@dataclass(frozen=True)
+class Image:
+    """Of so many patches in height and width."""
+
+    height: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Video:
+    """Of so many steps of time."""
+
+    steps: int
+    height: int
+    width: int
+    seconds: float = 1.0
+
+
+DOCUMENTS: dict[str, Document] = {
+    "two images": [2, Image(6, 10), 1, Image(4, 4), 3],
+    "a video and an image": [3, Video(3, 4, 6, 1.7), 2, Image(14, 2), 1],
+    "none": [21],
+    "an image first": [Image(2, 4), 5],
+}
+SAME_LENGTH: list[Document] = [
+    [1, Image(6, 10), 2, Video(3, 4, 2, 1.7), 3],
+    [Image(4, 4), 9, Image(14, 2), 7],
+]
+
+
+class SeeingPair(pairs.Pair):
+    """A native model that sees beside its reference."""
+
+    def batch(self, rows: int = 2, length: int = 19) -> dict[str, Tensor]:
+        """What is judged by, where nothing else is asked for: rows that need no padding."""
+        return self.scene(*SAME_LENGTH)
+
+    def scene(self, *documents: Document, padding: str = "right") -> dict[str, Any]:
+        """A call of a batch whose rows are these documents."""
+        made = [self._tokens(document) for document in documents]
+        longest = max(map(len, made))
+        ids = torch.full((len(made), longest), 9)
+        mask = torch.zeros_like(ids)
+        for row, (tokens, own) in enumerate(zip(made, mask, strict=True)):
+            place = slice(None, len(tokens)) if padding == "right" else slice(longest - len(tokens), None)
+            ids[row, place], own[place] = torch.tensor(tokens), 1
+        call: dict[str, Any] = {"input_ids": ids, **self._pictures(documents), **self._kinds(ids)}
+        begins = mask.cumsum(1) <= 1  # nothing precedes the first token, though the reference sees padding
+        call["labels"] = ids.masked_fill(begins | (mask == 0) | (self._kind(ids) != 0), -100)
+        return call | ({} if bool(mask.all()) else {"attention_mask": mask})
+
+    @property
+    def vision(self) -> Any:
+        return self.ours.spec.vision
+
+    def _tokens(self, document: Document) -> list[int]:
+        tokens: list[int] = []
+        for piece in document:
+            if isinstance(piece, int):
+                tokens += torch.randint(10, self.vocab_size, (piece,)).tolist()
+            else:
+                grid, merge = _grid(piece), self.vision.projector.merge
+                one = self.vision.video_id if isinstance(piece, Video) else self.vision.image_id
+                tokens += [one] * (grid[0] * grid[1] * grid[2] // merge**2)
+        return tokens
+
+    def _kind(self, ids: Tensor) -> Tensor:
+        return (ids == self.vision.image_id).int() + 2 * (ids == self.vision.video_id).int()
+
+    def _kinds(self, ids: Tensor) -> dict[str, Tensor]:
+        return {"mm_token_type_ids": self._kind(ids)}
+
+    def _pictures(self, documents: Sequence[Document]) -> dict[str, Any]:
+        pieces = [piece for document in documents for piece in document if not isinstance(piece, int)]
+        call: dict[str, Any] = {}
+        for kind, pixels, grids in (
+            (Image, "pixel_values", "image_grid_thw"),
+            (Video, "pixel_values_videos", "video_grid_thw"),
+        ):
+            own = [_grid(piece) for piece in pieces if isinstance(piece, kind)]
+            if own:
+                call[grids] = torch.tensor(own)
+                patches = int(call[grids].prod(1).sum())
+                call[pixels] = torch.randn(patches, self.vision.patches.width)
+        videos = [piece.seconds for piece in pieces if isinstance(piece, Video)]
+        timed = self.vision.positions is not None and self.vision.positions.tokens_per_second
+        return call | ({"second_per_grid_ts": torch.tensor(videos)} if videos and timed else {})
+
+
+def _grid(piece: Image | Video) -> tuple[int, int, int]:
+    return (piece.steps if isinstance(piece, Video) else 1), piece.height, piece.width
+
+
+def make_pair(family: str, changes: Mapping[str, Any] | None = None, **options: Any) -> SeeingPair:
+    """`changes` of keys, or of keys within "text_config" and "vision_config"."""
+    changes = copy.deepcopy(dict(changes or {}))
+    tiny = pairs.find_architecture(family).tiny
+    for part in ("text_config", "vision_config"):
+        if part in changes:
+            changes[part] = pairs.changed(tiny[part], changes[part])
+    made = pairs.make_pair(family, changes, kind=SeeingPair, **options)
+    assert isinstance(made, SeeingPair)
+    return made

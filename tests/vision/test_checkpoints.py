@@ -1,0 +1,116 @@
+"""Checkpoints of families that see come in whole and go out byte for byte, in every layout in which they are
+found; what we write the reference reads.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from pairs import beyond_bound, randomise, reference_class, relative_distance
+from safetensors.torch import load_file, save_file
+
+import liger_models
+from liger_models.architectures import find_architecture, list_architectures
+from liger_models.convert.errors import CheckpointError, ConfigError
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """The folder of a family's checkpoint as the reference itself writes it, in several files."""
+    made = {}
+
+    def get(pair):
+        name = pair.architecture.model_type
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("checkpoints") / name
+            pair.reference.save_pretrained(made[name], max_shard_size=100_000)
+        return made[name]
+
+    return get
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_checkpoint_of_the_reference_comes_back_byte_for_byte_and_gives_its_logits(pair, written, tmp_path):
+    folder = written(pair)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    model = liger_models.from_hub(folder)
+    model.save_pretrained(tmp_path / "out")
+    assert files(tmp_path / "out") == files(folder)
+    batch, logits, _ = pair.probe
+    with torch.no_grad():
+        found = model(**batch, return_logits=True).logits
+    assert not beyond_bound({"logits": relative_distance(found, logits)})
+
+
+def test_the_reference_reads_what_we_write(pair, written, tmp_path):
+    """After training, that is: with other values than those that came in."""
+    model = liger_models.from_hub(written(pair))
+    randomise(model, torch.Generator().manual_seed(2))
+    model.save_pretrained(tmp_path / "out")
+    read = reference_class(pair.architecture).from_pretrained(tmp_path / "out", attn_implementation="eager")
+    batch = pair.batch()
+    with torch.no_grad():
+        found = model(**batch, return_logits=True).logits
+        expected = read(**batch, use_cache=False).logits
+    assert not beyond_bound({"logits": relative_distance(found, expected)})
+
+
+@pytest.mark.parametrize(
+    ("family", "number"),
+    [
+        pytest.param(family, number, id=f"{family}-{number}")
+        for family in list_architectures(sees=True)
+        for number in range(len(find_architecture(family).layouts))
+    ],
+)
+def test_every_layout_comes_back_byte_for_byte(family, number, pair, written, tmp_path):
+    """Of mixed dtypes, in files of one tensor's size."""
+    model = liger_models.from_hub(written(pair))
+    model.layout, model.source = pair.architecture.layouts[number], None
+    model.save_pretrained(tmp_path / "as_laid_out")
+    tensors = load_file(tmp_path / "as_laid_out" / "model.safetensors")
+    wide = {name: x if x.dim() == 1 else x.bfloat16() for name, x in tensors.items()}
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("config.json", "generation_config.json"):
+        if (tmp_path / "as_laid_out" / name).exists():
+            (source / name).write_bytes((tmp_path / "as_laid_out" / name).read_bytes())
+    index = {}
+    for i, (name, tensor) in enumerate(wide.items()):
+        index[name] = f"model-{i + 1:05}-of-{len(wide):05}.safetensors"
+        save_file({name: tensor}, source / index[name], metadata={"format": "pt"})
+    size = sum(x.numel() * x.element_size() for x in wide.values())
+    whole = {"metadata": {"total_size": size}, "weight_map": index}
+    (source / "model.safetensors.index.json").write_text(json.dumps(whole))
+    again = liger_models.from_hub(source)
+    again.save_pretrained(tmp_path / "out")
+    for path in source.glob("*.safetensors"):
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+    del wide[next(iter(wide))]
+    (source / next(iter(index.values()))).unlink()
+    with pytest.raises(CheckpointError):
+        liger_models.from_hub(source)
+
+
+def test_the_text_part_alone_is_still_a_language_model(pair, written):
+    with pytest.warns(UserWarning, match="only the text part"):
+        text = liger_models.from_hub(written(pair), text_only=True)
+    assert text.spec.vision is None
+    ids = pair.scene([19])["input_ids"]
+    with torch.no_grad():
+        found, expected = text(ids).logits, pair.ours(ids).logits
+    assert not beyond_bound({"logits": relative_distance(found, expected)})
+
+
+@pytest.mark.parametrize("part", ["text_config", "vision_config"])
+def test_an_unknown_key_of_either_part_is_refused_by_name(part, family):
+    tiny = dict(find_architecture(family).tiny)
+    with pytest.raises(ConfigError, match="of_no_meaning"):
+        liger_models.from_config({**tiny, part: {**tiny[part], "of_no_meaning": 2}})
+    with pytest.raises(ConfigError, match="of_no_meaning"):
+        liger_models.from_config({**tiny, "of_no_meaning": 2})

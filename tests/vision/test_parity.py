@@ -1,0 +1,76 @@
+"""Every family that sees computes what its reference in transformers does: logits, loss and the gradient of
+every parameter, of encoder, projector and language model, under the checkpoint's names.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pairs import beyond_bound
+from scenes import DOCUMENTS, Video
+
+from liger_models.layers.activation_memory import LEVELS
+
+
+def compare(pair, call, positions=None):
+    ours = pair.run_ours(**call)
+    expected = pair.run_reference(**call)
+    return beyond_bound(ours.distances(expected, positions))
+
+
+@pytest.mark.parametrize("padding", ["right", "left"])
+def test_images_of_several_sizes_videos_and_none_in_one_batch(pair, padding):
+    call = pair.scene(*DOCUMENTS.values(), padding=padding)
+    assert not compare(pair, call, call["attention_mask"].bool())
+
+
+def test_rows_without_padding(pair):
+    assert not compare(pair, pair.batch())
+
+
+def test_text_alone_trains_the_language_model_alone(pair):
+    call = pair.scene([21], [21])
+    ours = pair.run_ours(**call)
+    assert not beyond_bound(ours.distances(pair.run_reference(**call)))
+    assert not any("vis" in name for name in ours.gradients)
+
+
+def test_packed_documents_are_as_documents_alone(pair):
+    """Each with its own positions and images: as one row, and as rows that end within a document."""
+    documents = list(DOCUMENTS.values())
+    alone, results = [pair.scene(document) for document in documents], []
+    labels = sum(int((call["labels"][:, 1:] != -100).sum()) for call in alone)
+    pair.ours.zero_grad()
+    for call in alone:
+        output = pair.ours(**call, num_items_in_batch=labels, return_logits=True)
+        output.loss.backward()
+        results.append(output.logits[0].detach())
+    expected = pair.gradients_of_ours()
+    lengths = torch.tensor([0, *(call["input_ids"].shape[1] for call in alone)])
+    packed = {
+        name: torch.cat([call[name] for call in alone if name in call], 1 if name in OF_TOKENS else 0)
+        for name in {name for call in alone for name in call}
+    }
+    output = pair.run_ours(**packed, cu_seqlens=lengths.cumsum(0))
+    assert output.logits is not None
+    torch.testing.assert_close(output.logits[0], torch.cat(results), rtol=1e-4, atol=1e-4)
+    for name, gradient in expected.items():
+        assert (output.gradients[name] - gradient).norm() <= 1e-5 * max(gradient.norm(), 1.0), name
+
+
+OF_TOKENS = ("input_ids", "labels", "mm_token_type_ids")
+
+
+def test_every_level_of_activation_memory_gives_the_same_gradients(pair):
+    call = pair.scene(*DOCUMENTS.values())
+    expected = pair.run_ours(**call)
+    for level in LEVELS:
+        pair.ours.set_activation_memory(level)
+        again = pair.run_ours(**call)
+        assert not beyond_bound(again.distances(expected)), level
+    pair.ours.set_activation_memory("lean")
+
+
+def test_a_long_video_in_slow_steps(pair):
+    """Whose positions run ahead of the number of its tokens."""
+    assert not compare(pair, pair.scene([2, Video(5, 2, 2, 4.4), 3]))
