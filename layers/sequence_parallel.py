@@ -48,6 +48,11 @@ def divide_sequences(model: Any, mesh: DeviceMesh) -> Any:
             that draws random numbers in training, which slices would draw alike.
     """
     ranks = mesh.size()
+    if model.spec.vision is not None:
+        raise ValueError(
+            "this model sees images, whose features stand in one place of a batch: its sequences are not "
+            "divided; divide its parameters, or load its language model alone (text_only=True)"
+        )
     for i, layer in enumerate(model.layers):
         mixer = layer.spec.mixer
         if not isinstance(mixer, AttentionSpec | SharedAttentionSpec | LatentAttentionSpec):

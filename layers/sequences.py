@@ -282,8 +282,7 @@ class Sequences:
                     f"max_position_embeddings is {limit}. Shorten the sequences, or load the model with a "
                     "longer context in its config (max_position_embeddings, with a rope_scaling that fits)."
                 )
-            by_axis = rope.axes is not None and self.axes is not None
-            positions = self.axes if by_axis else self.position_ids
+            positions = self.position_ids if rope.axes is None or self.axes is None else self.axes
             self.rotary[rope] = rotary_tables(rope, positions, self.longest_position)
 
     def pack(self, tensor: Tensor) -> Tensor:

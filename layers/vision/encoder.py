@@ -81,8 +81,8 @@ class VisionEncoder(nn.Module):
             places = _by_blocks(places.T, order, merge).T
             order = order.to(device, non_blocking=True)
             x, windows = _by_blocks(x, order, merge), Sequences.of_lengths(lengths, device)
-            for layer in self.spec.windowed:
-                seen_by[layer] = windows
+            for number in self.spec.windowed:
+                seen_by[number] = windows
         frames.axes = places.to(device, non_blocking=True)
         frames.prepare_rotary(tuple(dict.fromkeys(r for b in self.spec.blocks for r in b.mixer.ropes)))
         residual, offload = None, Offload()
