@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from liger_models.layers.activation_memory import ActivationMemory, parse_levels
+from liger_models.layers.activation_memory import RERUN, ActivationMemory, parse_levels
 from liger_models.layers.attention_backends import BACKENDS, AttentionBackend
 from liger_models.layers.blocks import BLOCKS, Block, add_and_norm, keys_and_values, own_input, run_block
 from liger_models.layers.eager import not_compiled
