@@ -16,7 +16,12 @@ from liger_models.architectures import Architecture
 from liger_models.convert.checkpoints.shards import checkpoint_tensors
 from liger_models.convert.checkpoints.source_layout import SourceLayout
 from liger_models.convert.checkpoints.weight_map import WeightMap
-from liger_models.convert.checkpoints.writing import find_aux_files, save_checkpoint
+from liger_models.convert.checkpoints.writing import (
+    CheckpointPlan,
+    find_aux_files,
+    plan_checkpoint,
+    save_checkpoint,
+)
 from liger_models.convert.config.model_config import ModelConfig, export_config
 from liger_models.convert.errors import CheckpointError, ConfigError
 from liger_models.generation import generate
@@ -109,8 +114,26 @@ class LigerCausalLM(CausalLM):
                 the model no longer has the parameters that it was made with, as with an adapter in it.
             ConfigError: `dtype` is none of these.
         """
-        chosen: Any = dtype if dtype in (None, "parameters") else parse_dtype(dtype)
         parameters, weight_map = self.saved_tensors(), self.weight_map()
+        options = self._plan_options(parameters, weight_map, dtype)
+        save_checkpoint(folder, parameters, weight_map, max_shard_size=max_shard_size, **options)
+
+    def checkpoint_plan(self, dtype: str | torch.dtype | None = None) -> CheckpointPlan:
+        """The files that `save_pretrained` would write, for whoever writes their values otherwise.
+
+        Raises:
+            CheckpointError, ConfigError: as `save_pretrained`.
+        """
+        parameters, weight_map = self.saved_tensors(), self.weight_map()
+        return plan_checkpoint(parameters, weight_map, **self._plan_options(parameters, weight_map, dtype))
+
+    def _plan_options(
+        self,
+        parameters: Mapping[str, Tensor],
+        weight_map: WeightMap,
+        dtype: str | torch.dtype | None,
+    ) -> dict[str, Any]:
+        chosen: Any = dtype if dtype in (None, "parameters") else parse_dtype(dtype)
         _check_savable(parameters, weight_map)
         written = _source_dtype(self.source) if self.source and dtype is None else self.dtype
         written = chosen if isinstance(chosen, torch.dtype) else written
@@ -118,17 +141,13 @@ class LigerCausalLM(CausalLM):
             self.config.to_dict(), dtype=str(written).removeprefix("torch."), source=self.source is not None
         )
         aux = find_aux_files(self.source_folder) if self.source_folder and self.source_folder.is_dir() else {}
-        save_checkpoint(
-            folder,
-            parameters,
-            weight_map,
-            config=config,
-            source=self.source,
-            max_shard_size=max_shard_size,
-            dtype=chosen,
-            fixed=parameters.keys() - dict(self.named_parameters()).keys(),  # buffers
-            aux_files=aux,
-        )
+        return {
+            "config": config,
+            "source": self.source,
+            "dtype": chosen,
+            "fixed": parameters.keys() - dict(self.named_parameters()).keys(),  # buffers
+            "aux_files": aux,
+        }
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The (name, tensor) of the checkpoint that `save_pretrained` would write, one after the other, for

@@ -7,7 +7,7 @@ one tensor after the other whole (`whole`), and one of them writes (`write_toget
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -29,16 +29,27 @@ def shape_of(tensor: Tensor) -> tuple[int, ...]:
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
+def local_tensor(tensor: Tensor) -> Tensor:
+    """What this process has of a tensor that may be divided over several."""
+    sharded: Any = tensor
+    return sharded.to_local() if is_sharded(tensor) else tensor
+
+
 def local_part(tensor: Tensor, expr: Expr) -> tuple[Tensor, Expr]:
     """The memory of `tensor` in this process, and the expression of what it holds of the whole."""
     if not is_sharded(tensor):
         return tensor, expr
     sharded: Any = tensor
     (chunk,) = sharded.__create_chunk_list__()  # the interface of torch.distributed.checkpoint
-    for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+    return sharded.to_local(), part_of(expr, chunk.offsets, chunk.sizes)
+
+
+def part_of(expr: Expr, offsets: Sequence[int], sizes: Sequence[int]) -> Expr:
+    """The expression of the part of a tensor that begins at `offsets` and has `sizes`."""
+    for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
         if size < expr.shape[dim]:
             expr = Rows(expr, start, start + size, dim)
-    return sharded.to_local(), expr
+    return expr
 
 
 def whole(tensor: Tensor) -> Tensor:

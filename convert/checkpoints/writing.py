@@ -2,39 +2,103 @@
 
 import errno
 import json
-import math
 import os
 import re
 import shutil
-import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from io import FileIO
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from liger_models.convert.checkpoints import tensor_bytes
 from liger_models.convert.checkpoints.atomic import atomic_folder, naming
 from liger_models.convert.checkpoints.hub import belongs_to
 from liger_models.convert.checkpoints.reading import INDEX_FILE, SINGLE_FILE, check_parameters
-from liger_models.convert.checkpoints.safetensors_header import (
-    build_header,
-)
+from liger_models.convert.checkpoints.safetensors_header import build_header
 from liger_models.convert.checkpoints.shards import write_together
 from liger_models.convert.checkpoints.source_layout import SourceLayout
-from liger_models.convert.checkpoints.tensor_bytes import is_plain_memory, memory_of, pieces_of, stage_for
-from liger_models.convert.checkpoints.weight_map import Expr, Shape, WeightMap, check_whole
+from liger_models.convert.checkpoints.tensor_files import Output, TensorFiles
+from liger_models.convert.checkpoints.weight_map import Place, Ref, WeightMap, check_whole
 from liger_models.convert.errors import CheckpointError
 from liger_models.convert.sizes import parse_size
 
 
 def save_checkpoint(
-    folder: str | Path,
+    folder: str | Path, parameters: Mapping[str, Tensor], weight_map: WeightMap, **options: Any
+) -> None:
+    """Writes a checkpoint folder, which takes the place of an old one in one step when it is whole.
+
+    What an existing folder holds beside its weights is kept. Tensors that are sharded over processes are made
+    whole one at a time, and the first process writes. All of them must call this.
+
+    Args:
+        options: and what they raise: as for `plan_checkpoint`.
+
+    Raises:
+        CheckpointError: the disk is full or cannot be written to. An old checkpoint is then untouched.
+    """
+    folder = Path(folder)
+    plan = plan_checkpoint(parameters, weight_map, **options)
+
+    def write(tensors: Iterator[Tensor]) -> None:
+        check_free_space(folder, plan.nbytes)
+        try:
+            with atomic_folder(folder, replaces=_is_weight_file) as new:
+                plan.lay_out(new)
+                with plan.files.open(new) as write_place:
+                    for expr, native in zip(weight_map.values(), tensors, strict=True):
+                        for place in expr.places(native):
+                            write_place(place)
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            raise CheckpointError(
+                f"{folder}: could not write {os.path.basename(error.filename or 'the checkpoint')} "
+                f"({error.strerror or error}); the checkpoint needs {plan.nbytes} bytes"
+                f"{', so make room or choose another disk' if full else ''}. What was "
+                "there before is untouched."
+            ) from error
+
+    write_together([parameters[name] for name in weight_map], write)
+
+
+@dataclass(frozen=True)
+class CheckpointPlan:
+    """A checkpoint as it will be: files of tensors, and what stands beside them.
+
+    Attributes:
+        files: of the tensors.
+        index: the bytes of the index file; None: there is none.
+        carried: the tensors that have no native one, by name.
+        config: the content of config.json.
+        aux_files: further files, by plain file name: bytes, or a path to copy from.
+    """
+
+    files: TensorFiles
+    index: bytes | None
+    carried: Mapping[str, Tensor]
+    config: Mapping[str, Any]
+    aux_files: Mapping[str, Path | bytes]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return self.files.nbytes
+
+    def lay_out(self, folder: Path) -> None:
+        """Make all files, without the values of native tensors."""
+        self.files.lay_out(folder)
+        with self.files.open(folder) as write:
+            for name, tensor in self.carried.items():
+                write(Place(Ref(name, tuple(tensor.shape)), 0, tensor.numel(), tensor))
+        if self.index is not None:
+            _write_bytes(folder / INDEX_FILE, self.index)
+        _write_aux(folder, self.config, self.aux_files)
+
+
+def plan_checkpoint(
     parameters: Mapping[str, Tensor],
     weight_map: WeightMap,
     *,
@@ -44,15 +108,12 @@ def save_checkpoint(
     dtype: torch.dtype | Literal["parameters"] | None = None,
     fixed: Collection[str] = (),
     aux_files: Mapping[str, Path | bytes] | None = None,
-) -> None:
-    """Writes a checkpoint folder, which takes the place of an old one in one step when it is whole.
+) -> CheckpointPlan:
+    """What a checkpoint of these parameters will be.
 
     With `source`, every tensor gets the dtype that it had there, and the files are divided as they were,
     unless `max_shard_size` is given; parameters that did not change then give the same files, byte for
-    byte. What an existing folder holds beside its weights is kept.
-
-    Tensors that are sharded over processes are made whole one at a time, and the first process writes. All
-    of them must call this.
+    byte.
 
     Args:
         config: the content of config.json. If `aux_files` has a config.json that says the same, its bytes
@@ -67,31 +128,30 @@ def save_checkpoint(
     Raises:
         ValueError: the names or shapes of `parameters` are not those of the map, or `max_shard_size` is not
             a size.
-        CheckpointError: the disk is full or cannot be written to. An old checkpoint is then untouched.
     """
-    folder = Path(folder)
     for name in aux_files or {}:
         if not name or name != os.path.basename(name) or name in (".", ".."):
             raise ValueError(f"aux_files must be named by plain file names, found {name!r}")
     limit = None if max_shard_size is None else parse_size(max_shard_size)
-    plan = _plan(parameters, weight_map, source, limit, dtype, fixed)
-
-    def write(tensors: Iterator[Tensor]) -> None:
-        _check_free_space(folder, plan.nbytes)
-        try:
-            with atomic_folder(folder, replaces=_is_weight_file) as new:
-                _write_files(new, plan, zip(weight_map.values(), tensors, strict=True))
-                _write_aux(new, config, aux_files or {})
-        except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-            raise CheckpointError(
-                f"{folder}: could not write {os.path.basename(error.filename or 'the checkpoint')} "
-                f"({error.strerror or error}); the checkpoint needs {plan.nbytes} bytes"
-                f"{', so make room or choose another disk' if full else ''}. What was "
-                "there before is untouched."
-            ) from error
-
-    write_together([parameters[name] for name in weight_map], write)
+    check_parameters(parameters, weight_map)
+    check_whole(weight_map)
+    outputs = _outputs(parameters, weight_map, source, dtype, fixed)
+    index = None
+    if source is not None and limit is None:
+        names = {file: [info.name for info in header.tensors] for file, header in source.files.items()}
+        if all(outputs[name].dtype == info.dtype for name, info in source.tensors.items()):
+            index = source.index
+    else:
+        names = _divide(outputs, parse_size("5GB") if limit is None else limit)
+    files = {file: {name: outputs[name] for name in within} for file, within in names.items()}
+    if index is None and len(files) > 1:
+        index = _index(names, outputs, sum(out.nbytes for out in outputs.values()))
+    headers = {file: _header(file, within, source) for file, within in files.items()}
+    carried, tied = ({}, {}) if source is None else (source.carried, source.tied)
+    copies: dict[str, list[str]] = {}
+    for name, original in tied.items():
+        copies.setdefault(original, []).append(name)
+    return CheckpointPlan(TensorFiles(headers, files, copies), index, carried, config, aux_files or {})
 
 
 def find_aux_files(folder: str | Path) -> dict[str, Path | bytes]:
@@ -119,71 +179,16 @@ _AUX_PATTERNS = [
 ]
 
 
-@dataclass(frozen=True)
-class _Output:
-    """A tensor to write: its shape, and the dtype that it is to have."""
-
-    shape: Shape
-    dtype: torch.dtype
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What is written where: the header of each file, and the tensors behind it by name, in order."""
-
-    headers: Mapping[str, bytes]
-    files: Mapping[str, Mapping[str, _Output]]
-    index: bytes | None
-    carried: Mapping[str, Tensor]
-    tied: Mapping[str, str]
-    nbytes: int
-
-
-def _plan(
-    parameters: Mapping[str, Tensor],
-    weight_map: WeightMap,
-    source: SourceLayout | None,
-    limit: int | None,
-    dtype: torch.dtype | Literal["parameters"] | None,
-    fixed: Collection[str],
-) -> _Plan:
-    check_parameters(parameters, weight_map)
-    check_whole(weight_map)
-    outputs = _outputs(parameters, weight_map, source, dtype, fixed)
-    index = None
-    if source is not None and limit is None:
-        names = {file: [info.name for info in header.tensors] for file, header in source.files.items()}
-        if all(outputs[name].dtype == info.dtype for name, info in source.tensors.items()):
-            index = source.index
-    else:
-        names = _divide(outputs, parse_size("5GB") if limit is None else limit)
-    files = {file: {name: outputs[name] for name in within} for file, within in names.items()}
-    nbytes = sum(out.nbytes for out in outputs.values())
-    if index is None and len(files) > 1:
-        index = _index(names, outputs, nbytes)
-    headers = {file: _header(file, within, source) for file, within in files.items()}
-    carried, tied = ({}, {}) if source is None else (source.carried, source.tied)
-    return _Plan(headers, files, index, carried, tied, nbytes)
-
-
 def _outputs(
     parameters: Mapping[str, Tensor],
     weight_map: WeightMap,
     source: SourceLayout | None,
     dtype: torch.dtype | Literal["parameters"] | None,
     fixed: Collection[str],
-) -> dict[str, _Output]:
+) -> dict[str, Output]:
     """Every tensor of the checkpoint by name."""
     outputs = {
-        ref.name: _Output(ref.shape, parameters[native].dtype)
+        ref.name: Output(ref.shape, parameters[native].dtype)
         for native, expr in weight_map.items()
         for ref in expr.refs()
     }
@@ -191,7 +196,7 @@ def _outputs(
     if source is not None:
         keep |= source.carried.keys()
         outputs |= {name: outputs[original] for name, original in source.tied.items()}
-        outputs |= {name: _Output(tuple(kept.shape), kept.dtype) for name, kept in source.carried.items()}
+        outputs |= {name: Output(tuple(kept.shape), kept.dtype) for name, kept in source.carried.items()}
         stated = {name: info.dtype for name, info in source.tensors.items()}
         if outputs.keys() != stated.keys():
             differing = sorted(outputs.keys() ^ stated.keys())
@@ -206,7 +211,7 @@ def _outputs(
     return {name: replace(out, dtype=dtype) if name in change else out for name, out in outputs.items()}
 
 
-def _divide(tensors: Mapping[str, _Output], limit: int) -> dict[str, list[str]]:
+def _divide(tensors: Mapping[str, Output], limit: int) -> dict[str, list[str]]:
     """Names by file: consecutive tensors up to `limit` bytes a file, larger ones alone."""
     shards: list[list[str]] = [[]]
     size = 0
@@ -223,7 +228,7 @@ def _divide(tensors: Mapping[str, _Output], limit: int) -> dict[str, list[str]]:
     return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
-def _index(files: Mapping[str, Sequence[str]], tensors: Mapping[str, _Output], total: int) -> bytes:
+def _index(files: Mapping[str, Sequence[str]], tensors: Mapping[str, Output], total: int) -> bytes:
     metadata = {
         "total_parameters": sum(out.numel for out in tensors.values()),
         "total_size": total,
@@ -233,61 +238,12 @@ def _index(files: Mapping[str, Sequence[str]], tensors: Mapping[str, _Output], t
     return text.encode()
 
 
-def _header(file: str, tensors: Mapping[str, _Output], source: SourceLayout | None) -> bytes:
+def _header(file: str, tensors: Mapping[str, Output], source: SourceLayout | None) -> bytes:
     entries = [(name, out.dtype, out.shape) for name, out in tensors.items()]
     old = source.files.get(file) if source is not None else None
     if old is not None and entries == [(info.name, info.dtype, info.shape) for info in old.tensors]:
         return old.raw
     return build_header(entries, old.metadata if old is not None else {"format": "pt"})
-
-
-def _write_files(folder: Path, plan: _Plan, natives: Iterable[tuple[Expr, Tensor]]) -> None:
-    """One native tensor after the other, to wherever its parts belong: no two need be in memory at once."""
-    copies: dict[str, list[str]] = {}
-    for name, original in plan.tied.items():
-        copies.setdefault(original, []).append(name)
-    with ExitStack() as stack:
-        targets: dict[str, tuple[FileIO, int, torch.dtype]] = {}
-        for file, tensors in plan.files.items():
-            opened = stack.enter_context(FileIO(folder / file, "w"))
-            _write_all(opened, memoryview(plan.headers[file]), 0)
-            offset = len(plan.headers[file])
-            for name, out in tensors.items():
-                targets[name] = (opened, offset, out.dtype)
-                offset += out.nbytes
-            with naming(folder / file):
-                opened.truncate(offset)
-        staging = threading.local()
-        for expr, native in natives:
-            for ref, start, _, view in expr.places(native):
-                for name in (ref.name, *copies.get(ref.name, ())):
-                    _write_tensor(*targets[name], start, view, staging)
-        for name, tensor in plan.carried.items():
-            _write_tensor(*targets[name], 0, tensor, staging)
-    if plan.index is not None:
-        _write_bytes(folder / INDEX_FILE, plan.index)
-
-
-def _write_tensor(
-    file: FileIO, offset: int, dtype: torch.dtype, start: int, view: Tensor, staging: threading.local
-) -> None:
-    """`view` as the elements from `start` of the tensor that begins at `offset`."""
-    offset += start * dtype.itemsize
-    if view.numel() and is_plain_memory(view, dtype):
-        _write_all(file, memory_of(view), offset)
-    elif view.numel():
-        for first, piece in pieces_of(view, dtype.itemsize):
-            stage = stage_for(staging, piece, dtype)
-            stage.copy_(piece)
-            _write_all(file, memory_of(stage), offset + first * dtype.itemsize)
-
-
-def _write_all(file: FileIO, memory: memoryview, offset: int) -> None:
-    done = 0
-    with naming(Path(file.name)):
-        while done < len(memory):
-            piece = memory[done : done + tensor_bytes.PIECE_BYTES]
-            done += os.pwrite(file.fileno(), piece, offset + done)
 
 
 def _write_aux(new: Path, config: Mapping[str, Any], aux_files: Mapping[str, Path | bytes]) -> None:
@@ -313,7 +269,11 @@ def _is_weight_file(name: str) -> bool:
     )
 
 
-def _check_free_space(folder: Path, needed: int) -> None:
+def check_free_space(folder: Path, needed: int) -> None:
+    """
+    Raises:
+        CheckpointError: the disk on which `folder` will lie has fewer bytes free.
+    """
     parent = folder.absolute().parent
     while not parent.exists():
         parent = parent.parent

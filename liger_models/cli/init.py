@@ -1,7 +1,6 @@
 """`liger-models init`: a fresh checkpoint with random weights, in the Hugging Face format."""
 
 import argparse
-import functools
 
 
 def add_parser(subparsers) -> None:
@@ -34,7 +33,8 @@ def run(args: argparse.Namespace) -> None:
     from liger_models.cli.checkpoints import bytes_text
     from liger_models.convert.errors import CheckpointError
     from liger_models.presets import preset
-    from liger_models.training.state import export
+    from liger_models.training.saving import write
+    from liger_models.training.state import Trained, describe_export
     from liger_models.training.tokenizer import TextTokenizer
 
     out = Path(args.out)
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     model = liger_models.from_config(config, dtype=args.dtype)
     if args.tokenizer:
-        export(functools.partial(model.save_pretrained, dtype="parameters"), out, tokenizer.folder)
+        write(describe_export(out, Trained.of_model(model), tokenizer.folder))
     else:
         model.save_pretrained(out)
     count = model.num_parameters()

@@ -13,7 +13,8 @@ assistant says is trained. Data are tokenized once, into files that are mapped i
 packed into rows without padding, and do not see each other. More in docs/data.md.
 
 OUTPUT gets metrics.jsonl and metrics.csv, loss.png where matplotlib is installed, checkpoint-N folders to
-resume from, and final, the trained model as a Hugging Face checkpoint, or its adapter. On several GPUs:
+resume from, and final, the trained model as a Hugging Face checkpoint, or its adapter. On several GPUs, each
+with a part of the model (--shard):
   torchrun --nproc-per-node 8 -m liger_models.cli train ...
 """
 
@@ -215,6 +216,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--memory-budget",
         metavar="SIZE",
         help="of a GPU, for auto: such as 120GiB, or a share of what is free (default: 0.95)",
+    )
+    add(
+        "--shard",
+        choices=("full", "hybrid", "none"),
+        help="how torchrun's processes share the model: each has a part of it (FSDP2), each node has all of "
+        "it, or each has all of it (DDP); a resumed run may choose another (default: full; with --lora none)",
     )
     add("--attention", default="auto", help="attention backend (default: %(default)s)")
 

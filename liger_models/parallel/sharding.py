@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from liger_models.causal_lm import LigerCausalLM
 from liger_models.convert.checkpoints.shards import is_sharded
@@ -59,8 +60,6 @@ def parallelize(
         UnsupportedModelError: the model is divided already, or a group of parameters to train mixes dtypes.
         ValueError: the processes of a sequence cannot share a layer's heads.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     if any(is_sharded(p) for p in model.parameters()):
         raise UnsupportedModelError("the model is divided over processes already; parallelize it once")
     meshes = meshes_of(mesh, _device_type(model))
@@ -72,12 +71,22 @@ def parallelize(
     for name, modules in groups.items():
         _check_dtypes(name, modules, compute_dtype)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    last = model.layers[-1] if len(model.layers) else None
+    first_in_backward = [*model.layers[-1:], model.lm_head, model]  # not given back just before
     for part in (part for parts in groups.values() for part in parts):
-        # What the backward pass begins with is not given back just before.
-        reshard = reshard_after_forward and part not in (last, model.lm_head, model)
+        reshard = reshard_after_forward and part not in first_in_backward
         fully_shard(part, mesh=meshes.data, mp_policy=policy, reshard_after_forward=reshard)
+    model.register_forward_hook(_give_back)
     return model
+
+
+def _give_back(model: nn.Module, args: object, output: object) -> None:
+    """Without a backward pass to come nothing is kept whole: a step of the optimizer that follows would not
+    reach it, and the next forward pass would run with the old values.
+    """
+    if not torch.is_grad_enabled():
+        for part in model.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
 
 
 def _groups(model: LigerCausalLM) -> dict[str, list[nn.Module]]:

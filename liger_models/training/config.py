@@ -12,6 +12,7 @@ from liger_models.layers.attention_backends import BACKENDS
 from liger_models.optim import MOMENTS
 from liger_models.quantization import METHODS
 from liger_models.training.lora import LoraSettings
+from liger_models.training.world import SHARDS
 
 SCHEDULES = ("cosine", "linear", "constant")
 DTYPES = ("auto", "float32", "bfloat16")
@@ -61,6 +62,8 @@ class TrainConfig:
                        nine in a row
     log                "tensorboard", "wandb" or "tensorboard,wandb": told what metrics.jsonl is told
     profile            so many steps, after the first three, into output/profile; 0: none
+    shard              how several processes share the model: "full" (each has a part of it), "hybrid" (each
+                       node has all of it) or "none" (each has all of it); default: full, and none with lora
     resume             None: a new run; "auto": from the newest checkpoint in `output`, if any; or a folder
     """
 
@@ -103,6 +106,7 @@ class TrainConfig:
     not_finite: str = "stop"
     log: str | None = None
     profile: int = 0
+    shard: str | None = None
     resume: str | None = None
 
     def __post_init__(self) -> None:
@@ -142,7 +146,18 @@ class TrainConfig:
             raise ConfigError("quantize and merge belong to lora: found one of them without it")
         check("quantize", self.quantize in (None, *METHODS), f"one of {', '.join(METHODS)}")
         check("not_finite", self.not_finite in NOT_FINITE, f"one of {', '.join(NOT_FINITE)}")
+        check("shard", self.shard in (None, *SHARDS), f"one of {', '.join(SHARDS)}")
+        if self.lora is not None and self.shard not in (None, "none"):
+            raise ConfigError(
+                f"shard is {self.shard!r}, and adapters are trained with the whole model in each process; "
+                "choose shard 'none', or none of it"
+            )
         check("seed", abs(self.seed) < 2**63, "a number of 64 bits")
+
+    @property
+    def sharding(self) -> str:
+        """How several processes share the model."""
+        return self.shard or ("full" if self.lora is None else "none")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

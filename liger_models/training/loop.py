@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from liger_models.causal_lm import LigerCausalLM
 from liger_models.convert.checkpoints.hub import local_path
+from liger_models.convert.checkpoints.shards import local_tensor
 from liger_models.convert.errors import ConfigError, DataError, TrainingError
 from liger_models.layers.load_balance import forget_load, update_correction_bias
 from liger_models.optim import state_bytes
@@ -56,8 +57,9 @@ from liger_models.training.metrics import (
 from liger_models.training.optimizer import build_adamw, learning_rate
 from liger_models.training.profiling import StepProfiler
 from liger_models.training.run_folder import MANIFEST, abandon_after, check_output, locked
+from liger_models.training.saving import Saver
 from liger_models.training.signals import Signals
-from liger_models.training.state import Progress
+from liger_models.training.state import Progress, Trained
 from liger_models.training.tokenizer import TextTokenizer
 from liger_models.training.trackers import numbers_of, open_trackers, parse_trackers
 from liger_models.training.world import World
@@ -107,13 +109,14 @@ def train(config: TrainConfig) -> TrainResult:
     output = local_path(config.output, ConfigError)
     # The first rank writes for all.
     lock = locked(output) if World.is_main() else contextlib.nullcontext()
-    with lock, World(config.device) as world:
+    with lock, World(config.device, config.sharding) as world:
         run = Run(config, world)
         try:
             return run.train()
         finally:
             run.steps.close()  # the thread that reads ahead
-            del run.wrapped  # DDP that outlives its process group waits for ever now and then
+            run.saver.close()
+            del run.wrapped, run.model  # what outlives its process group waits for ever now and then
 
 
 class Run:
@@ -160,6 +163,7 @@ class Run:
             self.stream.rows_left(config.epochs or 0) / self.rows_per_step
         )
         self.wrapped = world.wrap(self.model)
+        self.saver = Saver(world)
         world.barrier()  # every rank has found the checkpoint where it was
         if world.main:
             for left in abandon_after(self.output, checkpoint) if checkpoint else ():
@@ -216,10 +220,11 @@ class Run:
                 bar.set_postfix_str(speeds.line(record, eval_loss), refresh=False)
                 bar.update()
                 if outcome.stop:
+                    self.saver.wait()  # it may be what failed
                     raise self._interrupted(signals)
                 # The last step's state is worth no more than the others': the final export follows.
                 if config.save_every and self.progress.step % config.save_every == 0:
-                    self.save()
+                    self.save(meanwhile=True)
         return self._finish()
 
     def step(self, rate: float, signals: Signals) -> Outcome | None:
@@ -237,12 +242,12 @@ class Run:
                 put_back()
                 return None
             last = k == config.gradient_accumulation - 1
-            with contextlib.nullcontext() if last else world.no_sync(self.wrapped):
-                # DDP takes the mean of the ranks' gradients; what is wanted is the sum of their shares.
+            with world.micro_batch(self.wrapped, last):
+                # The ranks' gradients become their mean; what is wanted is the sum of their shares.
                 share = _forward(self.wrapped, batch.to(world.device), data.labels)
                 (share * world.size).backward()
             loss += share.detach()
-        stop = torch.full_like(loss, float(signals.received is not None))
+        stop = torch.full_like(loss, float(signals.received is not None or self.saver.failed))
         loss, stop = world.sum(torch.stack([loss, stop])).unbind()
         norm = self.optimizer.clip_grad_norm(config.clip or math.inf)
         # The one synchronisation of a step, and it must come before the update: a NaN that has reached the
@@ -292,52 +297,54 @@ class Run:
         total = torch.zeros((), dtype=torch.float64, device=world.device)
         self.model.eval()
         epoch = stream.epoch(0)
-        number = 0
-        while rows := list(itertools.islice(epoch, config.batch_size)):
-            if number % world.size == world.rank:
-                total += _forward(self.model, self.held_out.batch(rows).to(world.device), labels)
-            number += 1
+        while rows := list(itertools.islice(epoch, world.size * config.batch_size)):
+            own = rows[world.rank * config.batch_size :][: config.batch_size]
+            # A shard of the model is everybody's: who has no rows left runs along with those of another.
+            batch = self.held_out.batch(own or rows[: config.batch_size]).to(world.device)
+            share = _forward(self.model, batch, labels)
+            total += share if own else 0
         self.model.train()
         return world.sum(total).item()
 
-    def save(self, *, keep: int | None = None) -> None:
-        """Save the state, and drop all but the newest `keep` checkpoints (default: as the settings say)."""
+    def save(self, *, keep: int | None = None, meanwhile: bool = False) -> None:
+        """Save the state, and drop all but the newest `keep` checkpoints (default: as the settings say);
+        `meanwhile`: the run may go on while it is written.
+        """
+        self.saver.wait()  # what it drops may be what is read from here
         if not self._weights_are_finite():
             raise TrainingError(
                 f"step {self.progress.step}: the weights are no longer finite and are not saved; "
                 f"{self._retry()}"
             )
-        if self.world.main:
-            saved = states.save_state(
-                self.output,
-                self.model,
-                self.optimizer,
-                self.progress,
-                write=self._write,
-                config=self.config.to_dict(),
-                data=self.data,
-                tokenizer=self.tokenizer.folder,
-                keep=self.config.keep if keep is None else keep,
-            )
-            # The checkpoint that the run came from may go as newer ones come: take from here what travels
-            # along.
-            if not self.adapters:
-                self.tokenizer.folder = saved
-                if self.model.source_folder:
-                    self.model.source_folder = saved
-        self.world.barrier()
+        contents = states.describe_state(
+            self.output,
+            self._trained(),
+            self.model,
+            self.optimizer,
+            self.progress,
+            config=self.config.to_dict(),
+            data=self.data,
+            tokenizer=self.tokenizer.folder,
+            keep=self.config.keep if keep is None else keep,
+        )
+        # Adapters are small, and PEFT writes them.
+        self.saver.save(contents, meanwhile=meanwhile and not self.adapters)
+        # The checkpoint that the run came from may go as newer ones come: take from here what travels
+        # along. It is in its place before the next save.
+        if not self.adapters:
+            self.tokenizer.folder = contents.target
+            if self.model.source_folder:
+                self.model.source_folder = contents.target
 
-    def _write(self, folder: Path) -> None:
-        """A folder of what is trained."""
-        if self.adapters:
-            self.adapters.write(folder)
-        else:
-            self.model.save_pretrained(folder, dtype="parameters")
+    def _trained(self) -> Trained:
+        return Trained(self.adapters.write) if self.adapters else Trained.of_model(self.model)
 
     def _weights_are_finite(self) -> bool:
         """Weights that overflowed are no state to go on from, and must not push out one that is."""
-        largest = torch._foreach_norm([*self.parameters], math.inf)
-        return bool(torch.stack([value.float() for value in largest]).isfinite().all())
+        own = [tensor for p in self.parameters if (tensor := local_tensor(p.detach())).numel()]
+        largest = torch._foreach_norm(own, math.inf)
+        finite = bool(torch.stack([value.float() for value in largest]).isfinite().all())
+        return not self.world.any(not finite)
 
     def _retry(self) -> str:
         last = states.newest_checkpoint(self.output)
@@ -356,12 +363,14 @@ class Run:
     def _finish(self) -> TrainResult:
         final = self.output / "final"
         records: list[dict[str, Any]] = []
+        self.saver.wait()
+        self.saver.save(states.describe_export(final, self._trained(), self.tokenizer.folder))
+        if self.adapters and self.config.merge:
+            self.adapters.merge()
+            self.adapters = None
+            merged = self.output / "merged"
+            self.saver.save(states.describe_export(merged, self._trained(), self.tokenizer.folder))
         if self.world.main:
-            states.export(self._write, final, self.tokenizer.folder)
-            if self.adapters and self.config.merge:
-                self.adapters.merge()
-                self.adapters = None
-                states.export(self._write, self.output / "merged", self.tokenizer.folder)
             for tracker in self.trackers:
                 tracker.close()
             records = list(read_metrics(self.metrics.jsonl))
@@ -400,9 +409,9 @@ class Run:
         config = self.config
         if config.resume and config.resume != "auto":
             checkpoint = local_path(config.resume)
-            found: Any = checkpoint, states.read_state(checkpoint)
+            found: Any = checkpoint, self.world.once(lambda: states.read_state(checkpoint))
         elif config.resume:
-            found = states.find_whole_checkpoint(self.output, self.world.say)
+            found = self.world.once(lambda: states.find_whole_checkpoint(self.output, self.world.say))
             if not found[0] and (self.output / "final" / MANIFEST).is_file():
                 raise ConfigError(
                     f"{self.output} holds a finished run without a checkpoint to go on from; to train its "
@@ -437,6 +446,7 @@ class Run:
             "activation_memory": "lean" if config.activation_memory == "auto" else config.activation_memory,
             "text_only": config.text_only,
             "dropout": config.dropout,
+            "shard": self.world.divide,
         }
         if config.lora is not None:
             if _is_preset(config.model):

@@ -121,10 +121,9 @@ class Adapters:
         take_over(model)
 
     def write(self, folder: Path) -> None:
-        """The adapter as PEFT writes it, under the names of the checkpoint."""
+        """The adapter as PEFT writes it, under the names of the checkpoint, into an empty folder."""
         from safetensors.torch import save_file
 
-        folder.mkdir()
         tensors = {name: x.detach().cpu().contiguous() for name, x in self._tensors().items()}
         save_file(tensors, folder / TENSORS, {"format": "pt"})
         written = self._peft.LoraConfig(**self._options())

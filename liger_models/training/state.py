@@ -15,13 +15,11 @@ kernels trust the shapes and dtypes of their state.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import random
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,13 +28,19 @@ import torch
 from torch import Tensor
 
 from liger_models.causal_lm import LigerCausalLM
+from liger_models.convert.checkpoints.atomic import naming
 from liger_models.convert.checkpoints.hub import belongs_to
 from liger_models.convert.checkpoints.reading import CheckpointReader
-from liger_models.convert.checkpoints.safetensors_header import TensorInfo, build_header
+from liger_models.convert.checkpoints.safetensors_header import TensorInfo
+from liger_models.convert.checkpoints.shards import is_sharded, local_part
+from liger_models.convert.checkpoints.tensor_files import TensorFiles
+from liger_models.convert.checkpoints.weight_map import Ref
 from liger_models.convert.errors import CheckpointError
+from liger_models.training.contents import Contents, Part
 from liger_models.training.data import START, Position
-from liger_models.training.run_folder import STATE, checkpoints, prune, verify, written_folder
+from liger_models.training.run_folder import STATE, checkpoints, prune, verify
 from liger_models.training.tokenizer import FILES
+from liger_models.training.world import World
 
 VERSION = 2
 
@@ -80,24 +84,25 @@ def find_whole_checkpoint(
     return None, None
 
 
-def save_state(
+def describe_state(
     output: Path,
+    trained: Trained,
     model: LigerCausalLM,
     optimizer: torch.optim.Optimizer,
     progress: Progress,
     *,
-    write: Callable[[Path], None],
     config: dict[str, Any],
     data: str,
     tokenizer: Path,
     keep: int,
-) -> Path:
-    """Write output/checkpoint-<step> and drop all but the newest `keep`, if that is above 0.
+) -> Contents:
+    """output/checkpoint-<step>, which drops all but the newest `keep` when it is there, if that is above 0.
 
-    `write` makes a folder of what is trained; `data` is its fingerprint.
+    `trained` is what of the model is trained; `data` is its fingerprint.
     """
     target = output / f"checkpoint-{progress.step}"
     tensors, numbers = _optimizer_state(model, optimizer)
+    tensors |= _random_tensors()
     state = {
         "version": VERSION,
         "step": progress.step,
@@ -108,14 +113,47 @@ def save_state(
         "optimizer": numbers,
         "python_random": random.getstate(),
     }
-    with written_folder(target) as folder:
-        _write_part(write, folder, tokenizer)
+    text = json.dumps(state, indent=1)
+    files = TensorFiles.single("tensors.safetensors", tensors)
+    places = {name: Ref(name, tuple(x.shape)) for name, x in tensors.items()}
+    if not World.is_main():  # whose random states are those of the run
+        tensors = {name: x for name, x in tensors.items() if not name.startswith("random.")}
+
+    def lay_out(folder: Path) -> None:
+        _lay_out(trained, folder, tokenizer)
         (folder / STATE).mkdir()
-        write_tensors(folder / STATE / "tensors.safetensors", tensors | _random_tensors())
-        write_text(folder / STATE / "state.json", json.dumps(state, indent=1))
-    if keep:
-        prune(output, keep)
-    return target
+        files.lay_out(folder / STATE)
+        path = folder / STATE / "state.json"
+        with naming(path):
+            path.write_text(text, encoding="utf-8")
+
+    parts = (*trained.parts, Part(STATE, files, places, tensors))
+    return Contents(target, parts, lay_out, lambda: prune(output, keep) if keep else None)
+
+
+def describe_export(target: Path, trained: Trained, tokenizer: Path) -> Contents:
+    """What was trained with its tokenizer, which a model with fresh weights does not carry."""
+    return Contents(target, trained.parts, lambda folder: _lay_out(trained, folder, tokenizer))
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What is trained, as files.
+
+    Attributes:
+        lay_out: makes them in an empty folder, without the values of `parts`.
+        parts: their tensors.
+    """
+
+    lay_out: Callable[[Path], None]
+    parts: tuple[Part, ...] = ()
+
+    @classmethod
+    def of_model(cls, model: LigerCausalLM) -> Trained:
+        """A Hugging Face checkpoint in the dtypes of training."""
+        plan = model.checkpoint_plan(dtype="parameters")
+        part = Part("", plan.files, model.weight_map(), model.saved_tensors())
+        return cls(plan.lay_out, (part,))
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -191,13 +229,23 @@ def restore(
                 )
         for parameter, values in planned.items():
             optimizer.state[parameter] = {
-                key: reader.read(value.name).to(parameter.device) if isinstance(value, TensorInfo) else value
+                key: _read(reader, value, parameter) if isinstance(value, TensorInfo) else value
                 for key, value in values.items()
             }
         for name, _, change in random_states:
             change(reader.read(name))
     random.setstate(_python_random(state).getstate())
     return Progress(state["step"], state["tokens"], Position(**state["position"]))
+
+
+def _read(reader: CheckpointReader, info: TensorInfo, parameter: Tensor) -> Tensor:
+    """A tensor of a parameter's state; of one that is divided over processes what this one has of it."""
+    if not is_sharded(parameter) or info.shape != tuple(parameter.shape):
+        return reader.read(info.name).to(parameter.device)
+    value = torch.empty_like(parameter, dtype=info.dtype)
+    local, part = local_part(value, Ref(info.name, info.shape))
+    part.read_into(local, reader.read_into)
+    return value
 
 
 # -------------------------------------------------------------------------------------- the optimizer's state
@@ -282,23 +330,13 @@ def _state_made_for(
 # ------------------------------------------------------------------------------------------------------ files
 
 
-def export(write: Callable[[Path], None], target: Path, tokenizer: Path) -> None:
-    """Write what was trained with its tokenizer, which a model with fresh weights does not carry."""
-    with written_folder(target) as folder:
-        _write_part(write, folder, tokenizer)
-
-
-def _write_part(write: Callable[[Path], None], folder: Path, tokenizer: Path) -> None:
-    # In a folder of its own first: what a kill leaves of it goes when the next save clears `folder` away.
-    part = folder / "part"
-    write(part)
-    for file in part.iterdir():
-        file.rename(folder / file.name)
-    part.rmdir()
+def _lay_out(trained: Trained, folder: Path, tokenizer: Path) -> None:
+    trained.lay_out(folder)
     for name in FILES:
         source = tokenizer / name
         if source.is_file() and not (folder / name).exists() and belongs_to(source, tokenizer):
-            shutil.copyfile(source, folder / name)
+            with naming(folder / name):
+                shutil.copyfile(source, folder / name)
 
 
 def _random_tensors() -> dict[str, Tensor]:
@@ -306,38 +344,3 @@ def _random_tensors() -> dict[str, Tensor]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         tensors["random.cuda"] = torch.cuda.get_rng_state()
     return tensors
-
-
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """A safetensors file, written one tensor at a time: a GPU's state never stands on the host as a whole."""
-    with _told_of_a_full_disk(path), path.open("wb") as file:
-        file.write(build_header([(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()], {}))
-        for tensor in tensors.values():
-            file.write(_tensor_bytes(tensor.detach().cpu()))
-
-
-def write_text(path: Path, text: str) -> None:
-    with _told_of_a_full_disk(path):
-        path.write_text(text, encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _told_of_a_full_disk(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: cannot be written ({error.strerror or error}). The checkpoints from before are "
-            "untouched; make room, and go on with --resume"
-        ) from error
-
-
-def _tensor_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a CPU tensor, without numpy, which is no dependency."""
-    tensor = tensor.contiguous()
-    size = tensor.numel() * tensor.element_size()
-    buffer = (ctypes.c_char * size).from_address(
-        tensor.data_ptr() if size else ctypes.addressof(ctypes.c_char())
-    )
-    buffer.owner = tensor  # type: ignore[attr-defined]  # the view lives as long as the tensor's memory
-    return memoryview(buffer)

@@ -1,25 +1,40 @@
-"""The processes of a run, and the little that they tell one another."""
+"""The processes of a run, how they share the model, and the little that they tell one another."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
-from typing import Any, TextIO
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from liger_models.causal_lm import LigerCausalLM
 from liger_models.loading import parse_device
+
+SHARDS = ("full", "hybrid", "none")
+# The first process computes the checksums of what all have written.
+SAVING_TIMEOUT = timedelta(hours=4)
+
+T = TypeVar("T")
 
 
 class World:
-    """The processes of this run: one, or torchrun's ranks with DDP between them."""
+    """The processes of this run: one, or torchrun's ranks.
 
-    def __init__(self, device: str) -> None:
+    Args:
+        device: of this process; "auto" and "cuda": its own GPU.
+        shard: how several share the model: "full" (each has a part of it), "hybrid" (each node has all of
+            it), or "none" (each has all of it, DDP).
+    """
+
+    def __init__(self, device: str, shard: str = "none") -> None:
         self.size, self.rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+        self.shard = shard if self.size > 1 else "none"
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         if device == "cuda":
@@ -47,14 +62,40 @@ class World:
         if self._ours:
             dist.destroy_process_group()
 
+    @property
+    def divide(self) -> Callable[[LigerCausalLM], object] | None:
+        """Divides a model that has no memory yet over the processes; None where each has all of it.
+
+        Raises:
+            ConfigError: nodes of different sizes.
+        """
+        if self.shard == "none":
+            return None
+        from liger_models.parallel import ParallelDims, parallelize
+
+        node = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        dims = ParallelDims() if self.shard == "full" else ParallelDims(self.size // node, node)
+        return lambda model: parallelize(model, dims)
+
     def wrap(self, model: nn.Module) -> nn.Module:
-        if self.size == 1:
+        if self.size == 1 or self.shard != "none":
             return model
         # Views into the buckets spare a second copy of the gradients.
         return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
-    def no_sync(self, wrapped: nn.Module) -> contextlib.AbstractContextManager[None]:
-        return wrapped.no_sync() if self.size > 1 else contextlib.nullcontext()  # type: ignore[operator]
+    @contextlib.contextmanager
+    def micro_batch(self, wrapped: Any, last: bool) -> Iterator[None]:
+        """Around the passes of a micro-batch; gradients are means over the processes after the last one.
+
+        Shards are added up after each: until then every process would hold whole gradients. Replicas of
+        shards wait for the last.
+        """
+        if self.shard != "none":
+            wrapped.set_requires_all_reduce(last)
+            yield
+        else:
+            with contextlib.nullcontext() if last or self.size == 1 else wrapped.no_sync():
+                yield
 
     def sum(self, value: Tensor) -> Tensor:
         if self.size > 1:
@@ -69,6 +110,25 @@ class World:
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier()
+
+    def once(self, function: Callable[[], T]) -> T:
+        """What `function` returns, or raises, in the first process; in all."""
+        if self.size == 1:
+            return function()
+        outcome: list[Any] = [None, None]
+        if self.main:
+            try:
+                outcome[0] = function()
+            except Exception as error:
+                outcome[1] = error
+        dist.broadcast_object_list(outcome, src=0)
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
+
+    def host_group(self) -> dist.ProcessGroup | None:
+        """All processes, with collectives on the host that no others wait for; None for one process."""
+        return None if self.size == 1 else dist.new_group(backend="gloo", timeout=SAVING_TIMEOUT)
 
     def say(self, text: str) -> None:
         if self.main:

@@ -70,18 +70,19 @@ def test_after_a_signal_at_any_moment(run, settings, losses, unstopped, stop_at,
 
 KILLED = """
 import json, os, signal, sys
-from liger_models.training import TrainConfig, state, train
+from liger_models.training import TrainConfig, contents, train
 
-write, calls = state.write_tensors, []
+write, calls = contents.Contents.write, []
 
-def killed_in_mid_write(path, tensors):
-    calls.append(path)
+def killed_in_mid_write(self, folder, pieces):
+    calls.append(folder)
     if len(calls) < 2:
-        return write(path, tensors)
-    path.write_bytes(b"half")
+        return write(self, folder, pieces)
+    pieces = list(pieces)
+    write(self, folder, pieces[: len(pieces) // 2])
     os.kill(os.getpid(), signal.SIGKILL)
 
-state.write_tensors = killed_in_mid_write
+contents.Contents.write = killed_in_mid_write
 options = json.loads(sys.argv[1])
 train(TrainConfig(**options | {key: tuple(options[key]) for key in ("data", "eval_data")}))
 """

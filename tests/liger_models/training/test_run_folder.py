@@ -18,7 +18,9 @@ from safetensors.torch import load_file, save_file
 from liger_models.convert.errors import CheckpointError, ConfigError, TrainingError
 from liger_models.training import loop, newest_checkpoint
 from liger_models.training.run_folder import MANIFEST, STATE, checkpoints, written_folder
-from liger_models.training.state import Progress, read_state, restore, save_state
+from liger_models.training.saving import Saver
+from liger_models.training.state import Progress, Trained, describe_state, read_state, restore
+from liger_models.training.world import World
 
 
 def weights(folder):
@@ -242,8 +244,9 @@ def test_the_state_of_any_optimizer_comes_back(tmp_path, checkpoint, tokenizer_f
     optimizer = make(model.parameters())
     step(model, optimizer, 0)
     options = {"config": {}, "data": "", "tokenizer": tokenizer_folder, "keep": 0}
-    options["write"] = model.save_pretrained
-    saved = save_state(tmp_path, model, optimizer, Progress(1), **options)
+    contents = describe_state(tmp_path, Trained.of_model(model), model, optimizer, Progress(1), **options)
+    Saver(World("cpu")).save(contents)
+    saved = contents.target
     step(model, optimizer, 1)
     again = liger_models.from_hub(saved)
     other = make(again.parameters())
@@ -335,7 +338,7 @@ def test_what_was_abandoned_is_not_gone_on_from_after_a_kill(run, settings, outp
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("liger_models.training.state.save_state", killed)
+        patch.setattr("liger_models.training.state.describe_state", killed)
         with pytest.raises(KeyboardInterrupt):
             run(settings(resume=str(output / "checkpoint-2"), keep=1))
     assert newest_checkpoint(output) == output / "checkpoint-2"

@@ -1,0 +1,156 @@
+"""Runs of processes that each have a part of the model: stopped, and resumed on as many or on others."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import liger_models
+from liger_models.architectures import find_architecture
+from liger_models.convert.errors import ConfigError
+from liger_models.training import train
+from liger_models.training.run_folder import verify
+
+RANK = Path(__file__).with_name("sharded_runs_rank.py")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed"),
+]
+
+
+def tensors(folder):
+    found = {path: load_file(path) for path in sorted(folder.rglob("*.safetensors"))}
+    return {f"{path.name} {name}": x for path, file in found.items() for name, x in file.items()}
+
+
+def assert_same_bits(a, b):
+    one, other = tensors(a), tensors(b)
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+def assert_near(a, b, rtol):
+    one, other = tensors(a), tensors(b)
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        if "random" not in name:
+            atol = rtol * tensor.float().abs().max().item()
+            torch.testing.assert_close(other[name], tensor, rtol=rtol, atol=atol, msg=name)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory, tokenizer_folder):
+    """GLM-4.5's tiny config, whose routers have correction biases, in bfloat16."""
+    folder = tmp_path_factory.mktemp("experts") / "model"
+    torch.manual_seed(3)
+    config = {**find_architecture("glm4_moe").tiny, "vocab_size": 320}
+    model = liger_models.from_config(config, dtype="bfloat16", device="cpu")
+    model.save_pretrained(folder)
+    for file in tokenizer_folder.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, settings_for, experts):
+    """The folder of the runs, and what each of the two ranks says of them."""
+    folder = tmp_path_factory.mktemp("sharded_runs")
+    # Five held-out batches for two ranks.
+    options = {"gradient_accumulation": 2, "keep": 0, "eval_fraction": 0.3, "schedule": "constant"}
+    balanced = {"model": str(experts), "bias_update_rate": 0.25, "eval_fraction": 0.0, "steps": 3}
+    balanced |= {"save_every": 0}
+    train(settings_for(folder / "one", **options | {"gradient_accumulation": 4}))
+    (folder / "begun_by_one").mkdir()
+    (folder / "begun_by_one" / "checkpoint-4").symlink_to(folder / "one" / "checkpoint-4")
+    planned = [
+        (settings_for(folder / "two", **options), 0, 2),
+        (settings_for(folder / "stopped", **options), 2, 2),
+        (settings_for(folder / "stopped", **options, resume="auto"), 0, 2),
+        (settings_for(folder / "hybrid", **options, shard="hybrid"), 0, 1),
+        (settings_for(folder / "begun_by_one", **options, resume="auto"), 0, 2),
+        (settings_for(folder / "experts", **balanced), 0, 2),
+        (settings_for(folder / "experts_stopped", **balanced), 1, 2),
+        (settings_for(folder / "experts_stopped", **balanced, resume="auto"), 0, 2),
+    ]
+    written = [(config.to_dict(), *rest) for config, *rest in planned]
+    (folder / "runs.json").write_text(json.dumps(written))
+    environment = {**os.environ, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(RANK), str(folder)],
+            env={**environment, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        complaints = [rank.communicate(timeout=300)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], complaints
+    return folder, [json.loads((folder / f"outcomes{rank}.json").read_text()) for rank in range(2)]
+
+
+def losses(records):
+    return [(r["step"], r.get("loss"), r.get("grad_norm"), r.get("eval_loss")) for r in records]
+
+
+def test_a_run_that_one_rank_was_told_to_stop_goes_on_with_the_same_bits(runs):
+    folder, outcomes = runs
+    for whole, cut, stopped, step in (("two", "stopped", 1, 3), ("experts", "experts_stopped", 6, 2)):
+        assert all(f"stopped after step {step} of" in outcome[stopped] for outcome in outcomes)
+        assert (folder / cut / f"checkpoint-{step}").is_dir()
+        assert losses(outcomes[0][stopped + 1]) == losses(outcomes[0][stopped - 1])
+        assert_same_bits(folder / whole / "final", folder / cut / "final")
+
+
+def test_one_process_and_two_write_the_same_files(runs):
+    folder, _ = runs
+    for name in ("checkpoint-2", "final"):
+        one, two = folder / "one" / name, folder / "two" / name
+        files = [sorted(str(p.relative_to(f)) for p in f.rglob("*") if p.is_file()) for f in (one, two)]
+        assert files[0] == files[1]
+        assert "config.json" in files[0]
+        verify(two)
+    one, two = tensors(folder / "one" / "checkpoint-2"), tensors(folder / "two" / "checkpoint-2")
+    assert [(n, x.dtype, x.shape) for n, x in one.items()] == [(n, x.dtype, x.shape) for n, x in two.items()]
+
+
+@pytest.mark.parametrize("other", ["two", "hybrid", "begun_by_one"])
+def test_two_ranks_train_as_one_process_however_the_model_is_shared(other, runs):
+    """Sums in float32 in another order: 2^-23 for each of a few terms. AdamW divides small gradients by their
+    own size, and so their rounding is a few 1e-5 of a step of lr; six steps, of weights around lr / 3e-3.
+    """
+    folder, _ = runs
+    assert_near(folder / "one" / "final", folder / other / "final", rtol=1e-4)
+    assert_near(folder / "one" / "checkpoint-6", folder / other / "checkpoint-6", rtol=1e-3)
+    lines = [(folder / name / "metrics.jsonl").read_text().splitlines() for name in ("one", other)]
+    one, two = ([json.loads(line) for line in found] for found in lines)
+    for a, b in zip(one[-2:], two[-2:], strict=True):
+        for key in ("step", "tokens", "loss", "grad_norm", "eval_loss"):
+            assert a.get(key, 0) == pytest.approx(b.get(key, 0), rel=1e-4), key
+
+
+def test_one_process_goes_on_from_a_checkpoint_of_two(runs, settings_for, tmp_path):
+    folder, _ = runs
+    config = json.loads((folder / "runs.json").read_text())[0][0]
+    changes = {name: config[name] for name in ("keep", "eval_fraction", "schedule")}
+    resumed = folder / "two" / "checkpoint-4"
+    result = train(settings_for(tmp_path / "run", **changes, gradient_accumulation=4, resume=str(resumed)))
+    assert_near(folder / "two" / "final", result.final, rtol=1e-4)
+
+
+def test_adapters_are_not_divided(settings_for, tmp_path):
+    with pytest.raises(ConfigError, match="choose shard 'none', or none of it"):
+        settings_for(tmp_path, lora="", shard="full")
