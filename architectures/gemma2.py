@@ -7,44 +7,53 @@ from dataclasses import replace
 from liger_models.architectures.common import attention, decoder, mlp, windows
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
+from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec, Topology
+
+TINY = {
+    "hidden_act": ...,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_bias": True,
+    "query_pre_attn_scalar": 24,
+    "attn_logit_softcapping": 3.0,
+    "final_logit_softcapping": 2.0,
+    "sliding_window": 7,
+    "tie_word_embeddings": True,
+}
+DEFAULTS = {
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "query_pre_attn_scalar": 256,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+}
+VARIANTS = {
+    "layer_types": {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+    "one_layer": {"num_hidden_layers": 1, "final_logit_softcapping": None, "rms_norm_eps": 1e-4},
+}
 
 
 @register(
     "gemma2",
     reference="Gemma2ForCausalLM",
-    tiny={
-        "hidden_act": ...,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": True,
-        "query_pre_attn_scalar": 24,
-        "attn_logit_softcapping": 3.0,
-        "final_logit_softcapping": 2.0,
-        "sliding_window": 7,
-        "tie_word_embeddings": True,
-    },
-    defaults={
-        "head_dim": 256,
-        "num_key_value_heads": 4,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "max_position_embeddings": 8192,
-        "query_pre_attn_scalar": 256,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-        "sliding_window": 4096,
-        "tie_word_embeddings": True,
-        "pad_token_id": 0,
-    },
+    tiny=TINY,
+    defaults=DEFAULTS,
     unread={
         "hidden_act": "of older configs; the reference reads hidden_activation",
         "sliding_window_size": "of older configs; the reference reads sliding_window",
     },
-    variants={
-        "layer_types": {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
-        "one_layer": {"num_hidden_layers": 1, "final_logit_softcapping": None, "rms_norm_eps": 1e-4},
-    },
+    variants=VARIANTS,
 )
 def gemma2(c: HFConfig) -> ModelSpec:
+    return capped(c, "sandwich")
+
+
+def capped(c: HFConfig, topology: Topology) -> ModelSpec:
+    """Gemma 2, with its norms placed like this."""
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6), offset=1.0, cast="gemma")
     attn = replace(
         attention(c, bias=c.take_flag("attention_bias", False)),
@@ -55,7 +64,7 @@ def gemma2(c: HFConfig) -> ModelSpec:
     slides = windows(c, lambda i: "full_attention" if i % 2 else "sliding_attention")
     return decoder(
         c,
-        [BlockSpec(replace(attn, window=w), feed_forward, norm, topology="sandwich") for w in slides],
+        [BlockSpec(replace(attn, window=w), feed_forward, norm, topology) for w in slides],
         norm,
         embed_scale=c.take_count("hidden_size") ** 0.5,
         logit_softcap=c.take_number("final_logit_softcapping", None),

@@ -1,0 +1,19 @@
+"""VaultGemma (Google, 2025): Gemma 2 without norms behind the branches, trained with differential privacy."""
+
+from liger_models.architectures.gemma2 import DEFAULTS, TINY, VARIANTS, capped
+from liger_models.architectures.registry import register
+from liger_models.convert.checkpoints.layout import Layout
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.layers.spec import ModelSpec
+
+
+@register(
+    "vaultgemma",
+    reference="VaultGemmaForCausalLM",
+    layouts=(Layout(rename=((".post_attention_layernorm.", ".pre_feedforward_layernorm."),)),),
+    tiny=TINY,
+    defaults=DEFAULTS,
+    variants=VARIANTS,
+)
+def vaultgemma(c: HFConfig) -> ModelSpec:
+    return capped(c, "pre_norm")
