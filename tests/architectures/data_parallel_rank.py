@@ -1,12 +1,10 @@
 """One rank of test_distributed.py: forward and backward over its half of a batch, under torch's own wrapper.
 
-Run as `python data_parallel_rank.py FOLDER WRAPPER LEVEL`, with task.pt in the folder; writes rank0.pt or
-rank1.pt there. WRAPPER is ddp or fsdp, LEVEL one of activation memory.
+task.pt lies in the folder; gives the loss and the gradients. The wrapper is ddp or fsdp.
 """
 
-import os
-import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,11 +17,7 @@ from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.model import CausalLM
 
 
-def main(folder: Path, wrapper: str, level: str) -> None:
-    torch.set_num_threads(1)
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # They meet in a file: a port that was free a moment ago may be another test's by now.
-    dist.init_process_group("gloo", init_method=(folder / "meeting").as_uri(), rank=rank, world_size=ranks)
+def results(folder: Path, rank: int, ranks: int, wrapper: str, level: str) -> dict[str, Any]:
     task = torch.load(folder / "task.pt")
     architecture = find_architecture(task["config"]["model_type"])
     model = CausalLM(architecture.spec(HFConfig.load(task["config"])), activation_memory=level)
@@ -45,10 +39,4 @@ def main(folder: Path, wrapper: str, level: str) -> None:
     gradients = {
         name: p.grad if wrapper == "ddp" else p.grad.full_tensor() for name, p in model.named_parameters()
     }
-    torch.save({"loss": loss.detach(), "gradients": gradients}, folder / f"rank{rank}.pt")
-    del parallel, loss, model  # what outlives its process group waits for ever now and then
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    return {"loss": loss.detach(), "gradients": gradients}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 
 RANK = Path(__file__).with_name("data_parallel_rank.py")
 
@@ -26,24 +24,7 @@ def test_two_ranks_equal_one_process(make_pair, tmp_path, failures, wrapper, lev
     expected = pair.run_ours(**batch)
     expected.logits = None
     torch.save({"config": pair.config, "state": pair.ours.state_dict(), "batch": batch}, tmp_path / "task.pt")
-    environment = {**os.environ, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(RANK), str(tmp_path), wrapper, level],
-            env={**environment, "RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        complaints = [rank.communicate(timeout=120)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], complaints
-
-    results = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    results = run_ranks(RANK, tmp_path, wrapper, level)
     joint = sum(result["loss"] for result in results) / 2  # as the ranks' gradients are averaged
     for result in results:
         by_name = {}

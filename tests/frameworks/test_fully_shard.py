@@ -7,13 +7,11 @@ again in the backward pass.
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 
 from liger_models.layers.activation_memory import LEVELS
 
@@ -23,27 +21,6 @@ CASES = list(itertools.product(LEVELS, (torch.float32, torch.bfloat16)))
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="torch was built without distributed"
 )
-
-
-def run_ranks(folder, task, ranks, device):
-    torch.save(task, folder / "task.pt")
-    environment = {**os.environ, "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(RANK), str(folder), device],
-            env={**environment, "RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        complaints = [process.communicate(timeout=200)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * ranks, complaints
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(ranks)]
 
 
 def run_alone(model, batch, ranks, num_items):
@@ -89,7 +66,10 @@ def check_ranks(make_model, folder, ranks, device, **changes):
     batch = {"input_ids": ids, "labels": labels}
     num_items = int((labels[:, 1:] != -100).sum()) / ranks  # gradients are averaged over ranks
     task = {"config": model.config.to_dict(), "state": model.state_dict(), "batch": batch, "cases": CASES}
-    results = run_ranks(folder, task | {"num_items": num_items}, ranks, device)
+    torch.save(task | {"num_items": num_items}, folder / "task.pt")
+    results = run_ranks(
+        RANK, folder, device, ranks=ranks, backend="nccl" if device == "cuda" else "gloo", seconds=200
+    )
 
     batch = {name: value.to(device) for name, value in batch.items()}
     model = model.to(device, torch.bfloat16)

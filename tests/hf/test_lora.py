@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from hf_pairs import BOUND, relative_distance
+from ranks import run_ranks
 from torch import nn
 
 pytest.importorskip("transformers")
@@ -312,19 +310,7 @@ def test_shards_of_two_processes_have_the_gradients_of_one(make_both, batch, tmp
     rows = {name: batch[name] for name in ("input_ids", "labels")}
     torch.save(rows, tmp_path / "batch.pt")
     halves = [run(adapted, {name: part.chunk(2)[rank] for name, part in rows.items()}) for rank in range(2)]
-    environment = {**os.environ, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, str(Path(__file__).with_name("lora_rank.py")), str(tmp_path)]
-    ranks = [
-        subprocess.Popen(command, env={**environment, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    try:
-        complaints = [process.communicate(timeout=120)[1] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], complaints
-    found = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    found = run_ranks(Path(__file__).with_name("lora_rank.py"), tmp_path)
     for rank in range(2):
         assert found[rank]["calls"] == 2 * len(both.ours.model.layers)
         assert relative_distance(found[rank]["loss"], halves[rank]["loss"]) <= BOUND

@@ -5,14 +5,12 @@ step.
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -163,23 +161,6 @@ def test_two_ranks_move_the_bias_as_one_process_with_both_batches(make_model, tm
     for ids in batches:
         model(ids, labels=ids).loss.backward()
     update_correction_bias(model, RATE)
-    environment = {**os.environ, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(RANK), str(tmp_path), str(RATE)],
-            env={**environment, "RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        complaints = [rank.communicate(timeout=120)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], complaints
-    for rank in range(2):
-        found = torch.load(tmp_path / f"rank{rank}.pt")
+    for found in run_ranks(RANK, tmp_path, str(RATE)):
         for router, bias in zip(routers_of(model), found, strict=True):
             assert torch.equal(bias, router.correction_bias)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import run_ranks
 
 from liger_models.kernels._dispatch import interpret
 from liger_models.layers.moe import MixtureOfExperts
@@ -171,24 +169,7 @@ def test_experts_without_tokens_on_a_rank_train_as_in_one_process(wrapper, rando
     assert [set(layer.router(batch)[2].flatten().tolist()) for batch in batches] == [{1, 2}, {4, 5}]
     torch.save({"spec": layer.spec, "state": layer.state_dict(), "batches": batches}, tmp_path / "task.pt")
     sum(layer(batch).square().sum() for batch in batches).div(2).backward()
-    environment = {**os.environ, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(RANK), str(tmp_path), wrapper],
-            env={**environment, "RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        complaints = [rank.communicate(timeout=120)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], complaints
-    for rank in range(2):
-        found = torch.load(tmp_path / f"rank{rank}.pt")
+    for found in run_ranks(RANK, tmp_path, wrapper):
         assert found.keys() == {name for name, _ in layer.named_parameters()}
         for name, p in layer.named_parameters():
             torch.testing.assert_close(found[name], p.grad, rtol=1e-5, atol=1e-6)

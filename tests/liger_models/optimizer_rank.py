@@ -1,14 +1,12 @@
 """One rank of test_optim.py: the same training with fully_shard and in one process, both by this rank.
 
-Run as `python optimizer_rank.py FOLDER`; writes rank0.pt or rank1.pt there.
+Gives norms and parameters by the form of weights.
 """
 
-import os
-import sys
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -53,13 +51,9 @@ def full(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # They meet in a file: a port that was free a moment ago may be another test's by now.
-    dist.init_process_group("gloo", init_method=(folder / "meeting").as_uri(), rank=rank, world_size=ranks)
+def results(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (ranks,))
-    results = {}
+    found = {}
     for weights in ("stochastic", "master"):
         alone, optimizer = build(weights, None)
         expected_norms = train(alone, optimizer, range(STEPS))
@@ -72,17 +66,11 @@ def main(folder: Path) -> None:
         again = AdamW(stopped.parameters(), lr=1e-2, weights=weights, seed=3)
         set_optimizer_state_dict(stopped, again, state)
         train(stopped, again, range(2, STEPS))
-        results[weights] = {
+        found[weights] = {
             "norms": norms,
             "expected norms": expected_norms,
             "sharded": full(sharded),
             "resumed": full(stopped),
             "expected": full(alone),
         }
-        del alone, sharded, stopped
-    torch.save(results, folder / f"rank{rank}.pt")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return found

@@ -1,18 +1,15 @@
 """One rank of test_sharding.py: loads checkpoints into sharded models, trains a step, and saves them.
 
-Run as `python sharded_rank.py FOLDER`, with RANK and WORLD_SIZE set; reads FOLDER/NAME/source for each name
-and writes FOLDER/NAME/loaded and FOLDER/NAME/trained; and FOLDER/fresh_FAMILY, of fresh weights, and
-FOLDER/bytes{rank}.json.
+Reads FOLDER/NAME/source for each name and writes FOLDER/NAME/loaded and FOLDER/NAME/trained; and
+FOLDER/fresh_FAMILY, of fresh weights, and FOLDER/bytes{rank}.json.
 """
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -21,10 +18,7 @@ from liger_models.architectures import find_architecture
 from liger_models.convert.errors import CheckpointError
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", init_method=(folder / "meeting").as_uri(), rank=rank, world_size=ranks)
+def results(folder: Path, rank: int, ranks: int) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
 
     def shard(model):
@@ -53,8 +47,6 @@ def main(folder: Path) -> None:
         model.save_pretrained(folder / "meeting")  # a file: only the first rank sees that
     except CheckpointError as error:
         (folder / f"error{rank}").write_text(str(error))
-    del model
-    dist.destroy_process_group()
 
 
 FRESH = ("llama", "gpt_oss")
@@ -87,7 +79,3 @@ class Count:
 
     def __exit__(self, *exc):
         os.preadv = self.true
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

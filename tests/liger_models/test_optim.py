@@ -1,14 +1,12 @@
 """liger_models.optim.AdamW in loops of one's own: torch's AdamW in float32, clipping, states, shards."""
 
 import copy
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import nn
 
 from liger_models.kernels.optimizer.adamw import WEIGHTS
@@ -349,23 +347,7 @@ def test_a_sparse_gradient_is_refused():
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 def test_two_ranks_with_fsdp2_have_the_bits_of_one_process(tmp_path):
     """Both ranks see the same batches, so that the mean of their gradients is each one's."""
-    environment = {**os.environ, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(RANK), str(tmp_path)],
-            env={**environment, "RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        complaints = [rank.communicate(timeout=120)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], complaints
-    results = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    results = run_ranks(RANK, tmp_path)
     for weights in ("stochastic", "master"):
         for one in (result[weights] for result in results):
             assert one["norms"] == pytest.approx(one["expected norms"], rel=1e-6)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 
 import liger_models
 from liger_models.architectures import find_architecture
@@ -37,22 +35,7 @@ def folder(tmp_path_factory):
         model = liger_models.from_hub(folder / name / "source", projections=form)
         train_a_step(model)
         model.save_pretrained(folder / name / "expected", max_shard_size="20KB")
-    environment = {**os.environ, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(RANK), str(folder)],
-            env={**environment, "RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        complaints = [rank.communicate(timeout=300)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], complaints
+    run_ranks(RANK, folder, seconds=300)
     return folder
 
 
