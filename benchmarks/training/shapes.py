@@ -63,6 +63,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
         vocab_size=262208,
     ),
     "qwen3-30b-a3b-6": _published("Qwen3-30B-A3B", 6),
+    "gpt-oss-20b-6": _published("gpt-oss-20b", 6),
     "gpt-oss-20b-12": _published("gpt-oss-20b", 12),
     "mixtral-8x7b-4": _published("Mixtral-8x7B-v0.1", 4),
     "deepseek-v3-2": _published("DeepSeek-V3", 2, first_k_dense_replace=1),  # one dense, one of experts

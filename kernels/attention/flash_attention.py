@@ -340,11 +340,11 @@ class _Configuration(NamedTuple):
     key_value_gradient: _Tiles
 
 
-# By the largest sizes of a key's and of a value's head, in 16 bits. On a data centre's GPU those of heads of
-# 128 and more are the fastest of several on an H200, spills included; the others are chosen from what the
-# compiler reports.
+# By the largest sizes of a key's and of a value's head, in 16 bits. On a data centre's GPU these are the
+# fastest of several on an H200, spills included; but the last for heads of 64, and those of other GPUs, are
+# chosen from what the compiler reports.
 _DATA_CENTRE = {  # up to 197 KB of shared memory
-    (64, 64): _Configuration(_Tiles(128, 64, 4, 3), _Tiles(128, 64, 8, 3), _Tiles(64, 128, 8, 2)),
+    (64, 64): _Configuration(_Tiles(64, 64, 4, 3), _Tiles(64, 64, 4, 3), _Tiles(64, 128, 8, 2)),
     (128, 128): _Configuration(_Tiles(64, 64, 4, 3), _Tiles(128, 64, 8, 3), _Tiles(64, 128, 8, 2)),
     (192, 128): _Configuration(_Tiles(128, 64, 8, 3), _Tiles(128, 32, 8, 3), _Tiles(32, 128, 8, 2)),
     (256, 256): _Configuration(_Tiles(128, 64, 8, 2), _Tiles(128, 32, 8, 2), _Tiles(32, 64, 8, 2)),

@@ -418,6 +418,19 @@ def test_on_a_gpu_its_own_choice_given_back_gives_the_same_weights(options):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"softmax_after_top_k": True}, {"score": "sigmoid"}], ids=str)
+@pytest.mark.parametrize(("num_experts", "top_k"), [(8, 2), (60, 4), (128, 8), (512, 10)])
+def test_on_a_gpu_equal_scores_choose_the_experts_that_torch_topk_chooses(num_experts, top_k, options):
+    """Of equals those with the lowest numbers, with either; torch.topk does not say in what order."""
+    logits = torch.randint(1, 4, (4000, num_experts), device="cuda").float()
+    scores = logits if "softmax_after_top_k" in options else logits.softmax(-1)
+    scores = logits.sigmoid() if "score" in options else scores
+    chosen = route(logits, top_k, **options)[1].long()
+    assert torch.equal(chosen.sort(dim=1).values, scores.topk(top_k, dim=1).indices.sort(dim=1).values)
+    assert torch.equal(chosen, logits.sort(dim=1, descending=True, stable=True).indices[:, :top_k])
+
+
+@pytest.mark.gpu
 def test_a_cuda_graph_captures_forward_and_backward():
     logits = torch.randn(64, 128, device="cuda", requires_grad=True)
     upstream = torch.randn(64, 8, device="cuda")
