@@ -1,0 +1,35 @@
+"""Losses of post-training: functions on the scores of `model.score`, each with its formula and source.
+
+    scores = model.score(input_ids, labels, attention_mask=mask)                  # rows [chosen, rejected]
+    chosen, rejected = sequence_log_probs(scores.log_probs).chunk(2)
+    loss = dpo_loss(chosen, rejected, *reference, beta=0.1).loss
+
+Their inputs are float32 tensors, and what is not trained is a constant to autograd. losses/rows.py says what
+the means are over.
+"""
+
+from liger_models.losses.cpo_loss import cpo_loss
+from liger_models.losses.dpo_loss import PreferenceLoss, dpo_loss, wpo_weights
+from liger_models.losses.kto_loss import KTOLoss, kto_kl, kto_loss
+from liger_models.losses.orpo_loss import orpo_loss
+from liger_models.losses.reference import reference_log_probs, without_adapters
+from liger_models.losses.reward_loss import reward_loss
+from liger_models.losses.rows import rows_of_documents, sequence_log_probs
+from liger_models.losses.simpo_loss import simpo_loss
+
+__all__ = [
+    "KTOLoss",
+    "PreferenceLoss",
+    "cpo_loss",
+    "dpo_loss",
+    "kto_kl",
+    "kto_loss",
+    "orpo_loss",
+    "reference_log_probs",
+    "reward_loss",
+    "rows_of_documents",
+    "sequence_log_probs",
+    "simpo_loss",
+    "without_adapters",
+    "wpo_weights",
+]

@@ -1,0 +1,66 @@
+"""KTO (Ethayarajh et al., 2024, arXiv:2402.01306): answers that are good or bad, without pairs.
+
+With r the log-ratio of an answer, z the KL divergence of policy and reference, S the logistic function:
+
+    desirable: w (1 - S(beta (r - z))),   undesirable: w' (1 - S(beta (z - r)))                  (eq. 7, 8)
+
+`apo_zero_unpaired` (D'Oosterlinck et al., 2024, arXiv:2408.06266, eq. 7) is the same with z = 0.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from liger_models.losses.rows import mean_of
+
+
+class KTOLoss(NamedTuple):
+    """The loss, a scalar with gradients, and beta times each answer's log-ratio, [N], without."""
+
+    loss: Tensor
+    rewards: Tensor
+
+
+def kto_loss(
+    log_probs: Tensor,
+    reference: Tensor,
+    desirable: Tensor,
+    kl: Tensor | None = None,
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    num_items: Tensor | int | float | None = None,
+) -> KTOLoss:
+    """The mean loss of N answers, over the answers here or over `num_items` (see losses/rows.py).
+
+    Args:
+        log_probs, reference: log-probabilities of the answers, [N]; the reference's are constants.
+        desirable: whether each is good, [N].
+        kl: as `kto_kl` gives it: KTO. None: apo_zero_unpaired.
+    """
+    ratio = log_probs - reference.detach()
+    beyond = ratio if kl is None else ratio - kl.detach()
+    good = desirable.bool()
+    losses = (
+        torch.where(good, desirable_weight, undesirable_weight)
+        * torch.where(good, -beta * beyond, beta * beyond).sigmoid()
+    )
+    return KTOLoss(mean_of(losses, num_items), beta * ratio.detach())
+
+
+@torch.no_grad()
+def kto_kl(log_probs: Tensor, reference: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The KL term z, at least 0: the mean of log_probs - reference over all ranks' mismatched answers (those
+    of other prompts), [N] each, scored under torch.no_grad().
+
+    It is the mean over answers, also where ranks have different numbers of them.
+    """
+    total = torch.stack([(log_probs - reference).sum(), torch.full_like(log_probs.sum(), len(log_probs))])
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(total, group=group)
+    return (total[0] / total[1].clamp(min=1)).clamp(min=0)

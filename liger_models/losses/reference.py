@@ -1,0 +1,88 @@
+"""Scores of the reference model: once, ahead of training, and kept in a file on request; or, where adapters
+are trained, by the same model without them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.losses.rows import sequence_log_probs
+
+
+@contextlib.contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """While it lasts, PEFT's adapters in the model add nothing: it is the reference of its own training.
+
+    Raises:
+        ValueError: there are no adapters, or some are merged into the weights.
+    """
+    layers = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
+    if not layers or any(getattr(layer, "merged", False) for layer in layers):
+        found = "some of its adapters are merged" if layers else "it has no adapters"
+        raise ValueError(
+            f"the model cannot be its own reference: {found}. Give the reference as a model of its own, or "
+            "score with the model before it is trained"
+        )
+    before = [layer._disable_adapters for layer in layers]
+    try:
+        for layer in layers:
+            layer._disable_adapters = True  # not enable_adapters: that would also switch gradients
+        yield
+    finally:
+        for layer, state in zip(layers, before, strict=True):
+            layer._disable_adapters = state
+
+
+@torch.no_grad()
+def reference_log_probs(
+    model: Any, batches: Iterable[Mapping[str, Tensor]], cache: str | Path | None = None
+) -> list[Tensor]:
+    """The log-probability of each sequence of each batch, [batch] float32 on the CPU, in evaluation mode.
+
+    Args:
+        model: what has the method `score`.
+        batches: what `score` takes by name: input_ids, labels, attention_mask and so on.
+        cache: a safetensors file, one a process. What it holds of the same batches and the same weights is
+            not computed again; what it lacks is added.
+    """
+    from safetensors.torch import load_file, save_file
+
+    path = None if cache is None else Path(cache)
+    known = load_file(path) if path is not None and path.exists() else {}
+    weights = "" if path is None else _digest(dict(model.state_dict()))
+    found, added, training = [], {}, model.training
+    model.eval()
+    try:
+        for batch in batches:
+            key = "" if path is None else f"{weights}.{_digest(batch)}"
+            if key not in known or path is None:
+                scores = sequence_log_probs(model.score(**batch).log_probs)
+                known[key] = added[key] = scores.cpu()
+            found.append(known[key])
+    finally:
+        model.train(training)
+    if path is not None and added:
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        save_file(known, beside)
+        beside.replace(path)
+    return found
+
+
+def _digest(tensors: Mapping[str, Any]) -> str:
+    """A digest of names, dtypes, shapes and values."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        if isinstance(tensor, Tensor):
+            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+            flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+            digest.update(memoryview(flat.numpy()))
+    return digest.hexdigest()[:32]

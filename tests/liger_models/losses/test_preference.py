@@ -1,0 +1,302 @@
+"""Preference losses are TRL's, in loss and gradients, on made-up scores; without TRL, their formulas."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from trl_trainers import fused_output, trainer
+
+from liger_models.losses import (
+    cpo_loss,
+    dpo_loss,
+    kto_kl,
+    kto_loss,
+    orpo_loss,
+    reward_loss,
+    rows_of_documents,
+    sequence_log_probs,
+    simpo_loss,
+    wpo_weights,
+)
+from liger_models.losses.dpo_loss import TYPES
+
+trl = pytest.importorskip("trl", reason="trl is not installed")
+
+PAIRS, SEQ = 4, 9
+
+
+def rows():
+    """Which tokens are an answer's [2 * PAIRS, SEQ], scores of all but the first [2 * PAIRS, SEQ - 1], and
+    the leaf that they are made of."""
+    mask = torch.zeros(2 * PAIRS, SEQ, dtype=torch.long)
+    for row, (start, end) in enumerate([(2, 9), (3, 6), (1, 4), (4, 9), (2, 5), (3, 9), (1, 2), (4, 8)]):
+        mask[row, start:end] = 1
+    leaf = -torch.rand(2 * PAIRS, SEQ - 1)
+    return mask, leaf.requires_grad_() * mask[:, 1:], leaf
+
+
+def trl_dpo(mask, log_probs, reference, loss_types, weights=None, **options):
+    from trl import DPOTrainer
+
+    defaults = {
+        "beta": 0.3,
+        "label_smoothing": 0.0,
+        "f_divergence_type": "reverse_kl",
+        "f_alpha_divergence_coef": 0.5,
+        "ld_alpha": None,
+        "use_weighting": False,
+    }
+    squares = options.pop("log_sum_sq_probs", torch.zeros_like(log_probs))
+    made = trainer(
+        DPOTrainer,
+        loss_types=loss_types,
+        loss_weights=weights or [1.0] * len(loss_types),
+        precompute_ref_logps=True,
+        args=SimpleNamespace(discopop_tau=0.05),
+        **(defaults | options),
+    )
+    inputs = {
+        "input_ids": torch.zeros_like(mask),
+        "attention_mask": torch.ones_like(mask),
+        "completion_mask": mask,
+        "ref_chosen_logps": reference[:PAIRS],
+        "ref_rejected_logps": reference[PAIRS:],
+    }
+    output = fused_output(log_probs, log_sum_sq_probs=squares)
+    return made._compute_loss(lambda **_: output, inputs, False)
+
+
+def ours_dpo(mask, log_probs, reference, desensitized=None, **options):
+    sums = sequence_log_probs(log_probs, mask[:, 1:], desensitized)
+    lengths = mask[:, 1:].sum(1)
+    options = {"beta": 0.3} | options
+    names = ("chosen_lengths", "rejected_lengths")
+    return dpo_loss(
+        *sums.chunk(2), *reference.chunk(2), **dict(zip(names, lengths.chunk(2), strict=True)), **options
+    )
+
+
+SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_every_type_of_dpo_is_trls(name, assert_same):
+    mask, log_probs, leaf = rows()
+    reference = -3 * torch.rand(2 * PAIRS)
+    options = {"label_smoothing": 0.1} if name in SMOOTHED else {}
+    ours = ours_dpo(mask, log_probs, reference, loss_type=name, **options)
+    assert_same(ours.loss, trl_dpo(mask, log_probs, reference, [name], **options), leaf)
+
+
+def test_all_of_trls_types_are_here():
+    from trl import DPOConfig
+
+    text = DPOConfig.__dataclass_fields__["loss_type"].metadata["help"]
+    assert {name for name in TYPES if f"'{name}'" in text} == set(TYPES)
+    assert len(TYPES) == 15
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "js_divergence", "alpha_divergence"])
+@pytest.mark.parametrize("name", ["sigmoid", "hinge", "ipo", "discopop"])
+def test_other_divergences_are_trls(divergence, name, assert_same):
+    mask, log_probs, leaf = rows()
+    reference = -3 * torch.rand(2 * PAIRS)
+    ours = ours_dpo(mask, log_probs, reference, loss_type=name, f_divergence=divergence, f_alpha=0.7)
+    theirs = {"f_divergence_type": divergence, "f_alpha_divergence_coef": 0.7}
+    assert_same(ours.loss, trl_dpo(mask, log_probs, reference, [name], **theirs), leaf)
+
+
+def test_weighted_sums_of_types_are_trls(assert_same):
+    mask, log_probs, leaf = rows()
+    reference = -3 * torch.rand(2 * PAIRS)
+    mixture = {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.5}
+    ours = ours_dpo(mask, log_probs, reference, loss_type=mixture)
+    theirs = trl_dpo(mask, log_probs, reference, [*mixture], weights=[*mixture.values()])
+    assert_same(ours.loss, theirs, leaf)
+
+
+def test_desensitised_lengths_are_trls(assert_same):
+    mask, log_probs, leaf = rows()
+    reference = -3 * torch.rand(2 * PAIRS)
+    ours = ours_dpo(mask, log_probs, reference, desensitized=0.4)
+    assert_same(ours.loss, trl_dpo(mask, log_probs, reference, ["sigmoid"], ld_alpha=0.4), leaf)
+
+
+def test_wpo_weights_are_trls(assert_same):
+    mask, log_probs, leaf = rows()
+    reference, squares = -3 * torch.rand(2 * PAIRS), -torch.rand(2 * PAIRS, SEQ - 1)
+    ours = ours_dpo(mask, log_probs, reference, weights=wpo_weights(log_probs, squares, mask[:, 1:]))
+    options = {"use_weighting": True, "log_sum_sq_probs": squares}
+    assert_same(ours.loss, trl_dpo(mask, log_probs, reference, ["sigmoid"], **options), leaf)
+
+
+def test_rewards_margins_and_accuracy():
+    chosen, rejected = torch.tensor([-1.0, -5.0]), torch.tensor([-3.0, -4.0])
+    found = dpo_loss(chosen, rejected, torch.zeros(2), torch.zeros(2), beta=0.5)
+    assert found.chosen_rewards.tolist() == [-0.5, -2.5]
+    assert found.margin == 0.25
+    assert found.accuracy == 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_type": "sigmoyd"}, "unknown loss_type"),
+        ({"loss_type": {}}, "unknown loss_type"),
+        ({"f_divergence": "kl"}, "unknown f_divergence"),
+        ({"loss_type": "apo_zero", "f_divergence": "forward_kl"}, "reverse_kl"),
+        ({"loss_type": "ipo"}, "needs chosen_lengths"),
+        ({"loss_type": "exo_pair"}, "above 0"),
+        ({"loss_type": "robust", "label_smoothing": 0.5}, "below 0.5"),
+        ({"label_smoothing": 0.1}, "no meaning"),
+        ({"loss_type": "aot", "weights": torch.ones(2)}, "sort the batch"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        dpo_loss(*torch.zeros(4, 2), **options)
+
+
+def by_token(mask, log_probs):
+    return (sequence_log_probs(log_probs) / mask[:, 1:].sum(1)).chunk(2)
+
+
+def test_orpo_is_trls(assert_same):
+    from trl.experimental.orpo import ORPOTrainer
+
+    mask, log_probs, leaf = rows()
+    chosen, rejected = by_token(mask, log_probs)
+    nll = -log_probs[:PAIRS].sum()
+    theirs, *_ = trainer(ORPOTrainer, beta=0.3).odds_ratio_loss(chosen, rejected)
+    assert_same(orpo_loss(chosen, rejected, nll, beta=0.3).loss, nll - theirs.mean(), leaf)
+
+
+def test_odds_of_certain_answers_have_finite_gradients():
+    chosen = torch.tensor([-1e-7, -20.0, -100.0], requires_grad=True)
+    orpo_loss(chosen, chosen.detach().flip(0), torch.zeros(())).loss.backward()
+    assert chosen.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "hinge", "ipo", "simpo"])
+def test_cpo_and_simpo_are_trls(name, assert_same):
+    from trl.experimental.cpo import CPOTrainer
+
+    mask, log_probs, leaf = rows()
+    smoothing = 0.1 if name in ("sigmoid", "simpo") else 0.0
+    means = name in ("ipo", "simpo")
+    chosen, rejected = by_token(mask, log_probs) if means else sequence_log_probs(log_probs).chunk(2)
+    nll = -log_probs[:PAIRS].mean()
+    made = trainer(
+        CPOTrainer, beta=0.7, alpha=0.0, loss_type=name, simpo_gamma=0.5, label_smoothing=smoothing
+    )
+    theirs = made.cpo_loss(chosen, rejected)[0].mean() + 0.2 * nll
+    common = {"beta": 0.7, "alpha": 0.2, "label_smoothing": smoothing}
+    if name == "simpo":
+        ours = simpo_loss(chosen, rejected, nll, gamma=0.5, **common)
+    else:
+        ours = cpo_loss(chosen, rejected, nll, loss_type=name, **common)
+    assert_same(ours.loss, theirs, leaf)
+
+
+@pytest.mark.parametrize("name", ["kto", "apo_zero_unpaired"])
+def test_kto_is_trls(name, assert_same):
+    from trl import KTOTrainer
+
+    mask, log_probs, leaf = rows()
+    label = torch.tensor([True, False, True, True, False, True, False, False])
+    reference, other_reference = -3 * torch.rand(2, 2 * PAIRS)
+    other = other_reference + torch.randn(2 * PAIRS) + 1
+    made = trainer(
+        KTOTrainer,
+        beta=0.3,
+        loss_type=name,
+        desirable_weight=1.2,
+        undesirable_weight=0.7,
+        precompute_ref_logps=True,
+        calculate_KL=name == "kto",
+        _compute_kl_logps=lambda model, batch: other,
+    )
+    inputs = {
+        "input_ids": torch.zeros_like(mask),
+        "attention_mask": torch.ones_like(mask),
+        "completion_mask": mask,
+        "label": label,
+        "ref_logps": reference,
+        "ref_KL_logps": other_reference,
+    }
+    theirs = made._compute_loss(lambda **_: fused_output(log_probs), inputs, False)
+    kl = kto_kl(other, other_reference) if name == "kto" else None
+    assert kl is None or kl > 0
+    ours = kto_loss(
+        sequence_log_probs(log_probs),
+        reference,
+        label,
+        kl,
+        beta=0.3,
+        desirable_weight=1.2,
+        undesirable_weight=0.7,
+    )
+    assert_same(ours.loss, theirs, leaf)
+
+
+def test_the_kl_term_is_never_below_zero():
+    assert kto_kl(torch.tensor([-2.0]), torch.tensor([-1.0])) == 0
+
+
+def test_rewards_are_trls(assert_same):
+    from trl import RewardTrainer
+
+    logits = torch.randn(2 * PAIRS, 1, requires_grad=True)
+    margin = torch.rand(PAIRS)
+    made = trainer(RewardTrainer, args=SimpleNamespace(center_rewards_coefficient=0.01))
+    inputs = {"margin": margin, "attention_mask": torch.ones(1)}
+    theirs = made.compute_loss(lambda **_: SimpleNamespace(logits=logits), inputs)
+    ours = reward_loss(*logits[:, 0].chunk(2), margin, centering=0.01)
+    assert_same(ours.loss, theirs, logits)
+
+
+def test_packed_documents_are_rows():
+    lengths, bounds = [4, 1, 6], torch.tensor([0, 4, 5, 11])
+    for total in (11, 10):  # of shift_labels, and of labels
+        scores = torch.randn(1, total, requires_grad=True)
+        found = rows_of_documents(scores, bounds)
+        assert found.shape == (3, 6 if total == 11 else 5)
+        for row, start, length in zip(found, bounds, lengths, strict=False):
+            own = scores[0, start : start + length]
+            assert torch.equal(row[: len(own)], own)
+            assert not row[len(own) :].any()
+    with pytest.raises(ValueError, match="as many as the documents"):
+        rows_of_documents(torch.zeros(1, 9), bounds)
+
+
+def uneven_mean(loss, *columns: Tensor) -> tuple[Tensor, Tensor]:
+    """A loss of seven items at once, and as the mean over two processes that have two and five."""
+    parts = zip(*(column.split([2, 5]) for column in columns), strict=True)
+    return loss(*columns, None), sum(loss(*part, 7 / 2) for part in parts) / 2
+
+
+LOSSES = {
+    "dpo": lambda a, b, c, d, n: dpo_loss(a, b, c, d, num_items=n).loss,
+    "orpo": lambda a, b, c, d, n: orpo_loss(a - 1, b - 1, torch.zeros(()), num_items=n).loss,
+    "cpo": lambda a, b, c, d, n: cpo_loss(a, b, num_items=n).loss,
+    "simpo": lambda a, b, c, d, n: simpo_loss(a, b, num_items=n).loss,
+    "kto": lambda a, b, c, d, n: kto_loss(a, b, c > d, torch.tensor(0.3), num_items=n).loss,
+    "reward": lambda a, b, c, d, n: reward_loss(a, b, c, centering=0.1, num_items=n).loss,
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_uneven_parts_of_a_step_make_its_mean(name, assert_same):
+    columns = -torch.rand(4, 7)
+    columns.requires_grad_()
+    assert_same(*uneven_mean(LOSSES[name], *columns), columns)
+
+
+def test_dpo_is_its_formula():
+    a, b, c, d = -torch.rand(4, 5).double()
+    expected = -torch.log(1 / (1 + torch.exp(-0.2 * ((a - c) - (b - d))))).mean()
+    assert math.isclose(dpo_loss(a, b, c, d, beta=0.2).loss, expected, rel_tol=1e-12)

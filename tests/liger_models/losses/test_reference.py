@@ -1,0 +1,76 @@
+"""Reference scores: with adapters switched off, and once for all in a file."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import liger_models
+from liger_models.architectures import find_architecture
+from liger_models.losses import reference_log_probs, sequence_log_probs, without_adapters
+
+
+@pytest.fixture
+def model():
+    model = liger_models.from_config(find_architecture("llama").tiny)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    return model
+
+
+def batches(model):
+    ids = torch.randint(model.spec.vocab_size, (2, 2, 7))
+    return [
+        {"input_ids": rows, "labels": rows.masked_fill(torch.rand(rows.shape) < 0.3, -100)} for rows in ids
+    ]
+
+
+def test_without_its_adapters_a_model_is_its_own_reference(model):
+    peft = pytest.importorskip("peft")
+    (batch, _) = batches(model)
+    expected = model.score(**batch).log_probs
+    config = peft.LoraConfig(r=2, target_modules=["o_proj", "lm_head"], init_lora_weights=False)
+    adapted = peft.inject_adapter_in_model(config, model)
+    trained = {name: p.requires_grad for name, p in adapted.named_parameters()}
+    with without_adapters(adapted):
+        # The head, which PEFT has wrapped, makes its logits at once.
+        torch.testing.assert_close(adapted.score(**batch).log_probs, expected, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(adapted.score(**batch).log_probs, expected)
+    assert {name: p.requires_grad for name, p in adapted.named_parameters()} == trained
+    scores = adapted.score(**batch)
+    scores.log_probs.sum().backward()
+    assert all(p.grad is not None for p in adapted.parameters() if p.requires_grad)
+
+
+def test_a_model_without_adapters_or_with_merged_ones_is_refused(model):
+    with pytest.raises(ValueError, match="no adapters"), without_adapters(model):
+        pass
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["o_proj"])
+    adapted = peft.inject_adapter_in_model(config, model)
+    adapted.layers[0].self_attn.o_proj.merge()
+    with pytest.raises(ValueError, match="merged"), without_adapters(adapted):
+        pass
+
+
+def test_reference_scores_are_kept_in_a_file_for_these_weights_and_batches(model, tmp_path):
+    given, calls = batches(model), []
+    score = model.score
+    model.score = lambda **batch: calls.append(1) or score(**batch)
+    expected = [sequence_log_probs(score(**batch).log_probs).detach() for batch in given]
+    path = tmp_path / "reference.safetensors"
+    for _ in range(2):
+        found = reference_log_probs(model, given, path)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        assert len(calls) == 2
+    assert not found[0].requires_grad
+    assert model.training
+    other = {**given[0], "labels": given[0]["input_ids"]}
+    reference_log_probs(model, [given[1], other], path)
+    assert len(calls) == 3  # the batch that is not known
+    with torch.no_grad():
+        model.norm.weight[0] += 1e-3
+    changed = reference_log_probs(model, given, path)
+    assert len(calls) == 5
+    assert not torch.equal(changed[0], found[0])
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]

@@ -1,0 +1,52 @@
+"""TRL's trainers as referees: their loss functions, run on made-up scores without a trainer."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+
+class OneProcess:
+    """What the losses ask of an accelerator, of a run with one process."""
+
+    device = torch.device("cpu")
+    num_processes = 1
+    sync_gradients = True
+
+    def gather(self, tensor):
+        return tensor
+
+    gather_for_metrics = unwrap_model = gather
+
+    def reduce(self, tensor, reduction="sum"):
+        return tensor
+
+    def pad_across_processes(self, tensor, **_):
+        return tensor
+
+
+def trainer(cls: type, **attributes: Any) -> Any:
+    """An object of a trainer's class with these attributes alone, and what logging needs."""
+    made = object.__new__(cls)
+    defaults = {
+        "model": SimpleNamespace(training=True),
+        "accelerator": OneProcess(),
+        "aux_loss_enabled": False,
+        "_metrics": defaultdict(lambda: defaultdict(list)),
+        "_total_train_tokens": 0,
+        "_tp_size": 1,
+    }
+    vars(made).update(defaults | attributes)
+    return made
+
+
+def fused_output(log_probs, **others):
+    """What TRL's fused head gives: the scores, and zeros for what is only logged."""
+    from trl.trainer.utils import FusedCausalLMOutput
+
+    zeros = torch.zeros_like(log_probs)
+    fields = {"entropy": zeros, "mean_logits": zeros, "log_sum_sq_probs": zeros, "is_top1": zeros.bool()}
+    return FusedCausalLMOutput(log_probs=log_probs, **(fields | others))
