@@ -59,6 +59,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -186,7 +187,8 @@ def attend_cached(
     q = q.unflatten(0, sees.shape[:2]).transpose(1, 2)  # [batch, heads, new, dim]
     keys, values, sees = keys.transpose(1, 2), values.transpose(1, 2), sees[:, None].to(q.device)
     if _is_plain_softmax(spec):
-        out = _grouped_sdpa(q, keys, values, spec, sees)
+        with sdpa_kernel(_MASKED) if q.is_cuda and not torch.compiler.is_compiling() else nullcontext():
+            out = _grouped_sdpa(q, keys, values, spec, sees)
     else:
         groups = (spec.num_key_value_heads, -1)
         new = q.shape[2]
@@ -306,6 +308,11 @@ def _grouped_sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, mask: Te
     """q [batch, heads, queries, dim]; k, v [batch, kv_heads, keys, dim]."""
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
     groups = spec.num_attention_heads // spec.num_key_value_heads
+    if groups > 1 and q.shape[2] == 1 and mask is not None:
+        # One query sees what the others of its group see: they are so many queries of one head.
+        q = q.unflatten(1, (spec.num_key_value_heads, groups)).squeeze(3)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scale)
+        return out.flatten(1, 2).unsqueeze(2)
     unusual = mask is not None or q.dtype == torch.float32 or q.shape[-1] != v.shape[-1] or q.shape[-1] > 256
     if groups > 1 and unusual:
         # The kernels that take a mask, float32 or heads like these do not know grouped heads, and the

@@ -23,11 +23,14 @@ class KVCache:
         self.layers = layers
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)  # tokens held, a sequence
         self.longest = 0
+        self.extent = 0  # places of a sequence that are looked at: all that hold a token, or more
         self.newest = 0  # how many tokens of a sequence are now being added, at most
         self.rows = torch.empty(
             0, dtype=torch.long, device=device
         )  # of the tokens now being added: their sequence
         self.slots = self.rows  # and their place in it
+        self._all_rows = torch.arange(batch, device=device)
+        self._seen: dict[tuple[int | None, int | None], Tensor] = {}
 
     def reserve(self, counts: Tensor, most: int) -> Tensor:
         """Make room for `counts` [batch] more tokens a sequence, `most` being the largest. Returns their
@@ -39,29 +42,40 @@ class KVCache:
         self.slots = self.lengths[self.rows] + nth
         self.lengths = self.lengths + counts
         self.longest += most
-        self.newest = most
+        self.extent, self.newest = self.longest, most
+        self._seen.clear()
         return self.slots
+
+    def reserve_next(self, slots: Tensor, extent: int) -> None:
+        """Make room for one token of each sequence, at the places `slots` [batch], all of them below
+        `extent`. Nothing here depends on what they are: on a GPU it can be recorded and played back.
+        `lengths` and `longest` are for the caller to count on.
+        """
+        self.rows, self.slots, self.extent, self.newest = self._all_rows, slots, extent, 1
+        self._seen.clear()
 
     def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         """Store what a layer remembers of the new tokens, each [T, ...], and return it of all, each [batch,
-        longest, ...].
+        extent, ...].
         """
         room = self.layers[layer]
         for tensor, values in zip(room, new, strict=True):
             tensor[self.rows, self.slots] = values.to(tensor.dtype)
-        return tuple(tensor[:, : self.longest] for tensor in room)
+        return tuple(tensor[:, : self.extent] for tensor in room)
 
     def sees(self, layer: int, window: int | None, chunk: int | None = None) -> Tensor | None:
-        """Which of the tokens that `append` returned each new one sees, [batch, new, longest] bool. None:
+        """Which of the tokens that `append` returned each new one sees, [batch, new, extent] bool. None:
         nothing is remembered but the new tokens, and they see one another as documents do. `window` and
         `chunk`: see `AttentionSpec`.
         """
         if self.longest == self.newest:
             return None
-        place = torch.arange(self.longest, device=self.slots.device)
-        sees = place <= self.slots[:, None]
-        if window is not None:
-            sees &= place > self.slots[:, None] - window
-        if chunk is not None:
-            sees &= place // chunk == self.slots[:, None] // chunk
-        return sees[:, None]
+        if (window, chunk) not in self._seen:
+            place = torch.arange(self.extent, device=self.slots.device)
+            sees = place <= self.slots[:, None]
+            if window is not None:
+                sees &= place > self.slots[:, None] - window
+            if chunk is not None:
+                sees &= place // chunk == self.slots[:, None] // chunk
+            self._seen[window, chunk] = sees[:, None]
+        return self._seen[window, chunk]

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.errors import DataError
-from liger_models.layers.cache import KVCache
+from liger_models.decoding import Decoding, can_be_recorded
 from liger_models.layers.model import CausalLM
 from liger_models.layers.rotary import effective_length
 from liger_models.layers.sequences import Sequences
+
+LOOK_EVERY = 8  # tokens: to see whether all sequences have ended waits for a GPU
+WORTH_RECORDING = 8  # tokens: about what recording a step costs
 
 
 @torch.no_grad()
@@ -63,34 +66,53 @@ def generate(
 
     _check_prompts(model, input_ids)
     batch, seq = input_ids.shape
-    cache: KVCache | None = None
+    room = seq + max_new_tokens
+    step: Decoding | None = None
+    recorded = max_new_tokens > WORTH_RECORDING and can_be_recorded(model)
+    # Whoever listens hears nothing behind the end.
+    look_every = LOOK_EVERY if input_ids.is_cuda and on_token is None else 1
     done = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
     tokens = [input_ids]
     with in_evaluation(model):
-        for _ in range(max_new_tokens):
-            if cache is None or _tables(model, cache.longest) != _tables(model, cache.longest + 1):
+        for number in range(1, max_new_tokens + 1):
+            if step is None or _tables(model, step.cache.longest) != _tables(model, step.cache.longest + 1):
                 # The prompts; or a length at which all keys are turned otherwise, those in the cache too.
-                new_ids = torch.cat(tokens, dim=1)
-                sequences, lengths = _documents(new_ids, attention_mask)
-                cache = model.new_cache(batch, seq + max_new_tokens)
+                step, logits = _begin(model, torch.cat(tokens, dim=1), attention_mask, room, recorded)
             else:
-                new_ids, lengths = tokens[-1], torch.ones_like(lengths)
-                sequences = Sequences.from_call((batch, 1), input_ids.device)
-            sequences.cache = cache
-            sequences.position_ids = cache.reserve(lengths, sequences.max_seqlen)
-            sequences.longest_position = cache.longest
-            hidden = model.hidden_states(sequences, new_ids)
-            last = hidden[lengths.cumsum(0) - 1]
-            chosen = _choose(model.logits(last).float(), temperature, top_p, top_k, generator)
+                logits = step(tokens[-1][:, 0])
+            chosen = _choose(logits.float(), temperature, top_p, top_k, generator)
             chosen = torch.where(done, pad, chosen)
             tokens.append(chosen[:, None])
             if on_token is not None:
                 on_token(chosen)
             if ends:
                 done = done | torch.isin(chosen, end_ids)
-                if bool(done.all()):
+                if number % look_every == 0 and bool(done.all()):
                     break
-    return torch.cat(tokens, dim=1)
+    text = torch.cat(tokens, dim=1)
+    return _up_to_the_end(text, seq, end_ids) if ends and look_every > 1 else text
+
+
+def _begin(
+    model: CausalLM, ids: Tensor, attention_mask: Tensor | None, room: int, recorded: bool
+) -> tuple[Decoding, Tensor]:
+    """Read all that there is [batch, seq]: what makes the next tokens, and the logits [batch, V] of the first
+    one.
+    """
+    sequences, lengths = _documents(ids, attention_mask)
+    cache = model.new_cache(len(ids), room)
+    sequences.cache = cache
+    sequences.position_ids = cache.reserve(lengths, sequences.max_seqlen)
+    sequences.longest_position = cache.longest
+    hidden = model.hidden_states(sequences, ids)
+    return Decoding(model, cache, room, recorded), model.logits(hidden[lengths.cumsum(0) - 1])
+
+
+def _up_to_the_end(text: Tensor, seq: int, end_ids: Tensor) -> Tensor:
+    """[batch, seq + new] without what was made after all sequences had ended."""
+    ended = torch.isin(text[:, seq:], end_ids).cumsum(1) > 0
+    going_on = int((~ended).sum(1).max())
+    return text[:, : seq + going_on + 1]
 
 
 @contextmanager
@@ -148,7 +170,9 @@ def _choose(
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
         outside = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= top_p)
         logits = logits.masked_fill(outside, float("-inf"))
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+    # As torch.multinomial draws one, which would wait to see that these are probabilities.
+    shares = logits.softmax(-1)
+    return (shares / torch.empty_like(shares).exponential_(generator=generator)).argmax(-1)
 
 
 def _check_options(max_new_tokens: int, temperature: float, top_p: float, top_k: int) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
+
 import pytest
 import torch
 from variants import skipped
 
-from liger_models import generation
+from liger_models import decoding, generation
 from liger_models.architectures import find_architecture
 from liger_models.convert.errors import DataError
 from liger_models.generation import generate
@@ -119,6 +122,64 @@ def test_cached_logits_are_those_of_the_whole_text(pair, monkeypatch):
             whole = pair.ours(text[row : row + 1, 9 - length :]).logits[0, length - 1 : -1]
         # float32 through three layers, attention in another order
         assert (cached[row] - whole).norm() <= 1e-5 * whole.norm()
+
+
+def test_steps_as_they_are_recorded_make_the_same_text(pair, monkeypatch):
+    """With fixed places of ids, and with more places of the cache in sight than hold a token."""
+    ids = prompts(pair)
+    mask = (torch.arange(9) >= torch.tensor([[0], [3], [8]])).long()
+    expected = generate(pair.ours, ids, NEW, attention_mask=mask)
+    monkeypatch.setattr(generation, "can_be_recorded", lambda model: True)
+    monkeypatch.setattr(decoding, "LEAST_EXTENT", 8)  # which is outgrown at once, and once more
+    assert torch.equal(generate(pair.ours, ids, NEW, attention_mask=mask), expected)
+
+
+def test_what_was_made_after_the_end_of_all_sequences_is_cut_off():
+    text = torch.tensor([[1, 7, 2, 9, 0, 0], [1, 8, 9, 0, 0, 0]])
+    cut = generation._up_to_the_end
+    assert cut(text, 1, torch.tensor([9])).tolist() == [[1, 7, 2, 9], [1, 8, 9, 0]]
+    assert cut(text, 1, torch.tensor([9, 7])).tolist() == [[1, 7, 2], [1, 8, 9]]
+    assert cut(text, 1, torch.tensor([7])).tolist() == text.tolist()
+
+
+def test_a_draw_is_the_one_that_torch_makes():
+    logits = torch.randn(50, 30)
+    ours = generation._choose(logits, 0.7, 1.0, 0, torch.Generator().manual_seed(3))
+    theirs = torch.multinomial((logits / 0.7).softmax(-1), 1, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(ours, theirs[:, 0])
+
+
+@pytest.mark.gpu
+def test_recorded_steps_on_a_gpu_make_the_same_text_and_wait_for_nothing(pair, monkeypatch):
+    model = copy.deepcopy(pair.ours).cuda()
+    ids = prompts(pair).cuda()
+    mask = (torch.arange(9) >= torch.tensor([[0], [3], [8]])).long().cuda()
+    monkeypatch.setattr(decoding, "LEAST_EXTENT", 8)
+    played = []
+    record = decoding.record
+    monkeypatch.setattr(decoding, "record", lambda step: (played.append(0), record(step))[1])
+
+    def text(new=NEW, **options):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                made = generate(model, ids, new, attention_mask=mask, **options)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        return made, sum("synchronizing CUDA operation" in str(w.message) for w in caught)
+
+    options = {"eos_token_id": -1}  # which never comes, and is looked for
+    found, waits = text(**options)
+    assert len(played) == 3  # for 8, 16 and 32 places, or 33
+    assert waits <= text(9, **options)[1] + NEW // generation.LOOK_EVERY + len(played)
+    monkeypatch.setattr(generation, "can_be_recorded", lambda model: False)
+    expected, _ = text(**options)
+    assert torch.equal(found, expected)
+    ends = {"eos_token_id": expected[0, 9 + 5].item()}
+    ended, _ = text(**ends)
+    monkeypatch.undo()
+    assert torch.equal(text(**ends)[0], ended)
 
 
 def test_tokens_are_handed_out_as_they_come(pair):
