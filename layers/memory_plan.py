@@ -300,8 +300,8 @@ class StepMemory:
         """
         if self.step.gpus == 1 and not any(hasattr(p, "to_local") for p in self.model.parameters()):
             return 0
-        layers = [sum(p.nbytes for p in layer.parameters()) for layer in self.model.layers]
-        return 3 * max(layers) + sum(p.nbytes for p in self.model.parameters()) - sum(layers)
+        layers = [sum(map(_gathered_bytes, layer.parameters())) for layer in self.model.layers]
+        return 3 * max(layers) + sum(map(_gathered_bytes, self.model.parameters())) - sum(layers)
 
     @cached_property
     def _dequantised(self) -> int:
@@ -533,6 +533,17 @@ def _local(p: Tensor) -> Tensor:
 
 def _bytes(p: Tensor) -> int:
     return _local(p).nbytes
+
+
+def _gathered_bytes(p: Tensor) -> int:
+    """Of a parameter that is divided, when it is at work: of experts that ranks hold apart, these alone, and
+    nothing more than they are where nothing else divides them.
+    """
+    mesh: Any = getattr(p, "device_mesh", None)
+    names = getattr(mesh, "mesh_dim_names", None) or ()
+    if "experts" not in names:
+        return p.nbytes
+    return 0 if len(names) == 1 else p.nbytes // mesh.size(names.index("experts"))
 
 
 def _elements(p: Tensor) -> int:

@@ -21,6 +21,7 @@ from liger_models.convert.checkpoints.weight_map import Cat, Expr, Ref, Stack
 from liger_models.kernels import moe_experts, rms_norm, route
 from liger_models.kernels._dispatch import at_least_float32, once_differentiable
 from liger_models.layers.activation_memory import RERUN, ActivationMemory, carry_recipe, recompute
+from liger_models.layers.expert_parallel import ExpertExchange, Routes
 from liger_models.layers.linear import Linear, as_wide_as, project
 from liger_models.layers.mlp import make_mlp
 from liger_models.layers.routing_decisions import RoutingDecisions, in_backward_pass
@@ -256,9 +257,13 @@ class Experts(nn.Module):
     For the backward pass it keeps its input, the weights and the products with gate and up, [T k, 2 I]. Run
     again in the backward pass (the levels `mlp` and `checkpoint`), it repeats both matrix products. At the
     level `mlp` the router is not run again: its decision is kept.
+
+    Attributes:
+        exchange: with other ranks, where the experts are divided over them: layers/expert_parallel.py.
     """
 
     activation_memory: ActivationMemory = "lean"
+    exchange: ExpertExchange | None = None
 
     def __init__(self, hidden_size: int, spec: MoESpec):
         super().__init__()
@@ -299,9 +304,10 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """x [T, H], weights [T, k], experts [T, k] -> [T, H]."""
+        routes = None if self.exchange is None else self.exchange.plan(experts)
         if self.activation_memory == "mlp" and torch.is_grad_enabled():
-            return recompute(self._forward, x, weights, experts, *self._made_matrices())
-        return self._forward(x, weights, experts)
+            return recompute(self._forward, routes, x, weights, experts, *self._made_matrices())
+        return self._forward(routes, x, weights, experts)
 
     def _made_matrices(self) -> tuple[Tensor, ...]:
         """The matrices where parametrizations make them: adapters take theirs away when this call returns,
@@ -309,13 +315,20 @@ class Experts(nn.Module):
         """
         return (self.gate_up_proj, self.down_proj) if is_parametrized(self) else ()
 
-    def _forward(self, x: Tensor, weights: Tensor, experts: Tensor, *matrices: Tensor) -> Tensor:
+    def _forward(
+        self, routes: Routes | None, x: Tensor, weights: Tensor, experts: Tensor, *matrices: Tensor
+    ) -> Tensor:
         gate_up, down = matrices or (self.gate_up_proj, self.down_proj)
         biases = as_wide_as(gate_up, self.gate_up_proj_bias), as_wide_as(down, self.down_proj_bias)
-        spec = self.spec
-        return moe_experts(
-            x, weights, experts, gate_up, down, spec.activation, *biases, weighted=spec.weighted
-        )
+        spec, num_rows = self.spec, None
+        if routes is not None:
+            own = routes.exchange.parameter
+            gate_up, down, biases = own(gate_up), own(down), (own(biases[0]), own(biases[1]))
+            x, weights, experts = routes.there(x, weights, experts)
+            num_rows = routes.num_slots
+        operands = x, weights, experts, gate_up, down
+        y = moe_experts(*operands, spec.activation, *biases, weighted=spec.weighted, num_rows=num_rows)
+        return y if routes is None else routes.back(y)
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Of a token, as on a GPU: gate and up of each of its experts, and its rows' places among the rows
@@ -323,7 +336,11 @@ class Experts(nn.Module):
         """
         if level == "mlp" or level in RERUN:
             return 0
-        return self.spec.experts_per_token * (2 * itemsize * self.spec.intermediate_size + 8)
+        spec, exchange = self.spec, self.exchange
+        kept = spec.experts_per_token * (2 * itemsize * spec.intermediate_size + 8)
+        if exchange is not None:
+            kept += exchange.kept_bytes(self.gate_up_proj.shape[2], spec.experts_per_token, itemsize)
+        return kept
 
     def extra_repr(self) -> str:
         num_experts, hidden, inner = shape_of(self.down_proj)

@@ -12,6 +12,7 @@ when the layer's backward pass begins.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from liger_models.causal_lm import LigerCausalLM
 from liger_models.convert.checkpoints.shards import is_sharded
 from liger_models.convert.errors import UnsupportedModelError
+from liger_models.layers.expert_parallel import divide_experts
 from liger_models.layers.sequence_parallel import divide_sequences
 from liger_models.parallel.dims import Meshes, ParallelDims, meshes_of
 
@@ -63,20 +65,50 @@ def parallelize(
     if any(is_sharded(p) for p in model.parameters()):
         raise UnsupportedModelError("the model is divided over processes already; parallelize it once")
     meshes = meshes_of(mesh, _device_type(model))
-    if meshes.experts is not None:
-        raise UnsupportedModelError(f"{meshes.dims}: experts must be 1")
     if meshes.sequence is not None:
         divide_sequences(model, meshes.sequence)
     groups = _groups(model)
     for name, modules in groups.items():
         _check_dtypes(name, modules, compute_dtype)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    ignored: set[nn.Parameter] = set()
+    if meshes.experts is not None:
+        ignored = _divide_experts(model, meshes.experts, policy, reshard_after_forward)
     first_in_backward = [*model.layers[-1:], model.lm_head, model]  # not given back just before
     for part in (part for parts in groups.values() for part in parts):
         reshard = reshard_after_forward and part not in first_in_backward
-        fully_shard(part, mesh=meshes.data, mp_policy=policy, reshard_after_forward=reshard)
+        options: dict[str, Any] = {"mesh": meshes.data, "mp_policy": policy, "ignored_params": ignored}
+        fully_shard(part, reshard_after_forward=reshard, **options)
     model.register_forward_hook(_give_back)
     return model
+
+
+def _divide_experts(
+    model: LigerCausalLM, mesh: DeviceMesh, policy: Any, reshard_after_forward: bool
+) -> set[nn.Parameter]:
+    """Experts over the dimension "experts" of a mesh, and what each rank has of them over the others, as a
+    group of its own.
+
+    Returns:
+        The parameters that are divided no further.
+    """
+    from torch.distributed.tensor import Shard
+
+    others = mesh[("replicate", "shard") if mesh["replicate"].size() > 1 else ("shard",)]
+    if others.size() == 1:
+        modules = divide_experts(model, mesh["experts"], policy.param_dtype)
+        return {p for module in modules for p in module.parameters()}
+    # Their inputs are the layer's, cast already; the weights of a token's experts are to stay float32.
+    policy = replace(policy, cast_forward_inputs=False)
+    for module in divide_experts(model, mesh["experts"]):
+        fully_shard(
+            module,
+            mesh=others,
+            mp_policy=policy,
+            reshard_after_forward=reshard_after_forward,
+            shard_placement_fn=lambda p: Shard(1),  # the first dimension is that of the experts
+        )
+    return set()
 
 
 def _give_back(model: nn.Module, args: object, output: object) -> None:

@@ -1,10 +1,9 @@
-"""One rank of test_sequences.py: runs models whose sequences are divided over the ranks.
+"""The ranks of test_sequences.py, which run models whose sequences are divided over two ranks.
 
-Run as `python sequence_rank.py FOLDER`, with task.pt in the folder, a list of cases; writes rank0.pt or
-rank1.pt with what `run` returns for each.
+Run as `python sequence_rank.py FOLDER`, with task.pt in the folder, a list of cases; each rank writes
+rank0.pt or rank1.pt with what `run` returns for each.
 """
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,10 @@ from liger_models import ParallelDims, parallelize, update_correction_bias
 from liger_models.layers.sequence_parallel import divide_sequences
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # They meet in a file: a port that was free a moment ago may be another test's by now.
-    dist.init_process_group("gloo", init_method=(folder / "meeting").as_uri(), rank=rank, world_size=ranks)
+def main(folder: Path, rank: int, ranks: int) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
     cases = torch.load(folder / "task.pt", weights_only=False)
     torch.save([run(mesh=mesh, **case) for case in cases], folder / f"rank{rank}.pt")
-    dist.destroy_process_group()
 
 
 def run(
@@ -65,10 +59,10 @@ def run(
     inputs = {name: value for name, value in batch.items() if "label" not in name and "num" not in name}
     with torch.no_grad():
         logits = called(**inputs).logits
-    found = {"loss": loss.detach(), "gradients": gradients, "biases": biases, "logits": logits}
-    del called, model  # what outlives its process group waits for ever now and then
-    return found
+    return {"loss": loss.detach(), "gradients": gradients, "biases": biases, "logits": logits}
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    from forked_ranks import run_ranks
+
+    run_ranks(main, Path(sys.argv[1]), 2)

@@ -1,0 +1,156 @@
+"""Ranks that divide the experts among them train like one process, and read and write the same checkpoint."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import liger_models
+from liger_models import update_correction_bias
+from liger_models.architectures import find_architecture
+from liger_models.layers.activation_memory import LEVELS
+from liger_models.layers.expert_parallel import divide_experts
+
+RANK = Path(__file__).with_name("experts_rank.py")
+
+# Of each form of experts one family, and two ranks of which each has half of them; or four.
+TWO = {"experts": 2}
+CASES: dict[str, dict[str, Any]] = {
+    "biases, clamped, sinks": {"family": "gpt_oss", "num_local_experts": 6, "dims": TWO},
+    "a router's loss": {"family": "qwen3_moe", "output_router_logits": True, "dims": TWO},
+    "shared expert, correction bias": {"family": "deepseek_v3", "dims": TWO},
+    "weighted inputs": {"family": "llama4_text", "num_local_experts": 6, "dims": TWO},
+    "beside an MLP": {"family": "gemma4_text", "num_experts": 6, "dims": TWO},
+    "experts that no token chooses": {"family": "deepseek_v3", "n_group": 2, "topk_group": 1, "dims": TWO},
+    "with sequences": {"family": "gpt_oss", "num_local_experts": 6, "dims": {**TWO, "sequence": 2}},
+    **{
+        f"level {level}": {"family": "gpt_oss", "num_local_experts": 6, "level": level, "dims": TWO}
+        for level in LEVELS
+        if level != "lean"
+    },
+}
+FOUR: dict[str, dict[str, Any]] = {
+    "divided further": {"family": "gpt_oss", "num_local_experts": 6, "dims": TWO},
+    "repeated": {"family": "deepseek_v3", "level": "mlp", "dims": {**TWO, "data_replicate": 2}},
+    "with sequences": {"family": "qwen3_moe", "level": "checkpoint", "dims": {"experts": 4, "sequence": 2}},
+}
+
+
+def make(family: str, level: str, **changes: Any):
+    """A model, with random numbers in every parameter and buffer."""
+    model = liger_models.from_config({**find_architecture(family).tiny, **changes}, activation_memory=level)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, p in [*model.named_parameters(), *model.named_buffers()]:
+            noise = torch.randn(p.shape, generator=generator)
+            p.copy_(noise / p.shape[-1] ** 0.5 if p.dim() > 1 else 0.3 * noise + ("norm" in name))
+            if name.endswith("correction_bias") and changes.get("n_group") == 2:
+                p[len(p) // 2 :] -= 10  # no token goes to the second rank
+    return model
+
+
+def prepare(folder: Path, ranks: int, family: str, dims: dict[str, int], level: str = "lean", **changes: Any):
+    """A checkpoint in the folder; the task of its ranks, and what one process makes of all their batches."""
+    model = make(family, level, **changes)
+    model.save_pretrained(folder)
+    generator = torch.Generator().manual_seed(2)
+    batches = [
+        {"input_ids": (ids := torch.randint(0, 131, (1, seq), generator=generator)), "labels": ids}
+        for seq in [23, 2, 14, 1][: ranks // dims.get("sequence", 1)]
+    ]
+    if dims.get("sequence", 1) == 1:
+        batches[0]["cu_seqlens"] = torch.tensor([0, 9, 23])
+    num_items = sum(batch["labels"].numel() for batch in batches)  # any number does
+    losses = []
+    for batch in batches:
+        loss = model(**batch, num_items_in_batch=num_items).loss
+        loss.backward()
+        losses.append(loss.detach())
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    update_correction_bias(model)
+    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias")}
+    alone = {"losses": losses, "biases": biases, "model": model}
+    biases = {name: before[name] for name in biases}
+    return {"batches": batches, "num_items": num_items, "dims": dims, "level": level, "biases": biases}, alone
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """By number of ranks and case: what each rank found, what one process does, and the case's folder."""
+    folder = tmp_path_factory.mktemp("experts")
+    alone = {}
+    for ranks, cases in ((2, CASES), (4, FOUR)):
+        tasks = {}
+        for name, case in cases.items():
+            tasks[name], alone[ranks, name] = prepare(folder / str(ranks) / name, ranks, **case)
+        torch.save(tasks, folder / str(ranks) / "task.pt")
+    ran = subprocess.run(
+        [sys.executable, str(RANK), str(folder)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
+    found = {}
+    for ranks, cases in ((2, CASES), (4, FOUR)):
+        of_ranks = [torch.load(folder / str(ranks) / f"rank{rank}.pt") for rank in range(ranks)]
+        for name in cases:
+            mine = [one[name] for one in of_ranks]
+            found[ranks, name] = mine, alone[ranks, name], folder / str(ranks) / name
+    return found
+
+
+def check(found: list[dict[str, Any]], alone: dict[str, Any], folder: Path, sequence: int) -> None:
+    model, data = alone["model"], len(found) // sequence
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    norm = torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt()
+    for rank, result in enumerate(found):
+        # The sums over experts and tokens in other orders: some roundings at the size of the largest.
+        loss = alone["losses"][rank // sequence] * data
+        torch.testing.assert_close(result["loss"], loss, rtol=1e-6, atol=0)
+        torch.testing.assert_close(result["norm"].double(), norm, rtol=1e-5, atol=0)
+        for name, true in gradients.items():
+            error, size = (result["gradients"][name] - true).abs().max().item(), true.abs().max().item()
+            assert error <= 1e-5 * size, f"{name}: {error / size:.1e}"
+        for name, true in alone["biases"].items():
+            assert torch.equal(result["biases"][name], true)  # loads are integers
+    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    assert {path.name: path.read_bytes() for path in (folder / "saved").iterdir()} == files
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_with_half_of_the_experts_equal_one_process(case, results):
+    found, alone, folder = results[2, case]
+    check(found, alone, folder, CASES[case]["dims"].get("sequence", 1))
+    total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    for result in found:
+        assert result["read"] == result["held"]
+        assert 0.4 * total < result["read"] < 0.6 * total
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+@pytest.mark.parametrize("case", FOUR)
+def test_four_ranks_that_divide_or_repeat_the_experts_again_equal_one_process(case, results):
+    found, alone, folder = results[4, case]
+    check(found, alone, folder, FOUR[case]["dims"].get("sequence", 1))
+    assert all(result["read"] == result["held"] for result in found)
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "match"),
+    [("llama", 2, "no layer of this model has experts"), ("gpt_oss", 2, r"layers\.0\.mlp\.experts has 5")],
+)
+def test_experts_that_ranks_cannot_share_are_named(family, ranks, match):
+    mesh = SimpleNamespace(size=lambda: ranks, get_local_rank=lambda: 0)
+    with pytest.raises(ValueError, match=match):
+        divide_experts(liger_models.from_config(find_architecture(family).tiny), mesh)
