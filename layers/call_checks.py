@@ -10,7 +10,6 @@ from torch import Tensor
 
 from liger_models.convert.errors import DataError
 from liger_models.layers.host_copy import HostCopy
-from liger_models.layers.sequence_parallel import Slice
 from liger_models.layers.sequences import IGNORE_INDEX, Sequences
 
 _INTEGERS = (torch.int64, torch.int32)  # what an embedding and the kernels take
@@ -96,10 +95,10 @@ class CallChecks:
         targets: [T], or None.
         vocab_size: ids and labels must be below it.
         num_items: what the loss is divided by, if it is given.
-        own: which of the targets this rank has, of sequences that are divided.
+        sequences: which of the targets are here, if they are divided over ranks.
 
     Attributes:
-        own_valid: the number of those that count, when `finish` has returned.
+        own_valid: the number of those here that count, when `finish` has returned.
 
     Raises:
         DataError: a count that is not above 0, or of a dtype that does not hold counts.
@@ -111,7 +110,7 @@ class CallChecks:
         targets: Tensor | None,
         vocab_size: int,
         num_items: Tensor | int | None = None,
-        own: Slice | None = None,
+        sequences: Sequences | None = None,
     ):
         self._vocab_size, self._with_labels = vocab_size, targets is not None
         self._num_items = num_items
@@ -132,7 +131,7 @@ class CallChecks:
         else:
             valid = targets != IGNORE_INDEX
             seen = torch.where(valid, targets, 0)
-            mine = valid if own is None else own.of(valid)
+            mine = valid if sequences is None else sequences.own(valid)
             counts = torch.stack([valid.sum(), mine.sum(), *seen.aminmax()]).long()
         rows = [ids.to(device), counts]
         if isinstance(num_items, Tensor):

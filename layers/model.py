@@ -119,10 +119,10 @@ class CausalLM(Scoring, Decoder, ModelParameters):
         sequences = Sequences.from_call(shape, device, attention_mask, position_ids, cu_seqlens)
         targets = targets_of(sequences, labels, shift_labels)
         sequences = sequences.divided(self.sequence_group)
-        part = sequences.slice
-        checks = CallChecks(input_ids, targets, self.spec.vocab_size, num_items_in_batch, part)
+        checks = CallChecks(input_ids, targets, self.spec.vocab_size, num_items_in_batch, sequences)
         hidden = self.hidden_states(sequences, input_ids, inputs_embeds, sight=sight)
         num_valid = checks.finish()
+        targets = None if targets is None else sequences.own(targets)
         if self.vision is not None and sight is not None:
             self.vision.finish(sight)
 
@@ -130,19 +130,23 @@ class CausalLM(Scoring, Decoder, ModelParameters):
             assert targets is not None
             shifted, routers = shift_labels is not None, self.spec.router
             score = score.packed(sequences, shifted)
-            scores = scores_of_head(self.lm_head, hidden, targets, num_valid, self.logit_form, score=score)
-            added = None if routers is None else router_loss(sequences.router_logits.take(), routers)
+            valid = checks.own_valid
+            scores = scores_of_head(self.lm_head, hidden, targets, valid, self.logit_form, score=score)
+            added = None
+            if routers is not None:
+                added = sequences.summed(
+                    router_loss(sequences.router_logits.take(), routers, sequences.slice)
+                )
             return score_output(scores, sequences, shifted, added)
         output: dict[str, Tensor] = {}
         if targets is not None:
-            targets = targets if part is None else part.of(targets)
             items = num_valid if num_items_in_batch is None else num_items_in_batch
             loss = loss_of_head(self.lm_head, hidden, targets, checks.own_valid, items, self.logit_form)
             if self.spec.router is not None:
-                added = router_loss(sequences.router_logits.take(), self.spec.router, part)
+                added = router_loss(sequences.router_logits.take(), self.spec.router, sequences.slice)
                 # Of a step that is divided, this part's: as large beside the rest as in one that is not.
                 loss += added * (num_valid / items)
-            output["loss"] = loss if part is None else part.summed(loss)
+            output["loss"] = sequences.summed(loss)
         if return_logits or (return_logits is None and targets is None):
             output["logits"] = self._logits(hidden, sequences, logits_to_keep)
         return CausalLMOutput(**output)

@@ -146,8 +146,10 @@ def score_output(
     """
 
     def seen(score: Tensor | None) -> Tensor | None:
-        if score is None or not score.dim():
-            return score
+        if score is None:
+            return None
+        if not score.dim():
+            return sequences.summed(score)
         rows = sequences.unpack(score)
         return rows if shifted else rows[:, :-1]
 

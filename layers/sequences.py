@@ -193,6 +193,14 @@ class Sequences:
     def whole(self) -> Sequences:
         return self if self._whole is None else self._whole
 
+    def own(self, tokens: Tensor) -> Tensor:
+        """Of all tokens [T, ...] of a batch those that are here."""
+        return tokens if self.slice is None else self.slice.of(tokens)
+
+    def summed(self, value: Tensor) -> Tensor:
+        """The sum of a number over the ranks that divide a batch."""
+        return value if self.slice is None else self.slice.summed(value)
+
     @property
     def device(self) -> torch.device:
         return self.position_ids.device

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import liger_models
 from liger_models import ParallelDims, parallelize, update_correction_bias
+from liger_models.layers.scoring import ScoreOptions
 from liger_models.layers.sequence_parallel import divide_sequences
 
 
@@ -45,21 +46,42 @@ def run(
         called = divide_sequences(model, mesh)
     if wrapper == "ddp":
         called = DistributedDataParallel(model)
+    inputs = {name: value for name, value in batch.items() if "label" not in name and "num" not in name}
+    weights = torch.linspace(-1, 2, inputs["input_ids"].numel()).view_as(inputs["input_ids"])
+    scored = {**inputs, "shift_labels": inputs["input_ids"]}
+    with torch.no_grad():
+        logits = called(**inputs).logits
+        known = called(**scored, score=ScoreOptions(coefficients=weights)).weighted_sum
+    update_correction_bias(model, rate=0.0)  # which forgets these passes
     loss = called(**batch).loss
     loss.backward()
+    gradients = mean_gradients(model, mesh, wrapper)
+    update_correction_bias(model)
+    biases = {name: b.clone() for name, b in model.named_buffers() if name.endswith("correction_bias")}
+    model.zero_grad()
+    scores = called(**scored, score=ScoreOptions(entropy=True, top1=True))
+    added = [] if scores.router_loss is None else [scores.router_loss]
+    torch.stack([(weights * scores.log_probs).sum(), scores.entropy.sum(), *added]).sum().backward()
+    scores = {**scores, "weighted_sum": known}
+    return {
+        "loss": loss.detach(),
+        "gradients": gradients,
+        "biases": biases,
+        "logits": logits,
+        "scores": {name: score.detach().float() for name, score in scores.items() if score is not None},
+        "gradients of scores": mean_gradients(model, mesh, wrapper),
+    }
+
+
+def mean_gradients(model: Any, mesh: Any, wrapper: str | None) -> dict[str, torch.Tensor]:
     gradients = {name: p.grad for name, p in model.named_parameters()}
     if wrapper == "parallelize":
-        gradients = {name: gradient.full_tensor() for name, gradient in gradients.items()}
-    elif mesh is not None and wrapper is None:
+        return {name: gradient.full_tensor() for name, gradient in gradients.items()}
+    if mesh is not None and wrapper is None:
         for gradient in gradients.values():
             dist.all_reduce(gradient)
             gradient /= mesh.size()
-    update_correction_bias(model)
-    biases = {name: b.clone() for name, b in model.named_buffers() if name.endswith("correction_bias")}
-    inputs = {name: value for name, value in batch.items() if "label" not in name and "num" not in name}
-    with torch.no_grad():
-        logits = called(**inputs).logits
-    return {"loss": loss.detach(), "gradients": gradients, "biases": biases, "logits": logits}
+    return {name: gradient.clone() for name, gradient in gradients.items()}
 
 
 if __name__ == "__main__":

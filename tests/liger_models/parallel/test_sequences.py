@@ -119,6 +119,11 @@ def results(tmp_path_factory):
     return {name: (*of_ranks, one) for name, *of_ranks, one in zip(CASES, *found, alone, strict=True)}
 
 
+def near(name, value, true):
+    error, size = (value - true).abs().max().item(), true.abs().max().item()
+    assert error <= 1e-5 * size, f"{name}: {error / size:.1e}"
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 @pytest.mark.parametrize("case", CASES)
@@ -128,11 +133,11 @@ def test_two_ranks_equal_one_process(case, results):
         # The same sums over tokens and heads in two parts: some roundings at the size of the largest, which
         # three layers carry on.
         torch.testing.assert_close(found["loss"], alone["loss"], rtol=1e-6, atol=0)
-        check = {"logits": (found["logits"], alone["logits"])}
-        check |= {name: (found["gradients"][name], true) for name, true in alone["gradients"].items()}
-        for name, (value, true) in check.items():
-            error, size = (value - true).abs().max().item(), true.abs().max().item()
-            assert error <= 1e-5 * size, f"{name}: {error / size:.1e}"
+        near("logits", found["logits"], alone["logits"])
+        for kind in ("gradients", "scores", "gradients of scores"):
+            assert found[kind].keys() == alone[kind].keys()
+            for name, true in alone[kind].items():
+                near(f"{kind}: {name}", found[kind][name], true)
         for name, true in alone["biases"].items():
             assert torch.equal(found["biases"][name], true)  # loads are integers
 
