@@ -3,6 +3,7 @@ zero; soft caps on scores and logits; a window on every other layer; scaled embe
 """
 
 from dataclasses import replace
+from typing import Any
 
 from liger_models.architectures.common import attention, decoder, mlp, windows
 from liger_models.architectures.registry import register
@@ -31,7 +32,7 @@ DEFAULTS = {
     "tie_word_embeddings": True,
     "pad_token_id": 0,
 }
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "layer_types": {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
     "one_layer": {"num_hidden_layers": 1, "final_logit_softcapping": None, "rms_norm_eps": 1e-4},
 }

@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from liger_models.architectures.common import (
+    FULL,
+    SLIDING,
     activation,
     attention,
     check_groups,
@@ -33,7 +35,6 @@ from liger_models.layers.spec import (
     QKNormSpec,
 )
 
-SLIDING, FULL = "sliding_attention", "full_attention"
 LOCAL: dict[str, Any] = {"layer_type": SLIDING, "local_theta": 1e4}
 PARTIAL = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
 WIDE = {"head_dim": 20, "num_key_value_heads": 4}

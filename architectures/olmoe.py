@@ -4,18 +4,11 @@ of the keys of all heads together.
 
 from dataclasses import replace
 
-from liger_models.architectures.common import (
-    activation,
-    attention,
-    aux_loss_coef,
-    decoder,
-    expert_layouts,
-    experts_and_chosen,
-)
+from liger_models.architectures.common import attention, chosen_experts, decoder, expert_layouts
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.spec import BlockSpec, ModelSpec, MoESpec, NormSpec, QKNormSpec
+from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec, QKNormSpec
 
 
 @register(
@@ -51,12 +44,6 @@ def olmoe(c: HFConfig) -> ModelSpec:
     attn = attention(c, bias=c.take_flag("attention_bias", False))
     if attn.q_size != c.take_count("hidden_size"):  # which the reference's norm of queries is as wide as
         raise ConfigError(f"{c.name}: head_dim must be hidden_size / num_attention_heads, or left out")
-    moe = MoESpec(
-        *experts_and_chosen(c),
-        intermediate_size=c.take_count("intermediate_size"),
-        activation=activation(c),
-        renormalize=c.take_flag("norm_topk_prob", False),
-        aux_loss_coef=aux_loss_coef(c),
-    )
+    moe = chosen_experts(c, size="intermediate_size", renormalize=c.take_flag("norm_topk_prob", False))
     block = BlockSpec(replace(attn, qk_norm=QKNormSpec(norm, scope="all_heads")), moe, norm)
     return decoder(c, [block] * c.take_count("num_hidden_layers"), norm)

@@ -4,27 +4,14 @@ a token, which are drawn at random in training.
 
 from dataclasses import replace
 
-from liger_models.architectures.common import (
-    activation,
-    attention,
-    aux_loss_coef,
-    decoder,
-    experts_and_chosen,
-)
+from liger_models.architectures.common import attention, chosen_experts, decoder
 from liger_models.architectures.mixtral import IN_BLOCKS
 from liger_models.architectures.phi3 import REFUSED, UNREAD
 from liger_models.architectures.registry import register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.spec import (
-    AttentionSpec,
-    BlockSpec,
-    LayerNormSpec,
-    ModelSpec,
-    MoESpec,
-    SparseMixerSpec,
-)
+from liger_models.layers.spec import AttentionSpec, BlockSpec, LayerNormSpec, ModelSpec, SparseMixerSpec
 
 MSCALES = ("short_mscale", "long_mscale")
 LONGROPE = {
@@ -83,19 +70,10 @@ BEYOND = "transformers takes the short factors at every length: tests/architectu
 )
 def phimoe(c: HFConfig) -> ModelSpec:
     norm = LayerNormSpec(eps=c.take_number("rms_norm_eps", 1e-5))
-    num_experts, chosen = experts_and_chosen(c, ("num_local_experts",))
-    if chosen != 2:
-        raise ConfigError(f"{c.name}: num_experts_per_tok is {chosen}; phimoe models draw 2")
-    moe = MoESpec(
-        num_experts,
-        chosen,
-        c.take_count("intermediate_size"),
-        activation(c),
-        sparse_mixer=SparseMixerSpec(
-            c.take_number("router_jitter_noise"), c.take_number("input_jitter_noise", 0.0)
-        ),
-        aux_loss_coef=aux_loss_coef(c),
-    )
+    draws = SparseMixerSpec(c.take_number("router_jitter_noise"), c.take_number("input_jitter_noise", 0.0))
+    moe = chosen_experts(c, ("num_local_experts",), size="intermediate_size", sparse_mixer=draws)
+    if moe.experts_per_token != 2:
+        raise ConfigError(f"{c.name}: num_experts_per_tok is {moe.experts_per_token}; phimoe models draw 2")
     block = BlockSpec(_attention(c), moe, norm)
     blocks = [block] * c.take_count("num_hidden_layers")
     return decoder(c, blocks, norm, head_bias=c.take_flag("lm_head_bias", False))
