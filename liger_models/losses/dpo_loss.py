@@ -138,13 +138,13 @@ def _exo_pair(p: _Pairs) -> Tensor:
 
 
 def _nca_pair(p: _Pairs) -> Tensor:
-    """Chen et al., 2024, arXiv:2402.05369, eq. 11 of two answers."""
+    """Chen et al., 2024, arXiv:2402.05369, of two answers."""
     a, b = p.beta * p.chosen_ratio, p.beta * p.rejected_ratio
     return -logsigmoid(a) - 0.5 * logsigmoid(-a) - 0.5 * logsigmoid(-b)
 
 
 def _robust(p: _Pairs) -> Tensor:
-    """Chowdhury et al., 2024, arXiv:2403.00409, eq. 10: unbiased for labels that are wrong so often."""
+    """Chowdhury et al., 2024, arXiv:2403.00409: unbiased for labels that are wrong so often."""
     flipped = p.smoothing * logsigmoid(-p.logits)
     return (flipped - (1 - p.smoothing) * logsigmoid(p.logits)) / (1 - 2 * p.smoothing)
 
@@ -210,7 +210,7 @@ TYPES: dict[str, Callable[[_Pairs], Tensor]] = {
     "apo_down": _apo_down,
     "discopop": _discopop,
     "sft": _sft,
-    # Length-normalised DPO: Lambert et al., 2024, arXiv:2411.15124, eq. 6
+    # Length-normalised DPO: Lambert et al., 2024, arXiv:2411.15124
     "sigmoid_norm": lambda p: -logsigmoid(p.beta * p.mean_difference),
 }
 _OF_SCORES = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}

@@ -45,7 +45,7 @@ def sequence_log_probs(
 
     counted [batch, seq] says which places have a label; only `desensitized` needs it. With that number, a, in
     [0, 1], and rows [chosen, rejected] of 2 n: of a pair's longer sequence, what is beyond the length of the
-    shorter one counts a times (LD-DPO: Liu et al., 2024, arXiv:2409.06411, eq. 8).
+    shorter one counts a times (LD-DPO: Liu et al., 2024, arXiv:2409.06411).
 
     Raises:
         ValueError: a number outside [0, 1], an odd number of rows, or no `counted`.

@@ -1,7 +1,7 @@
 """One rank of test_scoring.py: a loss on scores of its half of a batch, under DDP and FSDP2.
 
 Run as `python score_rank.py FOLDER`, with task.pt in the folder; writes rank0.pt or rank1.pt: by wrapper
-the gradients, and what scoring beside DDP's forward raised.
+the gradients, and what scoring beside DDP's forward raised; and what losses gather from all ranks.
 """
 
 import os
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from liger_models.layers.model import CausalLM
 from liger_models.layers.scoring import ScoreOptions
+from liger_models.losses import kto_kl, top_entropy
 
 
 def loss_of(scores):
@@ -64,6 +65,9 @@ def main(folder: Path) -> None:
         results[wrapper] = {
             name: p.grad if wrapper == "ddp" else p.grad.full_tensor() for name, p in model.named_parameters()
         }
+    values = torch.arange(3.0 + 2 * rank)  # 0 to 2, and 0 to 4
+    results["kl"] = kto_kl(values, values - 1 - rank).item()
+    results["top"] = top_entropy(values[None], torch.ones(1, len(values)), 0.4).sum().item()
     torch.save(results, folder / f"rank{rank}.pt")
     del scores, model, parallel, again  # what outlives its process group waits for ever now and then
     dist.destroy_process_group()

@@ -240,6 +240,9 @@ def test_two_ranks_make_the_mean_of_the_gradients(model, tmp_path):
             for name, p in model.named_parameters():
                 distance = (results[wrapper][name] - p.grad).norm()
                 assert distance <= 1e-5 * p.grad.norm(), (wrapper, name)
+        # Means and quantiles over the eight numbers of both ranks, three and five.
+        assert results["kl"] == (3 * 1 + 5 * 2) / 8
+        assert results["top"] == (1, 3)[rank]  # of 0 0 1 1 2 2 3 4 those above 1.2
         # Under a policy that casts what layers are given, coefficients and scores stay float32.
         assert results["dtypes"] == (torch.float32, torch.float32)
         weighted, summed = results["weighted"]

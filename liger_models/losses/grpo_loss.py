@@ -1,0 +1,205 @@
+"""Policy gradients on groups of sampled answers: GRPO and its kin.
+
+With advantages A and ratios w = p / p_old, of tokens, or of whole sequences by token (GSPO: Zheng et al.,
+2025, arXiv:2507.18071), GRPO (Shao et al., 2024, arXiv:2402.03300, eq. 3) is
+
+    loss = mean of  - min(w A, clip(w, 1 - low, 1 + high) A) + beta KL,   KL = q/p - log(q/p) - 1
+
+q being the reference's probability. A type says what stands for the first term, and what the mean is over:
+
+    grpo       tokens of a sequence, then sequences
+    bnpo       all tokens here
+    dr_grpo    sequences times a constant length (Liu et al., 2025, arXiv:2503.20783)
+    dapo       all tokens of the step (Yu et al., 2025, arXiv:2503.14476)
+    luspo      sequences, of sums over tokens (2026, arXiv:2602.05261)
+    cispo      dapo's, of - min(w, high) A log p, w constant (MiniMax-M1, 2025, arXiv:2506.13585)
+    sapo       grpo's, of - 4/t S(t (w - 1)) A, t by the sign of A (2025, arXiv:2511.20347)
+    vespo      dapo's, of - phi(W) A log p, phi(W) = W^k exp(lambda (1 - W)) constant, W the sequence's ratio
+               (2026, arXiv:2602.10693)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
+_CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+_BY_TOKENS_OF_STEP = ("dapo", "cispo", "vespo")
+
+
+class PolicyLoss(NamedTuple):
+    """The loss, a scalar with gradients; without: the mean KL term of the tokens (None without a reference),
+    and the share of tokens whose ratio is clipped.
+    """
+
+    loss: Tensor
+    kl: Tensor | None
+    clipped: Tensor
+
+
+@dataclass(frozen=True)
+class PolicyOptions:
+    """How far a policy may move, and how its loss is made.
+
+    Attributes:
+        loss_type: one of `TYPES`.
+        level: "token" or "sequence": of what ratios are.
+        low, high: the bounds of clipping, 1 - low and 1 + high; high is low's by default. For "cispo", high
+            is the largest ratio itself.
+        delta: the largest ratio where A is negative, above 1 + high (two-sided clipping: INTELLECT-2, 2025,
+            arXiv:2505.07291).
+        beta: the weight of the KL term.
+        unbiased_kl: weigh the KL term of a token by its ratio (DeepSeek-V3.2, 2025, arXiv:2512.02556).
+        length: of "dr_grpo": the constant, such as the longest answer that may be sampled.
+        temperatures: of "sapo", for positive advantages and for others.
+        vespo: k and lambda of "vespo", for advantages from zero on, and then for those below.
+    """
+
+    loss_type: str = "dapo"
+    level: str = "token"
+    low: float = 0.2
+    high: float | None = None
+    delta: float | None = None
+    beta: float = 0.0
+    unbiased_kl: bool = False
+    length: int | None = None
+    temperatures: tuple[float, float] = (1.0, 1.05)
+    vespo: tuple[float, float, float, float] = (2.0, 3.0, 3.0, 2.0)
+
+    def __post_init__(self) -> None:
+        """Raises:
+        ValueError: an unknown name, or what does not go together.
+        """
+        if self.loss_type not in TYPES:
+            raise ValueError(f"unknown loss_type {self.loss_type!r}; choose from {', '.join(TYPES)}")
+        if self.level not in ("token", "sequence"):
+            raise ValueError(f"level is {self.level!r}; expected 'token' or 'sequence'")
+        if self.loss_type == "vespo" and self.level != "token":
+            raise ValueError("vespo makes the ratios of sequences itself: leave level at 'token'")
+        if (self.loss_type == "dr_grpo") is (self.length is None):
+            raise ValueError(
+                f"loss_type={self.loss_type!r}, length={self.length}: dr_grpo alone needs a length"
+            )
+        if self.delta is not None and self.delta <= 1 + self.upper:
+            raise ValueError(f"delta is {self.delta}; expected more than 1 + high = {1 + self.upper}")
+
+    @property
+    def upper(self) -> float:
+        return self.low if self.high is None else self.high
+
+
+def grpo_loss(
+    log_probs: Tensor,
+    advantages: Tensor,
+    counted: Tensor,
+    options: PolicyOptions = PolicyOptions(),
+    *,
+    old_log_probs: Tensor | None = None,
+    reference: Tensor | None = None,
+    sampler_ratio: Tensor | None = None,
+    kept: Tensor | None = None,
+    num_items: Tensor | int | float | None = None,
+) -> PolicyLoss:
+    """The loss of N sampled answers.
+
+    Args:
+        log_probs: of the answers' tokens, [N, seq], as `model.score` gives them.
+        advantages: [N], or [N, seq] for one a token.
+        counted: which places are an answer's, [N, seq].
+        options: the type and its settings.
+        old_log_probs: [N, seq] of the policy that is improved. Default: log_probs, so that ratios are one.
+        reference: [N, seq], of the reference model, for the KL term.
+        sampler_ratio: [N, seq] or [N, 1], as `sampler_ratio` gives it: a factor of the first term.
+        kept: [N, seq] or [N, 1]: the first term counts here alone, such as `top_entropy` or `on_policy` say;
+            the means are over the same counts.
+        num_items: the tokens of "dapo", "cispo" and "vespo", or else the sequences (tokens of "bnpo") that
+            the mean is over: those of the whole step on all ranks, over the number of ranks. Default: those
+            here.
+
+    Raises:
+        ValueError: beta without a reference.
+    """
+    if options.beta and reference is None:
+        raise ValueError(f"beta is {options.beta}: the KL term needs the reference's log-probabilities")
+    counted = counted.to(log_probs.dtype)
+    advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
+    old = log_probs.detach() if old_log_probs is None else old_log_probs.detach()
+    log_ratio = log_probs - old
+    if options.level == "sequence":
+        by_token = (log_ratio * counted).sum(1) / counted.sum(1).clamp(min=1)
+        ratio = by_token.exp().unsqueeze(1)
+    else:
+        ratio = log_ratio.exp()
+
+    losses = _first_term(log_probs, log_ratio, ratio, advantages, counted, options, sampler_ratio)
+    if kept is not None:
+        losses = losses * kept
+    if sampler_ratio is not None and options.loss_type != "vespo":
+        losses = losses * sampler_ratio
+    kl = None
+    if reference is not None:
+        beyond = reference.detach() - log_probs
+        kl = beyond.exp() - beyond - 1
+        kl = kl * ratio if options.unbiased_kl else kl
+        if options.beta:
+            losses = losses + options.beta * kl
+        kl = (kl.detach() * counted).sum() / counted.sum().clamp(min=1)
+    with torch.no_grad():
+        clipped = (_is_clipped(ratio, advantages, options) * counted).sum() / counted.sum().clamp(min=1)
+    return PolicyLoss(_mean(losses * counted, counted, options, num_items), kl, clipped)
+
+
+def _first_term(log_probs, log_ratio, ratio, advantages, counted, options, sampler_ratio) -> Tensor:
+    """What a type has in the place of - min(w A, clip(w) A): [N, seq], or [N, 1]."""
+    if options.loss_type == "cispo":
+        return -ratio.clamp(max=options.upper).detach() * advantages * log_probs
+    if options.loss_type == "sapo":
+        t = torch.where(advantages > 0, *options.temperatures)
+        return -(t * (ratio - 1)).sigmoid() * (4 / t) * advantages
+    if options.loss_type == "vespo":
+        phi = _vespo_weight(log_ratio, advantages, counted, options, sampler_ratio)
+        return -phi * advantages * log_probs
+    bounded = ratio.clamp(1 - options.low, 1 + options.upper)
+    ratio = ratio if options.delta is None else ratio.clamp(max=options.delta)
+    return -torch.minimum(ratio * advantages, bounded * advantages)
+
+
+@torch.no_grad()
+def _vespo_weight(log_ratio, advantages, counted, options, sampler_ratio) -> Tensor:
+    """phi(W), [N, 1]; W between 1e-8 and e^20, its sampler's part included."""
+    lowest = math.log(1e-8)
+    log_w = (log_ratio.clamp(-20, 20) * counted).sum(1, keepdim=True)
+    if sampler_ratio is not None:
+        log_w = log_w + sampler_ratio.log().clamp(lowest, 20).sum(1, keepdim=True)
+    log_w = log_w.clamp(lowest, 20)
+    k, scale, k_below, scale_below = options.vespo
+    at_least_zero = advantages >= 0
+    k = torch.where(at_least_zero, k, k_below)
+    scale = torch.where(at_least_zero, scale, scale_below).clamp(min=1e-4)
+    return (scale + k * log_w - scale * log_w.exp()).exp().nan_to_num(0.0, 0.0, 0.0)
+
+
+def _is_clipped(ratio, advantages, options) -> Tensor:
+    if options.loss_type in ("sapo", "vespo"):
+        return torch.zeros_like(ratio)
+    if options.loss_type == "cispo":
+        return (ratio > options.upper) & (advantages > 0)
+    above, below = ratio > 1 + options.upper, ratio < 1 - options.low
+    return (above & (advantages > 0)) | (below & (advantages < 0))
+
+
+def _mean(losses: Tensor, counted: Tensor, options: PolicyOptions, num_items) -> Tensor:
+    """The mean of losses [N, seq], zero where they do not count, over what the type says."""
+    if options.loss_type in (*_BY_TOKENS_OF_STEP, "bnpo"):
+        return losses.sum() / (counted.sum().clamp(min=1) if num_items is None else num_items)
+    sums = losses.sum(1)
+    if options.loss_type in ("grpo", "sapo"):
+        sums = sums / counted.sum(1).clamp(min=1)
+    elif options.loss_type == "dr_grpo":
+        sums = sums / options.length
+    return sums.sum() / (len(sums) if num_items is None else num_items)

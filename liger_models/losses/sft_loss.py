@@ -1,0 +1,33 @@
+"""Supervised fine-tuning on scores: a negative log-likelihood with weights, or DFT.
+
+    loss = - sum_t w_t log p_t / n,    DFT: w_t = p_t, constant (Wu et al., 2025, arXiv:2508.05629)
+
+Where weights are known before the scores, `model.score(..., coefficients=weights)` gives the sum for three
+quarters of the head's work; without weights, so does the model's own loss.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def sft_loss(
+    log_probs: Tensor,
+    counted: Tensor,
+    *,
+    weights: Tensor | None = None,
+    dynamic: bool = False,
+    num_items: Tensor | int | float | None = None,
+) -> Tensor:
+    """The loss of tokens [batch, seq], a scalar, over those `counted` [batch, seq] here (one at least) or
+    over `num_items`: the labels of the whole step on all ranks, over the number of ranks.
+
+    weights [batch, seq]: constant factors of the tokens. dynamic: DFT.
+    """
+    losses = -log_probs
+    if dynamic:
+        losses = losses * log_probs.detach().exp()
+    if weights is not None:
+        losses = losses * weights.detach()
+    total = counted.sum().clamp(min=1) if num_items is None else num_items
+    return (losses * counted).sum() / total
