@@ -121,14 +121,14 @@ def test_nan_in_a_token_reaches_that_token_and_what_its_gradient_passes(scores, 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_cuda_graph_captures_a_layer_forward_and_backward(shared, randomised):
+@pytest.mark.parametrize(("shared", "tokens"), [(False, 300), (True, 300), (False, 4000)])
+def test_a_cuda_graph_captures_a_layer_forward_and_backward(shared, tokens, randomised):
     shape = {"shared_expert": MLPSpec(128), "shared_gate": True} if shared else {}
     spec = MoESpec(16, 4, 128, score="sigmoid", correction_bias=True, float32_router=True, **shape)
     layer = randomised(MixtureOfExperts(256, spec)).to("cuda", torch.bfloat16)
     layer.router.correction_bias = layer.router.correction_bias.float()
-    x = torch.randn(300, 256, device="cuda").bfloat16().requires_grad_()
-    upstream = torch.randn(300, 256, device="cuda").bfloat16()
+    x = torch.randn(tokens, 256, device="cuda").bfloat16().requires_grad_()
+    upstream = torch.randn(tokens, 256, device="cuda").bfloat16()
     operands = [x, *layer.parameters()]
 
     def run():
@@ -147,7 +147,7 @@ def test_a_cuda_graph_captures_a_layer_forward_and_backward(shared, randomised):
         x.copy_(torch.randn_like(x))  # tokens go elsewhere
     layer.router.load.zero_()
     graph.replay()
-    assert layer.router.load.sum() == 300 * 4  # the captured pass counts each time it is played
+    assert layer.router.load.sum() == tokens * 4  # the captured pass counts each time it is played
     for found, expected in zip(captured, run(), strict=True):
         assert torch.equal(found, expected)
 
