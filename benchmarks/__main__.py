@@ -4,6 +4,7 @@
     python -m benchmarks tune     other tile sizes of our kernels beside the chosen ones
     python -m benchmarks train    a training step beside transformers, and transformers with liger-kernel
     python -m benchmarks lora     a training step with LoRA beside transformers and PEFT
+    python -m benchmarks parallel  a training step of a model that several GPUs share
     python -m benchmarks load     loading a checkpoint beside transformers
     python -m benchmarks optimizer  a step of AdamW with clipping beside torch's
     python -m benchmarks learn    training with bfloat16 weights, kept in each way, beside float32
@@ -15,13 +16,14 @@ that is not installed becomes a note. `liger-models bench` is the same.
 import argparse
 import sys
 
-from benchmarks import learn, load, lora, ops, optimizer, train, tune
+from benchmarks import learn, load, lora, ops, optimizer, parallel, train, tune
 
 COMMANDS = {
     "ops": ops,
     "tune": tune,
     "train": train,
     "lora": lora,
+    "parallel": parallel,
     "load": load,
     "optimizer": optimizer,
     "learn": learn,

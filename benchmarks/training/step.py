@@ -112,7 +112,7 @@ def measure(job: Job, device: torch.device) -> Result:
     except NotImplementedError as lacking:
         return {"note": in_one_line(lacking)}
     finally:
-        _free(device)
+        free(device)
 
 
 def compile_ahead(job: Job, device: torch.device) -> Result:
@@ -131,7 +131,7 @@ def compile_ahead(job: Job, device: torch.device) -> Result:
         return {}
     finally:
         model = None
-        _free(device)
+        free(device)
 
 
 def _measure(job: Job, device: torch.device, before: int) -> Result:
@@ -140,38 +140,60 @@ def _measure(job: Job, device: torch.device, before: int) -> Result:
     model = build(job, job.config, device)
     # One optimizer kernel for all; without it eight gigabytes of temporaries would be measured.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=cuda)
-    shape = (job.warmup + job.steps, job.batch, job.seq)
-    batches = torch.randint(job.config["vocab_size"], shape, device=device)
-
-    def step(ids: torch.Tensor) -> torch.Tensor:
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    losses, marks = [], [_mark(cuda)]
-    for ids in batches:
-        losses.append(step(ids))
-        marks.append(_mark(cuda))
-    if cuda:
-        torch.cuda.synchronize(device)
-    steps = [_milliseconds(a, b) for a, b in itertools.pairwise(marks)][job.warmup :]
-    median = statistics.median(steps)
+    times, losses = time_steps(job, model, optimizer, device)
     peak = (torch.cuda.max_memory_allocated(device) - before) / 2**30 if cuda else None
     return {
-        "tokens_per_second": 1e3 * job.batch * job.seq / median,
-        "step_ms": median,
-        "step_ms_low": min(steps),
-        "step_ms_high": max(steps),
+        **summary(job, times),
         "peak_gib": peak,
         "first_loss": losses[0].item(),
         "loss": losses[-1].item(),
         "parameters": sum(p.numel() for p in model.parameters()),
-        **({"kernels": by_class(lambda: step(batches[0]), cuda)} if job.profile else {}),
+        **({"kernels": _kernels(job, model, optimizer, device)} if job.profile else {}),
     }
+
+
+def time_steps(
+    job: Job, model: Any, optimizer: torch.optim.Optimizer, device: torch.device
+) -> tuple[list[float], list[torch.Tensor]]:
+    """Milliseconds of each timed step, and the losses of all steps."""
+    cuda = device.type == "cuda"
+    losses, marks = [], [_mark(cuda)]
+    for ids in _batches(job, job.warmup + job.steps, device):
+        losses.append(_step(model, optimizer, ids))
+        marks.append(_mark(cuda))
+    if cuda:
+        torch.cuda.synchronize(device)
+    return [_milliseconds(a, b) for a, b in itertools.pairwise(marks)][job.warmup :], losses
+
+
+def summary(job: Job, times: list[float]) -> Result:
+    """The rate of one device, and the spread of its steps."""
+    median = statistics.median(times)
+    return {
+        "tokens_per_second": 1e3 * job.batch * job.seq / median,
+        "step_ms": median,
+        "step_ms_low": min(times),
+        "step_ms_high": max(times),
+    }
+
+
+def _batches(job: Job, count: int, device: torch.device) -> torch.Tensor:
+    return torch.randint(job.config["vocab_size"], (count, job.batch, job.seq), device=device)
+
+
+def _step(model: Any, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> torch.Tensor:
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.detach()
+
+
+def _kernels(job: Job, model: Any, optimizer: torch.optim.Optimizer, device: torch.device) -> Any:
+    ids = _batches(job, 1, device)[0]
+    return by_class(lambda: _step(model, optimizer, ids), device.type == "cuda")
 
 
 def build(job: Job, config: Mapping[str, Any], device: torch.device) -> Any:
@@ -187,7 +209,7 @@ def build(job: Job, config: Mapping[str, Any], device: torch.device) -> Any:
             config,
             dtype=torch.bfloat16,
             device=device,
-            activation_memory=_levels(job.memory, config["num_hidden_layers"]),
+            activation_memory=levels(job.memory, config["num_hidden_layers"]),
             projections="split" if "split" in job.options else "fused",
         )
     else:
@@ -241,14 +263,14 @@ def _patch(model_type: str, with_experts: bool) -> None:
     apply(**({} if with_experts or not has_choice else {"swiglu": False}))
 
 
-def _free(device: torch.device) -> None:
+def free(device: torch.device) -> None:
     torch._dynamo.reset()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def _levels(memory: str, num_layers: int) -> str | list[str]:
+def levels(memory: str, num_layers: int) -> str | list[str]:
     """'lean' for all layers, or 'lean,checkpoint=4': all lean but the last 4, which are checkpointed."""
     if "," not in memory:
         return memory
