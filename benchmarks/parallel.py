@@ -60,7 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_configuration,
         metavar="PROVIDER:MEMORY:BATCH[:SHARING]",
         help="repeatable; PROVIDER, MEMORY and BATCH (of one GPU) as of `train`, MEMORY for ours also auto. "
-        "SHARING: shard, alone, or sizes of ParallelDims such as data_replicate=2 or sequence=2,experts=2. "
+        "SHARING: shard, once (shard, and layers are gathered once a step), alone, or sizes of ParallelDims "
+        "such as data_replicate=2 or sequence=2,experts=2. "
         f"Default: {' '.join(CONFIGURATIONS)}",
     )
     parser.add_argument("--seq", type=int, default=8192, help="tokens a sequence (%(default)s)")
@@ -197,14 +198,16 @@ def _build(job: Job, sharing: str, device: torch.device) -> Any:
     if job.ours:
         sizes = dict(pair.split("=") for pair in sharing.split(",") if "=" in pair)
         dims = liger_models.ParallelDims(**{name: int(size) for name, size in sizes.items()})
-        shard = None if sharing == "alone" else functools.partial(liger_models.parallelize, mesh=dims)
+        divide = functools.partial(
+            liger_models.parallelize, mesh=dims, reshard_after_forward=sharing != "once"
+        )
         auto = job.memory == "auto"
         model = liger_models.from_config(
             job.config,
             dtype=torch.bfloat16,
             device=device,
             activation_memory="lean" if auto else step.levels(job.memory, job.config["num_hidden_layers"]),
-            shard=shard,
+            shard=None if sharing == "alone" else divide,
         )
         if auto:
             model.set_activation_memory("auto", None, ADAMW_BYTES, print)

@@ -79,6 +79,8 @@ def parallelize(
         reshard = reshard_after_forward and part not in first_in_backward
         options: dict[str, Any] = {"mesh": meshes.data, "mp_policy": policy, "ignored_params": ignored}
         fully_shard(part, reshard_after_forward=reshard, **options)
+    if isinstance(model.embed_tokens, FSDPModule):
+        model.embed_tokens.set_unshard_in_backward(False)  # the gradient of a lookup needs no weight
     model.register_forward_hook(_give_back)
     return model
 
