@@ -223,6 +223,22 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="how torchrun's processes share the model: each has a part of it (FSDP2), each node has all of "
         "it, or each has all of it (DDP); a resumed run may choose another (default: full; with --lora none)",
     )
+    add(
+        "--sequence-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="so many processes share each row and exchange heads for attention: for rows that are too long "
+        "for one (default: %(default)s)",
+    )
+    add(
+        "--expert-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="so many processes share the experts of each layer, and tokens are sent to them (default: "
+        "%(default)s)",
+    )
     add("--attention", default="auto", help="attention backend (default: %(default)s)")
 
 

@@ -64,6 +64,10 @@ class TrainConfig:
     profile            so many steps, after the first three, into output/profile; 0: none
     shard              how several processes share the model: "full" (each has a part of it), "hybrid" (each
                        node has all of it) or "none" (each has all of it); default: full, and none with lora
+    sequence_parallel  so many processes share each row, a slice of its tokens each, and exchange heads for
+                       attention: for rows that are too long for one (layers/sequence_parallel.py)
+    expert_parallel    so many processes share the experts of each layer, to which tokens are sent; with
+                       shard full or hybrid (layers/expert_parallel.py)
     resume             None: a new run; "auto": from the newest checkpoint in `output`, if any; or a folder
     """
 
@@ -107,6 +111,8 @@ class TrainConfig:
     log: str | None = None
     profile: int = 0
     shard: str | None = None
+    sequence_parallel: int = 1
+    expert_parallel: int = 1
     resume: str | None = None
 
     def __post_init__(self) -> None:
@@ -119,7 +125,8 @@ class TrainConfig:
         check("eval_fraction", 0 <= self.eval_fraction < 1, "a number from 0 up to, not including, 1")
         if self.eval_data and self.eval_fraction:
             raise ConfigError("eval_data and eval_fraction were both given; give one of them")
-        for name in ("seq_len", "batch_size", "gradient_accumulation"):
+        ranks = ("sequence_parallel", "expert_parallel")
+        for name in ("seq_len", "batch_size", "gradient_accumulation", *ranks):
             check(name, getattr(self, name) >= 1, "a whole number of 1 or more")
         for name in ("warmup", "eval_every", "save_every", "keep", "weight_decay", "clip", "profile"):
             check(name, getattr(self, name) >= 0, "0 or more")
@@ -151,6 +158,11 @@ class TrainConfig:
             raise ConfigError(
                 f"shard is {self.shard!r}, and adapters are trained with the whole model in each process; "
                 "choose shard 'none', or none of it"
+            )
+        if self.expert_parallel > 1 and self.sharding == "none":
+            raise ConfigError(
+                f"expert_parallel is {self.expert_parallel}, and the rest of the model is whole in each "
+                "process: expected shard 'full' or 'hybrid'"
             )
         check("seed", abs(self.seed) < 2**63, "a number of 64 bits")
 

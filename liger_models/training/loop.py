@@ -109,7 +109,8 @@ def train(config: TrainConfig) -> TrainResult:
     output = local_path(config.output, ConfigError)
     # The first rank writes for all.
     lock = locked(output) if World.is_main() else contextlib.nullcontext()
-    with lock, World(config.device, config.sharding) as world:
+    shares = config.sharding, config.sequence_parallel, config.expert_parallel
+    with lock, World(config.device, *shares) as world:
         run = Run(config, world)
         try:
             return run.train()
@@ -147,14 +148,14 @@ class Run:
             self._check_resumed(checkpoint, resumed)
             self.progress = states.restore(checkpoint, resumed, self.model, self.optimizer)
         self.stream = Stream(self.documents, config.seq_len, config.seed, self.progress.position)
-        self.rows_per_step = world.size * config.gradient_accumulation * config.batch_size
+        self.rows_per_step = world.data_size * config.gradient_accumulation * config.batch_size
         self.steps = ahead(
             read_steps(
                 self.stream,
                 config.batch_size,
                 config.gradient_accumulation,
-                world.rank,
-                world.size,
+                world.data_rank,
+                world.data_size,
                 world.device,
             )
         )
@@ -243,10 +244,11 @@ class Run:
                 return None
             last = k == config.gradient_accumulation - 1
             with world.micro_batch(self.wrapped, last):
-                # The ranks' gradients become their mean; what is wanted is the sum of their shares.
+                # The ranks' gradients become their mean; what is wanted is the sum of their shares. Those
+                # that have a row together have one share, and its gradient is their mean.
                 share = _forward(self.wrapped, batch.to(world.device), data.labels)
-                (share * world.size).backward()
-            loss += share.detach()
+                (share * world.data_size).backward()
+            loss += share.detach() / world.sequence
         stop = torch.full_like(loss, float(signals.received is not None or self.saver.failed))
         loss, stop = world.sum(torch.stack([loss, stop])).unbind()
         norm = self.optimizer.clip_grad_norm(config.clip or math.inf)
@@ -297,14 +299,14 @@ class Run:
         total = torch.zeros((), dtype=torch.float64, device=world.device)
         self.model.eval()
         epoch = stream.epoch(0)
-        while rows := list(itertools.islice(epoch, world.size * config.batch_size)):
-            own = rows[world.rank * config.batch_size :][: config.batch_size]
+        while rows := list(itertools.islice(epoch, world.data_size * config.batch_size)):
+            own = rows[world.data_rank * config.batch_size :][: config.batch_size]
             # A shard of the model is everybody's: who has no rows left runs along with those of another.
             batch = self.held_out.batch(own or rows[: config.batch_size]).to(world.device)
             share = _forward(self.model, batch, labels)
             total += share if own else 0
         self.model.train()
-        return world.sum(total).item()
+        return world.sum(total).item() / world.sequence
 
     def save(self, *, keep: int | None = None, meanwhile: bool = False) -> None:
         """Save the state, and drop all but the newest `keep` checkpoints (default: as the settings say);

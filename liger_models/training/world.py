@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TextIO, TypeVar
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_models.causal_lm import LigerCausalLM
+from liger_models.convert.errors import ConfigError
 from liger_models.loading import parse_device
 
 SHARDS = ("full", "hybrid", "none")
@@ -30,11 +32,27 @@ class World:
         device: of this process; "auto" and "cuda": its own GPU.
         shard: how several share the model: "full" (each has a part of it), "hybrid" (each node has all of
             it), or "none" (each has all of it, DDP).
+        sequence: how many share each row, and exchange heads (layers/sequence_parallel.py).
+        experts: how many share the experts of each layer (layers/expert_parallel.py).
+
+    Attributes:
+        data_size, data_rank: how many rows are read at a time, and which of them is this process's, where
+            those that share a row count as one.
+
+    Raises:
+        ConfigError: these numbers do not fit the number of processes.
     """
 
-    def __init__(self, device: str, shard: str = "none") -> None:
+    def __init__(self, device: str, shard: str = "none", sequence: int = 1, experts: int = 1) -> None:
         self.size, self.rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
         self.shard = shard if self.size > 1 else "none"
+        self.sequence, self.experts = sequence, experts
+        if self.size % sequence or self.size % experts:
+            raise ConfigError(
+                f"sequence_parallel is {sequence} and expert_parallel {experts}, and there are {self.size} "
+                "processes; expected numbers that divide them (torchrun starts more)"
+            )
+        self.data_size, self.data_rank = self.size // sequence, self.rank // sequence
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         if device == "cuda":
@@ -67,14 +85,20 @@ class World:
         """Divides a model that has no memory yet over the processes; None where each has all of it.
 
         Raises:
-            ConfigError: nodes of different sizes.
+            ConfigError: nodes of different sizes, or that cannot share rows or experts so.
         """
-        if self.shard == "none":
+        if self.shard == "none" and self.sequence == 1:
             return None
+        from liger_models.layers.sequence_parallel import divide_sequences
         from liger_models.parallel import ParallelDims, parallelize
 
         node = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
-        dims = ParallelDims() if self.shard == "full" else ParallelDims(self.size // node, node)
+        dims = ParallelDims(sequence=self.sequence, experts=self.experts)
+        if self.shard == "hybrid":
+            dims = replace(dims, data_replicate=self.size // node, data_shard=node // self.sequence)
+        if self.shard == "none":
+            sequence: Any = dims.meshes(self.device.type).sequence
+            return lambda model: divide_sequences(model, sequence)
         return lambda model: parallelize(model, dims)
 
     def wrap(self, model: nn.Module) -> nn.Module:

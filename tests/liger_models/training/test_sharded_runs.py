@@ -68,6 +68,7 @@ def runs(tmp_path_factory, settings_for, experts):
     options = {"gradient_accumulation": 2, "keep": 0, "eval_fraction": 0.3, "schedule": "constant"}
     balanced = {"model": str(experts), "bias_update_rate": 0.25, "eval_fraction": 0.0, "steps": 3}
     balanced |= {"save_every": 0}
+    shared_rows = options | {"gradient_accumulation": 4, "sequence_parallel": 2}
     train(settings_for(folder / "one", **options | {"gradient_accumulation": 4}))
     (folder / "begun_by_one").mkdir()
     (folder / "begun_by_one" / "checkpoint-4").symlink_to(folder / "one" / "checkpoint-4")
@@ -80,6 +81,10 @@ def runs(tmp_path_factory, settings_for, experts):
         (settings_for(folder / "experts", **balanced), 0, 2),
         (settings_for(folder / "experts_stopped", **balanced), 1, 2),
         (settings_for(folder / "experts_stopped", **balanced, resume="auto"), 0, 2),
+        (settings_for(folder / "sequence", **shared_rows), 0, 2),
+        (settings_for(folder / "sequence_whole", **shared_rows, shard="none"), 0, 2),
+        (settings_for(folder / "sent", **balanced, expert_parallel=2), 1, 2),
+        (settings_for(folder / "sent", **balanced, resume="auto"), 0, 2),
     ]
     written = [(config.to_dict(), *rest) for config, *rest in planned]
     (folder / "runs.json").write_text(json.dumps(written))
@@ -127,7 +132,7 @@ def test_one_process_and_two_write_the_same_files(runs):
     assert [(n, x.dtype, x.shape) for n, x in one.items()] == [(n, x.dtype, x.shape) for n, x in two.items()]
 
 
-@pytest.mark.parametrize("other", ["two", "hybrid", "begun_by_one"])
+@pytest.mark.parametrize("other", ["two", "hybrid", "begun_by_one", "sequence", "sequence_whole"])
 def test_two_ranks_train_as_one_process_however_the_model_is_shared(other, runs):
     """Sums in float32 in another order: 2^-23 for each of a few terms. AdamW divides small gradients by their
     own size, and so their rounding is a few 1e-5 of a step of lr; six steps, of weights around lr / 3e-3.
@@ -140,6 +145,31 @@ def test_two_ranks_train_as_one_process_however_the_model_is_shared(other, runs)
     for a, b in zip(one[-2:], two[-2:], strict=True):
         for key in ("step", "tokens", "loss", "grad_norm", "eval_loss"):
             assert a.get(key, 0) == pytest.approx(b.get(key, 0), rel=1e-4), key
+
+
+def test_experts_to_which_tokens_are_sent_train_on_and_go_on_where_they_are_not(runs):
+    """In bfloat16, whose unit is 2^-8: of a loss near log(320) that is a mean over a hundred tokens."""
+    folder, outcomes = runs
+    assert all("stopped after step 2 of" in outcome[10] for outcome in outcomes)
+    whole, resumed = ({r["step"]: r for r in records} for records in (outcomes[0][5], outcomes[0][11]))
+    assert whole.keys() == resumed.keys() == {1, 2, 3}
+    for step in whole:
+        assert resumed[step]["loss"] == pytest.approx(whole[step]["loss"], rel=2**-8)
+        assert resumed[step]["grad_norm"] == pytest.approx(whole[step]["grad_norm"], rel=2**-4)
+    assert [*tensors(folder / "sent" / "final")] == [*tensors(folder / "experts" / "final")]
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"expert_parallel": 2, "shard": "none"}, "expected shard 'full' or 'hybrid'"),
+        ({"sequence_parallel": 0}, "sequence_parallel is 0; expected a whole number of 1 or more"),
+        ({"sequence_parallel": 2}, "sequence_parallel is 2 and expert_parallel 1, and there are 1 processes"),
+    ],
+)
+def test_processes_that_cannot_share_rows_or_experts_are_told(settings, match, settings_for, tmp_path):
+    with pytest.raises(ConfigError, match=match):
+        train(settings_for(tmp_path / "run", **settings))
 
 
 def test_one_process_goes_on_from_a_checkpoint_of_two(runs, settings_for, tmp_path):
