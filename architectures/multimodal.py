@@ -63,6 +63,18 @@ _TOWERS = (
 
 _OWN_ROOT = (("model.language_model.", "model."), ("language_model.", "model."))
 
+_QWEN2: dict[str, Any] = {
+    "prefixes": (("model.language_model.", "model."),),
+    "tied_by_text": True,
+    "axes": True,
+    "defaults": {
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 8,
+        "max_window_layers": 80,
+    },
+}
+
 MULTIMODAL: dict[str, Multimodal] = {
     "gemma3": Multimodal({"gemma3_text": "gemma3_text"}, tied=True, without=("final_logit_softcapping",)),
     "gemma4": Multimodal({"gemma4_text": "gemma4_text"}, _OWN_ROOT, tied=True),
@@ -79,18 +91,8 @@ MULTIMODAL: dict[str, Multimodal] = {
     "llama4": Multimodal({"llama4_text": "llama4_text"}, tied_by_text=True),
     "llava": Multimodal({"llama": "llama", "mistral": "mistral", "qwen2": "qwen2"}, tied_by_text=True),
     "mistral3": Multimodal({kind: kind for kind in ("mistral", "ministral3", "mistral4")}, tied=True),
-    "qwen2_5_vl": Multimodal(
-        {"qwen2_5_vl_text": "qwen2"},
-        (("model.language_model.", "model."),),
-        tied_by_text=True,
-        axes=True,
-        defaults={
-            "rope_theta": 1e6,
-            "rms_norm_eps": 1e-5,
-            "num_key_value_heads": 8,
-            "max_window_layers": 80,
-        },
-    ),
+    "qwen2_vl": Multimodal({"qwen2_vl_text": "qwen2"}, **_QWEN2),
+    "qwen2_5_vl": Multimodal({"qwen2_5_vl_text": "qwen2"}, **_QWEN2),
     "qwen3_vl": Multimodal(
         {"qwen3_vl_text": "qwen3"},
         _OWN_ROOT,

@@ -6,7 +6,12 @@ from dataclasses import replace
 from types import EllipsisType
 
 from liger_models.architectures.common import activation, take_only
-from liger_models.architectures.images import axes_in_a_row, encoder_attention, language_model, turned_by_axes
+from liger_models.architectures.common.images import (
+    encoder_attention,
+    grid_vision,
+    language_model,
+    turned_by_axes,
+)
 from liger_models.architectures.registry import register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
@@ -15,10 +20,7 @@ from liger_models.layers.spec import (
     MLPSpec,
     ModelSpec,
     NormSpec,
-    PatchMergerSpec,
-    PatchSpec,
     TimeSpec,
-    VisionSpec,
 )
 
 NAMES = (
@@ -33,11 +35,16 @@ NAMES = (
     ("projector.linear_2.", "merger.mlp.2."),
 )
 """Of the encoder and the way out of it, in Qwen2-VL too."""
-PACKED = ("vision.encoder.layers.*.qkv_proj.*",)
-LAYOUTS = tuple(
-    Layout(whole=PACKED, root=root, parts=(("vision.", Layout(NAMES, root=vision)),))
-    for root, vision in (("model.", "visual."), ("model.language_model.", "model.visual."))
-)
+
+
+def layouts(names: tuple[tuple[str, str], ...]) -> tuple[Layout, ...]:
+    """As the hub has it, and as transformers builds it."""
+    packed = ("vision.encoder.layers.*.qkv_proj.*",)
+    return tuple(
+        Layout(whole=packed, root=root, parts=(("vision.", Layout(names, root=vision)),))
+        for root, vision in (("model.", "visual."), ("model.language_model.", "model.visual."))
+    )
+
 
 TINY_TEXT: dict[str, object | EllipsisType] = {
     "model_type": "qwen2_5_vl_text",
@@ -74,32 +81,23 @@ TINY_VISION = {
         "video_token_id": 4,
         "tie_word_embeddings": False,
     },
-    layouts=LAYOUTS,
+    layouts=layouts(NAMES),
 )
 def qwen2_5_vl(c: HFConfig) -> ModelSpec:
     text, v = language_model(c), c.part("vision_config")
-    width, heads = v.take_count("hidden_size", 3584), v.take_count("num_heads", 16)
-    depth, patch, merge = (
-        v.take_count("depth", 32),
-        v.take_count("patch_size", 14),
-        v.take_count("spatial_merge_size", 2),
-    )
-    norm = NormSpec(eps=1e-6)
+    width, norm = v.take_count("hidden_size", 3584), NormSpec(eps=1e-6)
     mlp = MLPSpec(v.take_count("intermediate_size", 3420), activation(v), bias=True)
-    block = BlockSpec(encoder_attention(v, width, heads), mlp, norm)
+    attention = encoder_attention(v, width, v.take_count("num_heads", 16))
     whole = v.take("fullatt_block_indexes", [7, 15, 23, 31])
-    take_only(v, in_channels=3, in_chans=3, out_hidden_size=text.hidden_size)
-    pairs = text.blocks[0].mixer.ropes[0].dim // 2
-    vision = VisionSpec(
+    take_only(v, out_hidden_size=text.hidden_size)
+    vision = grid_vision(
+        c,
+        v,
         width,
-        PatchSpec(patch, v.take_count("temporal_patch_size", 2)),
-        (block,) * depth,
-        PatchMergerSpec(merge, norm),
-        c.take_count("image_token_id", 151655),
-        c.take_count("video_token_id", 151656),
-        TimeSpec(v.take_number("tokens_per_second", 4)),
-        windowed=tuple(i for i in range(depth) if i not in whole),
-        window=v.take_count("window_size", 112) // merge // patch,
+        BlockSpec(attention, mlp, norm),
+        norm,
+        positions=TimeSpec(v.take_number("tokens_per_second", 4)),
+        windowed=tuple(i for i in range(v.take_count("depth", 32)) if i not in whole),
     )
-    c.take("vision_start_token_id", None), c.take("vision_end_token_id", None)  # for the processor
-    return replace(turned_by_axes(text, axes_in_a_row(c, [16, 24, 24], pairs)), vision=vision)
+    side = v.take_count("window_size", 112) // vision.projector.merge // vision.patches.size
+    return replace(turned_by_axes(c, text, (16, 24, 24)), vision=replace(vision, window=side))

@@ -38,8 +38,16 @@ _GATED: dict[str, Callable[..., Tensor]] = {
     "gelu_tanh": functools.partial(geglu, approximate="tanh"),
     "gelu": functools.partial(geglu, approximate="none"),
 }
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """`x * sigmoid(1.702 x)` (Hendrycks and Gimpel, 2016, arXiv:1606.08415, section 2), as CLIP has it."""
+    return x * torch.sigmoid(1.702 * x)
+
+
 _PLAIN: dict[str, Callable[..., Tensor]] = {
     "silu": F.silu,
+    "quick_gelu": quick_gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "gelu": F.gelu,
     "relu2": relu2,

@@ -14,7 +14,7 @@ from liger_models.kernels import ClampedSwiGLU as ClampedSwiGLU
 
 RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
 NormCast = Literal["llama", "gemma", "float32"]
-Activation = Literal["silu", "gelu_tanh", "gelu", "relu2", "xielu"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu2", "xielu"]
 Topology = Literal[
     "pre_norm", "sandwich", "scaled_sandwich", "scaled_sandwich_with_experts", "post_norm", "parallel"
 ]

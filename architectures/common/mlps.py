@@ -17,6 +17,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "gelu": "gelu",
+    "quick_gelu": "quick_gelu",
     "relu2": "relu2",
     "xielu": "xielu",
 }
@@ -25,7 +26,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 def activation(c: HFConfig, key: str = "hidden_act", gated: bool = True) -> Activation:
     """The kernel of the activation that the config names."""
     name = c.take(key, "silu")
-    known = [known for known in _ACTIVATIONS if not (gated and known in ("relu2", "xielu"))]
+    known = [known for known in _ACTIVATIONS if not (gated and known in ("quick_gelu", "relu2", "xielu"))]
     if name not in known:
         raise ConfigError(f"{c.name}: {key} {name!r} is unknown; expected one of {', '.join(known)}")
     return _ACTIVATIONS[name]

@@ -101,7 +101,8 @@ class SeeingPair(pairs.Pair):
             if own:
                 call[grids] = torch.tensor(own)
                 patches = int(call[grids].prod(1).sum())
-                call[pixels] = torch.randn(patches, self.vision.patches.width)
+                # Small beside the eps of the norms, so that these matter.
+                call[pixels] = 0.1 * torch.randn(patches, self.vision.patches.width)
         videos = [piece.seconds for piece in pieces if isinstance(piece, Video)]
         timed = self.vision.positions is not None and self.vision.positions.tokens_per_second
         return call | ({"second_per_grid_ts": torch.tensor(videos)} if videos and timed else {})

@@ -6,11 +6,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from liger_models.architectures.common.model import take_only
 from liger_models.architectures.multimodal import text_part
 from liger_models.architectures.registry import find_architecture
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError, abbreviate
-from liger_models.layers.spec import AttentionSpec, ModelSpec, RopeSpec
+from liger_models.layers.spec import (
+    AttentionSpec,
+    BlockSpec,
+    LayerNormSpec,
+    ModelSpec,
+    NormSpec,
+    PatchMergerSpec,
+    PatchSpec,
+    RopeSpec,
+    VisionSpec,
+)
 
 
 def language_model(c: HFConfig) -> ModelSpec:
@@ -19,31 +30,45 @@ def language_model(c: HFConfig) -> ModelSpec:
     return find_architecture(text.model_type).spec(text)
 
 
-def turned_by_axes(model: ModelSpec, axes: tuple[int, ...]) -> ModelSpec:
-    """The model with positions on several axes: pair i of a head turns by axis `axes[i]`."""
+def turned_by_axes(c: HFConfig, model: ModelSpec, sections: Sequence[int]) -> ModelSpec:
+    """The model with positions in time, row and column, by which the pairs of a head turn in a row: as many by
+    each as the config's `mrope_section` says, or these `sections`.
+
+    Raises:
+        ConfigError: the sections do not share out the pairs.
+    """
+    sections = _sections(c, sections)
+    return _with_axes(c, model, tuple(i % 3 for i, count in enumerate(sections) for _ in range(count)))
+
+
+def turned_by_axes_in_turn(c: HFConfig, model: ModelSpec, sections: Sequence[int]) -> ModelSpec:
+    """The same, but that axes take turns, pair i going to axis i % 3, until row and column have had their
+    share; time takes all others (Qwen3-VL).
+
+    Raises:
+        ConfigError: the sections are not three, or do not share out the pairs.
+    """
+    sections = _sections(c, sections)
+    axes = [0] * sum(sections)
+    for axis in (1, 2) if len(sections) == 3 else ():
+        for i in range(axis, min(3 * sections[axis], len(axes)), 3):
+            axes[i] = axis
+    return _with_axes(c, model, tuple(axes) if len(sections) == 3 else ())
+
+
+def _with_axes(c: HFConfig, model: ModelSpec, axes: tuple[int, ...]) -> ModelSpec:
     blocks = []
     for block in model.blocks:
         mixer = block.mixer
         assert isinstance(mixer, AttentionSpec)
         assert mixer.rope is not None
+        if len(axes) != mixer.rope.dim // 2:
+            raise ConfigError(
+                f"{c.name}: mrope_section must share out the {mixer.rope.dim // 2} pairs of dimensions of a "
+                f"head among time, row and column; it gives {len(axes)}"
+            )
         blocks.append(replace(block, mixer=replace(mixer, rope=replace(mixer.rope, axes=axes))))
     return replace(model, blocks=tuple(blocks))
-
-
-def axes_in_a_row(c: HFConfig, default: Sequence[int], pairs: int) -> tuple[int, ...]:
-    """The axis of each pair, of time, row and column in turn, each for as many pairs as `mrope_section` says.
-
-    Raises:
-        ConfigError: the sections do not share out the pairs.
-    """
-    sections = _sections(c, default)
-    axes = tuple(i % 3 for i, section in enumerate(sections) for _ in range(section))
-    if len(axes) != pairs:
-        raise ConfigError(
-            f"{c.name}: mrope_section is {abbreviate(sections)}, and the heads of the language model have "
-            f"{pairs} pairs of dimensions to share out"
-        )
-    return axes
 
 
 def _sections(c: HFConfig, default: Sequence[int]) -> list[int]:
@@ -82,6 +107,41 @@ def encoder_attention(v: HFConfig, hidden_size: int, heads: int, theta: float = 
     )
     return AttentionSpec(
         heads, heads, head_dim, head_dim**-0.5, rope, qkv_bias=True, o_bias=True, causal=False
+    )
+
+
+def patches(v: HFConfig) -> PatchSpec:
+    """Patches of one or more pictures of three colours, from the encoder's config."""
+    size = v.take_count("patch_size", 14)
+    take_only(v, in_channels=3, in_chans=3, spatial_patch_size=size)
+    return PatchSpec(size, v.take_count("temporal_patch_size", 2))
+
+
+def grid_vision(
+    c: HFConfig,
+    v: HFConfig,
+    hidden_size: int,
+    block: BlockSpec,
+    norm: NormSpec | LayerNormSpec,
+    **settings: Any,
+) -> VisionSpec:
+    """An encoder of pictures of all sizes, as the Qwen families have it: see `VisionSpec`.
+
+    Args:
+        c, v: the config, and the encoder's.
+        hidden_size, block, norm: the encoder's width, its layers, and the norm in front of its way out.
+        settings: further fields of the spec.
+    """
+    for key in ("vision_start_token_id", "vision_end_token_id", "vision_token_id"):
+        c.take(key, None)  # which the processor places
+    return VisionSpec(
+        hidden_size,
+        patches(v),
+        (block,) * v.take_count("depth", 32),
+        PatchMergerSpec(v.take_count("spatial_merge_size", 2), norm),
+        c.take_count("image_token_id", 151655, least=0),
+        c.take_count("video_token_id", 151656, least=0),
+        **settings,
     )
 
 
