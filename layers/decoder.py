@@ -84,13 +84,15 @@ class Decoder(nn.Module):
             self.fit_levels(self, sequences)
         x, residual = inputs_embeds, None
         offload = Offload()
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
             if inputs_of_layers is not None:
                 x, residual = x if residual is None else x + residual, None
                 inputs_of_layers.append(x)
             read = [handed[name] for name in layer.reads]
             x, residual, *made = run_block(layer, x, residual, sequences, *read, offload=offload)
             handed.update(zip(layer.makes, made, strict=True))
+            if self.vision is not None and sight is not None:
+                x = self.vision.add(sight, number, x)
         return add_and_norm(self.norm, x, residual)[0]
 
     def kinds_of_layers(self) -> set[str]:

@@ -7,7 +7,7 @@ tuple and not a flag.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from liger_models.kernels import ClampedSwiGLU as ClampedSwiGLU
@@ -362,10 +362,12 @@ class PatchMergerSpec:
 class TimeSpec:
     """The positions of images' tokens on three axes, time, row and column (M-RoPE, arXiv:2409.12191, section
     2.1): see layers/vision/positions.py. A second of a video is `tokens_per_second` positions long; None:
-    each of its time steps is one.
+    each of its time steps is one. `steps_apart`: text stands between the steps of a video, so that each is a
+    picture by itself (Qwen3-VL).
     """
 
     tokens_per_second: float | None = None
+    steps_apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -375,7 +377,10 @@ class VisionSpec:
     `blocks` are those of the encoder, of width `hidden_size`. Each sees a whole picture (or a time step of a
     video), but for those at `windowed`, which see windows of `window` times `window` merged patches.
     `projector` makes features of what the encoder gives, one for each token with the id `image_id` or
-    `video_id`. `positions` are those of these tokens; None: as all others.
+    `video_id`. `positions` are those of these tokens; None: as all others. A table of `position_table` times
+    `position_table` rows says where in its picture a patch stands, beside rotary positions or not. What
+    layers of the encoder at `deep` give is added to its tokens behind the first layers of the language model,
+    the lowest first, each by a projector of its own (DeepStack, arXiv:2406.04334).
     """
 
     hidden_size: int
@@ -387,6 +392,13 @@ class VisionSpec:
     positions: TimeSpec | None = None
     windowed: tuple[int, ...] = ()
     window: int | None = None
+    position_table: int | None = None
+    deep: tuple[int, ...] = ()
+
+    @property
+    def deep_projector(self) -> PatchMergerSpec:
+        """From the layers at `deep`: patches are normalised side by side."""
+        return replace(self.projector, norm_merged=True)
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ def language_model(c: HFConfig) -> ModelSpec:
 
 
 def turned_by_axes(c: HFConfig, model: ModelSpec, sections: Sequence[int]) -> ModelSpec:
-    """The model with positions in time, row and column, by which the pairs of a head turn in a row: as many by
-    each as the config's `mrope_section` says, or these `sections`.
+    """The model with positions in time, row and column, by which the pairs of a head turn in a row: as many
+    by each as the config's `mrope_section` says, or these `sections`.
 
     Raises:
         ConfigError: the sections do not share out the pairs.
@@ -110,11 +110,11 @@ def encoder_attention(v: HFConfig, hidden_size: int, heads: int, theta: float = 
     )
 
 
-def patches(v: HFConfig) -> PatchSpec:
+def patches(v: HFConfig, size: int, bias: bool) -> PatchSpec:
     """Patches of one or more pictures of three colours, from the encoder's config."""
-    size = v.take_count("patch_size", 14)
+    size = v.take_count("patch_size", size)
     take_only(v, in_channels=3, in_chans=3, spatial_patch_size=size)
-    return PatchSpec(size, v.take_count("temporal_patch_size", 2))
+    return PatchSpec(size, v.take_count("temporal_patch_size", 2), bias=bias)
 
 
 def grid_vision(
@@ -123,6 +123,10 @@ def grid_vision(
     hidden_size: int,
     block: BlockSpec,
     norm: NormSpec | LayerNormSpec,
+    *,
+    depth: int = 32,
+    patch_size: int = 14,
+    patch_bias: bool = False,
     **settings: Any,
 ) -> VisionSpec:
     """An encoder of pictures of all sizes, as the Qwen families have it: see `VisionSpec`.
@@ -130,14 +134,16 @@ def grid_vision(
     Args:
         c, v: the config, and the encoder's.
         hidden_size, block, norm: the encoder's width, its layers, and the norm in front of its way out.
+        depth, patch_size: where the config does not say.
+        patch_bias: whether the layer over patches has one.
         settings: further fields of the spec.
     """
     for key in ("vision_start_token_id", "vision_end_token_id", "vision_token_id"):
         c.take(key, None)  # which the processor places
     return VisionSpec(
         hidden_size,
-        patches(v),
-        (block,) * v.take_count("depth", 32),
+        patches(v, patch_size, patch_bias),
+        (block,) * v.take_count("depth", depth),
         PatchMergerSpec(v.take_count("spatial_merge_size", 2), norm),
         c.take_count("image_token_id", 151655, least=0),
         c.take_count("video_token_id", 151656, least=0),

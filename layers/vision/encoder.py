@@ -23,6 +23,7 @@ from liger_models.layers.offload import Offload
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import PatchSpec, VisionSpec
 from liger_models.layers.vision.pictures import Pictures, places_of, windows_of
+from liger_models.layers.vision.position_table import PositionTable
 
 
 class PatchEmbedding(nn.Module):
@@ -64,16 +65,23 @@ class VisionEncoder(nn.Module):
         super().__init__()
         self.spec = spec
         self.patch_embed = PatchEmbedding(spec.patches, spec.hidden_size)
+        self.table = None
+        if spec.position_table is not None:
+            self.table = PositionTable(spec.position_table, spec.hidden_size)
         layers = [
             BLOCKS[block.topology](spec.hidden_size, block, i, attention)
             for i, block in enumerate(spec.blocks)
         ]
         self.layers: Sequence[Block] = cast(Any, nn.ModuleList(layers))
 
-    def forward(self, pictures: Pictures) -> Tensor:
-        """[P, D], in the order of the pictures' patches."""
+    def forward(self, pictures: Pictures) -> list[Tensor]:
+        """What the last layer gives, and what those at `deep` give, from the lowest on: [P, D] each, in the
+        order of the pictures' patches.
+        """
         merge, device = self.spec.projector.merge, pictures.patches.device
         x, places = self.patch_embed(pictures.patches), places_of(pictures.grids, merge)
+        if self.table is not None:
+            x = x + self.table(pictures.grids, merge).to(x.dtype)
         frames, order = Sequences.of_lengths(pictures.frames, device), None
         seen_by = [frames] * len(self.layers)
         if self.spec.window is not None and self.spec.windowed:
@@ -86,11 +94,18 @@ class VisionEncoder(nn.Module):
         frames.axes = places.to(device, non_blocking=True)
         frames.prepare_rotary(tuple(dict.fromkeys(r for b in self.spec.blocks for r in b.mixer.ropes)))
         residual, offload = None, Offload()
-        for layer, sequences in zip(self.layers, seen_by, strict=True):
+        made = []
+        for number, (layer, sequences) in enumerate(zip(self.layers, seen_by, strict=True)):
             sequences.rotary = frames.rotary
             x, residual = run_block(layer, x, residual, sequences, offload=offload)
-        x = x if residual is None else x + residual
-        return x if order is None else _by_blocks(x, order.argsort(), merge)
+            if number in self.spec.deep:
+                x, residual = x if residual is None else x + residual, None
+                made.append(x)
+        made.insert(0, x if residual is None else x + residual)
+        if order is None:
+            return made
+        back = order.argsort()
+        return [_by_blocks(x, back, merge) for x in made]
 
     def set_activation_memory(self, levels: str | Sequence[str]) -> None:
         """Choose what is kept for the backward pass: one level for all layers, or one a layer.

@@ -41,6 +41,11 @@ class Pictures:
         """The patches of every image and of every step of time."""
         return [h * w for t, h, w in self.grids for _ in range(t)]
 
+    def steps_apart(self) -> Pictures:
+        """The same, each step of a video as a picture by itself."""
+        videos = [(1, h, w) for t, h, w in self.grids[self.images :] for _ in range(t)]
+        return Pictures(self.patches, self.grids[: self.images] + videos, self.images)
+
     def features(self, merge: int) -> tuple[int, int]:
         """How many tokens images have, and videos, where `merge` times `merge` patches make one."""
         counts = [t * h * w // merge**2 for t, h, w in self.grids]

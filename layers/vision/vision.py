@@ -24,11 +24,31 @@ Part = Literal["vision", "projector", "language"]
 
 
 class Sight:
-    """What a call shows a model: its pictures, if any, and which tokens are theirs."""
+    """What a call shows a model: its pictures, if any, and which tokens are theirs.
+
+    Attributes:
+        kinds: of each token, as processors number them; [batch, seq] as given, later [T].
+        deep: features that layers of the language model add, [F, H] each, from the first on.
+        checks: whether pictures and tokens fit, on its way to the host.
+    """
 
     def __init__(self, pictures: Pictures | None, kinds: Tensor | None):
         self.pictures, self.kinds = pictures, kinds
+        self.deep: list[Tensor] = []
         self.checks: HostCopy | None = None
+        self._places: tuple[Tensor, Tensor] | None = None
+
+    def places(self, merge: int) -> tuple[Tensor, Tensor]:
+        """Which tokens are of pictures, [T, 1] bool, and the number of each one's feature, [T]."""
+        if self._places is None:
+            assert self.pictures is not None
+            assert self.kinds is not None
+            count = sum(self.pictures.features(merge))
+            is_image, is_video = self.kinds == IMAGE, self.kinds == VIDEO
+            images = self.pictures.features(merge)[0]
+            number = torch.where(is_image, is_image.cumsum(0), images + is_video.cumsum(0)) - 1
+            self._places = (is_image | is_video)[:, None], number.clamp(0, count - 1)
+        return self._places
 
 
 class Vision(nn.Module):
@@ -44,11 +64,17 @@ class Vision(nn.Module):
         super().__init__()
         self.spec, self.merge = spec, spec.projector.merge
         self.encoder = VisionEncoder(spec, attention)
-        self.projector = PROJECTORS[type(spec.projector)](spec.hidden_size, hidden_size, spec.projector)
+        width, make = spec.hidden_size, PROJECTORS[type(spec.projector)]
+        self.projector = make(width, hidden_size, spec.projector)
+        self.deep = nn.ModuleList([make(width, hidden_size, spec.deep_projector) for _ in spec.deep])
 
-    def forward(self, pictures: Pictures) -> Tensor:
-        """The features of all pictures, [F, H]: of the images, then of the videos."""
-        return self.projector(self.encoder(pictures))
+    def forward(self, pictures: Pictures) -> list[Tensor]:
+        """The features of all pictures, [F, H], of the images, then of the videos; and those that the first
+        layers of the language model add, as many.
+        """
+        last, *deep = self.encoder(pictures)
+        projectors = (self.deep[self.spec.deep.index(layer)] for layer in sorted(self.spec.deep))
+        return [self.projector(last), *(project(x) for project, x in zip(projectors, deep, strict=True))]
 
     def take(self, keywords: dict[str, Any]) -> Sight:
         """What a call shows, which is taken out of its keywords.
@@ -92,9 +118,11 @@ class Vision(nn.Module):
             counts.append((sequences.pack(sight.kinds) != found).any().long())
         sight.kinds = found
         if sight.pictures is not None and self.spec.positions is not None:
-            options = sight.pictures, self.merge, self.spec.positions.tokens_per_second
-            sequences.axes, misfit = axis_positions(sequences, found, *options)
-            sequences.longest_position = longest_position(sequences, *options[::2])
+            rate, pictures = self.spec.positions.tokens_per_second, sight.pictures
+            if self.spec.positions.steps_apart:
+                pictures = pictures.steps_apart()
+            sequences.axes, misfit = axis_positions(sequences, found, pictures, self.merge, rate)
+            sequences.longest_position = longest_position(sequences, pictures, rate)
             counts.append(2 * misfit.long())
         sight.checks = HostCopy(torch.stack(counts))
 
@@ -102,13 +130,16 @@ class Vision(nn.Module):
         """Embeddings [T, H] with the features of pictures where their tokens stand."""
         if sight is None or sight.pictures is None:
             return embeds
-        assert sight.kinds is not None  # which `prepare` has found
-        features = self(sight.pictures).to(embeds.dtype)
-        images, _ = sight.pictures.features(self.merge)
-        is_image, is_video = sight.kinds == IMAGE, sight.kinds == VIDEO
-        number = torch.where(is_image, is_image.cumsum(0), images + is_video.cumsum(0)) - 1
-        chosen = features[number.clamp(0, len(features) - 1)]
-        return torch.where((is_image | is_video)[:, None], chosen, embeds)
+        features, *sight.deep = self(sight.pictures)
+        seen, number = sight.places(self.merge)
+        return torch.where(seen, features.to(embeds.dtype)[number], embeds)
+
+    def add(self, sight: Sight, layer: int, x: Tensor) -> Tensor:
+        """x [T, H] behind a layer of the language model, and what it adds to the tokens of pictures."""
+        if layer >= len(sight.deep):
+            return x
+        seen, number = sight.places(self.merge)
+        return x + torch.where(seen, sight.deep[layer].to(x.dtype)[number], 0)
 
     def finish(self, sight: Sight) -> None:
         """Look at what `prepare` has begun to check.

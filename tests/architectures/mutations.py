@@ -86,8 +86,8 @@ def other_values(value: Any, hint: Any) -> list[Any]:
         return [value + 0.01 * max(abs(value), 0.1), *nothing]  # for an eps of 1e-5: 1e-3 more
     if isinstance(value, tuple) and value and isinstance(value[0], float):
         return [(value[0] * 1.5, *value[1:]), (*value[:-1], value[-1] * 1.5), *nothing]
-    if isinstance(value, tuple) and value and isinstance(value[0], int):
-        return [(value[0] + 1, *value[1:])]
+    if value == () or (isinstance(value, tuple) and isinstance(value[0], int)):
+        return [(value[0] + 1, *value[1:]) if value else (0,)]
     if value is None:
         parts = [kind for kind in kinds if is_dataclass(kind)]
         if parts:

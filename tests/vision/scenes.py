@@ -42,7 +42,7 @@ DOCUMENTS: dict[str, Document] = {
     "none": [21],
     "an image first": [Image(2, 4), 5],
 }
-SAME_LENGTH: list[Document] = [
+TWO: list[Document] = [
     [1, Image(6, 10), 2, Video(3, 4, 2, 1.7), 3],
     [Image(4, 4), 9, Image(14, 2), 7],
 ]
@@ -53,7 +53,8 @@ class SeeingPair(pairs.Pair):
 
     def batch(self, rows: int = 2, length: int = 19) -> dict[str, Tensor]:
         """What is judged by, where nothing else is asked for: rows that need no padding."""
-        return self.scene(*SAME_LENGTH)
+        lengths = [len(self._tokens(document)) for document in TWO]
+        return self.scene(*([*d, max(lengths) - n] for d, n in zip(TWO, lengths, strict=True)))
 
     def scene(self, *documents: Document, padding: str = "right") -> dict[str, Any]:
         """A call of a batch whose rows are these documents."""
@@ -81,7 +82,9 @@ class SeeingPair(pairs.Pair):
             else:
                 grid, merge = _grid(piece), self.vision.projector.merge
                 one = self.vision.video_id if isinstance(piece, Video) else self.vision.image_id
-                tokens += [one] * (grid[0] * grid[1] * grid[2] // merge**2)
+                step = [one] * (grid[1] * grid[2] // merge**2)
+                between = [11] if self.vision.positions and self.vision.positions.steps_apart else []
+                tokens += [*step, *[*between, *step] * (grid[0] - 1)]
         return tokens
 
     def _kind(self, ids: Tensor) -> Tensor:

@@ -1,0 +1,98 @@
+"""Qwen3-VL (Bai et al., 2025, arXiv:2511.21631): Qwen3 that sees images and videos of all sizes. Axes take
+turns over the pairs of a head, and features of lower layers of the encoder are added in the language model.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from liger_models.architectures.common import activation, take_only
+from liger_models.architectures.common.images import (
+    encoder_attention,
+    grid_vision,
+    language_model,
+    turned_by_axes_in_turn,
+)
+from liger_models.architectures.qwen2_5_vl import NAMES
+from liger_models.architectures.registry import register
+from liger_models.convert.checkpoints.layout import Layout
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.errors import ConfigError
+from liger_models.layers.spec import BlockSpec, LayerNormSpec, MLPSpec, ModelSpec, TimeSpec
+
+PARTS = (
+    (
+        "vision.",
+        Layout(
+            (
+                *(name for name in NAMES if not name[0].startswith("projector.")),
+                ("encoder.table.", "pos_embed."),
+                (".mlp.up_proj.", ".mlp.linear_fc1."),
+                (".mlp.down_proj.", ".mlp.linear_fc2."),
+                ("projector.", "merger."),
+                ("deep.", "deepstack_merger_list."),
+                (".linear_1.", ".linear_fc1."),
+                (".linear_2.", ".linear_fc2."),
+            ),
+            root="model.visual.",
+        ),
+    ),
+)
+TINY_VISION: dict[str, Any] = {
+    "depth": 3,
+    "hidden_size": 32,
+    "hidden_act": "gelu_pytorch_tanh",
+    "intermediate_size": 40,
+    "num_heads": 2,
+    "patch_size": 3,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "out_hidden_size": 48,
+    "num_position_embeddings": 25,
+    "deepstack_visual_indexes": [1, 0],
+}
+
+
+@register(
+    "qwen3_vl",
+    reference="Qwen3VLForConditionalGeneration",
+    tiny={
+        "text_config": {
+            "model_type": "qwen3_vl_text",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]},
+        },
+        "vision_config": {"model_type": "qwen3_vl", **TINY_VISION},
+        "image_token_id": 3,
+        "video_token_id": 4,
+        "tie_word_embeddings": False,
+    },
+    layouts=(
+        Layout(root="model.language_model.", whole=("vision.encoder.layers.*.qkv_proj.*",), parts=PARTS),
+    ),
+)
+def qwen3_vl(c: HFConfig) -> ModelSpec:
+    text, v = language_model(c), c.part("vision_config")
+    width, norm = v.take_count("hidden_size", 1152), LayerNormSpec(eps=1e-6)
+    v.fill({"hidden_act": "gelu_pytorch_tanh"})
+    mlp = MLPSpec(v.take_count("intermediate_size", 4304), activation(v, gated=False), bias=True, gated=False)
+    attention = encoder_attention(v, width, v.take_count("num_heads", 16))
+    take_only(v, out_hidden_size=text.hidden_size)
+    vision = grid_vision(
+        c,
+        v,
+        width,
+        BlockSpec(attention, mlp, norm),
+        norm,
+        depth=27,
+        patch_size=16,
+        patch_bias=True,
+        positions=TimeSpec(steps_apart=True),
+        position_table=math.isqrt(v.take_count("num_position_embeddings", 2304)),
+        deep=tuple(v.take("deepstack_visual_indexes", [8, 16, 24])),
+    )
+    if not set(vision.deep) <= set(range(len(vision.blocks))) or len(vision.deep) > len(text.blocks):
+        raise ConfigError(
+            f"{v.name}: deepstack_visual_indexes is {list(vision.deep)}; expected layers of the encoder's "
+            f"{len(vision.blocks)}, at most {len(text.blocks)} of them"
+        )
+    return replace(turned_by_axes_in_turn(c, text, (24, 20, 20)), vision=vision)
