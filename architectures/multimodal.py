@@ -27,6 +27,7 @@ class Multimodal:
         tied_by_text: whether the text part's own `tie_word_embeddings` counts too.
         without: keys of the text part that the multimodal model does not read, and the text family would.
         axes: positions have several axes, which for text are one and the same.
+        settings: of the text part, whatever its config says.
         defaults: values that the reference gives to keys which the text part leaves out, beside those of the
             text family.
     """
@@ -37,6 +38,7 @@ class Multimodal:
     tied_by_text: bool = False
     without: tuple[str, ...] = ()
     axes: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def name_in_text(self, name: str) -> str | None:
@@ -99,6 +101,20 @@ MULTIMODAL: dict[str, Multimodal] = {
         without=("use_sliding_window", "layer_types"),
         axes=True,
         defaults={"rope_theta": 5e5, "max_position_embeddings": 128000},
+    ),
+    "qwen3_vl_moe": Multimodal(
+        {"qwen3_vl_moe_text": "qwen3_moe"},
+        _OWN_ROOT,
+        without=("use_sliding_window", "layer_types", "norm_topk_prob"),
+        axes=True,
+        defaults={
+            "rope_theta": 5e5,
+            "max_position_embeddings": 128000,
+            "num_key_value_heads": 16,
+            "moe_intermediate_size": 1408,
+            "num_experts_per_tok": 4,
+        },
+        settings={"norm_topk_prob": True},
     ),
 }
 """By `model_type`."""
@@ -203,7 +219,8 @@ def text_config(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
     if family.tied_by_text:
         tied = tied or nested.get("tie_word_embeddings", False)
     text |= {"model_type": family.texts[kind], "tie_word_embeddings": tied}
-    return {key: value for key, value in text.items() if key not in ("architectures", *family.without)}
+    text = {key: value for key, value in text.items() if key not in ("architectures", *family.without)}
+    return text | family.settings
 
 
 def text_part(c: HFConfig) -> HFConfig:

@@ -13,31 +13,34 @@ from liger_models.architectures.common.images import (
     language_model,
     turned_by_axes_in_turn,
 )
-from liger_models.architectures.qwen2_5_vl import NAMES
+from liger_models.architectures.qwen2_5_vl import NAMES as QWEN2_5
 from liger_models.architectures.registry import register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
 from liger_models.layers.spec import BlockSpec, LayerNormSpec, MLPSpec, ModelSpec, TimeSpec
 
-PARTS = (
-    (
-        "vision.",
-        Layout(
-            (
-                *(name for name in NAMES if not name[0].startswith("projector.")),
-                ("encoder.table.", "pos_embed."),
-                (".mlp.up_proj.", ".mlp.linear_fc1."),
-                (".mlp.down_proj.", ".mlp.linear_fc2."),
-                ("projector.", "merger."),
-                ("deep.", "deepstack_merger_list."),
-                (".linear_1.", ".linear_fc1."),
-                (".linear_2.", ".linear_fc2."),
-            ),
-            root="model.visual.",
-        ),
-    ),
+NAMES = (
+    *(name for name in QWEN2_5 if not name[0].startswith("projector.")),
+    ("encoder.table.", "pos_embed."),
+    (".mlp.up_proj.", ".mlp.linear_fc1."),
+    (".mlp.down_proj.", ".mlp.linear_fc2."),
+    ("projector.", "merger."),
+    ("deep.", "deepstack_merger_list."),
+    (".linear_1.", ".linear_fc1."),
+    (".linear_2.", ".linear_fc2."),
 )
+LAYOUT = Layout(
+    root="model.language_model.",
+    whole=("vision.encoder.layers.*.qkv_proj.*", "*.experts.*"),
+    rename=((".router.", ".gate."),),
+    parts=(("vision.", Layout(NAMES, root="model.visual.")),),
+)
+TRANSPOSED = (
+    ("*.experts.gate_up_proj", "e h i -> e i h"),
+    ("*.experts.down_proj", "e i h -> e h i"),
+)
+"""As the experts of published checkpoints lie."""
 TINY_VISION: dict[str, Any] = {
     "depth": 3,
     "hidden_size": 32,
@@ -51,6 +54,9 @@ TINY_VISION: dict[str, Any] = {
     "num_position_embeddings": 25,
     "deepstack_visual_indexes": [1, 0],
 }
+TINY = {"image_token_id": 3, "video_token_id": 4, "tie_word_embeddings": False}
+TINY_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+SKIP = {"field:TimeSpec.tokens_per_second": "each step of a video is a picture by itself"}
 
 
 @register(
@@ -59,16 +65,13 @@ TINY_VISION: dict[str, Any] = {
     tiny={
         "text_config": {
             "model_type": "qwen3_vl_text",
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]},
+            "rope_parameters": TINY_ROPE,
         },
         "vision_config": {"model_type": "qwen3_vl", **TINY_VISION},
-        "image_token_id": 3,
-        "video_token_id": 4,
-        "tie_word_embeddings": False,
+        **TINY,
     },
-    layouts=(
-        Layout(root="model.language_model.", whole=("vision.encoder.layers.*.qkv_proj.*",), parts=PARTS),
-    ),
+    layouts=(LAYOUT,),
+    skip=SKIP,
 )
 def qwen3_vl(c: HFConfig) -> ModelSpec:
     text, v = language_model(c), c.part("vision_config")
@@ -96,3 +99,28 @@ def qwen3_vl(c: HFConfig) -> ModelSpec:
             f"{len(vision.blocks)}, at most {len(text.blocks)} of them"
         )
     return replace(turned_by_axes_in_turn(c, text, (24, 20, 20)), vision=vision)
+
+
+@register(
+    "qwen3_vl_moe",
+    reference="Qwen3VLMoeForConditionalGeneration",
+    tiny={
+        "text_config": {
+            "model_type": "qwen3_vl_moe_text",
+            "moe_intermediate_size": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "router_aux_loss_coef": 0.5,
+            "mlp_only_layers": [0],
+            "rope_parameters": TINY_ROPE,
+        },
+        "vision_config": {"model_type": "qwen3_vl_moe", **TINY_VISION},
+        **TINY,
+    },
+    layouts=(LAYOUT, replace(LAYOUT, permuted=TRANSPOSED)),
+    skip=SKIP,
+)
+def qwen3_vl_moe(c: HFConfig) -> ModelSpec:
+    if not {"num_experts", "num_local_experts"} & c.raw.get("text_config", {}).keys():
+        raise ConfigError(f"{c.name}: text_config says nothing of num_experts; take it from the original")
+    return qwen3_vl(c)

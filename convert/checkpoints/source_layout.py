@@ -63,12 +63,17 @@ def match_layout(
     tied = {name: original for name, original in (tied_duplicates or {}).items() if name in found}
     extra = {name for name in found if any(fnmatchcase(name, pattern) for pattern in carried)}
     best: tuple[int, list[str], list[str]] | None = None
+    misshapen: list[str] = []
     for layout, weight_map in layouts.items():
         shapes = checkpoint_shapes(weight_map)
         missing = [name for name in shapes if name not in found]
         unexpected = [name for name in found if name not in shapes and name not in extra and name not in tied]
         if not missing and not unexpected:
-            _check_shapes(reader, shapes)
+            if wrong := _other_shapes(
+                reader, shapes
+            ):  # a layout of the same names may lie the other way round
+                misshapen = misshapen or wrong
+                continue
             source_tied = {name: original for name, original in tied.items() if name not in shapes}
             for name, original in source_tied.items():
                 _check_duplicate(reader, name, original)
@@ -76,6 +81,11 @@ def match_layout(
             return SourceLayout(layout, dict(reader.files), reader.index, kept, source_tied)
         if best is None or len(missing) + len(unexpected) < best[0]:
             best = (len(missing) + len(unexpected), missing, unexpected)
+    if misshapen:
+        raise CheckpointError(
+            f"{reader.folder}: {len(misshapen)} of its tensors have other shapes than config.json demands:"
+            "\n  " + "\n  ".join(misshapen[:10])
+        )
     assert best is not None, "at least one layout is needed"
     _, missing, unexpected = best
     nearest = f" (the nearest of {len(layouts)} known layouts)" if len(layouts) > 1 else ""
@@ -88,17 +98,12 @@ def match_layout(
     )
 
 
-def _check_shapes(reader: CheckpointReader, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    wrong = [
+def _other_shapes(reader: CheckpointReader, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    return [
         f"{name} in {reader.tensors[name].file} is {reader.tensors[name].shape}, expected {shape}"
         for name, shape in shapes.items()
         if reader.tensors[name].shape != shape
     ]
-    if wrong:
-        raise CheckpointError(
-            f"{reader.folder}: {len(wrong)} of its tensors have other shapes than config.json demands:\n  "
-            + "\n  ".join(wrong[:10])
-        )
 
 
 def _check_duplicate(reader: CheckpointReader, name: str, original: str) -> None:

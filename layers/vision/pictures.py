@@ -52,7 +52,7 @@ class Pictures:
         return sum(counts[: self.images]), sum(counts[self.images :])
 
 
-KEYWORDS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+KEYWORDS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
 
 def take_pictures(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
@@ -61,7 +61,9 @@ def take_pictures(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pic
     Raises:
         DataError: pixels without grids, or the other way round; shapes, dtypes or counts that do not fit.
     """
-    given = {name: value for name in KEYWORDS if (value := keywords.pop(name, None)) is not None}
+    timed = spec.positions is not None and spec.positions.tokens_per_second is not None
+    names = (*KEYWORDS, *(["second_per_grid_ts"] if timed else []))  # elsewhere it would be of no effect
+    given = {name: value for name in names if (value := keywords.pop(name, None)) is not None}
     images, image_grids = _of_kind(spec, merge, given, "pixel_values", "image_grid_thw")
     videos, video_grids = _of_kind(spec, merge, given, "pixel_values_videos", "video_grid_thw")
     seconds = _seconds(given.get("second_per_grid_ts"), len(video_grids))

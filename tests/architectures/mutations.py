@@ -169,7 +169,7 @@ def spec_is_noticed(pair: Pair, spec: ModelSpec) -> bool:
         weight_map = map_like(pair.architecture, model, checkpoint_shapes(pair.weight_map).keys())
         copy_parameters(weight_map, model, pair.state)
         return is_noticed(pair, model)
-    except (ValueError, RuntimeError, IndexError, DataError):  # or by sizes or positions that do not fit
+    except (ValueError, TypeError, RuntimeError, IndexError, DataError):  # or by sizes that do not fit
         return True
 
 

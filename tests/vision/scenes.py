@@ -44,7 +44,7 @@ DOCUMENTS: dict[str, Document] = {
 }
 TWO: list[Document] = [
     [1, Image(6, 10), 2, Video(3, 4, 2, 1.7), 3],
-    [Image(4, 4), 9, Image(14, 2), 7],
+    [Image(4, 4), 9, Image(16, 6), 7],
 ]
 
 
