@@ -178,8 +178,11 @@ def _measure(job: Job, sharing: str, device: torch.device) -> Result:
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     times, losses = step.time_steps(job, model, optimizer, device)
+    rate = step.summary(job, times)
+    # Those that have one sequence together were given the same rows.
+    rate["tokens_per_second"] /= _sizes(sharing).get("sequence", 1)
     result = {
-        **step.summary(job, times),
+        **rate,
         "peak_gib": torch.cuda.max_memory_allocated(device) / 2**30 if cuda else None,
         "levels": _levels(model, job),
         "loss": losses[-1].item(),
@@ -196,8 +199,7 @@ def _build(job: Job, sharing: str, device: torch.device) -> Any:
     import liger_models
 
     if job.ours:
-        sizes = dict(pair.split("=") for pair in sharing.split(",") if "=" in pair)
-        dims = liger_models.ParallelDims(**{name: int(size) for name, size in sizes.items()})
+        dims = liger_models.ParallelDims(**_sizes(sharing))
         divide = functools.partial(
             liger_models.parallelize, mesh=dims, reshard_after_forward=sharing != "once"
         )
@@ -219,6 +221,11 @@ def _build(job: Job, sharing: str, device: torch.device) -> Any:
         for part in (*model.model.layers, model):
             fully_shard(part, mesh=mesh, mp_policy=policy)
     return model
+
+
+def _sizes(sharing: str) -> dict[str, int]:
+    pairs = (pair.split("=") for pair in sharing.split(",") if "=" in pair)
+    return {name: int(size) for name, size in pairs}
 
 
 def _levels(model: Any, job: Job) -> str:

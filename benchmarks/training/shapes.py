@@ -62,6 +62,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
         sliding_window=1024,
         vocab_size=262208,
     ),
+    "qwen3-30b-a3b": _published("Qwen3-30B-A3B"),
     "qwen3-30b-a3b-6": _published("Qwen3-30B-A3B", 6),
     "gpt-oss-20b-6": _published("gpt-oss-20b", 6),
     "gpt-oss-20b-12": _published("gpt-oss-20b", 12),
