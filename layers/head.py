@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,7 @@ class LMHead(Linear):
         num_items: Tensor | int | None = None,
         form: LogitForm = LogitForm(),
         score: ScoreOptions | None = None,
+        within: Callable[[Tensor, Tensor, Tensor | None], Any] | None = None,
     ) -> Any:
         """Without `labels`: hidden [..., H] -> the product [..., V].
 
@@ -65,10 +67,14 @@ class LMHead(Linear):
         With `score` too, whose coefficients are [T]: what `kernels.linear_log_probs` gives of them, as a
         plain tuple, which all frameworks look through.
 
+        With `within`: what within(hidden, weight, bias) gives, while the weight is there.
+
         Raises:
             TypeError: hidden and the weight differ in dtype, without autocast.
         """
         _check_dtypes(hidden, self.weight)
+        if within is not None:
+            return within(hidden, self.weight, as_wide_as(self.weight, self.bias))
         if labels is None:
             return super().forward(hidden)
         operands = hidden, self.weight, labels, as_wide_as(self.weight, self.bias)

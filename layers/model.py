@@ -7,6 +7,7 @@ seq, V]
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from liger_models.layers.attention_backends import AttentionBackend
 from liger_models.layers.cache import KVCache
 from liger_models.layers.call_checks import CallChecks, batch_shape, refuse_unknown, targets_of
 from liger_models.layers.decoder import Decoder
+from liger_models.layers.distilling import Distilling, check_lesson, learn
 from liger_models.layers.eager import not_compiled
 from liger_models.layers.head import LMHead, LogitForm, loss_of_head, scores_of_head
-from liger_models.layers.model_output import CausalLMOutput, ScoreOutput
+from liger_models.layers.model_output import CausalLMOutput, DistillationOutput, ScoreOutput
 from liger_models.layers.model_parameters import ModelParameters, drop_tied_head, restore_tied_head
 from liger_models.layers.router_loss import router_loss
 from liger_models.layers.scoring import Scoring, check_score_call, score_output
@@ -26,7 +28,7 @@ from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import ModelSpec
 
 
-class CausalLM(Scoring, Decoder, ModelParameters):
+class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
     """Embeddings, blocks, a final norm and a head.
 
     Args:
@@ -90,6 +92,7 @@ class CausalLM(Scoring, Decoder, ModelParameters):
                 batch must have.)
             score: `ScoreOptions`: the scores of the labels in the place of the loss, as `score` returns them;
                 nor is it in the signature.
+            distill: `Distillation`: the loss is that of a teacher's pupil, as `distill` returns it.
             num_items_in_batch: the loss is the sum over labels divided by this count, not by their own (exact
                 gradient accumulation). What routers add is weighed by the share of labels that are here: all
                 parts of a step together have the mean of it, and not the sum.
@@ -108,6 +111,10 @@ class CausalLM(Scoring, Decoder, ModelParameters):
             TypeError: a keyword that asks for what is not there.
         """
         shift_labels, score = others.pop("shift_labels", None), others.pop("score", None)
+        distill, teaching = others.pop("distill", None), others.pop("teaching", None)
+        if teaching is not None:
+            teaching.use(self.lm_head, self.hidden_states(teaching.sequences, input_ids), self.logit_form)
+            return CausalLMOutput()
         sight = None if self.vision is None else self.vision.take(others)
         refuse_unknown(others)
         width = self.spec.hidden_size
@@ -118,6 +125,7 @@ class CausalLM(Scoring, Decoder, ModelParameters):
             num_items_in_batch = 1  # no label at all is no error: nothing is divided by their count
         sequences = Sequences.from_call(shape, device, attention_mask, position_ids, cu_seqlens)
         targets = targets_of(sequences, labels, shift_labels)
+        check_lesson(distill, score, targets)
         sequences = sequences.divided(self.sequence_group)
         checks = CallChecks(input_ids, targets, self.spec.vocab_size, num_items_in_batch, sequences)
         hidden = self.hidden_states(sequences, input_ids, inputs_embeds, sight=sight)
@@ -141,7 +149,12 @@ class CausalLM(Scoring, Decoder, ModelParameters):
         output: dict[str, Tensor] = {}
         if targets is not None:
             items = num_valid if num_items_in_batch is None else num_items_in_batch
-            loss = loss_of_head(self.lm_head, hidden, targets, checks.own_valid, items, self.logit_form)
+            call = self.lm_head, hidden, targets, checks.own_valid, items, self.logit_form
+            if distill is None:
+                output["loss"] = loss_of_head(*call)
+            else:
+                output |= learn(distill, partial(loss_of_head, *call), input_ids, sequences, *call)
+            loss = output["loss"]
             if self.spec.router is not None:
                 added = router_loss(sequences.router_logits.take(), self.spec.router, sequences.slice)
                 # Of a step that is divided, this part's: as large beside the rest as in one that is not.
@@ -149,7 +162,7 @@ class CausalLM(Scoring, Decoder, ModelParameters):
             output["loss"] = sequences.summed(loss)
         if return_logits or (return_logits is None and targets is None):
             output["logits"] = self._logits(hidden, sequences, logits_to_keep)
-        return CausalLMOutput(**output)
+        return CausalLMOutput(**output) if distill is None else DistillationOutput(**output)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits [..., V] of hidden states [..., H], as `hidden_states` gives them."""

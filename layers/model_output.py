@@ -45,6 +45,18 @@ class CausalLMOutput(ModelOutput):
         return self.get("logits")
 
 
+class DistillationOutput(CausalLMOutput):
+    """What `model.distill` gives: `loss`, and its parts without gradients and weights."""
+
+    @property
+    def divergence(self) -> Tensor:
+        return self["divergence"]
+
+    @property
+    def hard_loss(self) -> Tensor | None:
+        return self.get("hard_loss")
+
+
 class ScoreOutput(ModelOutput):
     """What `model.score` gives, [batch, seq - 1] or [batch, seq], each only if it was asked for."""
 

@@ -78,11 +78,36 @@ class ScoreOptions:
         return packed
 
 
-class Scoring(nn.Module):
-    """A model that scores."""
+class KnowsItsWrapper(nn.Module):
+    """A module that notes whether it was put into DistributedDataParallel."""
 
     _wrapped = False
     _left_out: Any = ()
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        """Asked for by DistributedDataParallel when it wraps a model: how the model knows that it did."""
+        self._wrapped = True
+        return self._left_out
+
+    @_ddp_params_and_buffers_to_ignore.setter
+    def _ddp_params_and_buffers_to_ignore(self, names: Any) -> None:
+        self._left_out = names
+
+
+def refuse_beside_ddp(model: KnowsItsWrapper, keyword: str) -> None:
+    """Raises:
+    RuntimeError: gradients are wanted of a call beside the forward of the model's wrapper.
+    """
+    if model._wrapped and torch.is_grad_enabled() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise RuntimeError(
+            "this model is inside DistributedDataParallel, which averages the gradients of its own forward "
+            f"alone: call the wrapper, with {keyword} beside input_ids and labels, or do without gradients"
+        )
+
+
+class Scoring(KnowsItsWrapper):
+    """A model that scores."""
 
     def score(
         self,
@@ -118,24 +143,9 @@ class Scoring(nn.Module):
             RuntimeError: the model is inside DistributedDataParallel, which would not average the gradients.
             DataError: no labels; else as `forward`.
         """
-        if self._wrapped and torch.is_grad_enabled() and dist.is_initialized() and dist.get_world_size() > 1:
-            raise RuntimeError(
-                "this model is inside DistributedDataParallel, which averages the gradients of its own "
-                "forward alone: call the wrapper, with score=ScoreOptions(...) beside input_ids and labels, "
-                "or score under torch.no_grad()"
-            )
+        refuse_beside_ddp(self, "score=ScoreOptions(...)")
         options = ScoreOptions(temperature, entropy, top1, log_sum_sq_probs, coefficients)
         return self(input_ids=input_ids, labels=labels, shift_labels=shift_labels, score=options, **inputs)
-
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> Any:
-        """Asked for by DistributedDataParallel when it wraps a model: how the model knows that it did."""
-        self._wrapped = True
-        return self._left_out
-
-    @_ddp_params_and_buffers_to_ignore.setter
-    def _ddp_params_and_buffers_to_ignore(self, names: Any) -> None:
-        self._left_out = names
 
 
 def score_output(

@@ -201,6 +201,11 @@ class Sequences:
         """The sum of a number over the ranks that divide a batch."""
         return value if self.slice is None else self.slice.summed(value)
 
+    def afresh(self) -> Sequences:
+        """The same documents for another model, whose layers have noted nothing yet."""
+        positions = self.position_ids, self.longest_position, self.max_seqlen
+        return Sequences(self.shape, *positions, self.cu_seqlens, self.kept)
+
     @property
     def device(self) -> torch.device:
         return self.position_ids.device

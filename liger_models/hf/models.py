@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -57,9 +58,10 @@ from liger_models.kernels import load_balancing_loss
 from liger_models.layers.activation_memory import RERUN, ActivationMemory
 from liger_models.layers.call_checks import CallChecks, batch_shape, refuse_unknown, targets_of
 from liger_models.layers.decoder import Decoder
+from liger_models.layers.distilling import Distilling, TeacherCall, check_lesson, learn
 from liger_models.layers.embedding import TokenEmbedding
 from liger_models.layers.head import LMHead, LogitForm, loss_of_head, scores_of_head
-from liger_models.layers.model_output import ScoreOutput
+from liger_models.layers.model_output import CausalLMOutput, DistillationOutput, ScoreOutput
 from liger_models.layers.packed_linear import (
     fuse_projections,
     packed_weights,
@@ -503,7 +505,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         return bool(self.config.use_cache) and not torch.is_grad_enabled() if use_cache is None else use_cache
 
 
-class LigerForCausalLM(Scoring, LigerPreTrainedModel, GenerationMixin):
+class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixin):
     """A causal language model."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
@@ -542,7 +544,7 @@ class LigerForCausalLM(Scoring, LigerPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **others: Any,
-    ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast | ScoreOutput:
+    ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast | CausalLMOutput | ScoreOutput:
         """As `LigerModel.forward`, and:
 
         Args:
@@ -550,7 +552,8 @@ class LigerForCausalLM(Scoring, LigerPreTrainedModel, GenerationMixin):
                 token of a document do not count.
             logits_to_keep: make logits of the last so many positions only, or of these positions; 0: of all.
             others: `shift_labels` [batch, seq], shifted already; `score`, `ScoreOptions`, for what the method
-                `score` returns in the place of all below; `num_items_in_batch`, by which the summed
+                `score` returns in the place of all below; `distill`, `Distillation`, for that of the method
+                `distill`; `num_items_in_batch`, by which the summed
                 loss is divided; `return_logits`, or `skip_logits`: whether logits come beside the loss (by
                 default in evaluation, where metrics may want them, and not in training);
                 `output_router_logits`, by default the config's: the load balancing loss is part of the loss.
@@ -567,6 +570,9 @@ class LigerForCausalLM(Scoring, LigerPreTrainedModel, GenerationMixin):
         score, num_items = others.pop("score", None), others.pop("num_items_in_batch", None)
         return_logits = others.pop("return_logits", None)
         skip_logits = others.pop("skip_logits", None)
+        distill, teaching = others.pop("distill", None), others.pop("teaching", None)
+        if teaching is not None:
+            return self._teach(input_ids, teaching)
         with_routers = self.model.wants_router_logits(others.pop("output_router_logits", None))
         width, needed = self.model.spec.hidden_size, self.model.needs_ids
         shape, _ = batch_shape(input_ids, inputs_embeds, width, ids_needed=needed)
@@ -581,6 +587,7 @@ class LigerForCausalLM(Scoring, LigerPreTrainedModel, GenerationMixin):
             past_key_values = DynamicCache(config=self.config)
         sequences = self.model.sequences(shape, attention_mask, position_ids, past_key_values, others)
         targets = targets_of(sequences, labels, shift_labels)
+        check_lesson(distill, score, targets)
         checks = CallChecks(None, targets, self.lm_head_width(), num_items)
         output = self.model(
             input_ids=input_ids,
@@ -604,6 +611,13 @@ class LigerForCausalLM(Scoring, LigerPreTrainedModel, GenerationMixin):
             score, num_valid = score.packed(sequences, shifted), checks.finish()
             scores = scores_of_head(self.lm_head, packed, targets, num_valid, self.logit_form, score=score)
             return score_output(scores, sequences, shifted, added if with_routers else None)
+        if distill is not None:
+            assert targets is not None
+            num_valid, packed = checks.finish(), sequences.pack(hidden)
+            items = num_valid if num_items is None else num_items
+            call = self.lm_head, packed, targets, num_valid, items, self.logit_form
+            lesson = learn(distill, partial(loss_of_head, *call), input_ids, sequences, *call)
+            return DistillationOutput(lesson | ({"loss": lesson["loss"] + added} if with_routers else {}))
         if targets is not None:
             num_valid = checks.finish()
             packed = sequences.pack(hidden)
@@ -623,6 +637,13 @@ class LigerForCausalLM(Scoring, LigerPreTrainedModel, GenerationMixin):
             hidden_states=output.hidden_states,
             **routers,
         )
+
+    def _teach(self, input_ids: Tensor | None, teaching: TeacherCall) -> CausalLMOutput:
+        """As a teacher: layers/distilling.py."""
+        sequences = teaching.sequences
+        output = self.model(input_ids=input_ids, sequences=sequences, use_cache=False)
+        teaching.use(self.lm_head, sequences.pack(output.last_hidden_state), self.logit_form)
+        return CausalLMOutput()
 
     def lm_head_width(self) -> int:
         """The number of logits, which labels must be below."""

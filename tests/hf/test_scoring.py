@@ -8,6 +8,7 @@ import pytest
 import torch
 from hf_pairs import BOUND, relative_distance
 
+import liger_models
 from liger_models.kernels.losses.log_probs import log_probs_plain
 
 transformers = pytest.importorskip("transformers")
@@ -78,3 +79,26 @@ def test_routers_tell_what_they_add_to_a_loss(make_both, batch):
     count = (scores.log_probs != 0).sum()
     whole = ours(**inputs).loss
     torch.testing.assert_close(scores.router_loss - scores.log_probs.sum() / count, whole)
+
+
+def test_a_student_learns_from_a_teacher_on_either_side(make_both, batch):
+    """Students and teachers may be native or in transformers; the numbers are the same."""
+    hf = make_both("llama").ours
+    student = liger_models.from_pretrained(hf.name_or_path)
+    teachers = []
+    with torch.no_grad():
+        for teacher in (copy.deepcopy(hf), liger_models.from_pretrained(hf.name_or_path)):
+            for name, p in sorted(teacher.named_parameters()):
+                p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))))
+            teachers.append(teacher)
+    losses = []
+    for pupil in (student, hf):
+        for teacher in teachers:
+            found = pupil.distill(teacher, **batch, beta=0.3, hard_weight=0.4)
+            losses.append(found.loss)
+            assert found.divergence > 1e-3
+            assert found.hard_loss > 0
+    own = student.distill(hf, **batch)
+    assert abs(own.loss) < 1e-6  # from itself there is nothing to learn
+    torch.testing.assert_close(losses[0], losses[2], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(losses[1], losses[3], rtol=1e-5, atol=1e-6)

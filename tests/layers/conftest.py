@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from torch import nn
 
 from liger_models.layers.model import CausalLM
 from liger_models.layers.spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, MoESpec, NormSpec, RopeSpec
+
+sys.path.append(str(Path(__file__).parent))  # for score_calls, which lies beside it
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER = 61, 32, 4, 2, 16, 40
 

@@ -1,4 +1,4 @@
-"""One rank of test_scoring.py: a loss on scores of its half of a batch, under DDP and FSDP2.
+"""One rank of test_scoring.py: a loss on scores of its half of a batch, under DDP and FSDP2, and a lesson.
 
 Run as `python score_rank.py FOLDER`, with task.pt in the folder; writes rank0.pt or rank1.pt: by wrapper
 the gradients, and what scoring beside DDP's forward raised; and what losses gather from all ranks.
@@ -65,11 +65,28 @@ def main(folder: Path) -> None:
         results[wrapper] = {
             name: p.grad if wrapper == "ddp" else p.grad.full_tensor() for name, p in model.named_parameters()
         }
+    student, teacher = (CausalLM(task["spec"]) for _ in range(2))
+    student.load_state_dict(task["state"])
+    teacher.load_state_dict(task["teacher"])
+    for model in (student, teacher):
+        for part in (*model.layers, model.lm_head):
+            fully_shard(part, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    student.distill(teacher, **own, beta=0.3, hard_weight=0.2, num_items_in_batch=20).loss.backward()
+    results["taught"] = {name: p.grad.full_tensor() for name, p in student.named_parameters()}
+
     values = torch.arange(3.0 + 2 * rank)  # 0 to 2, and 0 to 4
     results["kl"] = kto_kl(values, values - 1 - rank).item()
     results["top"] = top_entropy(values[None], torch.ones(1, len(values)), 0.4).sum().item()
     torch.save(results, folder / f"rank{rank}.pt")
-    del scores, model, parallel, again  # what outlives its process group waits for ever now and then
+    del (
+        scores,
+        model,
+        parallel,
+        again,
+        student,
+        teacher,
+    )  # what outlives its process group waits for ever now and then
     dist.destroy_process_group()
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from score_calls import CALLS, Wrapped
 from torch import nn
 
 from liger_models.convert.errors import DataError
@@ -38,13 +39,6 @@ def batch(model):
     ids = torch.randint(model.spec.vocab_size, (BATCH, SEQ))
     labels = ids.masked_fill(torch.rand(ids.shape) < 0.3, -100)
     return ids, labels
-
-
-CALLS = {
-    "rows": {},
-    "padded": {"attention_mask": torch.tensor([[1] * 9, [1] * 6 + [0] * 3, [0] * 2 + [1] * 7])},
-    "restarts": {"position_ids": torch.tensor([[*range(4), *range(5)]] * 3)},
-}
 
 
 def expected(model, ids, labels, shifted, call):
@@ -100,17 +94,6 @@ def test_packed_documents_are_scored_as_alone(model):
         # Attention sums over other blocks of keys.
         torch.testing.assert_close(packed[:, start : end - 1], alone, rtol=1e-5, atol=1e-5)
     assert not packed[:, [4, 5]].any()  # the first token of a document does not count
-
-
-class Wrapped(nn.Module):
-    """As an adapter wraps a head: its product, and something more."""
-
-    def __init__(self, head):
-        super().__init__()
-        self.head, self.added = head, nn.Parameter(torch.randn(head.in_features, head.out_features) / 9)
-
-    def forward(self, hidden):
-        return self.head(hidden) + hidden @ self.added
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["scores", "weighted sum"])
@@ -212,7 +195,11 @@ def test_two_ranks_make_the_mean_of_the_gradients(model, tmp_path):
     labels[2] = -100  # uneven counts
     coefficients = torch.randn(4, SEQ - 1)
     task = {"input_ids": ids, "labels": labels, "coefficients": coefficients}
-    torch.save({"spec": model.spec, "state": model.state_dict(), "batch": task}, tmp_path / "task.pt")
+    state = {name: p.clone() for name, p in model.state_dict().items()}
+    teacher = CausalLM(model.spec)
+    teacher.load_state_dict({name: p + 0.1 * torch.randn_like(p) for name, p in state.items()})
+    task = {"spec": model.spec, "state": state, "teacher": teacher.state_dict(), "batch": task}
+    torch.save(task, tmp_path / "task.pt")
     environment = {**os.environ, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
         subprocess.Popen(
@@ -233,13 +220,17 @@ def test_two_ranks_make_the_mean_of_the_gradients(model, tmp_path):
     scores = model.score(ids, labels, entropy=True)
     loss = runpy.run_path(str(RANK))["loss_of"](scores) + (coefficients * scores.log_probs).sum()
     (loss / 2).backward()  # gradients are averaged over ranks
+    of_scores = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    model.distill(teacher, ids, labels, beta=0.3, hard_weight=0.2, num_items_in_batch=40).loss.backward()
+    taught = {name: p.grad for name, p in model.named_parameters()}
     for rank in range(2):
         results = torch.load(tmp_path / f"rank{rank}.pt")
         assert "call the wrapper" in results["refusal"]
-        for wrapper in ("ddp", "fsdp"):
-            for name, p in model.named_parameters():
-                distance = (results[wrapper][name] - p.grad).norm()
-                assert distance <= 1e-5 * p.grad.norm(), (wrapper, name)
+        for wrapper, expected in (("ddp", of_scores), ("fsdp", of_scores), ("taught", taught)):
+            for name, gradient in expected.items():
+                distance = (results[wrapper][name] - gradient).norm()
+                assert distance <= 1e-5 * gradient.norm(), (wrapper, name)
         # Means and quantiles over the eight numbers of both ranks, three and five.
         assert results["kl"] == (3 * 1 + 5 * 2) / 8
         assert results["top"] == (1, 3)[rank]  # of 0 0 1 1 2 2 3 4 those above 1.2
