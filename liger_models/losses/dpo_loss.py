@@ -80,9 +80,21 @@ def dpo_loss(
     _check(types, f_divergence, label_smoothing, chosen_lengths, rejected_lengths, weights)
     ratios = chosen - reference_chosen.detach(), rejected - reference_rejected.detach()
     scores = [_slope_of_divergence(ratio, f_divergence, f_alpha) for ratio in ratios]
-    lengths = chosen_lengths, rejected_lengths
-    margins = chosen - rejected, (reference_chosen - reference_rejected).detach()
-    pairs = _Pairs(*ratios, *scores, *margins, chosen, *lengths, beta, label_smoothing, discopop_tau)
+    reference_margin = (reference_chosen - reference_rejected).detach()
+    pairs = _Pairs(
+        ratios[0],
+        ratios[1],
+        scores[0],
+        scores[1],
+        chosen - rejected,
+        reference_margin,
+        chosen,
+        chosen_lengths,
+        rejected_lengths,
+        beta,
+        label_smoothing,
+        discopop_tau,
+    )
     losses = sum(weight * TYPES[name](pairs) for name, weight in types.items())
     assert isinstance(losses, Tensor)
     rewards = [beta * ratio.detach() for ratio in ratios]

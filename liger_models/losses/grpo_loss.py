@@ -159,7 +159,8 @@ def _first_term(log_probs, log_ratio, ratio, advantages, counted, options, sampl
     if options.loss_type == "cispo":
         return -ratio.clamp(max=options.upper).detach() * advantages * log_probs
     if options.loss_type == "sapo":
-        t = torch.where(advantages > 0, *options.temperatures)
+        positive, other = options.temperatures
+        t = torch.where(advantages > 0, positive, other)
         return -(t * (ratio - 1)).sigmoid() * (4 / t) * advantages
     if options.loss_type == "vespo":
         phi = _vespo_weight(log_ratio, advantages, counted, options, sampler_ratio)
@@ -201,5 +202,6 @@ def _mean(losses: Tensor, counted: Tensor, options: PolicyOptions, num_items) ->
     if options.loss_type in ("grpo", "sapo"):
         sums = sums / counted.sum(1).clamp(min=1)
     elif options.loss_type == "dr_grpo":
+        assert options.length is not None
         sums = sums / options.length
     return sums.sum() / (len(sums) if num_items is None else num_items)

@@ -24,7 +24,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: there are no adapters, or some are merged into the weights.
     """
-    layers = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
     if not layers or any(getattr(layer, "merged", False) for layer in layers):
         found = "some of its adapters are merged" if layers else "it has no adapters"
         raise ValueError(
@@ -84,5 +84,5 @@ def _digest(tensors: Mapping[str, Any]) -> str:
         if isinstance(tensor, Tensor):
             digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
             flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-            digest.update(memoryview(flat.numpy()))
+            digest.update(memoryview(flat.numpy()))  # type: ignore[arg-type]
     return digest.hexdigest()[:32]

@@ -30,7 +30,7 @@ def rows_of_documents(scores: Tensor, cu_seqlens: Tensor) -> Tensor:
             f"have tokens, or one less"
         )
     documents = scores[0].split_with_sizes(_lengths(bounds, scores.shape[1]))
-    return torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
+    return torch.nn.utils.rnn.pad_sequence(list(documents), batch_first=True)
 
 
 def _lengths(bounds: list[int], total: int) -> list[int]:
