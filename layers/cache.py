@@ -29,6 +29,10 @@ class KVCache:
             0, dtype=torch.long, device=device
         )  # of the tokens now being added: their sequence
         self.slots = self.rows  # and their place in it
+        # Where images take fewer positions than tokens: by how much further each sequence goes on, and how
+        # far beyond its tokens it may at most.
+        self.shift: Tensor | None = None
+        self.ahead = 0
         self._all_rows = torch.arange(batch, device=device)
         self._seen: dict[tuple[int | None, int | None], Tensor] = {}
 

@@ -110,6 +110,29 @@ class Decoder(nn.Module):
         inputs = self.per_layer_inputs(ids, inputs_embeds)
         return {own_input(i): own for i, own in enumerate(inputs)}
 
+    def parts(self) -> dict[str, list[nn.Module]]:
+        """The modules of each part: "language", and of a model that sees "vision" and "projector"."""
+        vision, own = self.vision, [module for module in self.children() if module is not self.vision]
+        found = {"language": own}
+        if vision is not None:
+            ways_out = [module for module in vision.children() if module is not vision.encoder]
+            found |= {"vision": [vision.encoder], "projector": ways_out}
+        return found
+
+    def freeze(self, *parts: str) -> None:
+        """Train the other parts alone: no parameter of "vision", "projector" or "language" needs a gradient
+        from here on, as named, and all others do. Without a name all train.
+
+        Raises:
+            ValueError: a part that the model does not have.
+        """
+        own = self.parts()
+        if unknown := sorted(set(parts) - own.keys()):
+            raise ValueError(f"no part {unknown[0]!r} in this model; expected {', '.join(own)}")
+        for name, modules in own.items():
+            for module in modules:
+                module.requires_grad_(name not in parts)
+
     @property
     def needs_ids(self) -> bool:
         """Whether embeddings alone do not say what the model reads: its layers have inputs by id."""

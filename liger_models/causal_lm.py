@@ -212,6 +212,7 @@ class LigerCausalLM(CausalLM):
         pad_token_id: int | None = None,
         seed: int | None = None,
         on_token: Callable[[Tensor], None] | None = None,
+        **images: Any,
     ) -> Tensor:
         """`liger_models.generation.generate`; the special ids default to those of the generation config."""
         return generate(
@@ -226,6 +227,7 @@ class LigerCausalLM(CausalLM):
             pad_token_id=self._special_id("pad_token_id") if pad_token_id is None else pad_token_id,
             seed=seed,
             on_token=on_token,
+            **images,
         )
 
     def _special_id(self, key: str) -> Any:

@@ -48,7 +48,7 @@ class Decoding:
         """
         cache, limit = self.cache, self.model.spec.position_limit
         cache.longest += 1
-        if not self.fixed or (limit is not None and cache.longest > limit):
+        if not self.fixed or (limit is not None and cache.longest + cache.ahead > limit):
             logits = self._step(ids, cache.lengths, cache.longest)
         else:
             self.ids.copy_(ids)
@@ -62,7 +62,9 @@ class Decoding:
 
     def _step(self, ids: Tensor, slots: Tensor, extent: int) -> Tensor:
         self.cache.reserve_next(slots, extent)
-        sequences = Sequences((len(ids), 1), slots, self.cache.longest, 1)
+        cache = self.cache
+        positions = slots if cache.shift is None else slots + cache.shift
+        sequences = Sequences((len(ids), 1), positions, cache.longest + cache.ahead, 1)
         sequences.cache = self.cache
         return self.model.logits(self.model.hidden_states(sequences, ids[:, None]))
 

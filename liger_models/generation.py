@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_models.convert.errors import DataError
 from liger_models.decoding import Decoding, can_be_recorded
+from liger_models.layers.call_checks import refuse_unknown
 from liger_models.layers.model import CausalLM
 from liger_models.layers.rotary import effective_length
 from liger_models.layers.sequences import Sequences
@@ -32,6 +34,7 @@ def generate(
     pad_token_id: int | None = None,
     seed: int | None = None,
     on_token: Callable[[Tensor], None] | None = None,
+    **images: Any,
 ) -> Tensor:
     """Continue each prompt of a batch.
 
@@ -47,6 +50,7 @@ def generate(
         pad_token_id: fills a sequence that has ended while others go on; by default the end token.
         seed: of the sampling; None draws from torch's own generator.
         on_token: called with the new tokens, [batch] on the device, as they come.
+        images: what the processor of a model that sees gives beside ids (`pixel_values` and others).
 
     Returns:
         [batch, seq + new]: the prompts and what was added.
@@ -55,6 +59,7 @@ def generate(
         DataError: an empty prompt, ids outside the vocabulary, or more positions than the model's rotary
             tables hold.
         ValueError: an option outside its range.
+        TypeError: a keyword that the model does not know.
     """
     _check_options(max_new_tokens, temperature, top_p, top_k)
     ends = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or ())
@@ -77,7 +82,8 @@ def generate(
         for number in range(1, max_new_tokens + 1):
             if step is None or _tables(model, step.cache.longest) != _tables(model, step.cache.longest + 1):
                 # The prompts; or a length at which all keys are turned otherwise, those in the cache too.
-                step, logits = _begin(model, torch.cat(tokens, dim=1), attention_mask, room, recorded)
+                ids = torch.cat(tokens, dim=1)
+                step, logits = _begin(model, ids, attention_mask, room, recorded, images)
             else:
                 logits = step(tokens[-1][:, 0])
             chosen = _choose(logits.float(), temperature, top_p, top_k, generator)
@@ -94,17 +100,27 @@ def generate(
 
 
 def _begin(
-    model: CausalLM, ids: Tensor, attention_mask: Tensor | None, room: int, recorded: bool
+    model: CausalLM,
+    ids: Tensor,
+    attention_mask: Tensor | None,
+    room: int,
+    recorded: bool,
+    images: Mapping[str, Any],
 ) -> tuple[Decoding, Tensor]:
     """Read all that there is [batch, seq]: what makes the next tokens, and the logits [batch, V] of the first
     one.
     """
+    others = dict(images)
+    sight = None if model.vision is None else model.vision.take(others)
+    refuse_unknown(others)
     sequences, lengths = _documents(ids, attention_mask)
     cache = model.new_cache(len(ids), room)
     sequences.cache = cache
     sequences.position_ids = cache.reserve(lengths, sequences.max_seqlen)
     sequences.longest_position = cache.longest
-    hidden = model.hidden_states(sequences, ids)
+    hidden = model.hidden_states(sequences, ids, sight=sight)
+    if model.vision is not None and sight is not None:
+        model.vision.finish(sight)
     return Decoding(model, cache, room, recorded), model.logits(hidden[lengths.cumsum(0) - 1])
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from liger_models.convert.errors import DataError
 from liger_models.layers.attention_backends import AttentionBackend
+from liger_models.layers.cache import KVCache
 from liger_models.layers.host_copy import HostCopy
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import VisionSpec
@@ -70,9 +71,11 @@ class Vision(nn.Module):
 
     def forward(self, pictures: Pictures) -> list[Tensor]:
         """The features of all pictures, [F, H], of the images, then of the videos; and those that the first
-        layers of the language model add, as many.
+        layers of the language model add, as many. An encoder that is frozen keeps nothing.
         """
-        last, *deep = self.encoder(pictures)
+        trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.encoder.parameters())
+        with torch.set_grad_enabled(trained):
+            last, *deep = self.encoder(pictures)
         projectors = (self.deep[self.spec.deep.index(layer)] for layer in sorted(self.spec.deep))
         return [self.projector(last), *(project(x) for project, x in zip(projectors, deep, strict=True))]
 
@@ -122,17 +125,32 @@ class Vision(nn.Module):
             if self.spec.positions.steps_apart:
                 pictures = pictures.steps_apart()
             sequences.axes, misfit = axis_positions(sequences, found, pictures, self.merge, rate)
-            sequences.longest_position = longest_position(sequences, pictures, rate)
+            longest = longest_position(sequences, pictures, rate)
+            if sequences.cache is not None:
+                _go_on_behind(sequences.cache, sequences.axes, longest - sequences.longest_position)
+            sequences.longest_position = longest
             counts.append(2 * misfit.long())
         sight.checks = HostCopy(torch.stack(counts))
 
     def place(self, sight: Sight | None, embeds: Tensor) -> Tensor:
         """Embeddings [T, H] with the features of pictures where their tokens stand."""
         if sight is None or sight.pictures is None:
-            return embeds
+            return embeds if sight is None else self._beside_other_ranks(embeds)
         features, *sight.deep = self(sight.pictures)
         seen, number = sight.places(self.merge)
         return torch.where(seen, features.to(embeds.dtype)[number], embeds)
+
+    def _beside_other_ranks(self, embeds: Tensor) -> Tensor:
+        """Where several processes train, all go through the encoder in each step, or those that do would wait
+        for the others: one without pictures sees a blank patch, which changes nothing.
+        """
+        trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+        several = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if not (trained and several and torch.distributed.get_world_size() > 1):
+            return embeds
+        blank = embeds.new_zeros(self.merge**2, self.spec.patches.width)
+        features = self(Pictures(blank, [(1, self.merge, self.merge)], images=1))
+        return embeds + 0 * torch.stack([x.sum() for x in features]).sum().to(embeds.dtype)
 
     def add(self, sight: Sight, layer: int, x: Tensor) -> Tensor:
         """x [T, H] behind a layer of the language model, and what it adds to the tokens of pictures."""
@@ -166,3 +184,10 @@ class Vision(nn.Module):
                 "the runs of image tokens in the text are not those of the grids, one for each picture and "
                 "as long: are the images in the order of the text, with text between them?"
             )
+
+
+def _go_on_behind(cache: KVCache, axes: Tensor, ahead: int) -> None:
+    """Let what is generated stand one beyond the largest position of its sequence, on any axis."""
+    lowest = torch.full_like(cache.lengths, -1)
+    largest = lowest.scatter_reduce(0, cache.rows, axes.amax(0), "amax")
+    cache.shift, cache.ahead = largest + 1 - cache.lengths, ahead

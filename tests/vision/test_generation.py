@@ -1,0 +1,30 @@
+"""What is generated behind images is what the reference generates."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scenes import DOCUMENTS, Image
+
+from liger_models.generation import generate
+
+
+def test_the_tokens_are_those_of_the_reference(pair):
+    """Of rows of several lengths, with images, videos and none; left of them is padding, as it wants."""
+    call = pair.scene(*DOCUMENTS.values(), padding="left")
+    del call["labels"]
+    reference = pair.reference.eval()
+    with torch.no_grad():
+        expected = reference.generate(
+            **call, max_new_tokens=6, do_sample=False, pad_token_id=9, eos_token_id=None
+        )
+    found = generate(pair.ours, **call, max_new_tokens=6)
+    reference.train()
+    assert torch.equal(found, expected)
+
+
+def test_a_keyword_that_is_not_known_is_refused(pair):
+    call = pair.scene([1, Image(4, 4), 2])
+    del call["labels"]
+    with pytest.raises(TypeError, match="aspect_ratio_ids"):
+        generate(pair.ours, **call, aspect_ratio_ids=torch.ones(1), max_new_tokens=2)

@@ -1,0 +1,49 @@
+"""Parts of a model that sees are frozen by name."""
+
+from __future__ import annotations
+
+import pytest
+from pairs import beyond_bound
+from scenes import Image
+
+
+@pytest.mark.parametrize("part", ["vision", "projector", "language"])
+def test_what_is_frozen_does_not_train_and_the_rest_does_as_before(part, pair):
+    call = pair.scene([1, Image(4, 4), 3], [2, Image(4, 4), 2])
+    whole = pair.run_ours(**call)
+    pair.ours.freeze(part)
+    still = pair.run_ours(**call)
+    pair.ours.freeze()
+    frozen = whole.gradients.keys() - still.gradients.keys()
+    assert frozen
+    assert still.gradients
+    assert not beyond_bound(
+        still.distances(
+            type(whole)(
+                whole.loss,
+                whole.logits,
+                {name: gradient for name, gradient in whole.gradients.items() if name not in frozen},
+            )
+        )
+    )
+    in_vision = {
+        name for name in whole.gradients if "visual" in name or "vision" in name or "projector" in name
+    }
+    assert frozen <= in_vision if part != "language" else not frozen & in_vision
+
+
+def test_a_frozen_encoder_keeps_nothing(pair):
+    pictures = pair.ours.vision.take(pair.scene([1, Image(4, 4), 3])).pictures
+    given = []
+    hook = pair.ours.vision.encoder.register_forward_hook(lambda module, args, output: given.extend(output))
+    pair.ours.freeze("vision")
+    features = pair.ours.vision(pictures)
+    pair.ours.freeze()
+    hook.remove()
+    assert not any(x.requires_grad for x in given)
+    assert all(x.requires_grad for x in features)
+
+
+def test_a_part_that_is_not_there_is_named(pair):
+    with pytest.raises(ValueError, match=r"'audio'.*language, vision, projector"):
+        pair.ours.freeze("audio")
