@@ -130,6 +130,8 @@ def _groups(model: LigerCausalLM) -> dict[str, list[nn.Module]]:
     given back last.
     """
     parts: dict[str, list[nn.Module]] = {f"layer {i}": [layer] for i, layer in enumerate(model.layers)}
+    if model.vision is not None:
+        parts |= {f"layer {i} of the encoder": [x] for i, x in enumerate(model.vision.encoder.layers)}
     if not model.spec.tie_word_embeddings:
         parts |= {"the embedding": [model.embed_tokens], "the head": [model.lm_head]}
     return parts | {"the model": [model]}

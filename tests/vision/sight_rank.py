@@ -1,0 +1,33 @@
+"""One rank of test_ranks.py: the first has rows with pictures, the others text alone.
+
+task.pt lies in the folder; gives the loss and the gradients by wrapper.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import liger_models
+
+
+def results(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
+    task, found = torch.load(folder / "task.pt", weights_only=False), {}
+    for family, (config, state, calls, labels) in task.items():
+        for wrapper in ("ddp", "fsdp"):
+            model = liger_models.from_config(config)
+            model.load_state_dict(state)
+            if wrapper == "ddp":
+                wrapped: Any = nn.parallel.DistributedDataParallel(model)
+            else:
+                wrapped = liger_models.parallelize(model)
+            loss = wrapped(**calls[rank], num_items_in_batch=labels / ranks).loss
+            loss.backward()
+            gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
+            found[family, wrapper] = (loss.item(), gradients)
+    return found
+
+
+def whole(gradient: Any) -> Any:
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
