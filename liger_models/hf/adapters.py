@@ -6,6 +6,9 @@ A packed projection is one layer, and so has one adapter: W + s B A, with W = ca
     usual -> packed:  where the parts share A, the way back. Else A is stacked and B block-diagonal, the rank
                       is the sum of the parts' ranks, and alpha is such that the scale s stays. Exact; a part
                       without adapter has zeros.
+
+Modules bear the names of transformers' own (module_names.py). What is a linear layer there and a parameter
+here, as some routers are, has its adapter on the parameter.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from liger_models.convert.checkpoints.layout import Layout
+from liger_models.convert.checkpoints.weight_map import Ref
 from liger_models.convert.errors import CheckpointError
 from liger_models.layers.moe import Experts
 from liger_models.layers.packed_linear import PackedLinear
@@ -41,6 +46,7 @@ def save_adapter(model: Any, folder: str | Path, adapter_name: str = "default") 
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     tensors = load_file(folder / TENSORS)
     packed = _packed(model.get_base_model())
+    _onto_layers(model.get_base_model(), config, tensors)
     for path, parts in packed.items():
         stem = f"base_model.model.{path}."
         kinds = {name.removeprefix(stem): name for name in tensors if name.startswith(stem)}
@@ -54,7 +60,10 @@ def save_adapter(model: Any, folder: str | Path, adapter_name: str = "default") 
             rows = [whole] * len(parts) if kind == "lora_A.weight" else whole.split(list(parts.values()))
             for part, tensor in zip(parts, rows, strict=True):
                 tensors[f"base_model.model.{_beside(path, part)}.{kind}"] = tensor.clone()
-    parts_by_name = {path.rpartition(".")[2]: list(parts) for path, parts in packed.items()}
+    parts_by_name: dict[str, list[str]] = {}  # not every layer has all of them
+    for path, parts in packed.items():
+        found = parts_by_name.setdefault(path.rpartition(".")[2], [])
+        found += [part for part in parts if part not in found]
     _write(folder, _with_usual_names(config, parts_by_name), tensors)
 
 
@@ -85,11 +94,13 @@ def load_adapter(model: nn.Module, folder: str | Path, **options: Any) -> Any:
     for parameter, (rank, scale) in made.items():
         config["target_parameters"] = [*(config.get("target_parameters") or []), parameter]
         _note_rank(config, parameter, rank, scale)
-    if made and not options.get("is_trainable"):
-        config["lora_dropout"] = 0.0  # which adapters of stacks cannot have
+    parameters = _onto_parameters(model, config, tensors)
+    if (made or parameters) and not options.get("is_trainable"):
+        config["lora_dropout"] = 0.0  # which adapters of parameters cannot have
     targets = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in tensors}
     if config.get("target_parameters"):
         stacks = {path for path, module in model.named_modules() if isinstance(module, Experts)}
+        stacks |= {parameter.rpartition(".")[0] for parameter in parameters}
         targets = {path for path in targets if path.partition(".base_layer")[0] not in stacks}
     for path, parts in packed.items():
         paths = {part: _beside(path, part) for part in parts}
@@ -97,6 +108,7 @@ def load_adapter(model: nn.Module, folder: str | Path, **options: Any) -> Any:
             targets = targets - set(paths.values()) | {path}
             _pack(path, {paths[part]: rows for part, rows in parts.items()}, config, tensors)
     config["target_modules"] = sorted(targets)  # whole paths: no pattern finds a part by chance
+    config["exclude_modules"] = None
     with tempfile.TemporaryDirectory() as packed_folder:
         _write(Path(packed_folder), config, tensors)
         adapted = peft.PeftModel.from_pretrained(model, packed_folder, **options)
@@ -144,6 +156,64 @@ def _pack(path: str, parts: Mapping[str, int], config: dict[str, Any], tensors: 
     _note_rank(config, path, rank, scale)
 
 
+def _onto_parameters(model: Any, config: dict[str, Any], tensors: dict[str, Tensor]) -> list[str]:
+    """Put adapters of layers that are parameters of a module here onto these, which it names.
+
+    Raises:
+        CheckpointError: such an adapter has more than lora_A and lora_B.
+    """
+    found = []
+    for layer, parameter in _layers_elsewhere(model, model.layouts).items():
+        stem, home = (f"base_model.model.{path}." for path in (layer, parameter.rpartition(".")[0]))
+        kinds = {name: name.removeprefix(stem) for name in tensors if name.startswith(stem)}
+        if not kinds:
+            continue
+        if set(kinds.values()) != {"lora_A.weight", "lora_B.weight"} or config.get("use_dora"):
+            raise CheckpointError(
+                f"{layer} is no layer in our models, so its adapter can have lora_A and lora_B alone, and no "
+                f"DoRA; found {', '.join(sorted(kinds.values()))}"
+            )
+        rank, scale = len(tensors[f"{stem}lora_A.weight"]), _scale(config, layer)
+        for name, kind in kinds.items():
+            tensors[home + kind] = tensors.pop(name)
+        _note_rank(config, parameter, rank, scale)
+        found.append(parameter)
+    if found:
+        config["target_parameters"] = [*(config.get("target_parameters") or []), *found]
+    return found
+
+
+def _onto_layers(model: Any, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """The way back, for parameters whose names differ in transformers' own model."""
+    for layer, parameter in _layers_elsewhere(model, model.layouts[-1:]).items():
+        home = parameter.rpartition(".")[0]
+        if home != layer and f"base_model.model.{home}.lora_A.weight" in tensors:
+            for kind in ("lora_A.weight", "lora_B.weight"):
+                tensor = tensors.pop(f"base_model.model.{home}.{kind}")
+                tensors[f"base_model.model.{layer}.{kind}"] = tensor
+            named = [*(config.get("target_parameters") or []), f"{layer}.weight"]
+            config["target_parameters"] = [name for name in named if name != parameter]
+            for pattern in ("rank_pattern", "alpha_pattern"):
+                given = config.get(pattern) or {}
+                if parameter in given:
+                    given[f"{layer}.weight"] = given.pop(parameter)
+
+
+def _layers_elsewhere(model: Any, layouts: Sequence[Layout]) -> dict[str, str]:
+    """Matrices that are parameters of modules here, by the paths of layers that can have them elsewhere:
+    routers.
+    """
+    found = {}
+    modules = dict(model.named_modules())
+    for layout in layouts:
+        for name, expr in model.weight_map(layout).items():
+            path, _, kind = name.rpartition(".")
+            is_layer = isinstance(modules.get(path), nn.Linear | nn.Embedding) or path not in modules
+            if kind == "weight" and isinstance(expr, Ref) and len(expr.shape) == 2 and not is_layer:
+                found[expr.name.removesuffix(".weight")] = name
+    return found
+
+
 def _note_rank(config: dict[str, Any], path: str, rank: int, scale: float) -> None:
     """A rank of its own for one adapter, with the alpha that gives it this scale."""
     alpha = scale * (rank**0.5 if config.get("use_rslora") else rank)
@@ -174,25 +244,30 @@ def _with_usual_names(config: dict[str, Any], parts: Mapping[str, list[str]]) ->
                 return [name.removesuffix(packed) + part for part in names]
         return [name]
 
-    targets = config["target_modules"] or []
-    if isinstance(targets, str):  # a pattern
-        for packed, names in parts.items():
-            targets = targets.replace(packed, f"({'|'.join(names)})")
-        config["target_modules"] = targets
-    else:
-        config["target_modules"] = sorted(part for name in targets for part in usual(name))
+    for kind in ("target_modules", "exclude_modules"):
+        targets = config.get(kind) or []
+        if isinstance(targets, str):  # a pattern
+            for packed, names in parts.items():
+                targets = targets.replace(packed, f"({'|'.join(names)})")
+            config[kind] = targets
+        else:
+            config[kind] = sorted({part for name in targets for part in usual(name)})
+    parameters = {name.rpartition(".")[2] for name in config.get("target_parameters") or ()}
     for pattern in ("rank_pattern", "alpha_pattern"):
         given = config.get(pattern) or {}
-        config[pattern] = {part: value for name, value in given.items() for part in usual(name)}
+        of_parameters = {name: n for name, n in given.items() if name.rpartition(".")[2] in parameters}
+        config[pattern] = {part: n for name, n in given.items() for part in usual(name)} | of_parameters
     return config
 
 
-def _packed(model: nn.Module) -> dict[str, dict[str, int]]:
-    """The packed projections of a model, by their paths, and the rows of their parts."""
+def _packed(model: Any) -> dict[str, dict[str, int]]:
+    """The projections that are packed here alone, by their paths, and the rows of their parts."""
+    theirs = model.weight_map(model.layouts[-1])
     return {
         path.removesuffix(".base_layer"): module.parts
         for path, module in model.named_modules()
         if isinstance(module, PackedLinear)
+        and not isinstance(theirs[f"{path.removesuffix('.base_layer')}.weight"], Ref)
     }
 
 

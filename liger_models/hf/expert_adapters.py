@@ -5,7 +5,8 @@
 Our stacks have the names and the axes that PEFT gives an adapter. Where a family's checkpoints have the rows
 of a stack in another order than we (gpt-oss: gate and up alternating), an adapter has its rows and columns in
 our order while it computes, and in theirs in every state dict: what PEFT, Trainer or a checkpoint of a run
-writes is what transformers' own model reads, and the other way round.
+writes is what transformers' own model reads, and the other way round. Where theirs are also transposed, and
+PEFT is not told (Llama 4 has no `is_transposed`), A and B change places: W_e^T = A_e^T B_e^T.
 
 Adapters of single experts, as transformers 4 had them, become those of stacks (`stack_single_experts`): those
 of gate and up together have A stacked and B block-diagonal. Exact; a part without adapter has zeros.
@@ -13,7 +14,9 @@ of gate and up together have A stacked and B block-diagonal. Exact; a part witho
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,12 +36,12 @@ def keep_usual_order(model: Any) -> None:
     """
     maps = [model.weight_map(layout) for layout in model.layouts]
     for path, wrapper in model.named_modules():
-        if not isinstance(wrapper, ParamWrapper) or getattr(wrapper, "_usual_order", None) is not None:
+        if not isinstance(wrapper, ParamWrapper) or hasattr(wrapper, "_usual_order"):
             continue
         experts = wrapper.get_base_layer()
         if isinstance(experts, Experts):
             name = f"{path.partition('.base_layer')[0]}.{wrapper.parameter_name}"
-            _install(wrapper, name, _usual_order([weight_map[name] for weight_map in maps]))
+            _install(wrapper, name, _usual_order(model, [weight_map[name] for weight_map in maps]))
 
 
 def stack_single_experts(
@@ -122,19 +125,59 @@ def _joined(
 
 
 def take_usual_order(model: nn.Module, adapter: str) -> None:
-    """Put an adapter whose parameters were filled in the usual order into ours."""
-    wrappers: list[Any] = [module for module in model.modules() if isinstance(module, ParamWrapper)]
-    for wrapper in wrappers:
-        if getattr(wrapper, "_usual_order", None):
-            outputs, inputs = wrapper._usual_order
-            for linear, dim, order in ((wrapper.lora_A, 1, inputs), (wrapper.lora_B, 0, outputs)):
-                if adapter in linear:
-                    weight = linear[adapter].weight
-                    weight.data.copy_(weight.data.index_select(dim, order.argsort().to(weight.device)))
+    """Put an adapter whose parameters were filled in the usual order into ours.
+
+    Raises:
+        CheckpointError: A and B change places, which they had not when they were filled.
+    """
+    for path, wrapper in model.named_modules():
+        order = getattr(wrapper, "_usual_order", None)
+        if order is not None and adapter in wrapper.lora_A:
+            if order.exchanged:
+                raise CheckpointError(
+                    f"{path}: theirs has A for our B, which transformers' own loader does not know; "
+                    "load the adapter with liger_models.hf.load_adapter or peft.PeftModel.from_pretrained"
+                )
+            a, b = (linear[adapter].weight for linear in (wrapper.lora_A, wrapper.lora_B))
+            for weight, ours in zip((a, b), order.read(a.data, b.data), strict=True):
+                weight.data.copy_(ours)
 
 
-def _install(wrapper: Any, name: str, order: tuple[Tensor, Tensor] | None) -> None:
-    wrapper._usual_order = order or ()
+@dataclass(frozen=True)
+class _Order:
+    """How an adapter of a stack lies in files.
+
+    Attributes:
+        outputs, inputs: at each place of a checkpoint's stack, the number of our output [2 I] and input [H].
+        exchanged: theirs are of the transposed matrices, so that A and B change places.
+        experts: how many there are.
+    """
+
+    outputs: Tensor
+    inputs: Tensor
+    exchanged: bool
+    experts: int
+
+    def write(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Theirs, from our A [E r, inputs] and B [outputs, r E]."""
+        a, b = a.index_select(1, self.inputs.to(a.device)), b.index_select(0, self.outputs.to(b.device))
+        return self._exchange(a, b) if self.exchanged else (a, b)
+
+    def read(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Ours, from theirs."""
+        if self.exchanged:
+            a, b = self._exchange(a, b)
+        back = self.inputs.argsort(), self.outputs.argsort()
+        return a.index_select(1, back[0].to(a.device)), b.index_select(0, back[1].to(b.device))
+
+    def _exchange(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        other_a = b.unflatten(1, (-1, self.experts)).permute(2, 1, 0).flatten(0, 1)
+        other_b = a.unflatten(0, (self.experts, -1)).permute(2, 1, 0).flatten(1)
+        return other_a, other_b
+
+
+def _install(wrapper: Any, name: str, order: _Order | None) -> None:
+    wrapper._usual_order = order
     if order is None:
         return
     if wrapper.get_param().dim() != 3:
@@ -142,41 +185,46 @@ def _install(wrapper: Any, name: str, order: tuple[Tensor, Tensor] | None) -> No
             f"{name}: an adapter of biases would be in another order than in other people's files; adapt the "
             "matrices, gate_up_proj and down_proj"
         )
-    outputs, inputs = order
-    back = outputs.argsort(), inputs.argsort()
 
     def write(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        _reorder(module, state, prefix, outputs, inputs)
+        _replace(module, state, prefix, order.write)
 
     def read(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        _reorder(module, state, prefix, *back)
+        _replace(module, state, prefix, order.read)
 
     wrapper.register_state_dict_post_hook(write)
     wrapper.register_load_state_dict_pre_hook(read)
 
 
-def _reorder(wrapper: Any, state: dict[str, Any], prefix: str, outputs: Tensor, inputs: Tensor) -> None:
+def _replace(wrapper: Any, state: dict[str, Any], prefix: str, change: Callable[..., Any]) -> None:
     for adapter in wrapper.lora_A:
-        for kind, dim, order in (("lora_A", 1, inputs), ("lora_B", 0, outputs)):
-            key = f"{prefix}{kind}.{adapter}.weight"
-            if key in state:
-                state[key] = state[key].index_select(dim, order.to(state[key].device))
+        keys = [f"{prefix}{kind}.{adapter}.weight" for kind in ("lora_A", "lora_B")]
+        if all(key in state for key in keys):
+            state.update(zip(keys, change(*(state[key] for key in keys)), strict=True))
 
 
-def _usual_order(forms: list[Expr]) -> tuple[Tensor, Tensor] | None:
-    """At each place of a checkpoint's stack, the number of our output [2 I], and of our input [H]; None where
-    both are in our order, or each expert is stored by itself.
-    """
+def _usual_order(model: Any, forms: list[Expr]) -> _Order | None:
+    """None where theirs is ours, or each expert is stored by itself."""
     whole = next((form for form in forms if len(list(form.refs())) == 1), None)
     if whole is None:
         return None
-    orders = []
+    orders, places = [], []
     for dim in range(1, len(whole.shape)):
         numbers = torch.arange(whole.shape[dim]).view(
             [-1 if i == dim else 1 for i in range(len(whole.shape))]
         )
         ((_, _, _, view),) = whole.places(numbers.expand(whole.shape))  # without memory of its own
         orders.append(view[tuple(slice(None) if stride else 0 for stride in view.stride())].flatten())
-    if all(order.equal(torch.arange(len(order))) for order in orders):
+        places.append(next(i for i, stride in enumerate(view.stride()) if stride))
+    exchanged = places != sorted(places) and not _says_transposed(model)
+    if all(order.equal(torch.arange(len(order))) for order in orders) and not exchanged:
         return None
-    return orders[0], orders[-1]
+    return _Order(orders[0], orders[-1], exchanged, whole.shape[0])
+
+
+def _says_transposed(model: Any) -> bool:
+    """Whether transformers' own experts tell PEFT that their matrices are transposed."""
+    home = importlib.import_module(model.config_class.__module__.replace(".configuration_", ".modeling_"))
+    kinds = [kind for name, kind in vars(home).items() if name.endswith("Experts") and isinstance(kind, type)]
+    with torch.device("meta"):
+        return any(getattr(kind(model.config), "is_transposed", False) for kind in kinds)

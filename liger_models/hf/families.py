@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any, Literal, NamedTuple
 
 import transformers
@@ -55,7 +56,8 @@ def register(projections: Literal["fused", "split"] = "fused") -> None:
                         f"this transformers ({transformers.__version__}) keeps its own {model_type}; use "
                         f"liger_models.hf.classes_of({model_type!r}) in place of {auto.__name__}"
                     )
-            setattr(transformers, find_architecture(model_type).reference, classes_of(model_type).causal_lm)
+            for module in _all_transformers():
+                setattr(module, find_architecture(model_type).reference, classes_of(model_type).causal_lm)
 
 
 def unregister() -> None:
@@ -64,9 +66,22 @@ def unregister() -> None:
         extra: dict[Any, Any] = auto._model_mapping._extra_content
         for config in [config for config, model in extra.items() if issubclass(model, LigerPreTrainedModel)]:
             del extra[config]
-    for name, model in list(vars(transformers).items()):
-        if isinstance(model, type) and issubclass(model, LigerForCausalLM):
-            delattr(transformers, name)  # which loads its own when it is next asked for
+    for module in _all_transformers():
+        for name, model in list(vars(module).items()):
+            if isinstance(model, type) and issubclass(model, LigerForCausalLM):
+                delattr(module, name)  # which loads its own when it is next asked for
+
+
+def _all_transformers() -> list[Any]:
+    """The module `transformers`, of which there are two: it is made anew when its processors are first asked
+    for, and who has imported it before (TRL, the user's script) goes on with the one before.
+    """
+    kind, found = type(transformers), {id(transformers): transformers}
+    for module in list(sys.modules.values()):
+        for value in list(getattr(module, "__dict__", {}).values()):
+            if type(value) is kind and value.__name__ == "transformers":
+                found[id(value)] = value
+    return list(found.values())
 
 
 @functools.cache

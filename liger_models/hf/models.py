@@ -41,12 +41,8 @@ from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import CheckpointError
 from liger_models.hf.cache import TransformersCache
 from liger_models.hf.merged import merged_tensors
-from liger_models.hf.quantization import (
-    QuantisedNames,
-    give_layers_to_quantise,
-    is_quantised,
-    renamed_layers,
-)
+from liger_models.hf.module_names import give_names, refuse_ambiguous
+from liger_models.hf.quantization import give_layers_to_quantise, is_quantised
 from liger_models.hf.weights import (
     CheckpointConverter,
     Groups,
@@ -140,11 +136,11 @@ class LigerPreTrainedModel(PreTrainedModel):
         """
         layout = layout or self.layouts[0]
         decoder = self.decoder
-        weight_map = weight_map_of_parts(decoder, layout.weight_map(decoder.forms))
-        if decoder is not self:
-            return {f"model.{name}": expr for name, expr in weight_map.items()}
-        without_root = replace(layout, rename=(*layout.rename, ("model.", "")))
-        return weight_map_of_parts(decoder, without_root.weight_map(decoder.forms))
+        if decoder is self:
+            layout = replace(layout, rename=(*layout.rename, ("model.", "")))
+        expressions = layout.weight_map(decoder.forms).items()
+        weight_map = weight_map_of_parts(decoder, {decoder.names[name]: expr for name, expr in expressions})
+        return weight_map if decoder is self else {f"model.{name}": e for name, e in weight_map.items()}
 
     def note_layouts(self, layouts: Sequence[Layout]) -> None:
         """Of the forms that a checkpoint can have, those that a tensor of it was found to have."""
@@ -160,14 +156,10 @@ class LigerPreTrainedModel(PreTrainedModel):
         """The loader notes here what it used; the layouts that were read are noted already."""
 
     def _conversions(self, groups: Groups) -> list[WeightConverter | WeightRenaming]:
-        """The entries of transformers' mapping. Of quantised layers, whose tensors are others, only the names
-        are changed.
+        """The entries of transformers' mapping. Quantised layers are in none, for they are those of the
+        checkpoint.
         """
-        name = type(self).__name__
-        if not is_quantised(self.config):
-            return [CheckpointConverter(name, groups)]
-        layers = renamed_layers(self, self.weight_map())
-        return [QuantisedNames(layers), CheckpointConverter(name, groups.without(layers.values()))]
+        return [CheckpointConverter(type(self).__name__, groups)]
 
     def split_projections(self) -> None:
         """Give query, key, value, gate and up layers of their own, with the usual names, as PEFT and
@@ -321,6 +313,7 @@ class LigerPreTrainedModel(PreTrainedModel):
 
         take_over(self)
         keep_usual_order(self)
+        refuse_ambiguous(self.decoder)
 
     def load_adapter(
         self, peft_model_id: Any = None, adapter_name: str | None = None, *args: Any, **kwargs: Any
@@ -352,7 +345,9 @@ class LigerPreTrainedModel(PreTrainedModel):
 class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
     """Embeddings, blocks and a final norm."""
 
-    forms: dict[str, Expr]
+    forms: dict[str, Expr]  # by the names in the native model
+    names: dict[str, str]  # from those to the names that tensors have here
+    ambiguous: set[str]
 
     def __init__(self, config: Any):
         super().__init__(config)
@@ -363,6 +358,8 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         Decoder.set_activation_memory(self, "lean")
         self.note_forms()
         self.layouts = self.architecture.layouts
+        self.names = {name: name for name in self.forms}
+        self.names, self.ambiguous = give_names(self, self.weight_map(self.layouts[-1]))
         if self.projections == "split":
             self.split_projections()
         self._begin()

@@ -14,10 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from transformers.core_model_loading import WeightRenaming
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from liger_models.convert.checkpoints.weight_map import Expr, Ref
 from liger_models.convert.errors import ConfigError
 from liger_models.layers.head import LMHead
 from liger_models.layers.linear import Linear
@@ -36,7 +34,7 @@ def give_layers_to_quantise(model: Any) -> None:
 
     Raises:
         ConfigError: another method than bitsandbytes and torchao; packed projections of what the checkpoint
-            has in parts; modules to skip that are called otherwise here.
+            has in parts.
     """
     settings = model.config.quantization_config
     method = _setting(settings, "quant_method")
@@ -58,64 +56,9 @@ def give_layers_to_quantise(model: Any) -> None:
     skipped = _setting(settings, "llm_int8_skip_modules") or _setting(settings, "modules_to_not_convert")
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            _check_name(path, weight_map, skipped)
             goes = type(module) is LMHead and skipped is not None and should_convert_module(path, skipped)
             if goes or type(module) is Linear:
                 module.__class__ = nn.Linear
-
-
-class QuantisedNames(WeightRenaming):
-    """Layers that a checkpoint calls otherwise, with all that belongs to a quantised weight: `weight.absmax`,
-    `weight.quant_state.bitsandbytes__nf4`, `SCB`.
-
-    Args:
-        names: of layers, from the checkpoint's to the model's.
-    """
-
-    __slots__ = ("names",)
-
-    def __init__(self, names: Mapping[str, str]):
-        super().__init__(["liger_models"], ["liger_models"])  # patterns of no name: it has a table
-        self.names = dict(names)
-
-    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        """(the name of the other side, what stands for this entry if it is another)."""
-        for prefix in ("", "model."):  # in front of a base model's names in a checkpoint of the whole
-            layer, rest = source_key.removeprefix(prefix), ""
-            while layer:
-                if layer in self.names:
-                    self._was_used = True
-                    found = source_key[: len(source_key) - len(layer + rest)] + self.names[layer] + rest
-                    return found, self.source_patterns[0]
-                layer, point, last = layer.rpartition(".")
-                rest = point + last + rest
-        return source_key, None
-
-    def reverse_transform(self) -> QuantisedNames:
-        return QuantisedNames({ours: theirs for theirs, ours in self.names.items()})
-
-    def __deepcopy__(self, memo: object) -> QuantisedNames:
-        return self
-
-
-def renamed_layers(model: nn.Module, weight_map: Mapping[str, Expr]) -> dict[str, str]:
-    """The linear layers that a checkpoint calls otherwise, from its names to the model's."""
-    renamed = {}
-    for path, module in model.named_modules():
-        expr = weight_map.get(f"{path}.weight")
-        if isinstance(module, nn.Linear) and isinstance(expr, Ref) and expr.name != f"{path}.weight":
-            renamed[expr.name.removesuffix(".weight")] = path
-    return renamed
-
-
-def _check_name(path: str, weight_map: Mapping[str, Expr], skipped: list[str] | None) -> None:
-    expr = weight_map.get(f"{path}.weight")
-    theirs = expr.name.removesuffix(".weight") if isinstance(expr, Ref) else path
-    if skipped is not None and should_convert_module(path, skipped) != should_convert_module(theirs, skipped):
-        raise ConfigError(
-            f"{theirs} in the checkpoint is {path} here, and the list of modules not to quantise, {skipped}, "
-            "names only one of them; name both"
-        )
 
 
 def _setting(settings: Any, name: str) -> Any:

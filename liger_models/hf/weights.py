@@ -88,15 +88,6 @@ class Groups:
         one._add(layout, self.of_layout[layout])
         return one
 
-    def without(self, layers: Iterable[str]) -> Groups:
-        """Those that have no part in these layers."""
-        left_out = set(layers)
-        other = Groups([])
-        for layout, groups in self.of_layout.items():
-            kept = [g for g in groups if not any(name.rpartition(".")[0] in left_out for name in g.natives)]
-            other._add(layout, kept)
-        return other
-
     def _add(self, layout: Layout, groups: list[Group]) -> None:
         self.of_layout[layout] = groups
         for group in groups:

@@ -21,7 +21,7 @@ def read(folder, **options):
 
 
 @pytest.mark.supports("torchao", "weights of 8 bits", "saving and loading them", "LoRA on them")
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi"])
 def test_weights_of_eight_bits_are_the_references(family, make_both, batch, hf, tmp_path):
     both = make_both(family, projections="split")
     hf.unregister()

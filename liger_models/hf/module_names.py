@@ -1,0 +1,176 @@
+"""Modules under the names that transformers' own model gives them.
+
+    layers.0.mlp.up_proj -> layers.0.mlp.fc1 (Phi)          layers.0.mlp -> layers.0.feed_forward (Llama 4)
+    layers.0.per_layer_input.per_layer_projection -> layers.0.per_layer_projection (Gemma 4)
+
+Tools look for layers by name: PEFT's targets and files, lists of what is not to be quantised, hooks. Our
+parts bear one name in all families, by which the wiring of blocks reads them. Here they are put into the
+module tree where transformers' own model has them, and the wiring finds them through properties of a subclass
+that is made for the purpose and is else the class itself. Parameters keep the names that they have within
+modules.
+
+What transformers' own model has is the family's last layout, that of its modules in memory. Where its name is
+what the wiring calls another module (norms of GLM-4), both stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from liger_models.convert.checkpoints.weight_map import Cat, Expr
+
+
+def give_names(model: nn.Module, weight_map: Mapping[str, Expr]) -> tuple[dict[str, str], set[str]]:
+    """Put the modules of a decoder where those of transformers' own stand.
+
+    Args:
+        model: as its wiring has it.
+        weight_map: of its tensors, over those of transformers' own.
+
+    Returns:
+        (the name that each tensor has now, the paths at which transformers' own has another module).
+    """
+    modules = dict(model.named_modules())
+    homes, ambiguous = _homes(modules, weight_map)
+    at = {home: modules[path] for path, home in homes.items()}
+    children: defaultdict[str, dict[str, nn.Module]] = defaultdict(dict)
+    for path, home in homes.items():
+        if path:
+            holder, leaf = _cut(home)
+            if holder not in at:  # a module of theirs that has nothing but this one
+                at[holder] = nn.Module().train(model.training)
+                above, name = _cut(holder)
+                children[above][name] = at[holder]
+            children[holder][leaf] = modules[path]
+            parent, name = _cut(path)
+            if _join(homes[parent], name) != home:
+                _note(modules[parent], name, at[holder], leaf)
+    for home, module in at.items():
+        if list(module._modules) != list(children[home]):
+            module._modules = dict(children[home])
+    names = {}
+    for tensor in weight_map:
+        path, name = _cut(tensor)
+        names[tensor] = _join(homes[path], name)
+    return names, ambiguous
+
+
+def refuse_ambiguous(decoder: Any) -> None:
+    """
+    Raises:
+        ValueError: PEFT has put something around a module whose name means another one in transformers.
+    """
+    for path in decoder.ambiguous:
+        module = decoder.get_submodule(path)
+        if hasattr(module, "base_layer") or hasattr(module, "original_module"):
+            raise ValueError(
+                f"{path} in our model is not what transformers' own model has there: a trained copy of it, or "
+                "its adapter, would be read as another one's; leave it out"
+            )
+
+
+def _homes(
+    modules: Mapping[str, nn.Module], weight_map: Mapping[str, Expr]
+) -> tuple[dict[str, str], set[str]]:
+    """Where each module goes, by its path, and the paths at which transformers' own has another one."""
+    wishes = _wishes(modules, weight_map)
+    ambiguous: set[str] = set()
+    while True:
+        homes: dict[str, str] = {}
+        taken: dict[str, str] = {}
+        for path in modules:  # parents before their children
+            stays = _join(homes[_cut(path)[0]], _cut(path)[1]) if path else ""
+            home = wishes.get(path, stays) if path else ""
+            homes[path] = stays if home in taken else home  # what only holds others holds nothing then
+            taken[homes[path]] = path
+        hidden = {}  # what would stand at a name by which the wiring reads another module
+        for path, home in homes.items():
+            name = _join(homes[_cut(path)[0]], _cut(path)[1]) if path else ""
+            if name != home and name in taken:
+                hidden[name] = (path, taken[name])
+        if not hidden:
+            return homes, ambiguous
+        ambiguous |= hidden.keys()
+        for pair in hidden.values():
+            for path in pair:
+                wishes.pop(path, None)
+
+
+def _wishes(modules: Mapping[str, nn.Module], weight_map: Mapping[str, Expr]) -> dict[str, str]:
+    """Where transformers' own model has a module with these tensors, or with these children."""
+    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for tensor, expr in weight_map.items():
+        path, name = _cut(tensor)
+        theirs, their_name = _cut(next(expr.refs()).name)
+        if their_name == name:  # a packed projection stands beside its parts
+            found[path][_join(_cut(theirs)[0], _cut(path)[1]) if isinstance(expr, Cat) else theirs] += 1
+    holding = set(found)
+    wishes: dict[str, str] = {}
+    for path in reversed(modules):  # children before their parents
+        if path and path in found:
+            counts = found[path]
+            wishes[path] = min(counts, key=lambda home, counts=counts: (-counts[home], len(home)))
+            if (parent := _cut(path)[0]) not in holding:
+                found[parent][_cut(wishes[path])[0]] += 1
+    return wishes
+
+
+def _note(owner: nn.Module, name: str, holder: nn.Module, leaf: str) -> None:
+    """Let `owner.name` be the child `leaf` of `holder`, whatever stands there."""
+    if not isinstance(owner, _Renamed):
+        owner.__class__ = _renamed(type(owner))
+        owner._elsewhere = {}
+    owner._elsewhere[name] = (None if holder is owner else holder, leaf)
+    if name not in vars(type(owner)):
+        setattr(type(owner), name, property(functools.partial(_child, name=name)))
+
+
+class _Renamed:
+    """A module some of whose children bear other names, or stand elsewhere.
+
+    Attributes:
+        _elsewhere: by the name in the wiring, (what holds it, if not this module, its name there).
+    """
+
+    _elsewhere: dict[str, tuple[nn.Module | None, str]]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle looks classes up by their names, under which it finds the plain one."""
+        if not vars(type(self)).get("_is_made"):
+            return super().__reduce_ex__(protocol)
+        return _empty, (type(self).__mro__[2],), vars(self)
+
+
+@functools.cache
+def _renamed(kind: type) -> type:
+    fields = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (_Renamed, kind), {**fields, "_is_made": True})
+
+
+def _empty(kind: type) -> Any:
+    made = _renamed(kind)
+    return made.__new__(made)
+
+
+def _child(module: Any, name: str) -> Any:
+    if name in vars(module):  # None, where this one has no such part
+        return vars(module)[name]
+    holder, leaf = module._elsewhere.get(name, (None, name))
+    try:
+        return (module if holder is None else holder)._modules[leaf]
+    except KeyError as error:
+        raise AttributeError(name) from error
+
+
+def _cut(path: str) -> tuple[str, str]:
+    parent, _, name = path.rpartition(".")
+    return parent, name
+
+
+def _join(parent: str, name: str) -> str:
+    return f"{parent}.{name}" if parent else name

@@ -1,0 +1,119 @@
+"""Adapters of every family: what PEFT makes on transformers' own model is ours, and ours are its own."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hf_pairs import BOUND, relative_distance
+from safetensors.torch import load_file
+
+from liger_models.architectures import list_architectures
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+IDS = torch.randint(3, 131, (1, 7), generator=torch.Generator().manual_seed(0))
+
+
+def randomised(adapted):
+    """With adapters that change what the model computes."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in adapted.parameters():
+            if p.requires_grad:
+                noise = 0.3 * torch.randn(p.shape, generator=generator)
+                p.copy_(noise / p.shape[-1] ** 0.5 if p.dim() > 1 else p * (1 + noise))
+    return adapted.eval()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+def tensors(folder):
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def layers(model):
+    """Its linear layers, without the head, and without routers, which are parameters in ours."""
+    found = {path for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    return {path for path in found if not path.endswith(("lm_head", ".router", ".router.proj", ".gate.wg"))}
+
+
+@pytest.mark.supports("PEFT", "every family under the names of transformers' own model")
+@pytest.mark.parametrize("family", list_architectures())
+def test_adapters_of_every_family_are_the_references(family, make_both, hf, tmp_path):
+    both = make_both(family, projections="split")
+    norm = next(path for path, _ in both.reference.named_modules() if path.endswith("norm"))
+    stacks = {name for name, _ in both.reference.named_parameters() if name.endswith("experts.down_proj")}
+    settings = {"r": 3, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    config = peft.LoraConfig(
+        **settings,
+        target_modules=sorted(layers(both.reference)),
+        target_parameters=sorted(stacks),
+        modules_to_save=[norm],
+        rank_pattern={"o_proj": 2},
+    )
+    theirs = randomised(peft.get_peft_model(both.reference, config))
+    theirs.save_pretrained(tmp_path / "theirs")
+    expected, without = logits(theirs), logits(both.ours)
+    ours = peft.PeftModel.from_pretrained(both.ours, tmp_path / "theirs").eval()
+    assert relative_distance(logits(ours), expected) <= BOUND < relative_distance(without, expected)
+    ours.save_pretrained(tmp_path / "ours")
+    first, second = tensors(tmp_path / "theirs"), tensors(tmp_path / "ours")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(second[name], tensor) for name, tensor in first.items())
+
+    # On packed projections, with DoRA, which experts cannot have: PEFT takes their old names for the stacks.
+    reference = theirs.unload()
+    targets = sorted(path for path in layers(reference) if not (stacks and ".mlp." in path))
+    config = peft.LoraConfig(**settings, target_modules=targets, use_dora=True)
+    theirs = randomised(peft.get_peft_model(reference, config))
+    theirs.save_pretrained(tmp_path / "dora")
+    expected = logits(theirs)
+    fused = ours.unload()
+    fused.fuse_projections()
+    ours = hf.load_adapter(fused, tmp_path / "dora").eval()
+    assert relative_distance(logits(ours), expected) <= BOUND
+    hf.save_adapter(ours, tmp_path / "packed")
+    again = peft.PeftModel.from_pretrained(theirs.unload(), tmp_path / "packed").eval()
+    assert relative_distance(logits(again), expected) <= BOUND
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "hunyuan_v1_moe"])
+def test_routers_that_are_layers_in_transformers_have_their_adapters(family, make_both, hf, tmp_path):
+    """All that is linear in theirs, experts of some families included."""
+    both = make_both(family)
+    config = peft.LoraConfig(r=3, init_lora_weights=False, task_type="CAUSAL_LM", target_modules="all-linear")
+    theirs = randomised(peft.get_peft_model(both.reference, config))
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert any(".proj.lora_A" in name or ".wg.lora_A" in name for name in tensors(tmp_path / "theirs"))
+    expected = logits(theirs)
+    ours = hf.load_adapter(both.ours, tmp_path / "theirs").eval()
+    assert relative_distance(logits(ours), expected) <= BOUND
+    hf.save_adapter(ours, tmp_path / "ours")
+    again = peft.PeftModel.from_pretrained(theirs.unload(), tmp_path / "ours").eval()
+    assert relative_distance(logits(again), expected) <= BOUND
+
+
+def test_a_name_that_means_another_module_there_is_refused(make_both):
+    both = make_both("glm4")
+    norms = ["post_attention_layernorm"]  # behind the attention here, in front of the MLP there
+    with pytest.raises(ValueError, match="not what transformers' own model has there"):
+        peft.get_peft_model(both.ours, peft.LoraConfig(target_modules=["o_proj"], modules_to_save=norms))
+
+
+def test_copies_of_a_model_with_other_names_are_whole(make_both):
+    ours = make_both("gemma4_text").ours
+    expected = logits(ours)
+    copies = copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))
+    with torch.no_grad():
+        for p in ours.parameters():
+            p.zero_()
+    for copied in copies:
+        assert [type(m) for m in copied.modules()] == [type(m) for m in ours.modules()]
+        assert torch.equal(logits(copied), expected)
