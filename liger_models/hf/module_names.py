@@ -69,7 +69,7 @@ def refuse_ambiguous(decoder: Any) -> None:
         module = decoder.get_submodule(path)
         if hasattr(module, "base_layer") or hasattr(module, "original_module"):
             raise ValueError(
-                f"{path} in our model is not what transformers' own model has there: a trained copy of it, or "
+                f"{path} is another module here than in transformers' own model: a trained copy of it, or "
                 "its adapter, would be read as another one's; leave it out"
             )
 
