@@ -248,3 +248,48 @@ def test_classifiers_in_four_bits(make_quantised, batch):
     found, expected = (model(ids[:1]).logits for model in (both.ours, both.reference))
     assert relative_distance(found, expected) <= BOUND
     assert quantised_layers(both.ours) == quantised_layers(both.reference)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("adapters", [torch.float32, torch.bfloat16], ids=str)
+def test_in_bfloat16_it_is_as_near_to_the_truth_as_pefts_and_bitsandbytes(adapters, make_both, hf):
+    """The loss and all gradients of 4 bits on a GPU; the truth is the same blocks, all else in float32."""
+    both = make_both("llama", projections="split")
+    both.reference.bfloat16().save_pretrained(both.folder)
+
+    def adapted(dtype, wide):
+        options = {
+            "quantization_config": settings(4, bnb_4bit_compute_dtype=dtype),
+            "device_map": {"": "cuda"},
+        }
+        model = transformers.AutoModelForCausalLM.from_pretrained(both.folder, dtype=dtype, **options)
+        lora = peft.LoraConfig(r=4, target_modules="all-linear")
+        model = peft.get_peft_model(model.train(), lora, autocast_adapter_dtype=wide)
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.requires_grad:
+                    p.copy_((torch.randn(p.shape, generator=generator) * p.shape[-1] ** -0.5).bfloat16())
+        return model
+
+    ours = adapted(torch.bfloat16, adapters == torch.float32)
+    assert "LowRankLinear4bit" in {type(module).__name__ for module in ours.modules()}
+    hf.unregister()
+    theirs = adapted(torch.bfloat16, adapters == torch.float32)
+    truth = adapted(torch.float32, True)
+    assert {p.dtype for p in ours.parameters() if p.requires_grad} == {adapters}
+    distances = {"ours": 0.0, "theirs": 0.0}
+    for seed in range(8):
+        ids = torch.randint(3, 131, (2, 13), generator=torch.Generator().manual_seed(seed)).cuda()
+        found = {}
+        for name, model in (("truth", truth), ("ours", ours), ("theirs", theirs)):
+            model.zero_grad()
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            found[name] = {n: p.grad for n, p in model.named_parameters() if p.requires_grad} | {"loss": loss}
+        for name in distances:
+            for key, value in found["truth"].items():
+                distances[name] += relative_distance(found[name][key], value) ** 2
+    print(distances)
+    # What a random walk of roundings may differ by, as everywhere.
+    assert distances["ours"] ** 0.5 <= 1.1 * distances["theirs"] ** 0.5
