@@ -111,7 +111,7 @@ def _wishes(modules: Mapping[str, nn.Module], weight_map: Mapping[str, Expr]) ->
             found[path][_join(_cut(theirs)[0], _cut(path)[1]) if isinstance(expr, Cat) else theirs] += 1
     holding = set(found)
     wishes: dict[str, str] = {}
-    for path in reversed(modules):  # children before their parents
+    for path in reversed(list(modules)):  # children before their parents
         if path and path in found:
             counts = found[path]
             wishes[path] = min(counts, key=lambda home, counts=counts: (-counts[home], len(home)))
@@ -120,7 +120,7 @@ def _wishes(modules: Mapping[str, nn.Module], weight_map: Mapping[str, Expr]) ->
     return wishes
 
 
-def _note(owner: nn.Module, name: str, holder: nn.Module, leaf: str) -> None:
+def _note(owner: Any, name: str, holder: nn.Module, leaf: str) -> None:
     """Let `owner.name` be the child `leaf` of `holder`, whatever stands there."""
     if not isinstance(owner, _Renamed):
         owner.__class__ = _renamed(type(owner))
@@ -147,12 +147,12 @@ class _Renamed:
 
 
 @functools.cache
-def _renamed(kind: type) -> type:
+def _renamed(kind: Any) -> Any:
     fields = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return type(kind.__name__, (_Renamed, kind), {**fields, "_is_made": True})
 
 
-def _empty(kind: type) -> Any:
+def _empty(kind: Any) -> Any:
     made = _renamed(kind)
     return made.__new__(made)
 
