@@ -113,8 +113,7 @@ def _wishes(modules: Mapping[str, nn.Module], weight_map: Mapping[str, Expr]) ->
     wishes: dict[str, str] = {}
     for path in reversed(list(modules)):  # children before their parents
         if path and path in found:
-            counts = found[path]
-            wishes[path] = min(counts, key=lambda home, counts=counts: (-counts[home], len(home)))
+            wishes[path] = min(found[path].items(), key=lambda wish: (-wish[1], len(wish[0])))[0]
             if (parent := _cut(path)[0]) not in holding:
                 found[parent][_cut(wishes[path])[0]] += 1
     return wishes
@@ -123,7 +122,8 @@ def _wishes(modules: Mapping[str, nn.Module], weight_map: Mapping[str, Expr]) ->
 def _note(owner: Any, name: str, holder: nn.Module, leaf: str) -> None:
     """Let `owner.name` be the child `leaf` of `holder`, whatever stands there."""
     if not isinstance(owner, _Renamed):
-        owner.__class__ = _renamed(type(owner))
+        kind: Any = type(owner)
+        owner.__class__ = _renamed(kind)
         owner._elsewhere = {}
     owner._elsewhere[name] = (None if holder is owner else holder, leaf)
     if name not in vars(type(owner)):
