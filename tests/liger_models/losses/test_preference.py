@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from trl_trainers import fused_output, trainer
 
+import liger_models
+from liger_models.architectures import find_architecture
 from liger_models.losses import (
     cpo_loss,
     dpo_loss,
@@ -294,6 +296,41 @@ def test_uneven_parts_of_a_step_make_its_mean(name, assert_same):
     columns = -torch.rand(4, 7)
     columns.requires_grad_()
     assert_same(*uneven_mean(LOSSES[name], *columns), columns)
+
+
+def test_packed_and_divided_pairs_train_as_padded_ones():
+    """DPO through a model: padded rows, the same pairs packed, and one pair after the other."""
+    model = liger_models.from_config(find_architecture("gemma2").tiny).double()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    lengths, ids = [9, 6, 4, 7], torch.randint(3, 100, (4, 9))
+    mask = (torch.arange(9) < torch.tensor(lengths)[:, None]).long()
+    labels = ids.masked_fill((mask == 0) | (torch.arange(9) < 3), -100)
+    reference = -20 * torch.rand(4).double()
+
+    def gradients(*losses):
+        model.zero_grad()
+        for loss in losses:
+            loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    def dpo(sums, rows, **options):
+        return dpo_loss(*sums.chunk(2), *reference[rows].chunk(2), **options).loss
+
+    def padded(rows, **options):
+        scores = model.score(ids[rows], labels[rows], attention_mask=mask[rows])
+        return dpo(sequence_log_probs(scores.log_probs), rows, **options)
+
+    every = [0, 1, 2, 3]
+    expected = gradients(padded(every))
+    parts = gradients(*(padded([i, i + 2], num_items=2) for i in range(2)))
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    row, targets = (t[mask.bool()][None] for t in (ids, labels))
+    scores = model.score(row, targets, cu_seqlens=bounds)
+    packed = gradients(dpo(sequence_log_probs(rows_of_documents(scores.log_probs, bounds)), every))
+    for other in (parts, packed):
+        for a, b in zip(other, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
 def test_dpo_is_its_formula():

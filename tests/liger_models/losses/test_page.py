@@ -1,0 +1,38 @@
+"""What docs/post_training.md shows runs as it stands there, one piece after the other."""
+
+import re
+from pathlib import Path
+
+import torch
+
+import liger_models
+import liger_models.losses
+from liger_models.architectures import find_architecture
+
+PAGE = (Path(__file__).parents[3] / "docs" / "post_training.md").read_text()
+
+
+def test_every_piece_of_python_runs():
+    model = liger_models.from_config(find_architecture("llama").tiny)
+    ids = torch.randint(3, model.spec.vocab_size, (4, 9))
+    mask = torch.ones_like(ids)
+    mask[1, 6:] = 0
+    names = {
+        "torch": torch,
+        "model": model,
+        "input_ids": ids,
+        "labels": ids.masked_fill(mask == 0, -100),
+        "attention_mask": mask,
+        "rewards": torch.tensor([1.0, 0.0, 2.0, 5.0]),
+    }
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        model.zero_grad()
+        exec(block, names)
+        assert all(p.grad.any() for name, p in model.named_parameters())
+
+
+def test_every_function_is_named():
+    functions = {name for name in liger_models.losses.__all__ if name[0].islower()}
+    assert functions <= set(re.findall(r"\w+", PAGE))
