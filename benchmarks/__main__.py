@@ -3,6 +3,7 @@
     python -m benchmarks [ops]    kernels beside liger-kernel, torch.compile and eager PyTorch
     python -m benchmarks tune     other tile sizes of our kernels beside the chosen ones
     python -m benchmarks train    a training step beside transformers, and transformers with liger-kernel
+    python -m benchmarks long     peak memory of training steps with long contexts, beside what was planned
     python -m benchmarks lora     a training step with LoRA beside transformers and PEFT
     python -m benchmarks parallel  a training step of a model that several GPUs share
     python -m benchmarks load     loading a checkpoint beside transformers
@@ -16,12 +17,13 @@ that is not installed becomes a note. `liger-models bench` is the same.
 import argparse
 import sys
 
-from benchmarks import learn, load, lora, ops, optimizer, parallel, train, tune
+from benchmarks import learn, load, long, lora, ops, optimizer, parallel, train, tune
 
 COMMANDS = {
     "ops": ops,
     "tune": tune,
     "train": train,
+    "long": long,
     "lora": lora,
     "parallel": parallel,
     "load": load,

@@ -43,6 +43,7 @@ HEADER = (
     "activation memory",
     "tokens/s",
     "peak GiB",
+    "planned GiB",
     "ms a step (spread)",
     "loss",
 )
@@ -143,12 +144,13 @@ def _write(args: argparse.Namespace, rows: Sequence[tuple[Job, Result]]) -> None
 
 
 def _line(job: Job, result: Result) -> list[str]:
-    values = [result.get("note", ""), "", "", ""]
+    values = [result.get("note", ""), "", "", "", ""]
     if "tokens_per_second" in result:
         peak = f"{result['peak_gib']:.1f}" if result["peak_gib"] is not None else "-"
         step = f"{result['step_ms']:.0f} ({result['step_ms_low']:.0f} to {result['step_ms_high']:.0f})"
         losses = f"{result['first_loss']:.2f} to {result['loss']:.2f}"
-        values = [f"{result['tokens_per_second']:,.0f}", peak, step, losses]
+        planned = f"{result['planned_gib']:.1f}" if result.get("planned_gib") is not None else "-"
+        values = [f"{result['tokens_per_second']:,.0f}", peak, planned, step, losses]
     return [job.model, f"{job.batch} x {job.seq}", job.provider, job.memory, *values]
 
 

@@ -18,7 +18,7 @@ from liger_models.layers.eager import not_compiled
 from liger_models.layers.embedding import TokenEmbedding
 from liger_models.layers.memory_plan import FittingLevels
 from liger_models.layers.norm import make_norm
-from liger_models.layers.offload import Offload, free_host_memory
+from liger_models.layers.offload import Offload, drop_unused_buffers
 from liger_models.layers.per_layer_input import PerLayerInputs
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import AttentionSpec, ModelSpec, SharedAttentionSpec
@@ -171,7 +171,7 @@ class Decoder(nn.Module):
         for layer, level in zip(self.layers, parse_levels(levels, len(self.layers)), strict=True):
             layer.set_activation_memory(level)
         if "offload" not in self.activation_memory:
-            free_host_memory()
+            drop_unused_buffers()
         self._levels_before_checkpointing = self.activation_memory
 
     def activation_checkpointing_enable(

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -31,7 +31,7 @@ from liger_models.layers import tiles
 from liger_models.layers.activation_memory import LEVELS, RERUN, ActivationMemory
 from liger_models.layers.blocks import Block
 from liger_models.layers.moe import MixtureOfExperts
-from liger_models.layers.offload import host_bytes
+from liger_models.layers.offload import host_bytes, host_memory_left
 from liger_models.layers.sequence_parallel import exchange_bytes
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import AttentionSpec, ModelSpec, MoESpec
@@ -77,6 +77,8 @@ class Step:
         weight_bytes: of an element of the layers' matrices, where they are quantised.
         longest: tokens of the longest document; None: `seq`.
         sequence_ranks: GPUs that divide each batch among them, of which batch and seq are one's part.
+        optimizer_on_host: whether the optimizer's state is in the host's memory.
+        optimizer_work: bytes that the optimizer's step takes beside the state and the gradients.
     """
 
     batch: int
@@ -88,6 +90,8 @@ class Step:
     weight_bytes: float | None = None
     longest: int | None = None
     sequence_ranks: int = 1
+    optimizer_on_host: bool = False
+    optimizer_work: int = 0
 
     @property
     def tokens(self) -> int:
@@ -105,7 +109,8 @@ class Plan:
         parts: what the peak is made of, in bytes.
         repeated: the matrix products and other work done again, over those of a step that repeats nothing.
         budget: the bytes that there are; None: any number.
-        host: bytes of the host's memory, pinned, for what layers keep there.
+        host: bytes of the host's memory, pinned, for what is kept there.
+        host_budget: the bytes of that that there are; None: any number.
     """
 
     levels: tuple[ActivationMemory, ...]
@@ -115,10 +120,12 @@ class Plan:
     repeated: float
     budget: int | None = None
     host: int = 0
+    host_budget: int | None = None
 
     @property
     def fits(self) -> bool:
-        return self.budget is None or self.peak <= self.budget
+        on_host = self.host_budget is None or self.host <= self.host_budget
+        return on_host and (self.budget is None or self.peak <= self.budget)
 
     def __str__(self) -> str:
         runs: list[list[Any]] = []
@@ -128,7 +135,8 @@ class Plan:
             runs[-1][2] = i
         layers = ", ".join(f"{level} in layers {first} to {last}" for level, first, last in runs)
         budget = "" if self.budget is None else f" of {self.budget / 2**30:.1f}"
-        host = f", and {self.host / 2**30:.1f} GiB of the host" if self.host else ""
+        most = "" if self.host_budget is None else f" of {self.host_budget / 2**30:.1f}"
+        host = f", and {self.host / 2**30:.1f}{most} GiB of the host" if self.host else ""
         peak = f"{self.peak / 2**30:.1f}{budget} GiB{host}"
         return f"{layers}; {self.repeated:.1%} of the work is repeated; {peak}"
 
@@ -146,31 +154,44 @@ class StepMemory:
         self.model, self.step = model, step
         self.itemsize = model.embed_tokens.weight.dtype.itemsize
 
-    def plan(self, levels: Sequence[ActivationMemory], budget: int | None = None) -> Plan:
-        """The memory of a step with these levels."""
+    def resized(self, batch: int, seq: int) -> StepMemory:
+        """The same step with other rows: what does not depend on them is not counted again."""
+        other = StepMemory(self.model, replace(self.step, batch=batch, seq=seq))
+        vars(other).update((name, vars(self)[name]) for name in _OF_PARAMETERS if name in vars(self))
+        return other
+
+    def plan(
+        self,
+        levels: Sequence[ActivationMemory],
+        budget: int | None = None,
+        host_budget: int | None = None,
+    ) -> Plan:
+        """The memory of a step with these levels, beside the bytes that there are."""
         kept = [costs.kept[level] for costs, level in zip(self.layers, levels, strict=True)]
         moments = [self._loss(kept), *self._backward(kept, levels), self._optimizer()]
         moment, parts = max(moments, key=lambda found: sum(found[1].values()))
         repeated = sum(costs.work[level] for costs, level in zip(self.layers, levels, strict=True))
         share = repeated / (3 * sum(costs.forward for costs in self.layers) + self._head_work)
-        host = levels.count("offload") * host_bytes(self._stream)
-        return Plan(tuple(levels), sum(parts.values()), moment, parts, share, budget, host)
+        host = levels.count("offload") * host_bytes(self._stream) + self._state_on_host
+        return Plan(tuple(levels), sum(parts.values()), moment, parts, share, budget, host, host_budget)
 
-    def choose_levels(self, budget: int) -> Plan:
-        """The levels that repeat the least work among those tried whose peak is within the budget; if none
-        is, those with the lowest peak.
+    def choose_levels(self, budget: int, host_budget: int | None = None) -> Plan:
+        """The levels that repeat the least work among those tried with which the step fits; if it does not,
+        those with the lowest peak.
         """
         plans: list[Plan] = []
         for ladder in LADDERS:
-            plans += self._descend(ladder, budget)
+            plans += self._descend(ladder, budget, host_budget)
             fitting = [plan for plan in plans if plan.fits]
             if fitting:
                 return min(fitting, key=lambda plan: plan.repeated)
         return min(plans, key=lambda plan: plan.peak)
 
-    def _descend(self, ladder: Sequence[ActivationMemory], budget: int) -> list[Plan]:
+    def _descend(
+        self, ladder: Sequence[ActivationMemory], budget: int, host_budget: int | None
+    ) -> list[Plan]:
         """One level for all, and the way from the first level down to where a step fits."""
-        plans = [self.plan([level] * len(self.layers), budget) for level in ladder]
+        plans = [self.plan([level] * len(self.layers), budget, host_budget) for level in ladder]
         plan, levels = plans[0], list(plans[0].levels)
         while not plan.fits:
             found = [costs.next_of(level, ladder) for costs, level in zip(self.layers, levels, strict=True)]
@@ -180,7 +201,7 @@ class StepMemory:
             # Of equal layers the first one: what it keeps, it keeps the longest.
             _, i, to = min(further)
             levels[i] = to
-            plan = self.plan(levels, budget)
+            plan = self.plan(levels, budget, host_budget)
             plans.append(plan)
         return plans
 
@@ -210,16 +231,19 @@ class StepMemory:
         return found
 
     def _optimizer(self) -> tuple[str, dict[str, int]]:
-        return "the optimizer's step", self._parts(0, 0, self.gradients)
+        return "the optimizer's step", self._parts(
+            0, min(self.step.optimizer_work, self._state), self.gradients
+        )
 
     def _parts(self, activations: int, transient: int, gradients: int) -> dict[str, int]:
-        state = int(self._trained * self.step.optimizer_bytes / self.step.gpus)
+        # Cosine and sine of every position, and of every token its id, its place and its label.
+        tables = self.step.tokens * sum(4 * rope.dim + 24 for rope in self.model.spec.ropes)
         return {
             "weights": self._weights,
-            "optimizer": state,
+            "optimizer": 0 if self.step.optimizer_on_host else self._state,
             "gradients": gradients,
             "activations": activations,
-            "at work": transient + self._gathered + self._dequantised,
+            "at work": transient + tables + self._gathered + self._dequantised,
         }
 
     # -- what they are made of
@@ -276,6 +300,19 @@ class StepMemory:
         own = sum(_elements(p) for p in self.model.parameters() if p.requires_grad)
         return own + (self._headless if self.model.embed_tokens.weight.requires_grad else 0)
 
+    @property
+    def _state(self) -> int:
+        """Bytes of the optimizer's."""
+        return int(self._trained * self.step.optimizer_bytes / self.step.gpus)
+
+    @cached_property
+    def _state_on_host(self) -> int:
+        """As it is pinned: each of its tensors takes a power of two."""
+        if not self.step.optimizer_on_host:
+            return 0
+        sizes = [_bytes(p) for p in self.model.parameters() if p.requires_grad]
+        return int(self._state * sum(1 << (size - 1).bit_length() for size in sizes) / max(1, sum(sizes)))
+
     def _trained_bytes(self, module: Any) -> int:
         if self.step.lora_rank:
             return 0
@@ -316,6 +353,13 @@ class StepMemory:
         return 6 * self.step.tokens * spec.hidden_size * spec.vocab_size
 
 
+# What a plan counts once for all sizes of a batch.
+_OF_PARAMETERS = (
+    *("_weights", "_adapter_elements", "_matrices", "_headless", "_trained", "_tied", "gradients"),
+    *("_layer_gradients", "_gathered", "_dequantised", "_state_on_host"),
+)
+
+
 class FittingLevels:
     """Chooses a decoder's levels when it first meets a batch to train on, and again when one has more tokens.
 
@@ -323,7 +367,7 @@ class FittingLevels:
         budget: what the process may take of the GPU: bytes, text such as "120GiB", or a share up to 1 of what
             it could have when it is first asked; None: 0.95 of that.
         optimizer_bytes: the optimizer's state of each trained element. Default: that of
-            `liger_models.optim.AdamW`, by the parameters' dtypes.
+            `liger_models.optim.AdamW`, by the parameters' dtypes. 0 if it is on the host.
         say: told what was chosen. Default: the log "liger_models", as information.
 
     Raises:
@@ -358,18 +402,21 @@ class FittingLevels:
             return
         weight = model.embed_tokens.weight
         budget = self.budget if self.budget is not None else self._measured(model, weight.device)
+        host_budget = host_memory_left()
         if shared:
-            agreed = torch.tensor([tokens, -budget], device=weight.device)
+            agreed = torch.tensor([tokens, -budget, -host_budget], device=weight.device)
             torch.distributed.all_reduce(agreed, torch.distributed.ReduceOp.MAX)
-            tokens, budget = int(agreed[0]), -int(agreed[1])
-        per_element = self.optimizer_bytes or _adamw_bytes(model.parameters())
+            tokens, budget, host_budget = int(agreed[0]), -int(agreed[1]), -int(agreed[2])
+        per_element = self.optimizer_bytes
+        if per_element is None:
+            per_element = _adamw_bytes(model.parameters())
         accumulates = any(p.grad is not None for p in model.parameters())
         step = Step(
             *(1, tokens, per_element, accumulates),
             longest=sequences.max_seqlen,
             sequence_ranks=sequences.slice.ranks if sequences.slice is not None else 1,
         )
-        self.tokens, self.plan = tokens, StepMemory(model, step).choose_levels(budget)
+        self.tokens, self.plan = tokens, StepMemory(model, step).choose_levels(budget, host_budget)
         for layer, level in zip(model.layers, self.plan.levels, strict=True):
             layer.set_activation_memory(level)
         self.say(f"activation memory for {tokens:,} tokens: {self.plan}")

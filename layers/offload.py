@@ -14,6 +14,7 @@ and takes what a layer reads beside its input too. On a CPU the same is done wit
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from liger_models.layers.activation_memory import check_version
+from liger_models.layers.host_memory import available_host_memory
 
 # A buffer of the host has this many bytes, or if it is a tensor's last one, the next power of two: torch pins
 # no other sizes.
@@ -165,7 +167,16 @@ def host_bytes(count: int) -> int:
     return sum(_sizes(count))
 
 
-def free_host_memory() -> None:
+def host_memory_left() -> int:
+    """Bytes of the host's memory that this process may still take, of those that run beside it on this host
+    an equal share; a pebibyte where the system does not say.
+    """
+    available = available_host_memory()
+    left = 1 << 50 if available is None else available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return left + sum(size * len(free) for memory in _MEMORIES.values() for size, free in memory.free.items())
+
+
+def drop_unused_buffers() -> None:
     """Give the operating system back what buffers no layer uses now."""
     if not any(memory.free for memory in _MEMORIES.values()):
         return

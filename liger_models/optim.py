@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from liger_models.host_state import adamw_from_host, state_on_host
 from liger_models.kernels.optimizer.adamw import (
     RESIDUE_DTYPES,
     WEIGHTS,
@@ -57,6 +58,9 @@ class AdamW(torch.optim.Optimizer):
             place among `params` and the element's place in the parameter: a resumed run draws the same, and
             so does every shard of a DTensor that is cut along its first dimension. Other cuts are rounded as
             fairly, but not with the bits of the whole.
+        state_device: "cpu" keeps the state in the host's memory, pinned, and streams it through the GPU in
+            each step: see liger_models/host_state.py. The bits are the same; a step then waits for the
+            device. None: where the parameters are.
 
     The learning rate of a group may change between steps, the names of its other settings are "betas", "eps",
     "weight_decay", "weights", "moments" and "seed". The state of a parameter is exp_avg, exp_avg_sq and step,
@@ -66,11 +70,12 @@ class AdamW(torch.optim.Optimizer):
     device; unlike torch's fused AdamW the gradients are not changed.
 
     Raises:
-        ValueError: a setting out of its range; parameters whose memory has gaps.
+        ValueError: a setting out of its range; parameters whose memory has gaps; a state_device for DTensors.
         TypeError: parameters of another dtype; a learning rate that is a tensor.
     """
 
     _step_supports_amp_scaling = True  # GradScaler then sets grad_scale and found_inf
+    state_device: str | None = None
 
     def __init__(
         self,
@@ -83,7 +88,11 @@ class AdamW(torch.optim.Optimizer):
         weights: str = "master",
         moments: str = "auto",
         seed: int = 0,
+        state_device: str | None = None,
     ) -> None:
+        if state_device not in (None, "cpu"):
+            raise ValueError(f"state_device is {state_device!r}; expected 'cpu' or None")
+        self.state_device = state_device
         self._factors: dict[torch.device, Tensor] = {}
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, settings | {"weights": weights, "moments": moments, "seed": seed})
@@ -94,6 +103,11 @@ class AdamW(torch.optim.Optimizer):
         _check_settings(group)
         for parameter in group["params"]:
             _check_parameter(parameter)
+            if self.state_device and _is_dtensor(parameter):
+                raise ValueError(
+                    "state_device was given, and a parameter is divided over processes, whose state is "
+                    "divided with it; leave it out, and let FSDP2 hold both by its CPUOffloadPolicy"
+                )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -125,7 +139,8 @@ class AdamW(torch.optim.Optimizer):
                 skip = None if found_inf is None else found_inf.to(device, torch.float32, non_blocking=True)
                 steps = [one.step for one in updated]
                 torch._foreach_add_(steps, 1.0)
-                adamw(updated, _settings(group), factor, skip)
+                make = adamw if self.state_device is None else adamw_from_host
+                make(updated, _settings(group), factor, skip)
                 if skip is not None:
                     torch._foreach_sub_(steps, [skip.reshape(()).sign()] * len(steps))
         self._factors = {}
@@ -170,15 +185,18 @@ class AdamW(torch.optim.Optimizer):
         Raises:
             ValueError: the state of a parameter has another shape or dtype than its group's settings ask for.
         """
-        super().load_state_dict(state_dict)
-        # torch has cast the state to the dtype of its parameter: take what was given.
+        # torch would cast the state to the dtype of its parameter, and move all of it to its device.
+        super().load_state_dict({**state_dict, "state": {}})
         saved = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         for group in self.param_groups:
             _check_settings(group)
             for parameter, place in zip(group["params"], saved):  # noqa: B905 (saved goes on)
                 if place in state_dict["state"]:
                     given = state_dict["state"][place]
-                    self.state[parameter] = _checked_state(parameter, group, given, place)
+                    _check_state(parameter, group, given, place)
+                    self.state[parameter] = {
+                        name: self._placed(name, value, parameter) for name, value in given.items()
+                    }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -187,19 +205,38 @@ class AdamW(torch.optim.Optimizer):
             for name in ("weights", "moments", "seed"):
                 group.setdefault(name, self.defaults[name])
 
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"state_device": self.state_device}  # type: ignore[no-untyped-call]
+
+    def _placed(self, name: str, value: Tensor, parameter: Tensor) -> Tensor:
+        """A part of the state where it belongs."""
+        if self.state_device is None or name == "step":
+            return value.to(parameter.device)
+        return state_on_host(value, parameter.device)
+
     def _tensors(self, parameter: Tensor, group: dict[str, Any], place: int) -> AdamWTensors:
         if not self.state[parameter]:
             self.state[parameter] = {
                 name: torch.zeros((), dtype=dtype, device=parameter.device)
                 if name == "step"
-                else torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
+                else self._zeros(parameter, dtype)
                 for name, dtype in _state_dtypes(parameter, group).items()
             }
+        elif self.state_device is not None:  # who loads a state may have put it elsewhere
+            state = self.state[parameter]
+            state.update({name: self._placed(name, value, parameter) for name, value in state.items()})
         state = {name: _local(value) for name, value in self.state[parameter].items()}
         moments = _flat(state["exp_avg"]), _flat(state["exp_avg_sq"])
         residue = _flat(state["residue"]) if "residue" in state else None
         tensors = _flat(_local(parameter)), _flat(_gradient(parameter)), *moments, state["step"], residue
         return AdamWTensors(*tensors, place, _first_element(parameter))
+
+    def _zeros(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        """A moment or a residue before the first step, laid out in memory as the parameter."""
+        if self.state_device is None:
+            return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
+        pinned = parameter.device.type != "cpu"
+        return torch.empty_like(parameter, dtype=dtype, device="cpu", pin_memory=pinned).zero_()
 
 
 def _check_settings(group: dict[str, Any]) -> None:
@@ -246,9 +283,7 @@ def _state_dtypes(parameter: Tensor, group: dict[str, Any]) -> dict[str, torch.d
     return dtypes
 
 
-def _checked_state(
-    parameter: Tensor, group: dict[str, Any], given: dict[str, Any], place: Any
-) -> dict[str, Tensor]:
+def _check_state(parameter: Tensor, group: dict[str, Any], given: dict[str, Any], place: Any) -> None:
     expected = _state_dtypes(parameter, group)
     if given.keys() != expected.keys():
         raise ValueError(
@@ -262,7 +297,6 @@ def _checked_state(
             raise ValueError(
                 f"{name} of parameter {place} is {found.dtype} {tuple(found.shape)}; expected {dtype} {shape}"
             )
-    return {name: given[name].to(parameter.device) for name in expected}
 
 
 def _local(tensor: Any) -> Tensor:

@@ -147,6 +147,7 @@ def _measure(job: Job, device: torch.device, before: int) -> Result:
     return {
         **summary(job, times),
         "peak_gib": peak,
+        "planned_gib": _planned(model, job) if job.ours else None,
         "first_loss": losses[0].item(),
         "loss": losses[-1].item(),
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -194,6 +195,14 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> to
 def _kernels(job: Job, model: Any, optimizer: torch.optim.Optimizer, device: torch.device) -> Any:
     ids = _batches(job, 1, device)[0]
     return by_class(lambda: _step(model, optimizer, ids), device.type == "cuda")
+
+
+def _planned(model: Any, job: Job) -> float:
+    """The peak that a plan of our model says, in GiB, with torch's AdamW: two moments in bfloat16."""
+    from liger_models.layers.memory_plan import Step, StepMemory
+
+    step = Step(job.batch, job.seq, optimizer_bytes=4)
+    return StepMemory(model, step).plan(model.activation_memory).peak / 2**30
 
 
 def build(job: Job, config: Mapping[str, Any], device: torch.device) -> Any:

@@ -1,7 +1,8 @@
 """`liger-models plan`: whether a training step fits on a GPU, with which levels of activation memory, the
 largest batch and the longest context. On any machine: nothing is loaded but config.json.
 
-A row beyond the model's `max_position_embeddings` is counted like any other.
+A row beyond the model's `max_position_embeddings` is counted like any other. What is pinned in the host's
+memory (the level `offload`, --optimizer-memory host) is counted too.
 """
 
 import argparse
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from liger_models.layers.memory_plan import Plan, Step
+    from liger_models.layers.memory_plan import Plan
 
 # Memory that a program can have, in GiB, of GPUs by the names that people know them by: of H200 and H100 as
 # their driver says, of the others a little under what their makers state.
@@ -37,13 +38,20 @@ def add_parser(subparsers) -> None:
     add("name", metavar="NAME", help="hub id, checkpoint folder, config.json, or preset")
     add("--gpu", required=True, metavar="GPU", help=f"{', '.join(GPUS)}, or its memory, such as 80GiB")
     add("--batch", type=_positive, default=1, metavar="N", help="rows on a GPU (default: %(default)s)")
-    add("--seq", type=_positive, default=4096, metavar="N", help="tokens in a row (default: %(default)s)")
+    add("--seq", type=_tokens, default=4096, metavar="N", help="tokens in a row (%(default)s); max: the most")
     add("--gpus", type=_positive, default=1, metavar="N", help="that divide the parameters (FSDP2)")
     add("--lora", metavar="r=16", help="as for `train`: adapters of this rank on all linear layers")
     add("--quantize", choices=tuple(QUANTISED), help="of the layers' matrices, beside adapters")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights (%(default)s)")
     add("--weights", choices=("master", "compensated", "stochastic", "plain"), default="master")
     add("--moments", choices=("auto", "float32", "bfloat16"), default="auto", help="see `train --help`")
+    add(
+        "--optimizer-memory",
+        choices=("device", "host"),
+        default="device",
+        help="where the optimizer's state is (default: %(default)s)",
+    )
+    add("--host-memory", metavar="SIZE", help="that one GPU's process has, such as 256GiB (default: enough)")
     add("--accumulate", action="store_true", help="more micro-batches than one in a step")
     add(
         "--activation-memory",
@@ -68,13 +76,12 @@ def run(args: argparse.Namespace) -> int:
 
 def plan(args: argparse.Namespace) -> dict[str, Any]:
     """All that the command shows, as JSON holds it."""
-    from dataclasses import replace
-
     import torch
 
     import liger_models
     from liger_models.cli.inspect import find_config
     from liger_models.convert.errors import ConfigError
+    from liger_models.host_state import lane_bytes
     from liger_models.layers.activation_memory import LEVELS
     from liger_models.layers.memory_plan import Step, StepMemory, largest
     from liger_models.optim import state_bytes
@@ -86,31 +93,46 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     config = args.name if Path(args.name).is_file() else find_config(args.name)[0]
     model = liger_models.from_config(config, device="meta", dtype=dtype, dropout=0.0)
     rank = LoraSettings.parse(args.lora).r if args.lora else 0
-    step = Step(
-        args.batch,
-        args.seq,
-        # Adapters are in float32, and so are the moments of theirs.
-        state_bytes(torch.float32 if rank else dtype, args.weights, "auto" if rank else args.moments),
-        args.accumulate,
-        args.gpus,
-        rank,
-        QUANTISED[args.quantize] if args.quantize else None,
+    # Adapters are in float32, and so are the moments of theirs.
+    per_element = state_bytes(
+        torch.float32 if rank else dtype, args.weights, "auto" if rank else args.moments
+    )
+    on_host = args.optimizer_memory == "host"
+    counted = StepMemory(
+        model,
+        Step(
+            args.batch,
+            1,
+            per_element,
+            args.accumulate,
+            args.gpus,
+            rank,
+            QUANTISED[args.quantize] if args.quantize else None,
+            optimizer_on_host=on_host,
+            optimizer_work=lane_bytes(per_element) if on_host else 0,
+        ),
     )
     memory = int(_gib(args.gpu) * 2**30)
     budget = int(SHARE * memory)
+    host_budget = None if args.host_memory is None else _size(args.host_memory)
 
-    def planned(step: "Step", level: str) -> "Plan":
-        found: StepMemory = StepMemory(model, step)
+    def planned(batch: int, seq: int, level: str) -> "Plan":
+        found: StepMemory = counted.resized(batch, seq)
         if level == "auto":
-            return found.choose_levels(budget)
-        return found.plan([level] * len(model.layers), budget)  # type: ignore[list-item]
+            return found.choose_levels(budget, host_budget)
+        return found.plan([level] * len(model.layers), budget, host_budget)  # type: ignore[list-item]
+
+    def longest(batch: int, level: str) -> int:
+        return largest(lambda n: planned(batch, n, level).fits, 256, MOST)
+
+    planned(args.batch, 1, "all")  # what does not depend on the batch is counted here
+    seq = args.seq or longest(args.batch, args.activation_memory) or 256
 
     def most(level: str) -> dict[str, int]:
-        rows = largest(lambda n: planned(replace(step, batch=n), level).fits, most=MOST // args.seq)
-        tokens = largest(lambda n: planned(replace(step, batch=1, seq=n), level).fits, 256, MOST)
-        return {"batch": rows, "context": tokens}
+        rows = largest(lambda n: planned(n, seq, level).fits, most=MOST // seq)
+        return {"batch": rows, "context": longest(1, level)}
 
-    chosen = planned(step, args.activation_memory)
+    chosen = planned(args.batch, seq, args.activation_memory)
     return {
         "name": args.name,
         "num_parameters": model.num_parameters(),
@@ -119,7 +141,7 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
         "memory": memory,
         "budget": budget,
         "batch": args.batch,
-        "seq": args.seq,
+        "seq": seq,
         "fits": chosen.fits,
         "levels": list(chosen.levels),
         "summary": str(chosen),
@@ -127,10 +149,17 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
         "moment": chosen.moment,
         "parts": chosen.parts,
         "repeated": chosen.repeated,
+        "host": chosen.host,
         "by_level": {
-            level: {"peak": of_level.peak, "repeated": of_level.repeated, **most(level)}
+            level: {
+                "fits": of_level.fits,
+                "peak": of_level.peak,
+                "host": of_level.host,
+                "repeated": of_level.repeated,
+                **most(level),
+            }
             for level in LEVELS
-            for of_level in [planned(step, level)]
+            for of_level in [planned(args.batch, seq, level)]
         },
     }
 
@@ -150,13 +179,13 @@ def print_report(report: dict[str, Any]) -> None:
     print(f"\nAt its largest, in {report['moment']}")
     print_table([(name, gib(count)) for name, count in report["parts"].items()] + [("", gib(report["peak"]))])
     print("\nAll layers at one level of --activation-memory")
-    rows = [("level", "peak", "work repeated", f"rows of {report['seq']} that fit", "longest row")]
+    host = any(found["host"] for found in report["by_level"].values())
+    head = ("level", "peak", *["pinned on the host"] * host, "work repeated")
+    rows = [(*head, f"rows of {report['seq']} that fit", "longest row")]
     for level, found in report["by_level"].items():
-        fitting = "" if found["peak"] <= report["budget"] else " (does not fit)"
-        repeated = f"{found['repeated']:.1%}"
-        rows.append(
-            (level, gib(found["peak"]) + fitting, repeated, str(found["batch"]), f"{found['context']:,}")
-        )
+        fitting = "" if found["fits"] else " (does not fit)"
+        figures = [gib(found["peak"]) + fitting, *[gib(found["host"])] * host, f"{found['repeated']:.1%}"]
+        rows.append((level, *figures, str(found["batch"]), f"{found['context']:,}"))
     print_table(rows)
 
 
@@ -176,6 +205,21 @@ def _gib(gpu: str) -> float:
             f"the GPU {gpu!r} is not known; name its memory, such as 80GiB, or {', '.join(GPUS)}"
         )
     return count / 2**30
+
+
+def _size(text: str) -> int:
+    from liger_models.convert.errors import ConfigError
+    from liger_models.convert.sizes import parse_size
+
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ConfigError(f"--host-memory is {text!r}; expected a size such as 256GiB") from error
+
+
+def _tokens(text: str) -> int | None:
+    """None for the most that fit."""
+    return None if text == "max" else _positive(text)
 
 
 def _positive(text: str) -> int:

@@ -170,6 +170,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         default="auto",
         help="dtype of AdamW's two moments (default: that of the weights)",
     )
+    add(
+        "--optimizer-memory",
+        choices=("device", "host"),
+        default="device",
+        help="where AdamW's state is; host: each step streams it through the GPU, with the same bits "
+        "(default: %(default)s)",
+    )
 
     add(
         "--bias-update-rate",

@@ -46,6 +46,8 @@ class TrainConfig:
     weights            how AdamW keeps bfloat16 weights: master, compensated, stochastic or plain (see
                        liger_models.optim.AdamW)
     moments            the dtype of AdamW's moments; auto: that of the weights
+    optimizer_memory   where AdamW's state is: "device", or "host", from where each step streams it through
+                       the GPU, with the same bits (see liger_models/host_state.py)
     bias_update_rate   step of the correction bias that balances the load of experts, in models that have one;
                        0: it stays (see liger_models.update_correction_bias)
     activation_memory  what is kept for the backward pass; "auto": of each layer as much as has room in
@@ -93,6 +95,7 @@ class TrainConfig:
     dtype: str = "auto"
     weights: str = "master"
     moments: str = "auto"
+    optimizer_memory: str = "device"
     bias_update_rate: float = 0.001
     device: str = "auto"
     activation_memory: str = "lean"
@@ -141,6 +144,7 @@ class TrainConfig:
         check("bias_update_rate", 0 <= self.bias_update_rate < float("inf"), "a number of 0 or more")
         check("weights", self.weights in WEIGHTS, f"one of {', '.join(WEIGHTS)}")
         check("moments", self.moments in MOMENTS, f"one of {', '.join(MOMENTS)}")
+        check("optimizer_memory", self.optimizer_memory in ("device", "host"), "device or host")
         check("attention", self.attention in BACKENDS, f"one of {', '.join(BACKENDS)}")
         levels = (*LEVELS, "auto")
         check("activation_memory", self.activation_memory in levels, f"one of {', '.join(levels)}")

@@ -141,6 +141,7 @@ class Run:
             weights=config.weights,
             moments=config.moments,
             seed=config.seed,
+            state_device="cpu" if config.optimizer_memory == "host" else None,
         )
         self.progress, self.resumed = Progress(), checkpoint is not None
         self.data = self.documents.fingerprint()
@@ -489,6 +490,8 @@ class Run:
         if config.activation_memory == "auto":
             trained = torch.float32 if self.adapters else model.dtype
             per_element = state_bytes(trained, config.weights, config.moments)
+            if config.optimizer_memory == "host":
+                per_element = 0
             model.set_activation_memory("auto", config.memory_budget, per_element, self.world.say)
         return model.train()
 

@@ -29,7 +29,14 @@ def learning_rate(step: int, *, peak: float, total: int, warmup: int, schedule: 
 
 
 def build_adamw(
-    model: nn.Module, *, lr: float, weight_decay: float, weights: str, moments: str, seed: int
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float,
+    weights: str,
+    moments: str,
+    seed: int,
+    state_device: str | None = None,
 ) -> AdamW:
     """AdamW that decays matrices only: to pull a norm's weight or a bias to zero regularises nothing."""
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -38,4 +45,6 @@ def build_adamw(
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    return AdamW(groups, lr=lr, betas=BETAS, eps=EPS, weights=weights, moments=moments, seed=seed)
+    return AdamW(
+        *(groups, lr, BETAS, EPS), weights=weights, moments=moments, seed=seed, state_device=state_device
+    )

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from liger_models.convert.errors import CheckpointError
+from liger_models.layers.host_memory import available_host_memory
 from liger_models.training.contents import Contents
 from liger_models.training.world import World
 
@@ -66,7 +66,7 @@ class Saver:
 
     def _has_room(self, contents: Contents) -> bool:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", self._world.size))
-        short = 2 * local * contents.nbytes > free_host_memory()  # half of it is for all else
+        short = 2 * local * contents.nbytes > (available_host_memory() or 0)  # half of it is for all else
         return not self._world.any(short)
 
 
@@ -90,16 +90,3 @@ def write(contents: Contents, group: ProcessGroup | None = None) -> None:
             f"{error.filename or contents.target}: cannot be written ({error.strerror or error}). What was "
             "there before is untouched; make room, and go on (a run with --resume)"
         ) from error
-
-
-def free_host_memory() -> int:
-    """Bytes that processes of this host can still take; 0 where the system does not say."""
-    found = []
-    with suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        found.append(1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")))
-    with suppress(OSError, ValueError):  # a container's limit; "max" where there is none
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())
-        found.append(limit - int((group / "memory.current").read_text()))
-    return max(0, min(found, default=0))

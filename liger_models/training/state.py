@@ -227,9 +227,10 @@ def restore(
                     f"{folder}: {name} must be {(like.dtype, tuple(like.shape))}, as this torch keeps it, "
                     f"found {found and (found.dtype, found.shape)}; resume with the torch that wrote it"
                 )
+        device = getattr(optimizer, "state_device", None)
         for parameter, values in planned.items():
             optimizer.state[parameter] = {
-                key: _read(reader, value, parameter) if isinstance(value, TensorInfo) else value
+                key: _read(reader, value, parameter, device) if isinstance(value, TensorInfo) else value
                 for key, value in values.items()
             }
         for name, _, change in random_states:
@@ -238,10 +239,12 @@ def restore(
     return Progress(state["step"], state["tokens"], Position(**state["position"]))
 
 
-def _read(reader: CheckpointReader, info: TensorInfo, parameter: Tensor) -> Tensor:
-    """A tensor of a parameter's state; of one that is divided over processes what this one has of it."""
+def _read(reader: CheckpointReader, info: TensorInfo, parameter: Tensor, device: str | None) -> Tensor:
+    """A tensor of a parameter's state, on `device` or where the parameter is; of one that is divided over
+    processes what this one has of it.
+    """
     if not is_sharded(parameter) or info.shape != tuple(parameter.shape):
-        return reader.read(info.name).to(parameter.device)
+        return reader.read(info.name).to(device or parameter.device)
     value = torch.empty_like(parameter, dtype=info.dtype)
     local, part = local_part(value, Ref(info.name, info.shape))
     part.read_into(local, reader.read_into)

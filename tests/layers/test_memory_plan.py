@@ -264,6 +264,37 @@ def test_the_command_says_whether_it_fits_and_what_would(capsys):
     assert main([*arguments, *adapters, "--gpu", "RTX4090"]) == 0
 
 
+def test_a_step_of_another_size_is_counted_as_a_new_one():
+    model = on_meta(LLAMA_1B)
+    counted = StepMemory(model, Step(1, 1, optimizer_on_host=True))
+    counted.choose_levels(10 * GIB)
+    for batch, seq, budget in ((2, 4096, 12 * GIB), (1, 1 << 18, 30 * GIB)):
+        fresh = StepMemory(model, Step(batch, seq, optimizer_on_host=True))
+        assert counted.resized(batch, seq).choose_levels(budget) == fresh.choose_levels(budget)
+
+
+def test_what_is_on_the_host_is_not_on_the_gpu_and_must_fit_there(capsys):
+    model = on_meta(LLAMA_1B)
+    there, here = (StepMemory(model, Step(1, 1 << 17, optimizer_on_host=host)) for host in (True, False))
+    plans = there.plan(["offload"] * 16), here.plan(["offload"] * 16)
+    assert plans[1].peak - plans[0].peak == plans[1].parts["optimizer"] == 6 * model.num_parameters()
+    pinned = plans[0].host - plans[1].host
+    assert 6 * model.num_parameters() <= pinned <= 12 * model.num_parameters()  # powers of two
+    assert plans[1].host == 16 * (1 << 17) * 2048 * 2
+
+    arguments = ["plan", "llama-3.2-1b", "--gpu", "24GiB", "--optimizer-memory", "host", "--seq", "max"]
+    reports = {}
+    for host in ("1TiB", "24GiB", "1GiB"):
+        main([*arguments, "--host-memory", host, "--json"])
+        reports[host] = json.loads(capsys.readouterr().out)
+    assert reports["1TiB"]["seq"] > reports["24GiB"]["seq"]
+    assert reports["24GiB"]["fits"]
+    assert reports["24GiB"]["host"] <= 24 * GIB
+    assert not reports["1GiB"]["fits"]
+    main([*arguments[:-1], "65536"])
+    assert "pinned on the host" in capsys.readouterr().out
+
+
 def test_the_command_takes_a_config_file(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     for name in (tmp_path / "config.json", tmp_path):
@@ -277,6 +308,7 @@ def test_the_command_takes_a_config_file(tmp_path, capsys):
         (["--gpu", "Voodoo2"], "name its memory"),
         (["--gpu", "H200", "--lora", "16"], "is not a setting"),
         (["--gpu", "H200", "--quantize", "nf4"], "--quantize is for --lora"),
+        (["--gpu", "H200", "--host-memory", "much"], "expected a size such as 256GiB"),
     ],
 )
 def test_the_command_refuses_what_it_cannot_plan(options, message, capsys):

@@ -172,6 +172,15 @@ def test_resume_without_a_checkpoint_begins_anew(run, settings, losses, unstoppe
     assert losses(run(settings(resume="auto"))) == losses(unstopped)
 
 
+def test_the_optimizers_state_may_go_to_the_host_and_back(run, settings, losses, unstopped, stop_at):
+    for n, place in ((9, "host"), (6, "device")):
+        with pytest.raises(TrainingInterrupted):
+            stop_at(settings(resume="auto", optimizer_memory=place), n)
+    result = run(settings(resume="auto", optimizer_memory="host"))
+    assert losses(result) == losses(unstopped)
+    assert_same_bits(result.final, unstopped.final)
+
+
 def test_a_run_can_be_made_longer(run, settings):
     run(settings(schedule="constant", steps=4))
     result = run(settings(schedule="constant", steps=6, resume="auto"))
