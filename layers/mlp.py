@@ -68,6 +68,15 @@ def gated_product(activation: str) -> Callable[..., Tensor]:
     return _chosen(_GATED, activation, "gated")
 
 
+def plain_activation(activation: str) -> Callable[..., Tensor]:
+    """The function of an activation that stands by itself.
+
+    Raises:
+        ValueError: there is none of this name, or it has parameters.
+    """
+    return _chosen(_PLAIN, activation, "plain")
+
+
 class _MLP(nn.Module):
     """What both MLPs share: whether what stands before `down` is kept, or made again as a whole."""
 
@@ -136,7 +145,7 @@ class PlainMLP(_MLP):
         if spec.activation == "xielu":
             self.act_fn = XIELU()
         else:
-            self.activation = _chosen(_PLAIN, spec.activation, "plain")
+            self.activation = plain_activation(spec.activation)
         self.up_proj = Linear(hidden_size, spec.intermediate_size, bias=spec.bias)
         self.down_proj = Linear(spec.intermediate_size, hidden_size, bias=spec.bias)
 

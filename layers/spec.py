@@ -359,6 +359,33 @@ class PatchMergerSpec:
 
 
 @dataclass(frozen=True)
+class MistralMergerSpec:
+    """From the encoder to the language model by `norm`, one linear layer over `merge` times `merge`
+    neighbouring patches, and two more with an activation between them (Mistral Small 3.1).
+    """
+
+    merge: int
+    norm: NormSpec | LayerNormSpec
+    activation: Activation = "gelu"
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class GridPictures:
+    """A processor gives patches, [patches of all pictures, width] pixels, and the grid of each picture
+    (Qwen2-VL): `pixel_values` with `image_grid_thw`, and of videos `pixel_values_videos` with
+    `video_grid_thw`.
+    """
+
+
+@dataclass(frozen=True)
+class PaddedPictures:
+    """A processor gives `pixel_values` [images, channels, height, width], padded to the largest image, and
+    `image_sizes` [images, 2] (Pixtral).
+    """
+
+
+@dataclass(frozen=True)
 class TimeSpec:
     """The positions of images' tokens on three axes, time, row and column (M-RoPE, arXiv:2409.12191, section
     2.1): see layers/vision/positions.py. A second of a video is `tokens_per_second` positions long; None:
@@ -380,13 +407,14 @@ class VisionSpec:
     `video_id`. `positions` are those of these tokens; None: as all others. A table of `position_table` times
     `position_table` rows says where in its picture a patch stands, beside rotary positions or not. What
     layers of the encoder at `deep` give is added to its tokens behind the first layers of the language model,
-    the lowest first, each by a projector of its own (DeepStack, arXiv:2406.04334).
+    the lowest first, each by a projector of its own (DeepStack, arXiv:2406.04334). `pictures` is what the
+    family's processor gives, and `norm_before` a norm in front of the blocks.
     """
 
     hidden_size: int
     patches: PatchSpec
     blocks: tuple[BlockSpec, ...]
-    projector: PatchMergerSpec
+    projector: PatchMergerSpec | MistralMergerSpec
     image_id: int
     video_id: int | None = None
     positions: TimeSpec | None = None
@@ -394,10 +422,20 @@ class VisionSpec:
     window: int | None = None
     position_table: int | None = None
     deep: tuple[int, ...] = ()
+    pictures: GridPictures | PaddedPictures = GridPictures()
+    norm_before: NormSpec | LayerNormSpec | None = None
 
     @property
     def deep_projector(self) -> PatchMergerSpec:
-        """From the layers at `deep`: patches are normalised side by side."""
+        """From the layers at `deep`: patches are normalised side by side.
+
+        Raises:
+            ValueError: the projector cannot do that.
+        """
+        if not isinstance(self.projector, PatchMergerSpec):
+            raise ValueError(
+                f"no projector of lower layers is known beside a {type(self.projector).__name__}"
+            )
         return replace(self.projector, norm_merged=True)
 
 

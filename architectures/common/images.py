@@ -110,11 +110,14 @@ def encoder_attention(v: HFConfig, hidden_size: int, heads: int, theta: float = 
     )
 
 
-def patches(v: HFConfig, size: int, bias: bool) -> PatchSpec:
-    """Patches of one or more pictures of three colours, from the encoder's config."""
+def patches(v: HFConfig, size: int, bias: bool, frames: int | None = None) -> PatchSpec:
+    """Patches of pictures of three colours, from the encoder's config; of so many `frames`, or as many as it
+    says.
+    """
     size = v.take_count("patch_size", size)
-    take_only(v, in_channels=3, in_chans=3, spatial_patch_size=size)
-    return PatchSpec(size, v.take_count("temporal_patch_size", 2), bias=bias)
+    take_only(v, in_channels=3, in_chans=3, num_channels=3, spatial_patch_size=size)
+    frames = v.take_count("temporal_patch_size", 2) if frames is None else frames
+    return PatchSpec(size, frames, bias=bias)
 
 
 def grid_vision(
@@ -152,6 +155,7 @@ def grid_vision(
 
 
 def _axial_theta(v: HFConfig, default: float) -> float:
+    default = v.take_number("rope_theta", default)  # as older configs have it
     rope = v.take("rope_parameters", {})
     if not isinstance(rope, Mapping) or not rope.keys() <= {"rope_type", "rope_theta"}:
         raise ConfigError(

@@ -1,6 +1,7 @@
 """The encoder of images: a linear layer over patches, and blocks in which those of a picture see one another.
 
     x = patches @ W^T + b,        [P, D] of all pictures of a batch, without padding
+    a norm, in some families
     blocks, as in a language model, but that attention is not causal
 
 Positions are the row and the column of a patch in its picture, by which halves of a head turn.
@@ -19,6 +20,7 @@ from liger_models.layers.activation_memory import parse_levels
 from liger_models.layers.attention_backends import AttentionBackend
 from liger_models.layers.blocks import BLOCKS, Block, run_block
 from liger_models.layers.linear import as_wide_as
+from liger_models.layers.norm import make_norm
 from liger_models.layers.offload import Offload
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import PatchSpec, VisionSpec
@@ -68,6 +70,9 @@ class VisionEncoder(nn.Module):
         self.table = None
         if spec.position_table is not None:
             self.table = PositionTable(spec.position_table, spec.hidden_size)
+        self.norm_before = None
+        if spec.norm_before is not None:
+            self.norm_before = make_norm(spec.hidden_size, spec.norm_before)
         layers = [
             BLOCKS[block.topology](spec.hidden_size, block, i, attention)
             for i, block in enumerate(spec.blocks)
@@ -82,6 +87,8 @@ class VisionEncoder(nn.Module):
         x, places = self.patch_embed(pictures.patches), places_of(pictures.grids, merge)
         if self.table is not None:
             x = x + self.table(pictures.grids, merge).to(x.dtype)
+        if self.norm_before is not None:
+            x = self.norm_before(x)
         frames, order = Sequences.of_lengths(pictures.frames, device), None
         seen_by = [frames] * len(self.layers)
         if self.spec.window is not None and self.spec.windowed:

@@ -3,21 +3,25 @@
 Images and videos of all sizes stand one after another, without padding, as documents do in `Sequences`. A
 grid (t, h, w) says how many patches a picture has in time, height and width; an image has one step of time.
 Patches stand in the order of time, then of blocks of `merge` times `merge` neighbours, row by row, and within
-a block row by row, so that what is merged lies together.
+a block row by row, so that what is merged lies together. What is left over at the right and the lower edge,
+where a side is no multiple of `merge`, stands behind the blocks, row by row; no token comes of it.
+
+What a processor gives differs between families: `VisionSpec.pictures` says it, and `DOORS` has a door for
+each kind.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_models.convert.errors import DataError
-from liger_models.layers.spec import VisionSpec
+from liger_models.layers.spec import GridPictures, PaddedPictures, VisionSpec
 
 Grid = tuple[int, int, int]
 
@@ -48,22 +52,23 @@ class Pictures:
 
     def features(self, merge: int) -> tuple[int, int]:
         """How many tokens images have, and videos, where `merge` times `merge` patches make one."""
-        counts = [t * h * w // merge**2 for t, h, w in self.grids]
+        counts = [t * (h // merge) * (w // merge) for t, h, w in self.grids]
         return sum(counts[: self.images]), sum(counts[self.images :])
-
-
-KEYWORDS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
 
 def take_pictures(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
     """The pictures among a call's keywords, which are taken out of it; None if there are none.
 
     Raises:
-        DataError: pixels without grids, or the other way round; shapes, dtypes or counts that do not fit.
+        DataError: something is missing; shapes, dtypes or counts that do not fit.
     """
+    return DOORS[type(spec.pictures)](spec, merge, keywords)
+
+
+def _grids(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
     timed = spec.positions is not None and spec.positions.tokens_per_second is not None
-    names = (*KEYWORDS, *(["second_per_grid_ts"] if timed else []))  # elsewhere it would be of no effect
-    given = {name: value for name in names if (value := keywords.pop(name, None)) is not None}
+    names = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+    given = _taken(keywords, *names, *(["second_per_grid_ts"] if timed else []))  # elsewhere of no effect
     images, image_grids = _of_kind(spec, merge, given, "pixel_values", "image_grid_thw")
     videos, video_grids = _of_kind(spec, merge, given, "pixel_values_videos", "video_grid_thw")
     seconds = _seconds(given.get("second_per_grid_ts"), len(video_grids))
@@ -76,10 +81,7 @@ def take_pictures(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pic
 def _of_kind(
     spec: VisionSpec, merge: int, given: Mapping[str, Any], pixels: str, grids: str
 ) -> tuple[Tensor | None, list[Grid]]:
-    if (pixels in given) != (grids in given):
-        there, missing = (pixels, grids) if pixels in given else (grids, pixels)
-        raise DataError(f"got {there} without {missing}: give both, as the processor does")
-    if pixels not in given:
+    if not _together(given, pixels, grids):
         return None, []
     values, table = given[pixels], torch.as_tensor(given[grids])
     if table.dim() != 2 or table.shape[1] != 3 or table.is_floating_point():
@@ -117,6 +119,78 @@ def _seconds(given: Any, videos: int) -> list[float] | None:
     return seconds
 
 
+def _padded(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
+    given = _taken(keywords, "pixel_values", "image_sizes")
+    if not _together(given, "pixel_values", "image_sizes"):
+        return None
+    values, sizes = given["pixel_values"], torch.as_tensor(given["image_sizes"])
+    size, channels = spec.patches.size, spec.patches.channels
+    if values.dim() != 4 or values.shape[1] != channels or not values.is_floating_point():
+        raise DataError(
+            f"pixel_values must be floating point of shape [images, {channels}, height, width]; found "
+            f"{values.dtype} of shape {tuple(values.shape)}"
+        )
+    if tuple(sizes.shape) != (len(values), 2) or sizes.is_floating_point():
+        raise DataError(
+            f"image_sizes must be integers [{len(values)}, 2], the height and the width of each image in "
+            f"pixels; found {sizes.dtype} of shape {tuple(sizes.shape)}"
+        )
+    patches, grids = [], []
+    for i, (image, (height, width)) in enumerate(zip(values, sizes.tolist(), strict=True)):
+        if min(height, width) < size * merge or height > image.shape[1] or width > image.shape[2]:
+            raise DataError(
+                f"image_sizes[{i}] is {(height, width)}; expected at least {size * merge} pixels on either "
+                f"side, which make a token, and at most the {tuple(image.shape[1:])} of pixel_values"
+            )
+        grid = (1, height // size, width // size)
+        patches.append(_cut(image, grid, merge, size))
+        grids.append(grid)
+    return Pictures(torch.cat(patches), grids, len(grids))
+
+
+def _cut(image: Tensor, grid: Grid, merge: int, size: int) -> Tensor:
+    """The patches of an image [channels, H, W], [h * w, channels * size^2]."""
+    _, h, w = grid
+    rows = image[:, : h * size, : w * size].unflatten(2, (w, size)).unflatten(1, (h, size))
+    row, column = _places(*grid, merge).to(image.device, non_blocking=True)
+    return rows.permute(1, 3, 0, 2, 4)[row, column].flatten(1)
+
+
+def _taken(keywords: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Those that are there, which are taken out."""
+    return {name: value for name in names if (value := keywords.pop(name, None)) is not None}
+
+
+def _together(given: Mapping[str, Any], *names: str) -> bool:
+    """Whether they are given, all of them or none."""
+    there, missing = [n for n in names if n in given], [n for n in names if n not in given]
+    if there and missing:
+        raise DataError(
+            f"got {' and '.join(there)} without {' and '.join(missing)}: give all, as the processor does"
+        )
+    return bool(there)
+
+
+DOORS: dict[type, Callable[[VisionSpec, int, dict[str, Any]], Pictures | None]] = {
+    GridPictures: _grids,
+    PaddedPictures: _padded,
+}
+
+
+def whole_blocks(grids: Iterable[Grid], merge: int) -> Tensor | None:
+    """Which patches, in the order of `Pictures`, belong to blocks of merge^2, [P] bool on the host; None: all
+    of them.
+    """
+    if all(h % merge == w % merge == 0 for _, h, w in grids):
+        return None
+    whole = [
+        torch.arange(h * w, device="cpu") < (h // merge) * (w // merge) * merge**2
+        for t, h, w in grids
+        for _ in range(t)
+    ]
+    return torch.cat(whole)
+
+
 def places_of(grids: Iterable[Grid], merge: int) -> Tensor:
     """The row and the column of each patch in its picture, [2, P], on the host."""
     return torch.cat([_places(*grid, merge) for grid in grids], dim=1)
@@ -142,9 +216,13 @@ def windows_of(grids: Iterable[Grid], merge: int, side: int) -> tuple[Tensor, li
 
 @functools.lru_cache(maxsize=256)
 def _places(t: int, h: int, w: int, merge: int) -> Tensor:
-    row, column = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
-    blocks = torch.stack([row, column]).view(2, h // merge, merge, w // merge, merge)
-    return blocks.permute(0, 1, 3, 2, 4).reshape(2, 1, -1).expand(2, t, -1).flatten(1)
+    sides = torch.arange(h, device="cpu"), torch.arange(w, device="cpu")
+    places = torch.stack(torch.meshgrid(*sides, indexing="ij"))
+    within = h // merge * merge, w // merge * merge
+    blocks = places[:, : within[0], : within[1]].unflatten(2, (-1, merge)).unflatten(1, (-1, merge))
+    over = (places[0] >= within[0]) | (places[1] >= within[1])
+    ordered = torch.cat([blocks.permute(0, 1, 3, 2, 4).flatten(1), places[:, over]], dim=1)
+    return ordered[:, None].expand(2, t, -1).flatten(1)
 
 
 @functools.lru_cache(maxsize=256)

@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_models.layers.linear import Linear
+from liger_models.layers.mlp import plain_activation
 from liger_models.layers.norm import make_norm
-from liger_models.layers.spec import PatchMergerSpec
+from liger_models.layers.spec import MistralMergerSpec, PatchMergerSpec
 
 
 class PatchMerger(nn.Module):
@@ -34,4 +35,32 @@ class PatchMerger(nn.Module):
         return self.linear_2(F.gelu(self.linear_1(x)))
 
 
-PROJECTORS: dict[type, type[nn.Module]] = {PatchMergerSpec: PatchMerger}
+class MistralMerger(nn.Module):
+    """`linear_2(act(linear_1(merging_layer(merged))))`, merged the norms of `merge`^2 patches, whose channels
+    take turns (Mistral Small 3.1).
+
+    Args:
+        width: that of a patch, D.
+        hidden_size: that of the language model, H.
+        spec: what is merged, the norm, the activation and the biases.
+    """
+
+    def __init__(self, width: int, hidden_size: int, spec: MistralMergerSpec):
+        super().__init__()
+        self.patches, self.activation = spec.merge**2, plain_activation(spec.activation)
+        self.norm = make_norm(width, spec.norm)
+        self.merging_layer = Linear(width * self.patches, width, bias=False)
+        self.linear_1 = Linear(width, hidden_size, bias=spec.bias)
+        self.linear_2 = Linear(hidden_size, hidden_size, bias=spec.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [P, D], in blocks of patches that are merged -> [P / merge^2, H]."""
+        blocks = self.norm(x).unflatten(0, (-1, self.patches))
+        merged = self.merging_layer(blocks.transpose(1, 2).flatten(1))
+        return self.linear_2(self.activation(self.linear_1(merged)))
+
+
+PROJECTORS: dict[type, type[nn.Module]] = {
+    PatchMergerSpec: PatchMerger,
+    MistralMergerSpec: MistralMerger,
+}

@@ -17,7 +17,7 @@ from liger_models.layers.host_copy import HostCopy
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import VisionSpec
 from liger_models.layers.vision.encoder import VisionEncoder
-from liger_models.layers.vision.pictures import Pictures, take_pictures
+from liger_models.layers.vision.pictures import Pictures, take_pictures, whole_blocks
 from liger_models.layers.vision.positions import IMAGE, TEXT, VIDEO, axis_positions, longest_position
 from liger_models.layers.vision.projectors import PROJECTORS
 
@@ -75,7 +75,11 @@ class Vision(nn.Module):
         """
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.encoder.parameters())
         with torch.set_grad_enabled(trained):
-            last, *deep = self.encoder(pictures)
+            made, whole = self.encoder(pictures), whole_blocks(pictures.grids, self.merge)
+            if whole is not None:
+                whole = whole.nonzero()[:, 0].to(made[0].device, non_blocking=True)
+                made = [x[whole] for x in made]
+        last, *deep = made
         projectors = (self.deep[self.spec.deep.index(layer)] for layer in sorted(self.spec.deep))
         return [self.projector(last), *(project(x) for project, x in zip(projectors, deep, strict=True))]
 
@@ -85,9 +89,10 @@ class Vision(nn.Module):
         Raises:
             DataError: something is missing, or does not fit.
         """
-        kinds = keywords.pop("mm_token_type_ids", None)
+        placed = self.spec.positions is not None  # elsewhere kinds would be of no effect
+        kinds = keywords.pop("mm_token_type_ids", None) if placed else None
         pictures = take_pictures(self.spec, self.merge, keywords)
-        if pictures is not None and kinds is None:
+        if placed and pictures is not None and kinds is None:
             raise DataError(
                 "got images without mm_token_type_ids, by which their tokens get their positions: give them "
                 "as the processor does (0 for text, 1 for images, 2 for videos)"

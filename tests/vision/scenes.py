@@ -14,6 +14,8 @@ import pairs
 import torch
 from torch import Tensor
 
+from liger_models.layers.spec import GridPictures, PaddedPictures
+
 Piece = Any
 Document = Sequence[Piece]
 
@@ -57,7 +59,8 @@ class SeeingPair(pairs.Pair):
         return self.scene(*([*d, max(lengths) - n] for d, n in zip(TWO, lengths, strict=True)))
 
     def scene(self, *documents: Document, padding: str = "right") -> dict[str, Any]:
-        """A call of a batch whose rows are these documents."""
+        """A call of a batch whose rows are these documents, with images for videos where none are known."""
+        documents = tuple([self._shown(piece) for piece in document] for document in documents)
         made = [self._tokens(document) for document in documents]
         longest = max(map(len, made))
         ids = torch.full((len(made), longest), 9)
@@ -74,33 +77,45 @@ class SeeingPair(pairs.Pair):
     def vision(self) -> Any:
         return self.ours.spec.vision
 
+    def _shown(self, piece: Piece) -> Piece:
+        if isinstance(piece, Video) and self.vision.video_id is None:
+            return Image(piece.height, piece.width)
+        return piece
+
     def _tokens(self, document: Document) -> list[int]:
         tokens: list[int] = []
         for piece in document:
             if isinstance(piece, int):
                 tokens += torch.randint(10, self.vocab_size, (piece,)).tolist()
             else:
-                grid, merge = _grid(piece), self.vision.projector.merge
+                piece = self._shown(piece)
+                grid, merge = self._grid(piece), self.vision.projector.merge
                 one = self.vision.video_id if isinstance(piece, Video) else self.vision.image_id
-                step = [one] * (grid[1] * grid[2] // merge**2)
+                step = [one] * (grid[1] // merge * (grid[2] // merge))
                 between = [11] if self.vision.positions and self.vision.positions.steps_apart else []
                 tokens += [*step, *[*between, *step] * (grid[0] - 1)]
         return tokens
 
     def _kind(self, ids: Tensor) -> Tensor:
-        return (ids == self.vision.image_id).int() + 2 * (ids == self.vision.video_id).int()
+        video_id = -1 if self.vision.video_id is None else self.vision.video_id
+        return (ids == self.vision.image_id).int() + 2 * (ids == video_id).int()
 
     def _kinds(self, ids: Tensor) -> dict[str, Tensor]:
-        return {"mm_token_type_ids": self._kind(ids)}
+        return {"mm_token_type_ids": self._kind(ids)} if self.vision.positions else {}
 
     def _pictures(self, documents: Sequence[Document]) -> dict[str, Any]:
         pieces = [piece for document in documents for piece in document if not isinstance(piece, int)]
+        if not pieces:
+            return {}
+        return KINDS[type(self.vision.pictures)](self, pieces)
+
+    def _grids(self, pieces: list[Piece]) -> dict[str, Any]:
         call: dict[str, Any] = {}
         for kind, pixels, grids in (
             (Image, "pixel_values", "image_grid_thw"),
             (Video, "pixel_values_videos", "video_grid_thw"),
         ):
-            own = [_grid(piece) for piece in pieces if isinstance(piece, kind)]
+            own = [self._grid(piece) for piece in pieces if isinstance(piece, kind)]
             if own:
                 call[grids] = torch.tensor(own)
                 patches = int(call[grids].prod(1).sum())
@@ -110,9 +125,21 @@ class SeeingPair(pairs.Pair):
         timed = self.vision.positions is not None and self.vision.positions.tokens_per_second
         return call | ({"second_per_grid_ts": torch.tensor(videos)} if videos and timed else {})
 
+    def _padded(self, pieces: list[Piece]) -> dict[str, Any]:
+        """With pixels below each image that make no patch, all on a canvas of one size."""
+        size = self.vision.patches.size
+        sizes = torch.tensor([self._grid(image)[1:] for image in pieces]) * size + torch.tensor([1, 0])
+        pixels = 0.1 * torch.randn(len(pieces), self.vision.patches.channels, 18 * size, 18 * size)
+        return {"pixel_values": pixels, "image_sizes": sizes}
 
-def _grid(piece: Image | Video) -> tuple[int, int, int]:
-    return (piece.steps if isinstance(piece, Video) else 1), piece.height, piece.width
+    def _grid(self, piece: Image | Video) -> tuple[int, int, int]:
+        """Padded images have a row and a column more, of which no token may come."""
+        more = int(isinstance(self.vision.pictures, PaddedPictures))
+        return getattr(piece, "steps", 1), piece.height + more, piece.width + more
+
+
+KINDS = {GridPictures: SeeingPair._grids, PaddedPictures: SeeingPair._padded}
+"""What a processor gives, by what the spec says of it."""
 
 
 def make_pair(family: str, changes: Mapping[str, Any] | None = None, **options: Any) -> SeeingPair:

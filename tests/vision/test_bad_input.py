@@ -60,6 +60,42 @@ def test_pictures_that_do_not_fit_are_refused(change, message, make_pair, pairs_
         pair.ours(**change(call))
 
 
+OF_PADDED = {
+    "no sizes": (lambda call: without(call, "image_sizes"), "pixel_values without image_sizes"),
+    "no pixels": (lambda call: without(call, "pixel_values"), "image_sizes without pixel_values"),
+    "neither": (lambda call: without(call, "pixel_values", "image_sizes"), "was the text cut"),
+    "a row of an image less": (
+        lambda call: call | {"image_sizes": call["image_sizes"] - torch.tensor([[6, 0], [0, 0]])},
+        "19 tokens of images and 0 of videos, and the pixels make 14 and 0",
+    ),
+    "an image too small": (
+        lambda call: call | {"image_sizes": torch.tensor([[22, 33], [5, 15]])},
+        r"image_sizes\[1\] is \(5, 15\); expected at least 6 pixels",
+    ),
+    "an image larger than its pixels": (
+        lambda call: call | {"pixel_values": call["pixel_values"][..., :32]},
+        r"image_sizes\[0\] is \(22, 33\); expected .* at most the \(54, 32\)",
+    ),
+    "sizes of other images": (
+        lambda call: call | {"image_sizes": call["image_sizes"][:1]},
+        r"image_sizes must be integers \[2, 2\]",
+    ),
+    "grey pixels": (
+        lambda call: call | {"pixel_values": call["pixel_values"][:, :1]},
+        r"shape \[images, 3, height, width\]",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), OF_PADDED.values(), ids=OF_PADDED)
+def test_padded_images_that_do_not_fit_are_refused(change, message, make_pair, pairs_made):
+    pair = pairs_made.setdefault("mistral3", make_pair("mistral3"))
+    call = pair.scene([1, Image(6, 10), 2, Image(4, 4), 3])
+    assert pair.ours(**call).loss.isfinite()
+    with pytest.raises(DataError, match=message):
+        pair.ours(**change(call))
+
+
 def test_two_pictures_need_text_between_them(make_pair, pairs_made):
     """As in the reference, which takes the two for one."""
     pair = pairs_made.setdefault("qwen2_5_vl", make_pair("qwen2_5_vl"))

@@ -9,6 +9,7 @@ import torch
 from pairs import beyond_bound
 from scenes import DOCUMENTS, Video
 
+from liger_models.architectures import find_architecture, list_architectures
 from liger_models.layers.activation_memory import LEVELS
 
 
@@ -71,6 +72,9 @@ def test_every_level_of_activation_memory_gives_the_same_gradients(pair):
     pair.ours.set_activation_memory("lean")
 
 
-def test_a_long_video_in_slow_steps(pair):
+@pytest.mark.parametrize(
+    "family", [f for f in list_architectures(sees=True) if "video_token_id" in find_architecture(f).tiny]
+)
+def test_a_long_video_in_slow_steps(family, pair):
     """Whose positions run ahead of the number of its tokens."""
     assert not compare(pair, pair.scene([2, Video(5, 2, 2, 4.4), 3]))

@@ -1,0 +1,21 @@
+"""What the variants of a family that sees are registered for: other language models, projectors and sizes."""
+
+from __future__ import annotations
+
+import pytest
+from pairs import beyond_bound
+
+from liger_models.architectures import find_architecture, list_architectures
+
+VARIANTS = [
+    pytest.param(family, changes, id=f"{family}-{name}")
+    for family in list_architectures(sees=True)
+    for name, changes in find_architecture(family).variants.items()
+]
+
+
+@pytest.mark.parametrize(("family", "changes"), VARIANTS)
+def test_a_variant_computes_what_its_reference_does(family, changes, make_pair):
+    pair = make_pair(family, changes)
+    call = pair.batch()
+    assert not beyond_bound(pair.distances(**call))
