@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import liger_models.kernels as kernels
+from liger_models.kernels.experts.token_copies import copy_tokens, sum_copies
 
 BF16 = torch.bfloat16
 
@@ -69,6 +70,12 @@ def run_everything() -> None:
     )
     biases = kernels.ClampedSwiGLU(), operand(8, 2 * 128), operand(8, 64)
     backward(kernels.moe_experts(operand(64, 64), router.values, router.indices.int(), *experts, *biases))
+    elsewhere = router.indices.int().masked_fill(router.indices > 4, -1)
+    counted = {"num_rows": int((elsewhere >= 0).sum())}
+    backward(kernels.moe_experts(operand(64, 64), router.values, elsewhere, *experts, *biases, **counted))
+    for dtype in (BF16, torch.float32):
+        copies = copy_tokens(operand(64, 64, dtype=dtype), elsewhere, 128)
+        backward(sum_copies(copies, elsewhere))
     optimizer()
 
 
