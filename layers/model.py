@@ -158,7 +158,7 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
             if self.spec.router is not None:
                 added = router_loss(sequences.router_logits.take(), self.spec.router, sequences.slice)
                 # Of a step that is divided, this part's: as large beside the rest as in one that is not.
-                loss += added * (num_valid / items)
+                loss = loss + added * (num_valid / items)
             output["loss"] = sequences.summed(loss)
         if return_logits or (return_logits is None and targets is None):
             output["logits"] = self._logits(hidden, sequences, logits_to_keep)

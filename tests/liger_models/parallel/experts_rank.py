@@ -1,15 +1,14 @@
-"""The ranks of test_experts.py, which run models whose experts are divided over ranks.
+"""One rank of test_experts.py: runs models whose experts are divided over ranks.
 
-Run as `python experts_rank.py FOLDER`, with folders 2 and 4 in it, of so many ranks, which hold task.pt, the
-cases by name, and a checkpoint NAME of each; each rank writes rank0.pt, rank1.pt, ... there: by case the
-loss, whole gradients, their norm, the routers' biases after an update, and what was read and held. All of
-them write NAME/saved.
+task.pt lies in the folder, the cases by name, and a checkpoint NAME of each. Gives by case the loss, whole
+gradients, their norm, the routers' biases after an update, and what was read and held. All ranks write
+NAME/saved.
 """
 
 import functools
 import os
-import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ from liger_models import ParallelDims, parallelize, update_correction_bias
 from liger_models.optim import AdamW
 
 
-def main(folder: Path, rank: int, ranks: int) -> None:
+def results(folder: Path, rank: int, ranks: int) -> dict[str, dict[str, Any]]:
     found = {}
     for name, case in torch.load(folder / "task.pt", weights_only=False).items():
         dims = ParallelDims(**case["dims"])
@@ -39,7 +38,7 @@ def main(folder: Path, rank: int, ranks: int) -> None:
         for bias in case["biases"]:
             model.get_buffer(bias).copy_(case["biases"][bias])
         model.save_pretrained(folder / name / "saved")
-    torch.save(found, folder / f"rank{rank}.pt")
+    return found
 
 
 class Count:
@@ -57,10 +56,3 @@ class Count:
 
     def __exit__(self, *exc):
         os.preadv = self.true
-
-
-if __name__ == "__main__":
-    from forked_ranks import run_ranks
-
-    for ranks in (2, 4):
-        run_ranks(main, Path(sys.argv[1]) / str(ranks), ranks)

@@ -1,10 +1,8 @@
-"""The ranks of test_sequences.py, which run models whose sequences are divided over two ranks.
+"""One rank of test_sequences.py: runs models whose sequences are divided over the ranks.
 
-Run as `python sequence_rank.py FOLDER`, with task.pt in the folder, a list of cases; each rank writes
-rank0.pt or rank1.pt with what `run` returns for each.
+task.pt lies in the folder, a list of cases; gives what `run` returns for each.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +17,10 @@ from liger_models.layers.scoring import ScoreOptions
 from liger_models.layers.sequence_parallel import divide_sequences
 
 
-def main(folder: Path, rank: int, ranks: int) -> None:
+def results(folder: Path, rank: int, ranks: int) -> list[dict[str, Any]]:
     mesh = init_device_mesh("cpu", (ranks,))
     cases = torch.load(folder / "task.pt", weights_only=False)
-    torch.save([run(mesh=mesh, **case) for case in cases], folder / f"rank{rank}.pt")
+    return [run(mesh=mesh, **case) for case in cases]
 
 
 def run(
@@ -82,9 +80,3 @@ def mean_gradients(model: Any, mesh: Any, wrapper: str | None) -> dict[str, torc
             dist.all_reduce(gradient)
             gradient /= mesh.size()
     return {name: gradient.clone() for name, gradient in gradients.items()}
-
-
-if __name__ == "__main__":
-    from forked_ranks import run_ranks
-
-    run_ranks(main, Path(sys.argv[1]), 2)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 
 import liger_models
 from liger_models import update_correction_bias
@@ -84,26 +82,16 @@ def prepare(folder: Path, ranks: int, family: str, dims: dict[str, int], level: 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """By number of ranks and case: what each rank found, what one process does, and the case's folder."""
-    folder = tmp_path_factory.mktemp("experts")
-    alone = {}
-    for ranks, cases in ((2, CASES), (4, FOUR)):
-        tasks = {}
-        for name, case in cases.items():
-            tasks[name], alone[ranks, name] = prepare(folder / str(ranks) / name, ranks, **case)
-        torch.save(tasks, folder / str(ranks) / "task.pt")
-    ran = subprocess.run(
-        [sys.executable, str(RANK), str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert ran.returncode == 0, ran.stderr
     found = {}
     for ranks, cases in ((2, CASES), (4, FOUR)):
-        of_ranks = [torch.load(folder / str(ranks) / f"rank{rank}.pt") for rank in range(ranks)]
+        folder = tmp_path_factory.mktemp("experts")
+        tasks, alone = {}, {}
+        for name, case in cases.items():
+            tasks[name], alone[name] = prepare(folder / name, ranks, **case)
+        torch.save(tasks, folder / "task.pt")
+        of_ranks = run_ranks(RANK, folder, ranks=ranks, seconds=300)
         for name in cases:
-            mine = [one[name] for one in of_ranks]
-            found[ranks, name] = mine, alone[ranks, name], folder / str(ranks) / name
+            found[ranks, name] = [one[name] for one in of_ranks], alone[name], folder / name
     return found
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 
 import liger_models
 from liger_models.architectures import find_architecture
@@ -107,14 +105,7 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sequences")
     tasks = [task_of(**case) for case in CASES.values()]
     torch.save(tasks, folder / "task.pt")
-    ran = subprocess.run(
-        [sys.executable, str(RANK), str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert ran.returncode == 0, ran.stderr
-    found = [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+    found = run_ranks(RANK, folder, seconds=300)
     alone = [run(**{**task, "wrapper": None}) for task in tasks]
     return {name: (*of_ranks, one) for name, *of_ranks, one in zip(CASES, *found, alone, strict=True)}
 
