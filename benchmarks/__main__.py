@@ -6,6 +6,7 @@
     python -m benchmarks long     peak memory of training steps with long contexts, beside what was planned
     python -m benchmarks lora     a training step with LoRA beside transformers and PEFT
     python -m benchmarks parallel  a training step of a model that several GPUs share
+    python -m benchmarks generate  generation beside transformers
     python -m benchmarks load     loading a checkpoint beside transformers
     python -m benchmarks optimizer  a step of AdamW with clipping beside torch's
     python -m benchmarks learn    training with bfloat16 weights, kept in each way, beside float32
@@ -17,7 +18,7 @@ that is not installed becomes a note. `liger-models bench` is the same.
 import argparse
 import sys
 
-from benchmarks import learn, load, long, lora, ops, optimizer, parallel, train, tune
+from benchmarks import generate, learn, load, long, lora, ops, optimizer, parallel, train, tune
 
 COMMANDS = {
     "ops": ops,
@@ -26,6 +27,7 @@ COMMANDS = {
     "long": long,
     "lora": lora,
     "parallel": parallel,
+    "generate": generate,
     "load": load,
     "optimizer": optimizer,
     "learn": learn,
