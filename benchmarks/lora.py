@@ -5,13 +5,7 @@ with fused AdamW on the adapters. The models of both sides are transformers' cla
 A step is forward, backward, optimizer step and zero_grad; steps are timed by device events with no waiting
 between them.
 
-| data     | a batch                                                                                      |
-|----------|----------------------------------------------------------------------------------------------|
-| `full`   | sequences of random tokens without padding, all of them labels                               |
-| `padded` | documents of random lengths (median 545), padded to the longest; the first 75% are no labels |
-| `packed` | the same documents behind one another in one row, told apart by their position ids           |
-
-Tokens a second count tokens of documents, and not padding.
+What a batch is: `benchmarks/training/batches.py`. Tokens a second count tokens of documents, and not padding.
 """
 
 from __future__ import annotations
@@ -28,16 +22,15 @@ import time
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.report import machine, markdown_table, publish
 from benchmarks.train import MODELS
+from benchmarks.training.batches import DATA, count_tokens, make_batch
 from liger_models.quantization import METHODS, quantise
 
 SUMMARY = "a training step with LoRA beside transformers and PEFT, and with liger-kernel"
 PROVIDERS = ("ours", "transformers", "transformers+liger")
 ADAPTERS = ("float32", "bfloat16")  # float32 is what PEFT makes of a bfloat16 model
-DATA = ("full", "padded", "packed")
 CONFIGURATIONS = (
     "ours:float32:mlp=1,lean:4",
     "ours:float32:lean:4",
@@ -148,7 +141,9 @@ def _train(job: dict[str, Any]) -> dict[str, Any]:
         model = _adapted(_build(job, device), job)
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=cuda)
-        batch, tokens = _batch(job, device)
+        vocab = MODELS[job["model"]]["vocab_size"]
+        batch = make_batch(job["data"], job["batch"], job["seq"], vocab, device)
+        tokens = count_tokens(job["data"], job["batch"], job["seq"])
         if cuda:
             torch.cuda.reset_peak_memory_stats(device)
         losses, marks = [], [_mark(cuda)]
@@ -222,31 +217,6 @@ def _adapted(model: Any, job: dict[str, Any]) -> Any:
     if "checkpoint" in job["memory"]:
         adapted.enable_input_require_grads()
     return adapted
-
-
-def _batch(job: dict[str, Any], device: torch.device) -> tuple[dict[str, Tensor], int]:
-    """What the model is called with, and the tokens in it."""
-    generator = torch.Generator().manual_seed(0)
-    vocab = MODELS[job["model"]]["vocab_size"]
-    if job["data"] == "full":
-        ids = torch.randint(vocab, (job["batch"], job["seq"]), generator=generator)
-        return {"input_ids": ids.to(device), "labels": ids.to(device)}, ids.numel()
-    # Log-normal, as lengths of conversations are.
-    spread = torch.randn(job["batch"], generator=generator).exp()
-    lengths = [int(length.clamp(32, job["seq"])) for length in 545 * spread]
-    documents = [torch.randint(vocab, (length,), generator=generator) for length in lengths]
-    labels = [ids.where(torch.arange(len(ids)) >= int(0.75 * len(ids)), -100) for ids in documents]
-    if job["data"] == "packed":
-        positions = torch.cat([torch.arange(length) for length in lengths])
-        batch = {"input_ids": torch.cat(documents), "position_ids": positions, "labels": torch.cat(labels)}
-        return {name: row[None].to(device) for name, row in batch.items()}, sum(lengths)
-    pad = torch.nn.utils.rnn.pad_sequence
-    batch = {
-        "input_ids": pad(documents, batch_first=True),
-        "attention_mask": pad([torch.ones(length, dtype=torch.long) for length in lengths], batch_first=True),
-        "labels": pad(labels, batch_first=True, padding_value=-100),
-    }
-    return {name: rows.to(device) for name, rows in batch.items()}, sum(lengths)
 
 
 def _mark(cuda: bool):

@@ -15,9 +15,12 @@ from typing import Any
 import torch
 
 from benchmarks.report import machine, markdown_table, publish
+from benchmarks.training import cases
+from benchmarks.training.batches import DATA
 from benchmarks.training.pool import measure_all
 from benchmarks.training.shapes import MODELS, config_of
 from benchmarks.training.step import Job, Result, check_provider
+from liger_models.kernels.optimizer.adamw import WEIGHTS
 from liger_models.training.profiling import table
 
 SUMMARY = (
@@ -62,11 +65,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--configuration",
         action="append",
         type=_configuration,
-        metavar="PROVIDER:MEMORY:BATCH",
-        help="repeatable. PROVIDER: ours[+split|+compile], or transformers[+liger][+compile][+ATTENTION]"
-        "[+EXPERTS]. MEMORY: for ours a level of activation memory, or 'lean,checkpoint=4' (all lean, the "
-        "last 4 layers checkpoint); for the others none or checkpoint. "
+        metavar="PROVIDER:MEMORY:BATCH[:DATA]",
+        help="repeatable. PROVIDER: ours[+split|+compile][+WEIGHTS], or transformers[+liger][+compile]"
+        f"[+ATTENTION][+EXPERTS]. WEIGHTS: our AdamW, {', '.join(WEIGHTS)}. MEMORY: for ours a level of "
+        "activation memory, auto, or 'lean,checkpoint=4' (all lean, the last 4 layers checkpoint); for the "
+        f"others none or checkpoint. DATA: {', '.join(DATA)}. "
         f"Default: {' '.join(CONFIGURATIONS)}",
+    )
+    parser.add_argument(
+        "--cases",
+        action="store_true",
+        help="in place of these the cases of docs/performance.md, with ratios and a picture",
+    )
+    parser.add_argument(
+        "--page", metavar="FILE", help="with --cases: renew this page's table and the picture beside it"
     )
     parser.add_argument("--seq", type=int, default=4096, help="tokens a sequence (%(default)s)")
     parser.add_argument("--warmup", type=int, default=3, help="steps before the timed ones (%(default)s)")
@@ -85,6 +97,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.cases:
+        args.model = args.model or list(dict.fromkeys(model for model, _ in cases.CASES.values()))
     groups = [_jobs(model, args) for model in args.model or [DEFAULT]]
     results: dict[int, Result] = {}
     jobs = [job for group in groups for job in group]
@@ -94,6 +108,10 @@ def run(args: argparse.Namespace) -> int:
         _write(args, [(jobs[i], results[i]) for i in sorted(results)])
     rows = [(jobs[i], results[i]) for i in sorted(results)]
     print((Path(args.out) / f"{_name(args)}.md").read_text(), flush=True)
+    if args.page:
+        page = Path(args.page)
+        cases.renew(page, (Path(args.out) / f"{_name(args)}.md").read_text().strip())
+        print(cases.draw(rows, _machine(args), page.with_name(cases.PICTURE)), flush=True)
     failed = [job for job, result in rows if result.get("note", "").startswith("failed") and job.ours]
     return 1 if failed else 0
 
@@ -104,9 +122,10 @@ def _jobs(model: str, args: argparse.Namespace) -> list[Job]:
     if args.layers:
         name += f" ({args.layers} layers)"
     jobs = []
-    for provider, memory, batch in args.configuration or map(_configuration, CONFIGURATIONS):
+    asked = args.configuration or map(_configuration, CONFIGURATIONS)
+    for provider, memory, batch, data in cases.configurations(model) if args.cases else asked:
         sizes = {"batch": batch, "seq": args.seq, "warmup": args.warmup, "steps": args.steps}
-        jobs.append(Job(name, config, provider, memory, profile=args.profile, **sizes))
+        jobs.append(Job(name, config, provider, memory, profile=args.profile, data=data, **sizes))
     return jobs
 
 
@@ -116,31 +135,37 @@ def _model(name: str) -> str:
     return name
 
 
-def _configuration(text: str) -> tuple[str, str, int]:
-    match = re.fullmatch(r"([a-z_+]+):([a-z,=0-9]+):(\d+)", text)
+def _configuration(text: str) -> cases.Configuration:
+    match = re.fullmatch(rf"([a-z_+]+):([a-z,=0-9]+):(\d+)(?::({'|'.join(DATA)}))?", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"found {text!r}; expected for instance ours:lean:2")
     try:
         check_provider(match[1])
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    return match[1], match[2], int(match[3])
+    return match[1], match[2], int(match[3]), match[4] or "full"
 
 
 def _name(args: argparse.Namespace) -> str:
+    if args.cases:
+        return "train-cases"
     models = args.model or [DEFAULT]
     return "-".join(["train", *(model if model in MODELS else Path(model).stem for model in models)])
 
 
 def _write(args: argparse.Namespace, rows: Sequence[tuple[Job, Result]]) -> None:
     """The report so far: what is killed leaves what it had."""
-    title = machine(torch.device(args.device[0]), "transformers", "liger-kernel")
-    about = f"{title}. bfloat16 weights and fused AdamW; median of {args.steps} steps."
-    parts = [about, markdown_table(HEADER, [_line(*row) for row in rows])]
+    about = f"{_machine(args)}. bfloat16 weights and fused AdamW; median of {args.steps} steps."
+    found = cases.table(rows) if args.cases else markdown_table(HEADER, [_line(*row) for row in rows])
+    parts = [about, found]
     parts += [text for job, result in rows if (text := _kernels(job, result))]
     fields = [{**asdict(job), **result} for job, result in rows]
     records = [{k: v for k, v in row.items() if k not in ("config", "kernels")} for row in fields]
     publish(args.out, _name(args), "\n\n".join(parts), records, show=False)
+
+
+def _machine(args: argparse.Namespace) -> str:
+    return machine(torch.device(args.device[0]), "transformers", "liger-kernel")
 
 
 def _line(job: Job, result: Result) -> list[str]:
@@ -151,7 +176,8 @@ def _line(job: Job, result: Result) -> list[str]:
         losses = f"{result['first_loss']:.2f} to {result['loss']:.2f}"
         planned = f"{result['planned_gib']:.1f}" if result.get("planned_gib") is not None else "-"
         values = [f"{result['tokens_per_second']:,.0f}", peak, planned, step, losses]
-    return [job.model, f"{job.batch} x {job.seq}", job.provider, job.memory, *values]
+    size = f"{job.batch} x {job.seq}" if job.data == "full" else f"{job.batch} {job.data}"
+    return [job.model, size, job.provider, job.memory, *values]
 
 
 def _kernels(job: Job, result: Result) -> str:

@@ -1,12 +1,13 @@
 """A training step of one model by one provider, measured in this process.
 
-Fresh random weights in bfloat16, random tokens, fused AdamW in bfloat16. A step is forward, backward,
+Fresh random weights in bfloat16, random tokens, torch's fused AdamW in bfloat16. A step is forward, backward,
 optimizer step and zero_grad; the steps are timed by device events with no waiting between them, after others
 untimed. A provider is a library and what is chosen of it:
 
-    ours[+split|+compile]
+    ours[+split|+compile][+WEIGHTS]
     transformers[+liger][+compile][+ATTENTION][+EXPERTS]
 
+WEIGHTS takes our AdamW in place of torch's, and says how it keeps the weights (`liger_models.optim.AdamW`).
 ATTENTION and EXPERTS are values of transformers' `attn_implementation` and `experts_implementation` (`loop`
 is what it calls eager); without them it chooses for itself. With an EXPERTS, liger-kernel leaves the experts
 to transformers.
@@ -21,16 +22,19 @@ import itertools
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from benchmarks.training.batches import count_tokens, make_batch
 from liger_models.architectures import find_architecture
 from liger_models.cards.published import layers_of_every_kind, with_layers
+from liger_models.kernels.optimizer.adamw import WEIGHTS
+from liger_models.optim import AdamW, state_bytes
 from liger_models.training.profiling import by_class
 
-LIBRARIES = {"ours": {"split", "compile"}, "transformers": {"liger", "compile"}}
+LIBRARIES = {"ours": {"split", "compile", *WEIGHTS}, "transformers": {"liger", "compile"}}
 ATTENTION = ("sdpa", "flex_attention", "eager")
 EXPERTS = {"grouped_mm": "grouped_mm", "batched_mm": "batched_mm", "loop": "eager"}
 
@@ -45,9 +49,10 @@ class Job:
         model: what it is called.
         config: its config.json.
         provider: as above.
-        memory: for ours a level of activation memory, or 'lean,checkpoint=4': all lean, the last 4 layers
-            checkpoint; for the others none or checkpoint.
-        batch, seq: sequences, and tokens in each.
+        memory: for ours a level of activation memory, "auto" too, or 'lean,checkpoint=4': all lean, the last
+            4 layers checkpoint; for the others none or checkpoint.
+        batch, seq: sequences, and tokens in each; or documents, and their longest.
+        data: what they are: see batches.py.
         warmup, steps: those that are not timed, and those that are.
         profile: also say what the kernels of a step are for.
     """
@@ -61,6 +66,7 @@ class Job:
     warmup: int = 2
     steps: int = 5
     profile: bool = False
+    data: str = "full"
 
     @property
     def library(self) -> str:
@@ -77,6 +83,16 @@ class Job:
     @property
     def under_compile(self) -> bool:
         return "compile" in self.options
+
+    @property
+    def weights(self) -> str | None:
+        """How our AdamW keeps them, if it is asked for."""
+        return next((name for name in WEIGHTS if name in self.options), None)
+
+    @property
+    def state_bytes(self) -> int:
+        """What the optimizer keeps of an element: torch's AdamW two moments in bfloat16."""
+        return 4 if self.weights is None else state_bytes(torch.bfloat16, self.weights)
 
     @property
     def compiles(self) -> bool:
@@ -125,9 +141,12 @@ def compile_ahead(job: Job, device: torch.device) -> Result:
     fewest = layers_of_every_kind(job.config)
     config = job.config if job.under_compile else with_layers(job.config, fewest)
     try:
+        if job.memory == "auto":  # of so few layers all would be kept
+            job = replace(job, memory="lean")
         model = build(job, config, device)
-        ids = torch.randint(config["vocab_size"], (job.batch, job.seq), device=device)
-        model(input_ids=ids, labels=ids).loss.backward()
+        model(**_batch(job, device)).loss.backward()
+        if job.weights is not None:
+            AdamW(model.parameters(), weights=job.weights).step()
         return {}
     finally:
         model = None
@@ -139,7 +158,10 @@ def _measure(job: Job, device: torch.device, before: int) -> Result:
     cuda = device.type == "cuda"
     model = build(job, job.config, device)
     # One optimizer kernel for all; without it eight gigabytes of temporaries would be measured.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=cuda)
+    if job.weights is None:
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=cuda)
+    else:
+        optimizer = AdamW(model.parameters(), lr=1e-5, weights=job.weights)
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     times, losses = time_steps(job, model, optimizer, device)
@@ -147,7 +169,7 @@ def _measure(job: Job, device: torch.device, before: int) -> Result:
     return {
         **summary(job, times),
         "peak_gib": peak,
-        "planned_gib": _planned(model, job) if job.ours else None,
+        "planned_gib": _planned(model, job) if job.ours and job.data == "full" else None,
         "first_loss": losses[0].item(),
         "loss": losses[-1].item(),
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -161,8 +183,9 @@ def time_steps(
     """Milliseconds of each timed step, and the losses of all steps."""
     cuda = device.type == "cuda"
     losses, marks = [], [_mark(cuda)]
-    for ids in _batches(job, job.warmup + job.steps, device):
-        losses.append(_step(model, optimizer, ids))
+    batch = _batch(job, device)
+    for _ in range(job.warmup + job.steps):
+        losses.append(_step(model, optimizer, batch))
         marks.append(_mark(cuda))
     if cuda:
         torch.cuda.synchronize(device)
@@ -173,19 +196,19 @@ def summary(job: Job, times: list[float]) -> Result:
     """The rate of one device, and the spread of its steps."""
     median = statistics.median(times)
     return {
-        "tokens_per_second": 1e3 * job.batch * job.seq / median,
+        "tokens_per_second": 1e3 * count_tokens(job.data, job.batch, job.seq) / median,
         "step_ms": median,
         "step_ms_low": min(times),
         "step_ms_high": max(times),
     }
 
 
-def _batches(job: Job, count: int, device: torch.device) -> torch.Tensor:
-    return torch.randint(job.config["vocab_size"], (count, job.batch, job.seq), device=device)
+def _batch(job: Job, device: torch.device) -> dict[str, torch.Tensor]:
+    return make_batch(job.data, job.batch, job.seq, job.config["vocab_size"], device)
 
 
-def _step(model: Any, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> torch.Tensor:
-    loss = model(input_ids=ids, labels=ids).loss
+def _step(model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    loss = model(**batch).loss
     loss.backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -193,15 +216,15 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> to
 
 
 def _kernels(job: Job, model: Any, optimizer: torch.optim.Optimizer, device: torch.device) -> Any:
-    ids = _batches(job, 1, device)[0]
-    return by_class(lambda: _step(model, optimizer, ids), device.type == "cuda")
+    batch = _batch(job, device)
+    return by_class(lambda: _step(model, optimizer, batch), device.type == "cuda")
 
 
 def _planned(model: Any, job: Job) -> float:
-    """The peak that a plan of our model says, in GiB, with torch's AdamW: two moments in bfloat16."""
+    """The peak that a plan of our model says, in GiB."""
     from liger_models.layers.memory_plan import Step, StepMemory
 
-    step = Step(job.batch, job.seq, optimizer_bytes=4)
+    step = Step(job.batch, job.seq, optimizer_bytes=job.state_bytes)
     return StepMemory(model, step).plan(model.activation_memory).peak / 2**30
 
 
@@ -221,6 +244,8 @@ def build(job: Job, config: Mapping[str, Any], device: torch.device) -> Any:
             activation_memory=levels(job.memory, config["num_hidden_layers"]),
             projections="split" if "split" in job.options else "fused",
         )
+        if job.memory == "auto":
+            model.set_activation_memory("auto", None, job.state_bytes)
     else:
         model = _transformers_model(job, config, device)
     return torch.compile(model) if job.under_compile else model
@@ -280,7 +305,11 @@ def free(device: torch.device) -> None:
 
 
 def levels(memory: str, num_layers: int) -> str | list[str]:
-    """'lean' for all layers, or 'lean,checkpoint=4': all lean but the last 4, which are checkpointed."""
+    """'lean' for all layers, or 'lean,checkpoint=4': all lean but the last 4, which are checkpointed. What is
+    chosen later begins as lean.
+    """
+    if memory == "auto":
+        return "lean"
     if "," not in memory:
         return memory
     level, (other, count) = memory.split(",")[0], memory.split(",")[1].split("=")

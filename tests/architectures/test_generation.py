@@ -171,7 +171,7 @@ def test_recorded_steps_on_a_gpu_make_the_same_text_and_wait_for_nothing(pair, m
 
     options = {"eos_token_id": -1}  # which never comes, and is looked for
     found, waits = text(**options)
-    assert len(played) == 3  # for 8, 16 and 32 places, or 33
+    assert len(played) == 2  # for 16 places, and 32
     assert waits <= text(9, **options)[1] + NEW // generation.LOOK_EVERY + len(played)
     monkeypatch.setattr(generation, "can_be_recorded", lambda model: False)
     expected, _ = text(**options)

@@ -31,6 +31,36 @@ def test_a_report_says_what_each_configuration_reached_and_why_one_did_not(bench
     assert theirs["note"] in (tmp_path / "train-tiny.md").read_text()
 
 
+def test_the_cases_of_a_page_are_renewed_with_their_ratios_and_their_picture(
+    benchmarks, tmp_path, monkeypatch
+):
+    pytest.importorskip("transformers")
+    pytest.importorskip("matplotlib")
+    from benchmarks.training import cases
+
+    asked = (
+        ("ours+stochastic", "lean", 2, "packed"),
+        ("transformers+sdpa", "none", 2, "padded"),
+        ("transformers+sdpa", "none", 2, "packed"),
+    )
+    monkeypatch.setattr(cases, "CASES", {"tiny documents": ("tiny", asked)})
+    page = tmp_path / "performance.md"
+    page.write_text(f"# Performance\n\nBefore.\n\n{cases.BEGIN}\nold\n{cases.END}\n\nBehind.\n")
+    arguments = ["--warmup", "1", "--steps", "2", "--device", "cpu", "--seq", "64", "--page", str(page)]
+    assert benchmarks.__main__.main(["train", "--cases", *arguments, "--out", str(tmp_path)]) == 0
+    text = page.read_text()
+    assert text.startswith("# Performance\n\nBefore.\n")
+    assert text.endswith("\nBehind.\n")
+    assert "old" not in text
+    rows = [line.split(" | ") for line in text.splitlines() if " | " in line]
+    assert [row[1] for row in rows[2:]] == [provider for provider, *_ in asked]
+    assert [row[2] for row in rows[2:]] == ["lean, packed", "none, padded", "none, packed"]
+    ours, padded, _ = (float(row[3].replace(",", "")) for row in rows[2:])
+    # Both speeds and their ratio are rounded.
+    assert float(rows[3][4].removesuffix(" x")) == pytest.approx(ours / padded, rel=0.01, abs=0.006)
+    assert (tmp_path / cases.PICTURE).read_bytes().startswith(b"\x89PNG")
+
+
 def test_what_takes_too_long_is_stopped_and_the_next_one_goes_on(benchmarks):
     from benchmarks.training.pool import measure_all
 
