@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.errors import DataError
-from liger_models.layers.spec import GridPictures, PaddedPictures, VisionSpec
+from liger_models.layers.spec import GridPictures, PaddedPictures, PatchSpec, VisionSpec
 
 Grid = tuple[int, int, int]
 
@@ -189,6 +189,33 @@ def whole_blocks(grids: Iterable[Grid], merge: int) -> Tensor | None:
         for _ in range(t)
     ]
     return torch.cat(whole)
+
+
+def cut(picture: Tensor, spec: PatchSpec, merge: int) -> tuple[Tensor, Grid]:
+    """A picture [C, height, width], or the frames of a video [F, C, height, width], as the patches of a
+    processor. A single frame, and the last one, are repeated until they fill a patch.
+
+    Returns:
+        [P, width of a patch], in blocks of `merge` times `merge`; and the grid.
+
+    Raises:
+        DataError: height or width is no multiple of `merge` patches.
+    """
+    frames = picture if picture.dim() == 4 else picture[None]
+    missing = -len(frames) % spec.frames
+    frames = torch.cat([frames, frames[-1:].expand(missing, *frames.shape[1:])])
+    f, c, height, width = frames.shape
+    side = spec.size * merge
+    if height % side or width % side or c != spec.channels:
+        raise DataError(
+            f"a picture of {c} channels, {height} times {width}; expected {spec.channels}, and multiples of "
+            f"{side}, of {merge} patches side by side"
+        )
+    t, h, w = f // spec.frames, height // spec.size, width // spec.size
+    blocks = frames.view(t, spec.frames, c, h // merge, merge, spec.size, w // merge, merge, spec.size)
+    # Time, blocks, patches within a block; channel, frame, pixels.
+    patches = blocks.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
+    return patches.reshape(t * h * w, spec.width), (t, h, w)
 
 
 def places_of(grids: Iterable[Grid], merge: int) -> Tensor:

@@ -17,7 +17,7 @@ from liger_models.layers.host_copy import HostCopy
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import VisionSpec
 from liger_models.layers.vision.encoder import VisionEncoder
-from liger_models.layers.vision.pictures import Pictures, take_pictures, whole_blocks
+from liger_models.layers.vision.pictures import Grid, Pictures, cut, take_pictures, whole_blocks
 from liger_models.layers.vision.positions import IMAGE, TEXT, VIDEO, axis_positions, longest_position
 from liger_models.layers.vision.projectors import PROJECTORS
 
@@ -82,6 +82,12 @@ class Vision(nn.Module):
         last, *deep = made
         projectors = (self.deep[self.spec.deep.index(layer)] for layer in sorted(self.spec.deep))
         return [self.projector(last), *(project(x) for project, x in zip(projectors, deep, strict=True))]
+
+    def cut(self, picture: Tensor) -> tuple[Tensor, Grid]:
+        """A picture's pixels, or a video's, as `pixel_values` and one row of the grids: see `cut` in
+        layers/vision/pictures.py.
+        """
+        return cut(picture, self.spec.patches, self.merge)
 
     def take(self, keywords: dict[str, Any]) -> Sight:
         """What a call shows, which is taken out of its keywords.
