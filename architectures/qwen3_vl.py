@@ -121,6 +121,9 @@ def qwen3_vl(c: HFConfig) -> ModelSpec:
     skip=SKIP,
 )
 def qwen3_vl_moe(c: HFConfig) -> ModelSpec:
+    """Qwen3-VL with experts (Bai et al., 2025, arXiv:2511.21631): Qwen3 with experts that sees, as Qwen3-VL
+    does.
+    """
     if not {"num_experts", "num_local_experts"} & c.raw.get("text_config", {}).keys():
         raise ConfigError(f"{c.name}: text_config says nothing of num_experts; take it from the original")
     return qwen3_vl(c)

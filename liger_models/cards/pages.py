@@ -69,7 +69,11 @@ def models_table(families: Sequence[Architecture], repository: Path) -> str:
         name = _linked(f"`{family.model_type}`", family, repository, str(CARDS) + "/")
         step = beside_peers(read_card(family.model_type, repository))
         rows.append([words.name, words.traits, source(words), name, step])
-    return markdown_table(["family", "in a few words", "from", "model_type", "a training step"], rows)
+    table = markdown_table(["family", "in a few words", "from", "model_type", "a training step"], rows)
+    seeing = [(about(family), family) for family in map(find_architecture, list_architectures(sees=True))]
+    rows = [[words.name, words.traits, source(words), f"`{family.model_type}`"] for words, family in seeing]
+    seen = markdown_table(["that sees images", "in a few words", "from", "model_type"], rows)
+    return f"{table}\n\n{seen}"
 
 
 def overview(families: Sequence[Architecture], repository: Path) -> str:

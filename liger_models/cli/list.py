@@ -31,6 +31,9 @@ def run(args: argparse.Namespace) -> None:
             for family in architectures
         ]
     )
+    seeing = [find_architecture(name) for name in liger_models.list_architectures(sees=True)]
+    print("Of models that see images:")
+    print_table([(family.model_type, about(family).name, family.reference) for family in seeing])
     print("Presets, for fresh models (`init`, `train`):")
     rows = []
     for name, config in PRESETS.items():

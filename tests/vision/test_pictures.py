@@ -1,0 +1,53 @@
+"""Pictures become patches as processors make them, and stand where they should."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from liger_models.convert.errors import DataError
+from liger_models.layers.spec import PatchSpec
+from liger_models.layers.vision.pictures import cut, places_of, windows_of
+
+
+@pytest.mark.parametrize("size", [(28, 56), (84, 28)])
+def test_a_picture_is_cut_as_the_processor_of_qwen_does(size):
+    pil = pytest.importorskip("PIL.Image", reason="pillow is not installed")
+    module = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    processor = module.Qwen2VLImageProcessorPil()
+    pixels = torch.randint(0, 256, (*size, 3), dtype=torch.uint8)
+    theirs = processor(images=[pil.fromarray(pixels.numpy())], do_resize=False, return_tensors="pt")
+    mean, std = (torch.tensor(x)[:, None, None] for x in (processor.image_mean, processor.image_std))
+    picture = (pixels.permute(2, 0, 1) / 255 - mean) / std
+    patches, grid = cut(picture, PatchSpec(14, frames=2), merge=2)
+    assert [list(grid)] == theirs["image_grid_thw"].tolist()
+    torch.testing.assert_close(patches, theirs["pixel_values"], rtol=1e-5, atol=1e-5)
+
+
+def test_frames_of_a_video_fill_patches_and_the_last_one_is_repeated():
+    video = torch.randn(3, 3, 8, 4)
+    spec = PatchSpec(2, frames=2)
+    patches, grid = cut(video, spec, merge=2)
+    assert grid == (2, 4, 2)
+    padded = torch.cat([video, video[-1:]])
+    expected = torch.cat([cut(padded[i : i + 2], spec, merge=2)[0] for i in (0, 2)])
+    assert torch.equal(patches, expected)
+    weight = torch.randn(5, 3, 2, 2, 2)  # as a convolution goes over it
+    result = torch.nn.functional.conv3d(padded.transpose(0, 1)[None], weight, stride=2)[0].permute(1, 2, 3, 0)
+    row, column = places_of([grid], 2)
+    time = torch.arange(2).repeat_interleave(8)
+    torch.testing.assert_close(patches @ weight.flatten(1).T, result[time, row, column], rtol=1e-5, atol=1e-5)
+
+
+def test_a_picture_that_makes_no_whole_tokens_is_refused():
+    with pytest.raises(DataError, match="multiples of 28"):
+        cut(torch.zeros(3, 28, 42), PatchSpec(14, frames=2), merge=2)
+
+
+def test_windows_are_cut_row_by_row_and_ragged_at_the_edges():
+    order, lengths = windows_of([(1, 6, 10)], merge=2, side=2)
+    assert order.tolist() == [0, 1, 5, 6, 2, 3, 7, 8, 4, 9, 10, 11, 12, 13, 14]
+    assert lengths == [16, 16, 8, 8, 8, 4]
+    order, lengths = windows_of([(2, 4, 4)], merge=2, side=9)
+    assert order.tolist() == list(range(8))
+    assert lengths == [16, 16]
