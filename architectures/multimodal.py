@@ -220,7 +220,7 @@ def text_config(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
         tied = tied or nested.get("tie_word_embeddings", False)
     text |= {"model_type": family.texts[kind], "tie_word_embeddings": tied}
     text = {key: value for key, value in text.items() if key not in ("architectures", *family.without)}
-    return text | family.settings
+    return {**text, **family.settings}
 
 
 def text_part(c: HFConfig) -> HFConfig:
