@@ -31,7 +31,6 @@ class Decoder(nn.Module):
     spec: ModelSpec
     embed_tokens: nn.Embedding
     fit_levels: FittingLevels | None = None
-    sequence_group: Any = None  # of the ranks that divide each batch: layers/sequence_parallel.py
 
     def make_decoder(self, spec: ModelSpec, attention: AttentionBackend = "auto") -> None:
         """The parts of a spec.

@@ -76,7 +76,7 @@ class Step:
         lora_rank: of adapters on all linear layers, in float32, beside weights that are not trained; 0: none.
         weight_bytes: of an element of the layers' matrices, where they are quantised.
         longest: tokens of the longest document; None: `seq`.
-        sequence_ranks: GPUs that divide each batch among them, of which batch and seq are one's part.
+        sequence_ranks: GPUs that divide these rows among them, a part of the tokens each.
         optimizer_on_host: whether the optimizer's state is in the host's memory.
         optimizer_work: bytes that the optimizer's step takes beside the state and the gradients.
     """
@@ -95,7 +95,8 @@ class Step:
 
     @property
     def tokens(self) -> int:
-        return self.batch * self.seq
+        """Of one GPU."""
+        return -(-self.batch * self.seq // self.sequence_ranks)
 
 
 @dataclass(frozen=True)
@@ -397,7 +398,7 @@ class FittingLevels:
         """
         divided = sequences.slice is not None  # ranks that exchange heads must run the same layers again
         shared = divided or any(hasattr(p, "to_local") for p in model.parameters())
-        tokens = sequences.num_tokens
+        tokens = sequences.whole.num_tokens
         if tokens <= self.tokens or (shared and self.plan is not None):
             return
         weight = model.embed_tokens.weight

@@ -39,6 +39,8 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
         memory_budget: of the level "auto", see layers/memory_plan.py.
     """
 
+    sequence_group: Any = None  # of the ranks that divide each batch: layers/sequence_parallel.py
+
     def __init__(
         self,
         spec: ModelSpec,

@@ -44,10 +44,16 @@ def divide_sequences(model: Any, mesh: DeviceMesh) -> Any:
     each rank makes all of it.
 
     Raises:
+        TypeError: it is no `CausalLM`, but a model of another library, or in one.
         ValueError: a layer whose heads cannot be dealt out evenly, or that has no heads to exchange; a model
             that draws random numbers in training, which slices would draw alike.
     """
     ranks = mesh.size()
+    if not hasattr(model, "sequence_group"):
+        raise TypeError(
+            f"a {type(model).__name__} does not divide its sequences; liger_models.from_hub makes a model "
+            "that does"
+        )
     if model.spec.vision is not None:
         raise ValueError(
             "this model sees images, whose features stand in one place of a batch: its sequences are not "

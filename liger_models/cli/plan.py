@@ -40,6 +40,13 @@ def add_parser(subparsers) -> None:
     add("--batch", type=_positive, default=1, metavar="N", help="rows on a GPU (default: %(default)s)")
     add("--seq", type=_tokens, default=4096, metavar="N", help="tokens in a row (%(default)s); max: the most")
     add("--gpus", type=_positive, default=1, metavar="N", help="that divide the parameters (FSDP2)")
+    add(
+        "--sequence-parallel",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="of the GPUs, so many divide each row among them; batch and seq are those of the N together",
+    )
     add("--lora", metavar="r=16", help="as for `train`: adapters of this rank on all linear layers")
     add("--quantize", choices=tuple(QUANTISED), help="of the layers' matrices, beside adapters")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights (%(default)s)")
@@ -89,6 +96,11 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
 
     if args.quantize and not args.lora:
         raise ConfigError("--quantize is for --lora: quantised weights are not trained")
+    if args.gpus % args.sequence_parallel:
+        raise ConfigError(
+            f"--sequence-parallel {args.sequence_parallel} does not divide --gpus {args.gpus}, of which its "
+            "GPUs are"
+        )
     dtype = getattr(torch, args.dtype)
     config = args.name if Path(args.name).is_file() else find_config(args.name)[0]
     model = liger_models.from_config(config, device="meta", dtype=dtype, dropout=0.0)
@@ -108,6 +120,7 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
             args.gpus,
             rank,
             QUANTISED[args.quantize] if args.quantize else None,
+            sequence_ranks=args.sequence_parallel,
             optimizer_on_host=on_host,
             optimizer_work=lane_bytes(per_element) if on_host else 0,
         ),

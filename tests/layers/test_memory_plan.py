@@ -273,6 +273,20 @@ def test_a_step_of_another_size_is_counted_as_a_new_one():
         assert counted.resized(batch, seq).choose_levels(budget) == fresh.choose_levels(budget)
 
 
+def test_rows_that_gpus_divide_take_a_part_and_what_attention_exchanges(capsys):
+    model, tokens = on_meta(LLAMA_8B | {"num_hidden_layers": 1}), 8192
+    (alone,) = StepMemory(model, Step(1, tokens)).layers
+    for ranks, copies in ((2, 0), (16, 1)):  # of 8 heads of keys
+        (part,) = StepMemory(model, Step(1, ranks * tokens, sequence_ranks=ranks)).layers
+        more = {level: part.kept[level] - alone.kept[level] for level in LEVELS}
+        # The output of 32 heads as it came back, and copies of keys and values.
+        exchanged = 2 * tokens * 128 * (32 + 2 * 8 * copies)
+        assert more == {level: exchanged if level in ("all", "lean", "mlp") else 0 for level in LEVELS}
+    command = ["plan", "llama-3.1-8b", "--gpu", "H200", "--gpus", "8", "--sequence-parallel", "3"]
+    assert main(command) == 1
+    assert "--sequence-parallel 3 does not divide --gpus 8" in capsys.readouterr().err
+
+
 def test_what_is_on_the_host_is_not_on_the_gpu_and_must_fit_there(capsys):
     model = on_meta(LLAMA_1B)
     there, here = (StepMemory(model, Step(1, 1 << 17, optimizer_on_host=host)) for host in (True, False))

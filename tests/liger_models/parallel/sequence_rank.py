@@ -34,7 +34,8 @@ def run(
     """The loss, the gradients, the routers' biases after an update, and the logits; of a mesh of ranks their
     means. Without a mesh of one process alone.
     """
-    model = liger_models.from_config(config, activation_memory=level)
+    budget = "1.2MB" if level == "auto" else None
+    model = liger_models.from_config(config, activation_memory=level, memory_budget=budget)
     model.load_state_dict(state)
     if mesh is None:
         called: Any = model

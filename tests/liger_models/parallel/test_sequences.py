@@ -68,6 +68,7 @@ CASES: dict[str, dict[str, Any]] = {
     "chunks, queries that grow": {"family": "llama4_text", "batch": packed()},
     "norms over all heads": {"family": "olmo2", "batch": rows()},
     **{f"level {level}": {"family": "gemma2", "level": level, "batch": packed()} for level in LEVELS},
+    "level auto": {"family": "llama", "level": "auto", "batch": packed()},
     **{f"experts, {level}": {"family": "gpt_oss", "level": level, "batch": rows()} for level in LEVELS[2:]},
     "DDP": {"family": "llama", "tie_word_embeddings": True, "wrapper": "ddp", "batch": packed()},
     "parallelize": {
