@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_models.convert.errors import DataError
+from liger_models.convert.checkpoints.shards import is_sharded
+from liger_models.convert.errors import DataError, UnsupportedModelError
 from liger_models.decoding import Decoding, can_be_recorded
 from liger_models.layers.call_checks import refuse_unknown
 from liger_models.layers.model import CausalLM
@@ -58,6 +59,7 @@ def generate(
     Raises:
         DataError: an empty prompt, ids outside the vocabulary, or more positions than the model's rotary
             tables hold.
+        UnsupportedModelError: the model is divided over processes.
         ValueError: an option outside its range.
         TypeError: a keyword that the model does not know.
     """
@@ -152,6 +154,11 @@ def _check_prompts(model: CausalLM, input_ids: Tensor) -> None:
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         raise DataError(
             f"prompts must have the shape [batch, seq] and hold a token, found {tuple(input_ids.shape)}"
+        )
+    if any(map(is_sharded, model.parameters())):
+        raise UnsupportedModelError(
+            "the model is divided over processes, which would have to make equally many tokens; save it, and "
+            "generate with the whole one"
         )
     model.check_ids(input_ids)
 

@@ -246,6 +246,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="so many processes share the experts of each layer, and tokens are sent to them (default: "
         "%(default)s)",
     )
+    add(
+        "--hang-timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="of several processes: in which each must come further, or all end, and name those that did not "
+        "(default: %(default)g)",
+    )
     add("--attention", default="auto", help="attention backend (default: %(default)s)")
 
 

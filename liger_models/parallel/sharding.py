@@ -59,11 +59,18 @@ def parallelize(
 
     Raises:
         ConfigError: sizes that do not fit the processes, or there is no process group.
-        UnsupportedModelError: the model is divided already, or a group of parameters to train mixes dtypes.
+        UnsupportedModelError: the model is divided already, has quantised weights, or mixes dtypes in what
+            is trained of a layer.
         ValueError: the processes of a sequence cannot share a layer's heads.
     """
     if any(is_sharded(p) for p in model.parameters()):
         raise UnsupportedModelError("the model is divided over processes already; parallelize it once")
+    for name, p in model.named_parameters():
+        if not p.is_floating_point() or type(p.data) is not torch.Tensor:
+            raise UnsupportedModelError(
+                f"{name} is quantised ({p.dtype}, {type(p.data).__name__}), and cannot be divided by rows; "
+                "train with the whole model in each process (DistributedDataParallel)"
+            )
     meshes = meshes_of(mesh, _device_type(model))
     if meshes.sequence is not None:
         divide_sequences(model, meshes.sequence)

@@ -70,6 +70,7 @@ class TrainConfig:
                        attention: for rows that are too long for one (layers/sequence_parallel.py)
     expert_parallel    so many processes share the experts of each layer, to which tokens are sent; with
                        shard full or hybrid (layers/expert_parallel.py)
+    hang_timeout       seconds in which each process must come further, or all end and name those that did not
     resume             None: a new run; "auto": from the newest checkpoint in `output`, if any; or a folder
     """
 
@@ -116,6 +117,7 @@ class TrainConfig:
     shard: str | None = None
     sequence_parallel: int = 1
     expert_parallel: int = 1
+    hang_timeout: float = 600.0
     resume: str | None = None
 
     def __post_init__(self) -> None:
@@ -157,6 +159,7 @@ class TrainConfig:
             raise ConfigError("quantize and merge belong to lora: found one of them without it")
         check("quantize", self.quantize in (None, *METHODS), f"one of {', '.join(METHODS)}")
         check("not_finite", self.not_finite in NOT_FINITE, f"one of {', '.join(NOT_FINITE)}")
+        check("hang_timeout", self.hang_timeout > 0, "seconds, more than 0")
         check("shard", self.shard in (None, *SHARDS), f"one of {', '.join(SHARDS)}")
         if self.lora is not None and self.shard not in (None, "none"):
             raise ConfigError(

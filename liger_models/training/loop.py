@@ -62,6 +62,7 @@ from liger_models.training.signals import Signals
 from liger_models.training.state import Progress, Trained
 from liger_models.training.tokenizer import TextTokenizer
 from liger_models.training.trackers import numbers_of, open_trackers, parse_trackers
+from liger_models.training.watch import Watch
 from liger_models.training.world import World
 
 MOST_SKIPPED = 10  # steps in a row whose gradient is not finite: what goes on after them is lost
@@ -110,8 +111,12 @@ def train(config: TrainConfig) -> TrainResult:
     # The first rank writes for all.
     lock = locked(output) if World.is_main() else contextlib.nullcontext()
     shares = config.sharding, config.sequence_parallel, config.expert_parallel
-    with lock, World(config.device, *shares) as world:
-        run = Run(config, world)
+    with (
+        lock,
+        World(config.device, *shares) as world,
+        Watch(world, config.hang_timeout) as watch,
+    ):
+        run = Run(config, world, watch)
         try:
             return run.train()
         finally:
@@ -123,8 +128,9 @@ def train(config: TrainConfig) -> TrainResult:
 class Run:
     """One run in one process: its model, data, optimizer and progress."""
 
-    def __init__(self, config: TrainConfig, world: World) -> None:
+    def __init__(self, config: TrainConfig, world: World, watch: Watch | None = None) -> None:
         self.config, self.world = config, world
+        self.watch = watch or Watch(world, config.hang_timeout)
         self.output = local_path(config.output, ConfigError)
         trackers = parse_trackers(config.log)
         checkpoint, resumed = self._find_checkpoint()
@@ -236,6 +242,8 @@ class Run:
         not moved and random numbers stand where they stood, so the step is made again in full.
         """
         config, world = self.config, self.world
+        number = self.progress.step + 1
+        self.watch.mark(f"step {number}, reading its data")
         data, put_back = next(self.steps), _random_states(world.device)
         loss = torch.zeros((), device=world.device)
         for k, batch in enumerate(data.batches):
@@ -244,6 +252,7 @@ class Run:
                 put_back()
                 return None
             last = k == config.gradient_accumulation - 1
+            self.watch.mark(f"step {number}, micro-batch {k + 1}")
             with world.micro_batch(self.wrapped, last):
                 # The ranks' gradients become their mean; what is wanted is the sum of their shares. Those
                 # that have a row together have one share, and its gradient is their mean.
@@ -255,6 +264,7 @@ class Run:
         norm = self.optimizer.clip_grad_norm(config.clip or math.inf)
         # The one synchronisation of a step, and it must come before the update: a NaN that has reached the
         # weights and both moments cannot be taken back.
+        self.watch.mark(f"step {number}, its end")
         numbers = torch.stack([loss, norm.to(loss), stop]).tolist()
         outcome = Outcome(numbers[0], numbers[1], numbers[2] > 0, data)
         if outcome.finite:
@@ -301,6 +311,7 @@ class Run:
         self.model.eval()
         epoch = stream.epoch(0)
         while rows := list(itertools.islice(epoch, world.data_size * config.batch_size)):
+            self.watch.mark("a held-out batch")
             own = rows[world.data_rank * config.batch_size :][: config.batch_size]
             # A shard of the model is everybody's: who has no rows left runs along with those of another.
             batch = self.held_out.batch(own or rows[: config.batch_size]).to(world.device)
@@ -313,6 +324,7 @@ class Run:
         """Save the state, and drop all but the newest `keep` checkpoints (default: as the settings say);
         `meanwhile`: the run may go on while it is written.
         """
+        self.watch.unhurried(f"saving checkpoint-{self.progress.step}")
         self.saver.wait()  # what it drops may be what is read from here
         if not self._weights_are_finite():
             raise TrainingError(
@@ -366,13 +378,12 @@ class Run:
     def _finish(self) -> TrainResult:
         final = self.output / "final"
         records: list[dict[str, Any]] = []
-        self.saver.wait()
-        self.saver.save(states.describe_export(final, self._trained(), self.tokenizer.folder))
+        self.watch.unhurried("writing what was trained")
+        self._export(final)
         if self.adapters and self.config.merge:
             self.adapters.merge()
             self.adapters = None
-            merged = self.output / "merged"
-            self.saver.save(states.describe_export(merged, self._trained(), self.tokenizer.folder))
+            self._export(self.output / "merged")
         if self.world.main:
             for tracker in self.trackers:
                 tracker.close()
@@ -380,6 +391,10 @@ class Run:
             plot_losses(records, self.output / "loss.png")
         self.world.barrier()
         return TrainResult(final, self.progress.step, records)
+
+    def _export(self, target: Path) -> None:
+        self.saver.wait()
+        self.saver.save(states.describe_export(target, self._trained(), self.tokenizer.folder))
 
     def _interrupted(self, signals: Signals) -> TrainingInterrupted:
         self.save()

@@ -19,6 +19,8 @@ from liger_models.convert.errors import ConfigError
 from liger_models.loading import parse_device
 
 SHARDS = ("full", "hybrid", "none")
+# Of collectives: who waits in vain is told sooner by training/watch.py.
+TIMEOUT = timedelta(minutes=30)
 # The first process computes the checksums of what all have written.
 SAVING_TIMEOUT = timedelta(hours=4)
 
@@ -72,7 +74,8 @@ class World:
         if self.size > 1 and not dist.is_initialized():
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
-            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=TIMEOUT)
             self._ours = True
         return self
 
@@ -149,6 +152,14 @@ class World:
         if outcome[1] is not None:
             raise outcome[1]
         return outcome[0]
+
+    def once_and_all(self, here: Callable[[], tuple[T, Any]], there: Callable[[Any], T]) -> T:
+        """`here()` makes something in the first process, and tells the others how to come by theirs."""
+        made = here() if self.main else None
+        told = [made[1] if made else None]
+        if self.size > 1:
+            dist.broadcast_object_list(told, src=0)
+        return made[0] if made else there(told[0])
 
     def host_group(self) -> dist.ProcessGroup | None:
         """All processes, with collectives on the host that no others wait for; None for one process."""

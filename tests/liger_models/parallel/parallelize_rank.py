@@ -1,20 +1,24 @@
-"""One rank of test_parallelize.py: loads each model divided over the ranks, and makes gradients.
+"""Two ranks of test_parallelize.py: load each model divided over the ranks, and make gradients.
 
-Run as `python parallelize_rank.py FOLDER`, with RANK and WORLD_SIZE set; reads FOLDER/NAME, a checkpoint, for
-each case and writes FOLDER/rank{rank}.pt: by case the loss and whole gradients, and what was read and held.
+Run as `python parallelize_rank.py FOLDER`; reads FOLDER/NAME, a checkpoint, for each case and writes
+FOLDER/rank{rank}.pt: by case the whole gradients, and what was read and held;
+and what each function below found.
 """
 
 import functools
 import os
+import re
 import sys
 from pathlib import Path
 
 import torch
+import torch._dynamo  # which FSDP2 imports, in each rank if it is not here yet
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import liger_models
-from liger_models import ParallelDims, parallelize
+from liger_models import LigerModelsError, ParallelDims, parallelize
+from liger_models.training.lora import Adapters, LoraSettings
 
 LEVELS = ["lean", "checkpoint", "mlp"]  # of the layers, in turn
 CASES = {
@@ -25,11 +29,7 @@ CASES = {
 }
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # They meet in a file: a port that was free a moment ago may be another test's by now.
-    dist.init_process_group("gloo", init_method=(folder / "meeting").as_uri(), rank=rank, world_size=ranks)
+def main(folder: Path, rank: int, ranks: int) -> None:
     results = {}
     for family, dims in CASES.items():
         if isinstance(dims, tuple):
@@ -45,9 +45,92 @@ def main(folder: Path) -> None:
             loss.backward()
         gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
         results[family] = {"gradients": gradients, "read": count.nbytes, "held": sum(held.values())}
-    torch.save(results, folder / f"rank{rank}.pt")
+    results["refused"] = refused(model, folder)
     del loss, model, held  # what outlives its process group waits for ever now and then
-    dist.destroy_process_group()
+    for other in (adapted, after_evaluation, fitted, memory_of_a_large_one):
+        results[other.__name__] = other(folder)
+    torch.save(results, folder / f"rank{rank}.pt")
+
+
+def refused(model, folder: Path) -> dict[str, str]:
+    """What is said of what is not supported."""
+    ids = torch.arange(5)[None]
+    three_shards = functools.partial(parallelize, mesh=ParallelDims(data_shard=3))
+    whole = liger_models.from_hub(folder / "llama")
+    head = torch.zeros(whole.lm_head.weight.shape, dtype=torch.int8)
+    whole.lm_head.weight = torch.nn.Parameter(head, requires_grad=False)
+    calls = {
+        "twice": lambda: parallelize(model),
+        "quantised": lambda: parallelize(whole),
+        "mixed": lambda: liger_models.from_hub(folder / "mixed", shard=parallelize),
+        "generate": lambda: model.generate(ids, 2),
+        "sizes": lambda: liger_models.from_hub(folder / "llama", shard=three_shards),
+    }
+    said = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except LigerModelsError as error:
+            said[name] = str(error)
+    return said
+
+
+def adapted(folder: Path) -> dict[str, torch.Tensor]:
+    """Gradients of adapters on a model that is divided."""
+    model = with_adapters(liger_models.from_hub(folder / "llama", projections="split"))
+    parallelize(model)
+    ids = batch(model.spec.vocab_size)
+    half = ids[dist.get_rank() :: 2]
+    model(half, labels=half, num_items_in_batch=ids.numel() / 2).loss.backward()
+    return {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.requires_grad}
+
+
+def with_adapters(model):
+    model = Adapters(model, LoraSettings.parse("r=4"), "", seed=0).model
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.copy_(0.1 * torch.randn(p.shape, generator=generator))
+    return model
+
+
+def after_evaluation(folder: Path) -> dict[str, bool]:
+    """Whether a step of the optimizer reaches a model that was evaluated after its backward pass."""
+    model = liger_models.from_hub(folder / "llama", shard=parallelize)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = batch(model.spec.vocab_size)
+    model(ids, labels=ids).loss.backward()
+    with torch.no_grad():
+        before = model(ids, labels=ids).loss
+        divided = all(hasattr(p, "to_local") for p in model.parameters())
+        optimizer.step()
+        return {"divided": divided, "stale": bool(model(ids, labels=ids).loss == before)}
+
+
+def fitted(folder: Path) -> tuple[str, ...]:
+    """The levels that "auto" chooses where there is hardly any room."""
+    options = {"activation_memory": "auto", "memory_budget": "100KB"}
+    model = liger_models.from_hub(folder / "llama", shard=parallelize, **options)
+    ids = batch(model.spec.vocab_size)
+    model(ids, labels=ids).loss.backward()
+    return model.activation_memory
+
+
+def memory_of_a_large_one(folder: Path) -> dict[str, float] | None:
+    """What loading takes of the host at its peak, over what is then held, in MB."""
+    if not Path("/proc/self/clear_refs").exists():
+        return None
+    before = peak_memory(reset=True)
+    model = liger_models.from_hub(folder / "large", shard=parallelize)
+    held = sum(p.to_local().nbytes for p in model.parameters()) / 2**20
+    return {"peak": peak_memory() - before, "held": held}
+
+
+def peak_memory(reset: bool = False) -> float:
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak becomes what is in use now
+    return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
 
 
 def batch(vocab_size: int) -> torch.Tensor:
@@ -72,4 +155,6 @@ class Count:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    from forked_ranks import run_ranks
+
+    run_ranks(main, Path(sys.argv[1]), 2)

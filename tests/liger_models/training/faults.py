@@ -1,0 +1,277 @@
+"""Faults in the middle of runs: after each the run goes on, and in the end has the bits of one without.
+
+    python tests/liger_models/training/faults.py --kind kill --moments 30 --seed 1
+    python tests/liger_models/training/faults.py            # every kind, 30 moments each; some minutes
+
+| kind   | at a random moment                                             | then                         |
+|--------|----------------------------------------------------------------|------------------------------|
+| `kill` | all processes are killed                                       | -                            |
+| `full` | the disk is full: a write of one process fails                 | all end, and name the file   |
+| `die`  | one of two processes is killed                                 | the other ends, and names it |
+| `hang` | the main thread of one of two processes comes no further       | both end, and name it        |
+
+Each run goes on from what the one before left, in one folder; when the moments are used up it runs to its
+end. What a fault leaves is looked at each time: every checkpoint-N is whole. Processes are forks of this one,
+which has imported what they need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import matplotlib.figure  # noqa: F401  (what a run imports on its way, each process would import for itself)
+import torch
+import torch._dynamo
+import torch._inductor.utils
+import torch.distributed as dist
+import torch.distributed.checkpoint
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+import liger_models
+from liger_models.parallel import parallelize  # noqa: F401
+from liger_models.training import TrainConfig, saving_together, train, watch  # noqa: F401
+from liger_models.training.data import Documents
+from liger_models.training.run_folder import checkpoints, verify
+
+KINDS = ("kill", "full", "die", "hang")
+RANKS = 2
+PATIENCE, SILENCE, INTERVAL = 8.0, 4.0, 0.25
+STEPS = 12
+
+SHAPE = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "vocab_size": 320,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kind", choices=KINDS, action="append", help="repeatable (all)")
+    parser.add_argument("--moments", type=int, default=30, help="faults of each kind (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(Path(folder))
+        whole = run(Path(folder), "whole", "none", None, random.Random(args.seed))
+        assert set(whole["codes"]) == {0}, whole
+        for kind in args.kind or KINDS:
+            told = break_runs(kind, args.moments, random.Random(f"{kind} {args.seed}"), Path(folder), whole)
+            print(f"{kind}: {json.dumps(told)}", flush=True)
+
+
+def break_runs(kind: str, moments: int, rng: random.Random, folder: Path, whole: dict) -> dict:
+    """So many faults, one after the other; what happened, as counts and seconds. `whole` is what `run` said
+    of an undisturbed one.
+
+    Raises:
+        AssertionError: a checkpoint is not whole, a process does not end or does not say why, or the last run
+            gives other bits than the undisturbed one.
+    """
+    told = {"faults": 0, "finished before": 0, "from checkpoint": [], "seconds to the end of all": 0.0}
+
+    def finish() -> None:
+        outcome = run(folder, "broken", "none", None, rng)
+        assert set(outcome["codes"]) == {0}, outcome
+        compare(folder)
+        shutil.rmtree(folder / "broken")
+
+    while told["faults"] < moments:
+        outcome = run(folder, "broken", kind, rng.uniform(0, whole["seconds"]), rng)
+        found = checkpoints(folder / "broken")
+        for checkpoint in found:
+            verify(checkpoint)
+        last = int(found[-1].name.split("-")[1]) if found else 0
+        if set(outcome["codes"]) == {0}:
+            told["finished before"] += 1
+        else:
+            told["faults"] += 1
+            told["from checkpoint"].append(last)
+            told["seconds to the end of all"] = max(told["seconds to the end of all"], outcome["after"])
+            check_words(kind, outcome)
+        if last >= STEPS - 2 or set(outcome["codes"]) == {0}:  # there is little left to disturb
+            finish()
+    finish()
+    return told
+
+
+def prepare(folder: Path) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    liger_models.from_config(SHAPE).save_pretrained(folder / "model")
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({text: i for i, text in enumerate(["<s>", "</s>", *characters])}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    tokenizer.save(str(folder / "model" / "tokenizer.json"))
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "model" / "tokenizer_config.json").write_text(json.dumps(special))
+    words = random.Random(0)
+    lines = ["".join(words.choices("abcdefgh ", k=words.randint(20, 90))) for _ in range(60)]
+    (folder / "data.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+
+
+def settings(folder: Path, name: str) -> TrainConfig:
+    return TrainConfig(
+        model=str(folder / "model"),
+        data=(str(folder / "data.jsonl"),),
+        data_cache=str(folder / "cache"),
+        output=str(folder / name),
+        seq_len=64,
+        steps=STEPS,
+        schedule="constant",
+        lr=3e-3,
+        save_every=2,
+        device="cpu",
+        hang_timeout=PATIENCE,
+        resume="auto",
+    )
+
+
+def run(folder: Path, name: str, kind: str, moment: float | None, rng: random.Random) -> dict:
+    """One run of two processes with a fault after `moment` seconds; None: without one.
+
+    Returns:
+        Their exit codes, what they wrote, which had the fault, and the seconds from it to the end of all.
+    """
+    ranks, victim, limit = RANKS, rng.randrange(RANKS), rng.randrange(1, 400_000)
+    for left in ("meeting", *(f"in{rank}" for rank in range(ranks))):
+        (folder / left).unlink(missing_ok=True)
+    children = []
+    for rank in range(ranks):
+        if (child := os.fork()) == 0:
+            _rank(folder, name, ranks, rank, kind, moment if rank == victim else None, limit)
+        children.append(child)
+    while not all((folder / f"in{rank}").exists() for rank in range(ranks)):
+        time.sleep(0.01)
+    begun = time.monotonic()
+    if moment is not None and kind in ("kill", "die"):
+        time.sleep(moment)
+        for rank, child in enumerate(children):
+            if kind == "kill" or rank == victim:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    seconds = time.monotonic() - begun
+    said = [(folder / f"said{rank}.txt").read_text() for rank in range(ranks)]
+    return {
+        "codes": codes,
+        "said": said,
+        "victim": victim,
+        "after": round(seconds - (moment or 0), 1),
+        "seconds": seconds,
+    }
+
+
+def _rank(
+    folder: Path, name: str, ranks: int, rank: int, kind: str, moment: float | None, limit: int
+) -> None:
+    """A process of its own, from its begin to its end."""
+    code = 70
+    try:
+        said = os.open(folder / f"said{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(said, 1)
+        os.dup2(said, 2)
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo"}
+        watch.SILENCE, watch.INTERVAL, watch.GRACE = SILENCE, INTERVAL, 2.0
+        enter = watch.Watch.__enter__
+
+        def entering(self):
+            entered = enter(self)
+            (folder / f"in{rank}").touch()
+            if moment is not None and kind == "hang":
+                _hang_after(moment)
+            return entered
+
+        watch.Watch.__enter__ = entering
+        if moment is not None and kind == "full":
+            _fill_disk_after(limit)
+        dist.init_process_group(
+            "gloo", init_method=(folder / "meeting").as_uri(), rank=rank, world_size=ranks
+        )
+        train(settings(folder, name))
+        dist.destroy_process_group()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+        code = 2
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _hang_after(moment: float) -> None:
+    """The next batch after it takes for ever."""
+    batch, begin = Documents.batch, time.monotonic()
+
+    def hanging(self, rows):
+        if time.monotonic() - begin > moment:
+            time.sleep(3600)
+        return batch(self, rows)
+
+    Documents.batch = hanging
+
+
+def _fill_disk_after(limit: int) -> None:
+    """Writes of tensors take so many bytes, and then none."""
+    write, left = os.pwrite, [limit]
+
+    def full(fd, data, offset):
+        if left[0] <= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        done = write(fd, data[: left[0]], offset)
+        left[0] -= done
+        return done
+
+    os.pwrite = full
+
+
+def check_words(kind: str, outcome: dict) -> None:
+    """Those that had no fault ended by themselves, and said why."""
+    said, victim = outcome["said"], outcome["victim"]
+    others = [rank for rank in range(len(said)) if rank != victim]
+    assert outcome["after"] < 60
+    if kind == "full":
+        for words in said:
+            assert "No space left on device" in words, said
+        assert all(code == 2 for code in outcome["codes"]), outcome
+    if kind == "die":
+        for rank in others:
+            assert outcome["codes"][rank] == 2, outcome
+            assert f"process {victim} is dead or stopped" in said[rank], said
+    if kind == "hang":
+        assert all(code == 2 for code in outcome["codes"]), outcome
+        assert any(f"process {victim} hangs" in words for words in said), said
+
+
+def compare(folder: Path) -> None:
+    """The bits of the trained model."""
+    for file in (folder / "whole" / "final").glob("*.safetensors"):
+        one, other = load_file(file), load_file(folder / "broken" / "final" / file.name)
+        assert one.keys() == other.keys()
+        for name, tensor in one.items():
+            assert torch.equal(tensor, other[name]), name
+
+
+if __name__ == "__main__":
+    main()
