@@ -283,7 +283,7 @@ def test_rows_that_gpus_divide_take_a_part_and_what_attention_exchanges(capsys):
         exchanged = 2 * tokens * 128 * (32 + 2 * 8 * copies)
         assert more == {level: exchanged if level in ("all", "lean", "mlp") else 0 for level in LEVELS}
     command = ["plan", "llama-3.1-8b", "--gpu", "H200", "--gpus", "8", "--sequence-parallel", "3"]
-    assert main(command) == 1
+    assert main(command) == 2
     assert "--sequence-parallel 3 does not divide --gpus 8" in capsys.readouterr().err
 
 
