@@ -144,6 +144,11 @@ def test_what_ranks_cannot_share_is_named(family, ranks, match):
         divide_sequences(model, SimpleNamespace(size=lambda: ranks))
 
 
+def test_models_that_do_not_cut_their_batch_are_named():
+    with pytest.raises(TypeError, match="a Linear does not divide its sequences"):
+        divide_sequences(torch.nn.Linear(2, 2), SimpleNamespace(size=lambda: 2))
+
+
 def test_fewer_tokens_than_ranks_are_named():
     with pytest.raises(DataError, match="a batch of 2 tokens cannot be divided over 3 ranks"):
         Slice(SimpleNamespace(size=lambda: 3, rank=lambda: 0), 2)
