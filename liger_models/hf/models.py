@@ -296,6 +296,12 @@ class LigerPreTrainedModel(PreTrainedModel):
 
     activation_checkpointing_disable = gradient_checkpointing_disable
 
+    def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func: Any = None) -> None:
+        """What tools with a checkpointing function of their own call (LLaMA-Factory): our level takes its
+        place.
+        """
+        (self.activation_checkpointing_enable if enable else self.gradient_checkpointing_disable)()
+
     @property
     def is_gradient_checkpointing(self) -> bool:
         return any(level in RERUN for level in self.activation_memory)
