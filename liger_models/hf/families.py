@@ -11,12 +11,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from liger_models.architectures import find_architecture, list_architectures
-from liger_models.hf.models import (
-    LigerForCausalLM,
-    LigerForSequenceClassification,
-    LigerModel,
-    LigerPreTrainedModel,
-)
+from liger_models.hf.models import LigerForCausalLM, LigerForSequenceClassification, LigerModel
+from liger_models.hf.pretrained import LigerPreTrainedModel
 
 
 class FamilyClasses(NamedTuple):

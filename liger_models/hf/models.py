@@ -4,26 +4,21 @@
     LigerForCausalLM: ... -> CausalLMOutputWithPast, the loss without logits, or logits
     LigerForSequenceClassification: ... -> SequenceClassifierOutputWithPast
 
-A family's classes are made from these in families.py. What computes is `layers.Decoder` and `LMHead`, as in
-the native model; here stands what transformers and the libraries around it ask of a model.
+A family's classes are made from these in families.py; what they have in common is in pretrained.py. What
+computes is `layers.Decoder` and `LMHead`, as in the native model; here stands what transformers and the
+libraries around it ask of a model.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
@@ -34,318 +29,21 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import can_return_tuple
 
 from liger_models.architectures import Architecture
-from liger_models.convert.checkpoints.layout import Layout, canonical_forms
-from liger_models.convert.checkpoints.shards import checkpoint_tensors, is_sharded, is_zero3, shape_of
+from liger_models.convert.checkpoints.layout import canonical_forms
 from liger_models.convert.checkpoints.weight_map import Expr, Ref
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.convert.errors import CheckpointError
 from liger_models.hf.cache import TransformersCache
-from liger_models.hf.merged import merged_tensors
-from liger_models.hf.module_names import give_names, refuse_ambiguous
-from liger_models.hf.quantization import give_layers_to_quantise, is_quantised
-from liger_models.hf.weights import (
-    CheckpointConverter,
-    Groups,
-    convert_state_dict,
-    groups_of,
-    refuse_lost_adapters,
-)
+from liger_models.hf.module_names import give_names
+from liger_models.hf.pretrained import LigerPreTrainedModel
 from liger_models.kernels import load_balancing_loss
-from liger_models.layers.activation_memory import RERUN, ActivationMemory
 from liger_models.layers.call_checks import CallChecks, batch_shape, refuse_unknown, targets_of
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.distilling import Distilling, TeacherCall, check_lesson, learn
-from liger_models.layers.embedding import TokenEmbedding
 from liger_models.layers.head import LMHead, LogitForm, loss_of_head, scores_of_head
 from liger_models.layers.model_output import CausalLMOutput, DistillationOutput, ScoreOutput
-from liger_models.layers.packed_linear import (
-    fuse_projections,
-    packed_weights,
-    split_projections,
-    weight_map_of_parts,
-)
 from liger_models.layers.scoring import Scoring, check_score_call, score_output
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import ModelSpec, MoESpec
-
-
-class LigerPreTrainedModel(PreTrainedModel):
-    """What the models below have in common.
-
-    Attributes:
-        architecture: the family, as registered.
-        projections: whether projections are packed ("fused") or layers of their own ("split") when a model
-            is made.
-        layouts: the forms that the family's checkpoints have; once one was read, those that it can be.
-    """
-
-    architecture: Architecture
-    projections: str = "fused"
-    layouts: tuple[Layout, ...]
-
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    accepts_loss_kwargs = True
-    _skip_keys_device_placement = {"past_key_values"}  # noqa: RUF012
-    _supports_sdpa = True
-    _supports_flash_attn = True
-    _supports_attention_backend = True
-    _can_compile_fullgraph = False
-
-    def _begin(self) -> None:
-        """What follows once the parts of a model are there."""
-        self.layouts = self.architecture.layouts
-        self._no_split_modules = self.decoder.kinds_of_layers()
-        self.register_load_state_dict_pre_hook(convert_state_dict)
-        self.register_load_state_dict_pre_hook(refuse_lost_adapters)
-        if is_quantised(self.config):
-            give_layers_to_quantise(self)
-        entries = self._conversions(groups_of(self))
-        register_checkpoint_conversion_mapping(type(self).__name__, entries, overwrite=True)
-        self.post_init()
-
-    @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """transformers' own.
-
-        Raises:
-            ValueError: transformers is asked to divide the model while it loads, by plans that it has for its
-                own modules alone.
-        """
-        asked = [name for name in _DIVIDED_LOADING if kwargs.get(name) is not None]
-        if asked:
-            raise ValueError(
-                f"{', '.join(asked)}: transformers' plans for dividing a model as it loads are for its own "
-                "modules. Load it whole and let accelerate, Trainer or torch's fully_shard divide it, or "
-                "read the rows of each process alone: liger_models.from_hub(..., shard=...)"
-            )
-        return super().from_pretrained(*args, **kwargs)
-
-    @property
-    def decoder(self) -> LigerModel:
-        """Embeddings, blocks and norm: the base model, or this one if it is that."""
-        return cast(LigerModel, self.base_model)
-
-    # -- checkpoints
-
-    def weight_map(self, layout: Layout | None = None) -> dict[str, Expr]:
-        """The saved tensors of the decoder as expressions over a checkpoint's.
-
-        Args:
-            layout: of the checkpoint. Default: that of the one that was read, or the family's usual one.
-        """
-        layout = layout or self.layouts[0]
-        decoder = self.decoder
-        if decoder is self:
-            layout = replace(layout, rename=(*layout.rename, ("model.", "")))
-        expressions = layout.weight_map(decoder.forms).items()
-        weight_map = weight_map_of_parts(decoder, {decoder.names[name]: expr for name, expr in expressions})
-        return weight_map if decoder is self else {f"model.{name}": e for name, e in weight_map.items()}
-
-    def note_layouts(self, layouts: Sequence[Layout]) -> None:
-        """Of the forms that a checkpoint can have, those that a tensor of it was found to have."""
-        self.layouts = tuple(layout for layout in self.layouts if layout in layouts) or self.layouts
-
-    @property
-    def _weight_conversions(self) -> list[WeightConverter | WeightRenaming]:
-        """What transformers' writer turns round: made from the modules as they are now."""
-        return self._conversions(groups_of(self).in_layout(self.layouts[0]))
-
-    @_weight_conversions.setter
-    def _weight_conversions(self, used: object) -> None:
-        """The loader notes here what it used; the layouts that were read are noted already."""
-
-    def _conversions(self, groups: Groups) -> list[WeightConverter | WeightRenaming]:
-        """The entries of transformers' mapping. Quantised layers are in none, for they are those of the
-        checkpoint.
-        """
-        return [CheckpointConverter(type(self).__name__, groups)]
-
-    def split_projections(self) -> None:
-        """Give query, key, value, gate and up layers of their own, with the usual names, as PEFT and
-        bitsandbytes look for them: `ModelParameters.split_projections`.
-        """
-        split_projections(self, packed_weights(self, self.weight_map())[1])
-
-    def fuse_projections(self) -> None:
-        """Turn `split_projections` back."""
-        fuse_projections(self)
-
-    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The (name, tensor) of the checkpoint that `save_pretrained` would write, one after the other, for
-        whoever takes weights without files, such as an engine that generates with the model as it trains.
-
-        Adapters of PEFT that are active are merged into what is given; the model stays as it is. Tensors are
-        else views of the model's where strides can say so, in its dtypes and on its devices. Of a model that
-        is sharded over processes all of them must run through it together: one tensor at a time is gathered.
-
-        Raises:
-            CheckpointError: the model is quantised, or has other tensors than it was made with.
-        """
-        found = merged_tensors(self)
-        known = self.weight_map()
-        if missing := sorted(known.keys() - found.keys()):
-            raise CheckpointError(
-                f"the model has no {missing[0]} ({len(missing)} such tensors), so it is not what it was made "
-                "as: remove parametrizations, and unload what is no adapter of PEFT"
-            )
-        own = {name: Ref(name, shape_of(get())) for name, get in found.items() if name not in known}
-        yield from checkpoint_tensors(lambda name: found[name](), known | own)
-
-    def save_pretrained(  # type: ignore[override]
-        self,
-        save_directory: Any,
-        is_main_process: bool = True,
-        state_dict: dict[Any, Any] | None = None,
-        push_to_hub: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        """transformers' own, with config.json as transformers' own model writes it: `architectures` names
-        that, for whoever loads the checkpoint without us.
-
-        Of a model that is sharded over processes all of them must call this; the first one collects the
-        tensors on the host, one at a time, and writes.
-        """
-        writes = is_main_process and (not dist.is_initialized() or dist.get_rank() == 0)
-        sharded = any(is_sharded(p) or is_zero3(p) for p in self.parameters())
-        if is_main_process and state_dict is None and sharded:
-            tensors = self.checkpoint_tensors()
-            state_dict = {name: tensor.cpu() for name, tensor in tensors if writes}
-            kwargs["save_original_format"] = False
-        if not writes:  # and may have nothing that could be converted
-            kwargs["save_original_format"] = False
-        super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
-        path = Path(save_directory) / "config.json"
-        self.config.architectures = [self._get_name()]
-        if writes and path.exists():
-            written = json.loads(path.read_text(encoding="utf-8"))
-            written["architectures"] = self.config.architectures
-            path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        if push_to_hub:
-            options = {key: kwargs[key] for key in ("commit_message", "token", "create_pr") if key in kwargs}
-            self.push_to_hub(kwargs.get("repo_id", Path(save_directory).name), **options)
-
-    def _get_name(self) -> str:
-        # Trainer looks here for a causal language model, whose labels are shifted under label smoothing too.
-        return type(self).__name__.removeprefix("FSDP").removeprefix("Liger")
-
-    # -- parameters
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear | nn.Embedding):
-            super()._init_weights(module)
-        elif not isinstance(module, PreTrainedModel) and hasattr(module, "reset_parameters"):
-            reset: Any = module.reset_parameters
-            reset(getattr(self.config, "initializer_range", None) or 0.02)
-
-    def set_input_embeddings(self, value: Any) -> None:
-        """A plain embedding, as resizing makes it, becomes one of ours: it keeps the family's scale."""
-        decoder = self.decoder
-        spec = decoder.spec
-        if isinstance(value, nn.Embedding):
-            known = spec.per_layer_vocab_size
-            if known is not None and value.num_embeddings > known:
-                raise ValueError(
-                    f"the layers of this model have inputs of their own for {known} ids, so {known} is the "
-                    f"most that its embedding can have; found {value.num_embeddings}"
-                )
-            spec = replace(spec, vocab_size=value.num_embeddings)
-        if type(value) is nn.Embedding:
-            with torch.device("meta"):
-                ours = TokenEmbedding(spec.vocab_size, spec.hidden_size, spec.embed_scale, spec.padding_idx)
-            ours.weight, value = value.weight, ours
-        decoder.embed_tokens, decoder.spec = value, spec
-        decoder.note_forms()
-
-    # -- activation memory
-
-    @property
-    def activation_memory(self) -> tuple[ActivationMemory, ...]:
-        """The level of each layer: layers/activation_memory.py."""
-        return Decoder.activation_memory.fget(self.decoder)  # type: ignore[attr-defined]
-
-    def set_activation_memory(
-        self, levels: str | Sequence[str], memory_budget: float | str | None = None
-    ) -> None:
-        """`layers.Decoder.set_activation_memory`."""
-        Decoder.set_activation_memory(self.decoder, levels, memory_budget)
-
-    def activation_checkpointing_enable(
-        self,
-        activation_checkpointing_kwargs: Mapping[str, Any] | None = None,
-        every_n_layers: int = 1,
-        offload: bool = False,
-    ) -> None:
-        """`layers.Decoder.activation_checkpointing_enable`: the level `checkpoint`."""
-        Decoder.activation_checkpointing_enable(
-            self.decoder, activation_checkpointing_kwargs, every_n_layers, offload
-        )
-        if getattr(self, "_hf_peft_config_loaded", False):
-            self.enable_input_require_grads()
-
-    def gradient_checkpointing_enable(
-        self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, **options: Any
-    ) -> None:
-        """The older name of `activation_checkpointing_enable`."""
-        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
-
-    def gradient_checkpointing_disable(self) -> None:
-        """Back to the levels that were chosen before."""
-        Decoder.gradient_checkpointing_disable(self.decoder)
-
-    activation_checkpointing_disable = gradient_checkpointing_disable
-
-    def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func: Any = None) -> None:
-        """What tools with a checkpointing function of their own call (LLaMA-Factory): our level takes its
-        place.
-        """
-        (self.activation_checkpointing_enable if enable else self.gradient_checkpointing_disable)()
-
-    @property
-    def is_gradient_checkpointing(self) -> bool:
-        return any(level in RERUN for level in self.activation_memory)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "forward":
-            _refuse_patch(value)
-        super().__setattr__(name, value)
-        if name == "peft_config":  # PEFT's last word when it has put adapters into the model
-            self._meet_adapters()
-
-    def _meet_adapters(self) -> None:
-        from liger_models.hf.expert_adapters import keep_usual_order
-        from liger_models.hf.lora import take_over
-
-        take_over(self)
-        keep_usual_order(self)
-        refuse_ambiguous(self.decoder)
-
-    def load_adapter(
-        self, peft_model_id: Any = None, adapter_name: str | None = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        """transformers' own, which fills parameters as they are in files.
-
-        Raises:
-            CheckpointError: a tensor of the adapter has no place here.
-        """
-        from liger_models.hf.expert_adapters import take_usual_order
-
-        loaded = super().load_adapter(peft_model_id, adapter_name, *args, **kwargs)
-        if wrong := sorted({*loaded.unexpected_keys, *loaded.missing_keys}):
-            raise CheckpointError(f"{peft_model_id}: the adapter and the model differ in {wrong[:4]}")
-        take_usual_order(self, adapter_name or "default")
-        return loaded
-
-    def train(self, mode: bool = True) -> Self:
-        """As of any module. Trainers call it in front of every step, so that what has been put into layers
-        since is found here.
-        """
-        for module in self.modules():
-            _refuse_patch(vars(module).get("forward"))
-        if mode and getattr(self, "peft_config", None):  # adapters that were added later, in other layers
-            self._meet_adapters()
-        return super().train(mode)
 
 
 class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
@@ -685,15 +383,3 @@ def _refuse_others(others: dict[str, Any]) -> None:
     """What transformers' models take beside what is above, and we do not."""
     others.pop("return_dict", None)
     refuse_unknown(others)
-
-
-_DIVIDED_LOADING = ("distributed_config", "tp_plan", "tp_size", "device_mesh")
-
-
-def _refuse_patch(forward: Any) -> None:
-    home = getattr(getattr(forward, "__func__", forward), "__module__", None) or ""
-    if home.startswith("liger_kernel"):
-        raise TypeError(
-            "use_liger_kernel=True would put liger-kernel's patches into a model of liger_models, which "
-            "is built from fused kernels already and has other modules; leave the option out"
-        )

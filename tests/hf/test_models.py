@@ -302,3 +302,14 @@ def test_an_embedding_has_no_more_ids_than_the_layers_have_inputs_for(make_both)
     assert ours.resize_token_embeddings(120).num_embeddings == 120
     with pytest.raises(ValueError, match=r"inputs of their own for 137 ids.*found 140"):
         ours.resize_token_embeddings(140)
+
+
+def test_a_config_of_transformers_own_model_makes_ours_too(make_both, hf):
+    """Which says by now how that runs its experts."""
+    both = make_both("qwen3_moe")
+    config = both.reference.config
+    assert config._experts_implementation is not None
+    ours = transformers.AutoModelForCausalLM.from_config(config)
+    assert isinstance(ours, hf.LigerForCausalLM)
+    with pytest.raises(ValueError, match="experts"):
+        transformers.AutoModelForCausalLM.from_pretrained(both.folder, experts_implementation="batched_mm")

@@ -21,6 +21,16 @@ def load(make_both, hf):
     return of_class
 
 
+def test_a_checkpointing_function_of_a_tools_own_is_our_level(load, hf):
+    """As LLaMA-Factory puts it into each model that it loads."""
+    hf.register()
+    model = load()
+    model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=lambda *args: None)
+    assert set(model.activation_memory) == {"checkpoint"}
+    model._set_gradient_checkpointing(enable=False)
+    assert set(model.activation_memory) == {"lean"}
+
+
 @pytest.mark.supports("Axolotl, LLaMA-Factory, ms-swift, oumi", "Axolotl's plugin")
 @pytest.mark.parametrize(("adapter", "names"), [(None, "qkv_proj"), ("lora", "q_proj")])
 def test_axolotl_is_switched_by_a_plugin(adapter, names, load, hf):
