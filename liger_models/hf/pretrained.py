@@ -105,12 +105,14 @@ class LigerPreTrainedModel(PreTrainedModel):
         return super().from_pretrained(*args, **kwargs)
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
-        """A config from which transformers' own model was made says how that runs its experts; ours have one
-        way. Another one that is asked for is refused, by transformers.
+        """A config from which transformers' own model was made says how that runs its experts; ours run in
+        one way.
         """
-        if requested_experts in ("eager", "grouped_mm"):
-            return requested_experts
-        return super().get_correct_experts_implementation(requested_experts)
+        return (
+            "eager"
+            if requested_experts == "grouped_mm"
+            else super().get_correct_experts_implementation(requested_experts)
+        )
 
     @property
     def decoder(self) -> LigerModel:

