@@ -29,6 +29,7 @@ from liger_models.convert.sizes import parse_size
 from liger_models.kernels.losses._linear_chunks import working_bytes
 from liger_models.layers import tiles
 from liger_models.layers.activation_memory import LEVELS, RERUN, ActivationMemory
+from liger_models.layers.attention_backends import LONG
 from liger_models.layers.blocks import Block
 from liger_models.layers.moe import MixtureOfExperts
 from liger_models.layers.offload import host_bytes, host_memory_left
@@ -227,6 +228,8 @@ class StepMemory:
             if not self.step.accumulates:
                 gradients += self._layer_gradients[i]
             room = self.layers[i].transient[levels[i]] + self._ends
+            if levels[i] == "offload" and "offload" in levels[:i]:  # whose input is fetched
+                room += self._stream
             found.append((f"backward of layer {i}", self._parts(left, room, gradients)))
             left -= kept[i]
         return found
@@ -237,14 +240,12 @@ class StepMemory:
         )
 
     def _parts(self, activations: int, transient: int, gradients: int) -> dict[str, int]:
-        # Cosine and sine of every position, and of every token its id, its place and its label.
-        tables = self.step.tokens * sum(4 * rope.dim + 24 for rope in self.model.spec.ropes)
         return {
             "weights": self._weights,
             "optimizer": 0 if self.step.optimizer_on_host else self._state,
             "gradients": gradients,
             "activations": activations,
-            "at work": transient + tables + self._gathered + self._dequantised,
+            "at work": transient + self._tables + self._gathered + self._dequantised,
         }
 
     # -- what they are made of
@@ -256,6 +257,11 @@ class StepMemory:
             if layer.spec not in known:
                 known[layer.spec] = _LayerCosts.of(layer, self.step, self.itemsize)
         return [known[layer.spec] for layer in self.model.layers]
+
+    @cached_property
+    def _tables(self) -> int:
+        """Cosine and sine of every position, and of every token its id, its place and its label."""
+        return self.step.tokens * (24 + sum(4 * rope.dim for rope in self.model.spec.ropes))
 
     @property
     def _stream(self) -> int:
@@ -491,8 +497,9 @@ class _LayerCosts:
                 "lean": 2 * product,
                 "mlp": 4 * product,
                 "checkpoint": kept["all"],
-                "tiled": tiled,
-                "offload": tiled + stream,  # the next layer's input is fetched
+                # The layer's own input is kept, or came back from the host.
+                "tiled": tiled - (stream if step.tokens > tiles.TILE else 0),
+                "offload": tiled,
             },
             {
                 "all": 0,
@@ -529,7 +536,27 @@ def _in_tiles(layer: Block, whole: int, step: Step, itemsize: int) -> tuple[int,
     # Of a tile: what stands before the activation, what comes out, and the gradients of both.
     of_tiles = tiles.working_bytes(step.tokens, 4 * spec.intermediate_size, elements, itemsize)
     rest = whole - step.tokens * layer.mlp.activation_bytes("all", itemsize)
-    return rest + of_tiles, 8 * elements * -(-step.tokens // tiles.TILE)
+    # In attention the MLP's norm is done with, and the streams in front of it and behind it.
+    attention = rest - 4 * step.tokens * layer.hidden_size * itemsize + _attention_work(layer, step, itemsize)
+    return max(rest + of_tiles, attention), 8 * elements * -(-step.tokens // tiles.TILE)
+
+
+def _attention_work(layer: Block, step: Step, itemsize: int) -> int:
+    """The gradients of attention's output, queries, keys and values, and what `sdpa` takes to make them:
+    sums in float32, and keys' and values' gradients by query head.
+    """
+    mixer: Any = layer.spec.mixer
+    mixer = getattr(mixer, "attention", mixer)
+    if not isinstance(mixer, AttentionSpec):
+        return 0
+    gradients = 2 * itemsize * (mixer.q_size + mixer.kv_size)
+    sums = 0
+    if mixer.window is None and mixer.softcap is None and not mixer.sinks:
+        by_head = 2 * itemsize if mixer.num_key_value_heads < mixer.num_attention_heads else 0
+        sums = (4 + by_head) * mixer.q_size
+    if step.tokens > LONG:
+        sums //= mixer.num_key_value_heads
+    return step.tokens * (gradients + sums)
 
 
 def matrix_elements(layer: Block) -> tuple[int, int, int]:

@@ -14,14 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.kernels import split_rotary_qkv
-from liger_models.layers.activation_memory import ActivationMemory, output_is_ours
-from liger_models.layers.attention_backends import AttentionBackend, attend, attend_cached
+from liger_models.layers.activation_memory import TILED, ActivationMemory, output_is_ours
+from liger_models.layers.attention_backends import (
+    AttentionBackend,
+    attend,
+    attend_by_groups,
+    attend_cached,
+)
 from liger_models.layers.linear import Linear
 from liger_models.layers.packed_linear import PackedLinear
 from liger_models.layers.qk_norm import LentScale, norm_bytes, split_norm_turn
 from liger_models.layers.query_scale import scale_queries
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import AttentionSpec
+from liger_models.layers.tiles import project_pieces
 
 
 class Attention(nn.Module):
@@ -33,6 +39,8 @@ class Attention(nn.Module):
         layer: this layer's place in the model (its room in a key/value cache).
         backend: see layers/attention_backends.py.
     """
+
+    activation_memory: ActivationMemory = "lean"
 
     def __init__(
         self, hidden_size: int, spec: AttentionSpec, layer: int = 0, backend: AttentionBackend = "auto"
@@ -61,11 +69,14 @@ class Attention(nn.Module):
         sequences = sequences.on(x.device)
         q, k, v = self._query_key_value(self.qkv_proj(x), sequences)
         q = scale_queries(q, self.spec.query_scale, sequences)
-        if sequences.cache is None:
-            out = attend(q, k, v, self.spec, sequences, self.backend, self.sinks)
-        else:
+        if sequences.cache is not None:
             out, k, v = self._attend_cached(q, k, v, sequences)
-        out = self.o_proj(out.flatten(1))
+            out = self.o_proj(out.flatten(1))
+        elif self.activation_memory in TILED:
+            pieces = attend_by_groups(q, k, v, self.spec, sequences, self.backend, self.sinks)
+            out = project_pieces([piece.flatten(1) for piece in pieces], self.o_proj)
+        else:
+            out = self.o_proj(attend(q, k, v, self.spec, sequences, self.backend, self.sinks).flatten(1))
         return (out, k, v) if hand_on else out
 
     def _query_key_value(self, qkv: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:

@@ -58,6 +58,18 @@ def mlp_in_tiles(
     return y.unflatten(0, x.shape[:-1])
 
 
+def project_pieces(pieces: Sequence[Tensor], linear: nn.Module) -> Tensor:
+    """linear(cat(pieces)) for pieces [T, a], [T, b] and so on that lie side by side: put together tile by
+    tile, they do not exist a second time.
+    """
+    if len(pieces) == 1:
+        return linear(pieces[0])
+    plain = _plain_linears(linear)
+    if not plain or pieces[0].dtype != plain[0].weight.dtype or len(pieces[0]) <= TILE:
+        return linear(torch.cat(list(pieces), dim=-1))
+    return _ProjectPieces.apply(plain[0].weight, plain[0].bias, *pieces)
+
+
 def _plain_linears(module: nn.Module) -> list[nn.Linear]:
     """The layers whose outputs side by side are the module's, if all of them are plain; else none."""
     layers = module.linears() if isinstance(module, SplitProjections) else [module]
@@ -145,6 +157,33 @@ class _Make(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         return dy, *[None] * (len(ctx.needs_input_grad) - 1)
+
+
+class _ProjectPieces(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, bias: Tensor | None, *pieces: Tensor) -> Tensor:
+        ctx.save_for_backward(weight, bias, *pieces)
+        y = pieces[0].new_empty(len(pieces[0]), len(weight))
+        for tile in _tiles(len(y)):
+            y[tile] = project(_side_by_side(pieces, tile), weight, bias)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        weight, bias, *pieces = ctx.saved_tensors
+        want_weight, want_bias, *want_pieces = ctx.needs_input_grad
+        sums = [_Sum(weight, want_weight), _Sum(bias, want_bias)]
+        for tile in _tiles(len(dy)):
+            _add_gradients(sums, dy[tile], _side_by_side(pieces, tile))
+        gradients = (dy @ weight).split([piece.shape[1] for piece in pieces], dim=1)
+        return *(total.rounded() for total in sums), *(
+            gradient if want else None for gradient, want in zip(gradients, want_pieces, strict=True)
+        )
+
+
+def _side_by_side(pieces: Sequence[Tensor], tile: slice) -> Tensor:
+    return torch.cat([piece[tile] for piece in pieces], dim=1)
 
 
 class _Sum:

@@ -138,7 +138,7 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     def longest(batch: int, level: str) -> int:
         return largest(lambda n: planned(batch, n, level).fits, 256, MOST)
 
-    planned(args.batch, 1, "all")  # what does not depend on the batch is counted here
+    counted.plan(["all"] * len(model.layers))  # what does not depend on the batch is counted here, once
     seq = args.seq or longest(args.batch, args.activation_memory) or 256
 
     def most(level: str) -> dict[str, int]:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from liger_models.layers import tiles
+from liger_models.layers import attention_backends, self_attention, tiles
+from liger_models.layers.linear import Linear
 from liger_models.layers.mlp import make_mlp
 from liger_models.layers.packed_linear import split_projections
 from liger_models.layers.spec import MLPSpec
@@ -162,6 +163,47 @@ def test_a_layer_in_tiles_does_no_more_than_one_that_runs_again(make_model):
     assert operations["tiled"] == operations["offload"] == operations["checkpoint"] > 0
     # float32, matrix products over other numbers of rows
     torch.testing.assert_close(losses["tiled"], losses["checkpoint"], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("form", ["packed", "rows", "one row"])
+def test_a_layer_whose_heads_run_by_groups_is_the_layer(form, make_model, monkeypatch):
+    """Packed documents, here without a mask of their own, run as before."""
+    monkeypatch.setattr(attention_backends, "LONG", 40)
+    pieces = []
+    project = self_attention.project_pieces
+    monkeypatch.setattr(
+        self_attention, "project_pieces", lambda p, linear: (pieces.append(len(p)), project(p, linear))[1]
+    )
+    model = make_model(activation_memory="all").double()
+    ids = torch.randint(0, 61, (1, 60) if form == "one row" else (3, 20))
+    options = {"cu_seqlens": torch.tensor([0, 13, 60])} if form == "packed" else {}
+    gradients = {}
+    for level in ("all", "tiled", "offload"):
+        model.set_activation_memory(level)
+        model.zero_grad()
+        model(ids, labels=ids, **options).loss.backward()
+        gradients[level] = [p.grad for p in model.parameters()]
+    assert set(pieces) == {1 if form == "packed" else 2}
+    for level in ("tiled", "offload"):
+        for found, expected in zip(gradients[level], gradients["all"], strict=True):
+            # float64, sums over 60 tokens in another order
+            torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["plain", "hooked", "frozen"])
+def test_a_projection_of_pieces_is_that_of_the_whole(kind):
+    torch.manual_seed(0)
+    linear = Linear(24, 7).double().requires_grad_(kind != "frozen")
+    if kind == "hooked":
+        linear.register_forward_hook(lambda module, args, output: output * 1.5)
+    pieces = [torch.randn(50, width, dtype=torch.float64).requires_grad_() for width in (8, 5, 11)]
+    dy = torch.randn(50, 7, dtype=torch.float64)
+    wanted = [*pieces, *(p for p in linear.parameters() if p.requires_grad)]
+    results = []
+    for y in (tiles.project_pieces(pieces, linear), linear(torch.cat(pieces, 1))):
+        results.append((y, *torch.autograd.grad(y, wanted, dy)))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_differentiating_twice_raises(randomised):
