@@ -1,17 +1,16 @@
-"""Fine-tune a checkpoint on several GPUs with torch alone: FSDP2 by hand, on the native model.
-Each process reads its rows of the tensors alone. Data and `out` are as in train_in_a_loop.py.
+"""Fine-tune a checkpoint on several GPUs in a loop of one's own: each process has a part of the parameters
+(FSDP2), reads that part alone, and trains on rows of its own. Data and `out` are as in train_in_a_loop.py.
 
     torchrun --nproc-per-node=8 examples/train_on_eight_gpus.py meta-llama/Llama-3.2-1B data.jsonl out
 """
 
+import functools
 import json
 import os
 import sys
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from train_in_a_loop import pack
 from train_with_trainer import tokenize
 from transformers import AutoTokenizer
@@ -27,13 +26,8 @@ def main(
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    mesh, policy = init_device_mesh(device, (ranks,)), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-
-    def shard(model):
-        for part in (*model.layers, model):
-            fully_shard(part, mesh=mesh, mp_policy=policy)
-
-    model = liger_models.from_hub(checkpoint, dtype="float32", shard=shard).train()
+    divide = functools.partial(liger_models.parallelize, compute_dtype=torch.bfloat16)
+    model = liger_models.from_hub(checkpoint, dtype="float32", shard=divide).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     with open(data, encoding="utf-8") as lines:
