@@ -24,28 +24,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from liger_models.causal_lm import LigerCausalLM
 from liger_models.convert.checkpoints.hub import local_path
 from liger_models.convert.checkpoints.shards import local_tensor
 from liger_models.convert.errors import ConfigError, DataError, TrainingError
 from liger_models.layers.load_balance import forget_load, update_correction_bias
-from liger_models.optim import state_bytes
-from liger_models.presets import PRESETS, preset
-from liger_models.quantization import quantise
 from liger_models.training import state as states
 from liger_models.training.config import PLACES, TrainConfig
 from liger_models.training.data import (
-    Documents,
     StepData,
     Stream,
     ahead,
-    describe,
-    load_documents,
     read_steps,
-    split,
 )
-from liger_models.training.flops import StepFlops, measure_peak
-from liger_models.training.lora import Adapters, LoraSettings, import_peft
+from liger_models.training.flops import measure_peak
+from liger_models.training.inputs import load_data, load_model, tokenizer_folder
 from liger_models.training.metrics import (
     Metrics,
     Speeds,
@@ -134,12 +126,12 @@ class Run:
         self.output = local_path(config.output, ConfigError)
         trackers = parse_trackers(config.log)
         checkpoint, resumed = self._find_checkpoint()
-        self.tokenizer = TextTokenizer(self._tokenizer_folder(checkpoint))
+        self.tokenizer = TextTokenizer(tokenizer_folder(config, checkpoint))
         torch.manual_seed(config.seed)  # fresh weights are the same in every rank
-        self.adapters: Adapters | None = None
-        self.model = self._load_model(checkpoint)
+        loaded = load_model(config, world, self.tokenizer, checkpoint)
+        self.model, self.adapters, self.flops, self.size = loaded
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.documents, self.held_out = self._load_data()
+        self.documents, self.held_out = load_data(config, world, self.model, self.tokenizer)
         self.optimizer = build_adamw(
             self.model,
             lr=config.lr,
@@ -440,112 +432,6 @@ class Run:
         check_output(self.output, new=not config.resume, merge=config.merge)
         return found
 
-    def _tokenizer_folder(self, checkpoint: Path | None) -> Path:
-        config = self.config
-        if config.tokenizer:
-            return local_path(config.tokenizer)
-        if _is_preset(config.model):
-            raise ConfigError(
-                f"the preset {config.model} has no tokenizer of its own; name one with --tokenizer FOLDER"
-            )
-        if checkpoint and config.lora is None:
-            return checkpoint
-        from liger_models.convert.checkpoints.hub import resolve
-
-        return resolve(config.model)
-
-    def _load_model(self, checkpoint: Path | None) -> LigerCausalLM:
-        import liger_models
-
-        config, tokenizer = self.config, self.tokenizer
-        options: dict[str, Any] = {
-            "device": self.world.device,
-            "attention": config.attention,
-            "activation_memory": "lean" if config.activation_memory == "auto" else config.activation_memory,
-            "text_only": config.text_only,
-            "dropout": config.dropout,
-            "shard": self.world.divide,
-        }
-        if config.lora is not None:
-            if _is_preset(config.model):
-                raise ConfigError(
-                    f"lora adapts a trained model, and the preset {config.model} has fresh weights, which no "
-                    "adapter brings along"
-                )
-            import_peft()  # before minutes of loading
-            options["projections"] = "split"
-        if config.quantize:
-            options["device"] = "cpu"  # each layer is quantised as it comes to the device
-        dtype: Any = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-        # A checkpoint of adapters holds no model.
-        source = str(checkpoint) if checkpoint and config.lora is None else config.model
-        if not _is_preset(source):
-            model = liger_models.from_hub(source, dtype=dtype, **options)
-            if model.dtype == torch.float16:
-                raise ConfigError(
-                    f"{config.model} is in float16, whose range gradients leave; choose --dtype bfloat16 or "
-                    "float32"
-                )
-        else:
-            if config.dtype == "auto":
-                dtype = torch.bfloat16 if self.world.device.type == "cuda" else torch.float32
-            shape = preset(
-                config.model, vocab_size=tokenizer.vocab_size, bos=tokenizer.bos_id, eos=tokenizer.eos_id
-            )
-            model = liger_models.from_config(shape, dtype=dtype, **options)
-        self.size, self.flops = model.num_parameters(), StepFlops(model)
-        if config.quantize:
-            quantise(model, config.quantize, self.world.device)
-        if config.lora is not None:
-            settings = LoraSettings.parse(config.lora)
-            self.adapters = Adapters(model, settings, config.model, config.seed)
-            self.flops.below_adapters(sum(p.numel() for p in model.parameters() if p.requires_grad))
-            if checkpoint:
-                self.adapters.read(checkpoint)
-        if config.activation_memory == "auto":
-            trained = torch.float32 if self.adapters else model.dtype
-            per_element = state_bytes(trained, config.weights, config.moments)
-            if config.optimizer_memory == "host":
-                per_element = 0
-            model.set_activation_memory("auto", config.memory_budget, per_element, self.world.say)
-        return model.train()
-
-    def _load_data(self) -> tuple[Documents, Documents | None]:
-        config = self.config
-        vocab_size = self.model.spec.vocab_size
-
-        def load(files: tuple[str, ...]) -> Documents:
-            return load_documents(
-                files,
-                self.tokenizer,
-                seq_len=config.seq_len,
-                vocab_size=vocab_size,
-                truncate=config.truncate,
-                cache=config.data_cache,
-                verify=config.verify_data,
-            )
-
-        documents, held_out = load(config.data), None
-        self.world.say(f"data: {describe(documents.counts)}")
-        if config.eval_data:
-            held_out = load(config.eval_data)
-            if any(part.weight is not None for part in held_out.parts):
-                raise DataError(
-                    "eval_data has weights, and each held-out document counts once; leave them out"
-                )
-        elif config.eval_fraction:
-            documents, held_out = split(documents, config.eval_fraction, config.seed)
-        if held_out:
-            self.world.say(f"held out: {describe(held_out.counts)}")
-        limit = self.model.spec.position_limit
-        longest = max(part.longest_piece(config.seq_len) for part in (documents, held_out) if part)
-        if limit is not None and longest > limit:
-            raise ConfigError(
-                f"the data has documents of {longest} tokens or more, and {config.model} was made for "
-                f"{limit} positions (max_position_embeddings); choose --seq-len {limit} or less"
-            )
-        return documents, held_out
-
     def _check_resumed(self, checkpoint: Path, state: dict[str, Any]) -> None:
         """The position in the data means something only for the same data in the same order."""
         changed = self.config.differences(state["config"])
@@ -604,10 +490,6 @@ def _forward(model: nn.Module, batch: Any, labels: int) -> Tensor:
         cu_seqlens=batch.cu_seqlens,
         num_items_in_batch=labels,
     ).loss
-
-
-def _is_preset(name: str) -> bool:
-    return name in PRESETS and not Path(name).exists()
 
 
 __all__ = ["TrainConfig", "TrainResult", "TrainingInterrupted", "train"]

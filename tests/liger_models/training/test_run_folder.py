@@ -409,7 +409,7 @@ def test_two_runs_do_not_share_a_folder_and_a_killed_one_leaves_no_lock(run, set
 
 @pytest.mark.parametrize(
     ("limit", "file"),
-    [(150_000, "tensors.safetensors"), (20_000, "model.safetensors"), (100, "metrics.jsonl")],
+    [(150_000, "tensors.safetensors"), (20_000, "model.safetensors"), (150, "metrics.jsonl")],
 )
 def test_a_full_disk_names_the_file(run, settings, capsys, tmp_path, limit, file):
     """A limit on the size of files stands in for a full disk: the system refuses a write as it does then."""

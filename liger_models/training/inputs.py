@@ -1,0 +1,162 @@
+"""What a run begins with: its tokenizer, its model, and its data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from liger_models.causal_lm import LigerCausalLM
+from liger_models.convert.checkpoints.hub import local_path
+from liger_models.convert.errors import ConfigError, DataError
+from liger_models.optim import state_bytes
+from liger_models.presets import PRESETS, preset
+from liger_models.quantization import quantise
+from liger_models.training.config import TrainConfig
+from liger_models.training.data import Documents, describe, load_documents, split
+from liger_models.training.flops import StepFlops
+from liger_models.training.lora import Adapters, LoraSettings, import_peft
+from liger_models.training.tokenizer import TextTokenizer
+from liger_models.training.world import World
+
+
+class LoadedModel(NamedTuple):
+    """A model, what is trained of it if not all, and what its steps compute.
+
+    `size` counts the parameters, before adapters and quantisation.
+    """
+
+    model: LigerCausalLM
+    adapters: Adapters | None
+    flops: StepFlops
+    size: int
+
+
+def tokenizer_folder(config: TrainConfig, checkpoint: Path | None) -> Path:
+    """Where the tokenizer's files are: those of the checkpoint, if it is one of a whole model.
+
+    Raises:
+        ConfigError: a preset, without a tokenizer beside it.
+    """
+    if config.tokenizer:
+        return local_path(config.tokenizer)
+    if _is_preset(config.model):
+        raise ConfigError(
+            f"the preset {config.model} has no tokenizer of its own; name one with --tokenizer FOLDER"
+        )
+    if checkpoint and config.lora is None:
+        return checkpoint
+    from liger_models.convert.checkpoints.hub import resolve
+
+    return resolve(config.model)
+
+
+def load_model(
+    config: TrainConfig, world: World, tokenizer: TextTokenizer, checkpoint: Path | None
+) -> LoadedModel:
+    """The model to train, from the checkpoint or from where the settings say, in training mode.
+
+    Raises:
+        ConfigError: settings that do not fit the model.
+        CheckpointError: a checkpoint that is damaged, or another model's.
+    """
+    import liger_models
+
+    options: dict[str, Any] = {
+        "device": world.device,
+        "attention": config.attention,
+        "activation_memory": "lean" if config.activation_memory == "auto" else config.activation_memory,
+        "text_only": config.text_only,
+        "dropout": config.dropout,
+        "shard": world.divide,
+    }
+    if config.lora is not None:
+        if _is_preset(config.model):
+            raise ConfigError(
+                f"lora adapts a trained model, and the preset {config.model} has fresh weights, which no "
+                "adapter brings along"
+            )
+        import_peft()  # before minutes of loading
+        options["projections"] = "split"
+    if config.quantize:
+        options["device"] = "cpu"  # each layer is quantised as it comes to the device
+    dtype: Any = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    # A checkpoint of adapters holds no model.
+    source = str(checkpoint) if checkpoint and config.lora is None else config.model
+    if not _is_preset(source):
+        model = liger_models.from_hub(source, dtype=dtype, **options)
+        if model.dtype == torch.float16:
+            raise ConfigError(
+                f"{config.model} is in float16, whose range gradients leave; choose --dtype bfloat16 or "
+                "float32"
+            )
+    else:
+        if config.dtype == "auto":
+            dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+        shape = preset(
+            config.model, vocab_size=tokenizer.vocab_size, bos=tokenizer.bos_id, eos=tokenizer.eos_id
+        )
+        model = liger_models.from_config(shape, dtype=dtype, **options)
+    size, flops = model.num_parameters(), StepFlops(model)
+    adapters: Adapters | None = None
+    if config.quantize:
+        quantise(model, config.quantize, world.device)
+    if config.lora is not None:
+        settings = LoraSettings.parse(config.lora)
+        adapters = Adapters(model, settings, config.model, config.seed)
+        flops.below_adapters(sum(p.numel() for p in model.parameters() if p.requires_grad))
+        if checkpoint:
+            adapters.read(checkpoint)
+    if config.activation_memory == "auto":
+        trained = torch.float32 if adapters else model.dtype
+        per_element = state_bytes(trained, config.weights, config.moments)
+        if config.optimizer_memory == "host":
+            per_element = 0
+        model.set_activation_memory("auto", config.memory_budget, per_element, world.say)
+    return LoadedModel(model.train(), adapters, flops, size)
+
+
+def load_data(
+    config: TrainConfig, world: World, model: LigerCausalLM, tokenizer: TextTokenizer
+) -> tuple[Documents, Documents | None]:
+    """The documents to train on, and those that are held out, if any.
+
+    Raises:
+        ConfigError: documents longer than the model has positions.
+        DataError: data that cannot be used.
+    """
+
+    def load(files: tuple[str, ...]) -> Documents:
+        return load_documents(
+            files,
+            tokenizer,
+            seq_len=config.seq_len,
+            vocab_size=model.spec.vocab_size,
+            truncate=config.truncate,
+            cache=config.data_cache,
+            verify=config.verify_data,
+        )
+
+    documents, held_out = load(config.data), None
+    world.say(f"data: {describe(documents.counts)}")
+    if config.eval_data:
+        held_out = load(config.eval_data)
+        if any(part.weight is not None for part in held_out.parts):
+            raise DataError("eval_data has weights, and each held-out document counts once; leave them out")
+    elif config.eval_fraction:
+        documents, held_out = split(documents, config.eval_fraction, config.seed)
+    if held_out:
+        world.say(f"held out: {describe(held_out.counts)}")
+    limit = model.spec.position_limit
+    longest = max(part.longest_piece(config.seq_len) for part in (documents, held_out) if part)
+    if limit is not None and longest > limit:
+        raise ConfigError(
+            f"the data has documents of {longest} tokens or more, and {config.model} was made for "
+            f"{limit} positions (max_position_embeddings); choose --seq-len {limit} or less"
+        )
+    return documents, held_out
+
+
+def _is_preset(name: str) -> bool:
+    return name in PRESETS and not Path(name).exists()
