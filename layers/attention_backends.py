@@ -185,7 +185,7 @@ def _bounds(spec: AttentionSpec, sequences: Sequences) -> tuple[Tensor | None, i
     """What `kernels.attention` takes as bounds and window."""
     if spec.causal and sequences.spans is None:
         return sequences.document_bounds(), spec.window
-    return sequences.key_ranges(spec.window, spec.causal), None
+    return sequences.key_ranges(spec.window, spec.causal, spec.whole_spans), None
 
 
 def visible(spec: AttentionSpec, sequences: Sequences) -> Tensor:

@@ -62,7 +62,7 @@ class Sequences:
         self.bounds: Tensor | None = None
         self.axes: Tensor | None = None
         self.spans: Tensor | None = None
-        self.ranges: dict[tuple[int | None, bool], Tensor] = {}
+        self.ranges: dict[tuple[int | None, bool, bool], Tensor] = {}
         self.rotary: dict[RopeSpec, tuple[Tensor, Tensor]] = {}
         self.query_scales: dict[QueryScaleSpec, Tensor] = {}
         self.cut: dict[int, Sequences] = {}
@@ -241,17 +241,18 @@ class Sequences:
             self.bounds = document_bounds(cu_seqlens, self.num_tokens)
         return self.bounds
 
-    def key_ranges(self, window: int | None, causal: bool) -> Tensor:
+    def key_ranges(self, window: int | None, causal: bool, whole_spans: bool = False) -> Tensor:
         """What is seen where attention is not causal, or not everywhere: see `kernels.key_ranges`. Made once
         for all layers that are alike.
         """
-        if (window, causal) not in self.ranges:
+        if (window, causal, whole_spans) not in self.ranges:
             bounds = self.document_bounds()
             if bounds is None:
                 whole = torch.tensor([[0], [self.num_tokens]], dtype=torch.int32, device=self.device)
                 bounds = whole.expand(2, self.num_tokens)
-            self.ranges[window, causal] = key_ranges(bounds, self.spans if causal else None, window)
-        return self.ranges[window, causal]
+            spans = self.spans if causal else None
+            self.ranges[window, causal, whole_spans] = key_ranges(bounds, spans, window, whole_spans)
+        return self.ranges[window, causal, whole_spans]
 
     def chunks(self, size: int) -> Sequences:
         """The same tokens as shorter documents: each document cut into pieces of `size` tokens, its last what

@@ -123,6 +123,7 @@ class AttentionSpec:
     softcap). With `sinks` each head learns a logit that takes its share of the weights and gives nothing.
     `query_scale` multiplies the queries by their positions, once they are turned.
     With `values_are_keys` one projection gives both: what the keys were before their norm and rotation.
+    A span of tokens that all see one another (`Sequences.spans`) is cut by a window, but for `whole_spans`.
     """
 
     num_attention_heads: int
@@ -140,6 +141,7 @@ class AttentionSpec:
     values_are_keys: bool = False
     chunk: int | None = None
     causal: bool = True
+    whole_spans: bool = False
 
     @property
     def q_size(self) -> int:

@@ -125,7 +125,9 @@ def document_bounds(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return bounds.clamp_(0, tokens)  # no kernel reads beside the tokens, even if the boundaries are wrong
 
 
-def key_ranges(bounds: Tensor, spans: Tensor | None = None, window: int | None = None) -> Tensor:
+def key_ranges(
+    bounds: Tensor, spans: Tensor | None = None, window: int | None = None, whole_spans: bool = False
+) -> Tensor:
     """What is seen where attention is not causal, or not everywhere: [4, T] int32, the first key of each
     query, the end of its keys, the first query that sees each key, and the end of these.
 
@@ -135,6 +137,7 @@ def key_ranges(bounds: Tensor, spans: Tensor | None = None, window: int | None =
             another, beside what precedes them; (t, t + 1) for a token in none. Neither row ever falls. None:
             a document is one span.
         window: of what lies before it a query sees the last so many tokens, itself included, and no more.
+        whole_spans: but all of its span, even what lies before the window.
     """
     if spans is None:
         spans = bounds
@@ -142,6 +145,9 @@ def key_ranges(bounds: Tensor, spans: Tensor | None = None, window: int | None =
     first, end = bounds[0], bounds[1]
     if window is not None:
         first, end = torch.maximum(first, token - window + 1), torch.minimum(end, token + window)
+        if whole_spans:
+            first = torch.minimum(first, torch.maximum(spans[0], bounds[0]))
+            end = torch.maximum(end, torch.minimum(spans[1], bounds[1]))
     # A query of the same span sees a key behind it, and one within the window a key before it.
     return torch.stack([first, torch.minimum(spans[1], bounds[1]), torch.maximum(spans[0], bounds[0]), end])
 

@@ -139,14 +139,14 @@ def look_ahead(sequences: Sequences) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("extras", [(None, False), (1.5, True)])
-@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize(("window", "whole"), [(None, False), (2, False), (2, True)])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("form", ["rows", "packed", "padded"])
-def test_a_query_sees_all_of_its_span_or_of_its_document(form, causal, window, extras):
+def test_a_query_sees_all_of_its_span_or_of_its_document(form, causal, window, whole, extras):
     torch.manual_seed(0)
     if not causal and window is not None:
         window = None
-    spec = dataclasses.replace(heads(2, window, *extras), causal=causal)
+    spec = dataclasses.replace(heads(2, window, *extras), causal=causal, whole_spans=whole)
     sequences, sinks = sequences_of(form), random_sinks(spec)
     documents = pieces(sequences, 99)
     span = look_ahead(sequences) if causal else documents
@@ -157,7 +157,7 @@ def test_a_query_sees_all_of_its_span_or_of_its_document(form, causal, window, e
             s
             for s in range(len(q))
             if ((documents[s] == documents[t] and s <= t) or span[s] == span[t])
-            and (window is None or t - s < window)
+            and (window is None or t - s < window or (whole and span[s] == span[t]))
         ]
         for head in range(4):
             scores = k[seen, head // 2] @ q[t, head] * spec.scale

@@ -182,7 +182,7 @@ def test_bounds_may_stand_for_boundaries(implementation):
         attention(q, k, v, bounds=bounds, cu_seqlens=cu_seqlens)
 
 
-def ranges_by_hand(spans, window):
+def ranges_by_hand(spans, window, whole):
     """[TOKENS, TOKENS] bool: the tokens of PACKED, where those of a span all see one another."""
     token = torch.arange(TOKENS)
     document = torch.bucketize(token, torch.tensor(PACKED), right=True)
@@ -192,7 +192,8 @@ def ranges_by_hand(spans, window):
     together = (span[:, None] == span) & (span[:, None] >= 0)
     sees = (token[:, None] >= token) | together
     if window is not None:
-        sees &= token > token[:, None] - window
+        within = token > token[:, None] - window
+        sees &= (within | together) if whole else within
     return sees & (document[:, None] == document)
 
 
@@ -203,16 +204,18 @@ SPANS = {
 }
 
 
-@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize(("window", "whole"), [(None, False), (9, False), (5, True)])
 @pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
-def test_ranges_of_keys_may_stand_for_causality(spans, window, implementation, small_tiles, assert_near):
+def test_ranges_of_keys_may_stand_for_causality(
+    spans, window, whole, implementation, small_tiles, assert_near
+):
     token = torch.arange(TOKENS)
     rows = torch.stack([token, token + 1])
     for first, end in spans:
         rows[0, first:end], rows[1, first:end] = first, end
     bounds = document_bounds(torch.tensor(PACKED), TOKENS)
-    ranges = key_ranges(bounds, rows.int(), window)
-    sees = ranges_by_hand(spans, window)
+    ranges = key_ranges(bounds, rows.int(), window, whole)
+    sees = ranges_by_hand(spans, window, whole)
     assert torch.equal(module.visible_keys(TOKENS, ranges, None, token.device), sees)
     assert torch.equal((token >= ranges[2][:, None]) & (token < ranges[3][:, None]), sees.T)
 
