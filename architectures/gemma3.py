@@ -2,12 +2,16 @@
 place of soft caps, a window on five layers of six, and rotations of their own for those.
 """
 
+import math
 from dataclasses import replace
 
 from liger_models.architectures.common import attention, decoder, mlp, rope, windows
+from liger_models.architectures.common.images import language_model
+from liger_models.architectures.common.towers import HEAD, SIGLIP, square_vision, tower, tower_layouts
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec, QKNormSpec
+from liger_models.convert.errors import ConfigError
+from liger_models.layers.spec import BlockSpec, LinearProjectorSpec, ModelSpec, NormSpec, QKNormSpec
 
 
 @register(
@@ -71,3 +75,61 @@ def gemma3_text(c: HFConfig) -> ModelSpec:
         embed_scale=c.take_count("hidden_size") ** 0.5,
         logit_softcap=c.take_number("final_logit_softcapping", None),
     )
+
+
+@register(
+    "gemma3",
+    reference="Gemma3ForConditionalGeneration",
+    tiny={
+        "text_config": {
+            "model_type": "gemma3_text",
+            "hidden_act": ...,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            "hidden_size": 32,
+            "intermediate_size": 40,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 16,
+            "patch_size": 3,
+            "layer_norm_eps": 2e-5,
+        },
+        "image_token_index": 3,
+        "mm_tokens_per_image": 4,
+    },
+    layouts=tower_layouts(
+        (("norm.", "mm_soft_emb_norm."), ("linear.weight", "mm_input_projection_weight")),
+        permuted=(("vision.projector.linear.weight", "i o -> o i"),),
+    ),
+    carried=lambda c: HEAD,
+)
+def gemma3(c: HFConfig) -> ModelSpec:
+    """Gemma 3 (Gemma Team, 2025, arXiv:2503.19786) with its encoder of images, SigLIP, whose patches are
+    pooled; the tokens of an image all see one another.
+    """
+    text, v = language_model(c), tower(c, [SIGLIP])
+    norm = NormSpec(eps=v.take_number("layer_norm_eps"), offset=1.0, cast="gemma")
+    tokens = c.take_count("mm_tokens_per_image", 256)
+    side = v.take_count("image_size") // v.take_count("patch_size")
+    merge = side // math.isqrt(tokens)
+    if not merge or (side // merge) ** 2 != tokens:
+        raise ConfigError(
+            f"{c.name}: mm_tokens_per_image is {tokens}, to which {side} times {side} patches of an image "
+            "cannot be pooled"
+        )
+    for key in ("boi_token_index", "eoi_token_index"):
+        c.take(key, None)  # which the processor places
+    image_id = c.take_count("image_token_index", 262144, least=0)
+    vision = square_vision(
+        v, LinearProjectorSpec(merge, norm), image_id, kinds="token_type_ids", spans="images"
+    )
+    return replace(text, vision=vision)

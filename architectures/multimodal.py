@@ -93,6 +93,11 @@ MULTIMODAL: dict[str, Multimodal] = {
     "llama4": Multimodal({"llama4_text": "llama4_text"}, tied_by_text=True),
     "llava": Multimodal({"llama": "llama", "mistral": "mistral", "qwen2": "qwen2"}, tied_by_text=True),
     "mistral3": Multimodal({kind: kind for kind in ("mistral", "ministral3", "mistral4")}, tied=True),
+    "paligemma": Multimodal(
+        {"gemma": "gemma", "gemma2": "gemma2"},
+        tied=True,
+        without=("num_image_tokens", "use_bidirectional_attention"),
+    ),
     "qwen2_vl": Multimodal({"qwen2_vl_text": "qwen2"}, **_QWEN2),
     "qwen2_5_vl": Multimodal({"qwen2_5_vl_text": "qwen2"}, **_QWEN2),
     "qwen3_vl": Multimodal(
@@ -121,6 +126,20 @@ MULTIMODAL: dict[str, Multimodal] = {
 
 # Sizes of the text families' config classes: published configs state only what differs from them.
 _SIZES: dict[str, dict[str, Any]] = {
+    "gemma": {
+        "vocab_size": 256000,
+        "hidden_size": 3072,
+        "intermediate_size": 24576,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+    },
+    "gemma2": {
+        "vocab_size": 256000,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+    },
     "gemma3_text": {
         "vocab_size": 262208,
         "hidden_size": 2304,
@@ -178,7 +197,7 @@ _ASIDE_NAMES = """
     boi_token_index eoi_token_index boi_token_id eoi_token_id boa_token_id eoa_token_index
     mm_tokens_per_image vision_token_id
     vision_start_token_id vision_end_token_id vision_feature_layer vision_feature_select_strategy
-    projector_hidden_act multimodal_projector_bias spatial_merge_size
+    projector_hidden_act multimodal_projector_bias spatial_merge_size projection_dim
 """
 _ASIDE = frozenset(_ASIDE_NAMES.split())
 _TOP_AND_TEXT = frozenset({"pad_token_id", "vocab_size", "tie_word_embeddings"})  # at the top not of the text

@@ -18,7 +18,7 @@ from liger_models.architectures.registry import register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.spec import BlockSpec, LayerNormSpec, MLPSpec, ModelSpec, TimeSpec
+from liger_models.layers.spec import BlockSpec, LayerNormSpec, MLPSpec, ModelSpec, StretchedTable, TimeSpec
 
 NAMES = (
     *(name for name in QWEN2_5 if not name[0].startswith("projector.")),
@@ -90,7 +90,7 @@ def qwen3_vl(c: HFConfig) -> ModelSpec:
         patch_size=16,
         patch_bias=True,
         positions=TimeSpec(steps_apart=True),
-        position_table=math.isqrt(v.take_count("num_position_embeddings", 2304)),
+        position_table=StretchedTable(math.isqrt(v.take_count("num_position_embeddings", 2304))),
         deep=tuple(v.take("deepstack_visual_indexes", [8, 16, 24])),
     )
     if not set(vision.deep) <= set(range(len(vision.blocks))) or len(vision.deep) > len(text.blocks):

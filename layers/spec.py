@@ -373,6 +373,47 @@ class MistralMergerSpec:
 
 
 @dataclass(frozen=True)
+class LinearProjectorSpec:
+    """From the encoder to the language model by the mean of `merge` times `merge` neighbouring patches, a
+    `norm` if there is one, and one linear layer (Gemma 3, PaliGemma).
+    """
+
+    merge: int = 1
+    norm: NormSpec | LayerNormSpec | None = None
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class MLPProjectorSpec:
+    """From the encoder to the language model by `merge` times `merge` neighbouring patches side by side, a
+    `norm` of them if there is one, and two linear layers with an activation between them, the first to the
+    width of the language model already (LLaVA, InternVL).
+    """
+
+    activation: Activation = "gelu"
+    bias: bool = True
+    merge: int = 1
+    norm: NormSpec | LayerNormSpec | None = None
+
+
+ProjectorSpec = PatchMergerSpec | MistralMergerSpec | LinearProjectorSpec | MLPProjectorSpec
+
+
+@dataclass(frozen=True)
+class StretchedTable:
+    """A table of `side` times `side` positions, stretched to the size of each picture (Qwen3-VL)."""
+
+    side: int
+
+
+@dataclass(frozen=True)
+class FixedTable:
+    """A table of `side` times `side` positions, one for each patch, and one for the class token (CLIP)."""
+
+    side: int
+
+
+@dataclass(frozen=True)
 class GridPictures:
     """A processor gives patches, [patches of all pictures, width] pixels, and the grid of each picture
     (Qwen2-VL): `pixel_values` with `image_grid_thw`, and of videos `pixel_values_videos` with
@@ -385,6 +426,15 @@ class PaddedPictures:
     """A processor gives `pixel_values` [images, channels, height, width], padded to the largest image, and
     `image_sizes` [images, 2] (Pixtral).
     """
+
+
+@dataclass(frozen=True)
+class SquarePictures:
+    """A processor gives `pixel_values` [images, channels, size, size], whatever the images' own size (CLIP).
+    What is left over of `size` pixels behind whole patches is not looked at.
+    """
+
+    size: int
 
 
 @dataclass(frozen=True)
@@ -406,26 +456,38 @@ class VisionSpec:
     `blocks` are those of the encoder, of width `hidden_size`. Each sees a whole picture (or a time step of a
     video), but for those at `windowed`, which see windows of `window` times `window` merged patches.
     `projector` makes features of what the encoder gives, one for each token with the id `image_id` or
-    `video_id`. `positions` are those of these tokens; None: as all others. A table of `position_table` times
-    `position_table` rows says where in its picture a patch stands, beside rotary positions or not. What
-    layers of the encoder at `deep` give is added to its tokens behind the first layers of the language model,
-    the lowest first, each by a projector of its own (DeepStack, arXiv:2406.04334). `pictures` is what the
-    family's processor gives, and `norm_before` a norm in front of the blocks.
+    `video_id`. `positions` are those of these tokens; None: as all others. A `position_table` says where in
+    its picture a patch stands, beside rotary positions or not. What layers of the encoder at `deep` give is
+    added to its tokens behind the first layers of the language model, the lowest first, each by a projector
+    of its own (DeepStack, arXiv:2406.04334). `pictures` is what the family's processor gives, `norm_before` a
+    norm in front of the blocks and `norm_behind` one behind them. A `class_token` is one more token of each
+    picture, in front of its patches or behind them, which the projector does not get. At `taken` it gets, in
+    place of what the last block gives, what these do side by side, the first of them being 1, and 0 what
+    enters it.
+
+    `kinds` is the keyword by which a processor says of each token what it belongs to; images need it then.
+    `spans` are tokens of the language model that all see one another: those of an image ("images"), or what
+    stands at the beginning of a document and is of kind 0 ("prefix").
     """
 
     hidden_size: int
     patches: PatchSpec
     blocks: tuple[BlockSpec, ...]
-    projector: PatchMergerSpec | MistralMergerSpec
+    projector: ProjectorSpec
     image_id: int
     video_id: int | None = None
     positions: TimeSpec | None = None
     windowed: tuple[int, ...] = ()
     window: int | None = None
-    position_table: int | None = None
+    position_table: StretchedTable | FixedTable | None = None
     deep: tuple[int, ...] = ()
-    pictures: GridPictures | PaddedPictures = GridPictures()
+    pictures: GridPictures | PaddedPictures | SquarePictures = GridPictures()
     norm_before: NormSpec | LayerNormSpec | None = None
+    norm_behind: NormSpec | LayerNormSpec | None = None
+    class_token: Literal["first", "last"] | None = None
+    taken: tuple[int, ...] = ()
+    kinds: Literal["mm_token_type_ids", "token_type_ids"] | None = None
+    spans: Literal["images", "prefix"] | None = None
 
     @property
     def deep_projector(self) -> PatchMergerSpec:

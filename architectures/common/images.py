@@ -150,6 +150,7 @@ def grid_vision(
         PatchMergerSpec(v.take_count("spatial_merge_size", 2), norm),
         c.take_count("image_token_id", 151655, least=0),
         c.take_count("video_token_id", 151656, least=0),
+        kinds="mm_token_type_ids",
         **settings,
     )
 

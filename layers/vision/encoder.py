@@ -1,8 +1,9 @@
 """The encoder of images: a linear layer over patches, and blocks in which those of a picture see one another.
 
     x = patches @ W^T + b,        [P, D] of all pictures of a batch, without padding
-    a norm, in some families
+    a class token, a norm, in some families
     blocks, as in a language model, but that attention is not causal
+    a norm, in some families
 
 Positions are the row and the column of a patch in its picture, by which halves of a head turn.
 """
@@ -18,14 +19,14 @@ from torch import Tensor, nn
 
 from liger_models.layers.activation_memory import parse_levels
 from liger_models.layers.attention_backends import AttentionBackend
-from liger_models.layers.blocks import BLOCKS, Block, run_block
+from liger_models.layers.blocks import BLOCKS, Block, add_and_norm, run_block
 from liger_models.layers.linear import as_wide_as
 from liger_models.layers.norm import make_norm
 from liger_models.layers.offload import Offload
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import PatchSpec, VisionSpec
 from liger_models.layers.vision.pictures import Pictures, places_of, windows_of
-from liger_models.layers.vision.position_table import PositionTable
+from liger_models.layers.vision.position_table import make_table
 
 
 class PatchEmbedding(nn.Module):
@@ -55,6 +56,29 @@ class PatchEmbedding(nn.Module):
             nn.init.zeros_(self.bias)
 
 
+class ClassToken(nn.Module):
+    """A learned vector [width] as one more token of each picture, in front of the others or behind them."""
+
+    def __init__(self, width: int, place: str):
+        super().__init__()
+        self.weight, self.place = nn.Parameter(torch.empty(width)), place
+
+    def forward(self, x: Tensor, pictures: int) -> Tensor:
+        """x [P, D] of so many pictures of one size -> [P + pictures, D]."""
+        own = self.weight.to(x.dtype).expand(pictures, 1, -1)
+        rows = x.unflatten(0, (pictures, -1))
+        return torch.cat([own, rows] if self.place == "first" else [rows, own], 1).flatten(0, 1)
+
+    def dropped(self, x: Tensor, pictures: int) -> Tensor:
+        """x without them."""
+        rows = x.unflatten(0, (pictures, -1))
+        return (rows[:, 1:] if self.place == "first" else rows[:, :-1]).flatten(0, 1)
+
+    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
+        """As every matrix."""
+        nn.init.normal_(self.weight, 0.0, std, generator)
+
+
 class VisionEncoder(nn.Module):
     """Patches to what the projector reads.
 
@@ -67,10 +91,11 @@ class VisionEncoder(nn.Module):
         super().__init__()
         self.spec = spec
         self.patch_embed = PatchEmbedding(spec.patches, spec.hidden_size)
-        self.table = None
-        if spec.position_table is not None:
-            self.table = PositionTable(spec.position_table, spec.hidden_size)
-        self.norm_before = None
+        self.class_token = None
+        if spec.class_token is not None:
+            self.class_token = ClassToken(spec.hidden_size, spec.class_token)
+        self.table = make_table(spec)
+        self.norm_before = self.norm_behind = None
         if spec.norm_before is not None:
             self.norm_before = make_norm(spec.hidden_size, spec.norm_before)
         layers = [
@@ -78,18 +103,17 @@ class VisionEncoder(nn.Module):
             for i, block in enumerate(spec.blocks)
         ]
         self.layers: Sequence[Block] = cast(Any, nn.ModuleList(layers))
+        if spec.norm_behind is not None:
+            self.norm_behind = make_norm(spec.hidden_size, spec.norm_behind)
 
     def forward(self, pictures: Pictures) -> list[Tensor]:
-        """What the last layer gives, and what those at `deep` give, from the lowest on: [P, D] each, in the
-        order of the pictures' patches.
+        """What the projector reads, [P, D], or wider where it is of several layers; and what the layers at
+        `deep` give, from the lowest on. In the order of the pictures' patches.
         """
         merge, device = self.spec.projector.merge, pictures.patches.device
-        x, places = self.patch_embed(pictures.patches), places_of(pictures.grids, merge)
-        if self.table is not None:
-            x = x + self.table(pictures.grids, merge).to(x.dtype)
-        if self.norm_before is not None:
-            x = self.norm_before(x)
-        frames, order = Sequences.of_lengths(pictures.frames, device), None
+        x, places = self._embedded(pictures), places_of(pictures.grids, merge)
+        lengths = [n + (self.class_token is not None) for n in pictures.frames]
+        frames, order = Sequences.of_lengths(lengths, device), None
         seen_by = [frames] * len(self.layers)
         if self.spec.window is not None and self.spec.windowed:
             order, lengths = windows_of(pictures.grids, merge, self.spec.window)
@@ -101,18 +125,36 @@ class VisionEncoder(nn.Module):
         frames.axes = places.to(device, non_blocking=True)
         frames.prepare_rotary(tuple(dict.fromkeys(r for b in self.spec.blocks for r in b.mixer.ropes)))
         residual, offload = None, Offload()
-        made = []
+        kept = {*self.spec.deep, *(state - 1 for state in self.spec.taken)}
+        states = {-1: x}
         for number, (layer, sequences) in enumerate(zip(self.layers, seen_by, strict=True)):
             sequences.rotary = frames.rotary
             x, residual = run_block(layer, x, residual, sequences, offload=offload)
-            if number in self.spec.deep:
+            if number in kept:
                 x, residual = x if residual is None else x + residual, None
-                made.append(x)
-        made.insert(0, x if residual is None else x + residual)
+                states[number] = x
+        if self.spec.taken:
+            x = torch.cat([states[state - 1] for state in self.spec.taken], -1)
+        elif self.norm_behind is not None:
+            x = add_and_norm(self.norm_behind, x, residual)[0]
+        else:
+            x = x if residual is None else x + residual
+        made = [x, *(states[number] for number in sorted(self.spec.deep))]
+        if self.class_token is not None:
+            made = [self.class_token.dropped(x, len(lengths)) for x in made]
         if order is None:
             return made
         back = order.argsort()
         return [_by_blocks(x, back, merge) for x in made]
+
+    def _embedded(self, pictures: Pictures) -> Tensor:
+        """What enters the blocks."""
+        x = self.patch_embed(pictures.patches)
+        if self.class_token is not None:
+            x = self.class_token(x, len(pictures.frames))
+        if self.table is not None:
+            x = x + self.table(pictures.grids, self.spec.projector.merge).to(x.dtype)
+        return x if self.norm_before is None else self.norm_before(x)
 
     def set_activation_memory(self, levels: str | Sequence[str]) -> None:
         """Choose what is kept for the backward pass: one level for all layers, or one a layer.

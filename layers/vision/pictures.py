@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.errors import DataError
-from liger_models.layers.spec import GridPictures, PaddedPictures, PatchSpec, VisionSpec
+from liger_models.layers.spec import GridPictures, PaddedPictures, PatchSpec, SquarePictures, VisionSpec
 
 Grid = tuple[int, int, int]
 
@@ -148,6 +148,24 @@ def _padded(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures 
     return Pictures(torch.cat(patches), grids, len(grids))
 
 
+def _squares(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
+    given = _taken(keywords, "pixel_values")
+    if not given:
+        return None
+    assert isinstance(spec.pictures, SquarePictures)
+    values, size = given["pixel_values"], spec.pictures.size
+    expected = spec.patches.channels, size, size
+    if values.dim() != 4 or tuple(values.shape[1:]) != expected or not values.is_floating_point():
+        raise DataError(
+            f"pixel_values must be floating point of shape [images, {', '.join(map(str, expected))}], to "
+            f"which the model's processor resizes every image; found {values.dtype} of shape "
+            f"{tuple(values.shape)}"
+        )
+    side = size // spec.patches.size
+    patches = [_cut(image, (1, side, side), merge, spec.patches.size) for image in values]
+    return Pictures(torch.cat(patches), [(1, side, side)] * len(values), len(values)) if patches else None
+
+
 def _cut(image: Tensor, grid: Grid, merge: int, size: int) -> Tensor:
     """The patches of an image [channels, H, W], [h * w, channels * size^2]."""
     _, h, w = grid
@@ -174,6 +192,7 @@ def _together(given: Mapping[str, Any], *names: str) -> bool:
 DOORS: dict[type, Callable[[VisionSpec, int, dict[str, Any]], Pictures | None]] = {
     GridPictures: _grids,
     PaddedPictures: _padded,
+    SquarePictures: _squares,
 }
 
 

@@ -1,32 +1,70 @@
-"""A learned table of positions, stretched to the size of each picture.
+"""Learned tables of positions: of pictures of one size, or stretched to the size of each picture.
 
-    x += sum over four taps of weight * table[tap]
+    x += table[place]                                           of one size
+    x += sum over four taps of weight * table[tap]              stretched
 
-The table is a square of side S. Patch i of h stands at i * (S - 1) / max(h - 1, 1) in it, and likewise in
-width: corners on corners, what lies between by linear interpolation (Qwen3-VL).
+The stretched table is a square of side S. Patch i of h stands at i * (S - 1) / max(h - 1, 1) in it, and
+likewise in width: corners on corners, what lies between by linear interpolation (Qwen3-VL).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from liger_models.layers.spec import FixedTable, StretchedTable, VisionSpec
 from liger_models.layers.vision.pictures import Grid, places_of
 
 
-class PositionTable(nn.Module):
-    """The positions of patches, from a table of `side` times `side` rows of `width`."""
+def make_table(spec: VisionSpec) -> PositionTable | None:
+    """The table that the spec describes, if any."""
+    match spec.position_table:
+        case StretchedTable(side):
+            return StretchedPositions(side**2, spec.hidden_size, side)
+        case FixedTable(side):
+            rows = side**2 + (spec.class_token is not None)
+            return FixedPositions(rows, spec.hidden_size, side, int(spec.class_token == "first"))
+    return None
 
-    def __init__(self, side: int, width: int):
+
+class PositionTable(nn.Module):
+    """The positions of patches, from a table of rows of `width`; `side` is that of its square."""
+
+    def __init__(self, rows: int, width: int, side: int):
         super().__init__()
         self.side = side
-        self.weight = nn.Parameter(torch.empty(side**2, width))
+        self.weight = nn.Parameter(torch.empty(rows, width))
+
+    def forward(self, grids: Sequence[Grid], merge: int) -> Tensor:
+        """[tokens, width], for the tokens of pictures in the order of `Pictures`."""
+        raise NotImplementedError
+
+    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
+        """As every matrix."""
+        nn.init.normal_(self.weight, 0.0, std, generator)
+
+
+class FixedPositions(PositionTable):
+    """A row for each patch, in rows of the picture, behind `first` others; and those, and what is behind."""
+
+    def __init__(self, rows: int, width: int, side: int, first: int):
+        super().__init__(rows, width, side)
+        self.first = first
+
+    def forward(self, grids: Sequence[Grid], merge: int) -> Tensor:
+        order = _rows(self.side, merge, self.first, len(self.weight))
+        if order is None:
+            return self.weight.repeat(len(grids), 1)
+        return self.weight[order.to(self.weight.device, non_blocking=True)].repeat(len(grids), 1)
+
+
+class StretchedPositions(PositionTable):
+    """In float32, whatever the table's dtype."""
 
     def forward(self, grids: Iterable[Grid], merge: int) -> Tensor:
-        """[P, width] float32, for the patches of pictures in the order of `Pictures`."""
         taps, weights = (torch.cat(x) for x in zip(*(self._taps(grid, merge) for grid in grids), strict=True))
         device = self.weight.device
         taps, weights = taps.to(device, non_blocking=True), weights.to(device, non_blocking=True)
@@ -36,9 +74,15 @@ class PositionTable(nn.Module):
     def _taps(self, grid: Grid, merge: int) -> tuple[Tensor, Tensor]:
         return _taps(grid, merge, self.side)
 
-    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """As every matrix."""
-        nn.init.normal_(self.weight, 0.0, std, generator)
+
+@functools.lru_cache(maxsize=256)
+def _rows(side: int, merge: int, first: int, rows: int) -> Tensor | None:
+    """Of each token of a picture the row, on the host; None: they stand in the order of the rows."""
+    if merge == 1:
+        return None
+    row, column = places_of([(1, side, side)], merge)
+    rest = torch.arange(rows, device="cpu")
+    return torch.cat([rest[:first], first + row * side + column, rest[first + side**2 :]])
 
 
 @functools.lru_cache(maxsize=256)

@@ -8,7 +8,12 @@ from torch import Tensor, nn
 from liger_models.layers.linear import Linear
 from liger_models.layers.mlp import plain_activation
 from liger_models.layers.norm import make_norm
-from liger_models.layers.spec import MistralMergerSpec, PatchMergerSpec
+from liger_models.layers.spec import (
+    LinearProjectorSpec,
+    MistralMergerSpec,
+    MLPProjectorSpec,
+    PatchMergerSpec,
+)
 
 
 class PatchMerger(nn.Module):
@@ -60,7 +65,54 @@ class MistralMerger(nn.Module):
         return self.linear_2(self.activation(self.linear_1(merged)))
 
 
+class LinearProjector(nn.Module):
+    """`linear(norm(mean of merge^2 patches))` (Gemma 3, arXiv:2503.19786, section 2.2).
+
+    Args:
+        width: that of a patch, D.
+        hidden_size: that of the language model, H.
+        spec: of how many patches the mean is, the norm, and the bias.
+    """
+
+    def __init__(self, width: int, hidden_size: int, spec: LinearProjectorSpec):
+        super().__init__()
+        self.patches = spec.merge**2
+        self.norm = None if spec.norm is None else make_norm(width, spec.norm)
+        self.linear = Linear(width, hidden_size, bias=spec.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [P, D], in blocks of patches -> [P / merge^2, H]."""
+        if self.patches > 1:
+            x = x.unflatten(0, (-1, self.patches)).mean(1)
+        return self.linear(x if self.norm is None else self.norm(x))
+
+
+class MLPProjector(nn.Module):
+    """`linear_2(act(linear_1(norm(merge^2 patches side by side))))` (LLaVA 1.5, arXiv:2310.03744, section
+    3.3).
+
+    Args:
+        width: that of a patch, D.
+        hidden_size: that of the language model, H.
+        spec: what is merged, the norm, the activation and the biases.
+    """
+
+    def __init__(self, width: int, hidden_size: int, spec: MLPProjectorSpec):
+        super().__init__()
+        self.merged, self.activation = width * spec.merge**2, plain_activation(spec.activation)
+        self.norm = None if spec.norm is None else make_norm(self.merged, spec.norm)
+        self.linear_1 = Linear(self.merged, hidden_size, bias=spec.bias)
+        self.linear_2 = Linear(hidden_size, hidden_size, bias=spec.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [P, D], in blocks of patches that are merged -> [P / merge^2, H]."""
+        x = x.reshape(-1, self.merged)
+        return self.linear_2(self.activation(self.linear_1(x if self.norm is None else self.norm(x))))
+
+
 PROJECTORS: dict[type, type[nn.Module]] = {
     PatchMergerSpec: PatchMerger,
     MistralMergerSpec: MistralMerger,
+    LinearProjectorSpec: LinearProjector,
+    MLPProjectorSpec: MLPProjector,
 }

@@ -20,6 +20,7 @@ from liger_models.layers.vision.encoder import VisionEncoder
 from liger_models.layers.vision.pictures import Grid, Pictures, cut, take_pictures, whole_blocks
 from liger_models.layers.vision.positions import IMAGE, TEXT, VIDEO, axis_positions, longest_position
 from liger_models.layers.vision.projectors import PROJECTORS
+from liger_models.layers.vision.spans import prefixes, spans_of
 
 Part = Literal["vision", "projector", "language"]
 
@@ -59,14 +60,19 @@ class Vision(nn.Module):
         spec: the parts.
         hidden_size: that of the language model, H.
         attention: the attention backend.
+
+    Raises:
+        ValueError: parts that do not go together.
     """
 
     def __init__(self, spec: VisionSpec, hidden_size: int, attention: AttentionBackend = "auto"):
         super().__init__()
+        if spec.spans == "prefix" and spec.kinds is None:
+            raise ValueError("spans are those of a prefix, and no keyword says where it ends: kinds is None")
         self.spec, self.merge = spec, spec.projector.merge
         self.encoder = VisionEncoder(spec, attention)
         width, make = spec.hidden_size, PROJECTORS[type(spec.projector)]
-        self.projector = make(width, hidden_size, spec.projector)
+        self.projector = make(width * max(len(spec.taken), 1), hidden_size, spec.projector)
         self.deep = nn.ModuleList([make(width, hidden_size, spec.deep_projector) for _ in spec.deep])
 
     def forward(self, pictures: Pictures) -> list[Tensor]:
@@ -95,15 +101,23 @@ class Vision(nn.Module):
         Raises:
             DataError: something is missing, or does not fit.
         """
-        placed = self.spec.positions is not None  # elsewhere kinds would be of no effect
-        kinds = keywords.pop("mm_token_type_ids", None) if placed else None
+        name = self.spec.kinds  # elsewhere they would be of no effect
+        kinds = None if name is None else keywords.pop(name, None)
         pictures = take_pictures(self.spec, self.merge, keywords)
-        if placed and pictures is not None and kinds is None:
+        if name is not None and pictures is not None and kinds is None:
             raise DataError(
-                "got images without mm_token_type_ids, by which their tokens get their positions: give them "
-                "as the processor does (0 for text, 1 for images, 2 for videos)"
+                f"got images without {name}, by which tokens get their positions or see one another: give "
+                f"them as the processor does ({self._meaning})"
             )
         return Sight(pictures, kinds)
+
+    @property
+    def _meaning(self) -> str:
+        """Of the kinds of tokens, in words."""
+        if self.spec.spans == "prefix":
+            return "0 for a document's beginning, which is seen as a whole, 1 for what is to be learned"
+        videos = "" if self.spec.video_id is None else f", 2 where they are {self.spec.video_id} (videos)"
+        return f"1 where input_ids are {self.spec.image_id} (images){videos}, and 0 elsewhere"
 
     def prepare(self, sight: Sight, sequences: Sequences, input_ids: Tensor | None) -> None:
         """Give the tokens their positions, and begin to check that pictures and tokens fit.
@@ -126,11 +140,18 @@ class Vision(nn.Module):
         if sight.kinds is not None:
             if sight.kinds.shape != input_ids.shape:
                 raise DataError(
-                    f"mm_token_type_ids must have the shape of the tokens, {tuple(input_ids.shape)}; found "
+                    f"{self.spec.kinds} must have the shape of the tokens, {tuple(input_ids.shape)}; found "
                     f"{tuple(sight.kinds.shape)}"
                 )
-            counts.append((sequences.pack(sight.kinds) != found).any().long())
+            kinds = sequences.pack(sight.kinds)
+            if self.spec.spans == "prefix":
+                sequences.spans, wrong = prefixes(sequences, kinds)
+            else:
+                wrong = (kinds != found).any()
+            counts.append(wrong.long())
         sight.kinds = found
+        if sight.pictures is not None and self.spec.spans == "images":
+            sequences.spans = spans_of(sequences, found != TEXT)
         if sight.pictures is not None and self.spec.positions is not None:
             rate, pictures = self.spec.positions.tokens_per_second, sight.pictures
             if self.spec.positions.steps_apart:
@@ -186,10 +207,7 @@ class Vision(nn.Module):
                 f"{expected[0]} and {expected[1]}; was the text cut, or an image left out?"
             )
         if 1 in faults:
-            raise DataError(
-                f"mm_token_type_ids must be 1 where input_ids are {self.spec.image_id} (images), 2 where "
-                f"they are {self.spec.video_id} (videos), and 0 elsewhere"
-            )
+            raise DataError(f"{self.spec.kinds} must be {self._meaning}")
         if 2 in faults:
             raise DataError(
                 "the runs of image tokens in the text are not those of the grids, one for each picture and "

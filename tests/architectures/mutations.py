@@ -43,7 +43,7 @@ NOT_SEEN = {
     "SparseMixerSpec.input_noise": "acts in training alone: tests/architectures/test_phimoe.py",
     "NormSpec.cast": "float32 rounds nothing: test_rounding.py",
 }
-OF_IMAGES = ("RopeSpec.axes", "RopeSpec.frequencies", "ModelSpec.vision")
+OF_IMAGES = ("RopeSpec.axes", "RopeSpec.frequencies", "AttentionSpec.whole_spans", "ModelSpec.vision")
 """Which the tests in tests/vision look at, as at all that lies in the last."""
 
 
@@ -92,7 +92,7 @@ def other_values(value: Any, hint: Any) -> list[Any]:
         parts = [kind for kind in kinds if is_dataclass(kind)]
         if parts:
             return [kind(*[4] * len(_needed(kind))) for kind in parts]  # type: ignore[operator]
-        return [2] if int in kinds else [0.5] if float in kinds else []
+        return [2] if int in kinds else [0.5] if float in kinds else _choices(hint)
     return nothing
 
 
@@ -147,6 +147,8 @@ def unnoticed_fields(
             continue
         if field == "QKNormSpec.before_rope" and at(pair.ours.spec, path[:-2]).rope is None:
             continue  # before or after nothing
+        if field == "AttentionSpec.whole_spans" and at(pair.ours.spec, path[:-1]).window is None:
+            continue  # which no window cuts
         if wanted is not None:
             if field not in wanted or value in wanted[field]:
                 continue

@@ -8,6 +8,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
@@ -245,7 +246,9 @@ def make_pair(
     ours = CausalLM(architecture.spec(HFConfig.load(config)), **model_options)
     reference = reference_model(architecture, config)
     in_comparable_mode(ours.spec, ours, reference)
-    weight_map = map_like(architecture, ours, names_of(reference))
+    carried = architecture.carried(HFConfig.load(config))
+    names = {n for n in names_of(reference) if not any(fnmatchcase(n, pattern) for pattern in carried)}
+    weight_map = map_like(architecture, ours, names)
     copy_parameters(weight_map, ours, reference.state_dict())
     return kind(architecture, config, ours, reference, weight_map)
 

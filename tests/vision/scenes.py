@@ -14,7 +14,7 @@ import pairs
 import torch
 from torch import Tensor
 
-from liger_models.layers.spec import GridPictures, PaddedPictures
+from liger_models.layers.spec import GridPictures, PaddedPictures, SquarePictures
 
 Piece = Any
 Document = Sequence[Piece]
@@ -68,7 +68,7 @@ class SeeingPair(pairs.Pair):
         for row, (tokens, own) in enumerate(zip(made, mask, strict=True)):
             place = slice(None, len(tokens)) if padding == "right" else slice(longest - len(tokens), None)
             ids[row, place], own[place] = torch.tensor(tokens), 1
-        call: dict[str, Any] = {"input_ids": ids, **self._pictures(documents), **self._kinds(ids)}
+        call: dict[str, Any] = {"input_ids": ids, **self._pictures(documents), **self._kinds(ids, mask)}
         begins = mask.cumsum(1) <= 1  # nothing precedes the first token, though the reference sees padding
         call["labels"] = ids.masked_fill(begins | (mask == 0) | (self._kind(ids) != 0), -100)
         return call | ({} if bool(mask.all()) else {"attention_mask": mask})
@@ -100,8 +100,14 @@ class SeeingPair(pairs.Pair):
         video_id = -1 if self.vision.video_id is None else self.vision.video_id
         return (ids == self.vision.image_id).int() + 2 * (ids == video_id).int()
 
-    def _kinds(self, ids: Tensor) -> dict[str, Tensor]:
-        return {"mm_token_type_ids": self._kind(ids)} if self.vision.positions else {}
+    def _kinds(self, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        if self.vision.kinds is None:
+            return {}
+        kinds = self._kind(ids)
+        if self.vision.spans == "prefix":  # which ends behind the token that follows the last image
+            place = mask.cumsum(1)
+            kinds = (place > (place * kinds).amax(1, keepdim=True) + 1).int()
+        return {self.vision.kinds: kinds}
 
     def _pictures(self, documents: Sequence[Document]) -> dict[str, Any]:
         pieces = [piece for document in documents for piece in document if not isinstance(piece, int)]
@@ -132,13 +138,23 @@ class SeeingPair(pairs.Pair):
         pixels = 0.1 * torch.randn(len(pieces), self.vision.patches.channels, 18 * size, 18 * size)
         return {"pixel_values": pixels, "image_sizes": sizes}
 
+    def _squares(self, pieces: list[Piece]) -> dict[str, Any]:
+        size = self.vision.pictures.size
+        return {"pixel_values": 0.1 * torch.randn(len(pieces), self.vision.patches.channels, size, size)}
+
     def _grid(self, piece: Image | Video) -> tuple[int, int, int]:
-        """Padded images have a row and a column more, of which no token may come."""
+        """Padded images have a row and a column more, of which no token may come; square ones one size."""
+        if isinstance(self.vision.pictures, SquarePictures):
+            return 1, *[self.vision.pictures.size // self.vision.patches.size] * 2
         more = int(isinstance(self.vision.pictures, PaddedPictures))
         return getattr(piece, "steps", 1), piece.height + more, piece.width + more
 
 
-KINDS = {GridPictures: SeeingPair._grids, PaddedPictures: SeeingPair._padded}
+KINDS = {
+    GridPictures: SeeingPair._grids,
+    PaddedPictures: SeeingPair._padded,
+    SquarePictures: SeeingPair._squares,
+}
 """What a processor gives, by what the spec says of it."""
 
 

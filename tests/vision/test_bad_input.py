@@ -96,6 +96,41 @@ def test_padded_images_that_do_not_fit_are_refused(change, message, make_pair, p
         pair.ours(**change(call))
 
 
+OF_SQUARES = {
+    "another size": (
+        "gemma3",
+        lambda call: call | {"pixel_values": call["pixel_values"][..., :-1]},
+        r"shape \[images, 3, 16, 16\].*found torch.float32 of shape \(2, 3, 16, 15\)",
+    ),
+    "an image less": (
+        "llava",
+        lambda call: call | {"pixel_values": call["pixel_values"][:1]},
+        "8 tokens of images and 0 of videos, and the pixels make 4 and 0",
+    ),
+    "no image": ("llava", lambda call: without(call, "pixel_values"), "was the text cut"),
+    "no kinds": ("gemma3", lambda call: without(call, "token_type_ids"), "without token_type_ids"),
+    "other kinds": (
+        "gemma3",
+        lambda call: call | {"token_type_ids": call["token_type_ids"].roll(1)},
+        r"token_type_ids must be 1 where input_ids are 3 \(images\), and 0 elsewhere",
+    ),
+    "a prefix behind the beginning": (
+        "paligemma",
+        lambda call: call | {"token_type_ids": 1 - call["token_type_ids"]},
+        "token_type_ids must be 0 for a document's beginning",
+    ),
+}
+
+
+@pytest.mark.parametrize(("family", "change", "message"), OF_SQUARES.values(), ids=OF_SQUARES)
+def test_square_images_that_do_not_fit_are_refused(family, change, message, make_pair, pairs_made):
+    pair = pairs_made.get(family) or pairs_made.setdefault(family, make_pair(family))
+    call = pair.scene([1, Image(6, 10), 2, Image(4, 4), 3])
+    assert pair.ours(**call).loss.isfinite()
+    with pytest.raises(DataError, match=message):
+        pair.ours(**change(call))
+
+
 def test_two_pictures_need_text_between_them(make_pair, pairs_made):
     """As in the reference, which takes the two for one."""
     pair = pairs_made.setdefault("qwen2_5_vl", make_pair("qwen2_5_vl"))

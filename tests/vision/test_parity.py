@@ -59,7 +59,7 @@ def test_packed_documents_are_as_documents_alone(pair):
         assert (output.gradients[name] - gradient).norm() <= 1e-5 * max(gradient.norm(), 1.0), name
 
 
-OF_TOKENS = ("input_ids", "labels", "mm_token_type_ids")
+OF_TOKENS = ("input_ids", "labels", "mm_token_type_ids", "token_type_ids")
 
 
 def test_every_level_of_activation_memory_gives_the_same_gradients(pair):

@@ -1,0 +1,179 @@
+"""Encoders of square images that many families have, CLIP's and SigLIP's: from their configs to specs, and
+their names in checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from liger_models.architectures.common.mlps import activation
+from liger_models.architectures.common.model import take_only
+from liger_models.convert.checkpoints.layout import Layout
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.errors import ConfigError, abbreviate
+from liger_models.layers.spec import (
+    AttentionSpec,
+    BlockSpec,
+    FixedTable,
+    LayerNormSpec,
+    MLPSpec,
+    PatchSpec,
+    ProjectorSpec,
+    SquarePictures,
+    VisionSpec,
+)
+
+CLIP, SIGLIP = "clip_vision_model", "siglip_vision_model"
+_SIZES = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "image_size": 224,
+}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    CLIP: {**_SIZES, "patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
+    SIGLIP: {**_SIZES, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
+}
+_UNREAD = (
+    "projection_dim",
+    "projector_hidden_act",
+    "vision_use_head",
+    "vocab_size",
+    "num_image_tokens",
+    "initializer_factor",
+)
+"""Keys of what stands behind these encoders in other models, or of fresh weights."""
+
+
+def tower(c: HFConfig, kinds: Collection[str]) -> HFConfig:
+    """The config of the encoder, which is one of `kinds`, the first if it does not say.
+
+    Raises:
+        ConfigError: there is none, or one of another kind.
+    """
+    v = c.part("vision_config")
+    kind = v.model_type if "model_type" in c.raw["vision_config"] else next(iter(kinds))
+    if kind not in kinds:
+        raise ConfigError(
+            f"{v.name}: the encoder is of the type {abbreviate(kind)}; supported are {', '.join(kinds)}"
+        )
+    v.model_type = kind
+    v.fill(_DEFAULTS[kind])
+    for key in _UNREAD:
+        v.take(key, None)
+    take_only(c, ignore_index=-100)
+    return v
+
+
+def square_vision(
+    v: HFConfig, projector: ProjectorSpec, image_id: int, states: Sequence[int] = (), **settings: Any
+) -> VisionSpec:
+    """An encoder of square images.
+
+    Args:
+        v: its config, as `tower` gives it.
+        projector, image_id: the way out of it, and the id of its tokens.
+        states: what goes that way, see `states_read`; by default what the last layer gives, normalised.
+        settings: further fields of the spec.
+
+    Raises:
+        ConfigError: heads that do not share out its width.
+    """
+    width, heads = v.take_count("hidden_size"), v.take_count("num_attention_heads")
+    if width % heads:
+        raise ConfigError(f"{v.name}: hidden_size {width} is not a multiple of num_attention_heads {heads}")
+    clip, norm = v.model_type == CLIP, LayerNormSpec(eps=v.take_number("layer_norm_eps"))
+    head_dim, depth = width // heads, v.take_count("num_hidden_layers")
+    attention = AttentionSpec(
+        heads, heads, head_dim, head_dim**-0.5, qkv_bias=True, o_bias=True, causal=False
+    )
+    mlp = MLPSpec(v.take_count("intermediate_size"), activation(v, gated=False), bias=True, gated=False)
+    size, patch = v.take_count("image_size"), v.take_count("patch_size")
+    last_alone = len(states) == 1 and states[0] > 0
+    return VisionSpec(
+        width,
+        PatchSpec(patch, channels=v.take_count("num_channels", 3), bias=not clip),
+        (BlockSpec(attention, mlp, norm),) * (max(states) if states else depth),
+        projector,
+        image_id,
+        position_table=FixedTable(size // patch),
+        pictures=SquarePictures(size),
+        norm_before=norm if clip else None,
+        norm_behind=None if states else norm,
+        class_token="first" if clip else None,
+        taken=() if last_alone else tuple(states),
+        **settings,
+    )
+
+
+def states_read(c: HFConfig, v: HFConfig, default: int) -> tuple[int, ...]:
+    """The states of the encoder that the config's `vision_feature_layer` names, one or a list of them: 0 is
+    what enters its first layer, i what layer i gives, the first being 1; negative ones count from the end.
+
+    Raises:
+        ConfigError: there is no such state.
+    """
+    depth, named = v.take_count("num_hidden_layers"), c.take("vision_feature_layer", default)
+    states = named if isinstance(named, list) else [named]
+    if not states or not all(type(i) is int and -depth - 1 <= i <= depth for i in states):
+        raise ConfigError(
+            f"{c.name}: vision_feature_layer must be a state of the encoder's {depth} layers or a list of "
+            f"such, from {-depth - 1} to {depth}, found {abbreviate(named)}"
+        )
+    return tuple(i % (depth + 1) for i in states)
+
+
+def unread_tensors(depth: int, first: int) -> tuple[str, ...]:
+    """Patterns of the tensors of an encoder of `depth` layers that nothing reads, where those from `first` on
+    are among them, and the norm behind them.
+    """
+    layers = tuple(f"*vision_tower.*layers.{i}.*" for i in range(first, depth))
+    return (*layers, "*vision_tower.*post_layernorm.*", *HEAD)
+
+
+HEAD = ("*vision_tower.head.*", "*vision_tower.vision_model.head.*", "*embeddings.position_ids")
+"""Of SigLIP what makes one vector of an image, and a row of numbers that older files have."""
+
+NAMES = (
+    ("patch_embed.", "embeddings.patch_embedding."),
+    ("table.", "embeddings.position_embedding."),
+    ("class_token.weight", "embeddings.class_embedding"),
+    ("norm_before.", "pre_layrnorm."),
+    ("norm_behind.", "post_layernorm."),
+    ("layers.", "encoder.layers."),
+    (".input_layernorm.", ".layer_norm1."),
+    (".post_attention_layernorm.", ".layer_norm2."),
+    (".o_proj.", ".out_proj."),
+    (".up_proj.", ".fc1."),
+    (".down_proj.", ".fc2."),
+)
+"""Of the encoder, behind `vision_tower.`."""
+
+
+def tower_layouts(
+    projector: tuple[tuple[str, str], ...] = (), permuted: tuple[tuple[str, str], ...] = ()
+) -> tuple[Layout, ...]:
+    """As the hub has it, as transformers writes it, and as it builds it.
+
+    Args:
+        projector: renames what stands behind `multi_modal_projector.`.
+        permuted: as in `Layout`.
+    """
+    return tuple(
+        Layout(
+            root=text,
+            rename=rename,
+            permuted=permuted,
+            parts=(
+                ("vision.encoder.", Layout(NAMES, root=f"{root}vision_tower.{model}")),
+                ("vision.projector.", Layout(projector, root=f"{root}multi_modal_projector.")),
+            ),
+        )
+        for text, root, rename in (
+            ("language_model.model.", "", (("lm_head.", "language_model.lm_head."),)),
+            ("model.language_model.", "model.", ()),
+        )
+        for model in ("vision_model.", "")
+    )

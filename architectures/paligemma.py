@@ -1,0 +1,74 @@
+"""PaliGemma (Beyer et al., 2024, arXiv:2407.07726) and PaliGemma 2 (Steiner et al., 2024, arXiv:2412.03555):
+Gemma or Gemma 2 behind SigLIP and one linear layer; the tokens of images and prompt all see one another.
+"""
+
+from dataclasses import replace
+
+from liger_models.architectures.common import take_only
+from liger_models.architectures.common.images import language_model
+from liger_models.architectures.common.towers import HEAD, SIGLIP, square_vision, tower, tower_layouts
+from liger_models.architectures.registry import register
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.layers.spec import AttentionSpec, LinearProjectorSpec, ModelSpec
+
+
+@register(
+    "paligemma",
+    reference="PaliGemmaForConditionalGeneration",
+    tiny={
+        "text_config": {
+            "model_type": "gemma2",
+            "hidden_act": ...,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 2.0,
+            "sliding_window": 3,
+        },
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            "hidden_size": 32,
+            "intermediate_size": 40,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 10,
+            "patch_size": 3,
+            "layer_norm_eps": 2e-5,
+        },
+        "image_token_index": 3,
+        "projection_dim": 48,
+    },
+    layouts=tower_layouts(),
+    carried=lambda c: HEAD,
+    variants={
+        "gemma": {
+            "text_config": {
+                "model_type": "gemma",
+                "hidden_act": "gelu_pytorch_tanh",
+                **dict.fromkeys(
+                    (
+                        "hidden_activation",
+                        "query_pre_attn_scalar",
+                        "attn_logit_softcapping",
+                        "final_logit_softcapping",
+                        "sliding_window",
+                    ),
+                    ...,
+                ),
+            },
+            "tie_word_embeddings": False,
+        }
+    },
+)
+def paligemma(c: HFConfig) -> ModelSpec:
+    text, v = language_model(c), tower(c, [SIGLIP])
+    take_only(c, projection_dim=text.hidden_size)
+    image_id = c.take_count("image_token_index", 256000, least=0)
+    vision = square_vision(
+        v, LinearProjectorSpec(bias=True), image_id, kinds="token_type_ids", spans="prefix"
+    )
+    blocks = []
+    for block in text.blocks:
+        assert isinstance(block.mixer, AttentionSpec)
+        blocks.append(replace(block, mixer=replace(block.mixer, whole_spans=block.mixer.window is not None)))
+    return replace(text, blocks=tuple(blocks), vision=vision)

@@ -1,0 +1,45 @@
+"""Tokens of the language model that all see one another, beside what precedes them: those of an image, or the
+beginning of a document.
+
+A span is a run of such tokens within a document. All of it is computed on the device, without waiting for it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liger_models.layers.sequences import Sequences
+
+
+def spans_of(sequences: Sequences, together: Tensor) -> Tensor:
+    """Where the span begins and ends in which each token stands, [2, T] int32, of runs of tokens that are
+    `together` [T] bool; any other is a span by itself.
+    """
+    token = torch.arange(len(together), device=together.device)
+    begins = _begins(sequences, together)
+    ends = torch.cat([begins[1:], begins.new_ones(1)])
+    first = torch.where(begins, token, 0).cummax(0).values
+    end = torch.where(ends, token + 1, len(token)).flip(0).cummin(0).values.flip(0)
+    return torch.where(together, torch.stack([first, end]), torch.stack([token, token + 1])).int()
+
+
+def prefixes(sequences: Sequences, kinds: Tensor) -> tuple[Tensor, Tensor]:
+    """The spans of tokens of kind 0 [T], and, a bool on the device, whether some of them is not at the
+    beginning of its document, or is neither of kind 0 nor of 1.
+    """
+    token = torch.arange(len(kinds), device=kinds.device)
+    begins = _begins(sequences, kinds == 0) & (token != _first(sequences, token))
+    wrong = ((begins & (kinds == 0)) | ((kinds != 0) & (kinds != 1))).any()
+    return spans_of(sequences, kinds == 0), wrong
+
+
+def _begins(sequences: Sequences, together: Tensor) -> Tensor:
+    token = torch.arange(len(together), device=together.device)
+    return (token == _first(sequences, token)) | (together != together.roll(1))
+
+
+def _first(sequences: Sequences, token: Tensor) -> Tensor:
+    """The first token of each one's document."""
+    bounds = sequences.document_bounds()
+    return torch.zeros_like(token) if bounds is None else bounds[0].long()
