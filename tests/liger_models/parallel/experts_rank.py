@@ -2,22 +2,30 @@
 
 task.pt lies in the folder, the cases by name, and a checkpoint NAME of each. Gives by case the loss, whole
 gradients, their norm, the routers' biases after an update, and what was read and held. All ranks write
-NAME/saved.
+NAME/saved. And by form of the kernels, of a layer that has tokens on the last rank alone, values and what
+they should be.
 """
 
+import contextlib
 import functools
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 import liger_models
 from liger_models import ParallelDims, parallelize, update_correction_bias
+from liger_models.kernels import ClampedSwiGLU
+from liger_models.kernels._dispatch import interpret, interpreted
+from liger_models.layers.expert_parallel import divide_experts
+from liger_models.layers.moe import MixtureOfExperts
+from liger_models.layers.spec import MoESpec
 from liger_models.optim import AdamW
 
 
-def results(folder: Path, rank: int, ranks: int) -> dict[str, dict[str, Any]]:
+def results(folder: Path, rank: int, ranks: int) -> tuple[dict[str, Any], dict[str, Any]]:
     found = {}
     for name, case in torch.load(folder / "task.pt", weights_only=False).items():
         dims = ParallelDims(**case["dims"])
@@ -38,6 +46,30 @@ def results(folder: Path, rank: int, ranks: int) -> dict[str, dict[str, Any]]:
         for bias in case["biases"]:
             model.get_buffer(bias).copy_(case["biases"][bias])
         model.save_pretrained(folder / name / "saved")
+    # The interpreter takes its time.
+    forms = {"plain": contextlib.nullcontext} | ({"triton": interpret} if interpreted and ranks == 2 else {})
+    return found, {form: with_tokens_on_the_last(rank, ranks, forms[form]) for form in forms}
+
+
+def with_tokens_on_the_last(rank: int, ranks: int, form: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    spec = MoESpec(8, 2, 12, activation=ClampedSwiGLU(1.7, 7.0), bias=True)
+    torch.manual_seed(0)
+    alone, layer = (MixtureOfExperts(20, spec) for _ in range(2))
+    with torch.no_grad():
+        for p in alone.parameters():
+            p.normal_(0, 0.3)
+    layer.load_state_dict(alone.state_dict())
+    divide_experts(layer, init_device_mesh("cpu", (ranks,)))
+    x = torch.randn(7, 20)
+    true_x, own_x = x.clone().requires_grad_(), x[: 7 * (rank == ranks - 1)].clone().requires_grad_()
+    true = alone(true_x)
+    (true.square().sum() / ranks).backward()
+    with form():
+        y = layer(own_x)
+        y.square().sum().backward()
+    found = {"y": (y.detach(), true.detach()), "dx": (own_x.grad / ranks, true_x.grad)} if len(y) else {}
+    for (name, p), q in zip(layer.experts.named_parameters(), alone.experts.parameters(), strict=True):
+        found[name] = p.grad.full_tensor(), q.grad
     return found
 
 

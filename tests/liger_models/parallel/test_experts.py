@@ -91,7 +91,8 @@ def results(tmp_path_factory):
         torch.save(tasks, folder / "task.pt")
         of_ranks = run_ranks(RANK, folder, ranks=ranks, seconds=300)
         for name in cases:
-            found[ranks, name] = [one[name] for one in of_ranks], alone[name], folder / name
+            found[ranks, name] = [one[name] for one, _ in of_ranks], alone[name], folder / name
+        found[ranks] = [layers for _, layers in of_ranks]
     return found
 
 
@@ -132,6 +133,19 @@ def test_four_ranks_that_divide_or_repeat_the_experts_again_equal_one_process(ca
     found, alone, folder = results[4, case]
     check(found, alone, folder, FOUR[case]["dims"].get("sequence", 1))
     assert all(result["read"] == result["held"] for result in found)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_without_tokens_compute_those_of_others(ranks, results):
+    for rank, forms in enumerate(results[ranks]):
+        for form, values in forms.items():
+            assert ("y" in values) == (rank == ranks - 1)
+            for name, (value, true) in values.items():
+                # Sums of up to 20 terms in two products, in float32.
+                error, size = (value - true).abs().max().item(), true.abs().max().item()
+                assert error <= 1e-5 * size, f"{form} {name}: {error / size:.1e}"
 
 
 @pytest.mark.parametrize(
