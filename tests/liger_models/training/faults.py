@@ -9,6 +9,7 @@
 | `full` | the disk is full: a write of one process fails                 | all end, and name the file   |
 | `die`  | one of two processes is killed                                 | the other ends, and names it |
 | `hang` | the main thread of one of two processes comes no further       | both end, and name it        |
+| `fail` | one of two processes raises an error                           | the other ends, and tells it |
 
 Each run goes on from what the one before left, in one folder; when the moments are used up it runs to its
 end. What a fault leaves is looked at each time: every checkpoint-N is whole. Processes are forks of this one,
@@ -41,12 +42,13 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import liger_models
+from liger_models.convert.errors import DataError
 from liger_models.parallel import parallelize  # noqa: F401
 from liger_models.training import TrainConfig, saving_together, train, watch  # noqa: F401
 from liger_models.training.data import Documents
 from liger_models.training.run_folder import checkpoints, verify
 
-KINDS = ("kill", "full", "die", "hang")
+KINDS = ("kill", "full", "die", "hang", "fail")
 RANKS = 2
 PATIENCE, SILENCE, INTERVAL = 8.0, 4.0, 0.25
 STEPS = 12
@@ -199,8 +201,8 @@ def _rank(
         def entering(self):
             entered = enter(self)
             (folder / f"in{rank}").touch()
-            if moment is not None and kind == "hang":
-                _hang_after(moment)
+            if moment is not None and kind in ("hang", "fail"):
+                _stop_after(moment, kind)
             return entered
 
         watch.Watch.__enter__ = entering
@@ -220,16 +222,18 @@ def _rank(
         os._exit(code)
 
 
-def _hang_after(moment: float) -> None:
-    """The next batch after it takes for ever."""
+def _stop_after(moment: float, kind: str) -> None:
+    """The next batch after it takes for ever, or cannot be made."""
     batch, begin = Documents.batch, time.monotonic()
 
-    def hanging(self, rows):
+    def stopping(self, rows):
         if time.monotonic() - begin > moment:
+            if kind == "fail":
+                raise DataError("the data are gone")
             time.sleep(3600)
         return batch(self, rows)
 
-    Documents.batch = hanging
+    Documents.batch = stopping
 
 
 def _fill_disk_after(limit: int) -> None:
@@ -259,6 +263,10 @@ def check_words(kind: str, outcome: dict) -> None:
         for rank in others:
             assert outcome["codes"][rank] == 2, outcome
             assert f"process {victim} is dead or stopped" in said[rank], said
+    if kind == "fail":
+        assert all(code == 2 for code in outcome["codes"]), outcome
+        for rank in others:
+            assert f"process {victim} ended (DataError: the data are gone)" in said[rank], said
     if kind == "hang":
         assert all(code == 2 for code in outcome["codes"]), outcome
         assert any(f"process {victim} hangs" in words for words in said), said

@@ -1,0 +1,79 @@
+"""What is saved while a run goes on is what was there when the save began, and what fails is told."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from liger_models.convert.checkpoints.tensor_files import TensorFiles
+from liger_models.convert.checkpoints.weight_map import Ref
+from liger_models.convert.errors import CheckpointError
+from liger_models.training import contents, saving
+from liger_models.training.contents import Contents, Part
+from liger_models.training.saving import Saver
+from liger_models.training.world import World
+
+
+@pytest.fixture
+def saver():
+    saver = Saver(World("cpu"))
+    yield saver
+    saver.close()
+
+
+@pytest.fixture
+def written_when_told(monkeypatch):
+    """The thread that writes waits for this."""
+    told, write = threading.Event(), Contents.write
+
+    def waiting(self, folder, pieces):
+        assert told.wait(20)
+        write(self, folder, pieces)
+
+    monkeypatch.setattr(contents.Contents, "write", waiting)
+    return told
+
+
+def folder_of(target, tensor, done=lambda: None):
+    files = TensorFiles.single("a.safetensors", {"a": tensor})
+    part = Part("", files, {"a": Ref("a", tuple(tensor.shape))}, {"a": tensor})
+    return Contents(target, (part,), files.lay_out, done)
+
+
+def test_values_are_those_of_the_moment_of_the_save(saver, written_when_told, tmp_path):
+    tensor, done = torch.arange(6.0), threading.Event()
+    assert saver.save(folder_of(tmp_path / "one", tensor, done.set), meanwhile=True)
+    tensor += 1
+    assert not (tmp_path / "one").exists()
+    written_when_told.set()
+    saver.wait()
+    assert done.is_set()
+    assert torch.equal(load_file(tmp_path / "one" / "a.safetensors")["a"], torch.arange(6.0))
+
+
+def test_a_save_waits_for_the_one_before(saver, written_when_told, tmp_path):
+    order = []
+    for name in ("one", "two"):
+        saver.save(folder_of(tmp_path / name, torch.ones(3), lambda n=name: order.append(n)), meanwhile=True)
+        written_when_told.set()
+    saver.wait()
+    assert order == ["one", "two"]
+
+
+def test_where_there_is_no_room_for_a_copy_the_run_waits(saver, tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "available_host_memory", lambda: 10)
+    assert not saver.save(folder_of(tmp_path / "one", torch.ones(3)), meanwhile=True)
+    assert (tmp_path / "one" / "a.safetensors").exists()
+
+
+def test_what_failed_in_the_thread_is_raised_where_it_is_waited_for(saver, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    saver.save(folder_of(tmp_path / "file" / "one", torch.ones(3)), meanwhile=True)
+    with pytest.raises(CheckpointError, match=r"cannot make a folder there|cannot be written"):
+        saver.save(folder_of(tmp_path / "two", torch.ones(3)))
+    assert not saver.failed
+    saver.save(folder_of(tmp_path / "two", torch.ones(3)))
+    assert (tmp_path / "two" / "a.safetensors").exists()
