@@ -66,6 +66,7 @@ class TrainConfig:
     profile            so many steps, after the first three, into output/profile; 0: none
     shard              how several processes share the model: "full" (each has a part of it), "hybrid" (each
                        node has all of it) or "none" (each has all of it); default: full, and none with lora
+                       or optimizer_memory host
     sequence_parallel  so many processes share each row, a slice of its tokens each, and exchange heads for
                        attention: for rows that are too long for one (layers/sequence_parallel.py)
     expert_parallel    so many processes share the experts of each layer, to which tokens are sent; with
@@ -166,6 +167,11 @@ class TrainConfig:
                 f"shard is {self.shard!r}, and adapters are trained with the whole model in each process; "
                 "choose shard 'none', or none of it"
             )
+        if self.optimizer_memory == "host" and self.sharding != "none":
+            raise ConfigError(
+                f"optimizer_memory is 'host', and shard {self.shard!r} divides the optimizer's state with "
+                "the model; choose shard 'none', or none of it, or optimizer_memory 'device'"
+            )
         if self.expert_parallel > 1 and self.sharding == "none":
             raise ConfigError(
                 f"expert_parallel is {self.expert_parallel}, and the rest of the model is whole in each "
@@ -176,7 +182,8 @@ class TrainConfig:
     @property
     def sharding(self) -> str:
         """How several processes share the model."""
-        return self.shard or ("full" if self.lora is None else "none")
+        whole = self.lora is not None or self.optimizer_memory == "host"
+        return self.shard or ("none" if whole else "full")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

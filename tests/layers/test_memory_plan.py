@@ -350,6 +350,7 @@ def test_the_command_takes_a_config_file(tmp_path, capsys):
         (["--gpu", "H200", "--lora", "16"], "is not a setting"),
         (["--gpu", "H200", "--quantize", "nf4"], "--quantize is for --lora"),
         (["--gpu", "H200", "--host-memory", "much"], "expected a size such as 256GiB"),
+        (["--gpu", "H200", "--gpus", "2", "--optimizer-memory", "host"], "plan for one"),
     ],
 )
 def test_the_command_refuses_what_it_cannot_plan(options, message, capsys):

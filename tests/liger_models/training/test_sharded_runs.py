@@ -163,6 +163,8 @@ def test_experts_to_which_tokens_are_sent_train_on_and_go_on_where_they_are_not(
     ("settings", "match"),
     [
         ({"expert_parallel": 2, "shard": "none"}, "expected shard 'full' or 'hybrid'"),
+        ({"optimizer_memory": "host", "shard": "full"}, "choose shard 'none', or none of it"),
+        ({"optimizer_memory": "host", "expert_parallel": 2}, "expected shard 'full' or 'hybrid'"),
         ({"sequence_parallel": 0}, "sequence_parallel is 0; expected a whole number of 1 or more"),
         ({"sequence_parallel": 2}, "sequence_parallel is 2 and expert_parallel 1, and there are 1 processes"),
     ],
