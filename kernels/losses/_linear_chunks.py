@@ -172,11 +172,14 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 def _chunk_size(rows: int, row_bytes: int, sum_bytes: int, chunk_bytes: int) -> int:
-    """Tokens in a chunk: all if their logits fit, else equal parts beside the float32 sum of dW."""
-    if rows * row_bytes <= chunk_bytes:
+    """Tokens in a chunk: all if their logits fit, else equal parts beside the float32 sum of dW.
+
+    With S bytes that the sum has beyond dW, which is what dW has in 16 bits, parts take 3 S at the least: the
+    sum, and at the end its rounded copy. So do the logits of all in 2 S beside dW itself, and S of logits in
+    parts: neither costs anything.
+    """
+    if rows * row_bytes <= max(chunk_bytes, 2 * sum_bytes):
         return max(rows, 1)
-    # When the last chunk is done, a rounded copy of the sum takes what the sum has beyond dW: a chunk as
-    # large costs nothing.
     most = max(max(chunk_bytes - sum_bytes, sum_bytes) // row_bytes, _FEWEST_TOKENS)
     size = -(-rows // -(-rows // most))
     return min(-(-size // 128) * 128, rows)

@@ -131,8 +131,11 @@ def test_chunks_fit_their_bytes_and_are_even():
     assert size == 4096
     assert size * row + sum_bytes <= chunks.CHUNK_BYTES
     assert chunks._chunk_size(5000, row, 0, 1) == 1024
-    # The rounded copy of dW, made once the chunks are gone, is as large as the logits of 4,096 tokens.
-    assert chunks._chunk_size(5000, row, sum_bytes, 1) == 2560
+    # dW is as large as the logits of 4,096 tokens. In parts it takes three times that in the end, for its sum
+    # and the rounded copy, and so do 8,192 tokens' logits with dW alone.
+    assert chunks._chunk_size(8192, row, sum_bytes, 1) == 8192
+    assert chunks._chunk_size(8193, row, sum_bytes, 1) == 2816
+    assert chunks._chunk_size(12288, row, sum_bytes, 1) == 4096
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
