@@ -124,6 +124,9 @@ class Scoring(KnowsItsWrapper):
     ) -> ScoreOutput:
         """The log-probability of each label and what else is asked for, without logits.
 
+        A PeftModel whose prompts are learned is called itself, with score=ScoreOptions(...): this method
+        would not see them.
+
         Args:
             input_ids: [batch, seq] integers.
             labels: [batch, seq], aligned with the input: position t of the result scores labels[:, t + 1];

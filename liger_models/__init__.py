@@ -26,7 +26,9 @@ from liger_models.convert.errors import (
 if TYPE_CHECKING:
     from liger_models.architectures import list_architectures
     from liger_models.causal_lm import LigerCausalLM
+    from liger_models.layers.distilling import Distillation
     from liger_models.layers.load_balance import update_correction_bias
+    from liger_models.layers.scoring import ScoreOptions
     from liger_models.loading import from_config, from_hub, from_pretrained
     from liger_models.parallel.dims import ParallelDims
     from liger_models.parallel.sharding import parallelize
@@ -37,10 +39,12 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DataError",
+    "Distillation",
     "HubError",
     "LigerCausalLM",
     "LigerModelsError",
     "ParallelDims",
+    "ScoreOptions",
     "UnsupportedModelError",
     "from_config",
     "from_hub",
@@ -52,8 +56,10 @@ __all__ = [
 
 # Imported when first used: they bring torch along, for which `liger-models --help` should not wait.
 _HOMES = {
+    "Distillation": "layers.distilling",
     "LigerCausalLM": "causal_lm",
     "ParallelDims": "parallel.dims",
+    "ScoreOptions": "layers.scoring",
     "from_config": "loading",
     "from_hub": "loading",
     "from_pretrained": "loading",
