@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 import sys
 import types
 import warnings
@@ -58,6 +59,24 @@ def test_a_skipped_step_changes_no_bit_and_goes_on_in_the_data(start, spoil):
     assert run.progress.position != position
     assert run.step(1e-3, loop.Signals()).finite
     assert not all(torch.equal(a, b) for a, b in zip(state_of(run), before, strict=True))
+
+
+def test_a_step_that_a_signal_cuts_short_leaves_no_trace(start, monkeypatch):
+    run, signals, forward = start(), loop.Signals(), loop._forward
+    run.step(1e-3, signals)
+
+    def drawn_and_signalled(*arguments):
+        torch.rand(3)  # as dropout draws
+        signals.received = signal.SIGTERM
+        return forward(*arguments)
+
+    monkeypatch.setattr(loop, "_forward", drawn_and_signalled)
+    before, random, progress = state_of(run), torch.get_rng_state(), run.progress
+    assert run.step(1e-3, signals) is None
+    assert all(torch.equal(a, b) for a, b in zip(state_of(run), before, strict=True))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert run.progress == progress
+    assert all(p.grad is None for p in run.parameters)
 
 
 def test_a_skipped_step_moves_no_correction_bias_and_leaves_no_load(
