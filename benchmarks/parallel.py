@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.report import machine, markdown_table, publish
 from benchmarks.training import step
-from benchmarks.training.shapes import MODELS, config_of
+from benchmarks.training.shapes import MODELS, ROOT, config_of
 from benchmarks.training.step import Job, Result, check_provider
 
 SUMMARY = "a training step of a model that several GPUs share, beside transformers and liger-kernel"
@@ -119,7 +119,7 @@ def _measure_all(jobs: list[dict[str, Any]], args: argparse.Namespace) -> list[d
         environment |= {"WORLD_SIZE": str(args.processes)}
         command = [sys.executable, "-m", "benchmarks.parallel", json.dumps(task), folder]
         processes = [
-            subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stdout=sys.stderr)
+            subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stdout=sys.stderr, cwd=ROOT)
             for rank in range(args.processes)
         ]
         try:
