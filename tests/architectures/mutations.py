@@ -135,14 +135,19 @@ def unnoticed_fields(
 ) -> dict[str, str]:
     """What the comparison does not notice, as "path: value -> other", with its "Class.field". Of all fields
     in all layers, or of those that are `wanted`, each in the first layer that has it with another value than
-    those given. `of_images`: of the fields that concern images, and those alone.
+    those given. Of layers that are alike the first stands for all. `of_images`: of the fields that concern images, and those alone.
     """
     missed = {}
     elsewhere: dict[str, list[Any]] = {}  # the values of a field in all layers
     for path, field, value, _ in spec_fields(pair.ours.spec):
         if (path[0] == "vision") == of_images:
             elsewhere.setdefault(field, []).append(value)
+    tried: set[Any] = set()
     for path, field, value, hint in spec_fields(pair.ours.spec):
+        if (layer := _layer_at(pair.ours.spec, path)) is not None:
+            if layer in tried:
+                continue
+            tried.add(layer)
         if (field in OF_IMAGES or path[0] == "vision") != of_images or field in NOT_SEEN:
             continue
         if field == "QKNormSpec.before_rope" and at(pair.ours.spec, path[:-2]).rope is None:
@@ -161,6 +166,16 @@ def unnoticed_fields(
         if not others and not is_dataclass(value) and len(_choices(hint)) != 1:
             missed[f"{name_of(path)}: {value!r}"] = field  # no other value can be thought of
     return missed
+
+
+def _layer_at(spec: ModelSpec, path: Path) -> Any:
+    """What is the same for a field of layers that are alike: the layer's spec, and where in it; None outside
+    of layers.
+    """
+    place = next((i for i, step in enumerate(path) if isinstance(step, int)), None)
+    if place is None or path[place - 1] != "blocks":
+        return None
+    return path[:place], at(spec, path[: place + 1]), path[place + 1 :]
 
 
 def spec_is_noticed(pair: Pair, spec: ModelSpec) -> bool:
