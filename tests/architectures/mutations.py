@@ -135,7 +135,8 @@ def unnoticed_fields(
 ) -> dict[str, str]:
     """What the comparison does not notice, as "path: value -> other", with its "Class.field". Of all fields
     in all layers, or of those that are `wanted`, each in the first layer that has it with another value than
-    those given. Of layers that are alike the first stands for all. `of_images`: of the fields that concern images, and those alone.
+    those given. Of layers that are alike the first stands for all. `of_images`: of the fields that concern
+    images, and those alone.
     """
     missed = {}
     elsewhere: dict[str, list[Any]] = {}  # the values of a field in all layers
