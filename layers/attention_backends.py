@@ -125,6 +125,8 @@ def attend(
         own, own_sinks = sequences.slice.own_heads(spec, sinks)
         q, k, v = sequences.slice.to_heads(q, k, v)
         return sequences.slice.to_tokens(attend(q, k, v, own, sequences.whole, backend, own_sinks))
+    if sequences.pads is not None:
+        return _beside_padding(q, k, v, spec, sequences)
     sequences = _as_seen(spec, sequences)
     if backend == "auto":
         backend = _choose(q, k, v, spec, sequences)
@@ -301,6 +303,20 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Seq
         with sdpa_kernel(_MASKED):
             out = _grouped_sdpa(q, k, v, spec, mask)
     else:
+        out = _grouped_sdpa(q, k, v, spec, mask)
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def _beside_padding(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Sequences) -> Tensor:
+    """Of rows as they are, all of whose tokens see one another, but for padding that sees padding."""
+    assert sequences.pads is not None
+    limited = spec.causal or spec.window is not None or spec.chunk is not None
+    if limited or not _is_plain_softmax(spec) or sequences.cu_seqlens is not None:
+        raise ValueError("padding that was not taken out is for attention of all tokens, in equal rows")
+    pads = sequences.pads.view(sequences.shape)
+    mask = ~(pads[:, None, :, None] & pads[:, None, None, :])
+    q, k, v = (x.unflatten(0, sequences.shape).transpose(1, 2) for x in (q, k, v))
+    with sdpa_kernel(_MASKED) if q.is_cuda and not torch.compiler.is_compiling() else nullcontext():
         out = _grouped_sdpa(q, k, v, spec, mask)
     return out.transpose(1, 2).flatten(0, 1)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from liger_models.layers.activation_memory import RERUN, ActivationMemory, keep_recipes, recompute
 from liger_models.layers.attention_backends import AttentionBackend
+from liger_models.layers.cross_attention import CrossAttention
 from liger_models.layers.latent_attention import LatentAttention
 from liger_models.layers.mlp import GatedMLP, PlainMLP, make_mlp
 from liger_models.layers.moe import MixtureOfExperts
@@ -29,6 +30,7 @@ from liger_models.layers.shared_attention import SharedAttention
 from liger_models.layers.spec import (
     AttentionSpec,
     BlockSpec,
+    CrossAttentionSpec,
     LatentAttentionSpec,
     MoESpec,
     SharedAttentionSpec,
@@ -40,6 +42,10 @@ Streams = tuple[Tensor, Tensor | None]
 def keys_and_values(layer: int) -> tuple[str, str]:
     """What the keys and values of a layer are called where later ones read them."""
     return f"keys.{layer}", f"values.{layer}"
+
+
+IMAGES = "images"
+"""What the features of images are called where layers read them."""
 
 
 def own_input(layer: int) -> str:
@@ -82,6 +88,7 @@ class Block(nn.Module):
     reads: tuple[str, ...] = ()
     makes: tuple[str, ...] = ()
     has_room_for: tuple[str, ...] = ()
+    mixer_name = "self_attn"
 
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
         super().__init__()
@@ -90,16 +97,23 @@ class Block(nn.Module):
             "experts": spec.experts,
             "per_layer_input": spec.per_layer_input,
             "keys of another layer": isinstance(spec.mixer, SharedAttentionSpec) or None,
+            "features of images": isinstance(spec.mixer, CrossAttentionSpec) or None,
         }
         if no_room := [name for name, part in more.items() if part and name not in self.has_room_for]:
             raise ValueError(f"layers of topology {spec.topology!r} have no room for {no_room}")
-        self.self_attn: Mixer = MIXERS[type(spec.mixer)](hidden_size, spec.mixer, layer, attention)
+        self.self_attn: Mixer
+        setattr(self, self.mixer_name, MIXERS[type(spec.mixer)](hidden_size, spec.mixer, layer, attention))
         self.mlp: GatedMLP | PlainMLP | MixtureOfExperts
         if isinstance(spec.mlp, MoESpec):
             self.mlp = MixtureOfExperts(hidden_size, spec.mlp)
         else:
             self.mlp = make_mlp(hidden_size, spec.mlp)
         self.activation_memory: ActivationMemory = "lean"
+
+    @property
+    def mixer(self) -> Mixer:
+        """Which lets a token see others."""
+        return getattr(self, self.mixer_name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """x, residual [T, H], sequences, and what it `reads` -> two tensors [T, H] whose sum is the residual
@@ -168,6 +182,65 @@ class PreNormBlock(Block):
 
     def _branch_inputs(self, level: ActivationMemory) -> int:
         return 2 if level == "all" else 0
+
+
+class GatedPreNormBlock(PreNormBlock):
+    """`h = x + tanh(a) * attention(norm(x)); y = h + tanh(b) * mlp(norm(h))`, a and b learned (the encoder of
+    Llama 3.2 Vision).
+    """
+
+    def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
+        super().__init__(hidden_size, spec, layer, attention)
+        self.gate_attn, self.gate_ffn = nn.Parameter(torch.empty(1)), nn.Parameter(torch.empty(1))
+
+    def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> Streams:
+        x, residual = add_and_norm(self.input_layernorm, x, residual)
+        x = self._scaled(self.gate_attn.tanh() * self.self_attn(x, sequences))
+        x, residual = add_and_norm(self.post_attention_layernorm, x, residual)
+        return self._scaled(self.gate_ffn.tanh() * self.mlp(x, sequences)), residual
+
+    def _branch_inputs(self, level: ActivationMemory) -> int:
+        return super()._branch_inputs(level) + 2  # what the gates multiply
+
+    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
+        """As every matrix."""
+        for gate in (self.gate_attn, self.gate_ffn):
+            nn.init.normal_(gate, 0.0, std, generator)
+
+
+class GatedCrossBlock(Block):
+    """`h = x + tanh(a) * attention(norm(x), images); y = h + tanh(b) * shown * mlp(norm(h))`, a and b
+    learned, and `shown` 0 for tokens that have been shown no image (Llama 3.2 Vision).
+    """
+
+    reads = (IMAGES,)
+    has_room_for = ("features of images",)
+    mixer_name = "cross_attn"
+    cross_attn: Mixer
+
+    def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
+        super().__init__(hidden_size, spec, layer, attention)
+        self.input_layernorm = make_norm(hidden_size, spec.norm)
+        self.post_attention_layernorm = make_norm(hidden_size, spec.norm)
+        self.cross_attn_attn_gate = nn.Parameter(torch.empty(1))
+        self.cross_attn_mlp_gate = nn.Parameter(torch.empty(1))
+
+    def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences, images: Tensor) -> Streams:
+        x, residual = add_and_norm(self.input_layernorm, x, residual)
+        x = self._scaled(self.cross_attn_attn_gate.tanh() * self.cross_attn(x, sequences, images))
+        x, residual = add_and_norm(self.post_attention_layernorm, x, residual)
+        seen = sequences.on(x.device).tiles
+        assert seen is not None
+        x = torch.where(seen.shown, self.mlp(x, sequences), 0)
+        return self._scaled(self.cross_attn_mlp_gate.tanh() * x), residual
+
+    def _branch_inputs(self, level: ActivationMemory) -> int:
+        return 4 if level == "all" else 2  # what the gates multiply
+
+    def reset_parameters(self, *_: Any) -> None:
+        """Closed gates: the language model is as it was."""
+        nn.init.zeros_(self.cross_attn_attn_gate)
+        nn.init.zeros_(self.cross_attn_mlp_gate)
 
 
 class SandwichBlock(Block):
@@ -308,9 +381,12 @@ MIXERS: dict[type, Callable[..., Mixer]] = {
     AttentionSpec: Attention,
     SharedAttentionSpec: SharedAttention,
     LatentAttentionSpec: LatentAttention,
+    CrossAttentionSpec: CrossAttention,
 }
 BLOCKS: dict[str, type[Block]] = {
     "pre_norm": PreNormBlock,
+    "gated_pre_norm": GatedPreNormBlock,
+    "gated_cross": GatedCrossBlock,
     "sandwich": SandwichBlock,
     "scaled_sandwich": ScaledSandwichBlock,
     "scaled_sandwich_with_experts": ScaledSandwichWithExpertsBlock,

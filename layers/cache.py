@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -33,6 +35,10 @@ class KVCache:
         # far beyond its tokens it may at most.
         self.shift: Tensor | None = None
         self.ahead = 0
+        # Where layers read features of images: these, and what its last token sees of them; and of each layer
+        # what it has made of them.
+        self.images: Any = None
+        self.of_images: dict[int, tuple[Tensor, ...]] = {}
         self._all_rows = torch.arange(batch, device=device)
         self._seen: dict[tuple[int | None, int | None], Tensor] = {}
 

@@ -96,6 +96,7 @@ class CallChecks:
         vocab_size: ids and labels must be below it.
         num_items: what the loss is divided by, if it is given.
         sequences: which of the targets are here, if they are divided over ranks.
+        num_ids: what ids must be below, if not the same.
 
     Attributes:
         own_valid: the number of those here that count, when `finish` has returned.
@@ -111,7 +112,9 @@ class CallChecks:
         vocab_size: int,
         num_items: Tensor | int | None = None,
         sequences: Sequences | None = None,
+        num_ids: int | None = None,
     ):
+        self._num_ids = vocab_size if num_ids is None else num_ids
         self._vocab_size, self._with_labels = vocab_size, targets is not None
         self._num_items = num_items
         if isinstance(num_items, Tensor):
@@ -146,8 +149,10 @@ class CallChecks:
         """
         found = self._counts.tolist()
         lowest_id, highest_id, num_valid, self.own_valid, lowest_label, highest_label, *positive = found
-        vocab = self._vocab_size
-        for what, low, high in (("id", lowest_id, highest_id), ("label", lowest_label, highest_label)):
+        for what, low, high, vocab in (
+            ("id", lowest_id, highest_id, self._num_ids),
+            ("label", lowest_label, highest_label, self._vocab_size),
+        ):
             if low < 0 or high >= vocab:
                 raise DataError(
                     f"found the {what} {low if low < 0 else high}, which is outside the vocabulary of "

@@ -13,7 +13,15 @@ from torch import Tensor, nn
 
 from liger_models.layers.activation_memory import RERUN, ActivationMemory, parse_levels
 from liger_models.layers.attention_backends import BACKENDS, AttentionBackend
-from liger_models.layers.blocks import BLOCKS, Block, add_and_norm, keys_and_values, own_input, run_block
+from liger_models.layers.blocks import (
+    BLOCKS,
+    IMAGES,
+    Block,
+    add_and_norm,
+    keys_and_values,
+    own_input,
+    run_block,
+)
 from liger_models.layers.eager import not_compiled
 from liger_models.layers.embedding import TokenEmbedding
 from liger_models.layers.memory_plan import FittingLevels
@@ -22,7 +30,7 @@ from liger_models.layers.offload import Offload, drop_unused_buffers
 from liger_models.layers.per_layer_input import PerLayerInputs
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import AttentionSpec, ModelSpec, SharedAttentionSpec
-from liger_models.layers.vision.vision import Sight, Vision
+from liger_models.layers.vision import VISIONS
 
 
 class Decoder(nn.Module):
@@ -41,9 +49,7 @@ class Decoder(nn.Module):
         if attention not in BACKENDS:
             raise ValueError(f"unknown attention backend {attention!r}; choose one of {', '.join(BACKENDS)}")
         self.spec = spec
-        self.embed_tokens = TokenEmbedding(
-            spec.vocab_size, spec.hidden_size, spec.embed_scale, spec.padding_idx
-        )
+        self.embed_tokens = TokenEmbedding(spec.num_ids, spec.hidden_size, spec.embed_scale, spec.padding_idx)
         layers = [
             BLOCKS[block.topology](spec.hidden_size, block, i, attention)
             for i, block in enumerate(spec.blocks)
@@ -52,7 +58,9 @@ class Decoder(nn.Module):
         self.per_layer_inputs = _inputs_of_layers(spec)
         _hand_on_keys(self.layers)
         self.norm = make_norm(spec.hidden_size, spec.norm)
-        self.vision = None if spec.vision is None else Vision(spec.vision, spec.hidden_size, attention)
+        self.vision: Any = None
+        if spec.vision is not None:
+            self.vision = VISIONS[type(spec.vision)](spec.vision, spec.hidden_size, attention)
 
     @not_compiled
     def hidden_states(
@@ -61,7 +69,7 @@ class Decoder(nn.Module):
         input_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         inputs_of_layers: list[Tensor] | None = None,
-        sight: Sight | None = None,
+        sight: Any = None,
     ) -> Tensor:
         """The normalised output of the last block, [T, H], from [batch, seq] ids or [batch, seq, H]
         embeddings; from both where layers have inputs of their own. To a list `inputs_of_layers` the residual
@@ -71,11 +79,13 @@ class Decoder(nn.Module):
             self.vision.prepare(sight, sequences, input_ids)
         sequences.prepare_rotary(self.spec.ropes)
         # An id outside the vocabulary is reported by the checks; until then it must not stop the device.
-        ids = None if input_ids is None else sequences.pack(input_ids).clamp(0, self.spec.vocab_size - 1)
+        ids = None if input_ids is None else sequences.pack(input_ids).clamp(0, self.spec.num_ids - 1)
         inputs_embeds = self.embed_tokens(ids) if inputs_embeds is None else sequences.pack(inputs_embeds)
         if self.vision is not None:
             inputs_embeds = self.vision.place(sight, inputs_embeds)
         handed = self._own_inputs(ids, inputs_embeds)
+        if self.vision is not None:
+            handed |= self.vision.handed(sight, sequences)
         if self.spec.input_scale != 1.0:
             inputs_embeds = inputs_embeds * self.spec.input_scale
 
@@ -87,6 +97,8 @@ class Decoder(nn.Module):
             if inputs_of_layers is not None:
                 x, residual = x if residual is None else x + residual, None
                 inputs_of_layers.append(x)
+            if IMAGES in layer.reads and IMAGES not in handed:
+                continue
             read = [handed[name] for name in layer.reads]
             x, residual, *made = run_block(layer, x, residual, sequences, *read, offload=offload)
             handed.update(zip(layer.makes, made, strict=True))

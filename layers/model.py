@@ -129,7 +129,9 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
         targets = targets_of(sequences, labels, shift_labels)
         check_lesson(distill, score, targets)
         sequences = sequences.divided(self.sequence_group)
-        checks = CallChecks(input_ids, targets, self.spec.vocab_size, num_items_in_batch, sequences)
+        checks = CallChecks(
+            input_ids, targets, self.spec.vocab_size, num_items_in_batch, sequences, self.spec.num_ids
+        )
         hidden = self.hidden_states(sequences, input_ids, inputs_embeds, sight=sight)
         num_valid = checks.finish()
         targets = None if targets is None else sequences.own(targets)
@@ -177,7 +179,7 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
             DataError: they are not integers of this shape, or one is outside the vocabulary.
         """
         batch_shape(input_ids, None, self.spec.hidden_size)
-        CallChecks(input_ids, None, self.spec.vocab_size).finish()
+        CallChecks(input_ids, None, self.spec.num_ids).finish()
 
     def new_cache(self, batch: int, max_length: int) -> KVCache:
         """Room for what the layers remember of `batch` sequences of up to `max_length` tokens, for
@@ -187,7 +189,7 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
         kind = weight.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         room = (batch, max_length, weight.device, dtype)
-        return KVCache([layer.self_attn.new_cache(*room) for layer in self.layers], batch, weight.device)
+        return KVCache([layer.mixer.new_cache(*room) for layer in self.layers], batch, weight.device)
 
     def _logits(self, hidden: Tensor, sequences: Sequences, logits_to_keep: int | Tensor) -> Tensor:
         if isinstance(logits_to_keep, int) and logits_to_keep == 0:

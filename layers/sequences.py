@@ -34,9 +34,10 @@ class Sequences:
     document. `max_seqlen` is the longest document's length. `cache` is given in generation alone. `axes`
     [A, T] are the positions of tokens that have several, and `spans` [2, T] int32 says where the span begins
     and ends in which a token stands whose tokens all see one another (an image's, say; a token in none is a
-    span by itself). `bounds` is made by `document_bounds`, `rotary` by `prepare_rotary`, `cut` by `chunks`.
-    `router_logits` are noted by the layers of experts whose router has a loss, and `routing` what all of them
-    decided.
+    span by itself). `tiles` are those of images that tokens see (`SeenTiles`), and `pads` [T] bool tokens of
+    padding that were not taken out, none of which sees another. `bounds` is made by `document_bounds`,
+    `rotary` by `prepare_rotary`, `cut` by `chunks`. `router_logits` are noted by the layers of experts whose
+    router has a loss, and `routing` what all of them decided.
 
     Of sequences that are divided over ranks (`divided`) the T tokens are those of this rank, `slice` says
     which, and `whole` is what the documents are read off, which lie across slices.
@@ -62,6 +63,8 @@ class Sequences:
         self.bounds: Tensor | None = None
         self.axes: Tensor | None = None
         self.spans: Tensor | None = None
+        self.tiles: Any = None
+        self.pads: Tensor | None = None
         self.ranges: dict[tuple[int | None, bool, bool], Tensor] = {}
         self.rotary: dict[RopeSpec, tuple[Tensor, Tensor]] = {}
         self.query_scales: dict[QueryScaleSpec, Tensor] = {}
@@ -218,12 +221,13 @@ class Sequences:
             return self
         if device not in self._elsewhere:
             there = self._elsewhere[device] = copy.copy(self)
-            for name in ("position_ids", "cu_seqlens", "kept", "bounds", "axes", "spans"):
+            for name in ("position_ids", "cu_seqlens", "kept", "bounds", "axes", "spans", "pads"):
                 tensor = getattr(self, name)
                 setattr(there, name, None if tensor is None else tensor.to(device))
             there.rotary = {
                 rope: (cos.to(device), sin.to(device)) for rope, (cos, sin) in self.rotary.items()
             }
+            there.tiles = None if self.tiles is None else self.tiles.to(device)
             there.query_scales, there.ranges = {}, {}
             there._whole = None if self._whole is None else self._whole.on(device)
         return self._elsewhere[device]

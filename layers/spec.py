@@ -16,7 +16,14 @@ RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
 NormCast = Literal["llama", "gemma", "float32"]
 Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu2", "xielu"]
 Topology = Literal[
-    "pre_norm", "sandwich", "scaled_sandwich", "scaled_sandwich_with_experts", "post_norm", "parallel"
+    "pre_norm",
+    "gated_pre_norm",
+    "gated_cross",
+    "sandwich",
+    "scaled_sandwich",
+    "scaled_sandwich_with_experts",
+    "post_norm",
+    "parallel",
 ]
 
 
@@ -232,6 +239,32 @@ class LatentAttentionSpec:
 
 
 @dataclass(frozen=True)
+class CrossAttentionSpec:
+    """Attention of tokens to features of images, with a `norm` of each head of the queries and one of the
+    keys (Llama 3.2 Vision): see layers/cross_attention.py.
+    """
+
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    scale: float
+    norm: NormSpec
+
+    @property
+    def q_size(self) -> int:
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_key_value_heads * self.head_dim
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """No positions."""
+        return ()
+
+
+@dataclass(frozen=True)
 class MLPSpec:
     """MLP: gated, `down(act(gate(x)) * up(x))`, or not, `down(act(up(x)))`."""
 
@@ -318,7 +351,7 @@ class BlockSpec:
     stream. Some topologies have room for `experts` beside the MLP, and for a `per_layer_input`.
     """
 
-    mixer: AttentionSpec | SharedAttentionSpec | LatentAttentionSpec
+    mixer: AttentionSpec | SharedAttentionSpec | LatentAttentionSpec | CrossAttentionSpec
     mlp: MLPSpec | MoESpec
     norm: NormSpec | LayerNormSpec
     topology: Topology = "pre_norm"
@@ -504,6 +537,33 @@ class VisionSpec:
 
 
 @dataclass(frozen=True)
+class TiledVisionSpec:
+    """An encoder of images that are cut into `tiles` square ones of `image_size` pixels at most, lying in one
+    of `ratios` ways (Llama 3.2 Vision): see layers/vision/tiled.py.
+
+    `blocks` come first, then `global_blocks`; `norm` is that in front of all and that between them. Features
+    are what the last gives beside what those of `blocks` at `taken` give. The token `image_id` names an image
+    in the text.
+    """
+
+    hidden_size: int
+    patches: PatchSpec
+    blocks: tuple[BlockSpec, ...]
+    global_blocks: tuple[BlockSpec, ...]
+    image_size: int
+    tiles: int
+    ratios: int
+    taken: tuple[int, ...]
+    norm: LayerNormSpec
+    image_id: int
+
+    @property
+    def width(self) -> int:
+        """That of features."""
+        return self.hidden_size * (1 + len(self.taken))
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A causal language model: embeddings, blocks, a final norm and a head.
 
@@ -512,7 +572,8 @@ class ModelSpec:
     `logit_softcap` bounds them: softcap * tanh(logit / softcap). `padding_idx` is the row of the embedding
     whose lookup has no gradient, as in the reference, and that starts as zeros. (A tied head still gives it a
     gradient.) `per_layer_vocab_size` is the number of ids that layers have inputs of their own for, if they
-    have such. `vision` is what a model has that sees images.
+    have such. `vision` is what a model has that sees images. `extra_ids` ids beyond the vocabulary have
+    embeddings, and are never predicted.
     """
 
     vocab_size: int
@@ -528,7 +589,13 @@ class ModelSpec:
     logit_softcap: float | None = None
     padding_idx: int | None = None
     per_layer_vocab_size: int | None = None
-    vision: VisionSpec | None = None
+    vision: VisionSpec | TiledVisionSpec | None = None
+    extra_ids: int = 0
+
+    @property
+    def num_ids(self) -> int:
+        """How many ids have embeddings."""
+        return self.vocab_size + self.extra_ids
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:

@@ -5,23 +5,29 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 
-from liger_models.architectures import find_architecture
+from liger_models.architectures import find_architecture, list_architectures
 from liger_models.architectures.multimodal import MULTIMODAL, text_config
 from liger_models.convert.checkpoints.reading import CheckpointReader
 from liger_models.convert.checkpoints.safetensors_header import TensorInfo
 from liger_models.convert.checkpoints.source_layout import repeats
 from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.errors import UnsupportedModelError
 
 
 def text_config_of(config: HFConfig) -> HFConfig:
     """The config of a multimodal model's text part alone; of a language model, its own.
 
     Raises:
-        UnsupportedModelError, ConfigError: see `text_config`.
+        UnsupportedModelError, ConfigError: see `text_config`; or the text part is none without the rest.
     """
-    return (
-        config.with_raw(text_config(config.raw, config.name)) if config.model_type in MULTIMODAL else config
-    )
+    if config.model_type in MULTIMODAL:
+        return config.with_raw(text_config(config.raw, config.name))
+    if config.model_type in list_architectures(sees=True):
+        raise UnsupportedModelError(
+            f"{config.name}: layers of a {config.model_type!r} model read images, so that its text part is "
+            "no model by itself; load it whole, it takes text alone too"
+        )
+    return config
 
 
 def select_text(

@@ -1,1 +1,10 @@
 """How a model sees: pictures cut into patches, the encoder of these, and its way into the language model."""
+
+from torch import nn
+
+from liger_models.layers.spec import TiledVisionSpec, VisionSpec
+from liger_models.layers.vision.tiled import TiledVision
+from liger_models.layers.vision.vision import Vision
+
+VISIONS: dict[type, type[nn.Module]] = {VisionSpec: Vision, TiledVisionSpec: TiledVision}
+"""What a language model has that sees images, by the type of its spec."""

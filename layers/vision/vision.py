@@ -184,6 +184,10 @@ class Vision(nn.Module):
         features = self(Pictures(blank, [(1, self.merge, self.merge)], images=1))
         return embeds + 0 * torch.stack([x.sum() for x in features]).sum().to(embeds.dtype)
 
+    def handed(self, sight: Sight | None, sequences: Sequences) -> dict[str, Tensor]:
+        """What layers of the language model read beside their input, by name: nothing."""
+        return {}
+
     def add(self, sight: Sight, layer: int, x: Tensor) -> Tensor:
         """x [T, H] behind a layer of the language model, and what it adds to the tokens of pictures."""
         if layer >= len(sight.deep):

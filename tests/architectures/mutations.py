@@ -30,7 +30,7 @@ from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.checkpoints.weight_map import checkpoint_shapes
 from liger_models.convert.errors import DataError
 from liger_models.layers.model import CausalLM
-from liger_models.layers.spec import ModelSpec
+from liger_models.layers.spec import CrossAttentionSpec, ModelSpec
 
 Path = tuple[str | int, ...]
 
@@ -43,7 +43,14 @@ NOT_SEEN = {
     "SparseMixerSpec.input_noise": "acts in training alone: tests/architectures/test_phimoe.py",
     "NormSpec.cast": "float32 rounds nothing: test_rounding.py",
 }
-OF_IMAGES = ("RopeSpec.axes", "RopeSpec.frequencies", "AttentionSpec.whole_spans", "ModelSpec.vision")
+OF_IMAGES = (
+    "RopeSpec.axes",
+    "RopeSpec.frequencies",
+    "AttentionSpec.whole_spans",
+    "ModelSpec.vision",
+    "ModelSpec.extra_ids",
+    *(f"CrossAttentionSpec.{field.name}" for field in fields(CrossAttentionSpec)),
+)
 """Which the tests in tests/vision look at, as at all that lies in the last."""
 
 

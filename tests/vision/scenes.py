@@ -6,6 +6,7 @@ A document is a list of pieces: a number stands for so many tokens of text, anyt
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ import pairs
 import torch
 from torch import Tensor
 
-from liger_models.layers.spec import GridPictures, PaddedPictures, SquarePictures
+from liger_models.layers.spec import GridPictures, PaddedPictures, SquarePictures, TiledVisionSpec
 
 Piece = Any
 Document = Sequence[Piece]
@@ -68,7 +69,11 @@ class SeeingPair(pairs.Pair):
         for row, (tokens, own) in enumerate(zip(made, mask, strict=True)):
             place = slice(None, len(tokens)) if padding == "right" else slice(longest - len(tokens), None)
             ids[row, place], own[place] = torch.tensor(tokens), 1
-        call: dict[str, Any] = {"input_ids": ids, **self._pictures(documents), **self._kinds(ids, mask)}
+        call: dict[str, Any] = {"input_ids": ids}
+        if isinstance(self.vision, TiledVisionSpec):
+            call |= self._tiles(documents, ids)
+        else:
+            call |= {**self._pictures(documents), **self._kinds(ids, mask)}
         begins = mask.cumsum(1) <= 1  # nothing precedes the first token, though the reference sees padding
         call["labels"] = ids.masked_fill(begins | (mask == 0) | (self._kind(ids) != 0), -100)
         return call | ({} if bool(mask.all()) else {"attention_mask": mask})
@@ -78,7 +83,7 @@ class SeeingPair(pairs.Pair):
         return self.ours.spec.vision
 
     def _shown(self, piece: Piece) -> Piece:
-        if isinstance(piece, Video) and self.vision.video_id is None:
+        if isinstance(piece, Video) and getattr(self.vision, "video_id", None) is None:
             return Image(piece.height, piece.width)
         return piece
 
@@ -87,6 +92,8 @@ class SeeingPair(pairs.Pair):
         for piece in document:
             if isinstance(piece, int):
                 tokens += torch.randint(10, self.vocab_size, (piece,)).tolist()
+            elif isinstance(self.vision, TiledVisionSpec):
+                tokens.append(self.vision.image_id)
             else:
                 piece = self._shown(piece)
                 grid, merge = self._grid(piece), self.vision.projector.merge
@@ -97,8 +104,8 @@ class SeeingPair(pairs.Pair):
         return tokens
 
     def _kind(self, ids: Tensor) -> Tensor:
-        video_id = -1 if self.vision.video_id is None else self.vision.video_id
-        return (ids == self.vision.image_id).int() + 2 * (ids == video_id).int()
+        video_id = getattr(self.vision, "video_id", None)
+        return (ids == self.vision.image_id).int() + 2 * (ids == (-1 if video_id is None else video_id)).int()
 
     def _kinds(self, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
         if self.vision.kinds is None:
@@ -114,6 +121,50 @@ class SeeingPair(pairs.Pair):
         if not pieces:
             return {}
         return KINDS[type(self.vision.pictures)](self, pieces)
+
+    def _tiles(self, documents: Sequence[Document], ids: Tensor) -> dict[str, Tensor]:
+        """Rows filled up with images that are not there; each image is seen up to the next."""
+        images = [[piece for piece in document if not isinstance(piece, int)] for document in documents]
+        rows, most = len(images), max(map(len, images))
+        if not most:
+            return {}
+        spec, shapes = self.vision, self.config["vision_config"]["supported_aspect_ratios"]
+        ratios, filled = torch.zeros(rows, most).long(), torch.zeros(rows, most, spec.tiles).long()
+        seen = torch.zeros(*ids.shape, most, spec.tiles).long()
+        size = spec.image_size
+        pixels = 0.1 * torch.randn(rows, most, spec.tiles, spec.patches.channels, size, size)
+        filled[..., 0] = 1
+        for row, own in enumerate(images):
+            starts = (ids[row] == spec.image_id).nonzero()[:, 0].tolist()
+            for i, (image, start) in enumerate(zip(own, starts, strict=True)):
+                ratios[row, i] = 1 + (image.height + image.width) // 2 % len(shapes)
+                count = math.prod(shapes[ratios[row, i] - 1])
+                filled[row, i, :count] = 1
+                seen[row, start : (*starts, ids.shape[1])[i + 1], i, :count] = 1
+        return {
+            "pixel_values": pixels,
+            "aspect_ratio_ids": ratios,
+            "aspect_ratio_mask": filled,
+            "cross_attention_mask": seen,
+        }
+
+    def pack(self, calls: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Calls of one row each as one of all documents in one row."""
+        tiled = isinstance(self.vision, TiledVisionSpec)
+        packed = {
+            name: torch.cat(
+                [call[name] for call in calls if name in call], 1 if tiled or name in OF_TOKENS else 0
+            )
+            for name in {name for call in calls for name in call} - {"cross_attention_mask"}
+        }
+        if tiled:
+            seen = [
+                call.get("cross_attention_mask", torch.zeros(*call["input_ids"].shape, 0, self.vision.tiles))
+                for call in calls
+            ]
+            blocks = [torch.block_diag(*(x[0, :, :, i] for x in seen)) for i in range(self.vision.tiles)]
+            packed["cross_attention_mask"] = torch.stack(blocks, -1)[None].long()
+        return packed
 
     def _grids(self, pieces: list[Piece]) -> dict[str, Any]:
         call: dict[str, Any] = {}
@@ -150,6 +201,7 @@ class SeeingPair(pairs.Pair):
         return getattr(piece, "steps", 1), piece.height + more, piece.width + more
 
 
+OF_TOKENS = ("input_ids", "labels", "mm_token_type_ids", "token_type_ids")
 KINDS = {
     GridPictures: SeeingPair._grids,
     PaddedPictures: SeeingPair._padded,

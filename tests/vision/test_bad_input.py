@@ -131,6 +131,52 @@ def test_square_images_that_do_not_fit_are_refused(family, change, message, make
         pair.ours(**change(call))
 
 
+OF_TILES = {
+    "no mask": (
+        lambda call: without(call, "cross_attention_mask"),
+        "got pixel_values and aspect_ratio_ids and aspect_ratio_mask without cross_attention_mask",
+    ),
+    "no pixels": (lambda call: without(call, "pixel_values"), "without pixel_values"),
+    "an image less": (
+        lambda call: call | {"aspect_ratio_ids": call["aspect_ratio_ids"] * torch.tensor([1, 0])},
+        "names 2 images, and pixel_values and aspect_ratio_ids hold 1",
+    ),
+    "a ratio that is not known": (
+        lambda call: call | {"aspect_ratio_ids": call["aspect_ratio_ids"] + 5},
+        r"aspect_ratio_ids must be from 0 \(no image\) to 5",
+    ),
+    "tiles of another size": (
+        lambda call: call | {"pixel_values": call["pixel_values"][..., 1:]},
+        r"pixel_values must be floating point of shape \(1, 2, 3, 3, 14, 14\)",
+    ),
+    "tokens of another text": (
+        lambda call: call | {"cross_attention_mask": call["cross_attention_mask"][:, 1:]},
+        r"must begin with the shape of the tokens, \(1, 8\)",
+    ),
+    "a document in two rows": (
+        lambda call: (
+            {
+                name: (x[:, :, :1] if name == "cross_attention_mask" else x)
+                .unflatten(1, (2, -1))
+                .flatten(0, 1)
+                for name, x in call.items()
+            }
+            | {"cu_seqlens": torch.tensor([0, 8])}
+        ),
+        "in another row than some of its text",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), OF_TILES.values(), ids=OF_TILES)
+def test_tiles_that_do_not_fit_are_refused(change, message, make_pair, pairs_made):
+    pair = pairs_made.setdefault("mllama", make_pair("mllama"))
+    call = pair.scene([1, Image(6, 6), 2, Image(4, 4), 3])
+    assert pair.ours(**call).loss.isfinite()
+    with pytest.raises(DataError, match=message):
+        pair.ours(**change(call))
+
+
 def test_two_pictures_need_text_between_them(make_pair, pairs_made):
     """As in the reference, which takes the two for one."""
     pair = pairs_made.setdefault("qwen2_5_vl", make_pair("qwen2_5_vl"))
@@ -139,5 +185,5 @@ def test_two_pictures_need_text_between_them(make_pair, pairs_made):
 
 
 def test_a_keyword_that_is_not_known_is_refused(pair):
-    with pytest.raises(TypeError, match="aspect_ratio_ids"):
-        pair.ours(**pair.scene([1, Image(4, 4), 2], [1, Video(1, 4, 4), 2]), aspect_ratio_ids=torch.ones(1))
+    with pytest.raises(TypeError, match="of_no_meaning"):
+        pair.ours(**pair.scene([1, Image(4, 4), 2], [1, Video(1, 4, 4), 2]), of_no_meaning=torch.ones(1))

@@ -26,5 +26,5 @@ def test_the_tokens_are_those_of_the_reference(pair):
 def test_a_keyword_that_is_not_known_is_refused(pair):
     call = pair.scene([1, Image(4, 4), 2])
     del call["labels"]
-    with pytest.raises(TypeError, match="aspect_ratio_ids"):
-        generate(pair.ours, **call, aspect_ratio_ids=torch.ones(1), max_new_tokens=2)
+    with pytest.raises(TypeError, match="of_no_meaning"):
+        generate(pair.ours, **call, of_no_meaning=torch.ones(1), max_new_tokens=2)

@@ -48,18 +48,11 @@ def test_packed_documents_are_as_documents_alone(pair):
         results.append(output.logits[0].detach())
     expected = pair.gradients_of_ours()
     lengths = torch.tensor([0, *(call["input_ids"].shape[1] for call in alone)])
-    packed = {
-        name: torch.cat([call[name] for call in alone if name in call], 1 if name in OF_TOKENS else 0)
-        for name in {name for call in alone for name in call}
-    }
-    output = pair.run_ours(**packed, cu_seqlens=lengths.cumsum(0))
+    output = pair.run_ours(**pair.pack(alone), cu_seqlens=lengths.cumsum(0))
     assert output.logits is not None
     torch.testing.assert_close(output.logits[0], torch.cat(results), rtol=1e-4, atol=1e-4)
     for name, gradient in expected.items():
         assert (output.gradients[name] - gradient).norm() <= 1e-5 * max(gradient.norm(), 1.0), name
-
-
-OF_TOKENS = ("input_ids", "labels", "mm_token_type_ids", "token_type_ids")
 
 
 def test_every_level_of_activation_memory_gives_the_same_gradients(pair):

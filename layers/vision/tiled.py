@@ -1,0 +1,335 @@
+"""Images cut into square tiles, whose features layers of the language model read (Llama 3.2 Vision,
+arXiv:2407.21783, section 7).
+
+    x = patches @ W^T + tanh(a) * before[ratio, tile];   the class token in front of each tile
+    x = norm(x + (1 - tanh(g)) * place + tanh(g) * place_in_tiles[ratio, tile])
+    x = norm(blocks(x)) + tanh(b) * behind[ratio, tile]
+    features = [global blocks(x), what some of the blocks gave] @ W^T + bias
+
+All tiles of an image see one another, as many for each: what is not filled is padding, and so are a few zeros
+behind each tile. Tokens of padding do not see one another, but all others see them, as in the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from liger_models.convert.errors import DataError
+from liger_models.layers.activation_memory import parse_levels
+from liger_models.layers.attention_backends import AttentionBackend
+from liger_models.layers.blocks import BLOCKS, IMAGES, Block, run_block
+from liger_models.layers.cross_attention import SeenTiles
+from liger_models.layers.host_copy import HostCopy
+from liger_models.layers.linear import Linear
+from liger_models.layers.norm import make_norm
+from liger_models.layers.offload import Offload
+from liger_models.layers.sequences import Sequences
+from liger_models.layers.spec import TiledVisionSpec
+from liger_models.layers.vision.encoder import PatchEmbedding
+
+
+class TiledPictures:
+    """Images [batch, images] of a batch, rows of fewer filled up.
+
+    Attributes:
+        pixels: [batch, images, tiles, channels, size, size].
+        ratios: how the tiles of each lie, [batch, images] from 1 on; 0: none is there.
+        filled: which tiles are, [batch, images, tiles].
+    """
+
+    def __init__(self, pixels: Tensor, ratios: Tensor, filled: Tensor):
+        self.pixels, self.ratios, self.filled = pixels, ratios, filled
+
+
+class TiledSight:
+    """What a call shows a model: its images, if any, and which of their tiles each token sees, [batch, seq,
+    images, tiles] as given.
+    """
+
+    def __init__(self, pictures: TiledPictures | None, seen: Tensor | None):
+        self.pictures, self.seen = pictures, seen
+        self.checks: HostCopy | None = None
+
+
+class TiledVision(nn.Module):
+    """An encoder of tiles and its way into a language model, with the methods of `Vision`.
+
+    Args:
+        spec: the parts.
+        hidden_size: that of the language model, H.
+        attention: the attention backend.
+    """
+
+    def __init__(self, spec: TiledVisionSpec, hidden_size: int, attention: AttentionBackend = "auto"):
+        super().__init__()
+        self.spec = spec
+        self.encoder = TiledEncoder(spec, attention)
+        self.projector = Linear(spec.width, hidden_size)
+
+    def forward(self, pictures: TiledPictures) -> list[Tensor]:
+        """The features of the images of each row, [batch, images * tiles * P, H]. An encoder that is frozen
+        keeps nothing.
+        """
+        trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.encoder.parameters())
+        with torch.set_grad_enabled(trained):
+            made = self.encoder(pictures)
+        return [self.projector(x).unflatten(0, pictures.ratios.shape).flatten(1, 3) for x in made]
+
+    def take(self, keywords: dict[str, Any]) -> TiledSight:
+        """What a call shows, which is taken out of its keywords.
+
+        Raises:
+            DataError: something is missing, or does not fit.
+        """
+        given = {name: x for name in KEYWORDS if (x := keywords.pop(name, None)) is not None}
+        if not given:
+            return TiledSight(None, None)
+        if missing := [name for name in KEYWORDS if name not in given]:
+            raise DataError(
+                f"got {' and '.join(given)} without {' and '.join(missing)}: give all, as the processor does"
+            )
+        pixels, ratios, filled, seen = (given[name] for name in KEYWORDS)
+        spec = self.spec
+        size, images = (spec.patches.channels, spec.image_size, spec.image_size), tuple(ratios.shape)
+        shapes = {
+            "pixel_values": (pixels, (*images[:2], spec.tiles, *size)),
+            "aspect_ratio_ids": (ratios, (*pixels.shape[:1], *images[1:2])),
+            "aspect_ratio_mask": (filled, (*images[:2], spec.tiles)),
+            "cross_attention_mask": (seen, (*images[:1], *seen.shape[1:2], *images[1:2], spec.tiles)),
+        }
+        for name, (tensor, shape) in shapes.items():
+            if tuple(tensor.shape) != shape or tensor.is_floating_point() != (tensor is pixels):
+                kind = "floating point" if tensor is pixels else "integers"
+                raise DataError(
+                    f"{name} must be {kind} of shape {shape}, by the other keywords and the model's tiles; "
+                    f"found {tensor.dtype} of shape {tuple(tensor.shape)}"
+                )
+        return TiledSight(TiledPictures(pixels, ratios, filled.bool()), seen.bool())
+
+    def prepare(self, sight: TiledSight, sequences: Sequences, input_ids: Tensor | None) -> None:
+        """Say which tiles each token sees, and begin to check that images and tokens fit.
+
+        Args:
+            input_ids: [batch, seq].
+
+        Raises:
+            DataError: no ids, or a mask of other tokens.
+        """
+        if input_ids is None:
+            if sight.pictures is not None:
+                raise DataError("images need input_ids, which say where they stand; found embeddings alone")
+            return
+        named = input_ids == self.spec.image_id
+        if sight.pictures is None:
+            sight.checks = HostCopy(torch.stack([named.sum(), named.sum() * 0, named.sum() * 0]))
+            return
+        assert sight.seen is not None
+        if sight.seen.shape[:2] != input_ids.shape:
+            raise DataError(
+                f"cross_attention_mask must begin with the shape of the tokens, {tuple(input_ids.shape)}; "
+                f"found {tuple(sight.seen.shape)}"
+            )
+        ratios = sight.pictures.ratios
+        given, seen = sight.seen.flatten(2), sight.seen
+        reachable, apart = torch.ones_like(given), (ratios < 0).any()
+        if sequences.cu_seqlens is not None and sequences.kept is None:  # packed: of documents, not of rows
+            own, apart = self._own_images(named, ratios, sequences)
+            reachable = own[..., None].expand_as(seen).flatten(2)
+        given = given & reachable
+        shown, reached = given.any(2, keepdim=True), reachable.any(2, keepdim=True)
+        mask = torch.where(shown, given, torch.where(reached, reachable, True))
+        sequences.tiles = SeenTiles(mask, *map(sequences.pack, (reached, shown)))
+        wrong = ((ratios < 0) | (ratios > self.spec.ratios)).any().long()
+        sight.checks = HostCopy(torch.stack([named.sum(), (ratios > 0).sum(), wrong + 2 * apart.long()]))
+
+    def _own_images(self, named: Tensor, ratios: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """Which images of its row belong to each token's document, [batch, seq, images]; and whether some
+        document has images that are in another row, a bool on the device.
+        """
+        bounds = sequences.document_bounds()
+        assert bounds is not None  # there are boundaries
+        before = F.pad(named.flatten().long().cumsum(0), (1, 0))  # images named in front of each token
+        first, end = before[bounds.long()].view(2, *named.shape, 1)
+        there = ratios > 0
+        number = torch.where(there, there.flatten().long().cumsum(0).view(ratios.shape) - 1, -1)[:, None]
+        own = (number >= first) & (number < end)
+        return own, (own.sum(2, keepdim=True) != end - first).any()
+
+    def place(self, sight: TiledSight | None, embeds: Tensor) -> Tensor:
+        """Embeddings [T, H] as they are: nothing stands in the text for images."""
+        return embeds
+
+    def handed(self, sight: TiledSight | None, sequences: Sequences) -> dict[str, Tensor]:
+        """What layers of the language model read, by name; in generation also of images that are known."""
+        cache = sequences.cache
+        if sight is not None and sight.pictures is not None:
+            images, *_ = self(sight.pictures)
+            if cache is not None:
+                cache.images = images, sequences.tiles.last(sequences, cache.lengths)
+            return {IMAGES: images}
+        if cache is None or cache.images is None:
+            return {}
+        images, sequences.tiles = cache.images
+        return {IMAGES: images}
+
+    def add(self, sight: TiledSight, layer: int, x: Tensor) -> Tensor:
+        """x [T, H] behind a layer of the language model, as it is."""
+        return x
+
+    def finish(self, sight: TiledSight) -> None:
+        """Look at what `prepare` has begun to check.
+
+        Raises:
+            DataError: images and tokens do not fit.
+        """
+        if sight.checks is None:
+            return
+        tokens, images, wrong = sight.checks.tolist()
+        if wrong & 1:
+            raise DataError(f"aspect_ratio_ids must be from 0 (no image) to {self.spec.ratios}")
+        if tokens != images:
+            raise DataError(
+                f"the text names {tokens} images, and pixel_values and aspect_ratio_ids hold {images}; was "
+                "the text cut, or an image left out?"
+            )
+        if wrong:
+            raise DataError(
+                "the images of a packed document are in another row than some of its text: let rows end "
+                "where documents end"
+            )
+
+
+KEYWORDS = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask")
+
+
+class TiledEncoder(nn.Module):
+    """Images to features of their tiles.
+
+    Args:
+        spec: the parts.
+        attention: the attention backend.
+
+    Raises:
+        ValueError: a layer is taken that is not there.
+    """
+
+    def __init__(self, spec: TiledVisionSpec, attention: AttentionBackend = "auto"):
+        super().__init__()
+        width = spec.hidden_size
+        if not set(spec.taken) <= set(range(len(spec.blocks))):
+            raise ValueError(f"layers {spec.taken} are taken, of {len(spec.blocks)}")
+        self.spec = spec
+        self.patch_embed = PatchEmbedding(spec.patches, width)
+        self.class_token = nn.Parameter(torch.empty(width))
+        self.before = OfTile(spec, width)
+        self.place = PlaceInTiles(spec)
+        self.behind = OfTile(spec, width)
+        self.norm_before, self.norm_behind = (make_norm(width, spec.norm) for _ in range(2))
+
+        def blocks(specs: Sequence[Any], first: int) -> nn.ModuleList:
+            made = [BLOCKS[b.topology](width, b, first + i, attention) for i, b in enumerate(specs)]
+            return nn.ModuleList(made)
+
+        self.local, self.overall = blocks(spec.blocks, 0), blocks(spec.global_blocks, len(spec.blocks))
+
+    @property
+    def layers(self) -> list[Block]:
+        """All layers, in the order in which they run."""
+        return cast(Any, [*self.local, *self.overall])
+
+    def forward(self, pictures: TiledPictures) -> list[Tensor]:
+        """[batch * images, tiles, P, (1 + taken layers) * D]."""
+        spec, size = self.spec, self.spec.patches.size
+        ratios = pictures.ratios.flatten().clamp(0, spec.ratios)
+        side = spec.image_size // size
+        tiles = pictures.pixels.flatten(0, 1)[..., : side * size, : side * size]
+        patches = tiles.unflatten(4, (side, size)).unflatten(3, (side, size)).permute(0, 1, 3, 5, 2, 4, 6)
+        x = self.patch_embed(patches.flatten(4).flatten(2, 3))  # [images, tiles, P - 1, D]
+        x = x + self.before(ratios)
+        x = torch.cat([self.class_token.to(x.dtype).expand(*x.shape[:2], 1, -1), x], dim=2)
+        x = self.norm_before(x + self.place(ratios))
+        images, count, patches_of_tile, width = x.shape
+        x = F.pad(x, (0, 0, 0, -patches_of_tile % 8))
+        length = x.shape[2]
+        real = torch.arange(length, device=x.device) < patches_of_tile
+        real = pictures.filled.flatten(0, 1)[:, :, None] & real
+        sequences = Sequences.from_call((images, count * length), x.device)
+        sequences.pads = ~real.flatten()
+        blocks = (*spec.blocks, *spec.global_blocks)
+        sequences.prepare_rotary(tuple(dict.fromkeys(rope for b in blocks for rope in b.mixer.ropes)))
+        offload, taken = Offload(), {}
+        x, residual = x.flatten(0, 2), None
+        for number, layer in enumerate(self.local):
+            x, residual = run_block(cast(Any, layer), x, residual, sequences, offload=offload)
+            if number in spec.taken:
+                x, residual = x if residual is None else x + residual, None
+                taken[number] = x
+        x = self.norm_behind(x if residual is None else x + residual)
+        x, residual = (x.view(images, count, length, width) + self.behind(ratios)).flatten(0, 2), None
+        for layer in self.overall:
+            x, residual = run_block(cast(Any, layer), x, residual, sequences, offload=offload)
+        x = x if residual is None else x + residual
+        made = [x, torch.stack([taken[number] for number in spec.taken], dim=-1).flatten(1)]
+        return [torch.cat(made, dim=1).view(images, count, length, -1)[:, :, :patches_of_tile]]
+
+    def set_activation_memory(self, levels: str | Sequence[str]) -> None:
+        """Choose what is kept for the backward pass: one level for all layers, or one a layer.
+
+        Raises:
+            ValueError: an unknown level, or the wrong number of them.
+        """
+        levels = levels if isinstance(levels, str) else tuple(levels)
+        for layer, level in zip(self.layers, parse_levels(levels, len(self.layers)), strict=True):
+            layer.set_activation_memory(level)
+
+    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
+        """The class token as every matrix."""
+        nn.init.normal_(self.class_token, 0.0, std, generator)
+
+
+class OfTile(nn.Module):
+    """`tanh(gate) * weight[ratio, tile]`."""
+
+    def __init__(self, spec: TiledVisionSpec, width: int):
+        super().__init__()
+        self.tiles = spec.tiles
+        self.gate = nn.Parameter(torch.empty(1))
+        self.weight = nn.Parameter(torch.empty(spec.ratios + 1, spec.tiles * width))
+
+    def forward(self, ratios: Tensor) -> Tensor:
+        """ratios [N] -> [N, tiles, 1, D]."""
+        return self.gate.tanh() * self.weight[ratios].unflatten(1, (self.tiles, 1, -1))
+
+    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
+        """A closed gate."""
+        nn.init.zeros_(self.gate)
+        nn.init.normal_(self.weight, 0.0, std, generator)
+
+
+class PlaceInTiles(nn.Module):
+    """`(1 - tanh(gate)) * embedding[place] + tanh(gate) * weight[ratio, tile, place]`."""
+
+    def __init__(self, spec: TiledVisionSpec):
+        super().__init__()
+        places = (spec.image_size // spec.patches.size) ** 2 + 1
+        self.tiles = spec.tiles
+        self.gate = nn.Parameter(torch.empty(1))
+        self.embedding = nn.Parameter(torch.empty(places, spec.hidden_size))
+        self.weight = nn.Parameter(torch.empty(spec.ratios + 1, spec.tiles * places * spec.hidden_size))
+
+    def forward(self, ratios: Tensor) -> Tensor:
+        """ratios [N] -> [N, tiles, P, D]."""
+        gate = self.gate.tanh()
+        in_tiles = self.weight[ratios].unflatten(1, (self.tiles, *self.embedding.shape))
+        return (1 - gate) * self.embedding + gate * in_tiles
+
+    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
+        """A closed gate."""
+        nn.init.zeros_(self.gate)
+        nn.init.normal_(self.embedding, 0.0, std, generator)
+        nn.init.normal_(self.weight, 0.0, std, generator)
