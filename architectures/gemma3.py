@@ -113,8 +113,8 @@ def gemma3_text(c: HFConfig) -> ModelSpec:
     carried=lambda c: HEAD,
 )
 def gemma3(c: HFConfig) -> ModelSpec:
-    """Gemma 3 (Gemma Team, 2025, arXiv:2503.19786) with its encoder of images, SigLIP, whose patches are
-    pooled; the tokens of an image all see one another.
+    """Gemma 3 (Gemma Team, 2025, arXiv:2503.19786): Gemma 3's text models with an encoder of images, SigLIP,
+    whose patches are pooled; the tokens of an image all see one another.
     """
     text, v = language_model(c), tower(c, [SIGLIP])
     norm = NormSpec(eps=v.take_number("layer_norm_eps"), offset=1.0, cast="gemma")
