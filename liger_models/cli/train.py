@@ -284,13 +284,16 @@ def run(args: argparse.Namespace) -> int:
     from dataclasses import fields
 
     from liger_models.training import TrainConfig, TrainingInterrupted, train
+    from liger_models.training.world import World
 
     options = {f.name: getattr(args, f.name) for f in fields(TrainConfig)}
     options |= {"data": tuple(args.data), "eval_data": tuple(args.eval_data)}
     try:
         result = train(TrainConfig(**options))
     except TrainingInterrupted as stop:
-        print(stop, file=sys.stderr)
+        if World.is_main():
+            print(stop, file=sys.stderr)
         return stop.exit_code
-    print(f"done: {result.steps} steps; the trained model is in {result.final}")
+    if World.is_main():
+        print(f"done: {result.steps} steps; the trained model is in {result.final}")
     return 0
