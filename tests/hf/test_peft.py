@@ -69,6 +69,38 @@ def test_adapters_of_split_projections_are_the_references(way, make_both, batch,
     assert all(torch.equal(again[name], tensor) for name, tensor in saved.items())
 
 
+START = {
+    "PiSSA": {"init_lora_weights": "pissa", "target_modules": USUAL},
+    "OLoRA": {"init_lora_weights": "olora", "target_modules": USUAL},
+    "trainable tokens": {"target_modules": USUAL, "trainable_token_indices": [3, 7]},
+}
+
+
+@pytest.mark.supports("PEFT", "PiSSA", "OLoRA", "trainable tokens")
+@pytest.mark.parametrize("way", START)
+def test_adapters_that_start_from_the_weights_are_the_references(way, make_both, batch):
+    """The model computes what it did before; what it trains, and what is left of its weights, are as theirs."""
+    both = make_both("llama", projections="split")
+    before = both.reference(**batch).loss.detach()
+    config = peft.LoraConfig(r=3, task_type="CAUSAL_LM", **START[way])
+    adapted = []
+    for model in (both.reference, both.ours):
+        torch.manual_seed(1)
+        adapted.append(peft.get_peft_model(model, config))
+    theirs, ours = adapted
+    expected, found = theirs(**batch).loss, ours(**batch).loss
+    for loss in (found, expected):
+        assert relative_distance(loss, before) <= 5 * BOUND  # the decomposition in float32
+    expected.backward()
+    found.backward()
+    for name, parameter in theirs.named_parameters():
+        own = ours.get_parameter(name)
+        assert relative_distance(own, parameter) <= BOUND, name
+        if parameter.requires_grad and parameter.grad.any():
+            assert relative_distance(own.grad, parameter.grad) <= 5 * BOUND, name
+        assert own.requires_grad == parameter.requires_grad
+
+
 @pytest.mark.supports("PEFT", "merging")
 def test_merged_adapters_are_saved_as_a_checkpoint(make_both, batch, tmp_path):
     both = make_both("llama", projections="split")
