@@ -79,7 +79,7 @@ START = {
 @pytest.mark.supports("PEFT", "PiSSA", "OLoRA", "trainable tokens")
 @pytest.mark.parametrize("way", START)
 def test_adapters_that_start_from_the_weights_are_the_references(way, make_both, batch):
-    """The model computes what it did before; what it trains, and what is left of its weights, are as theirs."""
+    """The model computes what it did; what it trains, and what is left of its weights, are as theirs."""
     both = make_both("llama", projections="split")
     before = both.reference(**batch).loss.detach()
     config = peft.LoraConfig(r=3, task_type="CAUSAL_LM", **START[way])

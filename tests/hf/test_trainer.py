@@ -90,6 +90,10 @@ SETTINGS = {
 }
 
 
+# Inputs of layers, keys of other layers, experts of several kinds, latents, other names of modules.
+ODD = ("gemma4_text", "llama4_text", "deepseek_v3", "gpt_oss", "starcoder2")
+
+
 @pytest.mark.supports(
     "Trainer",
     "train",
@@ -101,7 +105,11 @@ SETTINGS = {
 )
 @pytest.mark.parametrize(
     ("family", "way"),
-    [*(("llama", way) for way in SETTINGS), ("qwen3_moe", "accumulation"), ("qwen3_moe", "checkpointing")],
+    [
+        *(("llama", way) for way in SETTINGS),
+        *(("qwen3_moe", way) for way in ("accumulation", "checkpointing")),
+        *((family, "checkpointing") for family in ODD),
+    ],
 )
 def test_training_equals_that_of_transformers_own_model(family, way, make_both, train):
     both = make_both(family, tie_word_embeddings=family == "llama")
