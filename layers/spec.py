@@ -429,7 +429,17 @@ class MLPProjectorSpec:
     norm: NormSpec | LayerNormSpec | None = None
 
 
-ProjectorSpec = PatchMergerSpec | MistralMergerSpec | LinearProjectorSpec | MLPProjectorSpec
+@dataclass(frozen=True)
+class AdapterSpec:
+    """From the encoder to the language model by `merge` times `merge` neighbouring patches side by side, two
+    linear layers of width `size`, each with an exact GELU behind it, and one more (Llama 4).
+    """
+
+    merge: int
+    size: int
+
+
+ProjectorSpec = AdapterSpec | PatchMergerSpec | MistralMergerSpec | LinearProjectorSpec | MLPProjectorSpec
 
 
 @dataclass(frozen=True)
@@ -496,7 +506,7 @@ class VisionSpec:
     norm in front of the blocks and `norm_behind` one behind them. A `class_token` is one more token of each
     picture, in front of its patches or behind them, which the projector does not get. At `taken` it gets, in
     place of what the last block gives, what these do side by side, the first of them being 1, and 0 what
-    enters it.
+    enters it. Rotary positions of patches are counted from 1 where a class token stands at 0.
 
     `kinds` is the keyword by which a processor says of each token what it belongs to; images need it then.
     `spans` are tokens of the language model that all see one another: those of an image ("images"), or what

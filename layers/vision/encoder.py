@@ -65,8 +65,11 @@ class ClassToken(nn.Module):
 
     def forward(self, x: Tensor, pictures: int) -> Tensor:
         """x [P, D] of so many pictures of one size -> [P + pictures, D]."""
-        own = self.weight.to(x.dtype).expand(pictures, 1, -1)
-        rows = x.unflatten(0, (pictures, -1))
+        return self.among(x, self.weight.to(x.dtype), pictures)
+
+    def among(self, x: Tensor, own: Tensor, pictures: int) -> Tensor:
+        """x [P, ...] with `own` [...] at the class token of each picture."""
+        rows, own = x.unflatten(0, (pictures, -1)), own.expand(pictures, 1, *x.shape[1:])
         return torch.cat([own, rows] if self.place == "first" else [rows, own], 1).flatten(0, 1)
 
     def dropped(self, x: Tensor, pictures: int) -> Tensor:
@@ -122,6 +125,8 @@ class VisionEncoder(nn.Module):
             x, windows = _by_blocks(x, order, merge), Sequences.of_lengths(lengths, device)
             for number in self.spec.windowed:
                 seen_by[number] = windows
+        if self.class_token is not None:  # which does not turn: it stands at 0, in front of all others
+            places = self.class_token.among(places.T + 1, torch.zeros_like(places[:, 0]), len(lengths)).T
         frames.axes = places.to(device, non_blocking=True)
         frames.prepare_rotary(tuple(dict.fromkeys(r for b in self.spec.blocks for r in b.mixer.ropes)))
         residual, offload = None, Offload()

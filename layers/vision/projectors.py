@@ -9,6 +9,7 @@ from liger_models.layers.linear import Linear
 from liger_models.layers.mlp import plain_activation
 from liger_models.layers.norm import make_norm
 from liger_models.layers.spec import (
+    AdapterSpec,
     LinearProjectorSpec,
     MistralMergerSpec,
     MLPProjectorSpec,
@@ -110,7 +111,30 @@ class MLPProjector(nn.Module):
         return self.linear_2(self.activation(self.linear_1(x if self.norm is None else self.norm(x))))
 
 
+class Adapter(nn.Module):
+    """`linear_1(gelu(fc2(gelu(fc1(merge^2 patches side by side)))))` (Llama 4).
+
+    Args:
+        width: that of a patch, D.
+        hidden_size: that of the language model, H.
+        spec: what is merged, and the width between.
+    """
+
+    def __init__(self, width: int, hidden_size: int, spec: AdapterSpec):
+        super().__init__()
+        self.merged = width * spec.merge**2
+        self.fc1 = Linear(self.merged, spec.size, bias=False)
+        self.fc2 = Linear(spec.size, spec.size, bias=False)
+        self.linear_1 = Linear(spec.size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [P, D], in blocks of patches that are merged -> [P / merge^2, H]."""
+        x = F.gelu(self.fc1(x.reshape(-1, self.merged)))
+        return self.linear_1(F.gelu(self.fc2(x)))
+
+
 PROJECTORS: dict[type, type[nn.Module]] = {
+    AdapterSpec: Adapter,
     PatchMergerSpec: PatchMerger,
     MistralMergerSpec: MistralMerger,
     LinearProjectorSpec: LinearProjector,
