@@ -110,7 +110,9 @@ def train(config: TrainConfig) -> TrainResult:
     ):
         run = Run(config, world, watch)
         try:
-            return run.train()
+            result = run.train()
+            watch.mark("the end of the run")
+            return result
         finally:
             run.steps.close()  # the thread that reads ahead
             run.saver.close()

@@ -145,17 +145,18 @@ class Watch:
             elif now - since > SILENCE:
                 return f"process {rank} is dead or stopped: nothing was heard of it for {now - since:.0f} s"
         total = sum(other.marks for other in told.values())
-        if total != self._moved[0] or any(other.done or not other.hurried for other in told.values()):
+        at_work = {rank: other for rank, other in told.items() if not other.done}
+        if total != self._moved[0] or not all(other.hurried for other in at_work.values()):
             self._moved = (total, now)
         elif now - self._moved[1] > self._patience:
-            return self._behind(told)
+            return self._behind(at_work)
         return None
 
     def _behind(self, told: dict[int, _Told]) -> str:
         least = min(other.marks for other in told.values())
         behind = [rank for rank, other in told.items() if other.marks == least]
         where = told[behind[0]].where
-        if len(behind) == len(told):
+        if len(behind) == self._world.size:
             return f"no process has come further for {self._patience:g} s; all are at: {where}"
         names = ", ".join(map(str, behind))
         return f"process {names} hangs for {self._patience:g} s at: {where}; the others wait for it"
