@@ -1,15 +1,14 @@
-"""Two ranks of test_parallelize.py: load each model divided over the ranks, and make gradients.
+"""One rank of test_parallelize.py: loads each model divided over the ranks, and makes gradients.
 
-Run as `python parallelize_rank.py FOLDER`; reads FOLDER/NAME, a checkpoint, for each case and writes
-FOLDER/rank{rank}.pt: by case the whole gradients, and what was read and held;
-and what each function below found.
+Reads FOLDER/NAME, a checkpoint, for each case. Its results: by case the whole gradients, and what was read
+and held; and by its name what each function below found.
 """
 
 import functools
 import os
 import re
-import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch._dynamo  # which FSDP2 imports, in each rank if it is not here yet
@@ -29,8 +28,8 @@ CASES = {
 }
 
 
-def main(folder: Path, rank: int, ranks: int) -> None:
-    results = {}
+def results(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     for family, dims in CASES.items():
         if isinstance(dims, tuple):
             dims = init_device_mesh("cpu", dims[1], mesh_dim_names=dims[0])
@@ -44,12 +43,12 @@ def main(folder: Path, rank: int, ranks: int) -> None:
             loss = model(half, labels=half, num_items_in_batch=ids.numel() / ranks).loss
             loss.backward()
         gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-        results[family] = {"gradients": gradients, "read": count.nbytes, "held": sum(held.values())}
-    results["refused"] = refused(model, folder)
+        found[family] = {"gradients": gradients, "read": count.nbytes, "held": sum(held.values())}
+    found["refused"] = refused(model, folder)
     del loss, model, held  # what outlives its process group waits for ever now and then
     for other in (adapted, after_evaluation, fitted, memory_of_a_large_one):
-        results[other.__name__] = other(folder)
-    torch.save(results, folder / f"rank{rank}.pt")
+        found[other.__name__] = other(folder)
+    return found
 
 
 def refused(model, folder: Path) -> dict[str, str]:
@@ -152,9 +151,3 @@ class Count:
 
     def __exit__(self, *exc):
         os.preadv = self.true
-
-
-if __name__ == "__main__":
-    from forked_ranks import run_ranks
-
-    run_ranks(main, Path(sys.argv[1]), 2)
