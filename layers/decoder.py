@@ -170,6 +170,11 @@ class Decoder(nn.Module):
         Raises:
             ValueError: an unknown level, the wrong number of them, or a budget that cannot be honoured.
         """
+        if levels == "auto" and self.vision is not None:
+            raise ValueError(
+                "the level 'auto' does not count what an encoder of images keeps; name a level, as 'lean' "
+                "or 'checkpoint', or one a layer"
+            )
         self.fit_levels = None
         if levels == "auto":
             self.fit_levels = FittingLevels(memory_budget, optimizer_bytes, say)

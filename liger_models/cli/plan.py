@@ -109,6 +109,11 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     dtype = getattr(torch, args.dtype)
     config = args.name if Path(args.name).is_file() else find_config(args.name)[0]
     model = liger_models.from_config(config, device="meta", dtype=dtype, dropout=0.0)
+    if model.spec.vision is not None:
+        raise ConfigError(
+            f"{args.name} sees images, and what its encoder keeps of them is not counted: a plan would be "
+            "too low"
+        )
     rank = LoraSettings.parse(args.lora).r if args.lora else 0
     # Adapters are in float32, and so are the moments of theirs.
     per_element = state_bytes(
