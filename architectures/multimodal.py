@@ -90,6 +90,7 @@ MULTIMODAL: dict[str, Multimodal] = {
             "sliding_window": 1024,
         },
     ),
+    "internvl": Multimodal({kind: kind for kind in ("qwen2", "qwen3", "qwen3_moe", "llama")}, tied=True),
     "llama4": Multimodal({"llama4_text": "llama4_text"}, tied_by_text=True),
     "llava": Multimodal({"llama": "llama", "mistral": "mistral", "qwen2": "qwen2"}, tied_by_text=True),
     "mistral3": Multimodal({kind: kind for kind in ("mistral", "ministral3", "mistral4")}, tied=True),
@@ -125,7 +126,16 @@ MULTIMODAL: dict[str, Multimodal] = {
 """By `model_type`."""
 
 # Sizes of the text families' config classes: published configs state only what differs from them.
+_SIZES_OF_QWEN = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
 _SIZES: dict[str, dict[str, Any]] = {
+    "qwen2": _SIZES_OF_QWEN,
+    "qwen3": _SIZES_OF_QWEN,
     "gemma": {
         "vocab_size": 256000,
         "hidden_size": 3072,
@@ -198,6 +208,7 @@ _ASIDE_NAMES = """
     mm_tokens_per_image vision_token_id
     vision_start_token_id vision_end_token_id vision_feature_layer vision_feature_select_strategy
     projector_hidden_act multimodal_projector_bias spatial_merge_size projection_dim
+    downsample_ratio
 """
 _ASIDE = frozenset(_ASIDE_NAMES.split())
 _TOP_AND_TEXT = frozenset({"pad_token_id", "vocab_size", "tie_word_embeddings"})  # at the top not of the text

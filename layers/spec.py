@@ -17,6 +17,7 @@ NormCast = Literal["llama", "gemma", "float32"]
 Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu2", "xielu"]
 Topology = Literal[
     "pre_norm",
+    "layer_scale",
     "gated_pre_norm",
     "gated_cross",
     "sandwich",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -15,7 +16,7 @@ from liger_models.architectures import Architecture, find_architecture
 from liger_models.causal_lm import LigerCausalLM, parse_dtype
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.checkpoints.reading import WEIGHT_DTYPES, CheckpointReader, load_parameters
-from liger_models.convert.checkpoints.source_layout import SourceLayout, match_layout
+from liger_models.convert.checkpoints.source_layout import SourceLayout, match_layout, repeats
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError, UnsupportedModelError
 from liger_models.layers.attention_backends import AttentionBackend
@@ -92,7 +93,8 @@ def from_hub(
         if text is not config:
             text, left_out = select_text(config, text, reader)
         text.most_layers = min(text.most_layers, len(reader.tensors))
-        model = _skeleton(text, architecture, attention, activation_memory, memory_budget)
+        untied = architecture.sees and _has_own_head(architecture, reader)
+        model = _skeleton(text, architecture, attention, activation_memory, memory_budget, untied)
         source = find_layout(model, reader)
         model.materialize(
             "meta", exact_dtypes(model, reader.dtypes) if dtype == "auto" else parse_dtype(dtype)
@@ -171,11 +173,24 @@ def find_layout(model: LigerCausalLM, reader: CheckpointReader) -> SourceLayout:
     """
     tied = {}
     if model.spec.tie_word_embeddings:  # the head's tensor may be there beside the embedding that it repeats
-        tied = {model.layout.name("lm_head.weight"): model.layout.name("embed_tokens.weight")}
+        tied = dict(map(_head_and_embedding, model.architecture.layouts))
     maps = {layout: model.weight_map(layout) for layout in model.architecture.layouts}
     source = match_layout(reader, maps, carried=model.carried, tied_duplicates=tied)
     model.layout = source.layout
     return source
+
+
+def _head_and_embedding(layout: Layout) -> tuple[str, str]:
+    return layout.name("lm_head.weight"), layout.name("embed_tokens.weight")
+
+
+def _has_own_head(architecture: Architecture, reader: CheckpointReader) -> bool:
+    """Whether a checkpoint has a head that is not its embedding. Then it is what the reference takes of a
+    model that sees, whatever the config says of it, or means by saying nothing.
+    """
+    pairs = map(_head_and_embedding, architecture.layouts)
+    there = {head: embedding for head, embedding in pairs if {head, embedding} <= reader.tensors.keys()}
+    return any(not repeats(reader, head, embedding) for head, embedding in there.items())
 
 
 def _architecture(config: HFConfig) -> Architecture:
@@ -218,9 +233,11 @@ def _skeleton(
     attention: AttentionBackend,
     activation_memory: str | list[str],
     memory_budget: float | str | None,
+    untied: bool = False,
 ) -> LigerCausalLM:
-    """The model on the meta device: shapes without memory."""
+    """The model on the meta device: shapes without memory. `untied`: whatever the config says."""
     spec = architecture.spec(config)
+    spec = replace(spec, tie_word_embeddings=False) if untied else spec
     raw = {"architectures": [architecture.reference], **config.raw}
     try:
         with torch.device("meta"), _NoInitialisation():

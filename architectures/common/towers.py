@@ -153,13 +153,17 @@ NAMES = (
 
 
 def tower_layouts(
-    projector: tuple[tuple[str, str], ...] = (), permuted: tuple[tuple[str, str], ...] = ()
+    projector: tuple[tuple[str, str], ...] = (),
+    permuted: tuple[tuple[str, str], ...] = (),
+    encoder: tuple[tuple[str, str], ...] = NAMES,
+    models: tuple[str, ...] = ("vision_model.", ""),
 ) -> tuple[Layout, ...]:
     """As the hub has it, as transformers writes it, and as it builds it.
 
     Args:
         projector: renames what stands behind `multi_modal_projector.`.
         permuted: as in `Layout`.
+        encoder: renames what stands behind `vision_tower.` and each of `models`.
     """
     return tuple(
         Layout(
@@ -167,7 +171,7 @@ def tower_layouts(
             rename=rename,
             permuted=permuted,
             parts=(
-                ("vision.encoder.", Layout(NAMES, root=f"{root}vision_tower.{model}")),
+                ("vision.encoder.", Layout(encoder, root=f"{root}vision_tower.{model}")),
                 ("vision.projector.", Layout(projector, root=f"{root}multi_modal_projector.")),
             ),
         )
@@ -175,5 +179,5 @@ def tower_layouts(
             ("language_model.model.", "", (("lm_head.", "language_model.lm_head."),)),
             ("model.language_model.", "model.", ()),
         )
-        for model in ("vision_model.", "")
+        for model in models
     )

@@ -45,6 +45,7 @@ ROUTED = {
 }
 BLOCKS = {
     "pre_norm": PRE_NORM,
+    "layer scale": replace(PRE_NORM, topology="layer_scale"),
     "sandwich": replace(PRE_NORM, topology="sandwich"),
     "scaled sandwich": replace(PRE_NORM, topology="scaled_sandwich"),
     "own inputs": replace(

@@ -5,6 +5,7 @@ found; what we write the reference reads.
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -96,6 +97,28 @@ def test_every_layout_comes_back_byte_for_byte(family, number, pair, written, tm
     (source / next(iter(index.values()))).unlink()
     with pytest.raises(CheckpointError):
         liger_models.from_hub(source)
+
+
+def test_a_head_in_the_files_counts_whatever_the_config_says(pair, written, tmp_path):
+    """As in the reference: what a config means by saying nothing is often wrong."""
+    source = tmp_path / "source"
+    shutil.copytree(written(pair), source)
+    tied = pair.ours.spec.tie_word_embeddings
+    model = liger_models.from_hub(source)
+    if tied:  # a head of its own beside the embedding
+        tensors = {name: tensor.contiguous() for name, tensor in model.checkpoint_tensors()}
+        tensors[model.layout.name("lm_head.weight")] = torch.rand_like(model.embed_tokens.weight)
+        for path in (*source.glob("*.safetensors"), source / "model.safetensors.index.json"):
+            path.unlink()
+        save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    else:
+        config = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    again = liger_models.from_hub(source)
+    assert not again.spec.tie_word_embeddings
+    assert torch.equal(again.lm_head.weight, model.lm_head.weight) != tied
+    again.save_pretrained(tmp_path / "out")
+    assert files(tmp_path / "out") == files(source)
 
 
 def test_the_text_part_alone_is_still_a_language_model(pair, written):
