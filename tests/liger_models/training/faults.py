@@ -81,6 +81,7 @@ def main() -> None:
         for kind in args.kind or KINDS:
             told = break_runs(kind, args.moments, random.Random(f"{kind} {args.seed}"), Path(folder), whole)
             print(f"{kind}: {json.dumps(told)}", flush=True)
+        finish(Path(folder))
 
 
 def break_runs(kind: str, moments: int, rng: random.Random, folder: Path, whole: dict) -> dict:
@@ -88,17 +89,10 @@ def break_runs(kind: str, moments: int, rng: random.Random, folder: Path, whole:
     of an undisturbed one.
 
     Raises:
-        AssertionError: a checkpoint is not whole, a process does not end or does not say why, or the last run
-            gives other bits than the undisturbed one.
+        AssertionError: a checkpoint is not whole, a process does not end or does not say why, or a run that
+            comes to its end gives other bits than the undisturbed one.
     """
     told = {"faults": 0, "finished before": 0, "from checkpoint": [], "seconds to the end of all": 0.0}
-
-    def finish() -> None:
-        outcome = run(folder, "broken", "none", None, rng)
-        assert set(outcome["codes"]) == {0}, outcome
-        compare(folder)
-        shutil.rmtree(folder / "broken")
-
     while told["faults"] < moments:
         outcome = run(folder, "broken", kind, rng.uniform(0, whole["seconds"]), rng)
         found = checkpoints(folder / "broken")
@@ -113,9 +107,16 @@ def break_runs(kind: str, moments: int, rng: random.Random, folder: Path, whole:
             told["seconds to the end of all"] = max(told["seconds to the end of all"], outcome["after"])
             check_words(kind, outcome)
         if last >= STEPS - 2 or set(outcome["codes"]) == {0}:  # there is little left to disturb
-            finish()
-    finish()
+            finish(folder)
     return told
+
+
+def finish(folder: Path) -> None:
+    """What was broken runs to its end, and is away."""
+    outcome = run(folder, "broken", "none", None, random.Random())
+    assert set(outcome["codes"]) == {0}, outcome
+    compare(folder)
+    shutil.rmtree(folder / "broken")
 
 
 def prepare(folder: Path) -> None:
