@@ -19,20 +19,28 @@ from liger_models.architectures.common import (
     mlp,
     rope,
     share_keys,
+    take_only,
     unread_keys,
     windows,
 )
-from liger_models.architectures.registry import register
+from liger_models.architectures.common.images import encoder_attention, language_model
+from liger_models.architectures.registry import find_architecture, register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.spec import (
     AttentionSpec,
+    AxesTable,
     BlockSpec,
     ModelSpec,
     MoESpec,
     NormSpec,
+    PatchSpec,
     PerLayerInputSpec,
+    PlacedPictures,
+    PoolProjectorSpec,
     QKNormSpec,
+    SharedAttentionSpec,
+    VisionSpec,
 )
 
 LOCAL: dict[str, Any] = {"layer_type": SLIDING, "local_theta": 1e4}
@@ -42,6 +50,14 @@ OLDER = ("rope_local_base_freq", "rope_scaling", "rope_theta")
 NAMES = (
     *((".per_layer_inputs.", "."), (".per_layer_input.", ".")),
     *((".moe.router.weight", ".router.proj.weight"), (".moe.", ".")),
+)
+OF_VISION = (
+    ("_proj.", "_proj.linear."),
+    ("encoder.patch_embed.", "vision_tower.patch_embedder.input_proj."),
+    ("encoder.table.weight", "vision_tower.patch_embedder.position_embedding_table"),
+    ("encoder.layers.", "vision_tower.encoder.layers."),
+    ("projector.std_", "vision_tower.std_"),
+    ("projector.linear.", "embed_vision.embedding_projection."),
 )
 
 
@@ -178,4 +194,120 @@ def experts(c: HFConfig, eps: float) -> MoESpec | None:
         activation=activation(c, "hidden_activation"),
         router_norm_eps=eps,
         expert_scale=True,
+    )
+
+
+def carried(c: HFConfig) -> tuple[str, ...]:
+    """Patterns of what hears, and of the text's tensors that nothing reads."""
+    text = c.with_raw({"model_type": "gemma4_text", **c.raw["text_config"]})
+    unread = [f"*language_model.{name.removeprefix('model.')}" for name in unread_keys(text)]
+    return ("*audio_tower.*", "*embed_audio.*", *unread)
+
+
+@register(
+    "gemma4",
+    reference="Gemma4ForConditionalGeneration",
+    tiny={
+        "text_config": {
+            **find_architecture("gemma4_text").tiny,
+            "model_type": "gemma4_text",
+            "hidden_act": ...,
+            "use_bidirectional_attention": "vision",
+        },
+        "vision_config": {
+            "model_type": "gemma4_vision",
+            "hidden_size": 32,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "pooling_kernel_size": 2,
+            "patch_size": 3,
+            "position_embedding_size": 18,
+            "rms_norm_eps": 0.3,
+            "standardize": True,
+        },
+        "audio_config": None,
+        "image_token_id": 3,
+        "video_token_id": 4,
+    },
+    layouts=tuple(
+        Layout(
+            NAMES,
+            ("*.experts.*",),
+            (("vision.encoder.patch_embed.weight", "d (h w c) -> d c h w"),),
+            root=f"{root}language_model.",
+            parts=(("vision.", Layout(OF_VISION, root=root)),),
+        )
+        for root in ("model.", "")
+    ),
+    carried=carried,
+    variants={
+        "causal, not standardised": {
+            "text_config": {"use_bidirectional_attention": None},
+            "vision_config": {"standardize": False, "num_key_value_heads": 2},
+        },
+    },
+)
+def gemma4(c: HFConfig) -> ModelSpec:
+    """Gemma 4 (Google DeepMind, 2026): Gemma 4's text models with an encoder of images and videos of all
+    sizes; the tokens of an image all see one another on sliding layers.
+    """
+    text, v = language_model(c), c.part("vision_config")
+    for key in (
+        *("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_index"),
+        *("audio_token_id", "audio_config"),
+    ):
+        c.take(key, None)  # which the processor places; and what hears is carried along
+    bidirectional = c.raw["text_config"].get("use_bidirectional_attention") is not None
+    vision = pooled(
+        v,
+        c.take_count("image_token_id", 258880, least=0),
+        video_id=c.take_count("video_token_id", 258884, least=0),
+        spans="images" if bidirectional else None,
+    )
+    blocks = []
+    for block in text.blocks:
+        assert isinstance(block.mixer, AttentionSpec | SharedAttentionSpec)
+        sees = not bidirectional or block.mixer.window is not None
+        blocks.append(replace(block, mixer=replace(block.mixer, sees_spans=sees)))
+    return replace(text, blocks=tuple(blocks), vision=vision)
+
+
+def pooled(v: HFConfig, image_id: int, **settings: Any) -> VisionSpec:
+    """The encoder, from its config; `settings` are further fields of the spec."""
+    for key in ("max_position_embeddings", "attention_bias"):
+        v.take(key, None)  # which the reference does not read
+    take_only(v, use_clipped_linears=False)
+    v.fill({"hidden_activation": "gelu_pytorch_tanh", "intermediate_size": 3072})
+    width, heads = v.take_count("hidden_size", 768), v.take_count("num_attention_heads", 12)
+    kv_heads, head_dim = v.take_count("num_key_value_heads", 12), v.take_count("head_dim", 64)
+    check_groups(v, heads, kv_heads)
+    norm = NormSpec(eps=v.take_number("rms_norm_eps", 1e-6), cast="gemma")
+    attn = encoder_attention(v, heads * head_dim, heads, theta=100.0)
+    assert attn.rope is not None
+    assert attn.rope.axes is not None
+    rope = replace(attn.rope, axes=tuple(1 - axis for axis in attn.rope.axes), halves=True)
+    attn = replace(
+        attn,
+        num_key_value_heads=kv_heads,
+        rope=rope,
+        scale=1.0,
+        qkv_bias=False,
+        o_bias=False,
+        qk_norm=QKNormSpec(norm, values=True),
+    )
+    merge = v.take_count("pooling_kernel_size", 3)
+    return VisionSpec(
+        width,
+        PatchSpec(v.take_count("patch_size", 16)),
+        (BlockSpec(attn, mlp(v, key="hidden_activation"), norm, "sandwich"),)
+        * v.take_count("num_hidden_layers", 16),
+        PoolProjectorSpec(merge, norm.eps, v.take_flag("standardize", False)),
+        image_id,
+        position_table=AxesTable(v.take_count("position_embedding_size", 10240)),
+        pictures=PlacedPictures(),
+        kinds="mm_token_type_ids",
+        **settings,
     )

@@ -230,6 +230,7 @@ def attend_cached(
 
 
 def _as_seen(spec: AttentionSpec, sequences: Sequences) -> Sequences:
+    sequences = sequences if spec.sees_spans else sequences.without_spans()
     return sequences if spec.chunk is None else sequences.chunks(spec.chunk)
 
 

@@ -83,7 +83,7 @@ class Decoder(nn.Module):
         inputs_embeds = self.embed_tokens(ids) if inputs_embeds is None else sequences.pack(inputs_embeds)
         if self.vision is not None:
             inputs_embeds = self.vision.place(sight, inputs_embeds)
-        handed = self._own_inputs(ids, inputs_embeds)
+        handed = self._own_inputs(ids, inputs_embeds, sight)
         if self.vision is not None:
             handed |= self.vision.handed(sight, sequences)
         if self.spec.input_scale != 1.0:
@@ -113,11 +113,13 @@ class Decoder(nn.Module):
         encoder = () if self.vision is None else self.vision.encoder.layers
         return {type(layer).__name__ for layer in (*encoder, *self.layers)}
 
-    def _own_inputs(self, ids: Tensor | None, inputs_embeds: Tensor) -> dict[str, Tensor]:
+    def _own_inputs(self, ids: Tensor | None, inputs_embeds: Tensor, sight: Any) -> dict[str, Tensor]:
         """The inputs that layers have for themselves, by name."""
         if self.per_layer_inputs is None:
             return {}
         assert ids is not None  # which `batch_shape` sees to
+        if sight is not None:  # those of pictures have what padding has
+            ids = self.vision.ids_of_text(sight, ids, self.spec.padding_idx or 0)
         inputs = self.per_layer_inputs(ids, inputs_embeds)
         return {own_input(i): own for i, own in enumerate(inputs)}
 

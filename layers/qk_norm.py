@@ -84,7 +84,7 @@ def is_fused(spec: AttentionSpec) -> bool:
     """Whether one kernel normalises and turns."""
     norms = spec.qk_norm
     rms = norms is not None and isinstance(norms.norm, NormSpec) and norms.scope != "own_head"
-    return rms and spec.rope is not None and not spec.values_are_keys
+    return rms and spec.rope is not None and not spec.rope.halves and not spec.values_are_keys
 
 
 def norm_bytes(spec: AttentionSpec, itemsize: int) -> int:
@@ -127,11 +127,22 @@ def _step_by_step(qkv: Tensor, tables: Any, spec: Any, norms: Any, q: Any, k: An
     if norms.before_rope:
         queries, keys = _norm(queries, norms, *q), _norm(keys, norms, *k)
     if tables is not None:
-        queries, keys = rotary(queries, keys, tables[0], tables[1], spec.rope.interleaved)
+        turn = rotary_by_halves if spec.rope.halves else rotary
+        queries, keys = turn(queries, keys, tables[0], tables[1], spec.rope.interleaved)
     if not norms.before_rope:
         queries, keys = _norm(queries, norms, *q), _norm(keys, norms, *k)
     # A weight wider than the activations promotes the norm's result; attention wants all three alike.
     return queries.to(qkv.dtype), keys.to(qkv.dtype), values
+
+
+def rotary_by_halves(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """As `rotary`, each half of a head by itself."""
+    halves = zip(*(x.chunk(2, dim=-1) for x in (q, k, cos, sin)), strict=True)
+    turned = [rotary(q, k, cos.contiguous(), sin.contiguous(), interleaved) for q, k, cos, sin in halves]
+    queries, keys = zip(*turned, strict=True)
+    return torch.cat(queries, -1), torch.cat(keys, -1)
 
 
 def _norm(x: Tensor, norms: QKNormSpec, weight: Tensor | None, bias: Tensor | None) -> Tensor:

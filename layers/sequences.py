@@ -63,6 +63,7 @@ class Sequences:
         self.bounds: Tensor | None = None
         self.axes: Tensor | None = None
         self.spans: Tensor | None = None
+        self._plain: Sequences | None = None
         self.tiles: Any = None
         self.pads: Tensor | None = None
         self.ranges: dict[tuple[int | None, bool, bool], Tensor] = {}
@@ -228,7 +229,7 @@ class Sequences:
                 rope: (cos.to(device), sin.to(device)) for rope, (cos, sin) in self.rotary.items()
             }
             there.tiles = None if self.tiles is None else self.tiles.to(device)
-            there.query_scales, there.ranges = {}, {}
+            there.query_scales, there.ranges, there._plain = {}, {}, None
             there._whole = None if self._whole is None else self._whole.on(device)
         return self._elsewhere[device]
 
@@ -257,6 +258,16 @@ class Sequences:
             spans = self.spans if causal else None
             self.ranges[window, causal, whole_spans] = key_ranges(bounds, spans, window, whole_spans)
         return self.ranges[window, causal, whole_spans]
+
+    def without_spans(self) -> Sequences:
+        """The same, in which no token sees ahead; made once for all layers."""
+        if self.spans is None:
+            return self
+        if self._plain is None:
+            self.document_bounds()
+            self._plain = copy.copy(self)
+            self._plain.spans, self._plain.ranges, self._plain.cut = None, {}, {}
+        return self._plain
 
     def chunks(self, size: int) -> Sequences:
         """The same tokens as shorter documents: each document cut into pieces of `size` tokens, its last what

@@ -36,8 +36,10 @@ class RopeSpec:
     `dim` is the number of rotated dimensions of a head (the rest pass unrotated); `interleaved` pairs the
     dimensions (2i, 2i+1) instead of (i, i + dim/2). Of these pairs only the first `turning` turn (None: all).
     Where positions have several axes, `axes` says by which of them each pair turns, and `frequencies` with
-    the frequency of which pair, where that is not its own. The fields after `max_position_embeddings` belong
-    to the rope types that name them in `layers/rotary.py`; they are None where a type does not use them.
+    the frequency of which pair, where that is not its own. With `halves` each half of a head turns by itself,
+    the first by the first half of the pairs, which lie in it as in a whole head (Gemma 4's encoder). The
+    fields after `max_position_embeddings` belong to the rope types that name them in `layers/rotary.py`; they
+    are None where a type does not use them.
     """
 
     dim: int
@@ -47,6 +49,7 @@ class RopeSpec:
     turning: int | None = None
     axes: tuple[int, ...] | None = None
     frequencies: tuple[int, ...] | None = None
+    halves: bool = False
     max_position_embeddings: int | None = None
     factor: float | None = None
     original_max_position_embeddings: int | None = None
@@ -132,6 +135,7 @@ class AttentionSpec:
     `query_scale` multiplies the queries by their positions, once they are turned.
     With `values_are_keys` one projection gives both: what the keys were before their norm and rotation.
     A span of tokens that all see one another (`Sequences.spans`) is cut by a window, but for `whole_spans`.
+    Without `sees_spans` none of them sees ahead.
     """
 
     num_attention_heads: int
@@ -150,6 +154,7 @@ class AttentionSpec:
     chunk: int | None = None
     causal: bool = True
     whole_spans: bool = False
+    sees_spans: bool = True
 
     @property
     def q_size(self) -> int:
@@ -183,6 +188,7 @@ class SharedAttentionSpec:
     window: int | None = None
     bias: bool = False
     q_norm: NormSpec | LayerNormSpec | None = None
+    sees_spans: bool = True
 
     @property
     def q_size(self) -> int:
@@ -192,7 +198,9 @@ class SharedAttentionSpec:
     def attention(self) -> AttentionSpec:
         """The product of the heads, once queries are made."""
         heads = self.num_attention_heads, self.num_key_value_heads
-        return AttentionSpec(*heads, self.head_dim, self.scale, window=self.window)
+        return AttentionSpec(
+            *heads, self.head_dim, self.scale, window=self.window, sees_spans=self.sees_spans
+        )
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
@@ -440,7 +448,26 @@ class AdapterSpec:
     size: int
 
 
-ProjectorSpec = AdapterSpec | PatchMergerSpec | MistralMergerSpec | LinearProjectorSpec | MLPProjectorSpec
+@dataclass(frozen=True)
+class PoolProjectorSpec:
+    """From the encoder to the language model by the mean of `merge` times `merge` neighbouring patches, times
+    the root of their width, less a bias and times a scale that are stored and not trained if `standardized`,
+    an RMSNorm without a weight, and one linear layer (Gemma 4).
+    """
+
+    merge: int
+    eps: float
+    standardized: bool = False
+
+
+ProjectorSpec = (
+    PoolProjectorSpec
+    | AdapterSpec
+    | PatchMergerSpec
+    | MistralMergerSpec
+    | LinearProjectorSpec
+    | MLPProjectorSpec
+)
 
 
 @dataclass(frozen=True)
@@ -455,6 +482,22 @@ class FixedTable:
     """A table of `side` times `side` positions, one for each patch, and one for the class token (CLIP)."""
 
     side: int
+
+
+@dataclass(frozen=True)
+class AxesTable:
+    """Two tables of `size` positions, by whose sum a patch stands in its column and in its row (Gemma 4)."""
+
+    size: int
+
+
+@dataclass(frozen=True)
+class PlacedPictures:
+    """A processor gives `pixel_values` [images, patches, width], numbers from 0 to 1 whose channels come
+    last, filled up to the most patches, and `image_position_ids` [images, patches, 2], the column and the row
+    of each, -1 where there is none; of the steps of videos `pixel_values_videos` and `video_position_ids`,
+    with `num_frames_per_video` (Gemma 4).
+    """
 
 
 @dataclass(frozen=True)
@@ -523,9 +566,9 @@ class VisionSpec:
     positions: TimeSpec | None = None
     windowed: tuple[int, ...] = ()
     window: int | None = None
-    position_table: StretchedTable | FixedTable | None = None
+    position_table: StretchedTable | FixedTable | AxesTable | None = None
     deep: tuple[int, ...] = ()
-    pictures: GridPictures | PaddedPictures | SquarePictures = GridPictures()
+    pictures: PlacedPictures | GridPictures | PaddedPictures | SquarePictures = GridPictures()
     norm_before: NormSpec | LayerNormSpec | None = None
     norm_behind: NormSpec | LayerNormSpec | None = None
     class_token: Literal["first", "last"] | None = None

@@ -21,7 +21,15 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.errors import DataError
-from liger_models.layers.spec import GridPictures, PaddedPictures, PatchSpec, SquarePictures, VisionSpec
+from liger_models.layers.spec import (
+    AxesTable,
+    GridPictures,
+    PaddedPictures,
+    PatchSpec,
+    PlacedPictures,
+    SquarePictures,
+    VisionSpec,
+)
 
 Grid = tuple[int, int, int]
 
@@ -148,6 +156,65 @@ def _padded(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures 
     return Pictures(torch.cat(patches), grids, len(grids))
 
 
+def _placed(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
+    names = "pixel_values", "image_position_ids"
+    of_videos = "pixel_values_videos", "video_position_ids", "num_frames_per_video"
+    given = _taken(keywords, *names, *of_videos)
+    parts = [
+        _placed_of_kind(spec, merge, given[kind[0]], torch.as_tensor(given[kind[1]]), *kind[:2])
+        for kind in (names, of_videos)
+        if _together(given, *kind)
+    ]
+    if not parts:
+        return None
+    steps = len(parts[-1][1])
+    counts = given.get("num_frames_per_video")
+    if counts is not None and int(torch.as_tensor(counts).sum()) != steps:
+        raise DataError(f"num_frames_per_video is {counts}, of {steps} steps together; expected their number")
+    grids = [grid for _, own in parts for grid in own]
+    images = len(grids) - (0 if counts is None else steps)
+    return Pictures(torch.cat([patches for patches, _ in parts]), grids, images)
+
+
+def _placed_of_kind(
+    spec: VisionSpec, merge: int, values: Tensor, places: Tensor, pixels: str, ids: str
+) -> tuple[Tensor, list[Grid]]:
+    if values.dim() != 3 or values.shape[2] != spec.patches.width or not values.is_floating_point():
+        raise DataError(
+            f"{pixels} must be floating point of shape [pictures, patches, {spec.patches.width}]; found "
+            f"{values.dtype} of shape {tuple(values.shape)}"
+        )
+    if tuple(places.shape) != (*values.shape[:2], 2) or places.is_floating_point():
+        raise DataError(
+            f"{ids} must be integers of shape {(*values.shape[:2], 2)}, by {pixels}; found {places.dtype} of "
+            f"shape {tuple(places.shape)}"
+        )
+    places = places.cpu()
+    patches, grids = [], []
+    assert isinstance(spec.position_table, AxesTable)
+    for i, (picture, own) in enumerate(zip(values, places, strict=True)):
+        w, h = (own.amax(0) + 1).tolist()
+        row, column = _places(1, h, w, 1) if min(h, w) > 0 else own.new_zeros(2, 0)
+        filled = torch.full_like(own, -1)
+        filled[: h * w] = torch.stack([column, row], 1)[: len(own)]
+        if min(h, w) < 1 or h % merge or w % merge or not torch.equal(filled, own):
+            raise DataError(
+                f"{ids}[{i}] must name the patches of {h} rows and {w} columns, row by row, and -1 behind "
+                f"them, rows and columns multiples of {merge}; it does not"
+            )
+        if max(h, w) > spec.position_table.size:
+            raise DataError(
+                f"{ids}[{i}] has {h} rows and {w} columns; the model has positions for "
+                f"{spec.position_table.size}"
+            )
+        row, column = _places(1, h, w, merge).to(values.device, non_blocking=True)
+        patches.append(picture[row * w + column])
+        grids.append((1, h, w))
+    size, channels = spec.patches.size, spec.patches.channels
+    rows = torch.cat(patches).unflatten(1, (size, size, channels)).permute(0, 3, 1, 2).flatten(1)
+    return 2 * (rows - 0.5), grids
+
+
 def _squares(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
     given = _taken(keywords, "pixel_values")
     if not given:
@@ -193,6 +260,7 @@ DOORS: dict[type, Callable[[VisionSpec, int, dict[str, Any]], Pictures | None]] 
     GridPictures: _grids,
     PaddedPictures: _padded,
     SquarePictures: _squares,
+    PlacedPictures: _placed,
 }
 
 

@@ -1,6 +1,7 @@
 """Learned tables of positions: of pictures of one size, or stretched to the size of each picture.
 
     x += table[place]                                           of one size
+    x += table_x[column] + table_y[row]
     x += sum over four taps of weight * table[tap]              stretched
 
 The stretched table is a square of side S. Patch i of h stands at i * (S - 1) / max(h - 1, 1) in it, and
@@ -15,11 +16,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from liger_models.layers.spec import FixedTable, StretchedTable, VisionSpec
+from liger_models.layers.spec import AxesTable, FixedTable, StretchedTable, VisionSpec
 from liger_models.layers.vision.pictures import Grid, places_of
 
 
-def make_table(spec: VisionSpec) -> PositionTable | None:
+def make_table(spec: VisionSpec) -> PositionTable | PositionsByAxes | None:
     """The table that the spec describes, if any."""
     match spec.position_table:
         case StretchedTable(side):
@@ -27,6 +28,8 @@ def make_table(spec: VisionSpec) -> PositionTable | None:
         case FixedTable(side):
             rows = side**2 + (spec.class_token is not None)
             return FixedPositions(rows, spec.hidden_size, side, int(spec.class_token == "first"))
+        case AxesTable(size):
+            return PositionsByAxes(size, spec.hidden_size)
     return None
 
 
@@ -73,6 +76,23 @@ class StretchedPositions(PositionTable):
 
     def _taps(self, grid: Grid, merge: int) -> tuple[Tensor, Tensor]:
         return _taps(grid, merge, self.side)
+
+
+class PositionsByAxes(nn.Module):
+    """The sum of two rows of `width` for each patch, one of `size` by its column and one by its row."""
+
+    def __init__(self, size: int, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2, size, width))
+
+    def forward(self, grids: Sequence[Grid], merge: int) -> Tensor:
+        """[P, width], for the patches of pictures in the order of `Pictures`."""
+        row, column = places_of(grids, merge).to(self.weight.device, non_blocking=True)
+        return self.weight[0, column] + self.weight[1, row]
+
+    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
+        """As every matrix."""
+        nn.init.normal_(self.weight, 0.0, std, generator)
 
 
 @functools.lru_cache(maxsize=256)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from liger_models.kernels import rms_norm
 from liger_models.layers.linear import Linear
 from liger_models.layers.mlp import plain_activation
 from liger_models.layers.norm import make_norm
@@ -14,6 +18,7 @@ from liger_models.layers.spec import (
     MistralMergerSpec,
     MLPProjectorSpec,
     PatchMergerSpec,
+    PoolProjectorSpec,
 )
 
 
@@ -133,7 +138,42 @@ class Adapter(nn.Module):
         return self.linear_1(F.gelu(self.fc2(x)))
 
 
+class PoolProjector(nn.Module):
+    """`linear(rms((sqrt(D) * mean of merge^2 patches - std_bias) * std_scale))` (Gemma 4).
+
+    Args:
+        width: that of a patch, D.
+        hidden_size: that of the language model, H.
+        spec: of how many patches the mean is, the norm's eps, and whether it is standardised.
+    """
+
+    std_bias: Tensor
+    std_scale: Tensor
+
+    def __init__(self, width: int, hidden_size: int, spec: PoolProjectorSpec):
+        super().__init__()
+        self.spec, self.scale = spec, width**0.5
+        if spec.standardized:
+            self.register_buffer("std_bias", torch.zeros(width))
+            self.register_buffer("std_scale", torch.ones(width))
+        self.linear = Linear(width, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [P, D], in blocks of patches -> [P / merge^2, H]."""
+        pooled = x.unflatten(0, (-1, self.spec.merge**2)).float().mean(1).to(x.dtype).float() * self.scale
+        if self.spec.standardized:
+            pooled = (pooled - self.std_bias.float()) * self.std_scale.float()
+        return self.linear(rms_norm(pooled.to(x.dtype), None, self.spec.eps))
+
+    def reset_parameters(self, *_: Any) -> None:
+        """Nothing is changed by them."""
+        if self.spec.standardized:
+            nn.init.zeros_(self.std_bias)
+            nn.init.ones_(self.std_scale)
+
+
 PROJECTORS: dict[type, type[nn.Module]] = {
+    PoolProjectorSpec: PoolProjector,
     AdapterSpec: Adapter,
     PatchMergerSpec: PatchMerger,
     MistralMergerSpec: MistralMerger,

@@ -184,6 +184,10 @@ class Vision(nn.Module):
         features = self(Pictures(blank, [(1, self.merge, self.merge)], images=1))
         return embeds + 0 * torch.stack([x.sum() for x in features]).sum().to(embeds.dtype)
 
+    def ids_of_text(self, sight: Sight, ids: Tensor, instead: int) -> Tensor:
+        """ids [T], with another where pictures stand."""
+        return ids if sight.kinds is None else torch.where(sight.kinds == TEXT, ids, instead)
+
     def handed(self, sight: Sight | None, sequences: Sequences) -> dict[str, Tensor]:
         """What layers of the language model read beside their input, by name: nothing."""
         return {}

@@ -46,6 +46,9 @@ NOT_SEEN = {
 OF_IMAGES = (
     "RopeSpec.axes",
     "RopeSpec.frequencies",
+    "RopeSpec.halves",
+    "AttentionSpec.sees_spans",
+    "SharedAttentionSpec.sees_spans",
     "AttentionSpec.whole_spans",
     "ModelSpec.vision",
     "ModelSpec.extra_ids",
@@ -160,6 +163,8 @@ def unnoticed_fields(
             continue
         if field == "QKNormSpec.before_rope" and at(pair.ours.spec, path[:-2]).rope is None:
             continue  # before or after nothing
+        if field == "AttentionSpec.sees_spans" and not at(pair.ours.spec, path[:-1]).causal:
+            continue  # all see all
         if field == "AttentionSpec.whole_spans" and at(pair.ours.spec, path[:-1]).window is None:
             continue  # which no window cuts
         if wanted is not None:

@@ -15,7 +15,13 @@ import pairs
 import torch
 from torch import Tensor
 
-from liger_models.layers.spec import GridPictures, PaddedPictures, SquarePictures, TiledVisionSpec
+from liger_models.layers.spec import (
+    GridPictures,
+    PaddedPictures,
+    PlacedPictures,
+    SquarePictures,
+    TiledVisionSpec,
+)
 
 Piece = Any
 Document = Sequence[Piece]
@@ -189,6 +195,26 @@ class SeeingPair(pairs.Pair):
         pixels = 0.1 * torch.randn(len(pieces), self.vision.patches.channels, 18 * size, 18 * size)
         return {"pixel_values": pixels, "image_sizes": sizes}
 
+    def _placed(self, pieces: list[Piece]) -> dict[str, Any]:
+        """All filled up to one number of patches, with what is not to be read."""
+        call: dict[str, Any] = {}
+        for kind, pixels, ids in (
+            (Image, "pixel_values", "image_position_ids"),
+            (Video, "pixel_values_videos", "video_position_ids"),
+        ):
+            own = [self._grid(piece) for piece in pieces if isinstance(piece, kind)]
+            if not own:
+                continue
+            pictures = [(h, w) for t, h, w in own for _ in range(t)]
+            call[pixels] = 0.5 + 0.1 * torch.randn(len(pictures), 96, self.vision.patches.width)
+            call[ids] = torch.full((len(pictures), 96, 2), -1)
+            for places, (h, w) in zip(call[ids], pictures, strict=True):
+                row, column = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
+                places[: h * w] = torch.stack([column.flatten(), row.flatten()], 1)
+            if kind is Video:
+                call["num_frames_per_video"] = torch.tensor([t for t, _, _ in own])
+        return call
+
     def _squares(self, pieces: list[Piece]) -> dict[str, Any]:
         size = self.vision.pictures.size
         return {"pixel_values": 0.1 * torch.randn(len(pieces), self.vision.patches.channels, size, size)}
@@ -206,6 +232,7 @@ KINDS = {
     GridPictures: SeeingPair._grids,
     PaddedPictures: SeeingPair._padded,
     SquarePictures: SeeingPair._squares,
+    PlacedPictures: SeeingPair._placed,
 }
 """What a processor gives, by what the spec says of it."""
 

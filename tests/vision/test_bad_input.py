@@ -131,6 +131,42 @@ def test_square_images_that_do_not_fit_are_refused(family, change, message, make
         pair.ours(**change(call))
 
 
+OF_PLACED = {
+    "no places": (
+        lambda call: without(call, "image_position_ids"),
+        "pixel_values without image_position_ids",
+    ),
+    "no counts": (
+        lambda call: without(call, "num_frames_per_video"),
+        "pixel_values_videos and video_position_ids without num_frames_per_video",
+    ),
+    "no kinds": (lambda call: without(call, "mm_token_type_ids"), "without mm_token_type_ids"),
+    "another order": (
+        lambda call: call | {"image_position_ids": call["image_position_ids"].flip(2)},
+        r"image_position_ids\[0\] must name the patches of 10 rows and 6 columns, row by row",
+    ),
+    "an odd number of rows": (
+        lambda call: call | {"video_position_ids": call["video_position_ids"].masked_fill(ODD, -1)},
+        r"video_position_ids\[0\] must name the patches of 3 rows and 4 columns",
+    ),
+    "other counts": (
+        lambda call: call | {"num_frames_per_video": torch.tensor([3])},
+        "of 2 steps together",
+    ),
+    "sound": (lambda call: call | {"input_features": torch.ones(1, 2, 3)}, "input_features"),
+}
+ODD = (torch.arange(96) >= 12)[:, None]
+
+
+@pytest.mark.parametrize(("change", "message"), OF_PLACED.values(), ids=OF_PLACED)
+def test_patches_in_other_places_are_refused(change, message, make_pair, pairs_made):
+    pair = pairs_made.get("gemma4") or pairs_made.setdefault("gemma4", make_pair("gemma4"))
+    call = pair.scene([1, Image(6, 10), 2, Video(2, 4, 4), 3])
+    assert pair.ours(**call).loss.isfinite()
+    with pytest.raises((DataError, TypeError), match=message):
+        pair.ours(**change(call))
+
+
 OF_TILES = {
     "no mask": (
         lambda call: without(call, "cross_attention_mask"),

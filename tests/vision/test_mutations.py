@@ -19,13 +19,13 @@ def test_another_value_of_any_field_is_noticed(pair):
     if getattr(pair.vision, "video_id", None) is None:
         skip |= {"VisionSpec.video_id"}  # which no token has
     if getattr(pair.vision, "spans", None) is None:
-        skip |= {"AttentionSpec.whole_spans"}
+        skip |= {"AttentionSpec.whole_spans", "AttentionSpec.sees_spans", "SharedAttentionSpec.sees_spans"}
     if not any(rope.axes for block in pair.ours.spec.blocks for rope in block.mixer.ropes):
         skip |= {"VisionSpec.positions"}  # of axes that nothing reads
     missed = unnoticed_fields(pair, of_images=True)
     faults = [fault for fault, field in missed.items() if field not in skip]
     if getattr(pair.vision, "positions", None) is None:  # then those of text have one axis
-        faults = [fault for fault in faults if not re.match(r"blocks\..*\.(axes|frequencies):", fault)]
+        faults = [fault for fault in faults if not re.match(r"blocks\..*\.(axes|frequencies|halves):", fault)]
     # Angles of one layer say little, of a few patches: they are to be noticed in some layer.
     layers = Counter(re.sub(r"^vision\.blocks\.\d+", "a layer", fault) for fault in faults)
     most = len(set(pair.vision.blocks)) - 1
@@ -36,5 +36,5 @@ def test_another_value_of_any_field_is_noticed(pair):
 OF_OTHER_ROPES = {
     f"RopeSpec.{field.name}"
     for field in dataclasses.fields(RopeSpec)
-    if field.name not in ("dim", "theta", "type", "interleaved", "turning", "axes", "frequencies")
+    if field.name not in ("dim", "theta", "type", "interleaved", "turning", "axes", "frequencies", "halves")
 }
