@@ -61,6 +61,7 @@ _TOWERS = (
     "multi_modal_projector.",
     "visual.",
     "vision_embedder.",
+    "image_newline",
 )
 
 _OWN_ROOT = (("model.language_model.", "model."), ("language_model.", "model."))
@@ -93,6 +94,7 @@ MULTIMODAL: dict[str, Multimodal] = {
     "internvl": Multimodal({kind: kind for kind in ("qwen2", "qwen3", "qwen3_moe", "llama")}, tied=True),
     "llama4": Multimodal({"llama4_text": "llama4_text"}, tied_by_text=True),
     "llava": Multimodal({"llama": "llama", "mistral": "mistral", "qwen2": "qwen2"}, tied_by_text=True),
+    "llava_onevision": Multimodal({"qwen2": "qwen2"}, tied_by_text=True),
     "mistral3": Multimodal({kind: kind for kind in ("mistral", "ministral3", "mistral4")}, tied=True),
     "paligemma": Multimodal(
         {"gemma": "gemma", "gemma2": "gemma2"},
@@ -208,7 +210,7 @@ _ASIDE_NAMES = """
     mm_tokens_per_image vision_token_id
     vision_start_token_id vision_end_token_id vision_feature_layer vision_feature_select_strategy
     projector_hidden_act multimodal_projector_bias spatial_merge_size projection_dim
-    downsample_ratio
+    downsample_ratio video_token_index vision_aspect_ratio use_image_newline_parameter
 """
 _ASIDE = frozenset(_ASIDE_NAMES.split())
 _TOP_AND_TEXT = frozenset({"pad_token_id", "vocab_size", "tie_word_embeddings"})  # at the top not of the text

@@ -525,6 +525,20 @@ class SquarePictures:
 
 
 @dataclass(frozen=True)
+class AnyresPictures:
+    """A processor gives `pixel_values` [images, tiles, channels, size, size], of each image the whole, and
+    behind that, of the one image of a row, tiles of it in the best of `resolutions`, (height, width) in
+    pixels; with `image_sizes` [images, 2] and `batch_num_images` [rows]. Of videos it gives
+    `pixel_values_videos` [videos, frames, channels, size, size]. How features become tokens, those of `most`
+    tiles at the most, is in layers/vision/anyres.py (LLaVA-OneVision).
+    """
+
+    size: int
+    resolutions: tuple[tuple[int, int], ...]
+    most: int
+
+
+@dataclass(frozen=True)
 class TimeSpec:
     """The positions of images' tokens on three axes, time, row and column (M-RoPE, arXiv:2409.12191, section
     2.1): see layers/vision/positions.py. A second of a video is `tokens_per_second` positions long; None:
@@ -568,7 +582,9 @@ class VisionSpec:
     window: int | None = None
     position_table: StretchedTable | FixedTable | AxesTable | None = None
     deep: tuple[int, ...] = ()
-    pictures: PlacedPictures | GridPictures | PaddedPictures | SquarePictures = GridPictures()
+    pictures: PlacedPictures | GridPictures | PaddedPictures | SquarePictures | AnyresPictures = (
+        GridPictures()
+    )
     norm_before: NormSpec | LayerNormSpec | None = None
     norm_behind: NormSpec | LayerNormSpec | None = None
     class_token: Literal["first", "last"] | None = None

@@ -13,6 +13,7 @@ from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError, abbreviate
 from liger_models.layers.spec import (
+    AnyresPictures,
     AttentionSpec,
     BlockSpec,
     FixedTable,
@@ -68,7 +69,12 @@ def tower(c: HFConfig, kinds: Collection[str]) -> HFConfig:
 
 
 def square_vision(
-    v: HFConfig, projector: ProjectorSpec, image_id: int, states: Sequence[int] = (), **settings: Any
+    v: HFConfig,
+    projector: ProjectorSpec,
+    image_id: int,
+    states: Sequence[int] = (),
+    pictures: SquarePictures | AnyresPictures | None = None,
+    **settings: Any,
 ) -> VisionSpec:
     """An encoder of square images.
 
@@ -76,6 +82,7 @@ def square_vision(
         v: its config, as `tower` gives it.
         projector, image_id: the way out of it, and the id of its tokens.
         states: what goes that way, see `states_read`; by default what the last layer gives, normalised.
+        pictures: what the processor gives, if not the images as they are.
         settings: further fields of the spec.
 
     Raises:
@@ -99,7 +106,7 @@ def square_vision(
         projector,
         image_id,
         position_table=FixedTable(size // patch),
-        pictures=SquarePictures(size),
+        pictures=pictures or SquarePictures(size),
         norm_before=norm if clip else None,
         norm_behind=None if states else norm,
         class_token="first" if clip else None,
@@ -173,6 +180,7 @@ def tower_layouts(
             parts=(
                 ("vision.encoder.", Layout(encoder, root=f"{root}vision_tower.{model}")),
                 ("vision.projector.", Layout(projector, root=f"{root}multi_modal_projector.")),
+                ("vision.newline.", Layout((("weight", "image_newline"),), root=root)),
             ),
         )
         for text, root, rename in (

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from liger_models.convert.errors import DataError
 from liger_models.layers.spec import (
+    AnyresPictures,
     AxesTable,
     GridPictures,
     PaddedPictures,
@@ -30,6 +31,7 @@ from liger_models.layers.spec import (
     SquarePictures,
     VisionSpec,
 )
+from liger_models.layers.vision.anyres import Taps, best_resolution, of_tiles, of_video, of_whole
 
 Grid = tuple[int, int, int]
 
@@ -61,6 +63,23 @@ class Pictures:
     def features(self, merge: int) -> tuple[int, int]:
         """How many tokens images have, and videos, where `merge` times `merge` patches make one."""
         counts = [t * (h // merge) * (w // merge) for t, h, w in self.grids]
+        return sum(counts[: self.images]), sum(counts[self.images :])
+
+
+class TiledPictures(Pictures):
+    """Images as tiles of one size, and videos as frames of it.
+
+    Attributes:
+        taps: of each picture, what makes its tokens: see layers/vision/anyres.py.
+        sizes: of each picture, how many patches it has.
+    """
+
+    def __init__(self, patches: Tensor, side: int, taps: list[Taps], tiles: list[int], images: int):
+        super().__init__(patches, [(1, side, side)] * sum(tiles), images)
+        self.taps, self.sizes = taps, [count * side**2 for count in tiles]
+
+    def features(self, merge: int) -> tuple[int, int]:
+        counts = [len(taps.features) for taps in self.taps]
         return sum(counts[: self.images]), sum(counts[self.images :])
 
 
@@ -233,6 +252,76 @@ def _squares(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures
     return Pictures(torch.cat(patches), [(1, side, side)] * len(values), len(values)) if patches else None
 
 
+def _anyres(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
+    given = _taken(keywords, "pixel_values", "image_sizes", "batch_num_images", "pixel_values_videos")
+    side = _anyres_side(spec)
+    tiles, taps = _tiles_of_images(spec, given)
+    images = len(tiles)
+    if "pixel_values_videos" in given:
+        _check_tiles("pixel_values_videos", "frames", given["pixel_values_videos"], spec)
+        tiles += list(given["pixel_values_videos"])
+        taps += [of_video(side, len(video)) for video in tiles[images:]]
+    if not tiles:
+        return None
+    patches = [_cut(tile, (1, side, side), merge, spec.patches.size) for tile in torch.cat(tiles)]
+    return TiledPictures(torch.cat(patches), side, taps, [len(tile) for tile in tiles], images)
+
+
+def _anyres_side(spec: VisionSpec) -> int:
+    assert isinstance(spec.pictures, AnyresPictures)
+    return spec.pictures.size // spec.patches.size
+
+
+def _tiles_of_images(spec: VisionSpec, given: Mapping[str, Any]) -> tuple[list[Tensor], list[Taps]]:
+    """Of each image its tiles, [tiles, channels, size, size], and what makes its tokens."""
+    assert isinstance(spec.pictures, AnyresPictures)
+    if not _together(given, "pixel_values", "image_sizes"):
+        if "batch_num_images" in given:
+            raise DataError("got batch_num_images without pixel_values: give all, as the processor does")
+        return [], []
+    values, sizes = given["pixel_values"], torch.as_tensor(given["image_sizes"])
+    _check_tiles("pixel_values", "tiles", values, spec)
+    if tuple(sizes.shape) != (len(values), 2) or sizes.is_floating_point() or bool((sizes < 1).any()):
+        raise DataError(
+            f"image_sizes must be integers above 0 [{len(values)}, 2], the height and the width of each "
+            f"image in pixels; found {sizes.dtype} of shape {tuple(sizes.shape)}"
+        )
+    alone = _alone(given.get("batch_num_images"), len(values))
+    tiles, taps, size, side = [], [], spec.pictures.size, _anyres_side(spec)
+    for i, (image, (height, width), tiled) in enumerate(zip(values, sizes.tolist(), alone, strict=True)):
+        h, w = best_resolution(height, width, spec.pictures.resolutions)
+        count = 1 + h // size * (w // size) if tiled else 1
+        if len(image) < count:
+            raise DataError(
+                f"pixel_values[{i}] has {len(image)} tiles; an image of {(height, width)} pixels has {count} "
+                "by the model's resolutions"
+            )
+        tiles.append(image[:count])
+        many = spec.pictures.most
+        taps.append(of_tiles(side, h // size, w // size, height, width, many) if tiled else of_whole(side))
+    return tiles, taps
+
+
+def _check_tiles(name: str, many: str, values: Tensor, spec: VisionSpec) -> None:
+    assert isinstance(spec.pictures, AnyresPictures)
+    expected = spec.patches.channels, spec.pictures.size, spec.pictures.size
+    if values.dim() != 5 or tuple(values.shape[2:]) != expected or not values.is_floating_point():
+        raise DataError(
+            f"{name} must be floating point of shape [pictures, {many}, {', '.join(map(str, expected))}]; "
+            f"found {values.dtype} of shape {tuple(values.shape)}"
+        )
+
+
+def _alone(given: Any, images: int) -> list[bool]:
+    """Whether each image is the only one of its row."""
+    if given is None:
+        return [True] * images
+    counts = torch.as_tensor(given).flatten().tolist()
+    if sum(counts) != images:
+        raise DataError(f"batch_num_images is {counts}, {sum(counts)} images together; found {images}")
+    return [count == 1 for count in counts for _ in range(count)]
+
+
 def _cut(image: Tensor, grid: Grid, merge: int, size: int) -> Tensor:
     """The patches of an image [channels, H, W], [h * w, channels * size^2]."""
     _, h, w = grid
@@ -261,6 +350,7 @@ DOORS: dict[type, Callable[[VisionSpec, int, dict[str, Any]], Pictures | None]] 
     PaddedPictures: _padded,
     SquarePictures: _squares,
     PlacedPictures: _placed,
+    AnyresPictures: _anyres,
 }
 
 

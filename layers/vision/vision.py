@@ -15,9 +15,17 @@ from liger_models.layers.attention_backends import AttentionBackend
 from liger_models.layers.cache import KVCache
 from liger_models.layers.host_copy import HostCopy
 from liger_models.layers.sequences import Sequences
-from liger_models.layers.spec import VisionSpec
+from liger_models.layers.spec import AnyresPictures, VisionSpec
+from liger_models.layers.vision.anyres import Newline
 from liger_models.layers.vision.encoder import VisionEncoder
-from liger_models.layers.vision.pictures import Grid, Pictures, cut, take_pictures, whole_blocks
+from liger_models.layers.vision.pictures import (
+    Grid,
+    Pictures,
+    TiledPictures,
+    cut,
+    take_pictures,
+    whole_blocks,
+)
 from liger_models.layers.vision.positions import IMAGE, TEXT, VIDEO, axis_positions, longest_position
 from liger_models.layers.vision.projectors import PROJECTORS
 from liger_models.layers.vision.spans import prefixes, spans_of
@@ -73,6 +81,7 @@ class Vision(nn.Module):
         self.encoder = VisionEncoder(spec, attention)
         width, make = spec.hidden_size, PROJECTORS[type(spec.projector)]
         self.projector = make(width * max(len(spec.taken), 1), hidden_size, spec.projector)
+        self.newline = Newline(hidden_size) if isinstance(spec.pictures, AnyresPictures) else None
         self.deep = nn.ModuleList([make(width, hidden_size, spec.deep_projector) for _ in spec.deep])
 
     def forward(self, pictures: Pictures) -> list[Tensor]:
@@ -87,7 +96,10 @@ class Vision(nn.Module):
                 made = [x[whole] for x in made]
         last, *deep = made
         projectors = (self.deep[self.spec.deep.index(layer)] for layer in sorted(self.spec.deep))
-        return [self.projector(last), *(project(x) for project, x in zip(projectors, deep, strict=True))]
+        features = self.projector(last)
+        if self.newline is not None and isinstance(pictures, TiledPictures):
+            features = self.newline(features, pictures.taps, pictures.sizes)
+        return [features, *(project(x) for project, x in zip(projectors, deep, strict=True))]
 
     def cut(self, picture: Tensor) -> tuple[Tensor, Grid]:
         """A picture's pixels, or a video's, as `pixel_values` and one row of the grids: see `cut` in

@@ -98,6 +98,8 @@ def other_values(value: Any, hint: Any) -> list[Any]:
         return [(value[0] * 1.5, *value[1:]), (*value[:-1], value[-1] * 1.5), *nothing]
     if value == () or (isinstance(value, tuple) and isinstance(value[0], int)):
         return [(value[0] + 1, *value[1:]) if value else (0,)]
+    if isinstance(value, tuple) and isinstance(value[0], tuple):
+        return [value[:-1]]
     if value is None:
         parts = [kind for kind in kinds if is_dataclass(kind)]
         if parts:

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from liger_models.layers.spec import (
+    AnyresPictures,
     GridPictures,
     PaddedPictures,
     PlacedPictures,
     SquarePictures,
     TiledVisionSpec,
 )
+from liger_models.layers.vision import anyres
 
 Piece = Any
 Document = Sequence[Piece]
@@ -102,6 +104,9 @@ class SeeingPair(pairs.Pair):
                 tokens.append(self.vision.image_id)
             else:
                 piece = self._shown(piece)
+                if isinstance(self.vision.pictures, AnyresPictures):
+                    tokens += self._of_tiles(piece, sum(isinstance(other, Image) for other in document))
+                    continue
                 grid, merge = self._grid(piece), self.vision.projector.merge
                 one = self.vision.video_id if isinstance(piece, Video) else self.vision.image_id
                 step = [one] * (grid[1] // merge * (grid[2] // merge))
@@ -126,7 +131,11 @@ class SeeingPair(pairs.Pair):
         pieces = [piece for document in documents for piece in document if not isinstance(piece, int)]
         if not pieces:
             return {}
-        return KINDS[type(self.vision.pictures)](self, pieces)
+        call = KINDS[type(self.vision.pictures)](self, pieces)
+        if isinstance(self.vision.pictures, AnyresPictures):
+            counts = [sum(isinstance(piece, Image) for piece in document) for document in documents]
+            call["batch_num_images"] = torch.tensor(counts)
+        return call
 
     def _tiles(self, documents: Sequence[Document], ids: Tensor) -> dict[str, Tensor]:
         """Rows filled up with images that are not there; each image is seen up to the next."""
@@ -219,6 +228,31 @@ class SeeingPair(pairs.Pair):
         size = self.vision.pictures.size
         return {"pixel_values": 0.1 * torch.randn(len(pieces), self.vision.patches.channels, size, size)}
 
+    def _anyres(self, pieces: list[Piece]) -> dict[str, Any]:
+        """Images with as many tiles as any can have."""
+        size, call = self.vision.pictures.size, {}
+        shape = self.vision.patches.channels, size, size
+        images = [piece for piece in pieces if isinstance(piece, Image)]
+        videos = [piece for piece in pieces if isinstance(piece, Video)]
+        if images:
+            call["pixel_values"] = 0.1 * torch.randn(len(images), 9, *shape)
+            call["image_sizes"] = torch.tensor([[image.height * 3, image.width * 3] for image in images])
+        if videos:
+            call["pixel_values_videos"] = 0.1 * torch.randn(len(videos), videos[0].steps, *shape)
+        return call
+
+    def _of_tiles(self, piece: Image | Video, images: int) -> list[int]:
+        pictures, side = self.vision.pictures, self.vision.pictures.size // self.vision.patches.size
+        if isinstance(piece, Video):
+            return [self.vision.video_id] * len(anyres.of_video(side, piece.steps).features)
+        taps = anyres.of_whole(side)
+        if images == 1:
+            pixels = piece.height * 3, piece.width * 3
+            height, width = anyres.best_resolution(*pixels, pictures.resolutions)
+            tiles = height // pictures.size, width // pictures.size
+            taps = anyres.of_tiles(side, *tiles, *pixels, pictures.most)
+        return [self.vision.image_id] * len(taps.features)
+
     def _grid(self, piece: Image | Video) -> tuple[int, int, int]:
         """Padded images have a row and a column more, of which no token may come; square ones one size."""
         if isinstance(self.vision.pictures, SquarePictures):
@@ -233,6 +267,7 @@ KINDS = {
     PaddedPictures: SeeingPair._padded,
     SquarePictures: SeeingPair._squares,
     PlacedPictures: SeeingPair._placed,
+    AnyresPictures: SeeingPair._anyres,
 }
 """What a processor gives, by what the spec says of it."""
 

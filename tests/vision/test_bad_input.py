@@ -96,6 +96,46 @@ def test_padded_images_that_do_not_fit_are_refused(change, message, make_pair, p
         pair.ours(**change(call))
 
 
+OF_ANYRES = {
+    "no sizes": (lambda call: without(call, "image_sizes"), "pixel_values without image_sizes"),
+    "a tile less": (
+        lambda call: call | {"pixel_values": call["pixel_values"][:, :8]},
+        r"pixel_values\[0\] has 8 tiles; an image of \(18, 30\) pixels has 9",
+    ),
+    "tiles of another size": (
+        lambda call: call | {"pixel_values": call["pixel_values"][..., :-1]},
+        r"shape \[pictures, tiles, 3, 10, 10\]",
+    ),
+    "another size": (
+        lambda call: call | {"image_sizes": torch.tensor([[30, 18]])},
+        r"the text has \d+ tokens of images",
+    ),
+    "an empty image": (
+        lambda call: call | {"image_sizes": torch.tensor([[0, 18]])},
+        r"image_sizes must be integers above 0 \[1, 2\]",
+    ),
+    "more images": (lambda call: call | {"batch_num_images": [2]}, "2 images together; found 1"),
+    "counts alone": (
+        lambda call: without(call, "pixel_values", "image_sizes"),
+        "batch_num_images without pixel_values",
+    ),
+    "frames of another size": (
+        lambda call: call | {"pixel_values_videos": call["pixel_values_videos"][0]},
+        r"pixel_values_videos must be .* \[pictures, frames, 3, 10, 10\]",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), OF_ANYRES.values(), ids=OF_ANYRES)
+def test_tiles_of_any_number_that_do_not_fit_are_refused(change, message, make_pair, pairs_made):
+    family = "llava_onevision"
+    pair = pairs_made.get(family) or pairs_made.setdefault(family, make_pair(family))
+    call = pair.scene([1, Image(6, 10), 2, Video(3, 4, 4), 3])
+    assert pair.ours(**call).loss.isfinite()
+    with pytest.raises(DataError, match=message):
+        pair.ours(**change(call))
+
+
 OF_SQUARES = {
     "another size": (
         "gemma3",

@@ -1,0 +1,98 @@
+"""LLaVA-OneVision (Li et al., 2024, arXiv:2408.03326): Qwen2 that sees images of any size through SigLIP, by
+tiles of one size side by side, and videos by frames.
+"""
+
+from dataclasses import replace
+
+from liger_models.architectures.common import activation, take_only
+from liger_models.architectures.common.images import language_model
+from liger_models.architectures.common.towers import (
+    SIGLIP,
+    square_vision,
+    states_read,
+    tower,
+    tower_layouts,
+    unread_tensors,
+)
+from liger_models.architectures.registry import register
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.errors import ConfigError, abbreviate
+from liger_models.layers.spec import AnyresPictures, MLPProjectorSpec, ModelSpec
+
+
+def unread(c: HFConfig) -> tuple[str, ...]:
+    """The layers behind those that are read, and their norm."""
+    v = tower(c, [SIGLIP])
+    return unread_tensors(v.take_count("num_hidden_layers"), max(states_read(c, v, -1)))
+
+
+@register(
+    "llava_onevision",
+    reference="LlavaOnevisionForConditionalGeneration",
+    tiny={
+        "text_config": {"model_type": "qwen2", "head_dim": ..., "hidden_size": 64},
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            "hidden_size": 32,
+            "intermediate_size": 40,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 10,
+            "patch_size": 3,
+            "layer_norm_eps": 2e-5,
+        },
+        "image_token_index": 3,
+        "video_token_index": 4,
+        "image_grid_pinpoints": [[10, 10], [20, 10], [20, 20], [40, 10], [20, 40]],
+        "vision_aspect_ratio": "anyres_max_2",
+        "tie_word_embeddings": False,
+    },
+    layouts=tower_layouts(),
+    carried=unread,
+    variants={
+        "several_layers": {
+            "vision_feature_layer": [-2, 0],
+            "vision_aspect_ratio": "anyres_max_9",
+            "projector_hidden_act": "gelu_pytorch_tanh",
+            "multimodal_projector_bias": False,
+        }
+    },
+)
+def llava_onevision(c: HFConfig) -> ModelSpec:
+    text, v = language_model(c), tower(c, [SIGLIP])
+    take_only(c, vision_feature_select_strategy="full", use_image_newline_parameter=True)
+    c.take("image_seq_length", None)  # which the processor reads
+    c.fill({"projector_hidden_act": "gelu"})
+    projector = MLPProjectorSpec(
+        activation(c, "projector_hidden_act", gated=False), c.take_flag("multimodal_projector_bias", True)
+    )
+    vision = square_vision(
+        v,
+        projector,
+        c.take_count("image_token_index", 151646, least=0),
+        states_read(c, v, -1),
+        _pictures(c, v),
+        video_id=c.take_count("video_token_index", 151647, least=0),
+    )
+    return replace(text, vision=vision)
+
+
+def _pictures(c: HFConfig, v: HFConfig) -> AnyresPictures:
+    size, steps = v.take_count("image_size"), range(384, 2305, 384)
+    pairs = c.take("image_grid_pinpoints", [[h, w] for h in steps for w in steps])
+    good = isinstance(pairs, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(type(n) is int and n > 0 for n in pair)
+        for pair in pairs
+    )
+    if not good or not pairs or any(n % size for pair in pairs for n in pair):
+        raise ConfigError(
+            f"{c.name}: image_grid_pinpoints must be pairs of a height and a width, multiples of the "
+            f"encoder's image_size, {size}; found {abbreviate(pairs)}"
+        )
+    ratio = c.take("vision_aspect_ratio", "anyres_max_9")
+    most = str(ratio).removeprefix("anyres_max_")
+    if not str(ratio).startswith("anyres_max_") or not most.isdecimal() or int(most) < 1:
+        raise ConfigError(
+            f"{c.name}: vision_aspect_ratio must be anyres_max_ and a number of tiles, found {ratio!r}"
+        )
+    return AnyresPictures(size, tuple((h, w) for h, w in pairs), int(most))

@@ -1,0 +1,135 @@
+"""Images of any size as tiles of one size, and what the language model is shown of their features (AnyRes;
+LLaVA-OneVision, arXiv:2408.03326, section 3.2).
+
+    an image:     the whole of it, n * n features, row by row; then its tiles side by side, without what only
+                  filled them up, made smaller where they are many, and `newline` behind each row of them
+    one of many:  the whole of it, and `newline`
+    a video:      each frame at half its height and width, and `newline` in the end
+
+A token is a mean of four features at most, its taps, where a picture is made smaller: linear interpolation,
+pixels as areas. All of it follows from sizes, and is made on the host.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+NEWLINE = -1
+
+
+class Taps(NamedTuple):
+    """Of each token which features, [F, 4], `NEWLINE` among them, and their weights, [F, 4] float32."""
+
+    features: Tensor
+    weights: Tensor
+
+
+class Newline(nn.Module):
+    """A learned feature [H] that ends rows, and the tokens that features and it make."""
+
+    def __init__(self, hidden_size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(hidden_size))
+
+    def forward(self, x: Tensor, pictures: Sequence[Taps], sizes: Sequence[int]) -> Tensor:
+        """x [N, H], of pictures of these sizes -> [F, H]."""
+        rows = torch.cat([x, self.weight.to(x.dtype)[None]])
+        first, taps = 0, []
+        for picture, size in zip(pictures, sizes, strict=True):
+            taps.append(torch.where(picture.features == NEWLINE, len(x), picture.features + first))
+            first += size
+        which = torch.cat(taps).to(x.device, non_blocking=True)
+        weights = torch.cat([picture.weights for picture in pictures]).to(x.device, non_blocking=True)
+        weighted = (rows[tap] * weight[:, None] for tap, weight in zip(which.T, weights.T, strict=True))
+        return functools.reduce(torch.add, weighted).to(x.dtype)
+
+    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
+        """As every matrix."""
+        nn.init.normal_(self.weight, 0.0, std, generator)
+
+
+def best_resolution(height: int, width: int, resolutions: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """That in which most of an image's pixels are kept, and of such the smallest; the first of equal ones."""
+
+    def worth(resolution: tuple[int, int]) -> tuple[int, int]:
+        h, w = resolution
+        scale = min(w / width, h / height)
+        kept = min(int(width * scale) * int(height * scale), height * width)
+        return kept, kept - h * w
+
+    return max(resolutions, key=worth)
+
+
+@functools.lru_cache(maxsize=256)
+def of_tiles(n: int, rows: int, columns: int, height: int, width: int, most: int) -> Taps:
+    """An image of so many pixels, of whose tiles there are `rows` times `columns` of n * n features; those of
+    more than `most` tiles are made fewer.
+    """
+    tiles = torch.arange(rows * columns * n * n, device="cpu").view(rows, columns, n, n)
+    grid = _unpadded(n * n + tiles.transpose(1, 2).reshape(rows * n, columns * n), height, width)
+    ratio = math.sqrt(grid.numel() / (most * n * n))
+    h, w = grid.shape
+    taps = _shrunk(grid, int(h // ratio), int(w // ratio)) if ratio > 1.1 else _as_is(grid)
+    lines = [torch.cat([x, end], 1) for x, end in zip(taps, _ends(len(taps.features)), strict=True)]
+    return _joined(_as_is(torch.arange(n * n, device="cpu")), Taps(*(x.flatten(0, 1) for x in lines)))
+
+
+@functools.lru_cache(maxsize=256)
+def of_whole(n: int) -> Taps:
+    """One of several images of n * n features."""
+    return _joined(_as_is(torch.arange(n * n, device="cpu")), _end())
+
+
+@functools.lru_cache(maxsize=256)
+def of_video(n: int, frames: int) -> Taps:
+    """Of n * n features each."""
+    half = math.ceil(n / 2)
+    pieces = [_shrunk(grid, half, half) for grid in torch.arange(frames * n * n, device="cpu").view(-1, n, n)]
+    return _joined(*(Taps(*(x.flatten(0, 1) for x in piece)) for piece in pieces), _end())
+
+
+def _unpadded(grid: Tensor, height: int, width: int) -> Tensor:
+    """What of the grid an image of so many pixels fills, whose proportions are others."""
+    h, w = grid.shape
+    if width / height > w / h:
+        cut = (h - int(round(height * (w / width), 7))) // 2
+        return grid[cut : h - cut]
+    cut = (w - int(round(width * (h / height), 7))) // 2
+    return grid[:, cut : w - cut]
+
+
+def _shrunk(grid: Tensor, height: int, width: int) -> Taps:
+    (top, low), (left, right) = (_axis(*sizes) for sizes in zip(grid.shape, (height, width), strict=True))
+    taps = [grid[i][:, j] for i, _ in (top, low) for j, _ in (left, right)]
+    weights = [a[:, None] * b for _, a in (top, low) for _, b in (left, right)]
+    return Taps(torch.stack(taps, -1), torch.stack(weights, -1))
+
+
+def _axis(old: int, new: int) -> list[tuple[Tensor, Tensor]]:
+    """The two neighbours of each new place, and their weights."""
+    at = ((torch.arange(new, device="cpu") + 0.5) * (old / new) - 0.5).clamp(min=0)
+    first = at.floor()
+    return [(first.long(), 1 - (at - first)), ((first.long() + 1).clamp(max=old - 1), at - first)]
+
+
+def _as_is(grid: Tensor) -> Taps:
+    one = torch.tensor([1.0, 0.0, 0.0, 0.0], device="cpu")
+    return Taps(grid[..., None].expand(*grid.shape, 4), one.expand(*grid.shape, 4))
+
+
+def _end() -> Taps:
+    return _as_is(torch.full((1,), NEWLINE, device="cpu"))
+
+
+def _ends(rows: int) -> Taps:
+    return _as_is(torch.full((rows, 1), NEWLINE, device="cpu"))
+
+
+def _joined(*pieces: Taps) -> Taps:
+    return Taps(*(torch.cat(x) for x in zip(*pieces, strict=True)))
