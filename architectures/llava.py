@@ -1,5 +1,5 @@
 """LLaVA 1.5 (Liu et al., 2023, arXiv:2310.03744): a language model that sees images of one size, by the lower
-layers of CLIP or SigLIP and two linear layers.
+layers of CLIP or SigLIP and two linear layers; or of all sizes, by Pixtral's encoder (arXiv:2410.07073).
 """
 
 from dataclasses import replace
@@ -15,7 +15,10 @@ from liger_models.architectures.common.towers import (
     tower_layouts,
     unread_tensors,
 )
+from liger_models.architectures.mistral3 import PIXTRAL as PIXTRAL_NAMES
+from liger_models.architectures.mistral3 import pixtral
 from liger_models.architectures.registry import register
+from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
 from liger_models.layers.spec import MLPProjectorSpec, ModelSpec
@@ -23,10 +26,21 @@ from liger_models.layers.spec import MLPProjectorSpec, ModelSpec
 
 def unread(c: HFConfig) -> tuple[str, ...]:
     """The layers behind those that are read, and their norm."""
-    v = tower(c, [CLIP, SIGLIP])
+    v = encoder(c)
     return unread_tensors(v.take_count("num_hidden_layers"), max(states_read(c, v, -2)))
 
 
+def encoder(c: HFConfig) -> HFConfig:
+    """The config of the encoder, of one of three kinds."""
+    if c.raw["vision_config"].get("model_type") != PIXTRAL:
+        return tower(c, [CLIP, SIGLIP])
+    v = c.part("vision_config")
+    v.fill({"num_hidden_layers": 24})
+    return v
+
+
+PIXTRAL = "pixtral"
+NAMES = (*PIXTRAL_NAMES, ("projector.", "multi_modal_projector."))
 TINY_CLIP = {
     "model_type": "clip_vision_model",
     "hidden_size": 32,
@@ -47,7 +61,16 @@ TINY_CLIP = {
         "vision_config": TINY_CLIP,
         "image_token_index": 3,
     },
-    layouts=tower_layouts(),
+    layouts=(
+        *tower_layouts(),
+        *(
+            Layout(rename, root=text, parts=(("vision.", Layout(NAMES, root=root)),))
+            for text, root, rename in (
+                ("language_model.model.", "", (("lm_head.", "language_model.lm_head."),)),
+                ("model.language_model.", "model.", ()),
+            )
+        ),
+    ),
     carried=unread,
     variants={
         "siglip_several_layers": {
@@ -57,11 +80,23 @@ TINY_CLIP = {
             "vision_feature_select_strategy": "full",
             "projector_hidden_act": "gelu_pytorch_tanh",
             "multimodal_projector_bias": False,
-        }
+        },
+        "pixtral": {
+            "text_config": {"model_type": "mistral", "max_position_embeddings": 256},
+            "vision_config": {"model_type": PIXTRAL, "layer_norm_eps": ...},
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "full",
+        },
+        "pixtral_several_layers": {
+            "text_config": {"max_position_embeddings": 256},
+            "vision_config": {"model_type": PIXTRAL, "layer_norm_eps": ...},
+            "vision_feature_layer": [-2, 1],
+            "vision_feature_select_strategy": "full",
+        },
     },
 )
 def llava(c: HFConfig) -> ModelSpec:
-    text, v = language_model(c), tower(c, [CLIP, SIGLIP])
+    text, v = language_model(c), encoder(c)
     states = states_read(c, v, -2)
     strategy = "default" if v.model_type == CLIP else "full"
     stated = c.take("vision_feature_select_strategy", "default")
@@ -76,4 +111,5 @@ def llava(c: HFConfig) -> ModelSpec:
         activation(c, "projector_hidden_act", gated=False), c.take_flag("multimodal_projector_bias", True)
     )
     image_id = c.take_count("image_token_index", 32000, least=0)
-    return replace(text, vision=square_vision(v, projector, image_id, states))
+    see = pixtral if v.model_type == PIXTRAL else square_vision
+    return replace(text, vision=see(v, projector, image_id, states))

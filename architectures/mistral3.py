@@ -2,6 +2,7 @@
 through Pixtral's encoder (arXiv:2410.07073).
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from liger_models.architectures import ministral3, mistral4  # noqa: F401  (whose configs the variants take)
@@ -17,6 +18,7 @@ from liger_models.layers.spec import (
     ModelSpec,
     NormSpec,
     PaddedPictures,
+    ProjectorSpec,
     VisionSpec,
 )
 
@@ -100,9 +102,9 @@ def mistral3(c: HFConfig) -> ModelSpec:
     return replace(text, vision=pixtral(v, merger, image_id))
 
 
-def pixtral(v: HFConfig, projector: MistralMergerSpec, image_id: int) -> VisionSpec:
+def pixtral(v: HFConfig, projector: ProjectorSpec, image_id: int, states: Sequence[int] = ()) -> VisionSpec:
     """Pixtral's encoder, from its config: pairs of a head turn by the row with the frequencies of even
-    numbers, and by the column with the others.
+    numbers, and by the column with the others. `states` is what goes out of it, as of `square_vision`.
     """
     for key in ("image_size", "vocab_size"):
         v.take(key, None)  # that of the largest image is the processor's, and there is no vocabulary
@@ -118,9 +120,10 @@ def pixtral(v: HFConfig, projector: MistralMergerSpec, image_id: int) -> VisionS
     return VisionSpec(
         width,
         patches(v, 16, bias=False, frames=1),
-        (block,) * v.take_count("num_hidden_layers", 24),
+        (block,) * (max(states) if states else v.take_count("num_hidden_layers", 24)),
         projector,
         image_id,
         pictures=PaddedPictures(),
         norm_before=norm,
+        taken=() if len(states) == 1 and states[0] > 0 else tuple(states),
     )
