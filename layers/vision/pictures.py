@@ -92,6 +92,17 @@ def take_pictures(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pic
     return DOORS[type(spec.pictures)](spec, merge, keywords)
 
 
+def blank_picture(spec: VisionSpec, merge: int, like: Tensor) -> Pictures:
+    """The smallest that an encoder takes, of zeros, in the dtype and on the device of a tensor."""
+    side = merge
+    if isinstance(spec.pictures, SquarePictures | AnyresPictures):
+        side = spec.pictures.size // spec.patches.size
+    patches = like.new_zeros(side**2, spec.patches.width)
+    if isinstance(spec.pictures, AnyresPictures):
+        return TiledPictures(patches, side, [of_whole(side)], [1], images=1)
+    return Pictures(patches, [(1, side, side)], images=1)
+
+
 def _grids(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
     timed = spec.positions is not None and spec.positions.tokens_per_second is not None
     names = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")

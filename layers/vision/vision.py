@@ -22,6 +22,7 @@ from liger_models.layers.vision.pictures import (
     Grid,
     Pictures,
     TiledPictures,
+    blank_picture,
     cut,
     take_pictures,
     whole_blocks,
@@ -186,14 +187,13 @@ class Vision(nn.Module):
 
     def _beside_other_ranks(self, embeds: Tensor) -> Tensor:
         """Where several processes train, all go through the encoder in each step, or those that do would wait
-        for the others: one without pictures sees a blank patch, which changes nothing.
+        for the others: one without pictures sees a blank one, which changes nothing.
         """
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
         if not (trained and several and torch.distributed.get_world_size() > 1):
             return embeds
-        blank = embeds.new_zeros(self.merge**2, self.spec.patches.width)
-        features = self(Pictures(blank, [(1, self.merge, self.merge)], images=1))
+        features = self(blank_picture(self.spec, self.merge, embeds))
         return embeds + 0 * torch.stack([x.sum() for x in features]).sum().to(embeds.dtype)
 
     def ids_of_text(self, sight: Sight, ids: Tensor, instead: int) -> Tensor:

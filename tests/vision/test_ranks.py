@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from pairs import spec_of
 from ranks import run_ranks
 from scenes import Image
+
+from liger_models.architectures import list_architectures
+from liger_models.layers.spec import VisionSpec
 
 RANK = Path(__file__).with_name("sight_rank.py")
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
@@ -37,3 +41,24 @@ def test_a_process_without_images_goes_along(make_pair, tmp_path):
                 for name, gradient in gradients.items():
                     distance = (own[name] - gradient).norm()
                     assert distance <= 1e-5 * max(gradient.norm(), 1e-2), (family, wrapper, name)
+
+
+OF_TOKENS = [
+    family
+    for family in list_architectures(sees=True)
+    if isinstance(spec_of(family).vision, VisionSpec)  # whose features stand among the tokens
+]
+
+
+@pytest.mark.parametrize("family", OF_TOKENS)
+def test_a_process_without_images_goes_through_all_of_the_encoder(family, pair, monkeypatch):
+    """Which then is of no effect: its gradients are there, and zero."""
+    call = pair.scene([12])
+    alone = pair.run_ours(**call)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    among_others = pair.run_ours(**call)
+    assert torch.equal(among_others.loss, alone.loss)
+    of_images = [p.grad for p in pair.ours.vision.parameters()]
+    pair.ours.zero_grad()
+    assert all(gradient is not None and not gradient.any() for gradient in of_images)
