@@ -1,6 +1,6 @@
-"""Families whose checkpoints hold a known language model beside towers for images or sound, which are not
-supported: where the text part stands in them. A family is in the table only if its text alone goes through
-exactly what the text family computes.
+"""Families whose checkpoints hold a known language model beside towers for images or sound: where the text
+part stands in them. A family is in the table only if its text alone goes through exactly what the text family
+computes. Those whose towers we have too are registered beside.
 
     text = text_config(raw, "config.json")  # the config of a checkpoint of the text part alone
 """

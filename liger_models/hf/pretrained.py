@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -47,9 +47,6 @@ from liger_models.layers.packed_linear import (
     split_projections,
     weight_map_of_parts,
 )
-
-if TYPE_CHECKING:
-    from liger_models.hf.models import LigerModel
 
 
 class LigerPreTrainedModel(PreTrainedModel):
@@ -115,9 +112,9 @@ class LigerPreTrainedModel(PreTrainedModel):
         )
 
     @property
-    def decoder(self) -> LigerModel:
+    def decoder(self) -> Any:
         """Embeddings, blocks and norm: the base model, or this one if it is that."""
-        return cast("LigerModel", self.base_model)
+        return self.base_model
 
     # -- checkpoints
 
