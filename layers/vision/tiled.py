@@ -31,9 +31,10 @@ from liger_models.layers.offload import Offload
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import TiledVisionSpec
 from liger_models.layers.vision.encoder import PatchEmbedding
+from liger_models.layers.vision.vision import trained_by_several
 
 
-class TiledPictures:
+class TiledImages:
     """Images [batch, images] of a batch, rows of fewer filled up.
 
     Attributes:
@@ -51,7 +52,7 @@ class TiledSight:
     images, tiles] as given.
     """
 
-    def __init__(self, pictures: TiledPictures | None, seen: Tensor | None):
+    def __init__(self, pictures: TiledImages | None, seen: Tensor | None):
         self.pictures, self.seen = pictures, seen
         self.checks: HostCopy | None = None
 
@@ -71,7 +72,7 @@ class TiledVision(nn.Module):
         self.encoder = TiledEncoder(spec, attention)
         self.projector = Linear(spec.width, hidden_size)
 
-    def forward(self, pictures: TiledPictures) -> list[Tensor]:
+    def forward(self, pictures: TiledImages) -> list[Tensor]:
         """The features of the images of each row, [batch, images * tiles * P, H]. An encoder that is frozen
         keeps nothing.
         """
@@ -109,7 +110,7 @@ class TiledVision(nn.Module):
                     f"{name} must be {kind} of shape {shape}, by the other keywords and the model's tiles; "
                     f"found {tensor.dtype} of shape {tuple(tensor.shape)}"
                 )
-        return TiledSight(TiledPictures(pixels, ratios, filled.bool()), seen.bool())
+        return TiledSight(TiledImages(pixels, ratios, filled.bool()), seen.bool())
 
     def prepare(self, sight: TiledSight, sequences: Sequences, input_ids: Tensor | None) -> None:
         """Say which tiles each token sees, and begin to check that images and tokens fit.
@@ -172,9 +173,24 @@ class TiledVision(nn.Module):
             if cache is not None:
                 cache.images = images, sequences.tiles.last(sequences, cache.lengths)
             return {IMAGES: images}
-        if cache is None or cache.images is None:
-            return {}
-        images, sequences.tiles = cache.images
+        if cache is not None and cache.images is not None:
+            images, sequences.tiles = cache.images
+            return {IMAGES: images}
+        return self._beside_other_ranks(sequences) if trained_by_several(self) else {}
+
+    def _beside_other_ranks(self, sequences: Sequences) -> dict[str, Tensor]:
+        """Where several processes train, one without images has a blank one in each row, which no token sees:
+        layers that read images go along, and add nothing.
+        """
+        spec, (rows, seq), device = self.spec, sequences.shape, sequences.device
+        size = spec.patches.channels, spec.image_size, spec.image_size
+        pixels = torch.zeros(rows, 1, spec.tiles, *size, device=device)
+        ratios = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        filled = torch.arange(spec.tiles, device=device).expand(rows, 1, -1) == 0
+        none = torch.zeros(sequences.num_tokens, 1, dtype=torch.bool, device=device)
+        all_of_row = torch.ones(rows, seq, spec.tiles, dtype=torch.bool, device=device)
+        sequences.tiles = SeenTiles(all_of_row, none, none)
+        images, *_ = self(TiledImages(pixels, ratios, filled))
         return {IMAGES: images}
 
     def add(self, sight: TiledSight, layer: int, x: Tensor) -> Tensor:
@@ -242,7 +258,7 @@ class TiledEncoder(nn.Module):
         """All layers, in the order in which they run."""
         return cast(Any, [*self.local, *self.overall])
 
-    def forward(self, pictures: TiledPictures) -> list[Tensor]:
+    def forward(self, pictures: TiledImages) -> list[Tensor]:
         """[batch * images, tiles, P, (1 + taken layers) * D]."""
         spec, size = self.spec, self.spec.patches.size
         ratios = pictures.ratios.flatten().clamp(0, spec.ratios)

@@ -189,9 +189,7 @@ class Vision(nn.Module):
         """Where several processes train, all go through the encoder in each step, or those that do would wait
         for the others: one without pictures sees a blank one, which changes nothing.
         """
-        trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
-        several = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if not (trained and several and torch.distributed.get_world_size() > 1):
+        if not trained_by_several(self):
             return embeds
         features = self(blank_picture(self.spec, self.merge, embeds))
         return embeds + 0 * torch.stack([x.sum() for x in features]).sum().to(embeds.dtype)
@@ -240,3 +238,10 @@ def _go_on_behind(cache: KVCache, axes: Tensor, ahead: int) -> None:
     lowest = torch.full_like(cache.lengths, -1)
     largest = lowest.scatter_reduce(0, cache.rows, axes.amax(0), "amax")
     cache.shift, cache.ahead = largest + 1 - cache.lengths, ahead
+
+
+def trained_by_several(module: nn.Module) -> bool:
+    """Whether processes train a module together, all of which must go through it in each step."""
+    trained = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return trained and several and torch.distributed.get_world_size() > 1

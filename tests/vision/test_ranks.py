@@ -14,7 +14,7 @@ from liger_models.architectures import list_architectures
 from liger_models.layers.spec import VisionSpec
 
 RANK = Path(__file__).with_name("sight_rank.py")
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("gemma3", "mllama", "qwen2_5_vl", "qwen3_vl")
 
 
 def test_a_process_without_images_goes_along(make_pair, tmp_path):
