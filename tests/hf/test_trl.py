@@ -173,7 +173,7 @@ def test_selective_checkpointing_is_refused(make_both, tokenizer, tmp_path):
     model = make_both("llama", pad_token_id=0, eos_token_id=1).ours
     selective = {"gradient_checkpointing_kwargs": {"selective": True}}
     trainer = make_trainer(CASES["sft"]._replace(options=selective), model, tokenizer, tmp_path)
-    with pytest.raises(ValueError, match="only use_reentrant, preserve_rng_state and every_n_layers"):
+    with pytest.raises(ValueError, match="only use_reentrant, preserve_rng_state, every_n_layers"):
         trainer.train()
 
 

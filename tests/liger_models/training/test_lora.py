@@ -113,7 +113,8 @@ def test_a_run_is_that_of_transformers_and_peft(family, lora, checkpoints, setti
     folder = checkpoints(family)
     config = settings(model=str(folder), lora=lora, eval_fraction=0.0, merge=True, steps=5)
     begun = Run(config, World("cpu"))
-    begun.adapters.write(config_folder := folder.parent / "begun")
+    (config_folder := folder.parent / "begun").mkdir()
+    begun.adapters.write(config_folder)
     theirs = stock(folder, config_folder)
     expected = train_stock(theirs, begun, 5)
     result = run(config)
@@ -175,6 +176,7 @@ def test_quantised_weights_below_are_those_of_transformers(method, checkpoints, 
     folder = checkpoints("llama")
     config = settings(model=str(folder), lora="r=4", quantize=method, eval_fraction=0.0, merge=True, steps=4)
     begun = Run(config, World("cpu"))
+    (folder.parent / "begun").mkdir()
     begun.adapters.write(folder.parent / "begun")
     four = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     bits = {"load_in_4bit": True, **four} if method == "nf4" else {"load_in_8bit": True}
