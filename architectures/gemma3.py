@@ -7,7 +7,14 @@ from dataclasses import replace
 
 from liger_models.architectures.common import attention, decoder, mlp, rope, windows
 from liger_models.architectures.common.images import language_model
-from liger_models.architectures.common.towers import HEAD, SIGLIP, square_vision, tower, tower_layouts
+from liger_models.architectures.common.towers import (
+    HEAD,
+    SIGLIP,
+    TINY_SIGLIP,
+    square_vision,
+    tower,
+    tower_layouts,
+)
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
@@ -93,16 +100,7 @@ def gemma3_text(c: HFConfig) -> ModelSpec:
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
         },
-        "vision_config": {
-            "model_type": "siglip_vision_model",
-            "hidden_size": 32,
-            "intermediate_size": 40,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": 16,
-            "patch_size": 3,
-            "layer_norm_eps": 2e-5,
-        },
+        "vision_config": {**TINY_SIGLIP, "image_size": 16},
         "image_token_index": 3,
         "mm_tokens_per_image": 4,
     },

@@ -8,6 +8,7 @@ from liger_models.architectures.common import activation, take_only
 from liger_models.architectures.common.images import language_model
 from liger_models.architectures.common.towers import (
     SIGLIP,
+    TINY_SIGLIP,
     square_vision,
     states_read,
     tower,
@@ -31,16 +32,7 @@ def unread(c: HFConfig) -> tuple[str, ...]:
     reference="LlavaOnevisionForConditionalGeneration",
     tiny={
         "text_config": {"model_type": "qwen2", "head_dim": ..., "hidden_size": 64},
-        "vision_config": {
-            "model_type": "siglip_vision_model",
-            "hidden_size": 32,
-            "intermediate_size": 40,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": 10,
-            "patch_size": 3,
-            "layer_norm_eps": 2e-5,
-        },
+        "vision_config": TINY_SIGLIP,
         "image_token_index": 3,
         "video_token_index": 4,
         "image_grid_pinpoints": [[10, 10], [20, 10], [20, 20], [40, 10], [20, 40]],

@@ -6,7 +6,14 @@ from dataclasses import replace
 
 from liger_models.architectures.common import take_only
 from liger_models.architectures.common.images import language_model
-from liger_models.architectures.common.towers import HEAD, SIGLIP, square_vision, tower, tower_layouts
+from liger_models.architectures.common.towers import (
+    HEAD,
+    SIGLIP,
+    TINY_SIGLIP,
+    square_vision,
+    tower,
+    tower_layouts,
+)
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.spec import AttentionSpec, LinearProjectorSpec, ModelSpec
@@ -25,16 +32,7 @@ from liger_models.layers.spec import AttentionSpec, LinearProjectorSpec, ModelSp
             "final_logit_softcapping": 2.0,
             "sliding_window": 3,
         },
-        "vision_config": {
-            "model_type": "siglip_vision_model",
-            "hidden_size": 32,
-            "intermediate_size": 40,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": 10,
-            "patch_size": 3,
-            "layer_norm_eps": 2e-5,
-        },
+        "vision_config": TINY_SIGLIP,
         "image_token_index": 3,
         "projection_dim": 48,
     },

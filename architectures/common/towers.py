@@ -37,6 +37,17 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     CLIP: {**_SIZES, "patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
     SIGLIP: {**_SIZES, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
 }
+TINY_SIGLIP: dict[str, Any] = {
+    "model_type": SIGLIP,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 10,
+    "patch_size": 3,
+    "layer_norm_eps": 2e-5,
+}
+"""Small enough for tests."""
 _UNREAD = (
     "projection_dim",
     "projector_hidden_act",
