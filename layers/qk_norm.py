@@ -2,8 +2,9 @@
 
     q, k, v = split(qkv);   q = turn(norm(q)),  k = turn(norm(k)),   or   norm(turn(q)), norm(turn(k))
 
-What is normalised together, and by which weight: `QKNormSpec` in layers/spec.py. RMSNorm together with the
-rotation is one kernel (kernels/rotary/qk_norm_rotary.py); what that does not know is done step by step.
+What is normalised together, and by which weight: `QKNormSpec` in layers/spec/attention.py. RMSNorm together
+with the rotation is one kernel (kernels/rotary/qk_norm_rotary.py); what that does not know is done step by
+step.
 """
 
 from __future__ import annotations

@@ -1,0 +1,28 @@
+"""Norms of hidden states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+NormCast = Literal["llama", "gemma", "float32"]
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """RMSNorm: `x / rms(x) * (offset + weight)`; `cast` says where the result is rounded (see
+    kernels/norms/rms_norm.py).
+    """
+
+    eps: float = 1e-6
+    offset: float = 0.0
+    cast: NormCast = "llama"
+
+
+@dataclass(frozen=True)
+class LayerNormSpec:
+    """LayerNorm: `(x - mean(x)) / std(x) * (offset + weight) + bias`, with or without a bias."""
+
+    eps: float = 1e-5
+    bias: bool = True
+    offset: float = 0.0
