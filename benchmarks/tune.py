@@ -102,8 +102,8 @@ CHOICES = (
     Choice(("linear_kl",), "losses._divergence_kernels", "_KL_TILE", _LANES),
     Choice(("linear_jsd",), "losses._divergence_kernels", "_FORWARD_TILE", _LANES),
     Choice(("linear_cosine_distillation",), "losses._cosine_rows", "_COSINE_BLOCK", ("block",)),
-    Choice(("linear_log_probs",), "losses.log_probs", "_SCORE_TILE", _LANES, forward=True),
-    Choice(("linear_log_probs",), "losses.log_probs", "_BACKWARD_BLOCK", ("block",)),
+    Choice(("linear_log_probs",), "losses._score_rows", "_SCORE_TILE", _LANES, forward=True),
+    Choice(("linear_log_probs",), "losses._score_rows", "_BACKWARD_BLOCK", ("block",)),
     Choice(("route",), "experts.moe_routing", "_ELEMENTS", ("elements",)),
     Choice(("moe_experts",), "experts._expert_order", "_block_rows", ("block_m",)),
     Choice(

@@ -5,7 +5,8 @@ from liger_models.kernels.activations.softmax import softmax
 from liger_models.kernels.activations.xielu import xielu
 from liger_models.kernels.attention.flash_attention import attention, document_bounds, key_ranges
 from liger_models.kernels.experts.moe_experts import moe_experts
-from liger_models.kernels.experts.moe_routing import load_balancing_loss, route, router_z_loss
+from liger_models.kernels.experts.moe_routing import route
+from liger_models.kernels.experts.router_losses import load_balancing_loss, router_z_loss
 from liger_models.kernels.losses.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_models.kernels.losses.divergence import generalized_jsd, kl_div, total_variation
 from liger_models.kernels.losses.linear_cross_entropy import linear_cross_entropy

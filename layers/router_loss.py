@@ -1,6 +1,6 @@
 """What the routers of a model with experts add to its loss, and how it gets there.
 
-    aux_loss_coef * load balancing loss + z_loss_coef * router z-loss         (kernels/experts/moe_routing.py)
+    aux_loss_coef * load balancing loss + z_loss_coef * router z-loss     (kernels/experts/router_losses.py)
 
 The load is balanced over the model and not within each layer, so that the loss needs the logits of all layers
 at once. A layer notes its logits in the `RouterLogits` of the call (they travel on `Sequences`), and who
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels import load_balancing_loss, router_z_loss
-from liger_models.kernels.experts.moe_routing import assignments_of
+from liger_models.kernels.experts.router_losses import assignments_of
 from liger_models.layers.sequence_parallel import Slice
 from liger_models.layers.spec import MoESpec
 

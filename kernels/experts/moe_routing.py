@@ -1,4 +1,4 @@
-"""Routing in a mixture of experts: which experts a token goes to, with what weights, and the router's losses.
+"""Routing in a mixture of experts: which experts a token goes to, and with what weights.
 
     softmax (Shazeer et al., 2017, arXiv:1701.06538; Mixtral, arXiv:2401.04088):
         p = softmax(logits),  choose the k largest p,  weights = p / sum of the chosen p, or p itself
@@ -19,8 +19,6 @@ PyTorch.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -146,60 +144,6 @@ def route_plain(
     return (weights if scale == 1.0 else weights * scale), experts.int()
 
 
-def load_balancing_loss(
-    logits: Tensor | Sequence[Tensor],
-    top_k: int,
-    assignments: Tensor | None = None,
-    tokens: int | None = None,
-) -> Tensor:
-    """Auxiliary loss for an even load (Switch Transformer, arXiv:2101.03961, equations 4 to 6).
-
-        E * sum over e of (assignments to e / tokens) * (mean probability of e),   p = softmax(logits)
-
-    Args:
-        logits: [T, E], or one such tensor a layer: tokens of all layers are then counted together.
-        top_k: experts a token, chosen by the logits; the loss of an even load is `top_k`.
-        assignments, tokens: [E] and their number, of more tokens than those of the logits, which are a part
-            of them: the loss is then that part's share, and those of all parts have the sum of all.
-
-    Returns:
-        A scalar in float32 (float64 for float64 logits). Gradients flow through the probabilities alone.
-
-    Raises:
-        ValueError: no logits at all, or top_k outside 1 .. E.
-    """
-    layers = [logits] if isinstance(logits, Tensor) else list(logits)
-    if not layers:
-        raise ValueError("found no router logits; expected one tensor [T, E] for each layer of experts")
-    num_experts = layers[0].shape[-1]
-    _check_top_k(top_k, num_experts)
-    if assignments is None or tokens is None:
-        assignments, tokens = assignments_of(layers, top_k), sum(layer.shape[0] for layer in layers)
-    probability = layers[0].new_zeros(num_experts, dtype=at_least_float32(layers[0]).dtype)
-    for layer in layers:
-        probability = probability + at_least_float32(layer).softmax(-1).sum(0).to(probability.device)
-    return num_experts * (assignments.to(probability.dtype) * probability).sum() / tokens**2
-
-
-@torch.no_grad()
-def assignments_of(layers: Sequence[Tensor], top_k: int) -> Tensor:
-    """How many tokens of all layers, logits [T, E] each, choose each expert: [E] int64."""
-    assignments = layers[0].new_zeros(layers[0].shape[-1], dtype=torch.int64)
-    for layer in layers:
-        probabilities = at_least_float32(layer).softmax(-1)
-        chosen = probabilities.topk(top_k, dim=-1).indices.flatten().to(assignments.device)
-        assignments.scatter_add_(0, chosen, torch.ones_like(chosen))  # integers: the order does not matter
-    return assignments
-
-
-def router_z_loss(logits: Tensor) -> Tensor:
-    """Mean over tokens of logsumexp(logits)^2: it keeps logits small (ST-MoE, arXiv:2202.08906, equation 5).
-
-    logits [T, E]; the result is a scalar in float32 (float64 for float64 logits), nan without tokens.
-    """
-    return at_least_float32(logits).logsumexp(-1).square().mean()
-
-
 def _best_groups_only(choice: Tensor, num_groups: int, top_groups: int, group_score: str) -> Tensor:
     grouped = choice.unflatten(-1, (num_groups, -1))  # [T, groups, E / groups]
     quality = grouped.topk(2 if group_score == "top_2" else 1, dim=-1).values.sum(-1)
@@ -222,7 +166,7 @@ def _check(
     if logits.dim() != 2:
         raise ValueError(f"logits are {tuple(logits.shape)}; expected [tokens, experts]")
     num_experts = logits.shape[1]
-    _check_top_k(top_k, num_experts)
+    check_top_k(top_k, num_experts)
     if score not in ("softmax", "sigmoid"):
         raise ValueError(f"score is {score!r}; expected 'softmax' or 'sigmoid'")
     if softmax_after_top_k and score != "softmax":
@@ -254,7 +198,8 @@ def _check_choice(experts: Tensor | None, logits: Tensor, top_k: int) -> None:
         )
 
 
-def _check_top_k(top_k: int, num_experts: int) -> None:
+def check_top_k(top_k: int, num_experts: int) -> None:
+    """Raise ValueError for a number of experts a token that cannot be."""
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k is {top_k}; expected 1 to {num_experts}, the number of experts")
 

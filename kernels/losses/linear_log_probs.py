@@ -36,18 +36,20 @@ from liger_models.kernels.losses._linear_chunks import (
     valid_rows,
 )
 from liger_models.kernels.losses._reductions import check_label_dtype
-from liger_models.kernels.losses.log_probs import (
+from liger_models.kernels.losses._score_rows import (
     LOG_PROB,
     RowOptions,
+    row_options,
+    row_scores,
+    write_gradient,
+)
+from liger_models.kernels.losses.log_probs import (
     TokenScores,
     log_probs_plain,
     mark_constants,
-    row_options,
-    row_scores,
     scores_of,
     upstream_of,
     wanted_scores,
-    write_gradient,
 )
 
 

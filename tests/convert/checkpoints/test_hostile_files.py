@@ -3,11 +3,11 @@
 import json
 import os
 import socket
-import struct
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from sample_files import entry, write_raw
 
 from liger_models.convert.checkpoints.hub import resolve
 from liger_models.convert.checkpoints.reading import (
@@ -24,21 +24,13 @@ from liger_models.convert.errors import CheckpointError, ConfigError
 GOOD = '{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
 
 
-def write(path, header, data=b""):
-    path.write_bytes(struct.pack("<Q", len(header)) + header + data)
-
-
-def entry(dtype, shape, begin, end):
-    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-
-
 # ------------------------------------------------------------------------------------------------ headers
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-32"])
 def test_a_header_or_an_index_that_is_not_plain_utf8_is_refused(tmp_path, encoding):
     """Other readers refuse them; one that guesses would write files back that nobody else opens."""
-    write(tmp_path / SINGLE_FILE, GOOD.encode(encoding), b"01234567")
+    write_raw(tmp_path / SINGLE_FILE, GOOD.encode(encoding), b"01234567")
     with pytest.raises(CheckpointError, match=rf"{SINGLE_FILE}: its header is not valid JSON"):
         CheckpointReader(tmp_path)
     (tmp_path / SINGLE_FILE).unlink()
@@ -51,7 +43,7 @@ def test_a_header_or_an_index_that_is_not_plain_utf8_is_refused(tmp_path, encodi
 def test_a_name_twice_among_60000_is_found_at_once(within_a_second, tmp_path):
     names = [f"model.layers.{i}.weight" for i in range(60_000)] + ["model.layers.59999.weight"]
     entries = ",".join(f'"{n}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}' for n in names)
-    write(tmp_path / SINGLE_FILE, f"{{{entries}}}".encode())
+    write_raw(tmp_path / SINGLE_FILE, f"{{{entries}}}".encode())
     with (
         within_a_second(),
         pytest.raises(CheckpointError, match=r"header names 'model.layers.59999.weight' twice"),
@@ -68,7 +60,7 @@ def test_a_name_twice_in_the_index_is_found(tmp_path):
 
 @pytest.mark.parametrize("filler", [b"[" + b"{}," * 29_700_000 + b"{}]", b" " * 89_000_000])
 def test_a_header_of_89_megabytes_is_not_even_read(within_a_second, tmp_path, filler):
-    write(tmp_path / SINGLE_FILE, filler)
+    write_raw(tmp_path / SINGLE_FILE, filler)
     with (
         within_a_second(),
         pytest.raises(CheckpointError, match=rf"{SINGLE_FILE}: its header claims 89\d+ bytes"),
@@ -104,7 +96,7 @@ def test_a_header_that_could_not_be_read_again_is_not_written(monkeypatch):
 )
 def test_sizes_that_no_tensor_can_have_are_refused(tmp_path, shape, nbytes):
     header = json.dumps({"a": entry("F32", shape, 0, nbytes)}).encode()
-    write(tmp_path / SINGLE_FILE, header, b"01234567"[:nbytes])
+    write_raw(tmp_path / SINGLE_FILE, header, b"01234567"[:nbytes])
     with pytest.raises(CheckpointError, match=rf"{SINGLE_FILE}: tensor 'a' .*shape") as error:
         CheckpointReader(tmp_path)
     assert len(str(error.value)) < 500
@@ -112,12 +104,14 @@ def test_sizes_that_no_tensor_can_have_are_refused(tmp_path, shape, nbytes):
 
 def test_offsets_of_400_digits_and_more_are_refused(tmp_path):
     for offsets in ([10**400, 10**400 + 8], [0, 10**400], [0, 2**64 + 8]):
-        write(tmp_path / SINGLE_FILE, json.dumps({"a": entry("F32", [2], *offsets)}).encode(), b"01234567")
+        write_raw(
+            tmp_path / SINGLE_FILE, json.dumps({"a": entry("F32", [2], *offsets)}).encode(), b"01234567"
+        )
         with pytest.raises(CheckpointError, match=rf"{SINGLE_FILE}: .*'a'") as error:
             CheckpointReader(tmp_path)
         assert len(str(error.value)) < 500
     digits = b"9" * 5000  # beyond what Python itself turns into a number
-    write(tmp_path / SINGLE_FILE, GOOD.encode().replace(b"8", digits), b"01234567")
+    write_raw(tmp_path / SINGLE_FILE, GOOD.encode().replace(b"8", digits), b"01234567")
     with pytest.raises(CheckpointError, match=f"{SINGLE_FILE}: its header is not valid JSON"):
         CheckpointReader(tmp_path)
 
@@ -130,7 +124,7 @@ def test_text_that_cannot_be_written_again_is_refused(tmp_path, part):
         if part == "name"
         else GOOD[:-1] + f',"__metadata__":{{"x":"{half}"}}}}'
     )
-    write(tmp_path / SINGLE_FILE, header.encode(), b"01234567")
+    write_raw(tmp_path / SINGLE_FILE, header.encode(), b"01234567")
     with pytest.raises(CheckpointError, match=rf"{SINGLE_FILE}: .*surrogate"):
         CheckpointReader(tmp_path)
 

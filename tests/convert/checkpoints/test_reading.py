@@ -1,8 +1,6 @@
-"""What a checkpoint folder must be before a byte of it is used, and that reading moves exactly its bytes."""
+"""Reading moves exactly the bytes of a checkpoint, and little memory beside them."""
 
-import json
 import os
-import struct
 import subprocess
 import sys
 import textwrap
@@ -10,57 +8,18 @@ import textwrap
 import pytest
 import torch
 from safetensors.torch import save_file
+from sample_files import MAP, random_tensors, write_sharded
 
 from liger_models.convert.checkpoints.reading import (
-    INDEX_FILE,
     SINGLE_FILE,
     CheckpointReader,
     load_parameters,
     verify_roundtrip,
 )
-from liger_models.convert.checkpoints.source_layout import match_layout
-from liger_models.convert.checkpoints.weight_map import Cat, Ref, Stack, checkpoint_shapes, permuted
+from liger_models.convert.checkpoints.weight_map import Cat, Ref
 from liger_models.convert.errors import CheckpointError
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.int8, torch.bool]
-
-MAP = {
-    "norm": Ref("norm.weight", (6,)),
-    "qkv": Cat([Ref("q.weight", (8, 6)), Ref("k.weight", (2, 6)), Ref("v.weight", (2, 6))]),
-    "experts": Stack([Cat([Ref(f"e{i}.gate", (3, 6)), Ref(f"e{i}.up", (3, 6))]) for i in range(4)]),
-    "conv": permuted("conv.weight", (7, 5), "i o -> o i"),
-    "empty": Ref("empty", (0, 6)),
-    "scalar": Ref("scalar", ()),
-}
-
-
-def random_tensors(weight_map=MAP, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: (torch.randn(shape, generator=generator) * 50).to(dtype)
-        for name, shape in checkpoint_shapes(weight_map).items()
-    }
-
-
-def write_sharded(folder, tensors, shards=3):
-    """Writes tensors in turn to `shards` files with an index, and returns the index."""
-    folder.mkdir(exist_ok=True)
-    files = [f"model-{i + 1:05d}-of-{shards:05d}.safetensors" for i in range(shards)]
-    placed = {name: files[i % shards] for i, name in enumerate(tensors)}
-    for file in files:
-        save_file({n: t for n, t in tensors.items() if placed[n] == file}, folder / file, {"format": "pt"})
-    index = {"metadata": {"total_size": 0}, "weight_map": placed}
-    (folder / INDEX_FILE).write_text(json.dumps(index))
-    return index
-
-
-def write_raw(path, header, data=b"", length=None):
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
-
-
-def entry(dtype, shape, begin, end):
-    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
 def native(weight_map, tensors):
@@ -232,236 +191,6 @@ def test_a_parameter_fused_from_two_dtypes_comes_back_in_both(tmp_path):
         weight_map = {"w": Cat([Ref(n, (4,)) for n in tensors])}
         assert round_trip(reader, weight_map, torch.float32).changed == ()
         assert round_trip(reader, weight_map, torch.bfloat16).changed == ("b", "c")
-
-
-# ------------------------------------------------------------------------------------- damaged headers
-
-
-@pytest.mark.parametrize(
-    ("header", "data", "message"),
-    [
-        ({"a": entry("F32", [2], 0, 8)}, b"1234567", "truncated: tensor 'a' ends at byte"),
-        ({"a": entry("F32", [2], 0, 8)}, b"123456789", "1 bytes after its last tensor, 'a'"),
-        ({"a": entry("F32", [2], 0, 4)}, b"1234", r"'a' of shape \(2,\) and dtype F32 needs 8 bytes"),
-        ({"a": entry("F32", [2], 0, 8), "b": entry("F32", [2], 4, 12)}, b"0" * 12, "'b'.*overlaps 'a'"),
-        (
-            {"a": entry("F32", [2], 0, 8), "b": entry("F32", [1], 12, 16)},
-            b"0" * 16,
-            "'b'.*leaves a gap after 'a'",
-        ),
-        ({"a": entry("F32", [1], 4, 8)}, b"0" * 8, "'a'.*leaves a gap after the header"),
-        ({"a": entry("F4", [2], 0, 1)}, b"0", "tensor 'a' has dtype 'F4'"),
-        ({"a": entry(["F32"], [2], 0, 8)}, b"0" * 8, "tensor 'a' has dtype"),
-        ({"a": entry("F32", [-2], 0, 8)}, b"0" * 8, "tensor 'a' has the shape"),
-        ({"a": entry("F32", [True], 0, 4)}, b"0" * 4, "tensor 'a' has the shape"),
-        ({"a": entry("F32", [2.0], 0, 8)}, b"0" * 8, "tensor 'a' has the shape"),
-        ({"a": entry("F32", [2], 8, 0)}, b"0" * 8, "tensor 'a' has the data_offsets"),
-        ({"a": entry("F32", [2], -8, 0)}, b"0" * 8, "tensor 'a' has the data_offsets"),
-        (
-            {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8, 16]}},
-            b"0" * 8,
-            "'a' has the data_offsets",
-        ),
-        ({"a": entry("F32", [2**40, 2**40], 0, 8)}, b"0" * 8, "'a' has the shape .*below 2\\^63 bytes"),
-        ({"a": {"dtype": "F32", "shape": [2]}}, b"0" * 8, "entry for 'a' must hold"),
-        ({"a": 3}, b"", "entry for 'a' must hold"),
-        ({"__metadata__": {"x": 1}}, b"", "__metadata__"),
-        (b'{"a":', b"", "not valid JSON"),
-        (b"[" * 100_000, b"", "not valid JSON"),
-        (b"\xff\xfe{}", b"", "not valid JSON"),
-        (b"[1]", b"", "must be a JSON object"),
-        (b'{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},"a":{}}', b"", "names 'a' twice"),
-    ],
-)
-def test_a_damaged_header_is_one_error_that_names_file_and_tensor(tmp_path, header, data, message):
-    write_raw(tmp_path / SINGLE_FILE, header, data)
-    with pytest.raises(CheckpointError, match=rf"(?s){tmp_path}/{SINGLE_FILE}: .*{message}"):
-        CheckpointReader(tmp_path)
-
-
-@pytest.mark.parametrize(("length", "data"), [(2**63, b""), (3, b""), (200_000_000, b""), (None, b"")])
-def test_a_header_longer_than_its_file_is_an_error(tmp_path, length, data):
-    if length is None:
-        (tmp_path / SINGLE_FILE).write_bytes(b"12345")
-    else:
-        write_raw(tmp_path / SINGLE_FILE, b"{}", data, length)
-    with pytest.raises(CheckpointError, match=rf"{SINGLE_FILE}: .*(header claims|too short)"):
-        CheckpointReader(tmp_path)
-
-
-@pytest.mark.parametrize("cut", [1, 9, 100, 700])
-def test_a_real_file_cut_short_anywhere_is_an_error(tmp_path, cut):
-    save_file(random_tensors(), tmp_path / SINGLE_FILE)
-    os.truncate(tmp_path / SINGLE_FILE, (tmp_path / SINGLE_FILE).stat().st_size - cut)
-    with pytest.raises(CheckpointError, match=f"{SINGLE_FILE}: is truncated"):
-        CheckpointReader(tmp_path)
-
-
-# ---------------------------------------------------------------------------------- folders and indexes
-
-
-def change_index(folder, change):
-    index = json.loads((folder / INDEX_FILE).read_text())
-    change(index["weight_map"])
-    (folder / INDEX_FILE).write_text(json.dumps(index))
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../evil.safetensors",
-        "/etc/evil.safetensors",
-        "a/b.safetensors",
-        "a\\b.safetensors",
-        "..",
-        "",
-        3,
-        "x.bin",
-    ],
-)
-def test_an_index_that_points_outside_the_folder_is_refused(tmp_path, name):
-    write_sharded(tmp_path / "in", random_tensors())
-    save_file(random_tensors(), tmp_path / "evil.safetensors")
-    change_index(tmp_path / "in", lambda placed: placed.update({"q.weight": name}))
-    with pytest.raises(
-        CheckpointError, match=rf"{INDEX_FILE}: places tensor 'q.weight' in .*expected the plain name"
-    ):
-        CheckpointReader(tmp_path / "in")
-
-
-def test_a_missing_shard_is_named(tmp_path):
-    write_sharded(tmp_path, random_tensors())
-    (tmp_path / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"model-00002-of-00003\.safetensors: cannot be opened"):
-        CheckpointReader(tmp_path)
-
-
-def test_a_tensor_that_only_the_index_has_is_named(tmp_path):
-    index = write_sharded(tmp_path, random_tensors())
-    file = index["weight_map"]["q.weight"]
-    change_index(tmp_path, lambda placed: placed.update({"ghost": file}))
-    with pytest.raises(CheckpointError, match=f"places tensor 'ghost' in {file}, which does not hold it"):
-        CheckpointReader(tmp_path)
-
-
-def test_a_tensor_in_another_file_than_the_index_says_is_named(tmp_path):
-    index = write_sharded(tmp_path, random_tensors())
-    other = next(f for f in index["weight_map"].values() if f != index["weight_map"]["q.weight"])
-    change_index(tmp_path, lambda placed: placed.update({"q.weight": other}))
-    with pytest.raises(CheckpointError, match=f"places tensor 'q.weight' in {other}, which does not hold it"):
-        CheckpointReader(tmp_path)
-
-
-def test_a_tensor_that_only_a_file_has_is_named(tmp_path):
-    index = write_sharded(tmp_path, random_tensors())
-    file = index["weight_map"]["q.weight"]
-    change_index(tmp_path, lambda placed: placed.pop("q.weight"))
-    with pytest.raises(
-        CheckpointError, match=f"{file}: holds tensor 'q.weight', which {INDEX_FILE} does not list"
-    ):
-        CheckpointReader(tmp_path)
-
-
-def test_a_tensor_that_two_files_have_is_named(tmp_path):
-    index = write_sharded(tmp_path, random_tensors())
-    other = next(f for f in index["weight_map"].values() if f != index["weight_map"]["q.weight"])
-    tensors = {n: t for n, t in random_tensors().items() if index["weight_map"][n] == other}
-    save_file({**tensors, "q.weight": torch.zeros(8, 6)}, tmp_path / other)
-    with pytest.raises(CheckpointError, match=r"holds tensor 'q.weight', which model-.* holds too"):
-        CheckpointReader(tmp_path)
-
-
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": [1]}'])
-def test_a_damaged_index_is_named(tmp_path, content):
-    (tmp_path / INDEX_FILE).write_text(content)
-    with pytest.raises(CheckpointError, match=str(tmp_path / INDEX_FILE)):
-        CheckpointReader(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        (["pytorch_model.bin"], "only as pickles .*save_pretrained"),
-        (["consolidated.00.pth"], "only as pickles"),
-        (["a.safetensors", "b.safetensors"], f"2 safetensors files .* but no {INDEX_FILE}"),
-        (["config.json"], "holds no safetensors file"),
-        (None, "is not a folder"),
-    ],
-)
-def test_a_folder_without_a_checkpoint_says_what_it_holds(tmp_path, files, message):
-    folder = tmp_path / "in"
-    if files is not None:
-        folder.mkdir()
-        for file in files:
-            (folder / file).write_bytes(b"")
-    with pytest.raises(CheckpointError, match=f"{folder}: .*{message}"):
-        CheckpointReader(folder)
-
-
-# -------------------------------------------------------------------------------------------- matching
-
-OTHER = {"norm": Ref("model.norm.weight", (6,)), "w": Ref("model.w", (4, 4))}
-
-
-def match(folder, tensors, layouts=None, **kwargs):
-    save_file(tensors, folder / SINGLE_FILE)
-    with CheckpointReader(folder) as reader:
-        return match_layout(reader, layouts or {"first": MAP, "other": OTHER}, **kwargs)
-
-
-def test_the_layout_with_exactly_these_names_is_found(tmp_path):
-    assert match(tmp_path, random_tensors(MAP)).layout == "first"
-    assert match(tmp_path, random_tensors(OTHER)).layout == "other"
-
-
-def test_names_that_fit_no_layout_are_shown_both_ways(tmp_path):
-    tensors = random_tensors()
-    tensors["surplus"] = tensors.pop("q.weight")
-    del tensors["norm.weight"]
-    with pytest.raises(CheckpointError) as error:
-        match(tmp_path, tensors)
-    message = str(error.value)
-    assert str(tmp_path) in message
-    assert "the nearest of 2 known layouts" in message
-    assert "missing from the checkpoint: 2 tensors: norm.weight, q.weight" in message
-    assert "unknown to the model: 1 tensors: surplus" in message
-
-
-def test_a_long_list_of_names_is_cut(tmp_path):
-    with pytest.raises(CheckpointError, match=r"unknown to the model: 30 tensors: x0, .*, \.\.\.\n"):
-        match(tmp_path, {**random_tensors(), **{f"x{i}": torch.zeros(1) for i in range(30)}})
-
-
-def test_a_wrong_shape_is_shown_with_file_and_both_shapes(tmp_path):
-    wrong = rf"(?s)q.weight in {SINGLE_FILE} is \(6, 8\), expected \(8, 6\)"
-    with pytest.raises(CheckpointError, match=wrong):
-        match(tmp_path, {**random_tensors(), "q.weight": torch.zeros(6, 8)})
-
-
-def test_carried_tensors_are_kept_for_export(tmp_path):
-    inv_freq = torch.rand(4)
-    tensors = {**random_tensors(), "layers.0.rotary_emb.inv_freq": inv_freq}
-    source = match(tmp_path, tensors, carried=("*.rotary_emb.inv_freq",))
-    assert source.carried.keys() == {"layers.0.rotary_emb.inv_freq"}
-    assert torch.equal(source.carried["layers.0.rotary_emb.inv_freq"], inv_freq)
-    with pytest.raises(CheckpointError, match=r"unknown to the model: 1 tensors: layers\.0\.rotary_emb"):
-        match(tmp_path, tensors)
-
-
-def test_a_tied_duplicate_must_equal_its_original_bit_by_bit(tmp_path, monkeypatch):
-    monkeypatch.setattr("liger_models.convert.checkpoints.tensor_bytes.PIECE_BYTES", 64)
-    tensors = random_tensors()
-    tied = {"lm_head.weight": "q.weight"}
-    assert match(tmp_path, tensors, tied_duplicates=tied).tied == {}
-    same = {**tensors, "lm_head.weight": tensors["q.weight"].clone()}
-    assert match(tmp_path, same, tied_duplicates=tied).tied == tied
-    for change in (lambda t: t[-1, -1].add_(1), lambda t: t.neg_(), lambda t: t.resize_(4, 6)):
-        different = {**tensors, "lm_head.weight": tensors["q.weight"].clone()}
-        change(different["lm_head.weight"])
-        with pytest.raises(
-            CheckpointError, match=r"ties 'lm_head.weight' to 'q.weight'.*tie_word_embeddings"
-        ):
-            match(tmp_path, different, tied_duplicates=tied)
 
 
 # ---------------------------------------------------------------------------------------------- memory

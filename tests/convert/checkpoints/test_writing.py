@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from sample_files import MAP
 
 from liger_models.convert.checkpoints.reading import (
     INDEX_FILE,
@@ -21,19 +22,11 @@ from liger_models.convert.checkpoints.reading import (
     load_parameters,
 )
 from liger_models.convert.checkpoints.source_layout import match_layout
-from liger_models.convert.checkpoints.weight_map import Cat, Permute, Ref, Stack, checkpoint_shapes, permuted
+from liger_models.convert.checkpoints.weight_map import Cat, Permute, Ref, Stack, checkpoint_shapes
 from liger_models.convert.checkpoints.writing import find_aux_files, save_checkpoint
 from liger_models.convert.errors import CheckpointError
 from liger_models.convert.sizes import parse_size
 
-MAP = {
-    "norm": Ref("norm.weight", (6,)),
-    "qkv": Cat([Ref("q.weight", (8, 6)), Ref("k.weight", (2, 6)), Ref("v.weight", (2, 6))]),
-    "experts": Stack([Cat([Ref(f"e{i}.gate", (3, 6)), Ref(f"e{i}.up", (3, 6))]) for i in range(4)]),
-    "conv": permuted("conv.weight", (7, 5), "i o -> o i"),
-    "empty": Ref("empty", (0, 6)),
-    "scalar": Ref("scalar", ()),
-}
 CONFIG = {"model_type": "test", "hidden_size": 6}
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64]
 

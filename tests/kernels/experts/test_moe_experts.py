@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 import torch.nn.functional as F
+from moe_problem import CLAMPED, doubled, formula, operands, run, weighing_inputs, with_biases
 
 from liger_models.kernels import ClampedSwiGLU, moe_experts, route
 from liger_models.kernels.activations.gated import activation_constants
@@ -12,85 +13,6 @@ from liger_models.kernels.experts._expert_order import sort_by_expert
 from liger_models.kernels.experts.moe_experts import moe_experts_plain
 
 module = importlib.import_module("liger_models.kernels.experts.moe_experts")
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
-
-
-def formula(
-    x,
-    weights,
-    experts,
-    gate_up,
-    down,
-    activation="silu",
-    gate_up_bias=None,
-    down_bias=None,
-    weighted="outputs",
-):
-    """Every token with its own copy of its experts' matrices."""
-    experts = experts.long()
-    into = torch.einsum("tk,th->tkh", weights if weighted == "inputs" else torch.ones_like(weights), x)
-    weights = torch.ones_like(weights) if weighted == "inputs" else weights
-    h = torch.einsum("tkoh,tkh->tko", gate_up[experts], into)
-    gate, up = (h if gate_up_bias is None else h + gate_up_bias[experts]).chunk(2, -1)
-    if isinstance(activation, ClampedSwiGLU):
-        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-        product = (up + 1) * gate * torch.sigmoid(activation.alpha * gate)
-    else:
-        product = ACTIVATIONS[activation](gate) * up
-    rows = torch.einsum("tkhi,tki->tkh", down[experts], product)
-    return torch.einsum("tk,tkh->th", weights, rows if down_bias is None else rows + down_bias[experts])
-
-
-def weighing_inputs(function):
-    return lambda *inputs: function(*inputs, weighted="inputs")
-
-
-CLAMPED = ClampedSwiGLU(alpha=1.3, limit=0.8)  # a limit that a third of all gates and half of all ups pass
-
-
-def with_biases(function):
-    """`function` of a list of operands that ends with the two biases, and with a clamped activation."""
-    return lambda *inputs: function(*inputs[:-2], CLAMPED, *inputs[-2:])
-
-
-def operands(
-    tokens,
-    hidden,
-    inner,
-    num_experts,
-    top_k,
-    favourite=None,
-    dtype=torch.float32,
-    device="cpu",
-    biases=False,
-):
-    """x, weights, experts, gate_up, down, and biases if wanted, with gradients for the floating ones."""
-    logits = torch.randn(tokens, num_experts, device=device)
-    if favourite is not None:
-        logits[:, favourite] += 100
-    experts = logits.topk(top_k).indices.int()
-    x = torch.randn(tokens, hidden, device=device).to(dtype)
-    weights = torch.randn(tokens, top_k, device=device)
-    gate_up = (torch.randn(num_experts, 2 * inner, hidden, device=device) / hidden**0.5).to(dtype)
-    down = (torch.randn(num_experts, hidden, inner, device=device) / inner**0.5).to(dtype)
-    found = [x, weights, experts, gate_up, down]
-    if biases:
-        found += [torch.randn(num_experts, width, device=device).to(dtype) for width in (2 * inner, hidden)]
-    return [t.requires_grad_(t.is_floating_point()) for t in found]
-
-
-def run(function, inputs, upstream, **options):
-    """Result, and the gradients of all operands but the experts."""
-    inputs = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
-    y = function(*inputs, **options)
-    floating = [t for t in inputs if t.is_floating_point()]
-    return [y.detach(), *torch.autograd.grad(y, floating, upstream.to(y.dtype))]
-
-
-def doubled(inputs):
-    return [
-        t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t for t in inputs
-    ]
 
 
 @pytest.mark.parametrize(
@@ -472,84 +394,3 @@ def test_what_does_not_fit_is_a_clear_error(change, error, message):
     }
     with pytest.raises(error, match=message):
         moe_experts(**(good | change))
-
-
-FORMS = {"plain": lambda function: function, "biases": with_biases, "weighted inputs": weighing_inputs}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("favourite", [None, 3])
-@pytest.mark.parametrize(
-    ("tokens", "hidden", "inner", "num_experts", "top_k"),
-    [
-        (4096, 2048, 768, 128, 8),
-        (3001, 1024, 3584, 8, 2),
-        (4001, 1024, 512, 4, 2),  # so many rows that torch's product makes the weights' gradient
-        (1, 2048, 768, 128, 8),
-        (700, 101, 77, 8, 2),
-    ],
-)
-def test_at_real_sizes_no_farther_from_the_truth_than_eager(
-    tokens, hidden, inner, num_experts, top_k, favourite, form
-):
-    sizes = tokens, hidden, inner, num_experts, top_k
-    inputs = operands(*sizes, favourite, torch.bfloat16, "cuda", form == "biases")
-    upstream = torch.randn(tokens, hidden, device="cuda").bfloat16()
-    fast, plain = (FORMS[form](f) for f in (moe_experts, moe_experts_plain))
-    ours, again = run(fast, inputs, upstream), run(fast, inputs, upstream)
-    eager = run(plain, inputs, upstream)
-    truth = run(plain, [t.float() if t.is_floating_point() else t for t in inputs], upstream)
-    for mine, same, theirs, exact in zip(ours, again, eager, truth, strict=True):
-        assert torch.equal(mine, same)
-        assert (mine - exact).norm() <= 1.1 * (theirs - exact).norm() + 1e-6 * exact.norm()
-
-
-# Tokens and experts: few rows for each, and so many that torch's product makes the weights' gradient.
-by_rows = pytest.mark.parametrize(("tokens", "num_experts"), [(300, 16), (4000, 4)])
-
-
-@pytest.mark.gpu
-@by_rows
-@pytest.mark.parametrize("form", FORMS)
-def test_compiled_without_breaks_gives_the_same_bits_on_a_gpu(form, tokens, num_experts):
-    inputs = operands(tokens, 256, 128, num_experts, 2, None, torch.bfloat16, "cuda", form == "biases")
-    upstream = torch.randn(tokens, 256, device="cuda").bfloat16()
-    function = FORMS[form](moe_experts)
-    compiled = torch.compile(function, fullgraph=True)
-    for a, b in zip(run(compiled, inputs, upstream), run(function, inputs, upstream), strict=True):
-        assert torch.equal(a, b)
-
-
-@pytest.mark.gpu
-@by_rows
-def test_on_a_gpu_nan_stays_with_its_experts_and_those_without_tokens_have_zero_gradients(
-    tokens, num_experts
-):
-    x, weights, _, *matrices = operands(tokens, 64, 32, num_experts, 1, None, torch.bfloat16, "cuda")
-    experts = 1 + torch.arange(tokens, device="cuda").view(-1, 1) % (num_experts - 1)  # none to the first
-    broken = x.detach().where(experts != 2, torch.nan)
-
-    def gradients(x):
-        return torch.autograd.grad(moe_experts(x, weights, experts, *matrices).sum(), matrices)
-
-    for a, b in zip(gradients(x), gradients(broken), strict=True):
-        assert not b[0].any()
-        assert b[2].isnan().all()
-        others = [e for e in range(num_experts) if e != 2]
-        assert torch.equal(a[others], b[others])
-
-
-@pytest.mark.gpu
-@by_rows
-@pytest.mark.parametrize("form", FORMS)
-def test_neither_pass_waits_for_the_gpu(form, tokens, num_experts):
-    inputs = operands(tokens, 256, 128, num_experts, 2, None, torch.bfloat16, "cuda", form == "biases")
-    function = FORMS[form](moe_experts)
-    upstream = torch.randn(tokens, 256, device="cuda").bfloat16()
-    run(function, inputs, upstream)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run(function, inputs, upstream)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

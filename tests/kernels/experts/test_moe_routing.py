@@ -1,12 +1,11 @@
-"""Routing and the router's losses, against the routers of transformers and against the formulas."""
+"""Routing, against the routers of transformers and against the formulas."""
 
 import importlib
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from liger_models.kernels import load_balancing_loss, route, router_z_loss
+from liger_models.kernels import route
 from liger_models.kernels.experts.moe_routing import route_plain
 
 module = importlib.import_module("liger_models.kernels.experts.moe_routing")
@@ -457,36 +456,6 @@ def test_no_tokens_and_all_experts(implementation):
     assert torch.equal(experts.sort(1).values, torch.arange(4, dtype=torch.int32).expand(3, 4))
 
 
-def test_the_load_balancing_loss_is_that_of_transformers_with_its_gradient():
-    reference = pytest.importorskip("transformers.models.mixtral.modeling_mixtral").load_balancing_loss_func
-    layers = [torch.randn(TOKENS, EXPERTS, requires_grad=True) for _ in range(2)]
-    for chosen in (layers[:1], layers):
-        expected = reference(tuple(chosen), EXPERTS, TOP_K)
-        actual = load_balancing_loss(chosen, TOP_K)
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
-        for a, b in zip(
-            torch.autograd.grad(actual, chosen), torch.autograd.grad(expected, chosen), strict=True
-        ):
-            # Sums over 50 tokens in another order.
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * b.abs().max().item())
-    assert torch.equal(load_balancing_loss(layers[0], TOP_K), load_balancing_loss(layers[:1], TOP_K))
-
-
-def test_the_load_balancing_loss_of_an_even_load_is_top_k():
-    rolled = torch.stack([torch.arange(4.0).roll(i) for i in range(4)])
-    torch.testing.assert_close(load_balancing_loss(rolled, 2), torch.tensor(2.0))
-
-
-def test_the_z_loss_is_the_mean_squared_logsumexp_with_its_gradient():
-    logits = torch.randn(TOKENS, EXPERTS, requires_grad=True)
-    loss = router_z_loss(logits)
-    z = logits.detach().double().exp().sum(1).log()
-    torch.testing.assert_close(loss.double(), (z**2).mean(), rtol=1e-6, atol=0)
-    (grad,) = torch.autograd.grad(loss, logits)
-    expected = 2 * z[:, None] * F.softmax(logits.detach().double(), 1) / TOKENS
-    torch.testing.assert_close(grad.double(), expected, rtol=1e-5, atol=1e-8)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -515,13 +484,6 @@ def test_integers_and_operands_on_two_devices_are_refused():
         route(torch.ones(3, 4, dtype=torch.int64), 2)
     with pytest.raises(ValueError, match="move them to one device"):
         route(torch.zeros(3, 4), 2, correction_bias=torch.zeros(4, device="meta"))
-
-
-def test_losses_of_nothing_are_a_clear_error():
-    with pytest.raises(ValueError, match="found no router logits"):
-        load_balancing_loss([], 2)
-    with pytest.raises(ValueError, match="top_k is 5; expected 1 to 4"):
-        load_balancing_loss(torch.zeros(3, 4), 5)
 
 
 def test_scores_that_round_to_the_same_leave_the_order_of_their_logits(implementation):

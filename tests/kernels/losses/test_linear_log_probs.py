@@ -11,7 +11,7 @@ from liger_models.kernels import linear_log_probs, log_probs
 from liger_models.kernels.losses.linear_log_probs import linear_log_probs_plain
 from liger_models.kernels.losses.log_probs import log_probs_plain
 
-module = importlib.import_module("liger_models.kernels.losses.log_probs")
+rows = importlib.import_module("liger_models.kernels.losses._score_rows")
 chunks = importlib.import_module("liger_models.kernels.losses._linear_chunks")
 H, V = 8, 37
 
@@ -60,9 +60,9 @@ def test_the_plain_twin_is_torchs_categorical_distribution():
 
 def small_tiles(monkeypatch):
     """Three tiles a row, the last one partly outside."""
-    monkeypatch.setattr(module, "_SCORE_TILE", (8, 2))
-    monkeypatch.setattr(module, "_GRADIENT_TILE", ((8, 2), (8, 2)))
-    monkeypatch.setattr(module, "_BACKWARD_BLOCK", 16)
+    monkeypatch.setattr(rows, "_SCORE_TILE", (8, 2))
+    monkeypatch.setattr(rows, "_GRADIENT_TILE", ((8, 2), (8, 2)))
+    monkeypatch.setattr(rows, "_BACKWARD_BLOCK", 16)
 
 
 @every_option

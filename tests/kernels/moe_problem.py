@@ -1,0 +1,86 @@
+"""Operands of the experts' layer, its formula written out, and what is run of both."""
+
+import torch
+import torch.nn.functional as F
+
+from liger_models.kernels import ClampedSwiGLU
+
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+
+
+def formula(
+    x,
+    weights,
+    experts,
+    gate_up,
+    down,
+    activation="silu",
+    gate_up_bias=None,
+    down_bias=None,
+    weighted="outputs",
+):
+    """Every token with its own copy of its experts' matrices."""
+    experts = experts.long()
+    into = torch.einsum("tk,th->tkh", weights if weighted == "inputs" else torch.ones_like(weights), x)
+    weights = torch.ones_like(weights) if weighted == "inputs" else weights
+    h = torch.einsum("tkoh,tkh->tko", gate_up[experts], into)
+    gate, up = (h if gate_up_bias is None else h + gate_up_bias[experts]).chunk(2, -1)
+    if isinstance(activation, ClampedSwiGLU):
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+        product = (up + 1) * gate * torch.sigmoid(activation.alpha * gate)
+    else:
+        product = ACTIVATIONS[activation](gate) * up
+    rows = torch.einsum("tkhi,tki->tkh", down[experts], product)
+    return torch.einsum("tk,tkh->th", weights, rows if down_bias is None else rows + down_bias[experts])
+
+
+def weighing_inputs(function):
+    return lambda *inputs: function(*inputs, weighted="inputs")
+
+
+CLAMPED = ClampedSwiGLU(alpha=1.3, limit=0.8)  # a limit that a third of all gates and half of all ups pass
+
+
+def with_biases(function):
+    """`function` of a list of operands that ends with the two biases, and with a clamped activation."""
+    return lambda *inputs: function(*inputs[:-2], CLAMPED, *inputs[-2:])
+
+
+def operands(
+    tokens,
+    hidden,
+    inner,
+    num_experts,
+    top_k,
+    favourite=None,
+    dtype=torch.float32,
+    device="cpu",
+    biases=False,
+):
+    """x, weights, experts, gate_up, down, and biases if wanted, with gradients for the floating ones."""
+    logits = torch.randn(tokens, num_experts, device=device)
+    if favourite is not None:
+        logits[:, favourite] += 100
+    experts = logits.topk(top_k).indices.int()
+    x = torch.randn(tokens, hidden, device=device).to(dtype)
+    weights = torch.randn(tokens, top_k, device=device)
+    gate_up = (torch.randn(num_experts, 2 * inner, hidden, device=device) / hidden**0.5).to(dtype)
+    down = (torch.randn(num_experts, hidden, inner, device=device) / inner**0.5).to(dtype)
+    found = [x, weights, experts, gate_up, down]
+    if biases:
+        found += [torch.randn(num_experts, width, device=device).to(dtype) for width in (2 * inner, hidden)]
+    return [t.requires_grad_(t.is_floating_point()) for t in found]
+
+
+def run(function, inputs, upstream, **options):
+    """Result, and the gradients of all operands but the experts."""
+    inputs = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
+    y = function(*inputs, **options)
+    floating = [t for t in inputs if t.is_floating_point()]
+    return [y.detach(), *torch.autograd.grad(y, floating, upstream.to(y.dtype))]
+
+
+def doubled(inputs):
+    return [
+        t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t for t in inputs
+    ]
