@@ -6,6 +6,8 @@
     python -m benchmarks long     peak memory of training steps with long contexts, beside what was planned
     python -m benchmarks lora     a training step with LoRA beside transformers and PEFT
     python -m benchmarks parallel  a training step of a model that several GPUs share
+    python -m benchmarks resume    a checkpoint that many processes write and half of them resume
+    python -m benchmarks node      all of a machine with several GPUs, in under eight minutes
     python -m benchmarks generate  generation beside transformers
     python -m benchmarks load     loading a checkpoint beside transformers
     python -m benchmarks optimizer  a step of AdamW with clipping beside torch's
@@ -18,7 +20,7 @@ that is not installed becomes a note. `liger-models bench` is the same.
 import argparse
 import sys
 
-from benchmarks import generate, learn, load, long, lora, ops, optimizer, parallel, train, tune
+from benchmarks import generate, learn, load, long, lora, node, ops, optimizer, parallel, resume, train, tune
 
 COMMANDS = {
     "ops": ops,
@@ -27,6 +29,8 @@ COMMANDS = {
     "long": long,
     "lora": lora,
     "parallel": parallel,
+    "resume": resume,
+    "node": node,
     "generate": generate,
     "load": load,
     "optimizer": optimizer,

@@ -10,25 +10,22 @@ nothing of the others. Times are of the slowest GPU, peaks of the largest.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
-import itertools
-import json
-import os
 import re
-import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.ranks import be_a_rank, result, started, write
 from benchmarks.report import machine, markdown_table, publish
 from benchmarks.training import step
-from benchmarks.training.shapes import MODELS, ROOT, config_of
+from benchmarks.training.shapes import MODELS, config_of
 from benchmarks.training.step import Job, Result, check_provider
+from liger_models.training.profiling import table
 
 SUMMARY = "a training step of a model that several GPUs share, beside transformers and liger-kernel"
 CONFIGURATIONS = (
@@ -46,6 +43,7 @@ HEADER = (
     "activation memory",
     "tokens/s a GPU",
     "peak GiB",
+    "planned GiB",
     "ms a step",
 )
 ADAMW_BYTES = 4  # of state: two moments in bfloat16
@@ -57,40 +55,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--configuration",
         action="append",
-        type=_configuration,
+        type=configuration,
         metavar="PROVIDER:MEMORY:BATCH[:SHARING]",
-        help="repeatable; PROVIDER, MEMORY and BATCH (of one GPU) as of `train`, MEMORY for ours also auto. "
-        "SHARING: shard, once (shard, and layers are gathered once a step), alone, or sizes of ParallelDims "
-        "such as data_replicate=2 or sequence=2,experts=2. "
+        help="repeatable; PROVIDER, MEMORY and BATCH (of one GPU) as of `train`, MEMORY for ours also auto, "
+        "or auto=100: with so many GiB. SHARING: shard, once (shard, and layers are gathered once a step), "
+        "alone, or sizes of ParallelDims such as data_replicate=2 or sequence=2,experts=2. "
         f"Default: {' '.join(CONFIGURATIONS)}",
     )
     parser.add_argument("--seq", type=int, default=8192, help="tokens a sequence (%(default)s)")
     parser.add_argument("--warmup", type=int, default=2, help="steps before the timed ones (%(default)s)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps (%(default)s)")
+    parser.add_argument("--profile", action="store_true", help="also say what the kernels of a step are for")
     gpus = torch.cuda.device_count()
     parser.add_argument("--processes", type=int, default=gpus or 2, help="one a GPU (%(default)s)")
     parser.add_argument("--time-limit", type=float, default=900, help="seconds for all (%(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
-    jobs = [
-        {**configuration, "seq": args.seq, "warmup": args.warmup, "steps": args.steps}
-        for configuration in args.configuration or map(_configuration, CONFIGURATIONS)
-    ]
-    rows = _measure_all(jobs, args)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    about = machine(device, "transformers", "liger-kernel")
-    about += (
-        f". {args.processes} processes, {args.model}, bfloat16, {args.seq} tokens; median of {args.steps}."
-    )
-    lines = [
-        [f"{row['batch']} x {row['seq']}", row["provider"], *_cells(row, args.processes)] for row in rows
-    ]
-    publish(args.out, f"parallel-{args.model}", f"{about}\n\n{markdown_table(HEADER, lines)}", rows)
+    asked = args.configuration or map(configuration, CONFIGURATIONS)
+    options = {"seq": args.seq, "warmup": args.warmup, "steps": args.steps, "profile": args.profile}
+    jobs = [chosen | options for chosen in asked]
+    rows = []
+    for row in measure_all(jobs, config_of(args.model, args.layers), args.processes, args.time_limit):
+        rows.append(row)
+        _write(args, rows, show=len(rows) == len(jobs))
     return int(any(row["provider"] == "ours" and "tokens_per_second" not in row for row in rows))
 
 
-def _configuration(text: str) -> dict[str, Any]:
+def _write(args: argparse.Namespace, rows: Sequence[dict[str, Any]], show: bool) -> None:
+    """The report so far."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    about = machine(device, "transformers", "liger-kernel")
+    depth = f"{args.model}" + (f" ({args.layers} layers)" if args.layers else "")
+    about += f". {args.processes} processes, {depth}, bfloat16, {args.seq} tokens; median of {args.steps}."
+    parts = [about, markdown_table(HEADER, [cells(row, args.processes) for row in rows])]
+    for row in rows:
+        if row.get("kernels"):
+            parts.append(f"{row['provider']} {row['memory']} {row['sharing']}:\n\n{table(row['kernels'])}")
+    records = [{name: value for name, value in row.items() if name != "kernels"} for row in rows]
+    publish(args.out, f"parallel-{args.model}", "\n\n".join(parts), records, show)
+
+
+def configuration(text: str) -> dict[str, Any]:
+    """Of PROVIDER:MEMORY:BATCH[:SHARING]."""
     match = re.fullmatch(r"([a-z_+]+):([a-z,=0-9]+):(\d+)(?::([a-z_,=0-9]+))?", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"cannot read {text!r}; expected for instance ours:lean:2:shard")
@@ -98,42 +105,37 @@ def _configuration(text: str) -> dict[str, Any]:
     return {"provider": match[1], "memory": match[2], "batch": int(match[3]), "sharing": match[4] or "shard"}
 
 
-def _cells(row: dict[str, Any], processes: int) -> list[str]:
+def cells(row: dict[str, Any], processes: int) -> list[str]:
+    """A line of a table with `HEADER`."""
     gpus = "1" if row["sharing"] == "alone" else f"{processes}"
     gpus += "" if row["sharing"] in ("alone", "shard") else f" ({row['sharing']})"
+    first = [f"{row['batch']} x {row['seq']}", row["provider"], gpus]
     if "tokens_per_second" not in row:
-        return [gpus, row["memory"], row.get("note", "not measured"), "", ""]
-    peak = "-" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
+        return [*first, row["memory"], row["note"], "", "", ""]
+    peak, planned = (
+        "-" if row.get(name) is None else f"{row[name]:.1f}" for name in ("peak_gib", "planned_gib")
+    )
     spread = f"{row['step_ms']:.0f} ({row['step_ms_low']:.0f} to {row['step_ms_high']:.0f})"
-    return [gpus, row["levels"], f"{row['tokens_per_second']:,.0f}", peak, spread]
+    return [*first, row["levels"], f"{row['tokens_per_second']:,.0f}", peak, planned, spread]
 
 
-def _measure_all(jobs: list[dict[str, Any]], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Each job with its result; those after a failure have none."""
-    task = {"jobs": jobs, "config": config_of(args.model, args.layers)}
-    with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder) / "results.jsonl"
-        results.touch()
-        # Growing segments waste no memory between blocks; for every provider alike.
-        environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-        environment |= {"WORLD_SIZE": str(args.processes)}
-        command = [sys.executable, "-m", "benchmarks.parallel", json.dumps(task), folder]
-        processes = [
-            subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stdout=sys.stderr, cwd=ROOT)
-            for rank in range(args.processes)
-        ]
-        try:
-            end = time.monotonic() + args.time_limit
-            while time.monotonic() < end and {process.poll() for process in processes} == {None}:
-                time.sleep(0.2)
-            for process in processes:  # the others wait for one that failed, and need not
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=5)
-        finally:
-            for process in processes:
-                process.kill()
-        found = [json.loads(line) for line in results.read_text().splitlines()]
-    return [job | result for job, result in itertools.zip_longest(jobs, found, fillvalue={})]
+def measure_all(
+    jobs: Sequence[dict[str, Any]], config: Mapping[str, Any], processes: int, seconds: float
+) -> Iterator[dict[str, Any]]:
+    """Each job with its result, as they come: what breaks down, or is not done when the time for all of them
+    is over, has a note, and the next job gets new processes.
+    """
+    left, end = list(jobs), time.monotonic() + seconds
+    while left:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            task = {"jobs": left, "config": config}
+            with started("benchmarks.parallel", task, folder, processes) as ranks:
+                for number in range(len(left)):
+                    path = folder / f"{number}.json"
+                    yield left.pop(0) | result(path, ranks, end)
+                    if not path.exists():
+                        break
 
 
 # ------------------------------------------------------------------------------------------- in each process
@@ -142,28 +144,22 @@ def _measure_all(jobs: list[dict[str, Any]], args: argparse.Namespace) -> list[d
 def _main(task: dict[str, Any], folder: Path) -> None:
     import torch.distributed as dist
 
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=(folder / "meeting").as_uri(), rank=rank, world_size=ranks)
-    for options in task["jobs"]:
+    for number, options in enumerate(task["jobs"]):
         sharing = options.pop("sharing")
         job = Job("", task["config"], **options)
         try:
-            result = _measure(job, sharing, device)
+            found = _measure(job, sharing, device)
         except NotImplementedError as lacking:  # of all processes
-            result = {"note": step.in_one_line(lacking)}
+            found = {"note": step.in_one_line(lacking)}
         of_all: list[Any] = [None] * ranks
-        dist.all_gather_object(of_all, result)
+        dist.all_gather_object(of_all, found)
         slowest = max(of_all, key=lambda found: found.get("step_ms", 0))
         slowest["peak_gib"] = max((found.get("peak_gib") or 0 for found in of_all), default=0) or None
         if rank == 0:
-            with (folder / "results.jsonl").open("a") as file:
-                file.write(json.dumps(slowest) + "\n")
             print(job.provider, job.memory, f"{job.batch} x {job.seq}", sharing, slowest, flush=True)
-    dist.destroy_process_group()
+            write(folder / f"{number}.json", slowest)
 
 
 def _measure(job: Job, sharing: str, device: torch.device) -> Result:
@@ -184,8 +180,10 @@ def _measure(job: Job, sharing: str, device: torch.device) -> Result:
     result = {
         **rate,
         "peak_gib": torch.cuda.max_memory_allocated(device) / 2**30 if cuda else None,
+        "planned_gib": _planned(model, job, sharing) if job.ours else None,
         "levels": _levels(model, job),
         "loss": losses[-1].item(),
+        **({"kernels": step.kernels(job, model, optimizer, device)} if job.profile else {}),
     }
     del model, optimizer
     step.free(device)
@@ -203,7 +201,7 @@ def _build(job: Job, sharing: str, device: torch.device) -> Any:
         divide = functools.partial(
             liger_models.parallelize, mesh=dims, reshard_after_forward=sharing != "once"
         )
-        auto = job.memory == "auto"
+        auto, gib = job.memory.startswith("auto"), job.memory.partition("=")[2]
         model = liger_models.from_config(
             job.config,
             dtype=torch.bfloat16,
@@ -212,11 +210,11 @@ def _build(job: Job, sharing: str, device: torch.device) -> Any:
             shard=None if sharing == "alone" else divide,
         )
         if auto:
-            model.set_activation_memory("auto", None, ADAMW_BYTES, print)
+            model.set_activation_memory("auto", f"{gib}GiB" if gib else None, ADAMW_BYTES, print)
         return model
     model = step.build(job, job.config, device)
     if sharing != "alone":
-        mesh = init_device_mesh(device.type, (int(os.environ["WORLD_SIZE"]),))
+        mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         for part in (*model.model.layers, model):
             fully_shard(part, mesh=mesh, mp_policy=policy)
@@ -226,6 +224,15 @@ def _build(job: Job, sharing: str, device: torch.device) -> Any:
 def _sizes(sharing: str) -> dict[str, int]:
     pairs = (pair.split("=") for pair in sharing.split(",") if "=" in pair)
     return {name: int(size) for name, size in pairs}
+
+
+def _planned(model: Any, job: Job, sharing: str) -> float:
+    """The peak that a plan says, in GiB."""
+    from liger_models.layers.memory_plan import Step, StepMemory
+
+    ranks = _sizes(sharing).get("sequence", 1)
+    plan = StepMemory(model, Step(job.batch, job.seq, ADAMW_BYTES, sequence_ranks=ranks))
+    return plan.plan(model.activation_memory).peak / 2**30
 
 
 def _levels(model: Any, job: Job) -> str:
@@ -239,4 +246,4 @@ def _levels(model: Any, job: Job) -> str:
 
 
 if __name__ == "__main__":
-    _main(json.loads(sys.argv[1]), Path(sys.argv[2]))
+    be_a_rank(_main)

@@ -47,3 +47,42 @@ def publish(out: str, name: str, markdown: str, rows: Sequence[dict[str, object]
     write_csv(folder / f"{name}.csv", rows)
     if show:
         print(markdown, flush=True)
+
+
+def renew(page: Path, marks: tuple[str, str], title: str, text: str) -> None:
+    """Put `text` between the marks of a page, which gets a section with this title for it if it has none."""
+    begin, end = marks
+    old = page.read_text(encoding="utf-8") if page.is_file() else "# Performance\n"
+    if begin not in old:
+        old += f"\n## {title}\n\n{begin}\n{end}\n"
+    before, _, rest = old.partition(begin)
+    after = rest.partition(end)[2]
+    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}", encoding="utf-8")
+
+
+def bars(
+    path: Path, heading: str, values: Sequence[tuple[str, float]], form: str, line: float | None = None
+) -> str:
+    """Write a picture of named values as bars, those from `line` on in red. Returns what was done."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return "no picture: matplotlib is not installed"
+    if not values:
+        return "no picture: nothing was timed"
+    figure = Figure(figsize=(11, 1.2 + 0.4 * len(values)), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)  # no display, and no global state of pyplot
+    axes = figure.add_subplot()
+    places, lengths = range(len(values)), [value for _, value in values]
+    axes.barh(places, lengths, color=["#d1495b" if value >= (line or 0) else "#8a8a8a" for value in lengths])
+    for place, value in zip(places, lengths, strict=True):
+        axes.text(value, place, f" {value:{form}}", va="center", fontweight="bold")
+    if line is not None:
+        axes.axvline(line, color="black", linewidth=1, linestyle="--")
+    axes.set_yticks(places, [name for name, _ in values], fontsize=9)
+    axes.set_xlim(0, 1.12 * max(lengths))
+    axes.invert_yaxis()
+    axes.set_title(heading, fontsize=10, loc="left")
+    figure.savefig(path)
+    return f"picture: {path}"

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import machine, markdown_table, publish
+from benchmarks.report import machine, markdown_table, publish, renew
 from benchmarks.training import cases
 from benchmarks.training.batches import DATA
 from benchmarks.training.pool import measure_all
@@ -110,7 +110,8 @@ def run(args: argparse.Namespace) -> int:
     print((Path(args.out) / f"{_name(args)}.md").read_text(), flush=True)
     if args.page:
         page = Path(args.page)
-        cases.renew(page, (Path(args.out) / f"{_name(args)}.md").read_text().strip())
+        text = (Path(args.out) / f"{_name(args)}.md").read_text().strip()
+        renew(page, (cases.BEGIN, cases.END), "A training step on one GPU", text)
         print(cases.draw(rows, _machine(args), page.with_name(cases.PICTURE)), flush=True)
     failed = [job for job, result in rows if result.get("note", "").startswith("failed") and job.ours]
     return 1 if failed else 0

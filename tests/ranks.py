@@ -23,6 +23,23 @@ import torch
 import torch.distributed as dist
 
 
+class Count:
+    """Counts the bytes of tensors that are read from checkpoints within it."""
+
+    def __enter__(self) -> Count:
+        self.nbytes, self.true = 0, os.preadv
+        os.preadv = self
+        return self
+
+    def __call__(self, *arguments: Any) -> int:
+        count = self.true(*arguments)
+        self.nbytes += count
+        return count
+
+    def __exit__(self, *exc: object) -> None:
+        os.preadv = self.true
+
+
 def run_ranks(
     program: Path,
     folder: Path,
@@ -76,7 +93,9 @@ def _be_all_ranks(program: str, backend: str, folder: Path, *arguments: str) -> 
 def _be_a_rank(
     results: Callable[..., Any], backend: str, folder: Path, rank: int, ranks: int, *arguments: str
 ) -> None:
-    os.environ["RANK"] = str(rank)
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     # They meet in a file: a port that was free a moment ago may be another test's by now.
     dist.init_process_group(backend, init_method=(folder / "meeting").as_uri(), rank=rank, world_size=ranks)
     torch.save(results(folder, rank, ranks, *arguments), folder / f"rank{rank}.pt")
@@ -86,5 +105,7 @@ def _be_a_rank(
 
 if __name__ == "__main__":
     program, backend, folder, *arguments = sys.argv[1:]
-    sys.path[0] = str(Path(program).parent)  # not this folder, in which names are those of packages
+    # Not this folder, in which names are those of packages; but this module.
+    sys.path[0] = str(Path(program).parent)
+    sys.modules["ranks"] = sys.modules["__main__"]
     _be_all_ranks(program, backend, Path(folder), *arguments)

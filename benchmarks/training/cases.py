@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.report import markdown_table
+from benchmarks.report import bars, markdown_table
 from benchmarks.training.step import Job, Result
 
 Configuration = tuple[str, str, int, str]  # provider, activation memory, batch, data
@@ -84,43 +84,13 @@ def table(rows: Rows) -> str:
 
 def draw(rows: Rows, title: str, path: Path) -> str:
     """Write the picture: of each case and peer, how much faster ours is. Returns what was done."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return "no picture: matplotlib is not installed"
-    bars = [
+    ratios = [
         (f"{case}: {peer[0].provider} {peer[0].memory} {peer[0].data}", _speed(ours) / _speed(peer))
         for case, ours, peers in _measured(rows)
         for peer in peers
         if _speed(ours) and _speed(peer)
     ]
-    if not bars:
-        return "no picture: nothing was timed"
-    figure = Figure(figsize=(11, 1.2 + 0.4 * len(bars)), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)  # no display, and no global state of pyplot
-    axes = figure.add_subplot()
-    places, ratios = range(len(bars)), [ratio for _, ratio in bars]
-    axes.barh(places, ratios, color=["#d1495b" if ratio >= 1 else "#8a8a8a" for ratio in ratios])
-    for place, ratio in zip(places, ratios, strict=True):
-        axes.text(ratio, place, f" {ratio:.2f}", va="center", fontweight="bold")
-    axes.axvline(1, color="black", linewidth=1, linestyle="--")
-    axes.set_yticks(places, [name for name, _ in bars], fontsize=9)
-    axes.set_xlim(0, 1.12 * max(ratios))
-    axes.invert_yaxis()
-    axes.set_title(f"Tokens a second of ours over those of a peer\n{title}", fontsize=10, loc="left")
-    figure.savefig(path)
-    return f"picture: {path}"
-
-
-def renew(page: Path, text: str) -> None:
-    """Put `text` between the marks of the page, which gets a section for it if it has none."""
-    old = page.read_text(encoding="utf-8") if page.is_file() else "# Performance\n"
-    if BEGIN not in old:
-        old += f"\n## A training step on one GPU\n\n{BEGIN}\n{END}\n"
-    before, _, rest = old.partition(BEGIN)
-    after = rest.partition(END)[2]
-    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+    return bars(path, f"Tokens a second of ours over those of a peer\n{title}", ratios, ".2f", line=1)
 
 
 def _measured(rows: Rows) -> list[tuple[str, tuple[Job, Result], Rows]]:

@@ -173,7 +173,7 @@ def _measure(job: Job, device: torch.device, before: int) -> Result:
         "first_loss": losses[0].item(),
         "loss": losses[-1].item(),
         "parameters": sum(p.numel() for p in model.parameters()),
-        **({"kernels": _kernels(job, model, optimizer, device)} if job.profile else {}),
+        **({"kernels": kernels(job, model, optimizer, device)} if job.profile else {}),
     }
 
 
@@ -215,7 +215,8 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, torch.T
     return loss.detach()
 
 
-def _kernels(job: Job, model: Any, optimizer: torch.optim.Optimizer, device: torch.device) -> Any:
+def kernels(job: Job, model: Any, optimizer: torch.optim.Optimizer, device: torch.device) -> Any:
+    """What those of one more step are for."""
     batch = _batch(job, device)
     return by_class(lambda: _step(model, optimizer, batch), device.type == "cuda")
 

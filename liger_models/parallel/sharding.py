@@ -40,7 +40,8 @@ def parallelize(
     The model is called, trained and saved as before, by all processes together, each with rows of its own, or
     where `mesh` divides sequences, those of one with the same rows: layers/sequence_parallel.py. These count
     as one process below.
-    Gradients are means over the processes, added up in float32: a loss over all labels of a step is
+    Gradients are means over the processes, added up in float32 (or what is as good: `_dtype_of_sums`): a loss
+    over all labels of a step is
     `model(..., num_items_in_batch=labels / processes).loss`. Optimizers, `clip_grad_norm` and checkpoints see
     DTensors; make the optimizer afterwards. Given to `from_hub` or `from_config` as `shard`, it divides the
     model before it has memory, and each process reads or makes its own rows alone.
@@ -77,7 +78,7 @@ def parallelize(
     groups = _groups(model)
     for name, modules in groups.items():
         _check_dtypes(name, modules, compute_dtype)
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(compute_dtype, _dtype_of_sums(meshes.data, compute_dtype))
     ignored: set[nn.Parameter] = set()
     if meshes.experts is not None:
         ignored = _divide_experts(model, meshes.experts, policy, reshard_after_forward)
@@ -90,6 +91,16 @@ def parallelize(
         model.embed_tokens.set_unshard_in_backward(False)  # the gradient of a lookup needs no weight
     model.register_forward_hook(_give_back)
     return model
+
+
+def _dtype_of_sums(mesh: DeviceMesh, compute_dtype: torch.dtype | None) -> torch.dtype | None:
+    """In which gradients are added up over a mesh; None: their own, which the sum will have.
+
+    The sum of two bfloat16 numbers is rounded once, in bfloat16 as when it is made in float32 and then
+    rounded; a half of it is exact (above 2^-126). So for two shards half the bytes bring the same bits.
+    Replicas add up micro-batches before they exchange them.
+    """
+    return None if mesh.ndim == 1 and mesh.size() == 2 and compute_dtype is None else torch.float32
 
 
 def _divide_experts(
@@ -108,7 +119,8 @@ def _divide_experts(
         modules = divide_experts(model, mesh["experts"], policy.param_dtype)
         return {p for module in modules for p in module.parameters()}
     # Their inputs are the layer's, cast already; the weights of a token's experts are to stay float32.
-    policy = replace(policy, cast_forward_inputs=False)
+    sums = _dtype_of_sums(others, policy.param_dtype)
+    policy = replace(policy, reduce_dtype=sums, cast_forward_inputs=False)
     for module in divide_experts(model, mesh["experts"]):
         fully_shard(
             module,

@@ -1,15 +1,13 @@
 """One rank of test_scoring.py: a loss on scores of its half of a batch, under DDP and FSDP2, and a lesson.
 
-Run as `python score_rank.py FOLDER`, with task.pt in the folder; writes rank0.pt or rank1.pt: by wrapper
-the gradients, and what scoring beside DDP's forward raised; and what losses gather from all ranks.
+task.pt lies in the folder. Gives by wrapper the gradients, and what scoring beside DDP's forward raised; and
+what losses gather from all ranks.
 """
 
-import os
-import sys
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -23,16 +21,12 @@ def loss_of(scores):
     return (scores.log_probs.sin() + scores.entropy**2).sum()  # what knows no coefficients beforehand
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # They meet in a file: a port that was free a moment ago may be another test's by now.
-    dist.init_process_group("gloo", init_method=(folder / "meeting").as_uri(), rank=rank, world_size=ranks)
+def results(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
     task = torch.load(folder / "task.pt", weights_only=False)
     own = {name: value.chunk(ranks)[rank] for name, value in task["batch"].items()}
     coefficients = own.pop("coefficients")
     mesh = init_device_mesh("cpu", (ranks,))
-    results = {}
+    found: dict[str, Any] = {}
     for wrapper in ("ddp", "fsdp", "rounded"):
         model = CausalLM(task["spec"])
         model.load_state_dict(task["state"])
@@ -44,7 +38,7 @@ def main(folder: Path) -> None:
             try:
                 model.score(**own)
             except RuntimeError as error:
-                results["refusal"] = str(error)
+                found["refusal"] = str(error)
         else:
             options = {}
             if wrapper == "rounded":
@@ -54,15 +48,15 @@ def main(folder: Path) -> None:
             scores = fully_shard(model, mesh=mesh, **options).score(**own, entropy=True)
         if wrapper == "rounded":
             again = model.score(**own, coefficients=coefficients)
-            results["weighted"] = again.weighted_sum.item(), (coefficients * again.log_probs).sum().item()
-            results["dtypes"] = scores.log_probs.dtype, scores.entropy.dtype
+            found["weighted"] = again.weighted_sum.item(), (coefficients * again.log_probs).sum().item()
+            found["dtypes"] = scores.log_probs.dtype, scores.entropy.dtype
             continue
         loss_of(scores).backward()
         if wrapper == "ddp":
             parallel(**own, score=ScoreOptions(coefficients=coefficients)).weighted_sum.backward()
         else:
             model.score(**own, coefficients=coefficients).weighted_sum.backward()
-        results[wrapper] = {
+        found[wrapper] = {
             name: p.grad if wrapper == "ddp" else p.grad.full_tensor() for name, p in model.named_parameters()
         }
     student, teacher = (CausalLM(task["spec"]) for _ in range(2))
@@ -73,22 +67,9 @@ def main(folder: Path) -> None:
             fully_shard(part, mesh=mesh)
         fully_shard(model, mesh=mesh)
     student.distill(teacher, **own, beta=0.3, hard_weight=0.2, num_items_in_batch=20).loss.backward()
-    results["taught"] = {name: p.grad.full_tensor() for name, p in student.named_parameters()}
+    found["taught"] = {name: p.grad.full_tensor() for name, p in student.named_parameters()}
 
     values = torch.arange(3.0 + 2 * rank)  # 0 to 2, and 0 to 4
-    results["kl"] = kto_kl(values, values - 1 - rank).item()
-    results["top"] = top_entropy(values[None], torch.ones(1, len(values)), 0.4).sum().item()
-    torch.save(results, folder / f"rank{rank}.pt")
-    del (
-        scores,
-        model,
-        parallel,
-        again,
-        student,
-        teacher,
-    )  # what outlives its process group waits for ever now and then
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    found["kl"] = kto_kl(values, values - 1 - rank).item()
+    found["top"] = top_entropy(values[None], torch.ones(1, len(values)), 0.4).sum().item()
+    return found

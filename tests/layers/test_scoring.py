@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import runpy
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 from score_calls import CALLS, Wrapped
 from torch import nn
 
@@ -200,22 +198,7 @@ def test_two_ranks_make_the_mean_of_the_gradients(model, tmp_path):
     teacher.load_state_dict({name: p + 0.1 * torch.randn_like(p) for name, p in state.items()})
     task = {"spec": model.spec, "state": state, "teacher": teacher.state_dict(), "batch": task}
     torch.save(task, tmp_path / "task.pt")
-    environment = {**os.environ, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(RANK), str(tmp_path)],
-            env={**environment, "RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        complaints = [rank.communicate(timeout=300)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], complaints
+    found = run_ranks(RANK, tmp_path)
 
     scores = model.score(ids, labels, entropy=True)
     loss = runpy.run_path(str(RANK))["loss_of"](scores) + (coefficients * scores.log_probs).sum()
@@ -224,8 +207,7 @@ def test_two_ranks_make_the_mean_of_the_gradients(model, tmp_path):
     model.zero_grad()
     model.distill(teacher, ids, labels, beta=0.3, hard_weight=0.2, num_items_in_batch=40).loss.backward()
     taught = {name: p.grad for name, p in model.named_parameters()}
-    for rank in range(2):
-        results = torch.load(tmp_path / f"rank{rank}.pt")
+    for rank, results in enumerate(found):
         assert "call the wrapper" in results["refusal"]
         for wrapper, expected in (("ddp", of_scores), ("fsdp", of_scores), ("taught", taught)):
             for name, gradient in expected.items():

@@ -5,11 +5,11 @@ FOLDER/fresh_FAMILY, of fresh weights, and FOLDER/bytes{rank}.json.
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
+from ranks import Count
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -62,20 +62,3 @@ def train_a_step(model) -> None:
     ids = torch.arange(14).view(2, 7)
     model(ids, labels=ids).loss.backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-
-
-class Count:
-    """Counts the bytes that are read from checkpoints."""
-
-    def __enter__(self):
-        self.nbytes, self.true = 0, os.preadv
-        os.preadv = self
-        return self
-
-    def __call__(self, fd, buffers, offset):
-        count = self.true(fd, buffers, offset)
-        self.nbytes += count
-        return count
-
-    def __exit__(self, *exc):
-        os.preadv = self.true

@@ -8,11 +8,11 @@ they should be.
 
 import contextlib
 import functools
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
+from ranks import Count
 from torch.distributed.device_mesh import init_device_mesh
 
 import liger_models
@@ -71,20 +71,3 @@ def with_tokens_on_the_last(rank: int, ranks: int, form: Any) -> dict[str, tuple
     for (name, p), q in zip(layer.experts.named_parameters(), alone.experts.parameters(), strict=True):
         found[name] = p.grad.full_tensor(), q.grad
     return found
-
-
-class Count:
-    """Counts the bytes that are read from checkpoints."""
-
-    def __enter__(self):
-        self.nbytes, self.true = 0, os.preadv
-        os.preadv = self
-        return self
-
-    def __call__(self, fd, buffers, offset):
-        count = self.true(fd, buffers, offset)
-        self.nbytes += count
-        return count
-
-    def __exit__(self, *exc):
-        os.preadv = self.true

@@ -5,7 +5,6 @@ and held; and by its name what each function below found.
 """
 
 import functools
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 import torch._dynamo  # which FSDP2 imports, in each rank if it is not here yet
 import torch.distributed as dist
+from ranks import Count
 from torch.distributed.device_mesh import init_device_mesh
 
 import liger_models
@@ -46,7 +46,7 @@ def results(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
         found[family] = {"gradients": gradients, "read": count.nbytes, "held": sum(held.values())}
     found["refused"] = refused(model, folder)
     del loss, model, held  # what outlives its process group waits for ever now and then
-    for other in (adapted, after_evaluation, fitted, memory_of_a_large_one):
+    for other in (adapted, in_half_precision, after_evaluation, fitted, memory_of_a_large_one):
         found[other.__name__] = other(folder)
     return found
 
@@ -94,6 +94,14 @@ def with_adapters(model):
     return model
 
 
+def in_half_precision(folder: Path) -> dict[str, torch.Tensor]:
+    """Gradients of a model in bfloat16."""
+    model = liger_models.from_hub(folder / "llama", dtype="bfloat16", shard=parallelize)
+    half = batch(model.spec.vocab_size)[dist.get_rank() :: 2]
+    model(half, labels=half, num_items_in_batch=half.numel()).loss.backward()
+    return {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+
+
 def after_evaluation(folder: Path) -> dict[str, bool]:
     """Whether a step of the optimizer reaches a model that was evaluated after its backward pass."""
     model = liger_models.from_hub(folder / "llama", shard=parallelize)
@@ -134,20 +142,3 @@ def peak_memory(reset: bool = False) -> float:
 
 def batch(vocab_size: int) -> torch.Tensor:
     return torch.randint(0, vocab_size, (4, 11), generator=torch.Generator().manual_seed(0))
-
-
-class Count:
-    """Counts the bytes that are read from checkpoints."""
-
-    def __enter__(self):
-        self.nbytes, self.true = 0, os.preadv
-        os.preadv = self
-        return self
-
-    def __call__(self, fd, buffers, offset):
-        count = self.true(fd, buffers, offset)
-        self.nbytes += count
-        return count
-
-    def __exit__(self, *exc):
-        os.preadv = self.true

@@ -101,6 +101,20 @@ def test_adapters_of_a_divided_model_get_the_gradients_of_one_process(folder, fo
 
 
 @pytest.mark.slow
+def test_gradients_in_bfloat16_are_added_up_as_if_in_float32(folder, found):
+    shares = []
+    for rank in range(2):
+        model = liger_models.from_hub(folder / "llama", dtype="bfloat16")
+        half = program["batch"](model.spec.vocab_size)[rank::2]
+        model(half, labels=half, num_items_in_batch=half.numel()).loss.backward()
+        shares.append({name: p.grad.float() for name, p in model.named_parameters()})
+    for name in shares[0]:
+        mean = ((shares[0][name] + shares[1][name]) / 2).bfloat16()
+        for of_rank in found:
+            assert torch.equal(of_rank["in_half_precision"][name], mean), name
+
+
+@pytest.mark.slow
 def test_after_an_evaluation_the_model_is_divided_and_steps_reach_it(found):
     assert [of_rank["after_evaluation"] for of_rank in found] == [{"divided": True, "stale": False}] * 2
 

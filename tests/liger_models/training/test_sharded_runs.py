@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 from safetensors.torch import load_file
 
 import liger_models
@@ -86,25 +84,14 @@ def runs(tmp_path_factory, settings_for, experts):
         (settings_for(folder / "sent", **balanced, expert_parallel=2), 1, 2),
         (settings_for(folder / "sent", **balanced, resume="auto"), 0, 2),
     ]
+    return folder, run_all(folder, planned)
+
+
+def run_all(folder, planned, backend="gloo"):
+    """What each of two ranks says of the runs."""
     written = [(config.to_dict(), *rest) for config, *rest in planned]
     (folder / "runs.json").write_text(json.dumps(written))
-    environment = {**os.environ, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(RANK), str(folder)],
-            env={**environment, "RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        complaints = [rank.communicate(timeout=300)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], complaints
-    return folder, [json.loads((folder / f"outcomes{rank}.json").read_text()) for rank in range(2)]
+    return run_ranks(RANK, folder, backend=backend, seconds=300)
 
 
 def losses(records):
@@ -186,3 +173,30 @@ def test_one_process_goes_on_from_a_checkpoint_of_two(runs, settings_for, tmp_pa
 def test_adapters_are_not_divided(settings_for, tmp_path):
     with pytest.raises(ConfigError, match="choose shard 'none', or none of it"):
         settings_for(tmp_path, lora="", shard="full")
+
+
+@pytest.mark.gpu
+def test_two_gpus_in_bfloat16_go_on_with_the_same_bits_and_one_goes_on_from_both(
+    settings_for, tmp_path, monkeypatch
+):
+    """With the kernels that PyTorch calls deterministic; ours all are."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    options = {"device": "cuda", "dtype": "bfloat16", "keep": 0, "schedule": "constant"}
+    planned = [
+        (settings_for(tmp_path / "whole", **options), 0, 2),
+        (settings_for(tmp_path / "stopped", **options), 3, 2),
+        (settings_for(tmp_path / "stopped", **options, resume="auto"), 0, 2),
+    ]
+    outcomes = run_all(tmp_path, planned, "nccl")
+    assert all("stopped after step 4 of" in outcome[1] for outcome in outcomes)
+    assert losses(outcomes[0][2]) == losses(outcomes[0][0])
+    assert_same_bits(tmp_path / "whole" / "final", tmp_path / "stopped" / "final")
+    alone = settings_for(
+        **{"output": tmp_path / "alone", "resume": str(tmp_path / "whole" / "checkpoint-4")},
+        **options | {"gradient_accumulation": 4},
+    )
+    records = {record["step"]: record for record in train(alone).records}
+    for record in outcomes[0][0][-2:]:  # in bfloat16, whose unit is 2^-8
+        assert records[record["step"]]["loss"] == pytest.approx(record["loss"], rel=2**-8)

@@ -1,0 +1,194 @@
+"""All that is asked of a machine with several GPUs, one part after the other, each in processes and with a
+time limit of its own. The whole takes less than eight minutes.
+
+| part         | what is measured                                                                         |
+|--------------|------------------------------------------------------------------------------------------|
+| 8B           | Llama-3-8B, 4 x 8192 a GPU, FSDP2: transformers with liger-kernel, checkpointed; ours at |
+|              | the levels that the planner picks; the same work on all GPUs, and whole on each          |
+| experts      | Qwen3-30B-A3B, 4 x 4096 a GPU: FSDP2 alone, and experts divided over all GPUs            |
+| long context | one step of 8B on one row of the length that is computed in LONGEST seconds or less, its |
+|              | sequence divided over all GPUs; the peak beside the planner's                            |
+| checkpoint   | written by all GPUs, resumed on half of them, exported: see resume.py                    |
+
+What fails, has not enough memory or is not done in time has a line that says so. The results are written
+after each line: the same command again measures what has none yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks import parallel, resume
+from benchmarks.report import bars, machine, markdown_table, publish, renew
+from benchmarks.training.shapes import config_of
+
+SUMMARY = (
+    "all of a machine with several GPUs: 8B, experts, long contexts, a checkpoint; in under eight minutes"
+)
+MARKS = "<!-- several GPUs: python -m benchmarks node -->", "<!-- end of several GPUs -->"
+TITLE, PICTURE = "A machine with several GPUs", "node.png"
+HEADER = ("part", *parallel.HEADER)
+LONGEST = (
+    130.0  # seconds of a step of the long context, of which it is said that it takes three minutes at most
+)
+OPERATIONS = 350e12  # a second of a GPU in such a step, what is computed again left aside
+STRIDE = 65536  # tokens by which rows are longer
+
+Row = dict[str, Any]
+
+
+class Part(NamedTuple):
+    """What is measured together.
+
+    Attributes:
+        seconds: that it may take; those of all are less than eight minutes.
+        layers: of `--smallest`.
+        rows: makes its rows, of these arguments, a number of layers (None: all), and the seconds.
+    """
+
+    name: str
+    seconds: float
+    layers: int
+    rows: Callable[[argparse.Namespace, int | None, float], Iterator[Row]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    gpus = torch.cuda.device_count()
+    parser.add_argument("--processes", type=int, default=gpus or 2, help="one a GPU (%(default)s)")
+    parser.add_argument(
+        "--part", action="append", choices=[part.name for part in PARTS], help="repeatable; all"
+    )
+    parser.add_argument("--smallest", action="store_true", help="a few layers, two steps: does it all run?")
+    parser.add_argument("--expert-layers", type=int, help="of Qwen3-30B-A3B only the first so many")
+    parser.add_argument("--folder", help="where checkpoints are written, and removed again (a temporary one)")
+    parser.add_argument("--page", metavar="FILE", help="renew this page's table, and the picture beside it")
+
+
+def run(args: argparse.Namespace) -> int:
+    path = Path(args.out) / "node.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = json.loads(path.read_text()) if path.is_file() else []
+    for part in PARTS:
+        if (args.part and part.name not in args.part) or any(row["part"] == part.name for row in rows):
+            continue
+        begun = time.monotonic()
+        layers = part.layers if args.smallest else None
+        for row in part.rows(args, layers, part.seconds):
+            rows.append({"part": part.name, "took": time.monotonic() - begun, **row})
+            path.write_text(json.dumps(rows))
+            _write(args, rows)
+    print((Path(args.out) / "node.md").read_text(), flush=True)
+    if args.page:
+        page = Path(args.page)
+        renew(page, MARKS, TITLE, (Path(args.out) / "node.md").read_text().strip())
+        heading = f"Tokens a second of each GPU\n{_machine(args)}"
+        print(bars(page.with_name(PICTURE), heading, _speeds(rows), ",.0f"), flush=True)
+    return int(any(row["note"].startswith("failed") for row in rows if "note" in row))
+
+
+# ------------------------------------------------------------------------------------------------ the parts
+
+
+def _large(args: argparse.Namespace, layers: int | None, seconds: float) -> Iterator[Row]:
+    asked = ("transformers+liger:checkpoint:4", "ours:auto:4", "ours:lean:2", "ours:lean:2:alone")
+    yield from _steps(args, "llama-3-8b", layers, 8192, asked, seconds)
+
+
+def _experts(args: argparse.Namespace, layers: int | None, seconds: float) -> Iterator[Row]:
+    """With 100 GiB for each GPU."""
+    asked = ("ours:auto=100:4", f"ours:auto=100:4:experts={args.processes}")
+    yield from _steps(args, "qwen3-30b-a3b", layers or args.expert_layers, 4096, asked, seconds)
+
+
+def _long(args: argparse.Namespace, layers: int | None, seconds: float) -> Iterator[Row]:
+    """The longest; where it has not enough memory half of it, and a quarter."""
+    config, end = config_of("llama-3-8b", layers), time.monotonic() + seconds
+    seq = 2 * STRIDE * args.processes if args.smallest else longest(config, args.processes)
+    for part in (1, 2, 4):
+        asked = (f"ours:offload:1:sequence={args.processes}",)
+        left = end - time.monotonic()
+        row = next(_steps(args, "llama-3-8b", layers, seq // part, asked, left, warmup=0, steps=1))
+        yield row
+        if row.get("note") != "out of memory":
+            return
+
+
+def _checkpoint(args: argparse.Namespace, layers: int | None, seconds: float) -> Iterator[Row]:
+    config = config_of("llama-3-8b", layers or 8)
+    yield from resume.measure_all(config, 1024, args.processes, seconds, args.folder)
+
+
+PARTS = (
+    Part("8B", 125, 4, _large),
+    Part("experts", 85, 6, _experts),
+    Part("long context", 175, 4, _long),
+    Part("checkpoint", 85, 2, _checkpoint),
+)
+
+
+def _steps(
+    args: argparse.Namespace,
+    model: str,
+    layers: int | None,
+    seq: int,
+    asked: Sequence[str],
+    seconds: float,
+    warmup: int = 2,
+    steps: int = 3,
+) -> Iterator[Row]:
+    sizes = {"seq": seq, "warmup": warmup, "steps": steps}
+    jobs = [parallel.configuration(text) | sizes for text in asked]
+    yield from parallel.measure_all(jobs, config_of(model, layers), args.processes, seconds)
+
+
+def longest(config: dict[str, Any], processes: int) -> int:
+    """Tokens of a row whose step is computed in LONGEST seconds."""
+    import liger_models
+    from liger_models.layers.memory_plan import largest
+    from liger_models.training.flops import StepFlops
+
+    flops = StepFlops(liger_models.from_config(config, device="meta", dtype=torch.bfloat16))
+
+    def in_time(strides: int) -> bool:
+        tokens = strides * STRIDE
+        return flops.of(torch.tensor([tokens]), tokens) <= LONGEST * OPERATIONS * processes
+
+    return STRIDE * max(1, largest(in_time))
+
+
+# ------------------------------------------------------------------------------------------------ the report
+
+
+def _write(args: argparse.Namespace, rows: Sequence[Row]) -> None:
+    kept = ", the first layers of each" if args.smallest else ""
+    about = f"{_machine(args)}. {args.processes} processes{kept}, bfloat16, fused AdamW; median of 3 steps."
+    steps = [row for row in rows if "provider" in row]
+    others = [row for row in rows if "provider" not in row]
+    parts = [
+        about,
+        markdown_table(HEADER, [[row["part"], *parallel.cells(row, args.processes)] for row in steps]),
+    ]
+    if others:
+        parts.append(markdown_table(resume.HEADER, map(resume.cells, others)))
+    publish(args.out, "node", "\n\n".join(parts), rows, show=False)
+
+
+def _machine(args: argparse.Namespace) -> str:
+    return machine(
+        torch.device("cuda" if torch.cuda.is_available() else "cpu"), "transformers", "liger-kernel"
+    )
+
+
+def _speeds(rows: Sequence[Row]) -> list[tuple[str, float]]:
+    return [
+        (f"{row['part']}: {row['provider']} {row['memory']} {row['sharing']}", row["tokens_per_second"])
+        for row in rows
+        if "tokens_per_second" in row
+    ]
