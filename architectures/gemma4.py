@@ -19,7 +19,6 @@ from liger_models.architectures.common import (
     mlp,
     rope,
     share_keys,
-    take_only,
     unread_keys,
     windows,
 )
@@ -52,7 +51,9 @@ NAMES = (
     *((".moe.router.weight", ".router.proj.weight"), (".moe.", ".")),
 )
 OF_VISION = (
+    *((".qkv_proj.", "."), (".gate_up_proj.", "."), ("_proj.linear.", "_proj.")),  # of clipped ones
     ("_proj.", "_proj.linear."),
+    *(("_proj.linear.input_", "_proj.input_"), ("_proj.linear.output_", "_proj.output_")),
     ("encoder.patch_embed.", "vision_tower.patch_embedder.input_proj."),
     ("encoder.table.weight", "vision_tower.patch_embedder.position_embedding_table"),
     ("encoder.layers.", "vision_tower.encoder.layers."),
@@ -244,9 +245,13 @@ def carried(c: HFConfig) -> tuple[str, ...]:
     ),
     carried=carried,
     variants={
-        "causal, not standardised": {
+        "causal, not standardised, clipped": {
             "text_config": {"use_bidirectional_attention": None},
-            "vision_config": {"standardize": False, "num_key_value_heads": 2},
+            "vision_config": {
+                "standardize": False,
+                "num_key_value_heads": 2,
+                "use_clipped_linears": True,
+            },
         },
     },
 )
@@ -256,8 +261,8 @@ def gemma4(c: HFConfig) -> ModelSpec:
     """
     text, v = language_model(c), c.part("vision_config")
     for key in (
-        *("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_index"),
-        *("audio_token_id", "audio_config"),
+        *("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index"),
+        *("audio_token_id", "audio_config", "vision_soft_tokens_per_image"),
     ):
         c.take(key, None)  # which the processor places; and what hears is carried along
     bidirectional = c.raw["text_config"].get("use_bidirectional_attention") is not None
@@ -277,9 +282,9 @@ def gemma4(c: HFConfig) -> ModelSpec:
 
 def pooled(v: HFConfig, image_id: int, **settings: Any) -> VisionSpec:
     """The encoder, from its config; `settings` are further fields of the spec."""
-    for key in ("max_position_embeddings", "attention_bias"):
-        v.take(key, None)  # which the reference does not read
-    take_only(v, use_clipped_linears=False)
+    for key in ("max_position_embeddings", "attention_bias", "global_head_dim", "default_output_length"):
+        v.take(key, None)  # which the reference does not read, or the processor does
+    clipped = v.take_flag("use_clipped_linears", False)
     v.fill({"hidden_activation": "gelu_pytorch_tanh", "intermediate_size": 3072})
     width, heads = v.take_count("hidden_size", 768), v.take_count("num_attention_heads", 12)
     kv_heads, head_dim = v.take_count("num_key_value_heads", 12), v.take_count("head_dim", 64)
@@ -297,13 +302,14 @@ def pooled(v: HFConfig, image_id: int, **settings: Any) -> VisionSpec:
         qkv_bias=False,
         o_bias=False,
         qk_norm=QKNormSpec(norm, values=True),
+        clipped=clipped,
     )
+    inner = replace(mlp(v, key="hidden_activation"), clipped=clipped)
     merge = v.take_count("pooling_kernel_size", 3)
     return VisionSpec(
         width,
         PatchSpec(v.take_count("patch_size", 16)),
-        (BlockSpec(attn, mlp(v, key="hidden_activation"), norm, "sandwich"),)
-        * v.take_count("num_hidden_layers", 16),
+        (BlockSpec(attn, inner, norm, "sandwich"),) * v.take_count("num_hidden_layers", 16),
         PoolProjectorSpec(merge, norm.eps, v.take_flag("standardize", False)),
         image_id,
         position_table=AxesTable(v.take_count("position_embedding_size", 10240)),

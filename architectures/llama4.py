@@ -206,7 +206,10 @@ def tiles(v: HFConfig, image_id: int) -> VisionSpec:
     Raises:
         ConfigError: widths that do not fit.
     """
-    for key in ("hidden_act", "norm_eps", "multi_modal_projector_bias", "vision_feature_select_strategy"):
+    for key in (
+        *("hidden_act", "norm_eps", "multi_modal_projector_bias"),
+        *("vision_feature_layer", "vision_feature_select_strategy"),
+    ):
         v.take(key, None)  # which the reference does not read
     width, heads = v.take_count("hidden_size", 768), v.take_count("num_attention_heads", 16)
     ratio, size = v.take_number("pixel_shuffle_ratio", 0.5), v.take_count("projector_output_dim", 4096)

@@ -4,7 +4,7 @@ layers of CLIP or SigLIP and two linear layers; or of all sizes, by Pixtral's en
 
 from dataclasses import replace
 
-from liger_models.architectures.common import activation
+from liger_models.architectures.common import activation, take_only
 from liger_models.architectures.common.images import language_model
 from liger_models.architectures.common.towers import (
     CLIP,
@@ -35,6 +35,7 @@ def encoder(c: HFConfig) -> HFConfig:
     if c.raw["vision_config"].get("model_type") != PIXTRAL:
         return tower(c, [CLIP, SIGLIP])
     v = c.part("vision_config")
+    take_only(c, ignore_index=-100)
     v.fill({"num_hidden_layers": 24})
     return v
 

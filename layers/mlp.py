@@ -27,6 +27,7 @@ from liger_models.layers.activation_memory import (
     recompute,
 )
 from liger_models.layers.activations import XIELU
+from liger_models.layers.clipped_linear import ClippedLinear, ClippedProjections
 from liger_models.layers.linear import Linear
 from liger_models.layers.packed_linear import PackedLinear
 from liger_models.layers.sequences import Sequences
@@ -110,8 +111,9 @@ class GatedMLP(_MLP):
         self.spec = spec
         self.gated_product = gated_product(spec.activation)
         parts = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
-        self.gate_up_proj = PackedLinear(hidden_size, parts, spec.bias)
-        self.down_proj = Linear(spec.intermediate_size, hidden_size, bias=spec.bias)
+        projections, linear = (ClippedProjections, ClippedLinear) if spec.clipped else (PackedLinear, Linear)
+        self.gate_up_proj = projections(hidden_size, parts, spec.bias)
+        self.down_proj = linear(spec.intermediate_size, hidden_size, bias=spec.bias)
 
     def _forward(self, x: Tensor) -> Tensor:
         gate_up = self.gate_up_proj(x)
@@ -146,8 +148,9 @@ class PlainMLP(_MLP):
             self.act_fn = XIELU()
         else:
             self.activation = plain_activation(spec.activation)
-        self.up_proj = Linear(hidden_size, spec.intermediate_size, bias=spec.bias)
-        self.down_proj = Linear(spec.intermediate_size, hidden_size, bias=spec.bias)
+        linear = ClippedLinear if spec.clipped else Linear
+        self.up_proj = linear(hidden_size, spec.intermediate_size, bias=spec.bias)
+        self.down_proj = linear(spec.intermediate_size, hidden_size, bias=spec.bias)
 
     def _forward(self, x: Tensor) -> Tensor:
         up = self.up_proj(x)

@@ -21,6 +21,7 @@ from liger_models.layers.attention_backends import (
     attend_by_groups,
     attend_cached,
 )
+from liger_models.layers.clipped_linear import ClippedLinear, ClippedProjections
 from liger_models.layers.linear import Linear
 from liger_models.layers.packed_linear import PackedLinear
 from liger_models.layers.qk_norm import LentScale, norm_bytes, split_norm_turn
@@ -54,8 +55,9 @@ class Attention(nn.Module):
         parts = {"q_proj": spec.q_size, "k_proj": spec.kv_size}
         if not spec.values_are_keys:
             parts["v_proj"] = spec.kv_size
-        self.qkv_proj = PackedLinear(hidden_size, parts, spec.qkv_bias)
-        self.o_proj = Linear(spec.q_size, hidden_size, bias=spec.o_bias)
+        projections, linear = (ClippedProjections, ClippedLinear) if spec.clipped else (PackedLinear, Linear)
+        self.qkv_proj = projections(hidden_size, parts, spec.qkv_bias)
+        self.o_proj = linear(spec.q_size, hidden_size, bias=spec.o_bias)
         self.sinks = nn.Parameter(torch.zeros(spec.num_attention_heads)) if spec.sinks else None
         self.q_norm = self.k_norm = None
         if spec.qk_norm is not None:

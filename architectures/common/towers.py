@@ -54,6 +54,7 @@ _UNREAD = (
     "vision_use_head",
     "vocab_size",
     "num_image_tokens",
+    "num_positions",
     "initializer_factor",
 )
 """Keys of what stands behind these encoders in other models, or of fresh weights."""

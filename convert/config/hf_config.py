@@ -301,7 +301,7 @@ _NO_EFFECT_NAMES = """
     length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
     forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty
     suppress_tokens begin_suppress_tokens prefix cache_implementation model_max_length
-    num_nextn_predict_layers ep_size transformers.js_config is_llama_config max_sequence_length
+    num_nextn_predict_layers ep_size transformers.js_config is_llama_config max_sequence_length is_composition
 """
 _NO_EFFECT = frozenset(_NO_EFFECT_NAMES.split())
 

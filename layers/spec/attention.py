@@ -37,7 +37,8 @@ class AttentionSpec:
     `query_scale` multiplies the queries by their positions, once they are turned.
     With `values_are_keys` one projection gives both: what the keys were before their norm and rotation.
     A span of tokens that all see one another (`Sequences.spans`) is cut by a window, but for `whole_spans`.
-    Without `sees_spans` none of them sees ahead.
+    Without `sees_spans` none of them sees ahead. `clipped` projections are between stored bounds:
+    layers/clipped_linear.py.
     """
 
     num_attention_heads: int
@@ -57,6 +58,7 @@ class AttentionSpec:
     causal: bool = True
     whole_spans: bool = False
     sees_spans: bool = True
+    clipped: bool = False
 
     @property
     def q_size(self) -> int:

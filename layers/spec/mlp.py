@@ -12,12 +12,15 @@ Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu2", "xielu"
 
 @dataclass(frozen=True)
 class MLPSpec:
-    """MLP: gated, `down(act(gate(x)) * up(x))`, or not, `down(act(up(x)))`."""
+    """MLP: gated, `down(act(gate(x)) * up(x))`, or not, `down(act(up(x)))`. `clipped` projections
+    are between stored bounds: layers/clipped_linear.py.
+    """
 
     intermediate_size: int
     activation: Activation = "silu"
     bias: bool = False
     gated: bool = True
+    clipped: bool = False
 
 
 @dataclass(frozen=True)

@@ -143,8 +143,8 @@ def randomise(model: nn.Module, generator: torch.Generator) -> None:
             if tensor.dim() > 1 and not name.endswith("norm.weight"):
                 # such that activations and scores stay of the order of one
                 tensor.copy_(noise / math.sqrt(tensor.shape[-1]))
-            else:  # around what it starts with: a factor of one, by whatever weight, and no bias
-                tensor.add_(0.3 * noise)
+            else:  # around what it starts with: a factor of one, by whatever weight, no bias, and a bound
+                tensor.nan_to_num_(posinf=1.0, neginf=-1.0).add_(0.3 * noise)
 
 
 def _saved_once(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

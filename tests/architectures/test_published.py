@@ -3,8 +3,8 @@
 `published/NAME.json` holds {"parameters": ..., "config": {...}}: facts of the model's repository. "source" is
 the copy of its config.json with which it was compared (repository, path and commit, where these are known),
 and behind a colon what of it was, if not all. Keys that the copy lacks, and files without a source, are from
-memory. "computed" marks a count that no page is known to state: it is ours, from the sizes. `dropout` are the
-keys with which it asks for dropout, which `dropout=0.0` overrules.
+memory. "computed" marks a count that no page is known to state: it is ours, from the sizes; "note" says what
+else is not as there. `dropout` are the keys with which it asks for dropout, which `dropout=0.0` overrules.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def test_a_published_config_with_dropout_is_refused_unless_that_is_said(publishe
             liger_models.from_config(published["config"], device="meta")
 
 
-@pytest.mark.parametrize("family", list_architectures())
+@pytest.mark.parametrize("family", [*list_architectures(), *list_architectures(sees=True)])
 def test_every_family_has_a_published_config(family):
     configs = [json.loads(path.read_text())["config"] for path in PUBLISHED.values()]
     has_one = family in {config["model_type"] for config in configs}

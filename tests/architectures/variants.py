@@ -179,8 +179,12 @@ def _spellings(family: str, scaling: Mapping[str, Any], longest: int) -> dict[st
 
 
 def as_transformers_4(config: Mapping[str, Any]) -> Changes:
-    """A config in the older spelling: rope_theta, rope_scaling, torch_dtype."""
+    """A config in the older spelling: rope_theta, rope_scaling, torch_dtype; that of a language model within
+    one that sees, too. (Of encoders the older spelling differs by family, or there was none.)
+    """
     old = dict(config)
+    if "text_config" in old:
+        old["text_config"] = as_transformers_4(old["text_config"])
     if "dtype" in old:
         old["torch_dtype"] = old.pop("dtype")
     new = old.pop("rope_parameters", None)
