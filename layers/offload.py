@@ -49,10 +49,11 @@ class Offload:
         self._last = weakref.ref(kept)
         first = [x]  # nothing may hold it longer than the first run does
 
-        def run(*args: Any) -> Any:
+        def run(_: Tensor, *args: Any) -> Any:
             return layer(first.pop() if first else kept.get(), *args)
 
-        return checkpoint(run, *args, use_reentrant=False)
+        # Of the devices of its arguments, `checkpoint` sets random numbers back: dropout draws the same again.
+        return checkpoint(run, x.new_empty(0), *args, use_reentrant=False)
 
     def settle(self) -> None:
         """The layer that was last is done: let the GPU's copy of its input go."""

@@ -88,7 +88,12 @@ def logits_of(x, weight):
 
 
 def eager_log_probs(x, weight):
-    labels, log_p = labels_of(x, len(weight)), logits_of(x, weight).log_softmax(-1)
+    return log_probs_of(labels_of(x, len(weight)), logits_of(x, weight))
+
+
+def log_probs_of(labels, logits):
+    """The labels' log-probabilities and the entropies; zeros of rows without a label."""
+    log_p = logits.log_softmax(-1)
     valid = labels >= 0
     chosen = log_p.gather(1, labels.clamp(min=0)[:, None])[:, 0]
     entropy = -(log_p.exp() * log_p).sum(-1)

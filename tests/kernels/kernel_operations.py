@@ -30,6 +30,7 @@ from eager_operations import (
     experts_of,
     halves,
     labels_of,
+    log_probs_of,
     logits_of,
     wide,
 )
@@ -239,7 +240,7 @@ LOSSES = {
     ),
     "log_probs": Operation(
         lambda x: log_probs(x, labels_of(x, x.shape[1]), entropy=True)[:2],
-        lambda x: eager_log_probs(x, torch.eye(x.shape[1], dtype=x.dtype, device=x.device)),
+        lambda x: log_probs_of(labels_of(x, x.shape[1]), wide(x)),
         lambda rows, width: [(rows, width)],
     ),
     "kl_div": Operation(

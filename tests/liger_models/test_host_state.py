@@ -131,10 +131,8 @@ def test_large_states_leave_the_gpu(monkeypatch):
     for step in range(3):
         for model, optimizer in zip(models, optimizers, strict=True):
             for p in model.parameters():
-                p.grad = torch.randn(
-                    p.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(step)
-                )
-                p.grad = p.grad.to(BF16)
+                drawn = torch.Generator("cuda").manual_seed(step)
+                p.grad = torch.randn(p.shape, device="cuda", generator=drawn).to(BF16)
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             optimizer.step()
