@@ -52,7 +52,7 @@ class Offload:
         def run(_: Tensor, *args: Any) -> Any:
             return layer(first.pop() if first else kept.get(), *args)
 
-        # Of the devices of its arguments, `checkpoint` sets random numbers back: dropout draws the same again.
+        # For its arguments' devices `checkpoint` sets random numbers back: dropout draws the same again.
         return checkpoint(run, x.new_empty(0), *args, use_reentrant=False)
 
     def settle(self) -> None:

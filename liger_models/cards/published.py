@@ -88,7 +88,7 @@ def _windows(spec: ModelSpec) -> set[bool]:
 
 
 def _experts(spec: ModelSpec) -> list[MoESpec]:
-    return [block.mlp for block in spec.blocks if isinstance(block.mlp, MoESpec)]
+    return [block.mixture for block in spec.blocks if block.mixture]
 
 
 FEATURES: Mapping[str, Any] = {

@@ -29,10 +29,10 @@ from liger_models.cards.published import layers_of_every_kind, published, with_l
 from liger_models.cards.workshop import NotRun
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import LigerModelsError
-from liger_models.layers.spec import AttentionSpec, ModelSpec, MoESpec
+from liger_models.layers.spec import AttentionSpec, ModelSpec
 
 OURS, PEERS = "ours", ("transformers+liger", "transformers")
-BATCH, TOKENS = 2, 4096
+TOKENS, TOKENS_OF_A_STEP = 4096, 2 * 4096  # of a row, if the model takes so many
 WARMUP, STEPS = 2, 5
 TIME_LIMIT = 60.0  # seconds for a provider
 # Weights, gradients and both moments in bfloat16; logits of a peer in bfloat16 and twice in float32.
@@ -96,8 +96,8 @@ def plan(
     if config.get("first_k_dense_replace", 0) > 1:  # dense layers ahead of those with experts: one shows them
         config["first_k_dense_replace"] = 1
     tokens = min(TOKENS, config.get("max_position_embeddings") or TOKENS)
-    config = with_layers(config, layers_that_fit(config, tokens, _memory(devices[0])))
-    job = {"model": known[0].name, "config": config, "batch": BATCH, "seq": tokens}
+    config = with_layers(config, layers_that_fit(config, _memory(devices[0])))
+    job = {"model": known[0].name, "config": config, "batch": TOKENS_OF_A_STEP // tokens, "seq": tokens}
     job |= {"warmup": WARMUP, "steps": STEPS}
     theirs = settings_of_peers(family.spec(HFConfig.load(config)), tokens, compiled)
     return [
@@ -118,7 +118,7 @@ def settings_of_peers(spec: ModelSpec, tokens: int, compiled: bool = False) -> l
         kinds = ["sdpa", "flex_attention"]
     else:
         kinds = ["sdpa"]
-    has_experts = any(isinstance(block.mlp, MoESpec) for block in spec.blocks)
+    has_experts = any(block.mixture for block in spec.blocks)
     grouped = "+grouped_mm" if has_experts else ""
     settings = [f"{peer}+{kind}{grouped}" for peer in PEERS for kind in kinds]
     if has_experts:
@@ -129,13 +129,13 @@ def settings_of_peers(spec: ModelSpec, tokens: int, compiled: bool = False) -> l
     return settings
 
 
-def layers_that_fit(config: Mapping[str, Any], tokens: int, memory: int) -> int:
+def layers_that_fit(config: Mapping[str, Any], memory: int) -> int:
     """As many of a model's layers as a GPU with `memory` bytes trains without trouble; at least as many as
     show each of their kinds.
     """
     model = liger_models.from_config(config, device="meta")
     sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in model.layers]
-    left = SHARE * memory - BYTES_OF_A_LOGIT * BATCH * tokens * config["vocab_size"]
+    left = SHARE * memory - BYTES_OF_A_LOGIT * TOKENS_OF_A_STEP * config["vocab_size"]
     left -= BYTES_OF_A_PARAMETER * (model.num_parameters() - sum(sizes))
     fitting = sum(BYTES_OF_A_PARAMETER * total <= left for total in accumulate(sizes))
     return max(fitting, layers_of_every_kind(config))

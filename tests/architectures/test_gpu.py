@@ -24,7 +24,7 @@ from liger_models.layers.activation_memory import LEVELS
 from liger_models.layers.attention_backends import attend, attend_plain
 from liger_models.layers.model import CausalLM
 from liger_models.layers.sequences import Sequences
-from liger_models.layers.spec import AttentionSpec, ModelSpec, MoESpec
+from liger_models.layers.spec import AttentionSpec, ModelSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -176,7 +176,7 @@ def test_bfloat16_at_real_widths_is_as_near_to_the_truth_as_the_reference(family
     spec = architecture.spec(HFConfig.load(config))
     # A token near the border of two experts goes to one or the other by a rounding, in any program: of four
     # batches the differences average.
-    count = 4 if any(isinstance(block.mlp, MoESpec) for block in spec.blocks) else 1
+    count = 4 if any(block.mixture for block in spec.blocks) else 1
     ids = torch.randint(0, spec.vocab_size, (count, ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     batches = [{"input_ids": rows, "labels": rows} for rows in ids.to(DEVICE)]
 

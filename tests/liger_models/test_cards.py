@@ -280,16 +280,16 @@ def test_a_training_step_is_told_beside_the_fastest_setting_of_each_peer():
 
 def test_as_many_layers_are_taken_as_fit_and_one_of_each_kind():
     config = {**LLAMA.tiny, "num_hidden_layers": 8}
-    assert training_step.layers_that_fit(config, 16, 1 << 40) == 8
-    assert training_step.layers_that_fit(config, 16, 1) == 1
+    assert training_step.layers_that_fit(config, 1 << 40) == 8
+    assert training_step.layers_that_fit(config, 1) == 1
     model = liger_models.from_config(config, device="meta")
     layer = sum(weight.numel() for weight in model.layers[0].parameters())
-    others = training_step.BYTES_OF_A_LOGIT * 2 * 16 * 131 + 8 * (model.num_parameters() - 8 * layer)
+    others = training_step.BYTES_OF_A_LOGIT * training_step.TOKENS_OF_A_STEP * 131 + 8 * (model.num_parameters() - 8 * layer)
     share = training_step.SHARE
-    assert training_step.layers_that_fit(config, 16, round((others + 8 * 5 * layer) / share) + 1) == 5
-    assert training_step.layers_that_fit(config, 16, round((others + 8 * 5 * layer) / share) - 8) == 4
+    assert training_step.layers_that_fit(config, round((others + 8 * 5 * layer) / share) + 1) == 5
+    assert training_step.layers_that_fit(config, round((others + 8 * 5 * layer) / share) - 8) == 4
     deepseek = find_architecture("deepseek_v3").tiny
-    assert training_step.layers_that_fit(deepseek, 16, 1) == deepseek["first_k_dense_replace"] + 1
+    assert training_step.layers_that_fit(deepseek, 1) == deepseek["first_k_dense_replace"] + 1
 
 
 def test_what_is_listed_by_layer_is_cut_with_the_layers():
