@@ -189,6 +189,7 @@ def test_families_are_measured_on_all_devices_by_the_benchmarks(repository, tiny
     """One that breaks down becomes a line of its card, and the others go on."""
     (repository / "benchmarks").symlink_to(ROOT / "benchmarks")
     monkeypatch.setattr(training_step, "settings_of_peers", lambda *about: [])
+    monkeypatch.setattr(training_step, "TOKENS_OF_A_STEP", 32)  # of which a row of this model takes 16
     plan = training_step.plan
 
     def break_down(family, *others):
@@ -284,7 +285,8 @@ def test_as_many_layers_are_taken_as_fit_and_one_of_each_kind():
     assert training_step.layers_that_fit(config, 1) == 1
     model = liger_models.from_config(config, device="meta")
     layer = sum(weight.numel() for weight in model.layers[0].parameters())
-    others = training_step.BYTES_OF_A_LOGIT * training_step.TOKENS_OF_A_STEP * 131 + 8 * (model.num_parameters() - 8 * layer)
+    logits = training_step.TOKENS_OF_A_STEP * 131
+    others = training_step.BYTES_OF_A_LOGIT * logits + 8 * (model.num_parameters() - 8 * layer)
     share = training_step.SHARE
     assert training_step.layers_that_fit(config, round((others + 8 * 5 * layer) / share) + 1) == 5
     assert training_step.layers_that_fit(config, round((others + 8 * 5 * layer) / share) - 8) == 4
