@@ -175,6 +175,7 @@ _AUX_PATTERNS = [
     "vocab.*",
     "merges.txt",
     "chat_template.*",
+    "*processor_config.json",
     "*.model",
 ]
 

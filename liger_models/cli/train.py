@@ -34,6 +34,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
     add("--text-only", action="store_true", help="of a multimodal checkpoint, train the language model alone")
     add(
+        "--freeze",
+        default="",
+        metavar="PARTS",
+        help="of a model that sees, parts that are not trained, joined by commas: vision, projector, "
+        "language; with --lora they get no adapters",
+    )
+    add(
         "--dropout",
         type=float,
         metavar="0",
@@ -287,6 +294,7 @@ def run(args: argparse.Namespace) -> int:
     from liger_models.training.world import World
 
     options = {f.name: getattr(args, f.name) for f in fields(TrainConfig)}
+    options["freeze"] = tuple(filter(None, args.freeze.split(",")))
     options |= {"data": tuple(args.data), "eval_data": tuple(args.eval_data)}
     try:
         result = train(TrainConfig(**options))

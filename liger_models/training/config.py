@@ -53,6 +53,8 @@ class TrainConfig:
     activation_memory  what is kept for the backward pass; "auto": of each layer as much as has room in
     memory_budget      bytes of a GPU, such as 120GiB, or a share of what is free (0.9); default 0.95
     text_only          of a multimodal checkpoint train the language model alone
+    freeze             parts of a model that sees which are not trained and get no adapters: "vision",
+                       "projector", "language"
     dropout            0.0: train without the dropout that a config asks for; None: what it says, if 0
     lora               train low-rank adapters alone: "r=16,alpha=32,targets=all-linear,dropout=0.0", with
                        "dora" or "rslora" too, or some of these, or "" (see training/lora.py)
@@ -104,6 +106,7 @@ class TrainConfig:
     memory_budget: str | None = None
     attention: str = "auto"
     text_only: bool = False
+    freeze: tuple[str, ...] = ()
     dropout: float | None = None
     lora: str | None = None
     quantize: str | None = None
@@ -153,6 +156,7 @@ class TrainConfig:
         check("activation_memory", self.activation_memory in levels, f"one of {', '.join(levels)}")
         if self.memory_budget is not None and self.activation_memory != "auto":
             raise ConfigError("memory_budget was given, which is for activation_memory 'auto' alone")
+        check("freeze", not isinstance(self.freeze, str), "a tuple of parts")
         check("dropout", self.dropout in (None, 0.0), "0, or None for what the model's config says")
         if self.lora is not None:
             LoraSettings.parse(self.lora)

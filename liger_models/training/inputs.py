@@ -10,6 +10,8 @@ import torch
 from liger_models.causal_lm import LigerCausalLM
 from liger_models.convert.checkpoints.hub import local_path
 from liger_models.convert.errors import ConfigError, DataError
+from liger_models.images import Preprocessor
+from liger_models.layers.spec import ModelSpec
 from liger_models.optim import state_bytes
 from liger_models.presets import PRESETS, preset
 from liger_models.quantization import quantise
@@ -52,6 +54,21 @@ def tokenizer_folder(config: TrainConfig, checkpoint: Path | None) -> Path:
     return resolve(config.model)
 
 
+def read_spec(config: TrainConfig, tokenizer: TextTokenizer, checkpoint: Path | None) -> ModelSpec:
+    """What the model to train is made of, which says what data it can take, before it takes any memory.
+
+    Raises:
+        ConfigError, UnsupportedModelError: its config.json cannot be used.
+    """
+    import liger_models
+    from liger_models.convert.checkpoints.hub import resolve
+
+    source = _source(config, checkpoint)
+    shape: Any = _fresh(config, tokenizer) if _is_preset(source) else resolve(source)
+    options: dict[str, Any] = {"text_only": config.text_only, "dropout": config.dropout}
+    return liger_models.from_config(shape, device="meta", **options).spec
+
+
 def load_model(
     config: TrainConfig, world: World, tokenizer: TextTokenizer, checkpoint: Path | None
 ) -> LoadedModel:
@@ -82,8 +99,7 @@ def load_model(
     if config.quantize:
         options["device"] = "cpu"  # each layer is quantised as it comes to the device
     dtype: Any = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-    # A checkpoint of adapters holds no model.
-    source = str(checkpoint) if checkpoint and config.lora is None else config.model
+    source = _source(config, checkpoint)
     if not _is_preset(source):
         model = liger_models.from_hub(source, dtype=dtype, **options)
         if model.dtype == torch.float16:
@@ -94,17 +110,16 @@ def load_model(
     else:
         if config.dtype == "auto":
             dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-        shape = preset(
-            config.model, vocab_size=tokenizer.vocab_size, bos=tokenizer.bos_id, eos=tokenizer.eos_id
-        )
-        model = liger_models.from_config(shape, dtype=dtype, **options)
+        model = liger_models.from_config(_fresh(config, tokenizer), dtype=dtype, **options)
+    if config.freeze:
+        _freeze(model, config.freeze)
     size, flops = model.num_parameters(), StepFlops(model)
     adapters: Adapters | None = None
     if config.quantize:
         quantise(model, config.quantize, world.device)
     if config.lora is not None:
         settings = LoraSettings.parse(config.lora)
-        adapters = Adapters(model, settings, config.model, config.seed)
+        adapters = Adapters(model, settings, config.model, config.seed, config.freeze)
         flops.below_adapters(sum(p.numel() for p in model.parameters() if p.requires_grad))
         if checkpoint:
             adapters.read(checkpoint)
@@ -118,7 +133,7 @@ def load_model(
 
 
 def load_data(
-    config: TrainConfig, world: World, model: LigerCausalLM, tokenizer: TextTokenizer
+    config: TrainConfig, world: World, spec: ModelSpec, tokenizer: TextTokenizer
 ) -> tuple[Documents, Documents | None]:
     """The documents to train on, and those that are held out, if any.
 
@@ -127,15 +142,18 @@ def load_data(
         DataError: data that cannot be used.
     """
 
+    images = None if spec.vision is None else Preprocessor(tokenizer.folder, spec)
+
     def load(files: tuple[str, ...]) -> Documents:
         return load_documents(
             files,
             tokenizer,
             seq_len=config.seq_len,
-            vocab_size=model.spec.vocab_size,
+            vocab_size=spec.vocab_size,
             truncate=config.truncate,
             cache=config.data_cache,
             verify=config.verify_data,
+            images=images,
         )
 
     documents, held_out = load(config.data), None
@@ -148,7 +166,7 @@ def load_data(
         documents, held_out = split(documents, config.eval_fraction, config.seed)
     if held_out:
         world.say(f"held out: {describe(held_out.counts)}")
-    limit = model.spec.position_limit
+    limit = spec.position_limit
     longest = max(part.longest_piece(config.seq_len) for part in (documents, held_out) if part)
     if limit is not None and longest > limit:
         raise ConfigError(
@@ -156,6 +174,25 @@ def load_data(
             f"{limit} positions (max_position_embeddings); choose --seq-len {limit} or less"
         )
     return documents, held_out
+
+
+def _source(config: TrainConfig, checkpoint: Path | None) -> str:
+    """Where the model comes from. A checkpoint of adapters holds none."""
+    return str(checkpoint) if checkpoint and config.lora is None else config.model
+
+
+def _fresh(config: TrainConfig, tokenizer: TextTokenizer) -> dict[str, Any]:
+    """The config of a preset, with the tokenizer's ids."""
+    return preset(config.model, vocab_size=tokenizer.vocab_size, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
+
+
+def _freeze(model: LigerCausalLM, parts: tuple[str, ...]) -> None:
+    try:
+        model.freeze(*parts)
+    except ValueError as error:
+        raise ConfigError(f"--freeze {','.join(parts)}: {error}") from error
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigError(f"--freeze {','.join(parts)}: nothing is left to train; leave out a part")
 
 
 def _is_preset(name: str) -> bool:

@@ -37,7 +37,7 @@ from liger_models.training.data import (
     read_steps,
 )
 from liger_models.training.flops import measure_peak
-from liger_models.training.inputs import load_data, load_model, tokenizer_folder
+from liger_models.training.inputs import load_data, load_model, read_spec, tokenizer_folder
 from liger_models.training.metrics import (
     Metrics,
     Speeds,
@@ -129,11 +129,13 @@ class Run:
         trackers = parse_trackers(config.log)
         checkpoint, resumed = self._find_checkpoint()
         self.tokenizer = TextTokenizer(tokenizer_folder(config, checkpoint))
+        # Before a device is touched: of what cannot be used one learns at once.
+        spec = read_spec(config, self.tokenizer, checkpoint)
+        self.documents, self.held_out = load_data(config, world, spec, self.tokenizer)
         torch.manual_seed(config.seed)  # fresh weights are the same in every rank
         loaded = load_model(config, world, self.tokenizer, checkpoint)
         self.model, self.adapters, self.flops, self.size = loaded
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.documents, self.held_out = load_data(config, world, self.model, self.tokenizer)
         self.optimizer = build_adamw(
             self.model,
             lr=config.lr,
@@ -438,7 +440,8 @@ class Run:
         """The position in the data means something only for the same data in the same order."""
         changed = self.config.differences(state["config"])
         of_lora = ("model",) if self.adapters else ()  # which a checkpoint does not hold
-        for name in ("seq_len", "seed", "dtype", "weights", "moments", "lora", "quantize", *of_lora):
+        of_model = ("dtype", "freeze", "weights", "moments", "lora", "quantize", *of_lora)
+        for name in ("seq_len", "seed", *of_model):
             if name in changed:
                 then, now = changed[name]
                 raise ConfigError(
@@ -491,6 +494,7 @@ def _forward(model: nn.Module, batch: Any, labels: int) -> Tensor:
         shift_labels=batch.shift_labels,
         cu_seqlens=batch.cu_seqlens,
         num_items_in_batch=labels,
+        **batch.images,
     ).loss
 
 

@@ -8,6 +8,7 @@ al., 2023, arXiv:2305.14314).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -88,15 +89,23 @@ class Adapters:
         settings: of the adapters.
         base: the name of the model, for the adapter's config.
         seed: decides the fresh weights.
+        frozen: parts of the model that get none.
 
     Raises:
         ConfigError: PEFT is not installed; a target that the model does not have.
     """
 
-    def __init__(self, model: LigerCausalLM, settings: LoraSettings, base: str, seed: int) -> None:
+    def __init__(
+        self,
+        model: LigerCausalLM,
+        settings: LoraSettings,
+        base: str,
+        seed: int,
+        frozen: Sequence[str] = (),
+    ) -> None:
         peft = import_peft()
         self.model, self._peft = model, peft
-        self.names = _targets(model, settings.targets)
+        self.names = _targets(model, settings.targets, frozen)
         last = {name.rpartition(".")[2] for name in self.names.values()}
         self.config = peft.LoraConfig(
             r=settings.r,
@@ -187,9 +196,9 @@ def import_peft() -> Any:
     return peft
 
 
-def _targets(model: LigerCausalLM, targets: str) -> dict[str, str]:
+def _targets(model: LigerCausalLM, targets: str, frozen: Sequence[str]) -> dict[str, str]:
     """The layers that get an adapter: their names in the model, and in a checkpoint. A head that is the
-    embedding is none: an adapter would make two of them.
+    embedding is none: an adapter would make two of them. Nor has a frozen part any.
     """
     weight_map = model.weight_map()
     named: dict[str, str] = {}
@@ -197,6 +206,8 @@ def _targets(model: LigerCausalLM, targets: str) -> dict[str, str]:
         expr = weight_map.get(f"{path}.weight") if isinstance(module, nn.Linear) else None
         if isinstance(expr, Ref):
             named[path] = expr.name.removesuffix(".weight")
+    of_frozen = {m for part in frozen for module in model.parts()[part] for m in module.modules()}
+    named = {path: name for path, name in named.items() if model.get_submodule(path) not in of_frozen}
     if targets == ALL:
         return {path: name for path, name in named.items() if path != "lm_head"}
     wanted = [target for target in targets.split("+") if target]

@@ -1,7 +1,8 @@
 """Text to token ids, and conversations to text, from a Hugging Face tokenizer's files.
 
 Read: tokenizer.json (the `tokenizers` format); bos and eos from tokenizer_config.json, else from config.json
-or generation_config.json; the chat template from chat_template.jinja, else from tokenizer_config.json.
+or generation_config.json; the chat template from chat_template.jinja, else from
+chat_template.json, where older processors have it, else from tokenizer_config.json.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_models.convert.errors import DataError, abbreviate
+from liger_models.images.processor import FILES as PROCESSOR_FILES
 
 # What a tokenizer is made of: these files travel with every checkpoint that a run writes.
 FILES = (
@@ -28,6 +30,8 @@ FILES = (
     "merges.txt",
     "tokenizer.model",
     "chat_template.jinja",
+    # And, of a model that sees, its processor.
+    *PROCESSOR_FILES,
 )
 
 BLOCKS = 8  # of a long text, encoded side by side
@@ -131,11 +135,12 @@ class TextTokenizer:
 
     def digest(self) -> str:
         """Of all that decides which ids a record gets: the same digest, the same ids."""
-        template = self.folder / "chat_template.jinja"
+        template, older = self.folder / "chat_template.jinja", self._json("chat_template.json")
+        said = older.get("chat_template") or self._config.get("chat_template")
         parts: list[Any] = [
             hashlib.sha256((self.folder / "tokenizer.json").read_bytes()).hexdigest(),
             [self.bos_id, self.eos_id, self._config.get("bos_token"), self._config.get("eos_token")],
-            template.read_bytes().hex() if template.is_file() else self._config.get("chat_template"),
+            template.read_bytes().hex() if template.is_file() else said,
         ]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
@@ -186,7 +191,12 @@ class TextTokenizer:
     def _template(self) -> Any:
         file = self.folder / "chat_template.jinja"
         try:
-            source = file.read_text(encoding="utf-8") if file.is_file() else self._config.get("chat_template")
+            source: Any
+            if file.is_file():
+                source = file.read_text(encoding="utf-8")
+            else:
+                older = self._json("chat_template.json").get("chat_template")
+                source = older or self._config.get("chat_template")
             if isinstance(source, list):  # several templates by name
                 source = {entry["name"]: entry["template"] for entry in source}.get("default")
         except (OSError, ValueError, KeyError, TypeError) as error:

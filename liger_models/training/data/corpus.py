@@ -8,6 +8,9 @@
     starts.bin          int64 [documents + 1]: where each document begins, counted over all shards
     whole.bin           a byte for each document: 1 if it must not be cut at a row's end (an answer without
                         its prompt teaches nothing)
+    images-00000.bin    where there are images: of whole documents, what their processor gives of them, as
+                        safetensors
+    images.bin          int64 [documents + 1]: where each document's begin, counted over all shards
 
 Numbers are little-endian. The folder is written beside its place and renamed when it is whole and on the
 disk: there is no half of a corpus. Whoever opens one sees that its files have their sizes; their digest is
@@ -31,14 +34,16 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from safetensors.torch import load
 from torch import Tensor
 
 from liger_models.convert.checkpoints.atomic import atomic_folder, naming
 from liger_models.convert.errors import CheckpointError, DataError
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 SHARD_TOKENS = 1 << 28
+SHARD_BYTES = 1 << 32  # of images
 DTYPES = {"uint16": torch.uint16, "int32": torch.int32}
 TYPECODES = {"uint16": "H", "int32": "i"}
 
@@ -94,7 +99,17 @@ class Corpus:
                 )
                 for number, tokens in enumerate(shards)
             ]
-            self._shard_starts = [sum(shards[:number]) for number in range(len(shards))]
+            self._shard_starts = _starts(shards)
+            sizes = manifest["images"]
+            self.image_starts = (
+                _mapped(folder / "images.bin", torch.int64, documents + 1)
+                if sizes
+                else torch.zeros(1, dtype=torch.int64).expand(documents + 1)
+            )
+            self._images = [
+                _memory_of(folder / f"images-{number:05}.bin", size) for number, size in enumerate(sizes)
+            ]
+            self._image_shards = _starts(sizes)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(
                 f"{folder} is no corpus that can be read ({type(error).__name__}: {error}); remove it and "
@@ -106,12 +121,30 @@ class Corpus:
     def __len__(self) -> int:
         return len(self.whole)
 
+    @property
+    def has_images(self) -> bool:
+        return bool(self._images)
+
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """(tokens, trained) of [start, stop), which lies within one document."""
         shard = bisect_right(self._shard_starts, start) - 1
         offset = self._shard_starts[shard]
         tokens, trained = self._shards[shard]
         return tokens[start - offset : stop - offset], trained[start - offset : stop - offset]
+
+    def images(self, start: int) -> dict[str, Tensor]:
+        """What the processor gave of the images of the document that begins at this token, by the names of a
+        call's keywords; empty where it has none.
+        """
+        if not self._images:
+            return {}
+        number = int(torch.searchsorted(self.starts, start, right=True)) - 1
+        begin, end = self.image_starts[number : number + 2].tolist()
+        if begin == end or self.starts[number] != start:
+            return {}
+        shard = bisect_right(self._image_shards, begin) - 1
+        offset = self._image_shards[shard]
+        return load(self._images[shard][begin - offset : end - offset])
 
     def verify(self) -> None:
         """Raises DataError where the digest of what is there is not that of what was written."""
@@ -136,10 +169,14 @@ class Corpus:
         return any(path.stat().st_mtime_ns > written for files in self._files() for path in files)
 
     def _files(self) -> list[list[Path]]:
-        """In the order in which they are digested: tokens, trained, starts, whole."""
-        numbers = range(len(self.manifest["shards"]))
-        shards = [[self.folder / f"{name}-{k:05}.bin" for k in numbers] for name in ("tokens", "trained")]
-        return [*shards, [self.folder / "starts.bin"], [self.folder / "whole.bin"]]
+        """In the order in which they are digested."""
+        counts = {"tokens": "shards", "trained": "shards", "images": "images"}
+        tokens, trained, images = (
+            [self.folder / f"{name}-{k:05}.bin" for k in range(len(self.manifest[key]))]
+            for name, key in counts.items()
+        )
+        of_images = [images, [self.folder / "images.bin"]] if images else [[], []]
+        return [tokens, trained, [self.folder / "starts.bin"], [self.folder / "whole.bin"], *of_images]
 
     def check(self, limits: Limits) -> None:
         """Raises DataError, which names the record, for what a run cannot take."""
@@ -147,19 +184,28 @@ class Corpus:
             _check(name, extreme, limits)
 
 
+def _starts(sizes: list[int]) -> list[int]:
+    return [sum(sizes[:number]) for number in range(len(sizes))]
+
+
 def is_corpus(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
-def _mapped(path: Path, dtype: torch.dtype, count: int) -> Tensor:
-    """The file as a tensor, without numpy; torch.from_file asks for memory that could be written to."""
-    size = count * dtype.itemsize
+def _memory_of(path: Path, size: int) -> mmap.mmap | bytes:
     if path.stat().st_size != size:
         raise DataError(f"{path} has {path.stat().st_size:,} bytes, expected {size:,}: it is damaged")
     if size == 0:
-        return torch.empty(0, dtype=dtype)
+        return b""
     with path.open("rb") as file:
-        memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+        return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+
+
+def _mapped(path: Path, dtype: torch.dtype, count: int) -> Tensor:
+    """The file as a tensor, without numpy; torch.from_file asks for memory that could be written to."""
+    memory = _memory_of(path, count * dtype.itemsize)
+    if not memory:
+        return torch.empty(0, dtype=dtype)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*not writable")  # nor does anybody write
         return torch.frombuffer(memory, dtype=dtype)
@@ -203,9 +249,11 @@ class CorpusWriter:
         self.about: dict[str, Any] = {}
         self.extremes = {"token": Extreme(), "example": Extreme()}
         self.files = contextlib.ExitStack()
-        self.digests = {name: hashlib.sha256() for name in ("tokens", "trained", "starts", "whole")}
+        names = ("tokens", "trained", "starts", "whole", "images", "image starts")
+        self.digests = {name: hashlib.sha256() for name in names}
         self.starts, self.whole = self._open("starts.bin"), self._open("whole.bin")
         self.shards: list[int] = []
+        self.image_shards: list[int] = []
         self.documents = self.labels = 0
         self.start = self.stop = 0  # of the document that is written
         self._put("starts", self.starts, array("q", [0]))
@@ -226,11 +274,26 @@ class CorpusWriter:
         self.shards[-1] += len(ids)
         self.labels += trained.count(1)
 
-    def end(self, whole: bool) -> None:
+    def end(self, whole: bool, images: bytes = b"") -> None:
+        """The document is done, and these are its images, as safetensors."""
         self.start = self.stop
+        if images:
+            self._put_images(images)
         self._put("starts", self.starts, array("q", [self.start]))
         self._put("whole", self.whole, array("B", [whole]))
         self.documents += 1
+        if self.image_shards:
+            self._put("image starts", self.image_starts, array("q", [sum(self.image_shards)]))
+
+    def _put_images(self, images: bytes) -> None:
+        if not self.image_shards:
+            self.image_starts = self._open("images.bin")
+            self._put("image starts", self.image_starts, array("q", [0] * (self.documents + 1)))
+        if not self.image_shards or self.image_shards[-1] + len(images) > SHARD_BYTES:
+            self.images = self._open(f"images-{len(self.image_shards):05}.bin")
+            self.image_shards.append(0)
+        self._put("images", self.images, array("B", images))
+        self.image_shards[-1] += len(images)
 
     def note(self, name: str, found: Extreme, limits: Limits) -> None:
         """Keep the largest; raises DataError where it is beyond the limits."""
@@ -249,6 +312,7 @@ class CorpusWriter:
             "tokens": self.start,
             "dtype": self.dtype,
             "shards": self.shards,
+            "images": self.image_shards,
             "digest": _joined(self.digests.values()),
         }
 

@@ -14,12 +14,13 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_models.convert.errors import DataError
+from liger_models.layers.vision.packing import ON_HOST, Seen, pack_seen
 from liger_models.training.data.corpus import Corpus
 from liger_models.training.data.packing import Piece, Row
 from liger_models.training.data.permutation import Permutation
@@ -34,13 +35,23 @@ class Batch(NamedTuple):
     input_ids: Tensor  # [1, T] int64
     shift_labels: Tensor  # [1, T] int64, the token after each input; -100 where it is not trained
     cu_seqlens: Tensor  # [documents + 1] int32, on the CPU: to read it there costs no synchronisation
+    images: dict[str, Tensor]  # further keywords of a call
+
+    def pinned(self) -> Batch:
+        """In memory from which a GPU copies while the host goes on."""
+        images = {name: x.pin_memory() for name, x in self.images.items()}
+        ids, labels, bounds = (x.pin_memory() for x in (self.input_ids, self.shift_labels, self.cu_seqlens))
+        return Batch(ids, labels, bounds, images)
 
     def to(self, device: torch.device) -> Batch:
         if device.type != "cuda":
             return self
-        # Out of pinned memory the device copies while the host goes on.
-        ids, labels = (t.pin_memory().to(device, non_blocking=True) for t in self[:2])
-        return Batch(ids, labels, self.cu_seqlens)
+
+        def there(x: Tensor) -> Tensor:
+            return x.pin_memory().to(device, non_blocking=True)
+
+        images = {name: x if name in ON_HOST else there(x) for name, x in self.images.items()}
+        return Batch(there(self.input_ids), there(self.shift_labels), self.cu_seqlens, images)
 
 
 @dataclass(frozen=True)
@@ -71,10 +82,13 @@ class Part:
 
 
 class Documents:
-    """The parts, whose tokens are counted as if they stood one after another. `counts` is what was read."""
+    """The parts, whose tokens are counted as if they stood one after another. `counts` is what was read.
 
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self.parts = list(parts)
+    `vision` is the spec of the part of the model that sees the documents' images.
+    """
+
+    def __init__(self, parts: Sequence[Part], vision: Any = None) -> None:
+        self.parts, self.vision = list(parts), vision
         self.counts: Counter[str] = Counter()
         self.bases = [0]
         for part in parts:
@@ -109,16 +123,24 @@ class Documents:
         """Rows as one packed micro-batch."""
         pieces = [piece for row in rows for piece in row]
         lengths = torch.tensor([0] + [p.stop - p.start for p in pieces])
+        seen = [] if self.vision is None else [self._seen(p) for p in pieces]
         return Batch(
             torch.cat([self.inputs(p) for p in pieces])[None],
             torch.cat([self.labels(p) for p in pieces])[None],
             lengths.cumsum(0).int(),
+            pack_seen(self.vision, seen),
         )
 
     def fingerprint(self) -> str:
         """A digest of all of it: the same data, tokenizer and options, or not."""
         parts = [[p.corpus.digest, p.weight, p.order, p.first, p.count] for p in self.parts]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    def _seen(self, piece: Piece) -> Seen:
+        number = bisect_right(self.bases, piece.start) - 1
+        ids, learned = self._read(piece.start, piece.stop)
+        images = self.parts[number].corpus.images(piece.start - self.bases[number])
+        return Seen(ids.long(), learned, images)
 
     def _read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         number = bisect_right(self.bases, start) - 1
@@ -143,7 +165,7 @@ def split(documents: Documents, fraction: float, seed: int) -> tuple[Documents, 
             held.append(replace(part, order=order, first=0, count=count, weight=None))
     if not held:
         raise DataError("eval_fraction holds out whole documents and each part of the data has one alone")
-    return Documents(kept), Documents(held)
+    return Documents(kept, documents.vision), Documents(held, documents.vision)
 
 
 def describe(counts: Counter[str]) -> str:

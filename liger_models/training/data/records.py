@@ -2,6 +2,9 @@
 
     {"text": ...}    {"prompt": ..., "completion": ...}    {"messages": [{"role": ..., "content": ...}, ...]}
 
+Images stand in messages as parts {"type": "image", "image": ...}, or as {"type": "image"} or "<image>" whose
+images stand in "images" beside "messages". How one is named: liger_models/images/files.py.
+
 Lines of JSON and rows of tables are read by the same rules, and refused in the same words.
 """
 
@@ -9,21 +12,28 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from liger_models.convert.errors import DataError, abbreviate
 
 FORMS = ("text", "prompt/completion", "messages")
 LONG = "long text"  # whose content is an iterator of overlapping blocks
-FIELDS = tuple(key for form in FORMS for key in form.split("/"))
+PICTURED = "messages with images"  # whose content is a pair: messages, and what names their images
+IMAGES = "images"  # a field beside messages
+FIELDS = (*(key for form in FORMS for key in form.split("/")), IMAGES)
+PLACE = "<image>"  # in text, where an image of that field stands
 
 
 class Record(NamedTuple):
-    """One example and where it stands; `content` is a str, a (prompt, completion) pair or messages."""
+    """One example and where it stands; `content` is a str, a (prompt, completion) pair or messages. From
+    `folder` go relative paths.
+    """
 
     where: str
     form: str
     content: Any
+    folder: Path = Path()
 
 
 def parse_line(where: str, line: bytes, counts: Counter[str]) -> Record:
@@ -64,10 +74,13 @@ def parse_fields(where: str, fields: dict[str, Any], counts: Counter[str]) -> Re
     keys = form.split("/")
     if missing := [key for key in keys if key not in fields]:
         raise DataError(f"{where}: {keys[0]!r} and {keys[-1]!r} come together; {missing[0]!r} is missing")
-    for key in fields.keys() - set(keys):
+    known = {*keys, IMAGES} if form == "messages" else set(keys)
+    for key in fields.keys() - known:
         counts[f"fields {key!r} left aside"] += 1
     if form == "messages":
-        return Record(where, form, _check_messages(where, fields["messages"]))
+        messages = _check_messages(where, fields["messages"])
+        messages, images = _take_images(where, messages, fields.get(IMAGES))
+        return Record(where, PICTURED, (messages, images)) if images else Record(where, form, messages)
     for key in keys:
         if not isinstance(fields[key], str):
             raise DataError(f"{where}: {key!r} is a {type(fields[key]).__name__}, expected a string")
@@ -103,3 +116,80 @@ def _check_messages(where: str, messages: Any) -> list[dict[str, Any]]:
     if not any(m["role"] == "assistant" for m in messages):
         raise DataError(f"{where}: no message has the role 'assistant', so there is nothing to train on")
     return messages
+
+
+def _take_images(
+    where: str, messages: list[dict[str, Any]], listed: Any
+) -> tuple[list[dict[str, Any]], list[Any]]:
+    """The messages with {"type": "image"} for each image and {"type": "text"} for what stands between, and
+    what names the images, in their order.
+    """
+    if listed is not None and not isinstance(listed, list):
+        raise DataError(f"{where}: {IMAGES!r} is {abbreviate(listed)}; expected a list")
+    column = listed or []
+    kinds = {
+        str(part.get("type"))
+        for message in messages
+        if isinstance(message.get("content"), list)
+        for part in message["content"]
+        if isinstance(part, dict)
+    }
+    if other := sorted(kinds & {"video", "audio", "video_url", "input_audio"}):
+        raise DataError(
+            f"{where}: a message has a part of type {other[0]!r}; of these only images are trained on"
+        )
+    if not column and not kinds & {"image", "image_url"}:
+        return messages, []
+    messages, images = [dict(message) for message in messages], []
+    waiting = iter(column)
+    for number, message in enumerate(messages):
+        content, parts = message.get("content"), []
+        if isinstance(content, str) and column and PLACE in content:
+            first, *others = content.split(PLACE)
+            content = [{"type": "text", "text": first}]
+            for text in others:
+                content += [{"type": "image"}, {"type": "text", "text": text}]
+            content = [part for part in content if part.get("text") != ""]
+        if not isinstance(content, list):
+            continue
+        for part in content:
+            if not isinstance(part, dict) or part.get("type") not in ("text", "image", "image_url"):
+                raise DataError(
+                    f"{where}: message {number} has the part {abbreviate(part)}; expected an object of type "
+                    "'text' or 'image'"
+                )
+            if part["type"] == "text":
+                if not isinstance(part.get("text"), str):
+                    raise DataError(f"{where}: message {number} has a part of text without 'text'")
+                parts.append({"type": "text", "text": part["text"]})
+                continue
+            if message["role"] == "assistant":
+                raise DataError(
+                    f"{where}: message {number} of the assistant has an image, which a model that writes "
+                    "text cannot learn to say; let it stand in what is asked"
+                )
+            images.append(_image_of(where, number, part, waiting))
+            parts.append({"type": "image"})
+        message["content"] = parts
+    if left := len(list(waiting)):
+        raise DataError(
+            f"{where}: {IMAGES!r} has {len(column)} images, and {left} of them have no place in the "
+            f'messages: each needs {PLACE!r} in a text, or a part {{"type": "image"}}'
+        )
+    return messages, images
+
+
+def _image_of(where: str, number: int, part: dict[str, Any], waiting: Any) -> Any:
+    for key in ("image", "path", "url", "base64", "image_url"):
+        if part.get(key) is not None:
+            found = part[key]
+            return (
+                found["url"] if key == "image_url" and isinstance(found, dict) and "url" in found else found
+            )
+    found = next(waiting, None)
+    if found is None:
+        raise DataError(
+            f"{where}: message {number} has an image that is nowhere: name it in the part ('image': a path "
+            f"or bytes), or give as many {IMAGES!r} beside 'messages' as have a place in them"
+        )
+    return found

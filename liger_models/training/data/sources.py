@@ -99,7 +99,8 @@ class Source:
             read = _read_hub if self.name.startswith(HUB) else _read_stdin
             yield from read(self.name, counts, advance)
             return
-        yield from _READERS[_kind(self.path)](self.path, counts, advance)
+        for record in _READERS[_kind(self.path)](self.path, counts, advance):
+            yield record._replace(folder=self.path.parent)
 
 
 def find_sources(name: str, counts: Counter[str]) -> list[Source]:

@@ -41,6 +41,6 @@ def read_steps(
             mine = [rows[first : first + batch_size] for first in range(0, len(rows), batch_size)][rank::size]
             batches = [documents.batch(part) for part in mine]
             if device.type == "cuda":
-                batches = [Batch(*(tensor.pin_memory() for tensor in batch)) for batch in batches]
+                batches = [batch.pinned() for batch in batches]
             lengths = torch.tensor([piece.stop - piece.start for row in rows for piece in row])
             yield StepData(batches, documents.count_labels(rows), lengths, stream.position)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from liger_models.convert.checkpoints.hub import local_path
 from liger_models.convert.errors import DataError
+from liger_models.images import Preprocessor
 from liger_models.training.data.ahead import ahead
 from liger_models.training.data.corpus import (
     SHARD_TOKENS,
@@ -30,11 +31,13 @@ from liger_models.training.data.corpus import (
     written_corpus,
 )
 from liger_models.training.data.documents import Documents, Part, describe
-from liger_models.training.data.records import LONG, Record, check_text
+from liger_models.training.data.pictured import PicturedEncoder
+from liger_models.training.data.records import LONG, PICTURED, Record, check_text
 from liger_models.training.data.sources import (
     OVERLAP,
     STDIN,
     Advance,
+    Source,
     find_sources,
     split_weights,
 )
@@ -42,6 +45,7 @@ from liger_models.training.tokenizer import TextTokenizer
 
 BATCH_RECORDS = 1024  # enough to keep the tokenizer's threads busy
 BATCH_CHARACTERS = 1 << 22
+IMAGE_CHARACTERS = BATCH_CHARACTERS // 32  # what is made of an image takes some 20 MB
 
 
 def load_documents(
@@ -53,6 +57,7 @@ def load_documents(
     truncate: bool = False,
     cache: str | Path | None = None,
     verify: bool = False,
+    images: Preprocessor | None = None,
 ) -> Documents:
     """The documents of what `data` names (see sources.py), or of corpora that `tokenize` made.
 
@@ -66,6 +71,9 @@ def load_documents(
     With `verify`, digests of what was tokenized before are computed anew: a corpus in the cache that is
     damaged is made again, and one that was named is refused.
 
+    `images` is of a model that sees: images in conversations are preprocessed once, in other processes where
+    they are many, and lie beside the tokens.
+
     Raises DataError, with file and line, for what cannot be used: a missing or empty file, an unknown
     suffix, text that is not UTF-8, a record of no known form, a token outside `vocab_size`, an example that
     is too long, and for data in which nothing can be trained.
@@ -77,13 +85,14 @@ def load_documents(
     for group in _groups(names, apart=weights is not None):
         path = local_path(group[0], DataError)
         if is_corpus(path):
-            corpora.append(_made_before(path, tokenizer, verify))
+            corpora.append(_made_before(path, tokenizer, verify, images))
         else:
-            request = Request(group, tokenizer, limits, truncate)
+            request = Request(group, tokenizer, limits, truncate, images)
             corpora.append(request.find_or_build(folder / request.key(), verify))
         corpora[-1].check(limits)
     shares: Sequence[float | None] = weights or [None] * len(corpora)
-    return Documents([Part(corpus, share) for corpus, share in zip(corpora, shares, strict=True)])
+    parts = [Part(corpus, share) for corpus, share in zip(corpora, shares, strict=True)]
+    return Documents(parts, None if images is None else images.spec.vision)
 
 
 def build_corpus(
@@ -95,6 +104,7 @@ def build_corpus(
     vocab_size: int,
     truncate: bool = False,
     shard_tokens: int = SHARD_TOKENS,
+    images: Preprocessor | None = None,
 ) -> Corpus:
     """Tokenize what `data` names into `folder`, which may be given to `load_documents`.
 
@@ -108,7 +118,7 @@ def build_corpus(
         raise DataError("a corpus is one part of a mixture, and its data have weights; give them to train")
     if made := [name for name in names if is_corpus(local_path(name, DataError))]:
         raise DataError(f"{made[0]} is a corpus already; give it to train beside others")
-    Request(names, tokenizer, Limits(vocab_size, seq_len), truncate).build(path, shard_tokens)
+    Request(names, tokenizer, Limits(vocab_size, seq_len), truncate, images).build(path, shard_tokens)
     return Corpus(path)
 
 
@@ -125,12 +135,22 @@ def _groups(names: list[str], apart: bool) -> list[list[str]]:
     return [raw] * bool(raw) + [[name] for name in made]
 
 
-def _made_before(folder: Path, tokenizer: TextTokenizer, verify: bool) -> Corpus:
+def _made_before(folder: Path, tokenizer: TextTokenizer, verify: bool, images: Preprocessor | None) -> Corpus:
     corpus = Corpus(folder, verify)
     if corpus.manifest["tokenizer"] != tokenizer.digest():
         raise DataError(
             f"{folder} was made with another tokenizer than that of {tokenizer.folder}; tokenize the data "
             "again with this one"
+        )
+    if corpus.has_images and (images is None or corpus.manifest["processor"] != images.digest()):
+        raise DataError(
+            f"{folder} has images, and they were made "
+            + (
+                "for a model that sees"
+                if images is None
+                else "by another processor, or another version of it"
+            )
+            + "; tokenize the data again for this model"
         )
     return corpus
 
@@ -139,9 +159,14 @@ class Request:
     """A corpus of all that `names` mean."""
 
     def __init__(
-        self, names: Sequence[str], tokenizer: TextTokenizer, limits: Limits, truncate: bool
+        self,
+        names: Sequence[str],
+        tokenizer: TextTokenizer,
+        limits: Limits,
+        truncate: bool,
+        images: Preprocessor | None = None,
     ) -> None:
-        self.names, self.tokenizer, self.limits = list(names), tokenizer, limits
+        self.names, self.tokenizer, self.limits, self.images = list(names), tokenizer, limits, images
         self.length = limits.seq_len if truncate else None  # longer examples are cut
         self.counts: Counter[str] = Counter()
         self.sources = [source for name in names for source in find_sources(name, self.counts)]
@@ -170,9 +195,13 @@ class Request:
         identities = [source.identity() for source in self.sources]
         # Ids of special tokens may lie beyond the vocabulary that a tokenizer tells.
         size = max(self.tokenizer.vocab_size, (self.tokenizer.eos_id or 0) + 1)
-        with written_corpus(folder, size, shard_tokens) as writer, self._bar() as advance:
+        with (
+            written_corpus(folder, size, shard_tokens) as writer,
+            self._bar() as advance,
+            PicturedEncoder(self.tokenizer, self.images) as pictured,
+        ):
             read = Counter(self.counts)  # counted in another thread
-            encoder, builder = _Encoder(self.tokenizer), _Builder(self, writer)
+            encoder, builder = _Encoder(self.tokenizer, pictured), _Builder(self, writer)
             for batch in ahead(encoder.encode(self._records(read, advance))):
                 builder.add(batch)
             writer.counts = read + writer.counts
@@ -181,10 +210,14 @@ class Request:
                     raise DataError(f"{source.name} changed while it was read; tokenize it again")
             if writer.documents == 0:
                 raise DataError(f"nothing to train on in {', '.join(self.names)}: {describe(writer.counts)}")
-            writer.about = {**self._about(), "sources": identities}
+            writer.about = {**self._about(), "sources": identities, "image files": pictured.files()}
 
     def _about(self) -> dict[str, Any]:
-        return {"tokenizer": self.tokenizer.digest(), "options": {"truncate": self.length}}
+        return {
+            "tokenizer": self.tokenizer.digest(),
+            "processor": None if self.images is None else self.images.digest(),
+            "options": {"truncate": self.length},
+        }
 
     def _is_of(self, manifest: dict[str, Any]) -> bool:
         if any(manifest[key] != value for key, value in self._about().items()):
@@ -192,10 +225,14 @@ class Request:
         if any(source.name == STDIN for source in self.sources):
             return False
         # The order is that of the names, which the folder's name stands for.
-        return len(manifest["sources"]) == len(self.sources) and all(
-            {**then, "time": 0} == {**source.identity(then), "time": 0}
-            for then, source in zip(manifest["sources"], self.sources, strict=True)
-        )
+        if len(manifest["sources"]) != len(self.sources):
+            return False
+        named = [Source(then["name"], Path(then["name"])) for then in manifest["image files"]]
+        found = zip((*manifest["sources"], *manifest["image files"]), (*self.sources, *named), strict=True)
+        try:
+            return all({**then, "time": 0} == {**source.identity(then), "time": 0} for then, source in found)
+        except OSError:  # an image is no longer there, which is told when it is asked for
+            return False
 
     def _records(self, counts: Counter[str], advance: Advance) -> Iterator[Record]:
         for source in self.sources:
@@ -254,7 +291,10 @@ def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
             batch, characters = [], 0
             continue
         batch.append(record)
-        characters += len(record.content) if record.form == "text" else 1000
+        if record.form == PICTURED:
+            characters += IMAGE_CHARACTERS * len(record.content[1])
+        else:
+            characters += len(record.content) if record.form == "text" else 1000
         if len(batch) == BATCH_RECORDS or characters >= BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
@@ -270,13 +310,15 @@ class _Encoded(NamedTuple):
     trained: bytes  # a byte for each of the ids
     whole: bool
     more: bool = False
+    images: bytes = b""
+    needed: int = 0  # of the ids, up to and with the last of an image
 
 
 class _Encoder:
     """Records to ids and marks, a batch at a time."""
 
-    def __init__(self, tokenizer: TextTokenizer) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: TextTokenizer, pictured: PicturedEncoder) -> None:
+        self.tokenizer, self.pictured = tokenizer, pictured
 
     def encode(self, records: Iterator[Record]) -> Iterator[list[_Encoded]]:
         for batch in _batches(records):
@@ -290,7 +332,12 @@ class _Encoder:
         texts = iter(self.tokenizer.encode_batch([r.content for r in records if r.form == "text"]))
         pairs = iter(self._encode_pairs([r for r in records if r.form == "prompt/completion"]))
         talks = iter(self._encode_talks([r for r in records if r.form == "messages"]))
+        shown = iter(self.pictured.encode([r for r in records if r.form == PICTURED]))
         for record in records:
+            if record.form == PICTURED:
+                made = next(shown)
+                yield _Encoded(record, made.ids, made.trained, True, images=made.images, needed=made.needed)
+                continue
             if record.form == "text":
                 ids = next(texts)
                 if record.content:
@@ -357,8 +404,13 @@ class _Builder:
         self.open = False  # whether a document has begun and goes on
 
     def add(self, batch: list[_Encoded]) -> None:
-        for record, ids, trained, whole, more in batch:
+        for record, ids, trained, whole, more, images, needed in batch:
             if whole and self.length is not None and len(ids) > self.length + 1:
+                if needed > self.length:
+                    raise DataError(
+                        f"{record.where}: the example's last image ends at position {needed}, and would be "
+                        f"cut at seq_len {self.length}; raise --seq-len, or take smaller images"
+                    )
                 self.writer.counts["truncated"] += 1
                 ids, trained = ids[: self.length + 1], trained[: self.length + 1]
             self._note_largest(record, ids)
@@ -370,7 +422,7 @@ class _Builder:
             self.writer.extend(ids, trained)
             self.open = more
             if not more:
-                self.writer.end(whole)
+                self.writer.end(whole, images)
 
     def _note_largest(self, record: Record, ids: list[int]) -> None:
         largest = max(ids, default=0)

@@ -313,8 +313,8 @@ import os, signal, sys, time
 from liger_models.training.data import load_documents, corpus
 from liger_models.training.tokenizer import TextTokenizer
 end, ended = corpus.CorpusWriter.end, []
-def killed(self, whole):
-    end(self, whole)
+def killed(self, *given):
+    end(self, *given)
     ended.append(1)
     time.sleep(0.01)
     if len(ended) == 3:

@@ -1,0 +1,9 @@
+"""Images beside text: where they are, and what a family's own processor makes of both.
+
+a reference (path, bytes, data URL) -> picture -> the processor of transformers -> ids, marks, pixels
+"""
+
+from liger_models.images.files import find_image, open_image
+from liger_models.images.processor import Preprocessor, Shown
+
+__all__ = ["Preprocessor", "Shown", "find_image", "open_image"]

@@ -1,0 +1,99 @@
+"""Images as data sets name them, and the pictures that they hold.
+
+    "photos/a.jpg"                     a path, from the folder of the data file on, or absolute
+    "data:image/png;base64,iVBO..."    a data URL, or base64 alone
+    {"bytes": ..., "path": ...}        either, as tables of datasets have them
+    a picture of Pillow                as datasets hand it out
+
+Nothing is fetched from the web: what stood at an address when a run began may be another thing tomorrow.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import re
+import urllib.parse
+from pathlib import Path
+from typing import Any
+
+from liger_models.convert.errors import DataError, abbreviate
+
+ImageSource = Path | bytes
+_BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}={0,2}\s*")
+
+
+def find_image(given: Any, folder: Path) -> ImageSource:
+    """Where the image is that a record names: a file, or its bytes.
+
+    Args:
+        given: as above.
+        folder: from which relative paths go.
+
+    Raises:
+        DataError: it is none of these, or an address on the web.
+    """
+    if isinstance(given, dict):
+        chosen = given.get("bytes") if given.get("bytes") is not None else given.get("path")
+        return find_image(_decoded(chosen) if given.get("bytes") is not None else chosen, folder)
+    if isinstance(given, bytes | bytearray):
+        return bytes(given)
+    if hasattr(given, "save") and hasattr(given, "getbands"):
+        file = io.BytesIO()
+        given.save(file, format="PNG" if given.mode != "CMYK" else "TIFF")  # both without loss
+        return file.getvalue()
+    if not isinstance(given, str) or not given:
+        raise DataError(f"an image is {abbreviate(given)}; expected a path, bytes as base64, or a data URL")
+    scheme = given[:8].partition(":")[0].lower()
+    if scheme in ("http", "https"):
+        raise DataError(
+            f"the image {abbreviate(given)} is an address on the web, and nothing is fetched from there; "
+            "download it first, and name the file"
+        )
+    if scheme == "data":
+        head, comma, content = given.partition(",")
+        if not comma or not head.lower().endswith(";base64"):
+            raise DataError(f"the data URL {abbreviate(given)} is not data:image/...;base64,...")
+        return _decoded(content)
+    if scheme == "file":
+        given = urllib.parse.unquote(urllib.parse.urlparse(given).path)
+    elif _BASE64.fullmatch(given) and not (len(given) < 256 and (folder / given).is_file()):
+        return _decoded(given)
+    return folder / Path(given).expanduser()
+
+
+def open_image(source: ImageSource) -> Any:
+    """The picture, in RGB, upright as its camera says it was held.
+
+    Raises:
+        DataError: there is none, or it is cut short, or of a kind that Pillow does not know.
+    """
+    try:
+        from PIL import Image, ImageOps
+    except ImportError as error:
+        raise DataError("images need Pillow: pip install 'liger_models[vision]'") from error
+    name = "an image given as bytes" if isinstance(source, bytes) else f"the image {source}"
+    try:
+        content = source if isinstance(source, bytes) else source.read_bytes()
+    except OSError as error:
+        missing = isinstance(error, FileNotFoundError)
+        reason = "does not exist" if missing else f"cannot be read ({error.strerror})"
+        raise DataError(f"{name} {reason}") from error
+    try:
+        with Image.open(io.BytesIO(content)) as picture:
+            picture.load()
+            return ImageOps.exif_transpose(picture).convert("RGB")
+    except Image.UnidentifiedImageError as error:
+        raise DataError(f"{name} is of no kind that Pillow {Image.__version__} knows") from error
+    except Exception as error:  # each of its decoders has its own
+        raise DataError(f"{name} is damaged ({type(error).__name__}: {error})") from error
+
+
+def _decoded(text: Any) -> bytes:
+    if isinstance(text, bytes | bytearray):
+        return bytes(text)
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (AttributeError, binascii.Error, ValueError) as error:
+        raise DataError(f"an image of bytes {abbreviate(text)} is not base64 ({error})") from error

@@ -1,0 +1,296 @@
+"""What a family's own processor of transformers makes of a text and its images.
+
+The processor puts as many tokens into the text as an image has features, so that what was said where is known
+only before. Marks, a character each, go through it with the text: the tokenizer that it is given takes them
+out again and remembers where they stood.
+
+Of processors the form that works with Pillow is taken, which needs no torchvision; where a family has none,
+torchvision must be installed.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_models.convert.errors import DataError
+from liger_models.images.files import ImageSource, open_image
+from liger_models.layers.sequences import Sequences
+from liger_models.layers.spec import ModelSpec
+from liger_models.layers.vision import VISIONS
+from liger_models.layers.vision.packing import Seen, pack_seen
+
+FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
+"""What a processor is made of beside its tokenizer."""
+
+BEGIN, END = "\U0010fffd", "\U0010fffc"  # of private use: no text has them
+Span = tuple[int, int]
+
+
+class Shown(NamedTuple):
+    """A text with images as a model reads it.
+
+    Attributes:
+        ids: [T] int64.
+        trained: which of them end in one of the spans, [T] bool.
+        images: the keywords of a call that hold the pictures, without those that say what each token is.
+    """
+
+    ids: Tensor
+    trained: Tensor
+    images: dict[str, Tensor]
+
+
+class Preprocessor:
+    """The processor in a checkpoint's folder, for a model with `vision`. It can be pickled, and is loaded
+    when it is first asked for.
+
+    Args:
+        folder: with the processor's and the tokenizer's files.
+        spec: of the model.
+    """
+
+    def __init__(self, folder: str | Path, spec: ModelSpec) -> None:
+        assert spec.vision is not None
+        self.folder, self.spec = Path(folder), spec
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"folder": self.folder, "spec": self.spec}
+
+    def digest(self) -> str:
+        """Of all that decides what becomes of an image: the same digest, the same numbers."""
+        parts: list[Any] = [repr(self.spec.vision)]
+        parts += [_version(name) for name in ("transformers", "pillow")]
+        for name in FILES:
+            path = self.folder / name
+            parts.append(path.read_bytes().hex() if path.is_file() else None)
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    def __call__(self, text: str, spans: Sequence[Span], sources: Sequence[ImageSource]) -> Shown:
+        """What the model reads of a text, as a chat template writes it, and its images.
+
+        Args:
+            text: with the family's own mark where each image stands.
+            spans: half-open, of characters; not overlapping, in their order.
+            sources: the images, in the order of the text.
+
+        Raises:
+            DataError: an image that cannot be read, or is smaller than a patch; images that do not fit the
+                text, or that the processor or the model refuses.
+        """
+        if BEGIN in text or END in text:
+            raise DataError(f"the text has one of the characters {BEGIN!r} and {END!r}, which mark answers")
+        pictures = [self._checked(open_image(source), source) for source in sources]
+        tokenizer = self._processor.tokenizer
+        try:
+            made = self._processor(
+                images=pictures,
+                text=[_marked(text, spans)],
+                return_tensors="pt",
+                add_special_tokens=False,
+            )
+        except DataError:
+            raise
+        except Exception as error:  # of the processor's own, whatever they are
+            raise DataError(
+                f"the processor of {self.folder} refuses {len(pictures)} images beside this text "
+                f"({type(error).__name__}: {error})"
+            ) from error
+        images = {name: made[name] for name in made if name not in _OF_TOKENS}
+        images = {name: x if isinstance(x, Tensor) else torch.as_tensor(x) for name, x in images.items()}
+        ids = made["input_ids"][0]
+        ends = torch.as_tensor(tokenizer.ends)
+        trained = torch.zeros(len(ids), dtype=torch.bool)
+        for start, stop in tokenizer.spans:
+            trained |= (start < ends) & (ends <= stop)
+        shown = Shown(ids, trained, images)
+        self.check(shown)
+        return shown
+
+    def call(self, shown: Shown) -> dict[str, Tensor]:
+        """The keywords of a call of the model, beside the ids."""
+        return pack_seen(self.spec.vision, [Seen(*shown)])
+
+    def check(self, shown: Shown) -> None:
+        """What the model checks of a call, without the model.
+
+        Raises:
+            DataError: the pictures do not fit the ids.
+        """
+        call, ids = self.call(shown), shown.ids[None]
+        sight = self._vision.take(call)
+        if call:
+            raise DataError(
+                f"the processor of {self.folder} gives {', '.join(call)}, which this model does not take"
+            )
+        sequences = Sequences.from_call((1, ids.shape[1]), ids.device)
+        self._vision.prepare(sight, sequences, ids)
+        self._vision.finish(sight)
+
+    def image_places(self, ids: Tensor) -> Tensor:
+        """Where tokens of images stand among ids [T]: [n] int64."""
+        assert self.spec.vision is not None
+        return torch.eq(ids, self.spec.vision.image_id).nonzero()[:, 0]
+
+    def _checked(self, picture: Any, source: ImageSource) -> Any:
+        assert self.spec.vision is not None
+        side = self.spec.vision.patches.size
+        if min(picture.size) < side:
+            name = "an image given as bytes" if isinstance(source, bytes) else f"the image {source}"
+            raise DataError(
+                f"{name} is too small: {picture.width} times {picture.height} pixels, and a patch of this "
+                f"model has {side} on either side; leave it out, or enlarge it yourself"
+            )
+        return picture
+
+    @functools.cached_property
+    def _vision(self) -> Any:
+        with torch.device("meta"):
+            return VISIONS[type(self.spec.vision)](self.spec.vision, self.spec.hidden_size)
+
+    @functools.cached_property
+    def _processor(self) -> Any:
+        processor = load_processor(self.folder)
+        processor.tokenizer = _Unmarking(processor.tokenizer)
+        return processor
+
+
+def load_processor(folder: Path) -> Any:
+    """The processor of transformers in a folder, with the form of its image processor that needs no
+    torchvision, where there is one. It takes no videos.
+
+    Raises:
+        DataError: a package or a file is missing.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise DataError("images need transformers: pip install 'liger_models[vision]'") from error
+    names = _named(folder)
+    base = getattr(transformers, names["processor_class"], None)
+    image_class = _image_class(transformers, names["image_processor_type"])
+    if base is None:
+        raise DataError(
+            f"{folder}: transformers {transformers.__version__} has no {names['processor_class']}"
+        )
+    tokenizer_class = _tokenizer_class(transformers, base)
+
+    class WithoutVideos(base):  # type: ignore[valid-type, misc]
+        @classmethod
+        def _get_arguments_from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> list[Any]:
+            made = {
+                "image_processor": lambda: image_class.from_pretrained(name),
+                "tokenizer": lambda: tokenizer_class.from_pretrained(name),
+            }
+            return [made.get(attribute, lambda: None)() for attribute in cls.get_attributes()]
+
+        def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
+            return None if argument is None else super().check_argument_for_proper_class(name, argument)
+
+    try:
+        return WithoutVideos.from_pretrained(str(folder))
+    except Exception as error:  # of files that others wrote
+        raise DataError(
+            f"the processor in {folder} cannot be loaded ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _named(folder: Path) -> dict[str, str]:
+    """The names of the processor's classes, from its files."""
+    found: dict[str, str] = {}
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            content = {**content, **(content.get("image_processor") or {})}
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise DataError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
+        found |= {key: content[key] for key in _CLASSES if content.get(key)}
+    if not found:
+        raise DataError(
+            f"{folder} holds no preprocessor_config.json, which says what becomes of images; copy the "
+            "processor's files there from the model that this one was made from"
+        )
+    if missing := [key for key in _CLASSES if key not in found]:
+        raise DataError(f"{folder / 'preprocessor_config.json'} names no {missing[0]}")
+    return found
+
+
+def _image_class(transformers: Any, name: str) -> Any:
+    name = name.removesuffix("Fast")
+    chosen = getattr(transformers, f"{name}Pil", None) or getattr(transformers, name, None)
+    if chosen is None:
+        raise DataError(f"transformers {transformers.__version__} has no image processor {name}")
+    if chosen.__name__ == name and importlib.util.find_spec("torchvision") is None:
+        raise DataError(f"{name} has no form that works with Pillow alone: pip install torchvision")
+    return chosen
+
+
+def _tokenizer_class(transformers: Any, base: Any) -> Any:
+    if "PixtralProcessor" in [cls.__name__ for cls in base.__mro__]:  # whose config names a wrong class
+        from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+        return TokenizersBackend
+    return transformers.AutoTokenizer
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _marked(text: str, spans: Sequence[Span]) -> str:
+    pieces, last = [], 0
+    for start, stop in spans:
+        pieces += [text[last:start], BEGIN, text[start:stop], END]
+        last = stop
+    return "".join(pieces) + text[last:]
+
+
+class _Unmarking:
+    """A tokenizer that takes marks out of its text first, and notes the spans between them and where its
+    tokens end.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.spans: list[Span] = []
+        self.ends: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["tokenizer"], name)
+
+    def __call__(self, text: list[str], **options: Any) -> Any:
+        (marked,) = text
+        clean, self.spans = "", []
+        for piece in marked.split(BEGIN):
+            said, end, rest = piece.partition(END)
+            if end:
+                self.spans.append((len(clean), len(clean) + len(said)))
+            clean += said + rest
+        made = self.tokenizer([clean], return_offsets_mapping=True, **options)
+        (offsets,) = made.pop("offset_mapping")
+        self.ends = [end for _, end in torch.as_tensor(offsets).tolist()]
+        return made
+
+
+_CLASSES = ("processor_class", "image_processor_type")
+_CLASSES = ("processor_class", "image_processor_type")
+_OF_TOKENS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "labels")
