@@ -74,6 +74,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="cut examples with a prompt at --seq-len (default: refuse longer ones)",
     )
 
+    add_objective(parser)
+
     group = parser.add_argument_group("the run")
     add = group.add_argument
     add("--output", required=True, metavar="FOLDER", help="where everything is written")
@@ -264,6 +266,46 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--attention", default="auto", help="attention backend (default: %(default)s)")
 
 
+# By option: its type, what stands for its value, and what it is.
+OBJECTIVE_OPTIONS: dict[str, tuple[type, str, str]] = {
+    "beta": (float, "X", "of dpo, orpo, kto (0.1), simpo (2) and distill (0: KL(teacher || student), to 1)"),
+    "loss_type": (
+        *(str, "NAME"),
+        "of dpo (sigmoid, hinge, ipo and others, or a sum: sigmoid=0.8+sft=1), kto (kto, apo_zero_unpaired), "
+        "distill (jsd, cosine) and sft (nll, dft)",
+    ),
+    "label_smoothing": (
+        float,
+        "P",
+        "of dpo and simpo: the probability that a pair is the wrong way round (0)",
+    ),
+    "f_divergence": (str, "NAME", "of dpo: reverse_kl, forward_kl, js_divergence or alpha_divergence"),
+    "desensitize": (float, "X", "of dpo: what a longer answer has beyond the shorter one counts so much (1)"),
+    "margin": (float, "X", "of simpo: by how much the chosen answer should be above (1)"),
+    "nll_weight": (float, "X", "of simpo: of the chosen answer's own loss (0)"),
+    "desirable_weight": (float, "X", "of kto: of good answers (1)"),
+    "undesirable_weight": (float, "X", "of kto: of bad answers (1)"),
+    "teacher": (str, "MODEL", "of distill: hub id or folder of a model of the same vocabulary"),
+    "temperature": (float, "X", "of distill: divides both models' logits (1)"),
+    "top_k": (int, "K", "of distill: compare the teacher's likeliest tokens, and the rest as one (all)"),
+    "hard_weight": (float, "X", "of distill: of the labels' own loss beside the divergence (0)"),
+}
+
+
+def add_objective(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the objective (docs/post_training.md)")
+    group.add_argument(
+        "--objective",
+        choices=("sft", "dpo", "orpo", "simpo", "kto", "distill"),
+        default="sft",
+        help="what is minimised: dpo, orpo and simpo read records of prompt, chosen and rejected; kto of "
+        "prompt, completion and label; the others those above (default: %(default)s). Its options, of which "
+        "one that it does not have is refused, with defaults in brackets:",
+    )
+    for name, (kind, metavar, text) in OBJECTIVE_OPTIONS.items():
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
+
+
 def add_data(group: argparse._ActionsContainer) -> None:
     """The options that name data, which `tokenize` has too."""
     group.add_argument(
@@ -293,7 +335,10 @@ def run(args: argparse.Namespace) -> int:
     from liger_models.training import TrainConfig, TrainingInterrupted, train
     from liger_models.training.world import World
 
-    options = {f.name: getattr(args, f.name) for f in fields(TrainConfig)}
+    of_objective = {name: getattr(args, name) for name in OBJECTIVE_OPTIONS}
+    of_objective = {name: value for name, value in of_objective.items() if value is not None}
+    names = [f.name for f in fields(TrainConfig) if f.name != "objective_options"]
+    options = {name: getattr(args, name) for name in names} | {"objective_options": of_objective}
     options["freeze"] = tuple(filter(None, args.freeze.split(",")))
     options |= {"data": tuple(args.data), "eval_data": tuple(args.eval_data)}
     try:

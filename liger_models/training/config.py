@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from liger_models.convert.errors import ConfigError
@@ -12,6 +12,7 @@ from liger_models.layers.attention_backends import BACKENDS
 from liger_models.optim import MOMENTS
 from liger_models.quantization import METHODS
 from liger_models.training.lora import LoraSettings
+from liger_models.training.objectives import make_objective
 from liger_models.training.world import SHARDS
 
 SCHEDULES = ("cosine", "linear", "constant")
@@ -31,6 +32,8 @@ class TrainConfig:
     data_cache         folder of tokenized data; by default liger_models/data in the user's folder of caches
     verify_data        compute the digests of tokenized data anew before training on them
     output             folder of metrics, checkpoint-N folders and the final export
+    objective          what is minimised: sft, dpo, orpo, simpo, kto or distill (docs/post_training.md)
+    objective_options  by name, the fields of its class in training/objectives: {"beta": 0.1}
     eval_data          held-out data, named like `data`; or else
     eval_fraction      the share of the documents of `data` that is held out, chosen by the seed
     tokenizer          folder with tokenizer.json; by default the model's own
@@ -80,6 +83,8 @@ class TrainConfig:
     model: str
     data: tuple[str, ...]
     output: str
+    objective: str = "sft"
+    objective_options: dict[str, Any] = field(default_factory=dict)
     eval_data: tuple[str, ...] = ()
     eval_fraction: float = 0.0
     data_cache: str | None = None
@@ -182,6 +187,12 @@ class TrainConfig:
                 "process: expected shard 'full' or 'hybrid'"
             )
         check("seed", abs(self.seed) < 2**63, "a number of 64 bits")
+        make_objective(self.objective, self.objective_options)
+        if self.objective != "sft" and self.sequence_parallel > 1:
+            raise ConfigError(
+                f"sequence_parallel is {self.sequence_parallel}, which objective sft alone divides rows by; "
+                f"found {self.objective}; leave it out"
+            )
 
     @property
     def sharding(self) -> str:

@@ -58,10 +58,14 @@ class StepFlops:
 
     def of(self, lengths: Tensor, labels: int) -> int:
         """Of a step over documents of these lengths, with so many labels that count."""
+        adapters = 2 * self.adapters * int(lengths.sum())
+        return self.factor * (self.forward(lengths, labels) - adapters) + 3 * adapters
+
+    def forward(self, lengths: Tensor, labels: int) -> int:
+        """Of a forward pass alone."""
         tokens = int(lengths.sum())
         pairs = sum(width * seen_pairs(lengths, *sees) for sees, width in self.widths.items())
-        frozen = 2 * (self.elements * tokens + self.head * labels + pairs)
-        return self.factor * frozen + 3 * 2 * self.adapters * tokens
+        return 2 * ((self.elements + self.adapters) * tokens + self.head * labels + pairs)
 
 
 def seen_pairs(lengths: Tensor, window: int | None = None, chunk: int | None = None) -> int:

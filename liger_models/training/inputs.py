@@ -19,6 +19,7 @@ from liger_models.training.config import TrainConfig
 from liger_models.training.data import Documents, describe, load_documents, split
 from liger_models.training.flops import StepFlops
 from liger_models.training.lora import Adapters, LoraSettings, import_peft
+from liger_models.training.objectives import OBJECTIVES
 from liger_models.training.tokenizer import TextTokenizer
 from liger_models.training.world import World
 
@@ -154,6 +155,7 @@ def load_data(
             cache=config.data_cache,
             verify=config.verify_data,
             images=images,
+            form=OBJECTIVES[config.objective].form,
         )
 
     documents, held_out = load(config.data), None
@@ -193,6 +195,32 @@ def _freeze(model: LigerCausalLM, parts: tuple[str, ...]) -> None:
         raise ConfigError(f"--freeze {','.join(parts)}: {error}") from error
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError(f"--freeze {','.join(parts)}: nothing is left to train; leave out a part")
+
+
+def load_beside(config: TrainConfig, world: World, tokenizer: TextTokenizer, name: str) -> LigerCausalLM:
+    """Another model beside the trained one, such as a teacher: of its dtype and divided as it is, without
+    gradients.
+
+    Raises:
+        ConfigError: its tokenizer has another vocabulary.
+        CheckpointError, HubError: it cannot be had.
+    """
+    import liger_models
+    from liger_models.convert.checkpoints.hub import resolve
+
+    folder = resolve(name)
+    if (folder / "tokenizer.json").is_file():
+        theirs, ours = (one.backend.get_vocab() for one in (TextTokenizer(folder), tokenizer))
+        if theirs != ours:
+            differ = sorted(token for token in {*theirs, *ours} if theirs.get(token) != ours.get(token))
+            raise ConfigError(
+                f"the tokenizer of {name} has another vocabulary than that of {config.model}: {len(differ)} "
+                f"tokens differ, {differ[0]!r} among them; choose a model of the same vocabulary"
+            )
+    options: dict[str, Any] = {"device": world.device, "attention": config.attention, "shard": world.divide}
+    dtype = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    model = liger_models.from_hub(name, dtype=dtype, **options)
+    return model.requires_grad_(False).eval()
 
 
 def _is_preset(name: str) -> bool:

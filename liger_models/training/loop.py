@@ -5,8 +5,9 @@ labels:
 
     loss = sum over every label of the step / number of labels of the step
 
-The number is known before the first micro-batch, so that micro-batches and ranks with few labels weigh what
-they hold, and k micro-batches, or k ranks, give the gradient of one large batch.
+or over pairs, or answers, as the objective says (training/objectives). The number is known before the first
+micro-batch, so that micro-batches and ranks with few labels weigh what they hold, and k micro-batches, or k
+ranks, give the gradient of one large batch.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ import itertools
 import math
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from liger_models.causal_lm import LigerCausalLM
 from liger_models.convert.checkpoints.hub import local_path
 from liger_models.convert.checkpoints.shards import local_tensor
 from liger_models.convert.errors import ConfigError, DataError, TrainingError
@@ -37,7 +39,13 @@ from liger_models.training.data import (
     read_steps,
 )
 from liger_models.training.flops import measure_peak
-from liger_models.training.inputs import load_data, load_model, read_spec, tokenizer_folder
+from liger_models.training.inputs import (
+    load_beside,
+    load_data,
+    load_model,
+    read_spec,
+    tokenizer_folder,
+)
 from liger_models.training.metrics import (
     Metrics,
     Speeds,
@@ -46,8 +54,10 @@ from liger_models.training.metrics import (
     plot_losses,
     read_metrics,
 )
+from liger_models.training.objectives import Share, make_objective
 from liger_models.training.optimizer import build_adamw, learning_rate
 from liger_models.training.profiling import StepProfiler
+from liger_models.training.reference import add_reference
 from liger_models.training.run_folder import MANIFEST, abandon_after, check_output, locked
 from liger_models.training.saving import Saver
 from liger_models.training.signals import Signals
@@ -69,14 +79,15 @@ class TrainingInterrupted(KeyboardInterrupt):
 
 
 class Outcome(NamedTuple):
-    """What a step found: the mean loss, the gradient's norm before clipping, and whether a rank was told to
-    stop.
+    """What a step found: the mean loss, the gradient's norm before clipping, whether a rank was told to stop,
+    and what the objective tells beside the loss, by its names.
     """
 
     loss: float
     norm: float
     stop: bool
     data: StepData
+    told: dict[str, float | None]
 
     @property
     def finite(self) -> bool:
@@ -136,6 +147,10 @@ class Run:
         loaded = load_model(config, world, self.tokenizer, checkpoint)
         self.model, self.adapters, self.flops, self.size = loaded
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.objective = make_objective(config.objective, config.objective_options)
+        self.objective.prepare(lambda name: load_beside(config, world, self.tokenizer, name))
+        if self.objective.needs_reference:
+            self._add_reference(checkpoint)
         self.optimizer = build_adamw(
             self.model,
             lr=config.lr,
@@ -176,7 +191,8 @@ class Run:
                 )
             self.output.mkdir(parents=True, exist_ok=True)
             resumed_step = self.progress.step if checkpoint else None
-            self.metrics = Metrics(self.output, resumed_step=resumed_step)
+            told = self.objective.metrics
+            self.metrics = Metrics(self.output, resumed_step=resumed_step, told=told)
             self.trackers = open_trackers(trackers, self.output, config.to_dict(), resumed_step)
         self.skipped = 0  # steps in a row
         self.peak = measure_peak(world.device, self.model.dtype)
@@ -184,17 +200,17 @@ class Run:
 
     def train(self) -> TrainResult:
         config, world = self.config, self.world
-        speeds = Speeds(self.flops, world.size * self.peak)
+        speeds = Speeds(world.size * self.peak, self.objective.metrics)
         profile = config.profile if world.main else 0
         with (
             Signals() as signals,
             world.bar(self.total, self.progress.step) as bar,
             StepProfiler(self.output / "profile", profile) as profiler,
         ):
-            eval_loss = None
+            evaluated: dict[str, float | None] = {}
             if self.held_out and not self.resumed:
-                eval_loss = self.evaluate()
-                self._record({"step": 0, "tokens": 0, "eval_loss": eval_loss})
+                evaluated = self.evaluate()
+                self._record({"step": 0, "tokens": 0, **evaluated})
             while (step := self.progress.step) < self.total:
                 started = time.perf_counter()
                 rate = learning_rate(
@@ -204,14 +220,17 @@ class Run:
                     outcome = self.step(rate, signals)
                 if outcome is None:
                     raise self._interrupted(signals)
+                counts = outcome.data.counts
+                flops = self.objective.flops(self.flops, counts)
                 record: dict[str, Any] = {
                     "step": self.progress.step,
                     "tokens": self.progress.tokens,
                     "loss": finite_or_none(outcome.loss),
+                    **outcome.told,
                     "lr": rate,
                     "grad_norm": finite_or_none(outcome.norm),
-                    **speeds.add(outcome.data, time.perf_counter() - started),
-                    "filled": outcome.data.inputs / (self.rows_per_step * config.seq_len),
+                    **speeds.add(counts.inputs, flops, time.perf_counter() - started),
+                    "filled": counts.inputs / (self.rows_per_step * config.seq_len),
                     "memory": peak_memory(world.device),
                 }
                 if config.not_finite == "skip":
@@ -219,9 +238,10 @@ class Run:
                 if self.adapters:
                     record["trainable_parameters"] = sum(p.numel() for p in self.parameters)
                 if self.held_out and self._due(config.eval_every):
-                    record["eval_loss"] = eval_loss = self.evaluate()
+                    evaluated = self.evaluate()
+                    record |= evaluated
                 self._record(record)
-                bar.set_postfix_str(speeds.line(record, eval_loss), refresh=False)
+                bar.set_postfix_str(speeds.line(record, evaluated.get("eval_loss")), refresh=False)
                 bar.update()
                 if outcome.stop:
                     self.saver.wait()  # it may be what failed
@@ -241,7 +261,8 @@ class Run:
         number = self.progress.step + 1
         self.watch.mark(f"step {number}, reading its data")
         data, put_back = next(self.steps), _random_states(world.device)
-        loss = torch.zeros((), device=world.device)
+        sums = self._sums()
+        self.objective.begin_step(self.model, ((batch, True) for batch in data.batches), world.device)
         for k, batch in enumerate(data.batches):
             if signals.received is not None and world.size == 1:  # ranks agree on it at the end of a step
                 self.optimizer.zero_grad()
@@ -252,22 +273,23 @@ class Run:
             with world.micro_batch(self.wrapped, last):
                 # The ranks' gradients become their mean; what is wanted is the sum of their shares. Those
                 # that have a row together have one share, and its gradient is their mean.
-                share = _forward(self.wrapped, batch.to(world.device), data.labels)
-                (share * world.data_size).backward()
-            loss += share.detach() / world.sequence
-        stop = torch.full_like(loss, float(signals.received is not None or self.saver.failed))
-        loss, stop = world.sum(torch.stack([loss, stop])).unbind()
+                share = self.objective.share(self.wrapped, batch.to(world.device), data.counts)
+                (share.loss * world.data_size).backward()
+            sums += self._told(share)
+        stop = sums.new_full((1,), float(signals.received is not None or self.saver.failed))
+        sums = world.sum(torch.cat([sums, stop]))
         norm = self.optimizer.clip_grad_norm(config.clip or math.inf)
         # The one synchronisation of a step, and it must come before the update: a NaN that has reached the
         # weights and both moments cannot be taken back.
         self.watch.mark(f"step {number}, its end")
-        numbers = torch.stack([loss, norm.to(loss), stop]).tolist()
-        outcome = Outcome(numbers[0], numbers[1], numbers[2] > 0, data)
+        *numbers, stopped, size = torch.cat([sums, norm.to(sums)[None]]).tolist()
+        loss, told = self._means(numbers)
+        outcome = Outcome(loss, size, stopped > 0, data, told)
         if outcome.finite:
             self._update(rate)
         else:
             self._skip(outcome)
-        tokens = self.progress.tokens + data.inputs
+        tokens = self.progress.tokens + data.counts.inputs
         self.progress = Progress(self.progress.step + 1, tokens, data.position)
         return outcome
 
@@ -296,25 +318,60 @@ class Run:
             f"{outcome.norm}"
         )
 
+    def _sums(self) -> Tensor:
+        """Of the loss, and of each metric the sum and what it is divided by."""
+        return torch.zeros(1 + 2 * len(self.objective.metrics), device=self.world.device)
+
+    def _told(self, share: Share) -> Tensor:
+        """What a micro-batch adds to `_sums`."""
+        pairs = [share.told.get(name, (0.0, 0.0)) for name in self.objective.metrics]
+        loss = share.loss.detach() / self.world.sequence
+        numbers = (x if isinstance(x, Tensor) else loss.new_tensor(x) for x in itertools.chain(*pairs))
+        return torch.stack([loss, *(x.to(loss) for x in numbers)])
+
+    def _means(self, sums: list[float]) -> tuple[float, dict[str, float | None]]:
+        """The loss, and metrics; None where nothing was told."""
+        loss, *rest = sums
+        found = zip(self.objective.metrics, rest[::2], rest[1::2], strict=True)
+        return loss, {name: finite_or_none(total / count) if count else None for name, total, count in found}
+
     @torch.no_grad()
-    def evaluate(self) -> float:
-        """Mean loss over every label that was held out."""
+    def evaluate(self) -> dict[str, float | None]:
+        """The mean loss over everything that was held out, `eval_loss`, and what else the objective tells."""
         assert self.held_out is not None
-        config, world = self.config, self.world
-        stream = Stream(self.held_out, config.seq_len, config.seed)
-        labels = self.held_out.count_labels(stream.epoch(0))
-        total = torch.zeros((), dtype=torch.float64, device=world.device)
+        world = self.world
+        counts = self.held_out.count(Stream(self.held_out, self.config.seq_len, self.config.seed).epoch(0))
+        total = self._sums().double()
         self.model.eval()
-        epoch = stream.epoch(0)
-        while rows := list(itertools.islice(epoch, world.data_size * config.batch_size)):
-            self.watch.mark("a held-out batch")
-            own = rows[world.data_rank * config.batch_size :][: config.batch_size]
-            # A shard of the model is everybody's: who has no rows left runs along with those of another.
-            batch = self.held_out.batch(own or rows[: config.batch_size]).to(world.device)
-            share = _forward(self.model, batch, labels)
+        self.objective.begin_step(self.model, self._held_out_batches(), world.device)
+        for batch, own in self._held_out_batches():
+            share = self._told(self.objective.share(self.model, batch.to(world.device), counts))
             total += share if own else 0
         self.model.train()
-        return world.sum(total).item() / world.sequence
+        loss, told = self._means(world.sum(total).tolist())
+        return {"eval_loss": loss, **{f"eval_{name}": value for name, value in told.items()}}
+
+    def _held_out_batches(self) -> Iterator[tuple[Any, bool]]:
+        """The batches of this process, and whether they count. A shard of the model is everybody's: who has
+        no rows left runs along with those of another.
+        """
+        assert self.held_out is not None
+        size, world = self.config.batch_size, self.world
+        epoch = Stream(self.held_out, self.config.seq_len, self.config.seed).epoch(0)
+        while rows := list(itertools.islice(epoch, world.data_size * size)):
+            self.watch.mark("a held-out batch")
+            own = rows[world.data_rank * size :][:size]
+            yield self.held_out.batch(own or rows[:size]), bool(own)
+
+    def _add_reference(self, checkpoint: Path | None) -> None:
+        config, world = self.config, self.world
+        resumed = checkpoint is not None and not self.adapters
+
+        def load() -> LigerCausalLM:
+            return load_model(config, world, self.tokenizer, None).model
+
+        parts = self.documents, self.held_out
+        add_reference(config, world, parts, self.model, load if resumed else None, self.watch.mark)
 
     def save(self, *, keep: int | None = None, meanwhile: bool = False) -> None:
         """Save the state, and drop all but the newest `keep` checkpoints (default: as the settings say);
@@ -384,7 +441,8 @@ class Run:
             for tracker in self.trackers:
                 tracker.close()
             records = list(read_metrics(self.metrics.jsonl))
-            plot_losses(records, self.output / "loss.png")
+            told = self.objective
+            plot_losses(records, self.output / "loss.png", told.unit, told.metrics)
         self.world.barrier()
         return TrainResult(final, self.progress.step, records)
 
@@ -441,7 +499,7 @@ class Run:
         changed = self.config.differences(state["config"])
         of_lora = ("model",) if self.adapters else ()  # which a checkpoint does not hold
         of_model = ("dtype", "freeze", "weights", "moments", "lora", "quantize", *of_lora)
-        for name in ("seq_len", "seed", *of_model):
+        for name in ("objective", "seq_len", "seed", *of_model):
             if name in changed:
                 then, now = changed[name]
                 raise ConfigError(
@@ -485,17 +543,6 @@ def _random_states(device: torch.device) -> Callable[[], None]:
             torch.cuda.set_rng_state(on_device, device)
 
     return put_back
-
-
-def _forward(model: nn.Module, batch: Any, labels: int) -> Tensor:
-    """This micro-batch's share of the step's mean loss."""
-    return model(
-        batch.input_ids,
-        shift_labels=batch.shift_labels,
-        cu_seqlens=batch.cu_seqlens,
-        num_items_in_batch=labels,
-        **batch.images,
-    ).loss
 
 
 __all__ = ["TrainConfig", "TrainResult", "TrainingInterrupted", "train"]

@@ -3,7 +3,8 @@ as a picture.
 
 A record holds step, tokens (inputs so far), loss, lr, grad_norm, of all processes tokens_per_s and
 flops_per_s, mfu (the share of the latter in what all devices could do: flops.py), memory (peak bytes: of the
-GPU, or of the process on a CPU) and, on steps that evaluated, eval_loss. Step 0 is the untrained model. A
+GPU, or of the process on a CPU) and, on steps that evaluated, eval_loss; and what the objective tells beside
+the loss, such as margin and accuracy, evaluated too with eval_ before it. Step 0 is the untrained model. A
 loss or a norm that is not finite is null; `skipped` is 1 where a step was passed over for it.
 """
 
@@ -18,15 +19,13 @@ import os
 import resource
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from liger_models.convert.errors import TrainingError
-from liger_models.training.data import StepData
-from liger_models.training.flops import StepFlops
 
 METRICS = "metrics.jsonl"
 COLUMNS = (
@@ -38,20 +37,27 @@ COLUMNS = (
 class Metrics:
     """The two files in `folder`, appended to a record at a time."""
 
-    def __init__(self, folder: Path, *, resumed_step: int | None) -> None:
+    def __init__(self, folder: Path, *, resumed_step: int | None, told: Sequence[str] = ()) -> None:
         """Begin anew, or keep the records up to and including `resumed_step`: later ones will be made
-        again."""
+        again. `told` are the names of what the objective tells beside the loss."""
+        self.columns = (*COLUMNS, *told, *(f"eval_{name}" for name in told))
         self.jsonl, self.csv = folder / METRICS, folder / "metrics.csv"
         kept = (
             [] if resumed_step is None else [r for r in read_metrics(self.jsonl) if r["step"] <= resumed_step]
         )
         _replace(self.jsonl, "".join(json.dumps(record) + "\n" for record in kept))
-        _replace(self.csv, ",".join(COLUMNS) + "\n" + "".join(map(_csv_line, kept)))
+        _replace(self.csv, ",".join(self.columns) + "\n" + "".join(map(self._csv_line, kept)))
 
     def write(self, record: dict[str, Any]) -> None:
-        for path, line in ((self.jsonl, json.dumps(record) + "\n"), (self.csv, _csv_line(record))):
+        for path, line in ((self.jsonl, json.dumps(record) + "\n"), (self.csv, self._csv_line(record))):
             with _naming(path), path.open("a", encoding="utf-8") as file:
                 file.write(line)
+
+    def _csv_line(self, record: dict[str, Any]) -> str:
+        line = io.StringIO()
+        cells = [record.get(column, "") for column in self.columns]
+        csv.writer(line, lineterminator="\n").writerow(cells)
+        return line.getvalue()
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
@@ -71,21 +77,20 @@ class Speeds:
     """What steps do in their time.
 
     Args:
-        flops: counts the operations of a step.
-        peak: those that all devices could do in a second.
+        peak: the operations that all devices could do in a second.
+        told: the names of what the objective tells beside the loss.
     """
 
-    def __init__(self, flops: StepFlops, peak: float) -> None:
-        self.flops, self.peak = flops, peak
+    def __init__(self, peak: float, told: Sequence[str] = ()) -> None:
+        self.peak, self.told = peak, told
         self.last: deque[tuple[int, int, float]] = deque(maxlen=20)
 
-    def add(self, data: StepData, seconds: float) -> dict[str, float]:
+    def add(self, inputs: int, flops: int, seconds: float) -> dict[str, float]:
         """What is recorded of a step."""
-        flops = self.flops.of(data.lengths, data.labels)
-        self.last.append((data.inputs, flops, seconds))
+        self.last.append((inputs, flops, seconds))
         per_second = flops / seconds
         return {
-            "tokens_per_s": data.inputs / seconds,
+            "tokens_per_s": inputs / seconds,
             "flops_per_s": per_second,
             "mfu": per_second / self.peak,
         }
@@ -94,7 +99,8 @@ class Speeds:
         """A record for the progress bar, with the speed of the last steps together."""
         inputs, flops, seconds = (sum(column) for column in zip(*self.last, strict=True))
         loss = "-" if record["loss"] is None else f"{record['loss']:.3f}"
-        parts = [f"loss {loss}", f"lr {record['lr']:.1e}", f"{inputs / seconds:,.0f} tok/s"]
+        told = [f"{name} {record[name]:.3f}" for name in self.told if record.get(name) is not None]
+        parts = [f"loss {loss}", *told, f"lr {record['lr']:.1e}", f"{inputs / seconds:,.0f} tok/s"]
         parts.append(f"{flops / seconds / 1e12:,.3g} TFLOP/s ({flops / seconds / self.peak:.0%})")
         parts.append(f"{record['memory'] / 2**30:.2f} GiB")
         if eval_loss is not None:
@@ -117,12 +123,6 @@ def _naming(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _csv_line(record: dict[str, Any]) -> str:
-    line = io.StringIO()
-    csv.writer(line, lineterminator="\n").writerow([record.get(column, "") for column in COLUMNS])
-    return line.getvalue()
-
-
 def _replace(path: Path, text: str) -> None:
     beside = path.with_name(f".{path.name}.new")
     with _naming(path):
@@ -138,25 +138,32 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def plot_losses(records: list[dict[str, Any]], path: Path) -> bool:
-    """Draw training and held-out loss over steps into a PNG; False where matplotlib is not installed."""
+def plot_losses(
+    records: list[dict[str, Any]], path: Path, unit: str = "nats per token", told: Sequence[str] = ()
+) -> bool:
+    """Draw training and held-out loss over steps into a PNG, and below what else was `told`; False where
+    matplotlib is not installed.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    names = ("loss", *told)
+    figure = Figure(figsize=(8, 1.5 + 3 * len(names)), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)  # no display, and no global state of pyplot
-    axes = figure.add_subplot()
-    train = [(r["step"], r["loss"]) for r in records if r.get("loss") is not None]
-    held = [(r["step"], r["eval_loss"]) for r in records if r.get("eval_loss") is not None]
-    if train:
-        axes.plot(*zip(*train, strict=True), color="tab:blue", linewidth=1, label="training")
-    if held:
-        axes.plot(*zip(*held, strict=True), color="tab:orange", marker="o", markersize=4, label="held out")
+    for axes, name in zip(figure.subplots(len(names), sharex=True, squeeze=False)[:, 0], names, strict=True):
+        train = [(r["step"], r[name]) for r in records if r.get(name) is not None]
+        held = [(r["step"], r[f"eval_{name}"]) for r in records if r.get(f"eval_{name}") is not None]
+        if train:
+            axes.plot(*zip(*train, strict=True), color="tab:blue", linewidth=1, label="training")
+        if held:
+            style = {"color": "tab:orange", "marker": "o", "markersize": 4}
+            axes.plot(*zip(*held, strict=True), label="held out", **style)
+        axes.set_ylabel(f"loss ({unit})" if name == "loss" else name.replace("_", " "))
+        axes.grid(alpha=0.3)
+        if train or held:
+            axes.legend()
     axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.legend()
     figure.savefig(path)
     return True

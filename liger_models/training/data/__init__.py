@@ -5,16 +5,23 @@ sources -> records -> corpus (tokens with a mark on each that is trained, on dis
 """
 
 from liger_models.training.data.ahead import ahead
-from liger_models.training.data.documents import IGNORE, Documents, describe, split
+from liger_models.training.data.documents import IGNORE, Counts, Documents, describe, split
+from liger_models.training.data.groups import GroupBatch, Groups
 from liger_models.training.data.packing import Piece, Row
+from liger_models.training.data.records import LABELLED, PAIRS
 from liger_models.training.data.steps import StepData, read_steps
 from liger_models.training.data.stream import START, Position, Stream
 from liger_models.training.data.tokenizing import build_corpus, load_documents
 
 __all__ = [
     "IGNORE",
+    "LABELLED",
+    "PAIRS",
     "START",
+    "Counts",
     "Documents",
+    "GroupBatch",
+    "Groups",
     "Piece",
     "Position",
     "Row",

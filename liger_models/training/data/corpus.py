@@ -8,6 +8,8 @@
     starts.bin          int64 [documents + 1]: where each document begins, counted over all shards
     whole.bin           a byte for each document: 1 if it must not be cut at a row's end (an answer without
                         its prompt teaches nothing)
+    groups.bin          only where each document is a group of two sequences: int64 [documents, 2], how many
+                        of its tokens are those of the first, and whether that is a good answer
     images-00000.bin    where there are images: of whole documents, what their processor gives of them, as
                         safetensors
     images.bin          int64 [documents + 1]: where each document's begin, counted over all shards
@@ -54,6 +56,7 @@ class Limits:
 
     vocab_size: int
     seq_len: int
+    of_what: str = ""  # the positions are
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,9 @@ class Extreme:
 class Corpus:
     """A corpus that was written, read-only.
 
-    Attributes: `folder`, `manifest`, `starts` [documents + 1] int64 and `whole` [documents] bool.
+    Attributes: `folder`, `manifest`, `starts` [documents + 1] int64, `whole` [documents] bool, `groups`
+    [documents, 2] int64 or None, and `reference` [documents, 2] float32, where somebody put it: the
+    log-probabilities of a group's sequences under a reference model.
 
     Args:
         folder: where it is.
@@ -92,6 +97,10 @@ class Corpus:
             documents, dtype, shards = manifest["documents"], DTYPES[manifest["dtype"]], manifest["shards"]
             self.starts = _mapped(folder / "starts.bin", torch.int64, documents + 1)
             self.whole = _mapped(folder / "whole.bin", torch.bool, documents)
+            self.groups: Tensor | None = None
+            self.reference: Tensor | None = None
+            if self.form is not None:
+                self.groups = _mapped(folder / "groups.bin", torch.int64, 2 * documents).view(-1, 2)
             self._shards = [
                 (
                     _mapped(folder / f"tokens-{number:05}.bin", dtype, tokens),
@@ -124,6 +133,11 @@ class Corpus:
     @property
     def has_images(self) -> bool:
         return bool(self._images)
+
+    @property
+    def form(self) -> str | None:
+        """That of its records, if they make groups."""
+        return self.manifest.get("form")
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """(tokens, trained) of [start, stop), which lies within one document."""
@@ -176,7 +190,9 @@ class Corpus:
             for name, key in counts.items()
         )
         of_images = [images, [self.folder / "images.bin"]] if images else [[], []]
-        return [tokens, trained, [self.folder / "starts.bin"], [self.folder / "whole.bin"], *of_images]
+        groups = [[self.folder / "groups.bin"]] if self.form is not None else []
+        own = [[self.folder / "starts.bin"], [self.folder / "whole.bin"]]
+        return [tokens, trained, *own, *of_images, *groups]
 
     def check(self, limits: Limits) -> None:
         """Raises DataError, which names the record, for what a run cannot take."""
@@ -215,17 +231,19 @@ def _mapped(path: Path, dtype: torch.dtype, count: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def written_corpus(folder: Path, vocab_size: int, shard_tokens: int = SHARD_TOKENS) -> Iterator[CorpusWriter]:
+def written_corpus(
+    folder: Path, vocab_size: int, shard_tokens: int = SHARD_TOKENS, form: str | None = None
+) -> Iterator[CorpusWriter]:
     """Yields a writer, whose corpus is `folder` when the block ends; nothing is left of it if that raises.
 
-    `vocab_size` is the tokenizer's, from which the dtype follows.
+    `vocab_size` is the tokenizer's, from which the dtype follows; `form` that of records that make groups.
 
     Raises:
         DataError: the folder cannot be written.
     """
     try:
         with atomic_folder(folder) as new:
-            writer = CorpusWriter(new, "uint16" if vocab_size <= 1 << 16 else "int32", shard_tokens)
+            writer = CorpusWriter(new, "uint16" if vocab_size <= 1 << 16 else "int32", shard_tokens, form)
             with writer.files:
                 yield writer
                 writer.close()
@@ -243,8 +261,8 @@ def written_corpus(folder: Path, vocab_size: int, shard_tokens: int = SHARD_TOKE
 class CorpusWriter:
     """Appends documents. `counts` and `about` (tokenizer, options, sources) go into the manifest."""
 
-    def __init__(self, folder: Path, dtype: str, shard_tokens: int) -> None:
-        self.folder, self.dtype, self.shard_tokens = folder, dtype, shard_tokens
+    def __init__(self, folder: Path, dtype: str, shard_tokens: int, form: str | None = None) -> None:
+        self.folder, self.dtype, self.shard_tokens, self.form = folder, dtype, shard_tokens, form
         self.counts: Counter[str] = Counter()
         self.about: dict[str, Any] = {}
         self.extremes = {"token": Extreme(), "example": Extreme()}
@@ -252,6 +270,9 @@ class CorpusWriter:
         names = ("tokens", "trained", "starts", "whole", "images", "image starts")
         self.digests = {name: hashlib.sha256() for name in names}
         self.starts, self.whole = self._open("starts.bin"), self._open("whole.bin")
+        if form is not None:
+            self.digests["groups"] = hashlib.sha256()
+            self.groups = self._open("groups.bin")
         self.shards: list[int] = []
         self.image_shards: list[int] = []
         self.documents = self.labels = 0
@@ -274,8 +295,13 @@ class CorpusWriter:
         self.shards[-1] += len(ids)
         self.labels += trained.count(1)
 
-    def end(self, whole: bool, images: bytes = b"") -> None:
-        """The document is done, and these are its images, as safetensors."""
+    def end(self, whole: bool, images: bytes = b"", group: tuple[int, int] | None = None) -> None:
+        """The document is done, and these are its images, as safetensors; of a `group`, the tokens of its
+        first sequence and whether it is good.
+        """
+        assert (group is None) == (self.form is None)
+        if group is not None:
+            self._put("groups", self.groups, array("q", group))
         self.start = self.stop
         if images:
             self._put_images(images)
@@ -313,6 +339,7 @@ class CorpusWriter:
             "dtype": self.dtype,
             "shards": self.shards,
             "images": self.image_shards,
+            **({} if self.form is None else {"form": self.form}),
             "digest": _joined(self.digests.values()),
         }
 
@@ -340,6 +367,6 @@ def _check(name: str, found: Extreme, limits: Limits) -> None:
         )
     if name == "example" and found.value > limits.seq_len:
         raise DataError(
-            f"{found.where}: the example has {found.value} positions and seq_len is {limits.seq_len}; raise "
-            "--seq-len, shorten it, or cut such examples with --truncate"
+            f"{found.where}: the example has {found.value} positions{limits.of_what} and seq_len is "
+            f"{limits.seq_len}; raise --seq-len, shorten it, or cut such examples with --truncate"
         )

@@ -54,6 +54,21 @@ class Batch(NamedTuple):
         return Batch(there(self.input_ids), there(self.shift_labels), self.cu_seqlens, images)
 
 
+class Counts(NamedTuple):
+    """What rows hold, and losses are means over."""
+
+    lengths: (
+        Tensor  # of the sequences that do not see one another, int64; of groups the first ones come first
+    )
+    labels: int
+    groups: int = 0
+    first_labels: int = 0  # those of the groups' first sequences
+
+    @property
+    def inputs(self) -> int:
+        return int(self.lengths.sum())
+
+
 @dataclass(frozen=True)
 class Part:
     """Documents of one corpus: all, or `count` of them from place `first` of a random order.
@@ -71,10 +86,13 @@ class Part:
         return len(self.corpus) if self.order is None else self.count
 
     def bounds(self, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the documents at these places: first token, last token (which is no input), and `whole`."""
+        """Of the documents at these places: first token, last token (which is no input), and `whole`. A group
+        takes a place for each of its tokens: its end is that of the last.
+        """
         if self.order is not None:
             places = Permutation(len(self.corpus), self.order)(places + self.first)
-        return self.corpus.starts[places], self.corpus.starts[places + 1] - 1, self.corpus.whole[places]
+        starts, last = self.corpus.starts, int(self.corpus.form is None)
+        return starts[places], starts[places + 1] - last, self.corpus.whole[places]
 
     def all_bounds(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         for first in range(0, len(self), CHUNK):
@@ -96,7 +114,8 @@ class Documents:
             if part.order is None:
                 self.counts.update(part.corpus.counts)
             else:
-                tokens = sum(int((stop - start + 1).sum()) for start, stop, _ in part.all_bounds())
+                last = int(part.corpus.form is None)
+                tokens = sum(int((stop - start + last).sum()) for start, stop, _ in part.all_bounds())
                 self.counts.update(documents=len(part), tokens=tokens)
 
     def __len__(self) -> int:
@@ -116,10 +135,12 @@ class Documents:
         ids, trained = self._read(piece.start + 1, piece.stop + 1)
         return torch.where(trained, ids.long(), IGNORE)
 
-    def count_labels(self, rows: Iterable[Row]) -> int:
-        return sum(int(self._read(p.start + 1, p.stop + 1)[1].sum()) for row in rows for p in row)
+    def count(self, rows: Iterable[Row]) -> Counts:
+        pieces = [piece for row in rows for piece in row]
+        labels = sum(int(self._read(p.start + 1, p.stop + 1)[1].sum()) for p in pieces)
+        return Counts(torch.tensor([p.stop - p.start for p in pieces]), labels)
 
-    def batch(self, rows: Sequence[Row]) -> Batch:
+    def batch(self, rows: Sequence[Row]) -> Any:
         """Rows as one packed micro-batch."""
         pieces = [piece for row in rows for piece in row]
         lengths = torch.tensor([0] + [p.stop - p.start for p in pieces])
@@ -143,9 +164,13 @@ class Documents:
         return Seen(ids.long(), learned, images)
 
     def _read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        number = bisect_right(self.bases, start) - 1
-        base = self.bases[number]
-        return self.parts[number].corpus.read(start - base, stop - base)
+        corpus, base = self._corpus_at(start)
+        return corpus.read(start - base, stop - base)
+
+    def _corpus_at(self, token: int) -> tuple[Corpus, int]:
+        """The corpus in which a token stands, and its first token's number."""
+        number = bisect_right(self.bases, token) - 1
+        return self.parts[number].corpus, self.bases[number]
 
 
 def split(documents: Documents, fraction: float, seed: int) -> tuple[Documents, Documents]:
@@ -165,7 +190,8 @@ def split(documents: Documents, fraction: float, seed: int) -> tuple[Documents, 
             held.append(replace(part, order=order, first=0, count=count, weight=None))
     if not held:
         raise DataError("eval_fraction holds out whole documents and each part of the data has one alone")
-    return Documents(kept, documents.vision), Documents(held, documents.vision)
+    both = (type(documents)(parts, documents.vision) for parts in (kept, held))
+    return next(both), next(both)
 
 
 def describe(counts: Counter[str]) -> str:

@@ -5,6 +5,13 @@
 Images stand in messages as parts {"type": "image", "image": ...}, or as {"type": "image"} or "<image>" whose
 images stand in "images" beside "messages". How one is named: liger_models/images/files.py.
 
+Where answers are compared or judged:
+
+    {"prompt": ..., "chosen": ..., "rejected": ...}    {"prompt": ..., "completion": ..., "label": true}
+
+of which prompt and answers are text, or both are messages. A pair of whole conversations needs no prompt:
+that is what they begin with in common.
+
 Lines of JSON and rows of tables are read by the same rules, and refused in the same words.
 """
 
@@ -18,16 +25,18 @@ from typing import Any, NamedTuple
 from liger_models.convert.errors import DataError, abbreviate
 
 FORMS = ("text", "prompt/completion", "messages")
+PAIRS = "prompt/chosen/rejected"
+LABELLED = "prompt/completion/label"
 LONG = "long text"  # whose content is an iterator of overlapping blocks
 PICTURED = "messages with images"  # whose content is a pair: messages, and what names their images
 IMAGES = "images"  # a field beside messages
-FIELDS = (*(key for form in FORMS for key in form.split("/")), IMAGES)
 PLACE = "<image>"  # in text, where an image of that field stands
 
 
 class Record(NamedTuple):
-    """One example and where it stands; `content` is a str, a (prompt, completion) pair or messages. From
-    `folder` go relative paths.
+    """One example and where it stands; `content` is a str, a (prompt, completion) pair or messages; of a pair
+    (prompt, chosen, rejected), and of what is labelled (prompt, completion, label). From `folder` go relative
+    paths.
     """
 
     where: str
@@ -36,8 +45,13 @@ class Record(NamedTuple):
     folder: Path = Path()
 
 
-def parse_line(where: str, line: bytes, counts: Counter[str]) -> Record:
-    """A line of JSON. Raises DataError, which begins with `where`."""
+def fields_of(forms: tuple[str, ...]) -> set[str]:
+    """The fields that records of these forms may have."""
+    return {key for form in forms for key in form.split("/")} | ({IMAGES} if "messages" in forms else set())
+
+
+def parse_line(where: str, line: bytes, counts: Counter[str], forms: tuple[str, ...] = FORMS) -> Record:
+    """A line of JSON in one of these forms. Raises DataError, which begins with `where`."""
     try:
         fields = json.loads(line)
     except UnicodeDecodeError as error:
@@ -48,44 +62,94 @@ def parse_line(where: str, line: bytes, counts: Counter[str]) -> Record:
         raise DataError(f"{where}: JSON that cannot be read: {error}") from error
     if not isinstance(fields, dict):
         raise DataError(f"{where}: found a {type(fields).__name__}, expected a JSON object")
-    return parse_fields(where, fields, counts)
+    return parse_fields(where, fields, counts, forms)
 
 
-def parse_row(where: str, row: dict[str, Any], counts: Counter[str]) -> Record:
+def parse_row(
+    where: str, row: dict[str, Any], counts: Counter[str], forms: tuple[str, ...] = FORMS
+) -> Record:
     """A row of a table, in which a field that is not there is null. Raises DataError as `parse_line`."""
     fields = {key: value for key, value in row.items() if value is not None}
-    if isinstance(messages := fields.get("messages"), list):
-        fields["messages"] = [
-            {key: value for key, value in message.items() if value is not None or key == "content"}
-            if isinstance(message, dict)
-            else message
-            for message in messages
-        ]
-    return parse_fields(where, fields, counts)
+    fields = {key: value if key == IMAGES else _without_nulls(value) for key, value in fields.items()}
+    return parse_fields(where, fields, counts, forms)
 
 
-def parse_fields(where: str, fields: dict[str, Any], counts: Counter[str]) -> Record:
+def _without_nulls(value: Any) -> Any:
+    """Messages as they were before a table gave all of them the same fields."""
+    if not isinstance(value, list):
+        return value
+    return [
+        {key: part for key, part in message.items() if part is not None or key == "content"}
+        if isinstance(message, dict)
+        else message
+        for message in value
+    ]
+
+
+def parse_fields(
+    where: str, fields: dict[str, Any], counts: Counter[str], forms: tuple[str, ...] = FORMS
+) -> Record:
     """The record that these fields make; others are left aside and counted. Raises DataError."""
-    forms = [form for form in FORMS if any(key in fields for key in form.split("/"))]
-    if len(forms) != 1:
+    fitting = [form for form in forms if any(key in fields for key in form.split("/"))]
+    if len(fitting) != 1:
         found = ", ".join(map(repr, fields)) or "no fields"
-        raise DataError(f"{where}: found {found}; expected exactly one of {', '.join(FORMS)}")
-    form = forms[0]
+        of_these = "exactly one of " if len(forms) > 1 else ""
+        raise DataError(f"{where}: found {found}; expected {of_these}{', '.join(forms)}")
+    form = fitting[0]
     keys = form.split("/")
-    if missing := [key for key in keys if key not in fields]:
-        raise DataError(f"{where}: {keys[0]!r} and {keys[-1]!r} come together; {missing[0]!r} is missing")
     known = {*keys, IMAGES} if form == "messages" else set(keys)
     for key in fields.keys() - known:
         counts[f"fields {key!r} left aside"] += 1
+    if form == PAIRS and "prompt" not in fields:
+        fields = _with_common_prompt(fields)
+    if missing := [key for key in keys if key not in fields]:
+        raise DataError(f"{where}: {keys[0]!r} and {keys[-1]!r} come together; {missing[0]!r} is missing")
     if form == "messages":
         messages = _check_messages(where, fields["messages"])
         messages, images = _take_images(where, messages, fields.get(IMAGES))
         return Record(where, PICTURED, (messages, images)) if images else Record(where, form, messages)
+    if form in (PAIRS, LABELLED):
+        return Record(where, form, _judged(where, keys, fields))
     for key in keys:
         if not isinstance(fields[key], str):
             raise DataError(f"{where}: {key!r} is a {type(fields[key]).__name__}, expected a string")
         check_text(where, fields[key])
     return Record(where, form, fields["text"] if form == "text" else (fields["prompt"], fields["completion"]))
+
+
+def _with_common_prompt(fields: dict[str, Any]) -> dict[str, Any]:
+    """A pair of whole conversations as a prompt and two answers."""
+    chosen, rejected = fields.get("chosen"), fields.get("rejected")
+    if not isinstance(chosen, list) or not isinstance(rejected, list):
+        return fields
+    alike = [a == b for a, b in zip(chosen, rejected, strict=False)]
+    common = min([*alike, False].index(False), len(chosen) - 1, len(rejected) - 1)
+    return {"prompt": chosen[:common], "chosen": chosen[common:], "rejected": rejected[common:]}
+
+
+def _judged(where: str, keys: list[str], fields: dict[str, Any]) -> tuple[Any, ...]:
+    """The values of these keys: a prompt, and answers with something in them, or a label."""
+    if "label" in keys and not isinstance(fields["label"], bool):
+        raise DataError(
+            f"{where}: 'label' is {abbreviate(fields['label'])}, expected true of a good completion or false"
+        )
+    texts = [key for key in keys if key != "label"]
+    kinds = {key: type(fields[key]).__name__ for key in texts}
+    if len(set(kinds.values())) > 1 or not isinstance(fields["prompt"], str | list):
+        found = ", ".join(f"{key!r} is a {kind}" for key, kind in kinds.items())
+        raise DataError(f"{where}: {found}; expected a string each, or a list of messages each")
+    for key in texts:
+        value, is_answer = fields[key], key != "prompt"
+        if isinstance(value, str):
+            check_text(where, value)
+        elif value or is_answer:
+            messages = _check_messages(where, value, key, answered=is_answer)
+            if _take_images(where, messages, None)[1]:
+                raise DataError(f"{where}: {key!r} has images, which are for objective sft; give text")
+        said = value if isinstance(value, str) else [m.get("content") or m.get("tool_calls") for m in value]
+        if is_answer and not (said and said[-1]):
+            raise DataError(f"{where}: {key!r} is empty: there is no answer to learn from")
+    return tuple(fields[key] for key in keys)
 
 
 def check_text(where: str, text: str) -> None:
@@ -98,9 +162,11 @@ def check_text(where: str, text: str) -> None:
         ) from error
 
 
-def _check_messages(where: str, messages: Any) -> list[dict[str, Any]]:
+def _check_messages(
+    where: str, messages: Any, name: str = "messages", answered: bool = True
+) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
-        raise DataError(f"{where}: 'messages' must be a list of objects with 'role' and 'content'")
+        raise DataError(f"{where}: {name!r} must be a list of objects with 'role' and 'content'")
     if any("content" not in m and "tool_calls" not in m for m in messages):
         raise DataError(f"{where}: a message has neither 'content' nor 'tool_calls'")
     for number, message in enumerate(messages):
@@ -113,8 +179,11 @@ def _check_messages(where: str, messages: Any) -> list[dict[str, Any]]:
                 f"{where}: the content of message {number} ({role}) is {abbreviate(content)}; expected text, "
                 "or tool_calls beside it"
             )
-    if not any(m["role"] == "assistant" for m in messages):
-        raise DataError(f"{where}: no message has the role 'assistant', so there is nothing to train on")
+    if answered and not any(m["role"] == "assistant" for m in messages):
+        which = "" if name == "messages" else f" of {name!r}"
+        raise DataError(
+            f"{where}: no message{which} has the role 'assistant', so there is nothing to train on"
+        )
     return messages
 
 

@@ -29,9 +29,10 @@ from typing import Any, BinaryIO
 
 from liger_models.convert.checkpoints.hub import local_path
 from liger_models.convert.errors import DataError
-from liger_models.training.data.records import FIELDS, LONG, Record, parse_line, parse_row
+from liger_models.training.data.records import FORMS, LONG, Record, fields_of, parse_line, parse_row
 
 Advance = Callable[[int], object]
+Forms = tuple[str, ...]
 STDIN = "-"
 HUB = "hf:"
 KINDS = (".txt", ".md", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
@@ -89,17 +90,18 @@ class Source:
             return {"name": self.name, "commit": _commit(self.name)}
         return {"name": self.name}
 
-    def records(self, counts: Counter[str], advance: Advance) -> Iterator[Record]:
-        """The records; `advance` is told how many bytes of a file were read, or how many rows of others.
+    def records(self, counts: Counter[str], advance: Advance, forms: Forms = FORMS) -> Iterator[Record]:
+        """The records, in these forms; `advance` is told how many bytes of a file were read, or how many rows
+        of others.
 
         Raises:
             DataError: the source, or a record of it, cannot be used; it names file and line.
         """
         if self.path is None:
             read = _read_hub if self.name.startswith(HUB) else _read_stdin
-            yield from read(self.name, counts, advance)
+            yield from read(self.name, counts, advance, forms)
             return
-        for record in _READERS[_kind(self.path)](self.path, counts, advance):
+        for record in _READERS[_kind(self.path)](self.path, counts, advance, forms):
             yield record._replace(folder=self.path.parent)
 
 
@@ -151,7 +153,9 @@ def _kind(path: Path) -> str:
 # ------------------------------------------------------------------------------------------------- reading
 
 
-def _read_text(path: Path, counts: Counter[str], advance: Advance) -> Iterator[Record]:
+def _read_text(path: Path, counts: Counter[str], advance: Advance, forms: Forms) -> Iterator[Record]:
+    if "text" not in forms:
+        raise DataError(f"{path} is text; expected records with {', '.join(forms)}, as lines of .jsonl")
     if path.stat().st_size > LONG_TEXT:
         yield Record(str(path), LONG, _blocks(path, advance))
         return
@@ -178,22 +182,22 @@ def _blocks(path: Path, advance: Advance) -> Iterator[str]:
 
 
 def _read_lines(
-    where: str, lines: Iterable[bytes], counts: Counter[str], advance: Advance
+    where: str, lines: Iterable[bytes], counts: Counter[str], advance: Advance, forms: Forms
 ) -> Iterator[Record]:
     for number, line in enumerate(lines, 1):
         if line.strip():
-            yield parse_line(f"{where}, line {number}", line, counts)
+            yield parse_line(f"{where}, line {number}", line, counts, forms)
         else:
             counts["blank lines"] += 1
         advance(len(line))
 
 
-def _read_jsonl(path: Path, counts: Counter[str], advance: Advance) -> Iterator[Record]:
+def _read_jsonl(path: Path, counts: Counter[str], advance: Advance, forms: Forms) -> Iterator[Record]:
     with path.open("rb") as lines:
-        yield from _read_lines(str(path), lines, counts, advance)
+        yield from _read_lines(str(path), lines, counts, advance, forms)
 
 
-def _read_gzip(path: Path, counts: Counter[str], advance: Advance) -> Iterator[Record]:
+def _read_gzip(path: Path, counts: Counter[str], advance: Advance, forms: Forms) -> Iterator[Record]:
     done = 0
     with path.open("rb") as packed, gzip.open(packed) as lines:
 
@@ -203,15 +207,15 @@ def _read_gzip(path: Path, counts: Counter[str], advance: Advance) -> Iterator[R
             done = packed.tell()
 
         try:
-            yield from _read_lines(str(path), lines, counts, told)
+            yield from _read_lines(str(path), lines, counts, told, forms)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise DataError(f"{path} cannot be unpacked ({error}); it is damaged, or no gzip file") from error
 
 
-def _read_zstandard(path: Path, counts: Counter[str], advance: Advance) -> Iterator[Record]:
+def _read_zstandard(path: Path, counts: Counter[str], advance: Advance, forms: Forms) -> Iterator[Record]:
     with path.open("rb") as packed:
         lines = _split_lines(_unpacked(path, packed, advance))
-        yield from _read_lines(str(path), lines, counts, lambda _: None)
+        yield from _read_lines(str(path), lines, counts, lambda _: None, forms)
 
 
 def _unpacked(path: Path, packed: BinaryIO, advance: Advance) -> Iterator[bytes]:
@@ -248,39 +252,39 @@ def _split_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
         yield rest
 
 
-def _read_stdin(name: str, counts: Counter[str], advance: Advance) -> Iterator[Record]:
+def _read_stdin(name: str, counts: Counter[str], advance: Advance, forms: Forms) -> Iterator[Record]:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise DataError(
             "standard input can be read once, by one process; make a corpus of it first "
             "(liger-models tokenize MODEL --data - --output FOLDER) and train on that folder"
         )
-    yield from _read_lines("standard input", sys.stdin.buffer, counts, lambda _: advance(1))
+    yield from _read_lines("standard input", sys.stdin.buffer, counts, lambda _: advance(1), forms)
 
 
-def _read_parquet(path: Path, counts: Counter[str], advance: Advance) -> Iterator[Record]:
+def _read_parquet(path: Path, counts: Counter[str], advance: Advance, forms: Forms) -> Iterator[Record]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
         raise DataError(f"{path} needs pyarrow: pip install 'liger_models[data]'") from error
     try:
         with parquet.ParquetFile(path) as file:
-            columns = file.schema_arrow.names
+            columns, fields = file.schema_arrow.names, fields_of(forms)
             for column in columns:
-                if column not in FIELDS and file.metadata.num_rows:
+                if column not in fields and file.metadata.num_rows:
                     counts[f"fields {column!r} left aside"] += file.metadata.num_rows
-            chosen = [column for column in columns if column in FIELDS]
+            chosen = [column for column in columns if column in fields]
             if not chosen and file.metadata.num_rows:
-                raise DataError(f"{path} has the columns {', '.join(columns)}; expected {', '.join(FIELDS)}")
+                raise DataError(f"{path} has the columns {', '.join(columns)}; expected {', '.join(forms)}")
             share = path.stat().st_size / max(1, file.metadata.num_rows)
             rows = (row for batch in file.iter_batches(ROWS, columns=chosen) for row in batch.to_pylist())
             for number, row in enumerate(rows, 1):
-                yield parse_row(f"{path}, row {number}", row, counts)
+                yield parse_row(f"{path}, row {number}", row, counts, forms)
                 advance(int(number * share) - int((number - 1) * share))
     except (ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read as Parquet ({error})") from error
 
 
-_READERS: dict[str, Callable[[Path, Counter[str], Advance], Iterator[Record]]] = {
+_READERS: dict[str, Callable[[Path, Counter[str], Advance, Forms], Iterator[Record]]] = {
     ".txt": _read_text,
     ".md": _read_text,
     ".jsonl": _read_jsonl,
@@ -311,7 +315,7 @@ def _commit(name: str) -> str:
         ) from error
 
 
-def _read_hub(name: str, counts: Counter[str], advance: Advance) -> Iterator[Record]:
+def _read_hub(name: str, counts: Counter[str], advance: Advance, forms: Forms) -> Iterator[Record]:
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -332,5 +336,5 @@ def _read_hub(name: str, counts: Counter[str], advance: Advance) -> Iterator[Rec
                 f"{name}, row {number + 1}: cannot be read ({type(error).__name__}: {error})"
             ) from error
         number += 1
-        yield parse_row(f"{name}, row {number}", row, counts)
+        yield parse_row(f"{name}, row {number}", row, counts, forms)
         advance(1)

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from liger_models.training.data.documents import Batch
+from liger_models.training.data.documents import Counts
 from liger_models.training.data.stream import Position, Stream
 
 
 class StepData(NamedTuple):
-    """The rows of a step, over all processes, and the micro-batches of this one."""
+    """What the rows of a step hold, over all processes, and the micro-batches of this one, as
+    `Documents.batch` makes them.
+    """
 
-    batches: list[Batch]
-    labels: int
-    lengths: Tensor  # of the documents' pieces, [pieces] int64
+    batches: list[Any]
+    counts: Counts
     position: Position  # behind it
-
-    @property
-    def inputs(self) -> int:
-        return int(self.lengths.sum())
 
 
 def read_steps(
@@ -42,5 +38,4 @@ def read_steps(
             batches = [documents.batch(part) for part in mine]
             if device.type == "cuda":
                 batches = [batch.pinned() for batch in batches]
-            lengths = torch.tensor([piece.stop - piece.start for row in rows for piece in row])
-            yield StepData(batches, documents.count_labels(rows), lengths, stream.position)
+            yield StepData(batches, documents.count(rows), stream.position)

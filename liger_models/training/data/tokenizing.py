@@ -31,8 +31,9 @@ from liger_models.training.data.corpus import (
     written_corpus,
 )
 from liger_models.training.data.documents import Documents, Part, describe
+from liger_models.training.data.groups import Groups
 from liger_models.training.data.pictured import PicturedEncoder
-from liger_models.training.data.records import LONG, PICTURED, Record, check_text
+from liger_models.training.data.records import FORMS, LABELLED, LONG, PAIRS, PICTURED, Record, check_text
 from liger_models.training.data.sources import (
     OVERLAP,
     STDIN,
@@ -58,6 +59,7 @@ def load_documents(
     cache: str | Path | None = None,
     verify: bool = False,
     images: Preprocessor | None = None,
+    form: str | None = None,
 ) -> Documents:
     """The documents of what `data` names (see sources.py), or of corpora that `tokenize` made.
 
@@ -65,6 +67,11 @@ def load_documents(
     of any length is cut into rows; an example with a prompt must fit in `seq_len`, or `truncate` says to cut
     it. An end-of-sequence token closes each text and completion. Other fields of a record are left aside and
     counted.
+
+    With `form`, PAIRS or LABELLED, records are of that form alone, and each makes a group of two sequences,
+    which stay together in a row (groups.py): the two answers with their prompt; or the answer, and for KTO's
+    estimate of a divergence the prompt with the answer of the record before. `truncate` cuts each at half of
+    `seq_len`.
 
     What was tokenized before, and has not changed since, is taken from `cache` (default: liger_models/data
     in the user's folder of caches). Of several processes the first to come builds it, and the others wait.
@@ -79,20 +86,25 @@ def load_documents(
     is too long, and for data in which nothing can be trained.
     """
     names, weights = split_weights(data)
-    limits = Limits(vocab_size, seq_len)
+    limits = limits_of(vocab_size, seq_len, form)
     folder = local_path(cache, DataError) if cache else default_cache()
     corpora = []
     for group in _groups(names, apart=weights is not None):
         path = local_path(group[0], DataError)
         if is_corpus(path):
-            corpora.append(_made_before(path, tokenizer, verify, images))
+            corpora.append(_made_before(path, tokenizer, verify, images, form))
         else:
-            request = Request(group, tokenizer, limits, truncate, images)
+            request = Request(group, tokenizer, limits, truncate, images, form)
             corpora.append(request.find_or_build(folder / request.key(), verify))
         corpora[-1].check(limits)
     shares: Sequence[float | None] = weights or [None] * len(corpora)
     parts = [Part(corpus, share) for corpus, share in zip(corpora, shares, strict=True)]
-    return Documents(parts, None if images is None else images.spec.vision)
+    return (Documents if form is None else Groups)(parts, None if images is None else images.spec.vision)
+
+
+def limits_of(vocab_size: int, seq_len: int, form: str | None) -> Limits:
+    of_what = {PAIRS: ", its two answers with their prompts,", LABELLED: ", the answer and another one,"}
+    return Limits(vocab_size, seq_len, of_what.get(form or "", ""))
 
 
 def build_corpus(
@@ -105,6 +117,7 @@ def build_corpus(
     truncate: bool = False,
     shard_tokens: int = SHARD_TOKENS,
     images: Preprocessor | None = None,
+    form: str | None = None,
 ) -> Corpus:
     """Tokenize what `data` names into `folder`, which may be given to `load_documents`.
 
@@ -118,7 +131,8 @@ def build_corpus(
         raise DataError("a corpus is one part of a mixture, and its data have weights; give them to train")
     if made := [name for name in names if is_corpus(local_path(name, DataError))]:
         raise DataError(f"{made[0]} is a corpus already; give it to train beside others")
-    Request(names, tokenizer, Limits(vocab_size, seq_len), truncate, images).build(path, shard_tokens)
+    limits = limits_of(vocab_size, seq_len, form)
+    Request(names, tokenizer, limits, truncate, images, form).build(path, shard_tokens)
     return Corpus(path)
 
 
@@ -135,8 +149,16 @@ def _groups(names: list[str], apart: bool) -> list[list[str]]:
     return [raw] * bool(raw) + [[name] for name in made]
 
 
-def _made_before(folder: Path, tokenizer: TextTokenizer, verify: bool, images: Preprocessor | None) -> Corpus:
+def _made_before(
+    folder: Path, tokenizer: TextTokenizer, verify: bool, images: Preprocessor | None, form: str | None
+) -> Corpus:
     corpus = Corpus(folder, verify)
+    if corpus.form != form:
+        found, wanted = (", ".join(FORMS) if f is None else f for f in (corpus.form, form))
+        raise DataError(
+            f"{folder} was made of records with {found}, and this objective reads {wanted}; tokenize such "
+            "data with the objective that it is for"
+        )
     if corpus.manifest["tokenizer"] != tokenizer.digest():
         raise DataError(
             f"{folder} was made with another tokenizer than that of {tokenizer.folder}; tokenize the data "
@@ -165,8 +187,10 @@ class Request:
         limits: Limits,
         truncate: bool,
         images: Preprocessor | None = None,
+        form: str | None = None,
     ) -> None:
-        self.names, self.tokenizer, self.limits, self.images = list(names), tokenizer, limits, images
+        self.names, self.tokenizer, self.limits = list(names), tokenizer, limits
+        self.images, self.form = images, form
         self.length = limits.seq_len if truncate else None  # longer examples are cut
         self.counts: Counter[str] = Counter()
         self.sources = [source for name in names for source in find_sources(name, self.counts)]
@@ -196,7 +220,7 @@ class Request:
         # Ids of special tokens may lie beyond the vocabulary that a tokenizer tells.
         size = max(self.tokenizer.vocab_size, (self.tokenizer.eos_id or 0) + 1)
         with (
-            written_corpus(folder, size, shard_tokens) as writer,
+            written_corpus(folder, size, shard_tokens, self.form) as writer,
             self._bar() as advance,
             PicturedEncoder(self.tokenizer, self.images) as pictured,
         ):
@@ -216,7 +240,7 @@ class Request:
         return {
             "tokenizer": self.tokenizer.digest(),
             "processor": None if self.images is None else self.images.digest(),
-            "options": {"truncate": self.length},
+            "options": {"truncate": self.length} | ({"form": self.form} if self.form else {}),
         }
 
     def _is_of(self, manifest: dict[str, Any]) -> bool:
@@ -237,7 +261,7 @@ class Request:
     def _records(self, counts: Counter[str], advance: Advance) -> Iterator[Record]:
         for source in self.sources:
             empty = True
-            for record in source.records(counts, advance):
+            for record in source.records(counts, advance, (self.form,) if self.form else FORMS):
                 empty = False
                 yield record
             if empty:
@@ -312,6 +336,7 @@ class _Encoded(NamedTuple):
     more: bool = False
     images: bytes = b""
     needed: int = 0  # of the ids, up to and with the last of an image
+    group: tuple[int, int] | None = None  # tokens of the first of two sequences, and whether it is good
 
 
 class _Encoder:
@@ -319,11 +344,14 @@ class _Encoder:
 
     def __init__(self, tokenizer: TextTokenizer, pictured: PicturedEncoder) -> None:
         self.tokenizer, self.pictured = tokenizer, pictured
+        self.last_answer: Any = None  # of what is labelled
 
     def encode(self, records: Iterator[Record]) -> Iterator[list[_Encoded]]:
         for batch in _batches(records):
             if batch[0].form == LONG:
                 yield from ([piece] for piece in self._long(batch[0]))
+            elif batch[0].form in (PAIRS, LABELLED):
+                yield list(self._groups(batch))
             else:
                 yield list(self._batch(batch))
 
@@ -354,6 +382,64 @@ class _Encoder:
                 trained[0] = False
             yield _Encoded(record, ids, bytes(trained), whole=True)
 
+    def _groups(self, records: list[Record]) -> Iterator[_Encoded]:
+        """Each record's two sequences, one behind the other."""
+        wanted = [self._answers(record, records) for record in records]
+        found = iter(
+            self._encode_answers([(r, *one) for r, two in zip(records, wanted, strict=True) for one in two])
+        )
+        for record in records:
+            first, second = next(found), next(found)
+            good = record.form == PAIRS or record.content[2]
+            ids, trained = first[0] + second[0], bytes(first[1] + second[1])
+            yield _Encoded(record, ids, trained, whole=True, group=(len(first[0]), int(good)))
+
+    def _answers(self, record: Record, records: list[Record]) -> list[tuple[Any, Any]]:
+        """The (prompt, answer) of each of its two sequences."""
+        prompt, answer, other = record.content
+        if record.form == LABELLED:
+            if self.last_answer is None:
+                self.last_answer = records[-1].content[1]
+                if len(records) == 1:
+                    raise DataError(
+                        f"{record.where}: a single record; expected two at least, whose answers differ"
+                    )
+            answer, other, self.last_answer = answer, self.last_answer, answer
+            if type(other) is not type(prompt):
+                raise DataError(
+                    f"{record.where}: this record is of {_kind_of(prompt)} and the one before of "
+                    f"{_kind_of(other)}; expected records of one kind"
+                )
+        return [(prompt, answer), (prompt, other)]
+
+    def _encode_answers(self, answers: list[tuple[Record, Any, Any]]) -> list[tuple[list[int], list[bool]]]:
+        """(record, prompt, answer) -> ids and marks."""
+        texts, spans = [], []
+        for record, prompt, answer in answers:
+            if isinstance(prompt, str):
+                texts.append(prompt + answer)
+                spans.append([(len(prompt), len(texts[-1]))])
+                continue
+            text, turns = self._rendered(record, [*prompt, *answer])
+            texts.append(text)
+            spans.append(turns[sum(message["role"] == "assistant" for message in prompt) :])
+        is_text = [isinstance(prompt, str) for _, prompt, _ in answers]
+        found = []
+        for kind in (True, False):
+            chosen = [i for i, is_it in enumerate(is_text) if is_it is kind]
+            encoded = self.tokenizer.encode_spans(
+                [texts[i] for i in chosen], [spans[i] for i in chosen], add_special_tokens=kind
+            )
+            found += list(zip(chosen, encoded, strict=True))
+        encoded = [one for _, one in sorted(found, key=lambda pair: pair[0])]
+        for (ids, trained), is_it in zip(encoded, is_text, strict=True):
+            if is_it:
+                trained += [False] * self._close(ids)
+                trained[-1] = True
+            if ids:
+                trained[0] = False
+        return encoded
+
     def _long(self, record: Record) -> Iterator[_Encoded]:
         mark, last = b"\0", 0
         for ids in self.tokenizer.encode_blocks(record.content, OVERLAP):
@@ -370,16 +456,18 @@ class _Encoder:
         return self.tokenizer.encode_spans(texts, spans, add_special_tokens=True)
 
     def _encode_talks(self, records: list[Record]) -> list[tuple[list[int], list[bool]]]:
-        rendered = []
-        for record in records:
-            try:
-                rendered.append(self.tokenizer.render(record.content))
-            except DataError as error:
-                raise DataError(f"{record.where}: {error}") from error
-            check_text(record.where, rendered[-1][0])
+        rendered = [self._rendered(record, record.content) for record in records]
         return self.tokenizer.encode_spans(
             [text for text, _ in rendered], [spans for _, spans in rendered], add_special_tokens=False
         )
+
+    def _rendered(self, record: Record, messages: Any) -> tuple[str, list[tuple[int, int]]]:
+        try:
+            text, spans = self.tokenizer.render(messages)
+        except DataError as error:
+            raise DataError(f"{record.where}: {error}") from error
+        check_text(record.where, text)
+        return text, spans
 
     def _close(self, ids: list[int]) -> int:
         """Append eos unless the tokenizer did; returns how many tokens that took."""
@@ -395,6 +483,10 @@ class _Encoder:
         return 1
 
 
+def _kind_of(value: Any) -> str:
+    return "text" if isinstance(value, str) else "messages"
+
+
 class _Builder:
     """Ids and marks to a corpus."""
 
@@ -404,7 +496,11 @@ class _Builder:
         self.open = False  # whether a document has begun and goes on
 
     def add(self, batch: list[_Encoded]) -> None:
-        for record, ids, trained, whole, more, images, needed in batch:
+        for encoded in batch:
+            if encoded.group is not None:
+                self._add_group(encoded, encoded.group)
+                continue
+            record, ids, trained, whole, more, images, needed, _ = encoded
             if whole and self.length is not None and len(ids) > self.length + 1:
                 if needed > self.length:
                     raise DataError(
@@ -423,6 +519,26 @@ class _Builder:
             self.open = more
             if not more:
                 self.writer.end(whole, images)
+
+    def _add_group(self, encoded: _Encoded, group: tuple[int, int]) -> None:
+        record, ids, trained = encoded[:3]
+        first, good = group
+        halves = [(ids[:first], trained[:first]), (ids[first:], trained[first:])]
+        if self.length is not None:
+            half = self.length // 2
+            if any(len(ids) > half for ids, _ in halves):
+                self.writer.counts["truncated"] += 1
+            halves = [(ids[:half], trained[:half]) for ids, trained in halves]
+        self._note_largest(record, ids)
+        self.writer.note("example", Extreme(sum(len(ids) for ids, _ in halves), record.where), self.limits)
+        if any(1 not in trained for _, trained in halves):
+            self.writer.counts["without anything to train, left out"] += 1
+            return
+        if halves[0] == halves[1]:
+            self.writer.counts["with two answers that are alike"] += 1
+        for half_ids, half_trained in halves:
+            self.writer.extend(half_ids, half_trained)
+        self.writer.end(whole=True, group=(len(halves[0][0]), good))
 
     def _note_largest(self, record: Record, ids: list[int]) -> None:
         largest = max(ids, default=0)

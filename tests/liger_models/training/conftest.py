@@ -23,6 +23,10 @@ def sentence(rng: random.Random) -> str:
     return " ".join(words) + rng.choice([".", "\n", " é?", "\n\n"])
 
 
+def words(rng: random.Random, most: int) -> str:
+    return " ".join("".join(rng.choices("abcdefghij", k=4)) for _ in range(rng.randint(1, most)))
+
+
 def write_jsonl(path: Path, records: list) -> str:
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return str(path)
@@ -146,6 +150,25 @@ def data(tmp_path_factory):
         records.append({"prompt": sentence(rng)[:40], "completion": sentence(rng)[: rng.randint(1, 30)]})
     rng.shuffle(records)
     return write_jsonl(tmp_path_factory.mktemp("data") / "data.jsonl", records)
+
+
+@pytest.fixture(scope="session")
+def judged(tmp_path_factory, jsonl):
+    """Pairs of answers, and labelled ones, of very uneven length, of text and of messages."""
+    folder, rng = tmp_path_factory.mktemp("judged"), random.Random(2)
+    pairs = [{"prompt": words(rng, 5), "chosen": words(rng, 6), "rejected": words(rng, 3)} for _ in range(16)]
+
+    def said(role):
+        return [{"role": role, "content": words(rng, 4)}]
+
+    pairs += [
+        {"prompt": said("user"), "chosen": said("assistant"), "rejected": said("assistant")} for _ in range(4)
+    ]
+    labelled = [{"prompt": words(rng, 5), "completion": words(rng, 6), "label": i % 3 > 0} for i in range(20)]
+    return {
+        "pairs": jsonl(folder / "pairs.jsonl", pairs),
+        "labelled": jsonl(folder / "labelled.jsonl", labelled),
+    }
 
 
 @pytest.fixture(scope="session")

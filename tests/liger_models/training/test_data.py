@@ -139,7 +139,7 @@ def test_epochs_count_their_rows(mixed):
 
 def test_the_number_of_labels_is_what_the_batch_holds(mixed):
     for row in Stream(mixed, 64, seed=0).epoch(0):
-        assert mixed.count_labels([row]) == (mixed.batch([row]).shift_labels != IGNORE).sum()
+        assert mixed.count([row]).labels == (mixed.batch([row]).shift_labels != IGNORE).sum()
 
 
 @pytest.mark.parametrize("completion", ["yes", " a b", "\n\n", "  x\n", "é", "</s>", "\t"])

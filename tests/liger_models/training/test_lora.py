@@ -71,7 +71,7 @@ def train_stock(model, run, steps):
     optimizer = torch.optim.AdamW([g for g in groups if g["params"]], betas=BETAS, eps=EPS)
     for step in range(steps):
         rows = run.stream.take(run.rows_per_step)
-        labels, loss = run.documents.count_labels(rows), 0.0
+        labels, loss = run.documents.count(rows).labels, 0.0
         for piece in (piece for row in rows for piece in row):
             ids = run.documents.inputs(piece)[None]
             logits = model(input_ids=ids, use_cache=False).logits[0]

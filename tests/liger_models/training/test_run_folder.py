@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from liger_models.convert.errors import CheckpointError, ConfigError, TrainingError
 from liger_models.training import loop, newest_checkpoint
+from liger_models.training.objectives.sft import SFT
 from liger_models.training.run_folder import MANIFEST, STATE, checkpoints, written_folder
 from liger_models.training.saving import Saver
 from liger_models.training.state import Progress, Trained, describe_state, read_state, restore
@@ -57,15 +58,19 @@ def nan_at(monkeypatch, run):
     """Trains with a loss that is NaN from one step on."""
 
     def train(config, first):
-        step, forward, bad = loop.Run.step, loop._forward, []
+        step, share_of, bad = loop.Run.step, SFT.share, []
 
         def noted(self, *args):
             bad[:] = [self.progress.step + 1 >= first]
             return step(self, *args)
 
+        def spoiled(*args):
+            share = share_of(*args)
+            return share._replace(loss=share.loss * (math.nan if any(bad) else 1))
+
         with monkeypatch.context() as patch:
             patch.setattr(loop.Run, "step", noted)
-            patch.setattr(loop, "_forward", lambda *args: forward(*args) * (math.nan if any(bad) else 1))
+            patch.setattr(SFT, "share", spoiled)
             run(config)
 
     return train

@@ -59,7 +59,7 @@ def experts(tmp_path_factory, tokenizer_folder):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, settings_for, experts):
+def runs(tmp_path_factory, settings_for, experts, judged):
     """The folder of the runs, and what each of the two ranks says of them."""
     folder = tmp_path_factory.mktemp("sharded_runs")
     # Five held-out batches for two ranks.
@@ -68,6 +68,14 @@ def runs(tmp_path_factory, settings_for, experts):
     balanced |= {"save_every": 0}
     shared_rows = options | {"gradient_accumulation": 4, "sequence_parallel": 2}
     train(settings_for(folder / "one", **options | {"gradient_accumulation": 4}))
+    objectives = {
+        "dpo": {"data": (judged["pairs"],), "shard": "none"},
+        "kto": {"data": (judged["labelled"],), "shard": "full"},
+    }
+    for name, own in objectives.items():
+        own |= options | {"objective": name, "seq_len": 96, "save_every": 0, "steps": 3, "batch_size": 2}
+        alone = own | {"gradient_accumulation": 4, "shard": None, "data_cache": str(folder / "cache")}
+        train(settings_for(folder / f"{name}_one", **alone))
     (folder / "begun_by_one").mkdir()
     (folder / "begun_by_one" / "checkpoint-4").symlink_to(folder / "one" / "checkpoint-4")
     planned = [
@@ -83,6 +91,7 @@ def runs(tmp_path_factory, settings_for, experts):
         (settings_for(folder / "sequence_whole", **shared_rows, shard="none"), 0, 2),
         (settings_for(folder / "sent", **balanced, expert_parallel=2), 1, 2),
         (settings_for(folder / "sent", **balanced, resume="auto"), 0, 2),
+        *((settings_for(folder / f"{name}_two", **own), 0, 2) for name, own in objectives.items()),
     ]
     return folder, run_all(folder, planned)
 
@@ -132,6 +141,21 @@ def test_two_ranks_train_as_one_process_however_the_model_is_shared(other, runs)
     for a, b in zip(one[-2:], two[-2:], strict=True):
         for key in ("step", "tokens", "loss", "grad_norm", "eval_loss"):
             assert a.get(key, 0) == pytest.approx(b.get(key, 0), rel=1e-4), key
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_an_objective_is_a_mean_over_all_ranks(objective, runs):
+    """Rounding as above. Ranks have unlike numbers of pairs, and of good answers; the reference's scores are
+    computed by one process, and by two.
+    """
+    folder, outcomes = runs
+    lines = (folder / f"{objective}_one" / "metrics.jsonl").read_text().splitlines()
+    two = outcomes[0][{"dpo": 12, "kto": 13}[objective]]
+    told = {"dpo": ("margin", "accuracy"), "kto": ("kl", "good_reward", "bad_reward")}[objective]
+    for a, b in zip(map(json.loads, lines), two, strict=True):
+        assert b["tokens"] == a["tokens"]
+        for key in ("loss", "grad_norm", "eval_loss", *told):
+            assert b.get(key, 0) == pytest.approx(a.get(key, 0), rel=1e-4, abs=1e-5), key
 
 
 def test_experts_to_which_tokens_are_sent_train_on_and_go_on_where_they_are_not(runs):

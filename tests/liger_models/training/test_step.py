@@ -13,6 +13,7 @@ import torch
 from liger_models.convert.errors import ConfigError, TrainingError
 from liger_models.layers.moe import Router
 from liger_models.training import loop, trackers
+from liger_models.training.objectives.sft import SFT
 
 
 @pytest.fixture
@@ -31,13 +32,13 @@ def spoil(monkeypatch):
     """Makes the loss of these micro-batches NaN, counted from 0."""
 
     def make(numbers):
-        forward, calls = loop._forward, iter(range(10**6))
+        share_of, calls = SFT.share, iter(range(10**6))
 
         def spoiled(*arguments):
-            loss = forward(*arguments)
-            return loss * math.nan if next(calls) in numbers else loss
+            share = share_of(*arguments)
+            return share._replace(loss=share.loss * math.nan) if next(calls) in numbers else share
 
-        monkeypatch.setattr(loop, "_forward", spoiled)
+        monkeypatch.setattr(SFT, "share", spoiled)
 
     return make
 
@@ -62,15 +63,15 @@ def test_a_skipped_step_changes_no_bit_and_goes_on_in_the_data(start, spoil):
 
 
 def test_a_step_that_a_signal_cuts_short_leaves_no_trace(start, monkeypatch):
-    run, signals, forward = start(), loop.Signals(), loop._forward
+    run, signals, share_of = start(), loop.Signals(), SFT.share
     run.step(1e-3, signals)
 
     def drawn_and_signalled(*arguments):
         torch.rand(3)  # as dropout draws
         signals.received = signal.SIGTERM
-        return forward(*arguments)
+        return share_of(*arguments)
 
-    monkeypatch.setattr(loop, "_forward", drawn_and_signalled)
+    monkeypatch.setattr(SFT, "share", drawn_and_signalled)
     before, random, progress = state_of(run), torch.get_rng_state(), run.progress
     assert run.step(1e-3, signals) is None
     assert all(torch.equal(a, b) for a, b in zip(state_of(run), before, strict=True))

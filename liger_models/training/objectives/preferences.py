@@ -1,0 +1,157 @@
+"""Preferences between two answers: DPO against a reference, ORPO and SimPO without one.
+
+Each is a mean over the pairs of a step, whatever micro-batches and ranks they are in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.losses import PreferenceLoss, dpo_loss, orpo_loss, sequence_log_probs, simpo_loss
+from liger_models.training.data import IGNORE, PAIRS, Counts, GroupBatch
+from liger_models.training.objectives.objective import (
+    Objective,
+    Share,
+    checked,
+    labels_in_rows,
+    score_rows,
+)
+
+_NOTHING = torch.zeros(1)
+
+
+@dataclass
+class Preference(Objective):
+    """A loss of pairs."""
+
+    form: ClassVar[str | None] = PAIRS
+    metrics: ClassVar[tuple[str, ...]] = ("margin", "accuracy", "chosen_reward", "rejected_reward")
+    unit: ClassVar[str] = "nats per pair"
+
+    def share(self, model: nn.Module, batch: GroupBatch, counts: Counts) -> Share:
+        scored = score_rows(model, batch, self.labels(batch))
+        result = self.loss(batch, scored.log_probs, counts)
+        loss = scored.with_routers(result.loss, len(batch.good) / counts.groups)
+        return Share(loss, told_of(result))
+
+    def labels(self, batch: GroupBatch) -> Tensor | None:
+        """What is scored, [1, T]; None: the answers."""
+        return None
+
+    def loss(self, batch: GroupBatch, log_probs: Tensor, counts: Counts) -> PreferenceLoss:
+        """Of the log-probabilities of tokens [2 n, longest]."""
+        raise NotImplementedError
+
+
+def told_of(result: PreferenceLoss) -> dict[str, tuple[Tensor, Tensor | float]]:
+    chosen, rejected = result.chosen_rewards, result.rejected_rewards
+    sums = {
+        "margin": (chosen - rejected).sum(),
+        "accuracy": (chosen > rejected).float().sum(),
+        "chosen_reward": chosen.sum(),
+        "rejected_reward": rejected.sum(),
+    }
+    return {name: (value, float(len(chosen))) for name, value in sums.items()}
+
+
+@dataclass
+class DPO(Preference):
+    """losses/dpo_loss.py has the types and the meaning of the options.
+
+    loss_type: a type, or a sum such as "sigmoid=0.8+bco_pair=0.2+sft=1". desensitize: LD-DPO's alpha.
+    """
+
+    needs_reference: ClassVar[bool] = True
+
+    beta: float = 0.1
+    loss_type: str = "sigmoid"
+    label_smoothing: float = 0.0
+    f_divergence: str = "reverse_kl"
+    desensitize: float | None = None
+    types: str | Mapping[str, float] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+
+        def parse() -> None:
+            pieces = [piece.partition("=") for piece in self.loss_type.split("+")]
+            weighted = {name: float(weight) if equals else 1.0 for name, equals, weight in pieces}
+            self.types = weighted if len(weighted) > 1 or "=" in self.loss_type else self.loss_type
+            sequence_log_probs(torch.zeros(2, 1), torch.ones(2, 1), self.desensitize)
+            self._dpo_loss(*[_NOTHING] * 4, torch.ones(2))
+
+        checked(parse, "dpo")
+
+    def loss(self, batch: GroupBatch, log_probs: Tensor, counts: Counts) -> PreferenceLoss:
+        counted = labels_in_rows(batch).to(log_probs.device)
+        answers = sequence_log_probs(log_probs, counted, self.desensitize)
+        both = *answers.chunk(2), *batch.reference.chunk(2)
+        return self._dpo_loss(*both, counted.sum(1), num_items=counts.groups)
+
+    def _dpo_loss(self, *scores_and_lengths: Tensor, num_items: int | None = None) -> PreferenceLoss:
+        *scores, lengths = scores_and_lengths
+        chosen_lengths, rejected_lengths = lengths.chunk(2)
+        return dpo_loss(
+            *scores,
+            loss_type=self.types,
+            beta=self.beta,
+            label_smoothing=self.label_smoothing,
+            f_divergence=self.f_divergence,
+            chosen_lengths=chosen_lengths,
+            rejected_lengths=rejected_lengths,
+            num_items=num_items,
+        )
+
+
+@dataclass
+class ORPO(Preference):
+    """losses/orpo_loss.py: the odds of both answers, and the likelihood of the chosen one with its prompt."""
+
+    beta: float = 0.1
+
+    def labels(self, batch: GroupBatch) -> Tensor:
+        following = batch.input_ids.roll(-1, dims=1)
+        following[0, batch.cu_seqlens[1:].long() - 1] = IGNORE
+        cut = int(batch.cu_seqlens[len(batch.good)])
+        return torch.cat([following[:, :cut], batch.shift_labels[:, cut:]], 1)
+
+    def loss(self, batch: GroupBatch, log_probs: Tensor, counts: Counts) -> PreferenceLoss:
+        counted = labels_in_rows(batch).to(log_probs.device)
+        chosen, rejected = ((log_probs * counted).sum(1) / counted.sum(1)).chunk(2)
+        tokens = int(counts.lengths[: counts.groups].sum()) - counts.groups
+        nll = -log_probs.chunk(2)[0].sum() / tokens
+        return orpo_loss(chosen, rejected, nll, beta=self.beta, num_items=counts.groups)
+
+
+@dataclass
+class SimPO(Preference):
+    """losses/simpo_loss.py, where `margin` is gamma; with nll_weight, its alpha, the chosen answers' negative
+    log-likelihood is added.
+    """
+
+    beta: float = 2.0
+    margin: float = 1.0
+    nll_weight: float = 0.0
+    label_smoothing: float = 0.0
+
+    def loss(self, batch: GroupBatch, log_probs: Tensor, counts: Counts) -> PreferenceLoss:
+        lengths = labels_in_rows(batch).to(log_probs.device).sum(1)
+        chosen, rejected = (log_probs.sum(1) / lengths).chunk(2)
+        nll: Any = None
+        if self.nll_weight:
+            nll = -log_probs.chunk(2)[0].sum() / counts.first_labels
+        return simpo_loss(
+            chosen,
+            rejected,
+            nll,
+            beta=self.beta,
+            gamma=self.margin,
+            alpha=self.nll_weight,
+            label_smoothing=self.label_smoothing,
+            num_items=counts.groups,
+        )

@@ -1,0 +1,155 @@
+"""The log-probabilities of answers under the reference model, which DPO and KTO start from: computed once,
+ahead of training, and kept on disk.
+
+The reference is the model before training: the one that a run starts from, or below adapters the model
+without them. Scores lie beside tokenized data, a file a corpus, named by a digest of the reference's weights,
+its dtype and quantisation, and the corpus. A resumed run finds them there, or loads the reference again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from liger_models.causal_lm import LigerCausalLM
+from liger_models.convert.checkpoints.hub import local_path, resolve
+from liger_models.convert.errors import DataError
+from liger_models.losses import rows_of_documents, without_adapters
+from liger_models.training.config import TrainConfig
+from liger_models.training.data import Groups, Stream
+from liger_models.training.data.corpus import Corpus
+from liger_models.training.data.documents import Documents, Part
+from liger_models.training.data.tokenizing import default_cache
+from liger_models.training.world import World
+
+FORMAT = 1
+Mark = Callable[[str], object]
+
+
+def add_reference(
+    config: TrainConfig,
+    world: World,
+    parts: Iterable[Documents | None],
+    model: LigerCausalLM,
+    load: Callable[[], LigerCausalLM] | None,
+    mark: Mark,
+) -> None:
+    """Give the corpora of these documents their scores.
+
+    Args:
+        model: the trained one.
+        load: loads the reference, where the model is not what it was; None: the model is the reference, its
+            adapters aside.
+        mark: is told where the run stands.
+
+    Raises:
+        DataError: the scores cannot be written.
+    """
+    corpora = {
+        part.corpus.folder: part.corpus for documents in parts if documents for part in documents.parts
+    }
+    weights = world.once(lambda: _digest_of_weights(config.model))
+    about = [FORMAT, weights, str(model.dtype), config.quantize, config.text_only]
+    reference: LigerCausalLM | None = None
+    for corpus in corpora.values():
+        key = hashlib.sha256(json.dumps([*about, corpus.digest]).encode()).hexdigest()[:32]
+        folder = local_path(config.data_cache, DataError) if config.data_cache else default_cache()
+        path = folder / f"reference-{key}.safetensors"
+        scores = world.once(lambda path=path, corpus=corpus: _read(path, len(corpus)))  # type: ignore[misc]
+        if scores is None:
+            if reference is None:
+                reference = model if load is None else load()
+            aside = without_adapters(model) if config.lora is not None else contextlib.nullcontext()
+            scores = _score(reference, corpus, config, world, aside, mark)
+            world.once(lambda path=path, scores=scores: _write(path, scores))  # type: ignore[misc]
+        else:
+            world.say(f"scores of the reference: taken from {path}")
+        corpus.reference = scores
+
+
+@torch.no_grad()
+def _score(
+    model: LigerCausalLM,
+    corpus: Corpus,
+    config: TrainConfig,
+    world: World,
+    aside: AbstractContextManager[None],
+    mark: Mark,
+) -> Tensor:
+    """The log-probabilities of a corpus' groups, [groups, 2] float32, which the processes share out."""
+    from tqdm import tqdm
+
+    groups = Groups([Part(corpus)])
+    rows, at_once = Stream(groups, config.seq_len, seed=0).epoch(0), world.data_size * config.batch_size
+    found, training = torch.zeros(len(corpus), 2), model.training
+    model.eval()
+    with (
+        aside,
+        tqdm(
+            desc="reference",
+            total=len(corpus),
+            unit="group",
+            disable=not world.main,
+            mininterval=0.2 if sys.stderr.isatty() else 10.0,
+            dynamic_ncols=True,
+        ) as bar,
+    ):
+        while taken := list(itertools.islice(rows, at_once)):
+            mark("scores of the reference")
+            own = taken[world.data_rank * config.batch_size :][: config.batch_size]
+            # A shard of the model is everybody's: who has no rows left runs along with those of another.
+            batch = groups.batch(own or taken[: config.batch_size]).to(world.device)
+            scores = model.score(
+                batch.input_ids, shift_labels=batch.shift_labels, cu_seqlens=batch.cu_seqlens
+            ).log_probs
+            if own:
+                sums = rows_of_documents(scores, batch.cu_seqlens).sum(1)
+                found[groups.documents_of(own)] = sums.view(2, -1).T.cpu()
+            bar.update(sum(map(len, taken)))
+    model.train(training)
+    return world.sum(found.to(world.device)).cpu()
+
+
+def _digest_of_weights(name: str) -> str:
+    folder, digest = resolve(name), hashlib.sha256()
+    for path in sorted([*folder.glob("*.safetensors"), folder / "config.json"]):
+        with path.open("rb") as file:
+            digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _read(path: Path, count: int) -> Tensor | None:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not path.is_file():
+        return None
+    with contextlib.suppress(SafetensorError, OSError, KeyError):  # a damaged one is made again
+        scores = load_file(path)["log_probs"]
+        if scores.shape == (count, 2) and scores.dtype == torch.float32 and bool(scores.isfinite().all()):
+            return scores
+    return None
+
+
+def _write(path: Path, scores: Tensor) -> None:
+    from safetensors.torch import save_file
+
+    beside = path.with_name(f".{path.name}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({"log_probs": scores}, beside)
+        beside.replace(path)
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be written ({error.strerror or error}); make room, or name another folder with "
+            "--data-cache"
+        ) from error

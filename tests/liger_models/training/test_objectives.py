@@ -1,0 +1,324 @@
+"""Objectives: what a run of each minimises is the loss of its definition, over whole steps."""
+
+import json
+import math
+
+import pytest
+import torch
+
+import liger_models
+from liger_models import losses as of
+from liger_models.cli.train import OBJECTIVE_OPTIONS
+from liger_models.convert.errors import ConfigError, DataError
+from liger_models.training import TrainConfig, loop
+from liger_models.training.data import load_documents
+from liger_models.training.objectives import OBJECTIVES, options_of
+from liger_models.training.tokenizer import TextTokenizer
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory, tiny_shape, tokenizer_folder):
+    folder = tmp_path_factory.mktemp("teacher") / "model"
+    torch.manual_seed(9)
+    liger_models.from_config({**tiny_shape, "hidden_size": 48}, device="cpu").save_pretrained(folder)
+    for file in tokenizer_folder.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return str(folder)
+
+
+@pytest.fixture
+def configured(settings, judged, teacher, data):
+    """A run's settings for an objective."""
+
+    def make(objective, options=None, **changes):
+        kind = {"kto": judged["labelled"], "sft": data, "distill": data}.get(objective, judged["pairs"])
+        options = dict(options or {}) | ({"teacher": teacher} if objective == "distill" else {})
+        defaults = {"eval_fraction": 0.0, "data": (kind,), "seq_len": 96, "steps": 4}
+        return settings(objective=objective, objective_options=options, **defaults | changes)
+
+    return make
+
+
+@pytest.fixture
+def start(configured):
+    def make(*args, **changes):
+        config = configured(*args, **changes)
+        return loop.Run(config, loop.World(config.device))
+
+    return make
+
+
+def sequences(run, rows):
+    """Each group of these rows as its two (ids, where an answer's tokens stand), and whether it is good."""
+    for piece in (piece for row in rows for piece in row):
+        corpus, number = run.documents._place(piece)
+        cut, good = corpus.groups[number].tolist()
+        ids, trained = run.documents._read(*piece)
+        yield [(ids[:cut].long(), trained[:cut]), (ids[cut:].long(), trained[cut:])], bool(good)
+
+
+def log_probs_of(model, ids, counted):
+    """Of the counted tokens after the first, [n], out of logits in float64; and of all of them."""
+    logits = model(ids[None]).logits[0, :-1].double()
+    found = logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+    return found[counted[1:]], found
+
+
+def expected_loss(name, run, reference, rows):
+    """The objective's definition on single sequences, without packing or micro-batches."""
+    groups = list(sequences(run, rows))
+    scored = [[log_probs_of(run.model, *one) for one in two] for two, _ in groups]
+    with torch.no_grad():
+        before = [[log_probs_of(reference, *one)[0].sum() for one in two] for two, _ in groups]
+    sums = torch.stack([torch.stack([one[0].sum() for one in two]) for two in scored])
+    means = torch.stack([torch.stack([one[0].mean() for one in two]) for two in scored])
+    before = torch.stack([torch.stack(two) for two in before])
+    if name == "dpo":
+        return of.dpo_loss(*sums.T, *before.T, beta=0.3, loss_type={"sigmoid": 0.7, "apo_zero": 0.3}).loss
+    if name == "orpo":
+        everything = torch.cat([two[0][1] for two in scored])
+        return of.orpo_loss(*means.T, -everything.mean(), beta=0.2).loss
+    if name == "simpo":
+        answers = torch.cat([two[0][0] for two in scored])
+        return of.simpo_loss(*means.T, -answers.mean(), beta=1.5, gamma=0.4, alpha=0.5).loss
+    good = torch.tensor([good for _, good in groups])
+    kl = of.kto_kl(sums[:, 1].detach(), before[:, 1])
+    return of.kto_loss(sums[:, 0], before[:, 0], good, kl, beta=0.3, desirable_weight=0.8).loss
+
+
+GIVEN = {
+    "dpo": {"beta": 0.3, "loss_type": "sigmoid=0.7+apo_zero=0.3"},
+    "orpo": {"beta": 0.2},
+    "simpo": {"beta": 1.5, "margin": 0.4, "nll_weight": 0.5},
+    "kto": {"beta": 0.3, "desirable_weight": 0.8},
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_step_has_the_gradient_of_the_definition_over_all_its_micro_batches(start, checkpoint, name):
+    run = start(name, GIVEN[name], batch_size=2, gradient_accumulation=2, clip=0.0)
+    reference = liger_models.from_hub(checkpoint, device="cpu")
+    with torch.no_grad():  # the policy is no longer its reference
+        for parameter in run.model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    stream = loop.Stream(run.documents, 96, run.config.seed)
+    expected = expected_loss(name, run, reference, stream.take(4))
+    gradients = torch.autograd.grad(expected, list(run.model.parameters()))
+    kept = []
+    run.optimizer.step = lambda: kept.extend(p.grad.clone() for p in run.model.parameters())
+    outcome = run.step(1e-3, loop.Signals())
+    assert outcome.loss == pytest.approx(expected.item(), rel=1e-5)
+    for found, wanted in zip(kept, gradients, strict=True):
+        # float32's 6e-8 over sums of some 400 tokens, in two layers: 1e-5 of the largest entry.
+        assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+    assert outcome.told.keys() == set(run.objective.metrics)
+    assert None not in outcome.told.values()
+
+
+def test_preference_metrics_are_means_over_the_pairs_of_a_step(start):
+    run = start("dpo", {"beta": 0.5}, batch_size=1, gradient_accumulation=3)
+    told = run.step(1e-2, loop.Signals()).told
+    assert told["margin"] == pytest.approx(0, abs=1e-5)  # the policy is its reference
+    for _ in range(3):
+        told = run.step(1e-2, loop.Signals()).told
+    assert told["margin"] == pytest.approx(told["chosen_reward"] - told["rejected_reward"], abs=1e-5)
+    assert 0 <= told["accuracy"] <= 1
+
+
+def test_distillation_from_the_model_itself_has_no_divergence(start, checkpoint):
+    run = start("distill", {"hard_weight": 0.5})
+    first = run.step(1e-3, loop.Signals())
+    assert first.told["divergence"] > 0.01
+    assert first.loss == pytest.approx(first.told["divergence"] + 0.5 * first.told["hard_loss"], rel=1e-5)
+    run.objective.lesson = run.objective._lesson(run.model)
+    assert run.step(0.0, loop.Signals()).told["divergence"] == pytest.approx(0, abs=1e-6)
+
+
+def test_dft_weighs_each_token_with_its_probability(start):
+    plain, dft = start("sft"), start("sft", {"loss_type": "dft"})
+    losses = [run.step(1e-3, loop.Signals()).loss for run in (plain, dft)]
+    # -p log p is below -log p, and at most 1 / e.
+    assert 0 < losses[1] < min(losses[0], 1 / math.e)
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto", "distill"])  # what others keep is kept by these
+def test_a_resumed_run_gives_the_same_bits(configured, run, losses, tmp_path, cache, name):
+    options = {"output": tmp_path / "run", "save_every": 1, "keep": 0, "steps": 2, "eval_every": 0}
+    whole = run(configured(name, **options))
+    (tmp_path / "run" / "checkpoint-2").rename(tmp_path / "aside")
+    for file in cache.glob("reference-*"):
+        file.unlink()  # the reference is loaded again
+    again = run(configured(name, resume="auto", **options))
+    assert losses(whole) == losses(again)
+    told = [[r.get(n) for n in OBJECTIVES[name].metrics] for r in whole.records]
+    assert told == [[r.get(n) for n in OBJECTIVES[name].metrics] for r in again.records]
+    weights = [liger_models.from_hub(r.final, device="cpu").state_dict() for r in (whole, again)]
+    assert all(torch.equal(a, b) for a, b in zip(*(w.values() for w in weights), strict=True))
+
+
+def test_scores_of_the_reference_are_kept_and_belong_to_their_weights(start, cache, tiny_checkpoint, capsys):
+    for file in cache.glob("reference-*"):
+        file.unlink()
+    run = start("dpo")
+    corpus = run.documents.parts[0].corpus
+    (kept,) = cache.glob("reference-*")
+    assert "taken from" not in capsys.readouterr().err
+    for row in loop.Stream(run.documents, 96, 0).take(2):
+        for (two, _), place in zip(sequences(run, [row]), run.documents.documents_of([row]), strict=True):
+            with torch.no_grad():
+                alone = [log_probs_of(run.model, *one)[0].sum() for one in two]
+            torch.testing.assert_close(
+                corpus.reference[place].double(), torch.stack(alone), rtol=1e-5, atol=1e-5
+            )
+    start("dpo")
+    assert str(kept) in capsys.readouterr().err
+    kept.write_bytes(kept.read_bytes()[:-4])  # damaged
+    start("dpo")
+    assert "taken from" not in capsys.readouterr().err
+    other = tiny_checkpoint()
+    weights = other / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    start("dpo", model=str(other))
+    assert len(list(cache.glob("reference-*"))) == 2
+
+
+def test_adapters_are_set_aside_for_the_reference(configured, run, tmp_path, cache):
+    pytest.importorskip("peft")
+    options = {"lora": "r=4", "lr": 1e-2, "output": tmp_path / "lora", "save_every": 2, "keep": 0}
+    done = run(configured("dpo", **options))
+    margins = [r["margin"] for r in done.records]
+    assert margins[0] == pytest.approx(0, abs=1e-5)
+    assert margins[-1] > 0.01
+    (tmp_path / "lora" / "checkpoint-4").rename(tmp_path / "aside")
+    for file in cache.glob("reference-*"):
+        file.unlink()
+    again = run(configured("dpo", resume="auto", **options))
+    assert [r["margin"] for r in again.records] == margins
+
+
+# -------------------------------------------------------------------------------------------------- records
+
+
+GOOD = {"prompt": "a b", "chosen": "c", "rejected": "d"}
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        ({"prompt": "a", "chosen": "c"}, "'rejected' is missing"),
+        ({"text": "a"}, "found 'text'; expected prompt/chosen/rejected"),
+        (GOOD | {"chosen": ""}, "'chosen' is empty"),
+        (
+            GOOD | {"rejected": [{"role": "assistant", "content": "x"}]},
+            "'rejected' is a list; expected a string",
+        ),
+        (GOOD | {"prompt": 3, "chosen": 3, "rejected": 3}, "'prompt' is a int"),
+        (
+            {
+                "prompt": [{"role": "user", "content": "x"}],
+                "chosen": [{"role": "user", "content": "x"}],
+                "rejected": [{"role": "assistant", "content": "y"}],
+            },
+            "no message of 'chosen' has the role 'assistant'",
+        ),
+        (GOOD | {"chosen": "word " * 60}, "its two answers with their prompts, and seq_len is 96"),
+    ],
+)
+def test_a_pair_that_cannot_be_used_is_refused_with_its_line(start, jsonl, tmp_path, record, says):
+    file = jsonl(tmp_path / "pairs.jsonl", [GOOD, record])
+    with pytest.raises(DataError, match=r"pairs\.jsonl, line 2") as error:
+        start("orpo", data=(file,))
+    assert says in str(error.value)
+
+
+def test_what_is_labelled_needs_a_label_and_company(start, jsonl, tmp_path):
+    record = {"prompt": "a", "completion": "b", "label": "yes"}
+    with pytest.raises(DataError, match="line 1: 'label' is 'yes', expected true"):
+        start("kto", data=(jsonl(tmp_path / "a.jsonl", [record]),))
+    with pytest.raises(DataError, match="line 1: a single record"):
+        start("kto", data=(jsonl(tmp_path / "b.jsonl", [record | {"label": True}]),))
+
+
+def test_examples_that_are_too_long_are_cut_on_request(start, jsonl, tmp_path):
+    file = jsonl(
+        tmp_path / "pairs.jsonl", [GOOD, GOOD | {"chosen": "word " * 60}, GOOD | {"prompt": "x " * 99}]
+    )
+    run = start("orpo", data=(file,), truncate=True)
+    counts = run.documents.counts
+    assert counts["truncated"] == 2
+    assert counts["without anything to train, left out"] == 1  # whose prompt leaves no room
+    assert counts["documents"] == 2
+    assert run.documents.longest_piece(96) == 48
+
+
+def test_conversations_are_told_apart_from_what_they_begin_with(tokenizer_folder, jsonl, tmp_path, cache):
+    asked, answers = {"role": "user", "content": "a"}, [{"role": "assistant", "content": c} for c in "bc"]
+    whole = {"chosen": [asked, answers[0]], "rejected": [asked, answers[1]]}
+    apart = {"prompt": [asked], "chosen": [answers[0]], "rejected": [answers[1]]}
+    tokenizer, found = TextTokenizer(tokenizer_folder), []
+    for number, record in enumerate((whole, apart)):
+        file = jsonl(tmp_path / f"{number}.jsonl", [record])
+        limits = {"seq_len": 96, "vocab_size": 320, "form": "prompt/chosen/rejected"}
+        (part,) = load_documents([file], tokenizer, **limits).parts
+        found.append([*part.corpus.read(0, int(part.corpus.starts[-1])), part.corpus.groups])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    ids, trained, groups = found[0]
+    text = tokenizer.backend.decode(
+        ids[: groups[0, 0]][trained[: groups[0, 0]]].tolist(), skip_special_tokens=False
+    )
+    assert text.startswith("b</s>")
+
+
+def test_a_kto_stranger_is_the_answer_of_the_record_before(start):
+    run = start("kto")
+    corpus = run.documents.parts[0].corpus
+    answers = []
+    for number in range(len(corpus)):
+        start_, stop = corpus.starts[number : number + 2].tolist()
+        cut = start_ + int(corpus.groups[number, 0])
+        pair = [corpus.read(start_, cut), corpus.read(cut, stop)]
+        answers.append([ids[trained].tolist() for ids, trained in pair])
+    for before, now in zip([answers[-1], *answers[:-1]], answers, strict=True):
+        # Where the prompt ends and the answer begins may be tokens of both.
+        same = min(len(before[0]), len(now[1])) - 1
+        assert same > 1
+        assert before[0][-same:] == now[1][-same:]
+
+
+# ------------------------------------------------------------------------------------------------ the options
+
+
+def test_the_command_line_has_the_options_of_all_objectives_and_no_others():
+    assert OBJECTIVE_OPTIONS.keys() == {option for name in OBJECTIVES for option in options_of(name)}
+
+
+@pytest.mark.parametrize(
+    ("objective", "options", "says"),
+    [
+        ("ppo", {}, "expected one of sft"),
+        ("sft", {"beta": 0.1}, "sft has no option 'beta'"),
+        ("orpo", {"margin": 0.1}, "orpo has no option 'margin'"),
+        ("dpo", {"loss_type": "simpo"}, "unknown loss_type"),
+        ("dpo", {"label_smoothing": 0.1}, "label_smoothing has no meaning"),
+        ("dpo", {"beta": 0.0}, "beta is 0.0"),
+        ("kto", {"loss_type": "dpo"}, "expected kto"),
+        ("distill", {}, "needs a teacher"),
+        ("distill", {"teacher": "x", "beta": 1.5}, "beta"),
+        ("distill", {"teacher": "x", "loss_type": "cosine", "top_k": 4}, "cosine"),
+    ],
+)
+def test_options_that_do_not_apply_are_refused_before_anything_is_loaded(objective, options, says):
+    with pytest.raises(ConfigError, match=says):
+        TrainConfig("m", ("d",), "o", steps=1, objective=objective, objective_options=options)
+
+
+def test_what_is_told_stands_in_the_files_and_the_picture(configured, run):
+    pytest.importorskip("matplotlib")
+    done = run(configured("dpo", eval_fraction=0.2))
+    header, *lines = (done.final.parent / "metrics.csv").read_text().splitlines()
+    assert {"margin", "accuracy", "eval_margin"} <= set(header.split(","))
+    assert "eval_accuracy" in json.loads((done.final.parent / "metrics.jsonl").read_text().splitlines()[-1])
+    assert len(lines) == len(done.records)
+    assert (done.final.parent / "loss.png").stat().st_size > 20_000
