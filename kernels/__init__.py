@@ -3,7 +3,13 @@
 from liger_models.kernels.activations.gated import ClampedSwiGLU, clamped_swiglu, geglu, relu2, swiglu
 from liger_models.kernels.activations.softmax import softmax
 from liger_models.kernels.activations.xielu import xielu
-from liger_models.kernels.attention.flash_attention import attention, document_bounds, key_ranges
+from liger_models.kernels.attention.flash_attention import attention
+from liger_models.kernels.attention.visible_keys import (
+    KeyRanges,
+    document_bounds,
+    key_ranges,
+    tree_ranges,
+)
 from liger_models.kernels.experts.moe_experts import moe_experts
 from liger_models.kernels.experts.moe_routing import route
 from liger_models.kernels.experts.router_losses import load_balancing_loss, router_z_loss
@@ -25,6 +31,7 @@ __all__ = [
     "AdamWTensors",
     "ClampedSwiGLU",
     "CrossEntropyOutput",
+    "KeyRanges",
     "TokenScores",
     "adamw",
     "add_layer_norm",
@@ -58,5 +65,6 @@ __all__ = [
     "sum_of_squares",
     "swiglu",
     "total_variation",
+    "tree_ranges",
     "xielu",
 ]

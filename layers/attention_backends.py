@@ -5,7 +5,8 @@
 A query sees the tokens of its own document up to itself, and of those the last `window` if there is a window.
 Where the spec is not causal it sees all of its document, and where there are spans (of an image, say) all of
 its span beside what precedes it.
-Documents that the spec cuts into chunks are shorter documents, for every backend.
+Documents that the spec cuts into chunks are shorter documents, for every backend. Where documents continue
+others (layers/tree.py), a query sees of those what it would see if they stood before its own.
 Soft cap and sinks: see kernels/attention/flash_attention.py.
 
 | backend  | does                                 | what it is                                            |
@@ -22,6 +23,7 @@ Soft cap and sinks: see kernels/attention/flash_attention.py.
 |-----------------------------|----------|-----------|
 | equal documents, no window  | `sdpa`   | `sdpa`    |
 | packed, a window, spans     | `triton` | `masked`  |
+| that continue others        | `triton` | `masked`  |
 | soft cap or sinks           | `triton` | `eager`   |
 
 Elsewhere is a CPU, float64, heads of more than 512, and torch.compile, under which `triton` would run its
@@ -68,14 +70,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from liger_models.kernels import attention
+from liger_models.kernels import KeyRanges, attention
 from liger_models.kernels._dispatch import use_triton
 from liger_models.kernels.attention.flash_attention import (
     MOST_HEAD_DIM,
     attention_plain,
     attention_weights,
-    visible_keys,
 )
+from liger_models.kernels.attention.visible_keys import visible_keys
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import AttentionSpec
 
@@ -183,8 +185,10 @@ def attend_plain(
     return attention_plain(q, k, v, spec.scale, bounds, window, spec.softcap, sinks)
 
 
-def _bounds(spec: AttentionSpec, sequences: Sequences) -> tuple[Tensor | None, int | None]:
+def _bounds(spec: AttentionSpec, sequences: Sequences) -> tuple[Tensor | KeyRanges | None, int | None]:
     """What `kernels.attention` takes as bounds and window."""
+    if sequences.tree is not None and spec.causal:
+        return sequences.tree.key_ranges(spec.window, spec.chunk), None
     if spec.causal and sequences.spans is None:
         return sequences.document_bounds(), spec.window
     return sequences.key_ranges(spec.window, spec.causal, spec.whole_spans), None
@@ -231,7 +235,7 @@ def attend_cached(
 
 def _as_seen(spec: AttentionSpec, sequences: Sequences) -> Sequences:
     sequences = sequences if spec.sees_spans else sequences.without_spans()
-    return sequences if spec.chunk is None else sequences.chunks(spec.chunk)
+    return sequences if spec.chunk is None or sequences.tree is not None else sequences.chunks(spec.chunk)
 
 
 def _choose(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Sequences) -> AttentionBackend:
@@ -244,7 +248,8 @@ def _choose(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Seq
         return "triton"
     flash = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0
     if plain:
-        return "varlen" if flash and usual and sequences.spans is None else "masked"
+        documents = sequences.spans is None and sequences.tree is None
+        return "varlen" if flash and usual and documents else "masked"
     return "eager"
 
 
@@ -324,7 +329,7 @@ def _beside_padding(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequen
 
 def _boundaries_are_at_hand(q: Tensor, sequences: Sequences) -> bool:
     """Whether there are boundaries, and they can be read without waiting for a device."""
-    there = sequences.cu_seqlens is not None and sequences.spans is None
+    there = sequences.cu_seqlens is not None and sequences.spans is None and sequences.tree is None
     return there and q.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
@@ -385,8 +390,10 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Seq
         batch, seq = sequences.shape
         cu = torch.arange(0, (batch + 1) * seq, seq, dtype=torch.int32, device=q.device)
     longest = sequences.max_seqlen
-    if sequences.spans is not None and spec.causal:
-        raise ValueError("attention='varlen' has no spans; use 'auto' or 'triton'")
+    if (sequences.spans is not None and spec.causal) or sequences.tree is not None:
+        raise ValueError(
+            "attention='varlen' has neither spans nor documents that continue others; use 'auto' or 'triton'"
+        )
     before, behind = -1 if spec.window is None else spec.window - 1, 0 if spec.causal else -1
     options: dict[str, Any] = {"enable_gqa": True} if _varlen_takes_gqa_flag() else {}
     # Its backward reads dense rows of heads; the packed q|k|v row gives them a common stride, which it also

@@ -30,6 +30,7 @@ from liger_models.layers.offload import Offload, drop_unused_buffers
 from liger_models.layers.per_layer_input import PerLayerInputs
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import AttentionSpec, ModelSpec, SharedAttentionSpec
+from liger_models.layers.tree import check_tree
 from liger_models.layers.vision import VISIONS
 
 
@@ -75,6 +76,8 @@ class Decoder(nn.Module):
         embeddings; from both where layers have inputs of their own. To a list `inputs_of_layers` the residual
         stream in front of each layer is added, [T, H] each. `sight` is what a model with `vision` is shown.
         """
+        if sequences.tree is not None:
+            check_tree(self.spec, sight)
         if self.vision is not None and sight is not None:
             self.vision.prepare(sight, sequences, input_ids)
         sequences.prepare_rotary(self.spec.ropes)

@@ -70,6 +70,7 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        parents: Sequence[int] | Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         logits_to_keep: int | Tensor = 0,
@@ -88,6 +89,8 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
                 `cu_seqlens`.
             cu_seqlens: [n + 1] integers, the boundaries of packed documents in the flattened batch: documents
                 neither see nor predict one another. On the CPU it costs no synchronisation.
+            parents: [n] integers, the number of the document that each of these continues, or -1: it sees
+                that one as if it stood before it, and positions go on. See layers/tree.py.
             shift_labels: [batch, seq], already shifted: the label of position t is what position t shall
                 predict.
                 (Not in the signature: trainers take any parameter with "label" in its name for one that every
@@ -125,7 +128,7 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
             asked = num_items_in_batch, return_logits
             check_score_call(labels, shift_labels, cu_seqlens, shape[0], *asked)
             num_items_in_batch = 1  # no label at all is no error: nothing is divided by their count
-        sequences = Sequences.from_call(shape, device, attention_mask, position_ids, cu_seqlens)
+        sequences = Sequences.from_call(shape, device, attention_mask, position_ids, cu_seqlens, parents)
         targets = targets_of(sequences, labels, shift_labels)
         check_lesson(distill, score, targets)
         sequences = sequences.divided(self.sequence_group)

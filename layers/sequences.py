@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_models.convert.errors import DataError
-from liger_models.kernels import document_bounds, key_ranges
+from liger_models.kernels import KeyRanges, document_bounds, key_ranges
 from liger_models.layers.cache import KVCache
 from liger_models.layers.rotary import rotary_tables
 from liger_models.layers.router_loss import RouterLogits
 from liger_models.layers.routing_decisions import RoutingDecisions
 from liger_models.layers.sequence_parallel import Slice
 from liger_models.layers.spec import QueryScaleSpec, RopeSpec
+from liger_models.layers.tree import Tree
 
 IGNORE_INDEX = -100
 
@@ -35,9 +37,10 @@ class Sequences:
     [A, T] are the positions of tokens that have several, and `spans` [2, T] int32 says where the span begins
     and ends in which a token stands whose tokens all see one another (an image's, say; a token in none is a
     span by itself). `tiles` are those of images that tokens see (`SeenTiles`), and `pads` [T] bool tokens of
-    padding that were not taken out, none of which sees another. `bounds` is made by `document_bounds`,
-    `rotary` by `prepare_rotary`, `cut` by `chunks`. `router_logits` are noted by the layers of experts whose
-    router has a loss, and `routing` what all of them decided.
+    padding that were not taken out, none of which sees another. `tree` says which documents continue others
+    (layers/tree.py). `bounds` is made by `document_bounds`, `rotary` by `prepare_rotary`, `cut` by `chunks`.
+    `router_logits` are noted by the layers of experts whose router has a loss, and `routing` what all of them
+    decided.
 
     Of sequences that are divided over ranks (`divided`) the T tokens are those of this rank, `slice` says
     which, and `whole` is what the documents are read off, which lie across slices.
@@ -66,7 +69,8 @@ class Sequences:
         self._plain: Sequences | None = None
         self.tiles: Any = None
         self.pads: Tensor | None = None
-        self.ranges: dict[tuple[int | None, bool, bool], Tensor] = {}
+        self.tree: Tree | None = None
+        self.ranges: dict[tuple[int | None, bool, bool], KeyRanges] = {}
         self.rotary: dict[RopeSpec, tuple[Tensor, Tensor]] = {}
         self.query_scales: dict[QueryScaleSpec, Tensor] = {}
         self.cut: dict[int, Sequences] = {}
@@ -84,16 +88,18 @@ class Sequences:
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        parents: Sequence[int] | Tensor | None = None,
     ) -> Sequences:
         """Read the documents off what the caller gave.
 
         `attention_mask` [batch, seq] is 0 at padding. `cu_seqlens` [n + 1] bounds packed documents over the
-        flattened tokens (on the CPU it costs no synchronisation). Position ids that start anew without either
-        of them mark packed documents too, as in transformers.
+        flattened tokens (on the CPU it costs no synchronisation), and `parents` [n] says which of them each
+        continues, -1 for none. Position ids that start anew without `attention_mask` or `cu_seqlens` mark
+        packed documents too, as in transformers.
 
         Raises:
             DataError: shapes that do not fit, two descriptions of the documents at once, boundaries out of
-                order.
+                order, documents that continue what they cannot.
         """
         batch, seq = shape
         total = batch * seq
@@ -103,8 +109,10 @@ class Sequences:
             )
         if position_ids is not None:
             position_ids = _flat_positions(position_ids, shape)
+        if parents is not None and cu_seqlens is None:
+            raise DataError("parents names documents of cu_seqlens: give both")
         if cu_seqlens is not None:
-            return cls._packed(shape, device, cu_seqlens, position_ids)
+            return cls._packed(shape, device, cu_seqlens, position_ids, parents)
         if attention_mask is not None:
             _check_mask(attention_mask, shape)
             lengths = attention_mask.bool().sum(1)
@@ -127,7 +135,12 @@ class Sequences:
 
     @classmethod
     def _packed(
-        cls, shape: tuple[int, int], device: torch.device, cu_seqlens: Tensor, position_ids: Tensor | None
+        cls,
+        shape: tuple[int, int],
+        device: torch.device,
+        cu_seqlens: Tensor,
+        position_ids: Tensor | None,
+        parents: Sequence[int] | Tensor | None = None,
     ) -> Sequences:
         total = shape[0] * shape[1]
         if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
@@ -143,6 +156,13 @@ class Sequences:
                 f"{f' from {bounds[0]} to {bounds[-1]}' if bounds else ''}"
             )
         cu = cu_seqlens.to(torch.int32).to(device, non_blocking=True)
+        if parents is not None:
+            tree = Tree(bounds, parents, device)
+            longest = tree.longest if position_ids is None else int(position_ids.max()) + 1
+            positions = tree.position_ids() if position_ids is None else position_ids
+            sequences = cls(shape, positions, longest, tree.longest, cu)
+            sequences.tree = tree
+            return sequences
         if position_ids is None:
             starts = torch.repeat_interleave(cu[:-1], cu.diff(), output_size=total)
             position_ids = torch.arange(total, device=device) - starts
@@ -186,6 +206,8 @@ class Sequences:
         """
         if group is None:
             return self
+        if self.tree is not None:
+            raise DataError("documents that continue others cannot be divided over ranks: leave out parents")
         part = copy.copy(self)
         part._whole = self
         part.slice = Slice(group, self.num_tokens)
@@ -208,7 +230,9 @@ class Sequences:
     def afresh(self) -> Sequences:
         """The same documents for another model, whose layers have noted nothing yet."""
         positions = self.position_ids, self.longest_position, self.max_seqlen
-        return Sequences(self.shape, *positions, self.cu_seqlens, self.kept)
+        fresh = Sequences(self.shape, *positions, self.cu_seqlens, self.kept)
+        fresh.tree = self.tree
+        return fresh
 
     @property
     def device(self) -> torch.device:
@@ -229,6 +253,7 @@ class Sequences:
                 rope: (cos.to(device), sin.to(device)) for rope, (cos, sin) in self.rotary.items()
             }
             there.tiles = None if self.tiles is None else self.tiles.to(device)
+            there.tree = None if self.tree is None else self.tree.on(device)
             there.query_scales, there.ranges, there._plain = {}, {}, None
             there._whole = None if self._whole is None else self._whole.on(device)
         return self._elsewhere[device]
@@ -246,10 +271,12 @@ class Sequences:
             self.bounds = document_bounds(cu_seqlens, self.num_tokens)
         return self.bounds
 
-    def key_ranges(self, window: int | None, causal: bool, whole_spans: bool = False) -> Tensor:
+    def key_ranges(self, window: int | None, causal: bool, whole_spans: bool = False) -> KeyRanges:
         """What is seen where attention is not causal, or not everywhere: see `kernels.key_ranges`. Made once
         for all layers that are alike.
         """
+        if self.tree is not None:
+            raise ValueError("in documents that continue others attention is causal, and there are no spans")
         if (window, causal, whole_spans) not in self.ranges:
             bounds = self.document_bounds()
             if bounds is None:
@@ -275,8 +302,8 @@ class Sequences:
         """
         if size >= self.max_seqlen:
             return self
-        if self.spans is not None:
-            raise ValueError("documents with spans that see ahead cannot be cut into chunks")
+        if self.spans is not None or self.tree is not None:
+            raise ValueError("documents with spans that see ahead, or that continue others, cannot be cut")
         if size not in self.cut:
             total = self.num_tokens
             shape, cu_seqlens = (total // size, size), None

@@ -1,13 +1,13 @@
 """The Triton kernels of `attention.py`: forward, gradient of the queries, gradient of the keys and values.
 
-What a query sees is one range of keys, and what a key is seen by one range of queries; neither end of either
-ever falls from one token to the next. So the tiles that a block meets are some at its beginning that are
-visible in part, then some that are visible as a whole, then some at its end that are visible in part. Only
-the outer ones need a mask. They are taken first.
+What a query sees is a range of keys, and what a key is seen by a range of queries. So the tiles that a block
+meets are some at its beginning that are visible in part, then some that are visible as a whole, then some at
+its end that are visible in part. Only the outer ones need a mask. They are taken first.
 
 The ranges are those of causal attention, `first .. query` and `key .. last`, where `bounds` [2, T] says where
-documents begin and end; or, RANGES, all four ends are given, in `bounds` [4, T]: first key and end of the
-keys of each query, first query and end of the queries of each key.
+documents begin and end; or, RANGES, they are given, and there may be several that do not overlap: `bounds`
+[2 * parts, T] holds first and end of each, of the keys of each query or of the queries of each key. A range
+from T to 0 is empty, and does not widen those of its block.
 
 Scores and `lse` are in units of ln(2), so that exp2 is the softmax's exponential.
 
@@ -40,6 +40,7 @@ def attention_forward_kernel(
     window,
     scale,
     softcap,
+    parts,
     RANGES: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -60,9 +61,6 @@ def attention_forward_kernel(
     q_tile = _load_rows(q, row, q_stride, tokens, True, HEAD_DIM, BLOCK_DIM, BLOCK_Q)
     if BLOCK_REST:
         q_rest = _load_rows(q + BLOCK_DIM, row, q_stride, tokens, True, REST_DIM, BLOCK_REST, BLOCK_Q)
-    firsts = _first_key(queries, bounds, tokens, window)
-    ends = _end_key(queries, bounds, tokens, RANGES)
-    tile, before, whole, partial = _key_tiles(row, bounds, tokens, window, RANGES, BLOCK_Q, BLOCK_K)
 
     accumulator = tl.zeros([BLOCK_Q, BLOCK_VALUE], tl.float32)
     if sinks is not None:  # one more key, whose value is zero
@@ -71,34 +69,40 @@ def attention_forward_kernel(
     else:
         largest = tl.zeros([BLOCK_Q], tl.float32) - float("inf")
         total = tl.zeros([BLOCK_Q], tl.float32)
-    for WHOLE in tl.static_range(2):
-        for i in range(0, whole if WHOLE else partial):
-            column = (tile + _nth_tile(i, before, whole, WHOLE)) * BLOCK_K
-            k_tile = _load_rows(k, column, k_stride, tokens, not WHOLE, HEAD_DIM, BLOCK_DIM, BLOCK_K)
-            v_tile = _load_rows(v, column, v_stride, tokens, not WHOLE, VALUE_DIM, BLOCK_VALUE, BLOCK_K)
-            products = tl.dot(q_tile, k_tile.T, input_precision="ieee")
-            if BLOCK_REST:
-                k_rest = _load_rows(
-                    k + BLOCK_DIM, column, k_stride, tokens, not WHOLE, REST_DIM, BLOCK_REST, BLOCK_K
-                )
-                products = tl.dot(q_rest, k_rest.T, products, input_precision="ieee")
-            scores, _ = _scores(products, scale, softcap, FLOAT32)
-            if WHOLE:
-                larger = tl.maximum(largest, tl.max(scores, 1))
-                shift = larger
-            else:
-                keys = column + tl.arange(0, BLOCK_K)
-                seen = _visible(keys[None, :], firsts[:, None], ends[:, None], bounds, window)
-                scores = tl.where(seen, scores, -float("inf"))
-                larger = tl.maximum(largest, tl.max(scores, 1))
-                # While a query has seen nothing, subtract zero: exp2(-inf - -inf) would be nan.
-                shift = tl.where(larger == -float("inf"), 0.0, larger)
-            weights = tl.exp2(scores - shift[:, None])
-            decay = tl.exp2(largest - shift)
-            total = total * decay + tl.sum(weights, 1)
-            accumulator = accumulator * decay[:, None]
-            accumulator = tl.dot(weights.to(v_tile.dtype), v_tile, accumulator, input_precision="ieee")
-            largest = larger
+    for part in range(0, parts):
+        firsts = _first_key(queries, bounds, part, tokens, window, RANGES)
+        ends = _end_key(queries, bounds, part, tokens, RANGES)
+        tile, before, whole, partial = _key_tiles(
+            row, firsts, ends, bounds, tokens, window, RANGES, BLOCK_Q, BLOCK_K
+        )
+        for WHOLE in tl.static_range(2):
+            for i in range(0, whole if WHOLE else partial):
+                column = (tile + _nth_tile(i, before, whole, WHOLE)) * BLOCK_K
+                k_tile = _load_rows(k, column, k_stride, tokens, not WHOLE, HEAD_DIM, BLOCK_DIM, BLOCK_K)
+                v_tile = _load_rows(v, column, v_stride, tokens, not WHOLE, VALUE_DIM, BLOCK_VALUE, BLOCK_K)
+                products = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+                if BLOCK_REST:
+                    k_rest = _load_rows(
+                        k + BLOCK_DIM, column, k_stride, tokens, not WHOLE, REST_DIM, BLOCK_REST, BLOCK_K
+                    )
+                    products = tl.dot(q_rest, k_rest.T, products, input_precision="ieee")
+                scores, _ = _scores(products, scale, softcap, FLOAT32)
+                if WHOLE:
+                    larger = tl.maximum(largest, tl.max(scores, 1))
+                    shift = larger
+                else:
+                    keys = column + tl.arange(0, BLOCK_K)
+                    seen = _visible(keys[None, :], firsts[:, None], ends[:, None], bounds, window)
+                    scores = tl.where(seen, scores, -float("inf"))
+                    larger = tl.maximum(largest, tl.max(scores, 1))
+                    # While a query has seen nothing, subtract zero: exp2(-inf - -inf) would be nan.
+                    shift = tl.where(larger == -float("inf"), 0.0, larger)
+                weights = tl.exp2(scores - shift[:, None])
+                decay = tl.exp2(largest - shift)
+                total = total * decay + tl.sum(weights, 1)
+                accumulator = accumulator * decay[:, None]
+                accumulator = tl.dot(weights.to(v_tile.dtype), v_tile, accumulator, input_precision="ieee")
+                largest = larger
     tl.store(lse + head * tokens + queries, largest + tl.log2(total), queries < tokens)
     result = accumulator / total[:, None]
     out += head * VALUE_DIM
@@ -129,6 +133,7 @@ def attention_query_gradient_kernel(
     window,
     scale,
     softcap,
+    parts,
     RANGES: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -160,35 +165,38 @@ def attention_query_gradient_kernel(
     if BLOCK_REST:
         q_rest = _load_rows(q + BLOCK_DIM, row, q_stride, tokens, True, REST_DIM, BLOCK_REST, BLOCK_Q)
     row_lse = tl.load(lse + head * tokens + queries, exists, 0.0)
-    firsts = _first_key(queries, bounds, tokens, window)
-    ends = _end_key(queries, bounds, tokens, RANGES)
-    tile, before, whole, partial = _key_tiles(row, bounds, tokens, window, RANGES, BLOCK_Q, BLOCK_K)
 
     gradient = tl.zeros([BLOCK_Q, BLOCK_DIM], tl.float32)
     if BLOCK_REST:
         gradient_rest = tl.zeros([BLOCK_Q, BLOCK_REST], tl.float32)
-    for WHOLE in tl.static_range(2):
-        for i in range(0, whole if WHOLE else partial):
-            column = (tile + _nth_tile(i, before, whole, WHOLE)) * BLOCK_K
-            k_tile = _load_rows(k, column, k_stride, tokens, not WHOLE, HEAD_DIM, BLOCK_DIM, BLOCK_K)
-            v_tile = _load_rows(v, column, v_stride, tokens, not WHOLE, VALUE_DIM, BLOCK_VALUE, BLOCK_K)
-            products = tl.dot(q_tile, k_tile.T, input_precision="ieee")
-            if BLOCK_REST:
-                k_rest = _load_rows(
-                    k + BLOCK_DIM, column, k_stride, tokens, not WHOLE, REST_DIM, BLOCK_REST, BLOCK_K
-                )
-                products = tl.dot(q_rest, k_rest.T, products, input_precision="ieee")
-            scores, slope = _scores(products, scale, softcap, FLOAT32)
-            weights = tl.exp2(scores - row_lse[:, None])
-            if not WHOLE:
-                keys = column + tl.arange(0, BLOCK_K)
-                seen = _visible(keys[None, :], firsts[:, None], ends[:, None], bounds, window)
-                weights = tl.where(seen, weights, 0.0)
-            dweights = tl.dot(dout_tile, v_tile.T, input_precision="ieee")
-            dscores = ((weights * slope) * (dweights - row_delta[:, None])).to(k_tile.dtype)
-            gradient = tl.dot(dscores, k_tile, gradient, input_precision="ieee")
-            if BLOCK_REST:
-                gradient_rest = tl.dot(dscores, k_rest, gradient_rest, input_precision="ieee")
+    for part in range(0, parts):
+        firsts = _first_key(queries, bounds, part, tokens, window, RANGES)
+        ends = _end_key(queries, bounds, part, tokens, RANGES)
+        tile, before, whole, partial = _key_tiles(
+            row, firsts, ends, bounds, tokens, window, RANGES, BLOCK_Q, BLOCK_K
+        )
+        for WHOLE in tl.static_range(2):
+            for i in range(0, whole if WHOLE else partial):
+                column = (tile + _nth_tile(i, before, whole, WHOLE)) * BLOCK_K
+                k_tile = _load_rows(k, column, k_stride, tokens, not WHOLE, HEAD_DIM, BLOCK_DIM, BLOCK_K)
+                v_tile = _load_rows(v, column, v_stride, tokens, not WHOLE, VALUE_DIM, BLOCK_VALUE, BLOCK_K)
+                products = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+                if BLOCK_REST:
+                    k_rest = _load_rows(
+                        k + BLOCK_DIM, column, k_stride, tokens, not WHOLE, REST_DIM, BLOCK_REST, BLOCK_K
+                    )
+                    products = tl.dot(q_rest, k_rest.T, products, input_precision="ieee")
+                scores, slope = _scores(products, scale, softcap, FLOAT32)
+                weights = tl.exp2(scores - row_lse[:, None])
+                if not WHOLE:
+                    keys = column + tl.arange(0, BLOCK_K)
+                    seen = _visible(keys[None, :], firsts[:, None], ends[:, None], bounds, window)
+                    weights = tl.where(seen, weights, 0.0)
+                dweights = tl.dot(dout_tile, v_tile.T, input_precision="ieee")
+                dscores = ((weights * slope) * (dweights - row_delta[:, None])).to(k_tile.dtype)
+                gradient = tl.dot(dscores, k_tile, gradient, input_precision="ieee")
+                if BLOCK_REST:
+                    gradient_rest = tl.dot(dscores, k_rest, gradient_rest, input_precision="ieee")
     dq += head * HEAD_DIM
     stride = heads * HEAD_DIM
     _store_rows(dq, gradient * scale, row, stride, tokens, HEAD_DIM, BLOCK_DIM, BLOCK_Q)
@@ -221,6 +229,7 @@ def attention_key_value_gradient_kernel(
     window,
     scale,
     softcap,
+    parts,
     RANGES: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -244,53 +253,58 @@ def attention_key_value_gradient_kernel(
     v_tile = _load_rows(v, column, v_stride, tokens, True, VALUE_DIM, BLOCK_VALUE, BLOCK_K)
     if BLOCK_REST:
         k_rest = _load_rows(k + BLOCK_DIM, column, k_stride, tokens, True, REST_DIM, BLOCK_REST, BLOCK_K)
-    firsts = _first_query(keys, bounds, tokens, RANGES)
-    ends = _end_query(keys, bounds, tokens, window, RANGES)
-    last_key = tl.minimum(column + BLOCK_K, tokens) - 1
-    tile, before, whole, partial = _tiles(
-        _first_query(column, bounds, tokens, RANGES),
-        _first_query(last_key, bounds, tokens, RANGES),
-        _end_query(column, bounds, tokens, window, RANGES),
-        _end_query(last_key, bounds, tokens, window, RANGES),
-        BLOCK_Q,
-    )
 
     dk_tile = tl.zeros([BLOCK_K, BLOCK_DIM], tl.float32)
     if BLOCK_REST:
         dk_rest = tl.zeros([BLOCK_K, BLOCK_REST], tl.float32)
     dv_tile = tl.zeros([BLOCK_K, BLOCK_VALUE], tl.float32)
-    for head in range(kv_head * GROUP, (kv_head + 1) * GROUP):
-        q_head = q + head * q_head_stride
-        dout_head = dout + head * dout_head_stride
-        for WHOLE in tl.static_range(2):
-            for i in range(0, whole if WHOLE else partial):
-                row = (tile + _nth_tile(i, before, whole, WHOLE)) * BLOCK_Q
-                queries = row + tl.arange(0, BLOCK_Q)
-                q_tile = _load_rows(q_head, row, q_stride, tokens, not WHOLE, HEAD_DIM, BLOCK_DIM, BLOCK_Q)
-                dout_tile = _load_rows(
-                    dout_head, row, dout_stride, tokens, not WHOLE, VALUE_DIM, BLOCK_VALUE, BLOCK_Q
-                )
-                exists = queries < tokens
-                row_lse = tl.load(lse + head * tokens + queries, exists, 0.0)
-                row_delta = tl.load(delta + head * tokens + queries, exists, 0.0)
-                # Everything transposed, [keys, queries], so that both products below take it as it is.
-                products = tl.dot(k_tile, q_tile.T, input_precision="ieee")
-                if BLOCK_REST:
-                    q_rest = _load_rows(
-                        q_head + BLOCK_DIM, row, q_stride, tokens, not WHOLE, REST_DIM, BLOCK_REST, BLOCK_Q
+    for part in range(0, parts):
+        firsts = _first_query(keys, bounds, part, tokens, RANGES)
+        ends = _end_query(keys, bounds, part, tokens, window, RANGES)
+        tile, before, whole, partial = _query_tiles(
+            column, firsts, ends, bounds, tokens, window, RANGES, BLOCK_Q, BLOCK_K
+        )
+        for head in range(kv_head * GROUP, (kv_head + 1) * GROUP):
+            q_head = q + head * q_head_stride
+            dout_head = dout + head * dout_head_stride
+            for WHOLE in tl.static_range(2):
+                for i in range(0, whole if WHOLE else partial):
+                    row = (tile + _nth_tile(i, before, whole, WHOLE)) * BLOCK_Q
+                    queries = row + tl.arange(0, BLOCK_Q)
+                    q_tile = _load_rows(
+                        q_head, row, q_stride, tokens, not WHOLE, HEAD_DIM, BLOCK_DIM, BLOCK_Q
                     )
-                    products = tl.dot(k_rest, q_rest.T, products, input_precision="ieee")
-                scores, slope = _scores(products, scale, softcap, FLOAT32)
-                weights = tl.exp2(scores - row_lse[None, :])
-                if not WHOLE:
-                    seen = (queries[None, :] >= firsts[:, None]) & (queries[None, :] < ends[:, None])
-                    weights = tl.where(seen, weights, 0.0)
-                dv_tile = tl.dot(weights.to(q_tile.dtype), dout_tile, dv_tile, input_precision="ieee")
-                dweights = tl.dot(v_tile, dout_tile.T, input_precision="ieee")
-                dscores = ((weights * slope) * (dweights - row_delta[None, :])).to(q_tile.dtype)
-                dk_tile = tl.dot(dscores, q_tile, dk_tile, input_precision="ieee")
-                if BLOCK_REST:
-                    dk_rest = tl.dot(dscores, q_rest, dk_rest, input_precision="ieee")
+                    dout_tile = _load_rows(
+                        dout_head, row, dout_stride, tokens, not WHOLE, VALUE_DIM, BLOCK_VALUE, BLOCK_Q
+                    )
+                    exists = queries < tokens
+                    row_lse = tl.load(lse + head * tokens + queries, exists, 0.0)
+                    row_delta = tl.load(delta + head * tokens + queries, exists, 0.0)
+                    # Everything transposed, [keys, queries], so that both products below take it as it is.
+                    products = tl.dot(k_tile, q_tile.T, input_precision="ieee")
+                    if BLOCK_REST:
+                        q_rest = _load_rows(
+                            q_head + BLOCK_DIM,
+                            row,
+                            q_stride,
+                            tokens,
+                            not WHOLE,
+                            REST_DIM,
+                            BLOCK_REST,
+                            BLOCK_Q,
+                        )
+                        products = tl.dot(k_rest, q_rest.T, products, input_precision="ieee")
+                    scores, slope = _scores(products, scale, softcap, FLOAT32)
+                    weights = tl.exp2(scores - row_lse[None, :])
+                    if not WHOLE:
+                        seen = (queries[None, :] >= firsts[:, None]) & (queries[None, :] < ends[:, None])
+                        weights = tl.where(seen, weights, 0.0)
+                    dv_tile = tl.dot(weights.to(q_tile.dtype), dout_tile, dv_tile, input_precision="ieee")
+                    dweights = tl.dot(v_tile, dout_tile.T, input_precision="ieee")
+                    dscores = ((weights * slope) * (dweights - row_delta[None, :])).to(q_tile.dtype)
+                    dk_tile = tl.dot(dscores, q_tile, dk_tile, input_precision="ieee")
+                    if BLOCK_REST:
+                        dk_rest = tl.dot(dscores, q_rest, dk_rest, input_precision="ieee")
     dk += kv_head * HEAD_DIM
     stride = kv_heads * HEAD_DIM
     _store_rows(dk, dk_tile * scale, column, stride, tokens, HEAD_DIM, BLOCK_DIM, BLOCK_K)
@@ -309,45 +323,56 @@ def _query_block(tokens, heads, BLOCK_Q: tl.constexpr):
 
 
 @jit
-def _first_key(query, bounds, tokens, window):
+def _first_key(query, bounds, part, tokens, window, RANGES: tl.constexpr):
     """The first key that each query sees; a query beyond the last is as the last."""
     query = tl.minimum(query, tokens - 1)
-    first = query * 0
-    if bounds is not None:
-        first = tl.load(bounds + query)
-    if window is not None:
-        first = tl.maximum(first, query - window + 1)
-    return first
+    if RANGES:
+        return _given(bounds, 2 * part, tokens, query)
+    else:
+        first = query * 0
+        if bounds is not None:
+            first = tl.load(bounds + query)
+        if window is not None:
+            first = tl.maximum(first, query - window + 1)
+        return first
 
 
 @jit
-def _end_key(query, bounds, tokens, RANGES: tl.constexpr):
+def _end_key(query, bounds, part, tokens, RANGES: tl.constexpr):
     """The first key behind those that each query sees."""
     if RANGES:
-        return tl.load(bounds + tokens + tl.minimum(query, tokens - 1))
+        return _given(bounds, 2 * part + 1, tokens, tl.minimum(query, tokens - 1))
     else:
         return query + 1
 
 
 @jit
-def _first_query(key, bounds, tokens, RANGES: tl.constexpr):
+def _first_query(key, bounds, part, tokens, RANGES: tl.constexpr):
     """The first query that sees each key."""
     if RANGES:
-        return tl.load(bounds + 2 * tokens + tl.minimum(key, tokens - 1))
+        return _given(bounds, 2 * part, tokens, tl.minimum(key, tokens - 1))
     else:
         return key
 
 
 @jit
-def _end_query(key, bounds, tokens, window, RANGES: tl.constexpr):
+def _end_query(key, bounds, part, tokens, window, RANGES: tl.constexpr):
     """The first query behind those that see each key; a key beyond the last is as the last."""
     key = tl.minimum(key, tokens - 1)
-    end = key * 0 + tokens
-    if bounds is not None:
-        end = tl.load(bounds + (3 if RANGES else 1) * tokens + key)
-    if window is not None:
-        end = tl.minimum(end, key + window)
-    return end
+    if RANGES:
+        return _given(bounds, 2 * part + 1, tokens, key)
+    else:
+        end = key * 0 + tokens
+        if bounds is not None:
+            end = tl.load(bounds + tokens + key)
+        if window is not None:
+            end = tl.minimum(end, key + window)
+        return end
+
+
+@jit
+def _given(bounds, row, tokens, token):
+    return tl.load(bounds + tl.cast(row, tl.int64) * tokens + token)
 
 
 @jit
@@ -360,17 +385,61 @@ def _visible(keys, firsts, ends, bounds, window):
 
 @jit
 def _key_tiles(
-    row, bounds, tokens, window, RANGES: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr
+    row,
+    firsts,
+    ends,
+    bounds,
+    tokens,
+    window,
+    RANGES: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     """The tiles of keys that a block of queries meets, as `_tiles` gives them."""
-    last_row = tl.minimum(row + BLOCK_Q, tokens) - 1
-    return _tiles(
-        _first_key(row, bounds, tokens, window),
-        _first_key(last_row, bounds, tokens, window),
-        _end_key(row, bounds, tokens, RANGES),
-        _end_key(last_row, bounds, tokens, RANGES),
-        BLOCK_K,
-    )
+    if RANGES:
+        return _tiles_of_ranges(firsts, ends, BLOCK_K)
+    else:  # neither end ever falls from one query to the next
+        last_row = tl.minimum(row + BLOCK_Q, tokens) - 1
+        return _tiles(
+            _first_key(row, bounds, 0, tokens, window, RANGES),
+            _first_key(last_row, bounds, 0, tokens, window, RANGES),
+            _end_key(row, bounds, 0, tokens, RANGES),
+            _end_key(last_row, bounds, 0, tokens, RANGES),
+            BLOCK_K,
+        )
+
+
+@jit
+def _query_tiles(
+    column,
+    firsts,
+    ends,
+    bounds,
+    tokens,
+    window,
+    RANGES: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The tiles of queries that a block of keys meets, as `_tiles` gives them."""
+    if RANGES:
+        return _tiles_of_ranges(firsts, ends, BLOCK_Q)
+    else:
+        last_key = tl.minimum(column + BLOCK_K, tokens) - 1
+        return _tiles(
+            _first_query(column, bounds, 0, tokens, RANGES),
+            _first_query(last_key, bounds, 0, tokens, RANGES),
+            _end_query(column, bounds, 0, tokens, window, RANGES),
+            _end_query(last_key, bounds, 0, tokens, window, RANGES),
+            BLOCK_Q,
+        )
+
+
+@jit
+def _tiles_of_ranges(firsts, ends, BLOCK: tl.constexpr):
+    end = tl.max(ends, 0)
+    first = tl.minimum(tl.min(firsts, 0), end)  # where all are empty, they end before they begin
+    return _tiles(first, tl.max(firsts, 0), tl.min(ends, 0), end, BLOCK)
 
 
 @jit

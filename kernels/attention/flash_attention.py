@@ -5,8 +5,8 @@
     out_q = sum_k p_qk v_k
 
 A query sees the tokens of its own document up to itself, and of those the last `window`, if there is one. Or
-it sees a range of keys that is given (`key_ranges`): all of its document, as in the encoder of an image, or
-its image's tokens beside what precedes them.
+it sees ranges of keys that are given (visible_keys.py): all of its document, as in the encoder of an image,
+its image's tokens beside what precedes them, or beside its own document the one that it continues.
 
     delta_q = dout_q . out_q,      ds_qk = p_qk (dout_q . v_k - delta_q),      with a cap times 1 - tanh^2
     dq = scale * sum_k ds_qk k,    dk = scale * sum_q ds_qk q,    dv = sum_q p_qk dout_q
@@ -44,6 +44,7 @@ from liger_models.kernels.attention._flash_attention_kernels import (
     attention_key_value_gradient_kernel,
     attention_query_gradient_kernel,
 )
+from liger_models.kernels.attention.visible_keys import KeyRanges, document_bounds, visible_keys
 
 MOST_HEAD_DIM = 512
 _LOG2_E = 1.4426950408889634  # lse is in units of ln(2)
@@ -59,7 +60,7 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    bounds: Tensor | None = None,
+    bounds: Tensor | KeyRanges | None = None,
 ) -> Tensor:
     """Attention over packed documents, causal unless `bounds` says what is seen.
 
@@ -74,7 +75,8 @@ def attention(
         softcap: bound of the scaled scores; None: no cap.
         sinks: [heads], a logit of each head that takes its share of the weights and gives nothing.
         bounds: `document_bounds(cu_seqlens, T)` in place of `cu_seqlens`, for calls that share documents; or
-            `key_ranges(...)`, which says all of what is seen, so that `window` must be None.
+            `key_ranges(...)` or `tree_ranges(...)`, which say all of what is seen, so that `window` must be
+            None.
 
     Returns:
         [T, heads, V] in q's dtype. Products are summed in float32, and those of float32 are exact (never
@@ -95,74 +97,13 @@ def attention(
     softcap = None if softcap is None else float(softcap)
     if window is not None and window >= len(q):
         window = None
-    if not use_triton(q, k, v, sinks, bounds):
+    ranges = isinstance(bounds, KeyRanges)
+    of_queries, of_keys = bounds if isinstance(bounds, KeyRanges) else (bounds, bounds)
+    if not use_triton(q, k, v, sinks, of_queries, of_keys):
         return as_once_differentiable(attention_plain(q, k, v, scale, bounds, window, softcap, sinks))
     q, k, v = (_with_small_strides(x) for x in (q, k, v))
-    sinks, bounds = (None if x is None else x.contiguous() for x in (sinks, bounds))
-    return _Attention.apply(q, k, v, sinks, bounds, scale, window, softcap)
-
-
-def document_bounds(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Where each token's document begins and ends: [2, tokens] int32, on cu_seqlens' device.
-
-    cu_seqlens: [documents + 1] integers that rise from 0 to `tokens`; a document may be empty. That is
-    checked on a CPU alone: on a GPU it would mean to wait for it. Raises ValueError, TypeError.
-    """
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
-        raise ValueError(f"cu_seqlens has the shape {tuple(cu_seqlens.shape)}; expected [documents + 1]")
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"cu_seqlens holds {cu_seqlens.dtype}; expected int32 or int64")
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
-        first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
-        if first != 0 or last != tokens or bool((cu_seqlens.diff() < 0).any()):
-            raise ValueError(
-                f"cu_seqlens must rise from 0 to the number of tokens, {tokens}; "
-                f"it holds {len(cu_seqlens)} values from {first} to {last}"
-            )
-    token = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-    document = torch.bucketize(token, cu_seqlens[1:], right=True)
-    bounds = torch.stack([cu_seqlens[document], cu_seqlens[document + 1]]).int()
-    return bounds.clamp_(0, tokens)  # no kernel reads beside the tokens, even if the boundaries are wrong
-
-
-def key_ranges(
-    bounds: Tensor, spans: Tensor | None = None, window: int | None = None, whole_spans: bool = False
-) -> Tensor:
-    """What is seen where attention is not causal, or not everywhere: [4, T] int32, the first key of each
-    query, the end of its keys, the first query that sees each key, and the end of these.
-
-    Args:
-        bounds: [2, T] int32, where each token's document begins and ends, as `document_bounds` gives it.
-        spans: [2, T] int32, where the span begins and ends in which a token stands whose tokens all see one
-            another, beside what precedes them; (t, t + 1) for a token in none. Neither row ever falls. None:
-            a document is one span.
-        window: of what lies before it a query sees the last so many tokens, itself included, and no more.
-        whole_spans: but all of its span, even what lies before the window.
-    """
-    if spans is None:
-        spans = bounds
-    token = torch.arange(bounds.shape[1], dtype=torch.int32, device=bounds.device)
-    first, end = bounds[0], bounds[1]
-    if window is not None:
-        first, end = torch.maximum(first, token - window + 1), torch.minimum(end, token + window)
-        if whole_spans:
-            first = torch.minimum(first, torch.maximum(spans[0], bounds[0]))
-            end = torch.maximum(end, torch.minimum(spans[1], bounds[1]))
-    # A query of the same span sees a key behind it, and one within the window a key before it.
-    return torch.stack([first, torch.minimum(spans[1], bounds[1]), torch.maximum(spans[0], bounds[0]), end])
-
-
-def visible_keys(tokens: int, bounds: Tensor | None, window: int | None, device: torch.device) -> Tensor:
-    """Which key (column) each query (row) sees: [tokens, tokens] bool. `bounds` as in `attention`."""
-    token = torch.arange(tokens, device=device)
-    if bounds is not None and len(bounds) == 4:
-        return (token >= bounds[0][:, None]) & (token < bounds[1][:, None])
-    sees = token[:, None] >= token
-    if bounds is not None:
-        sees = sees & (token >= bounds[0][:, None])
-    if window is not None:
-        sees = sees & (token > token[:, None] - window)
-    return sees
+    sinks, of_queries, of_keys = (None if x is None else x.contiguous() for x in (sinks, of_queries, of_keys))
+    return _Attention.apply(q, k, v, sinks, of_queries, of_keys, ranges, scale, window, softcap)
 
 
 def attention_plain(
@@ -170,7 +111,7 @@ def attention_plain(
     k: Tensor,
     v: Tensor,
     scale: float,
-    bounds: Tensor | None = None,
+    bounds: Tensor | KeyRanges | None = None,
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -224,13 +165,16 @@ def _check(
         raise TypeError(f"sinks holds {sinks.dtype}; expected a floating point tensor")
 
 
-def _check_bounds(bounds: Tensor, tokens: int, window: int | None) -> None:
-    if bounds.shape not in ((2, tokens), (4, tokens)) or bounds.dtype != torch.int32:
-        raise ValueError(
-            f"bounds is {bounds.dtype} of the shape {tuple(bounds.shape)}; expected [2, {tokens}] int32, as "
-            f"document_bounds gives it, or [4, {tokens}], as key_ranges"
-        )
-    if len(bounds) == 4 and window is not None:
+def _check_bounds(bounds: Tensor | KeyRanges, tokens: int, window: int | None) -> None:
+    ranges = isinstance(bounds, KeyRanges)
+    for rows in bounds if isinstance(bounds, KeyRanges) else (bounds,):
+        fits = rows.dim() == 2 and rows.shape[1] == tokens and rows.dtype == torch.int32
+        if not fits or (len(rows) % 2 if ranges else len(rows) != 2):
+            raise ValueError(
+                f"bounds is {rows.dtype} of the shape {tuple(rows.shape)}; expected [2, {tokens}] int32, as "
+                f"document_bounds gives it, or KeyRanges of [2 * ranges, {tokens}], as key_ranges"
+            )
+    if ranges and window is not None:
         raise ValueError(f"window is {window}, and bounds are ranges of keys: give the window to key_ranges")
 
 
@@ -245,7 +189,7 @@ def _with_small_strides(x: Tensor) -> Tensor:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sinks, bounds, scale, window, softcap):
+    def forward(ctx, q, k, v, sinks, of_queries, of_keys, ranges, scale, window, softcap):
         tokens, heads, _ = q.shape
         out = q.new_empty(tokens, heads, v.shape[2])
         lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
@@ -257,7 +201,7 @@ class _Attention(torch.autograd.Function):
                     q,
                     k,
                     v,
-                    bounds,
+                    of_queries,
                     sinks,
                     out,
                     lse,
@@ -267,17 +211,18 @@ class _Attention(torch.autograd.Function):
                     window,
                     scale,
                     softcap,
-                    **_constants(q, k, v, bounds, tiles),
+                    _parts(of_queries),
+                    **_constants(q, k, v, ranges, tiles),
                 )
-        ctx.save_for_backward(q, k, v, sinks, bounds, out, lse)
-        ctx.options = scale, window, softcap
+        ctx.save_for_backward(q, k, v, sinks, of_queries, of_keys, out, lse)
+        ctx.options = ranges, scale, window, softcap
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        q, k, v, sinks, bounds, out, lse = ctx.saved_tensors
-        scale, window, softcap = ctx.options
+        q, k, v, sinks, of_queries, of_keys, out, lse = ctx.saved_tensors
+        ranges, scale, window, softcap = ctx.options
         tokens, heads, _ = q.shape
         kv_heads = k.shape[1]
         dout = _with_small_strides(dout)
@@ -291,7 +236,7 @@ class _Attention(torch.autograd.Function):
                     q,
                     k,
                     v,
-                    bounds,
+                    of_queries,
                     out,
                     dout,
                     lse,
@@ -303,14 +248,15 @@ class _Attention(torch.autograd.Function):
                     window,
                     scale,
                     softcap,
-                    **_constants(q, k, v, bounds, tiles),
+                    _parts(of_queries),
+                    **_constants(q, k, v, ranges, tiles),
                 )
                 tiles = _configuration(q, v).key_value_gradient
                 attention_key_value_gradient_kernel[(kv_heads * ceil_div(tokens, tiles.keys),)](
                     q,
                     k,
                     v,
-                    bounds,
+                    of_keys,
                     dout,
                     lse,
                     delta,
@@ -322,13 +268,14 @@ class _Attention(torch.autograd.Function):
                     window,
                     scale,
                     softcap,
-                    **_constants(q, k, v, bounds, tiles),
+                    _parts(of_keys),
+                    **_constants(q, k, v, ranges, tiles),
                 )
         dsinks = None
         if ctx.needs_input_grad[3]:
             shares = torch.exp2(sinks.float()[:, None] * _LOG2_E - lse)
             dsinks = -(shares * delta).sum(1).to(sinks.dtype)
-        return dq, dk, dv, dsinks, None, None, None, None
+        return dq, dk, dv, dsinks, *[None] * 6
 
 
 class _Tiles(NamedTuple):
@@ -380,14 +327,18 @@ def _configuration(q: Tensor, v: Tensor) -> _Configuration:
     )
 
 
-def _constants(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, tiles: _Tiles) -> dict[str, int]:
+def _parts(bounds: Tensor | None) -> int:
+    return 1 if bounds is None else len(bounds) // 2
+
+
+def _constants(q: Tensor, k: Tensor, v: Tensor, ranges: bool, tiles: _Tiles) -> dict[str, int]:
     head_dim, value_dim = q.shape[2], v.shape[2]
     block, rest = max(16, next_power_of_2(head_dim)), 0  # tensor cores take no less than 16
     if block >= 256 and head_dim <= block * 3 // 4:
         block //= 2
         rest = max(16, next_power_of_2(head_dim - block))
     return {
-        "RANGES": bounds is not None and len(bounds) == 4,
+        "RANGES": ranges,
         "GROUP": q.shape[1] // k.shape[1],
         "HEAD_DIM": head_dim,
         "VALUE_DIM": value_dim,

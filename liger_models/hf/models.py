@@ -99,9 +99,10 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
             use_cache: make a cache. Default: the config's `use_cache` where no gradient is computed.
             output_hidden_states: also the input of each layer and the last output, [batch, seq, H] each.
             output_attentions: not supported.
-            others: `cu_seq_lens_q` [n + 1], the bounds of packed documents; `output_router_logits`, by
-                default the config's: also the routers' logits of each layer of experts, [batch * seq, E],
-                zero at padding; `logits_to_keep`, the head's business; keywords that ask for nothing.
+            others: `cu_seq_lens_q`, or `cu_seqlens`, [n + 1], the bounds of packed documents, and `parents`
+                [n], which others these continue (layers/tree.py); `output_router_logits`, by default the
+                config's: also the routers' logits of each layer of experts, [batch * seq, E], zero at
+                padding; `logits_to_keep`, the head's business; keywords that ask for nothing.
 
         Raises:
             DataError: shapes that do not fit, ids outside the vocabulary, positions beyond the rotary tables.
@@ -183,11 +184,12 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
                 f"{tuple(attention_mask.shape)}. Packed documents are told by position_ids or cu_seq_lens_q."
             )
         if past_key_values is None:
-            bounds = others.pop("cu_seq_lens_q", None)
+            bounds, parents = others.pop("cu_seq_lens_q", None), others.pop("parents", None)
+            bounds = others.pop("cu_seqlens", None) if bounds is None else bounds
             if bounds is not None or position_ids is not None:
                 for name in ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"):
                     others.pop(name, None)  # the same documents in other words
-            return Sequences.from_call(shape, device, attention_mask, position_ids, bounds)
+            return Sequences.from_call(shape, device, attention_mask, position_ids, bounds, parents)
         if torch.is_grad_enabled() and self.is_gradient_checkpointing:
             raise ValueError(
                 "layers that run again would fill a cache twice: switch checkpointing off, or the cache"
@@ -279,7 +281,7 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
         shape, _ = batch_shape(input_ids, inputs_embeds, width, ids_needed=needed)
         with_labels = labels is not None or shift_labels is not None
         if score is not None:
-            bounds = others.get("cu_seq_lens_q")
+            bounds = others.get("cu_seq_lens_q", others.get("cu_seqlens"))
             check_score_call(labels, shift_labels, bounds, shape[0], num_items, return_logits)
             num_items = 1  # no label at all is no error: nothing is divided by their count
         if use_cache is None and with_labels:

@@ -25,6 +25,7 @@ from liger_models.losses.reward_loss import reward_loss
 from liger_models.losses.rloo_loss import rloo_loss
 from liger_models.losses.rows import rows_of_documents, sequence_log_probs
 from liger_models.losses.sft_loss import sft_loss
+from liger_models.losses.shared_prompts import SharedPrompts, shared_prompts
 from liger_models.losses.simpo_loss import simpo_loss
 from liger_models.losses.value_loss import value_loss
 
@@ -33,6 +34,7 @@ __all__ = [
     "PolicyLoss",
     "PolicyOptions",
     "PreferenceLoss",
+    "SharedPrompts",
     "cpo_loss",
     "dpo_loss",
     "group_advantages",
@@ -49,6 +51,7 @@ __all__ = [
     "sampler_ratio",
     "sequence_log_probs",
     "sft_loss",
+    "shared_prompts",
     "simpo_loss",
     "top_entropy",
     "value_loss",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.losses.rows import sequence_log_probs
+from liger_models.losses.shared_prompts import SharedPrompts
 
 
 @contextlib.contextmanager
@@ -49,7 +50,8 @@ def reference_log_probs(
 
     Args:
         model: what has the method `score`.
-        batches: what `score` takes by name: input_ids, labels, attention_mask and so on.
+        batches: what `score` takes by name: input_ids, labels, attention_mask and so on; or `SharedPrompts`,
+            whose answers are the sequences.
         cache: a safetensors file, one a process. What it holds of the same batches and the same weights is
             not computed again; what it lacks is added.
     """
@@ -64,8 +66,9 @@ def reference_log_probs(
         for batch in batches:
             key = "" if path is None else f"{weights}.{_digest(batch)}"
             if key not in known or path is None:
-                scores = sequence_log_probs(model.score(**batch).log_probs)
-                known[key] = added[key] = scores.cpu()
+                scores = model.score(**batch).log_probs
+                rows = batch.rows(scores) if isinstance(batch, SharedPrompts) else scores
+                known[key] = added[key] = sequence_log_probs(rows).cpu()
             found.append(known[key])
     finally:
         model.train(training)

@@ -3,7 +3,7 @@
 import torch
 
 from liger_models.kernels import attention, document_bounds
-from liger_models.kernels.attention.flash_attention import visible_keys
+from liger_models.kernels.attention.visible_keys import visible_keys
 
 
 def operands(

@@ -113,6 +113,8 @@ def attention() -> None:
     everything = {"cu_seqlens": torch.tensor([0, 3, 16]), "window": 5, "softcap": 30.0, "sinks": operand(4)}
     cases = [(64, BF16, {}), (128, BF16, everything), (256, torch.float16, everything)]
     backward(kernels.attention(*(operand(16, 4, dim) for dim in (192, 192, 128)), **everything))
+    tree = kernels.tree_ranges([0, 8, 12, 16], [-1, 0, 0], torch.device("cpu"), window=9)
+    backward(kernels.attention(*(operand(16, 4, 64) for _ in range(3)), bounds=tree))
     for dim, dtype, options in [*cases, (96, torch.float32, everything)]:
         backward(kernels.attention(*(operand(16, heads, dim, dtype=dtype) for heads in (4, 2, 2)), **options))
 

@@ -22,6 +22,7 @@ from compile_kernels import BF16, backward, instead_of_launching
 import liger_models.kernels as kernels
 
 TOKENS, VOCAB = 16, 128256
+TREE = kernels.tree_ranges([0, 8, 12, 16], [-1, 0, 0], torch.device("cpu"))
 
 # Bytes that ptxas may move out of a loop; it costs nothing, and depends on the version.
 SPILL_LIMIT = 16
@@ -30,6 +31,7 @@ SPILL_LIMIT = 16
 KNOWN_SPILLS = {
     "norms, 16384": "rows of 16384 fill the registers: 15 of a thread's wait in the cache, once a row",
     "attention, LLaMA 8B": "the gradient of keys and values: tiles that do not spill are 6% slower",
+    "attention, a tree, LLaMA 8B": "as above",
     "attention, Gemma 2 9B": "as above",
     "attention, Gemma 4": "heads of 512: tiles that do not spill take 7.6 ms forward, these 4.9",
 }
@@ -141,7 +143,9 @@ def optimizer(weights, moments, dtype=BF16, size=1 << 16):
 def attention(heads, kv_heads, head_dim, value_dim=None, sinks=False, **options):
     q, k = (operand(TOKENS, count, head_dim) for count in (heads, kv_heads))
     v = operand(TOKENS, kv_heads, value_dim or head_dim)
-    options |= {"cu_seqlens": torch.tensor([0, TOKENS]), "sinks": operand(heads) if sinks else None}
+    if "bounds" not in options:
+        options["cu_seqlens"] = torch.tensor([0, TOKENS])
+    options["sinks"] = operand(heads) if sinks else None
     backward(kernels.attention(q, k, v, **options))
 
 
@@ -178,6 +182,7 @@ CASES = {
     "log-probabilities, Gemma 2": lambda: log_probs(softcap=30.0),
     "divergences": divergences,
     "attention, LLaMA 8B": lambda: attention(32, 8, 128),
+    "attention, a tree, LLaMA 8B": lambda: attention(32, 8, 128, bounds=TREE),
     "attention, Gemma 2 9B": lambda: attention(16, 8, 256, window=4096, softcap=50.0),
     "attention, DeepSeek V3": lambda: attention(128, 128, 192, 128),
     "attention, Gemma 4": lambda: attention(8, 2, 512),

@@ -1,0 +1,167 @@
+"""Which keys a query sees, as tensors that `attention` takes: documents, or ranges of keys.
+
+`document_bounds` says where documents begin and end, in which attention is causal. `KeyRanges` says all of
+what is seen: the ranges of keys that each query sees, and the same from the other side, the ranges of queries
+that see each key. One each does for tokens that see ahead (`key_ranges`); where a document continues another
+(`tree_ranges`) a query sees some of that one and some of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class KeyRanges(NamedTuple):
+    """Ranges that do not overlap, [2 * how many, T] int32 each: first and end of the first, then of the next.
+
+    Attributes:
+        of_queries: of the keys that each query sees. Every query sees some of the first range.
+        of_keys: of the queries that see each key; how many there are is another number.
+
+    An empty range is one from T to 0.
+    """
+
+    of_queries: Tensor
+    of_keys: Tensor
+
+
+def document_bounds(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """Where each token's document begins and ends: [2, tokens] int32, on cu_seqlens' device.
+
+    cu_seqlens: [documents + 1] integers that rise from 0 to `tokens`; a document may be empty. That is
+    checked on a CPU alone: on a GPU it would mean to wait for it. Raises ValueError, TypeError.
+    """
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"cu_seqlens has the shape {tuple(cu_seqlens.shape)}; expected [documents + 1]")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens holds {cu_seqlens.dtype}; expected int32 or int64")
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+        if first != 0 or last != tokens or bool((cu_seqlens.diff() < 0).any()):
+            raise ValueError(
+                f"cu_seqlens must rise from 0 to the number of tokens, {tokens}; "
+                f"it holds {len(cu_seqlens)} values from {first} to {last}"
+            )
+    token = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    document = torch.bucketize(token, cu_seqlens[1:], right=True)
+    bounds = torch.stack([cu_seqlens[document], cu_seqlens[document + 1]]).int()
+    return bounds.clamp_(0, tokens)  # no kernel reads beside the tokens, even if the boundaries are wrong
+
+
+def key_ranges(
+    bounds: Tensor, spans: Tensor | None = None, window: int | None = None, whole_spans: bool = False
+) -> KeyRanges:
+    """What is seen where attention is not causal, or not everywhere: one range of each query and each key.
+
+    Args:
+        bounds: [2, T] int32, where each token's document begins and ends, as `document_bounds` gives it.
+        spans: [2, T] int32, where the span begins and ends in which a token stands whose tokens all see one
+            another, beside what precedes them; (t, t + 1) for a token in none. Neither row ever falls. None:
+            a document is one span.
+        window: of what lies before it a query sees the last so many tokens, itself included, and no more.
+        whole_spans: but all of its span, even what lies before the window.
+    """
+    if spans is None:
+        spans = bounds
+    token = torch.arange(bounds.shape[1], dtype=torch.int32, device=bounds.device)
+    first, end = bounds[0], bounds[1]
+    if window is not None:
+        first, end = torch.maximum(first, token - window + 1), torch.minimum(end, token + window)
+        if whole_spans:
+            first = torch.minimum(first, torch.maximum(spans[0], bounds[0]))
+            end = torch.maximum(end, torch.minimum(spans[1], bounds[1]))
+    # A query of the same span sees a key behind it, and one within the window a key before it.
+    of_queries = torch.stack([first, torch.minimum(spans[1], bounds[1])])
+    return KeyRanges(of_queries, torch.stack([torch.maximum(spans[0], bounds[0]), end]))
+
+
+def tree_ranges(
+    bounds: Sequence[int],
+    parents: Sequence[int],
+    device: torch.device,
+    window: int | None = None,
+    chunk: int | None = None,
+) -> KeyRanges:
+    """What is seen causally where documents continue others: the document that a query's own continues, and
+    its own up to itself. Nothing waits for the device.
+
+    Args:
+        bounds: [documents + 1], where documents begin and end in the row.
+        parents: [documents], the number of the document that each continues, or -1. That one continues none,
+            and all that continue it follow it at once.
+        window: how many tokens a query sees at the most, itself included.
+        chunk: a query sees nothing before the last multiple of it.
+
+    Both count positions, which in a document that continues another go on where that one ends.
+    """
+    total, limited = bounds[-1], window is not None or chunk is not None
+    own, parent, *answers = _of_each_token(bounds, parents, limited, device).unflatten(0, (-1, 2))
+    (start, end), (parent_start, before) = own, parent
+    token = torch.arange(total, dtype=torch.int32, device=device)
+    position = token - start + before
+    # Positions: the first that it sees, and the first behind those that see it.
+    first, beyond = torch.zeros_like(token), torch.full_like(token, total)
+    if window is not None:
+        first, beyond = torch.maximum(first, position - window + 1), torch.minimum(beyond, position + window)
+    if chunk is not None:
+        begun = position.div(chunk, rounding_mode="floor") * chunk
+        first, beyond = torch.maximum(first, begun), torch.minimum(beyond, begun + chunk)
+
+    seen = torch.stack([start + (first - before).clamp(min=0), token + 1])
+    seen_before = _range(parent_start + first, parent_start + before)
+    seen_by_own = torch.stack([token, torch.minimum(end, start - before + beyond)])
+    reach = beyond - (end - start)  # so many tokens of each document that continues its own
+    seen_by = [_range(a, torch.minimum(b, a + reach)) for a, b in answers]
+    return KeyRanges(torch.cat([seen, seen_before]), torch.cat([seen_by_own, *seen_by]))
+
+
+def _of_each_token(
+    bounds: Sequence[int], parents: Sequence[int], limited: bool, device: torch.device
+) -> Tensor:
+    """[2 * n, T] int32: start and end of the token's document; start and length of the one that this
+    continues; then start and end of each document that continues it. What all of those see alike, where
+    nothing is limited, is one range: from the start of the first to the end of the last.
+    """
+    total = bounds[-1]
+    answers: list[list[tuple[int, int]]] = [[] for _ in parents]
+    for number, parent in enumerate(parents):
+        if parent >= 0:
+            answers[parent].append((bounds[number], bounds[number + 1]))
+    if not limited:
+        answers = [[(own[0][0], own[-1][1])] if own else [] for own in answers]
+    most = max(map(len, answers))
+    rows = []
+    for number, parent in enumerate(parents):
+        before = (bounds[parent], bounds[parent + 1] - bounds[parent]) if parent >= 0 else (0, 0)
+        own = answers[number] + [(total, 0)] * (most - len(answers[number]))
+        rows.append([*bounds[number : number + 2], *before, *itertools.chain(*own)])
+    lengths = torch.tensor([end - start for start, end in itertools.pairwise(bounds)], device="cpu")
+    table = torch.tensor(rows, dtype=torch.int32, device="cpu").T.to(device, non_blocking=True)
+    return table.repeat_interleave(lengths.to(device, non_blocking=True), dim=1, output_size=total)
+
+
+def _range(first: Tensor, end: Tensor) -> Tensor:
+    """[2, T], each as it is written if it is empty."""
+    there = first < end
+    return torch.stack([first.where(there, len(first)), end.where(there, 0)])
+
+
+def visible_keys(
+    tokens: int, bounds: Tensor | KeyRanges | None, window: int | None, device: torch.device
+) -> Tensor:
+    """Which key (column) each query (row) sees: [tokens, tokens] bool. `bounds` as in `attention`."""
+    token = torch.arange(tokens, device=device)
+    if isinstance(bounds, KeyRanges):
+        ranges = bounds.of_queries.unflatten(0, (-1, 2))[..., None]
+        return ((token >= ranges[:, 0]) & (token < ranges[:, 1])).any(0)
+    sees = token[:, None] >= token
+    if bounds is not None:
+        sees = sees & (token >= bounds[0][:, None])
+    if window is not None:
+        sees = sees & (token > token[:, None] - window)
+    return sees

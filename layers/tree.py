@@ -1,0 +1,107 @@
+"""Documents that continue others: a prompt that is computed once for several answers.
+
+    row       | prompt        | answer 1 | answer 2 | prompt        | answer 1 | ...
+    parents     -1              0          0          -1              3
+    positions   0 1 2 ... n-1   n n+1 ..   n n+1 ..   0 1 2 ... m-1   m m+1 ..
+
+A token of an answer sees what it would see if the row were its prompt and this answer alone; what answers add
+to the gradients of their prompt is summed. Windows and chunks count positions. A document predicts its own
+tokens alone: for a prompt to predict the first token of each answer, these begin with a copy of its last one,
+and it ends before that (liger_models/losses/shared_prompts.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_models.convert.errors import DataError
+from liger_models.kernels import KeyRanges, tree_ranges
+from liger_models.layers.spec import (
+    AttentionSpec,
+    CrossAttentionSpec,
+    LatentAttentionSpec,
+    ModelSpec,
+    SharedAttentionSpec,
+)
+
+
+class Tree:
+    """Which of the packed documents of a row continue which.
+
+    Args:
+        bounds: [documents + 1], where they begin and end.
+        parents: [documents], the number of the document that each continues, or -1.
+
+    Attributes:
+        longest: the length of the longest document, with the one that it continues.
+
+    Raises:
+        DataError: a document continues what it cannot: one that follows it, is not next to it but for others
+            that continue the same, or itself continues another.
+    """
+
+    def __init__(self, bounds: list[int], parents: Sequence[int] | Tensor, device: torch.device):
+        given = parents.tolist() if isinstance(parents, Tensor) else list(parents)
+        _check(given, len(bounds) - 1)
+        self.bounds, self.parents, self.device = bounds, given, device
+        lengths = [end - first for first, end in itertools.pairwise(bounds)]
+        self.before = [0 if parent < 0 else lengths[parent] for parent in given]
+        self.longest = max(map(sum, zip(lengths, self.before, strict=True)))
+        self._ranges: dict[tuple[int | None, int | None], KeyRanges] = {}
+
+    def on(self, device: torch.device) -> Tree:
+        return Tree(self.bounds, self.parents, device)
+
+    def key_ranges(self, window: int | None, chunk: int | None) -> KeyRanges:
+        """What is seen (`kernels.tree_ranges`), made once for all layers that are alike."""
+        limits = tuple(None if limit is None or limit >= self.longest else limit for limit in (window, chunk))
+        if limits not in self._ranges:
+            self._ranges[limits] = tree_ranges(self.bounds, self.parents, self.device, *limits)
+        return self._ranges[limits]
+
+    def position_ids(self) -> Tensor:
+        """[T]; they go on where the document ends that is continued."""
+        first = [before - start for before, start in zip(self.before, self.bounds, strict=False)]
+        lengths = [end - start for start, end in itertools.pairwise(self.bounds)]
+        both = torch.tensor([first, lengths], device="cpu").to(self.device, non_blocking=True)
+        total = self.bounds[-1]
+        return torch.arange(total, device=self.device) + both[0].repeat_interleave(both[1], output_size=total)
+
+
+def check_tree(spec: ModelSpec, sight: Any) -> None:
+    """
+    Raises:
+        DataError: this model, or a call that shows it something, cannot have documents that continue others.
+    """
+    kinds = AttentionSpec | SharedAttentionSpec | LatentAttentionSpec | CrossAttentionSpec
+    for i, block in enumerate(spec.blocks):
+        if not isinstance(block.mixer, kinds):
+            raise DataError(
+                f"layer {i} mixes tokens by {type(block.mixer).__name__}, which has one past for all that "
+                "follows: give each answer with its prompt as a document of its own, without parents"
+            )
+    if sight is not None:
+        raise DataError(
+            "pictures have tokens that see ahead or positions of several axes, which documents that continue "
+            "others have not: give each answer with its prompt as a document of its own, without parents"
+        )
+
+
+def _check(parents: list[int], documents: int) -> None:
+    if len(parents) != documents:
+        raise DataError(f"parents names {len(parents)} documents, and cu_seqlens bounds {documents}")
+    root = -1  # the last document that continues none: the only one that the next may continue
+    for number, parent in enumerate(parents):
+        if parent == -1:
+            root = number
+        elif parent != root:
+            allowed = "-1, it continues none" if root < 0 else f"-1, it continues none, or {root}"
+            raise DataError(
+                f"parents says that document {number} continues document {parent}; expected {allowed}: all "
+                "documents that continue another follow it at once, and none continues them"
+            )

@@ -1,0 +1,145 @@
+"""attention where documents continue others, beside the same documents each with what it continues."""
+
+import importlib
+import itertools
+
+import pytest
+import torch
+from attention_forms import operands
+from kernel_operations import in_float64, run_with_gradients
+
+from liger_models.kernels import attention, document_bounds, tree_ranges
+
+module = importlib.import_module("liger_models.kernels.attention.flash_attention")
+
+# A prompt over several tiles, with an answer of no token and one of one; a document that nothing continues; a
+# short prompt, whose answers share a tile with it; a prompt without answers.
+LENGTHS = (37, 20, 0, 1, 26, 9, 3, 4, 5, 18, 2)
+PARENTS = (-1, 0, 0, 0, 0, -1, -1, 6, 6, 6, -1)
+BOUNDS = (0, *itertools.accumulate(LENGTHS))
+TOKENS = BOUNDS[-1]
+
+LIMITS = {
+    "all": {},
+    "window": {"window": 9},
+    "a window that reaches into every prompt": {"window": 30},
+    "chunk": {"chunk": 16},
+    "both": {"window": 9, "chunk": 16},
+}
+every_limit = pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    tiles = (module._Tiles(16, 16, 4, 1), module._Tiles(16, 32, 4, 1), module._Tiles(16, 32, 4, 1))
+    monkeypatch.setattr(module, "_configuration", lambda q, v: module._Configuration(*tiles))
+
+
+def rows_of(document):
+    """The tokens of a document behind those that it continues, in the order of their positions."""
+    parts = ([PARENTS[document]] if PARENTS[document] >= 0 else []) + [document]
+    return [token for part in parts for token in range(BOUNDS[part], BOUNDS[part + 1])]
+
+
+def seen_by_hand(window=None, chunk=None):
+    """[TOKENS, TOKENS] bool, from the positions of each document alone."""
+    sees = torch.zeros(TOKENS, TOKENS, dtype=torch.bool)
+    for document in range(len(LENGTHS)):
+        rows = rows_of(document)
+        for position, query in enumerate(rows):
+            first = 0 if window is None else max(0, position - window + 1)
+            first = first if chunk is None else max(first, position // chunk * chunk)
+            sees[query, rows[first : position + 1]] = True
+    return sees
+
+
+def one_by_one(limits, **options):
+    """Each document with what it continues by itself, as a function of q, k, v and perhaps sinks; of the
+    tokens of a prompt, which all of its answers have, what the first finds.
+    """
+
+    def run(q, k, v, sinks=None):
+        found = {}
+        for document in range(len(LENGTHS)):
+            rows = rows_of(document)
+            if not rows:
+                continue
+            cuts, chunk = [0, len(rows)], limits.get("chunk")
+            if chunk is not None:
+                cuts = [*range(0, len(rows), chunk), len(rows)]
+            given = options | {"window": limits.get("window"), "sinks": sinks}
+            alone = attention(q[rows], k[rows], v[rows], cu_seqlens=torch.tensor(cuts), **given)
+            for token, row in zip(rows, alone.unbind(), strict=True):
+                found.setdefault(token, row)
+        return torch.stack([found[token] for token in range(TOKENS)])
+
+    return run
+
+
+@every_limit
+def test_ranges_say_who_sees_whom_from_both_sides(limits):
+    ranges = tree_ranges(BOUNDS, PARENTS, torch.device("cpu"), **limits)
+    sees = seen_by_hand(**limits)
+    token = torch.arange(TOKENS)
+    for rows, expected in ((ranges.of_queries, sees), (ranges.of_keys, sees.T)):
+        hits = [(token >= a[:, None]) & (token < b[:, None]) for a, b in rows.unflatten(0, (-1, 2))]
+        assert torch.equal(torch.stack(hits).sum(0), expected.long())  # once each: they do not overlap
+    assert torch.equal(module.visible_keys(TOKENS, ranges, None, token.device), sees)
+    # What every answer sees of a prompt is one range of queries, if nothing limits it.
+    assert len(ranges.of_keys) == (4 if not limits else 10)
+
+
+@pytest.mark.parametrize("limits", [{}, {"window": 30}, {"window": 9, "chunk": 16}], ids=str)
+def test_a_tree_is_its_documents_one_by_one(limits, implementation, small_tiles, assert_near):
+    inputs = operands(TOKENS, heads=1 if limits else 2, kv_heads=1, sinks=True)
+    ranges = tree_ranges(BOUNDS, PARENTS, torch.device("cpu"), **limits)
+    options = {"softcap": 1.5, "scale": 0.6}
+
+    def tree(q, k, v, sinks):
+        return attention(q, k, v, bounds=ranges, sinks=sinks, **options)
+
+    found, grads, upstream = run_with_gradients(tree, inputs)
+    truth, true_grads, _ = run_with_gradients(
+        one_by_one(limits, **options), in_float64(inputs), in_float64(upstream)
+    )
+    # As in test_flash_attention.py; gradients of a prompt sum over its answers.
+    assert_near(found[0], truth[0], 16)
+    for actual, true in zip(grads, true_grads, strict=True):
+        assert_near(actual, true, 48)
+
+
+def test_without_answers_it_is_that_of_packed_documents(implementation, small_tiles):
+    inputs = operands(50, heads=1, kv_heads=1)
+    bounds = document_bounds(torch.tensor((0, 23, 50)), 50)
+    ranges = tree_ranges((0, 23, 50), (-1, -1), torch.device("cpu"), window=9)
+    found, grads, upstream = run_with_gradients(lambda *x: attention(*x, bounds=ranges), inputs)
+    same, same_grads, _ = run_with_gradients(
+        lambda *x: attention(*x, bounds=bounds, window=9), inputs, upstream
+    )
+    for a, b in zip((*found, *grads), (*same, *same_grads), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("limits", [{}, {"window": 17}], ids=["all", "window"])
+def test_tiles_that_nobody_sees_are_skipped(limits, interpreted, small_tiles):
+    """A mask multiplies by zero: what is no number would come through it, and a tile not met does not."""
+    bounds, parents = (0, 32, 96, 128), (-1, 0, 0)
+    ranges = tree_ranges(bounds, parents, torch.device("cpu"), **limits)
+    q, k, v = operands(128, heads=1, kv_heads=1)
+    with torch.no_grad():
+        expected = attention(q, k, v, bounds=ranges)
+        values = v.clone()
+        values[32:96] = float("nan")
+        assert torch.equal(attention(q, k, values, bounds=ranges)[96:], expected[96:])
+    dout = torch.randn(128, 1, 8)
+    if limits:  # of each answer the first 16 tokens see some of the prompt
+        dout[48:96], dout[112:] = float("nan"), float("nan")
+        kept = slice(0, 32)
+    else:
+        dout[96:] = float("nan")
+        kept = slice(32, 96)
+    dq, dk, dv = torch.autograd.grad(attention(q, k, v, bounds=ranges), (q, k, v), dout)
+    assert dk[kept].isfinite().all()
+    assert dv[kept].isfinite().all()
+    assert dq[kept].isfinite().all()
+    assert dk[96:].isnan().any()
