@@ -59,7 +59,10 @@ class Tree:
 
     def key_ranges(self, window: int | None, chunk: int | None) -> KeyRanges:
         """What is seen (`kernels.tree_ranges`), made once for all layers that are alike."""
-        limits = tuple(None if limit is None or limit >= self.longest else limit for limit in (window, chunk))
+        window, chunk = (
+            None if limit is None or limit >= self.longest else limit for limit in (window, chunk)
+        )
+        limits = window, chunk
         if limits not in self._ranges:
             self._ranges[limits] = tree_ranges(self.bounds, self.parents, self.device, *limits)
         return self._ranges[limits]
