@@ -1,12 +1,33 @@
-"""`liger-models generate`: continue a prompt; the words appear as they come."""
+"""`liger-models generate`: continue a prompt; the words appear as they come.
+
+With --image the prompt is what a user asks about the images, in the model's chat template, and the answer
+appears.
+"""
 
 import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from liger_models.layers.spec import ModelSpec
+    from liger_models.training.tokenizer import TextTokenizer
 
 
 def add_parser(subparsers) -> None:
     parser = subparsers.add_parser("generate", help="continue a prompt", description=__doc__)
     parser.add_argument("name", metavar="NAME", help="hub id, checkpoint folder, or a training run's folder")
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="what to continue")
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="an image that the prompt is about, for a model that sees; may be given more than once "
+        "(needs the extra vision)",
+    )
     parser.add_argument(
         "--max-new-tokens", type=_positive, default=100, metavar="N", help="(default: %(default)s)"
     )
@@ -33,12 +54,15 @@ def add_parser(subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    from pathlib import Path
+
     import torch
     from tokenizers.decoders import DecodeStream
 
     import liger_models
     from liger_models.cli.checkpoints import find_checkpoint
     from liger_models.convert.errors import DataError
+    from liger_models.layers.vision.packing import ON_HOST
     from liger_models.training.tokenizer import TextTokenizer
 
     try:  # bytes of the command line that are no text arrive as halves of surrogate pairs
@@ -50,7 +74,12 @@ def run(args: argparse.Namespace) -> None:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     options = {"dtype": args.dtype, "device": device, "text_only": args.text_only, "dropout": 0.0}
     model = liger_models.from_hub(folder, **options).eval()
-    ids = tokenizer.encode(args.prompt)
+    images = {}
+    if args.image:
+        ids, images = ask(args.prompt, args.image, Path(folder), model.spec, tokenizer)
+        images = {name: x if name in ON_HOST else x.to(device) for name, x in images.items()}
+    else:
+        ids = tokenizer.encode(args.prompt)
     # A token may be part of a character, and a word's leading space depends on the token before it: the
     # stream has seen the prompt, and holds bytes back until they are whole.
     stream = DecodeStream(ids=ids, skip_special_tokens=True)
@@ -58,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
     def show(token: torch.Tensor) -> None:
         print(stream.step(tokenizer.backend, token.item()) or "", end="", flush=True)
 
-    print(args.prompt, end="", flush=True)
+    print(args.prompt, end="\n" if images else "", flush=True)
     try:
         model.generate(
             torch.tensor([ids], device=device),
@@ -68,9 +97,34 @@ def run(args: argparse.Namespace) -> None:
             eos_token_id=tokenizer.eos_id,
             seed=args.seed,
             on_token=show,
+            **images,
         )
     finally:
         print()
+
+
+def ask(
+    prompt: str, paths: list[str], folder: "Path", spec: "ModelSpec", tokenizer: "TextTokenizer"
+) -> "tuple[list[int], dict[str, Tensor]]":
+    """The ids of a question about images, up to where the answer begins, and the keywords of a call that hold
+    the images.
+
+    Raises:
+        ConfigError: the model sees none.
+        DataError: an image, or the question beside it, cannot be used.
+    """
+    from pathlib import Path
+
+    from liger_models.convert.errors import ConfigError
+    from liger_models.images import Preprocessor, find_image
+
+    if spec.vision is None:
+        raise ConfigError(f"--image: the model in {folder} sees no images; leave --image and --text-only out")
+    content = [*({"type": "image"} for _ in paths), {"type": "text", "text": prompt}]
+    text = tokenizer.render_question([{"role": "user", "content": content}])
+    preprocessor = Preprocessor(folder, spec)
+    shown = preprocessor(text, [], [find_image(path, Path()) for path in paths])
+    return shown.ids.tolist(), preprocessor.call(shown)
 
 
 def _seed(text: str) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 from liger_models.convert.errors import DataError, abbreviate
 
 ImageSource = Path | bytes
+_OF_PNG = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}={0,2}\s*")
 
 
@@ -41,7 +42,7 @@ def find_image(given: Any, folder: Path) -> ImageSource:
         return bytes(given)
     if hasattr(given, "save") and hasattr(given, "getbands"):
         file = io.BytesIO()
-        given.save(file, format="PNG" if given.mode != "CMYK" else "TIFF")  # both without loss
+        given.save(file, format="PNG" if given.mode in _OF_PNG else "TIFF")  # both without loss
         return file.getvalue()
     if not isinstance(given, str) or not given:
         raise DataError(f"an image is {abbreviate(given)}; expected a path, bytes as base64, or a data URL")

@@ -173,6 +173,12 @@ class TextTokenizer:
             spans.append((len(before), len(through)))
         return text, spans
 
+    def render_question(self, messages: list[dict[str, Any]]) -> str:
+        """A conversation up to where the assistant is to answer, as the chat template writes it. Raises
+        DataError as `render` does.
+        """
+        return self._apply(self._template, messages, True)
+
     def _apply(self, template: Any, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
         try:
             return template.render(

@@ -84,8 +84,8 @@ class PicturedEncoder:
                 "does (`liger-models list`), without --text-only, from a checkpoint with its processor"
             )
         work = [self._work(record) for record in records]
-        processes = min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
-        alone = self.done < ALONE or processes == 1
+        cores = len(os.sched_getaffinity(0))
+        alone = self.done < ALONE or cores == 1
         self.done += len(records)
         if alone:
             yield from (_made(self.images, one) for one in work)
@@ -94,7 +94,7 @@ class PicturedEncoder:
             # Neither torch's threads nor the tokenizer's survive a fork.
             context = multiprocessing.get_context("spawn")
             self.pool = ProcessPoolExecutor(
-                processes, mp_context=context, initializer=_begin, initargs=(self.images,)
+                min(cores, MOST_PROCESSES), mp_context=context, initializer=_begin, initargs=(self.images,)
             )
         try:
             yield from self.pool.map(_made_there, work)

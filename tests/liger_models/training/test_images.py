@@ -7,10 +7,17 @@ import random
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 
 import liger_models
 from liger_models.architectures import find_architecture
+from liger_models.cli import generate, main
+from liger_models.convert.errors import ConfigError, DataError
+from liger_models.images import Preprocessor
+from liger_models.training.data import Stream, load_documents, pictured
+from liger_models.training.loop import _forward
+from liger_models.training.tokenizer import TextTokenizer
 
 Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("transformers")
@@ -120,8 +127,197 @@ def seeing_settings(settings, seeing, conversations):
     return make
 
 
-def test_a_run_goes_on_to_the_bit_and_its_export_sees(seeing_settings, run, losses, tmp_path, capsys):
+@pytest.fixture(scope="module")
+def load(seeing, conversations, tmp_path_factory):
+    """The documents of files, by default of the conversations, and the model that sees them."""
+    model = liger_models.from_hub(seeing, device="cpu")
+    cache = tmp_path_factory.mktemp("images")
+
+    def make(*files, **options):
+        options = {"seq_len": 96, "vocab_size": len(WORDS), "cache": cache} | options
+        preprocessor = Preprocessor(seeing, model.spec)
+        files = [str(file) for file in files] or [conversations]
+        return load_documents(files, TextTokenizer(seeing), images=preprocessor, **options), model
+
+    return make
+
+
+def test_a_run_goes_on_to_the_bit_and_its_export_answers(seeing_settings, run, losses, tmp_path, capsys):
     whole = run(seeing_settings(output=tmp_path / "whole"))
     run(seeing_settings(output=tmp_path / "parts", steps=3))
     parts = run(seeing_settings(output=tmp_path / "parts", resume="auto"))
     assert losses(whole)[3:] == losses(parts)[3:]
+    weights = [(folder / "model.safetensors").read_bytes() for folder in (whole.final, parts.final)]
+    assert weights[0] == weights[1]
+    file = tmp_path / "red.png"
+    picture("red", (24, 24)).save(file)
+    question = ["generate", str(whole.final), "--prompt", "what?", "--max-new-tokens", "2"]
+    capsys.readouterr()
+    for images in (1, 2):
+        assert main([*question, *["--image", str(file)] * images]) == 0
+        assert capsys.readouterr().out.startswith("what?\n")
+    assert main([*question, "--image", str(tmp_path / "none.png")]) == 2
+    assert "none.png does not exist" in capsys.readouterr().err
+
+
+def test_generate_shows_the_model_what_a_user_asks(load, seeing, tmp_path):
+    _, model = load()
+    (tmp_path / "a.png").write_bytes(png("blue", (24, 32)))
+    files = [str(tmp_path / "a.png")] * 2
+    ids, images = generate.ask("what?", files, seeing, model.spec, TextTokenizer(seeing))
+    turns = "".join(WORDS[i] for i in ids).split("<|im_start|>")[1:]
+    image = "<|vision_start|>" + "<|image_pad|>" * len(images["pixel_values"][::8]) + "<|vision_end|>"
+    assert turns == [f"user\n{image}{image}what?<|im_end|>\n", "assistant\n"]
+    assert images["image_grid_thw"].tolist() == [[1, 10, 8]] * 2  # of 3 pixels
+    assert model(torch.tensor([ids]), **images).logits.isfinite().all()
+
+
+def test_a_packed_row_has_the_loss_and_the_gradients_of_its_conversations_alone(load):
+    documents, model = load()
+    (row,) = Stream(documents, 4096, 0).take(1)
+    assert len(row) == 24
+    batches = [documents.batch([row]), *(documents.batch([[piece]]) for piece in row)]
+    assert len(batches[0].images["image_grid_thw"]) == 24
+    labels = int((batches[0].shift_labels != -100).sum())
+
+    def run(batches):
+        model.zero_grad()
+        losses = [_forward(model, batch, labels) for batch in batches]
+        torch.stack(losses).sum().backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return torch.stack(losses).sum().item(), gradients
+
+    together, packed = run(batches[:1])
+    alone, separate = run(batches[1:])
+    assert together == pytest.approx(alone, rel=1e-6)
+    assert {"vision.encoder.patch_embed.weight", "layers.0.mlp.down_proj.weight"} <= packed.keys()
+    for name, gradient in separate.items():
+        # Sums over some 800 tokens in another order, 6e-8 * sqrt(800) = 1.7e-6 of what is largest, and three
+        # times that among thousands of entries.
+        assert (packed[name] - gradient).abs().max() <= 5e-6 * gradient.abs().max() + 1e-9, name
+
+
+def test_answers_alone_are_trained(load):
+    documents, _ = load()
+    (row,) = Stream(documents, 4096, 0).take(1)
+    for piece in row:
+        ids, labels = documents.inputs(piece).tolist(), documents.labels(piece)
+        said = [WORDS[i] for i in labels[labels != -100]]
+        assert said[-2:] == ["<|im_end|>", "\n"]
+        assert set(said[:-2]) <= {*COLOURS, "and", " "}
+        assert len(said) == (7 if "and" in said else 3)
+        images = documents.batch([[piece]]).images
+        features = int(images["image_grid_thw"].prod(1).sum()) // 4 if images else 0
+        assert ids.count(WORDS.index("<|image_pad|>")) == features
+
+
+def test_images_are_preprocessed_once_and_again_where_one_has_changed(load, tmp_path, jsonl, monkeypatch):
+    (tmp_path / "a.png").write_bytes(png("red", (24, 24)))
+    file = jsonl(tmp_path / "a.jsonl", [asked({"type": "image", "path": "a.png"}, "red")])
+    first = load(file)[0].fingerprint()
+    with monkeypatch.context() as patch:
+        patch.setattr(Preprocessor, "__call__", None)
+        assert load(file, verify=True)[0].fingerprint() == first
+    (tmp_path / "a.png").write_bytes(png("blue", (24, 24)))
+    assert load(file)[0].fingerprint() != first
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(DataError, match=r"a\.jsonl, line 1: the image .*a\.png does not exist"):
+        load(file)
+
+
+def test_another_process_makes_the_same(load, monkeypatch, tmp_path):
+    first = load()[0].parts[0].corpus
+    monkeypatch.setattr(pictured, "ALONE", 0)
+    monkeypatch.setattr(pictured, "MOST_PROCESSES", 1)
+    monkeypatch.setattr(pictured.os, "sched_getaffinity", lambda _: {0, 1})
+    assert load(cache=tmp_path)[0].parts[0].corpus.digest == first.digest
+
+
+def bad(message: str, record: dict, **files: bytes):
+    return pytest.param(message, record, files, id=message[:40])
+
+
+GOOD = png("green", (24, 24))
+TWICE = {
+    "messages": [{"role": "user", "content": "<image><image>"}, {"role": "assistant", "content": "red"}],
+    "images": ["a.png", "a.png"],
+}
+BAD = [
+    bad("the image .*none.png does not exist", asked({"type": "image", "path": "none.png"}, "red")),
+    bad("is damaged", asked({"type": "image", "path": "a.png"}, "red"), a=GOOD[: len(GOOD) // 2]),
+    bad("is of no kind that Pillow", asked({"type": "image", "path": "a.png"}, "red"), a=b"GIF69x" * 40),
+    bad(
+        "is too small: 2 times 9 pixels",
+        asked({"type": "image", "path": "a.png"}, "red"),
+        a=png("red", (2, 9)),
+    ),
+    bad("nothing is fetched", asked({"type": "image", "url": "https://example.org/a.png"}, "red")),
+    bad("is not base64", asked({"type": "image", "url": "data:image/png;base64,?"}, "red")),
+    bad("expected a path, bytes", asked({"type": "image", "image": 7}, "red")),
+    bad("an image that is nowhere", asked({"type": "image"}, "red")),
+    bad("2 of them have no place", asked({"type": "image"}, "red") | {"images": ["a.png"] * 3}, a=GOOD),
+    bad("refuses 1 images", asked({"type": "image", "path": "a.png"}, "red", "<|image_pad|>"), a=GOOD),
+    bad("part of type 'video'", asked({"type": "video", "video": "a.mp4"}, "red")),
+    bad(
+        "of the assistant has an image", {"messages": [{"role": "assistant", "content": [{"type": "image"}]}]}
+    ),
+    bad(
+        "positions and seq_len is 96",
+        TWICE,
+        a=png("red", (160, 160)),
+    ),
+]
+
+
+@pytest.mark.parametrize(("message", "record", "files"), BAD)
+def test_what_cannot_be_seen_is_named_by_file_and_line(load, tmp_path, jsonl, message, record, files):
+    for name, content in files.items():
+        (tmp_path / f"{name}.png").write_bytes(content)
+    good = {"messages": [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "red"}]}
+    file = jsonl(tmp_path / "bad.jsonl", [good, record])
+    with pytest.raises(DataError, match=rf"bad\.jsonl, line 2: .*{message}"):
+        load(file)
+
+
+def test_bad_images_are_told_before_the_model_is_loaded(seeing_settings, run, tmp_path, jsonl, monkeypatch):
+    monkeypatch.setattr("liger_models.training.loop.load_model", None)
+    file = jsonl(tmp_path / "a.jsonl", [asked({"type": "image", "path": "none.png"}, "red")])
+    with pytest.raises(DataError, match="line 1"):
+        run(seeing_settings(data=(file,)))
+
+
+def test_a_model_of_text_refuses_images(settings, run, conversations):
+    with pytest.raises(DataError, match=r"line 1: the conversation has images, and this model sees none"):
+        run(settings(data=(conversations,)))
+
+
+def test_examples_are_cut_behind_their_images_alone(load, tmp_path, jsonl):
+    (tmp_path / "a.png").write_bytes(png("red", (24, 24)))
+    long = asked({"type": "image", "path": "a.png"}, "red " * 30)
+    file = jsonl(tmp_path / "a.jsonl", [long])
+    documents, model = load(file, seq_len=32, truncate=True)
+    ((piece,),) = Stream(documents, 32, 0).take(1)
+    assert model(documents.inputs(piece)[None], **documents.batch([[piece]]).images).logits.isfinite().all()
+    with pytest.raises(DataError, match="line 1: the example's last image ends at position 20"):
+        load(file, seq_len=12, truncate=True)
+
+
+def test_what_is_frozen_stays_and_gets_no_adapters(seeing_settings, run, tmp_path, seeing):
+    result = run(seeing_settings(output=tmp_path / "run", steps=2, freeze=("vision", "projector")))
+    before, after = (liger_models.from_hub(folder, device="cpu") for folder in (seeing, result.final))
+    own = before.parts()
+    names = {name for name, _ in before.vision.named_parameters(prefix="vision")}
+    assert own.keys() == {"language", "vision", "projector"}
+    then = dict(before.named_parameters())
+    changed = {name for name, p in after.named_parameters() if not torch.equal(p, then[name])}
+    assert changed
+    assert not changed & names
+    pytest.importorskip("peft")
+    run(seeing_settings(output=tmp_path / "lora", steps=2, lora="r=2", freeze=("language",), save_every=0))
+    written = load_file(tmp_path / "lora" / "final" / "adapter_model.safetensors")
+    assert written
+    assert all(".visual." in name for name in written)
+    with pytest.raises(
+        ConfigError, match="no part 'tower' in this model; expected language, vision, projector"
+    ):
+        run(seeing_settings(output=tmp_path / "none", freeze=("tower",)))
