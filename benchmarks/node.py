@@ -127,7 +127,7 @@ def _checkpoint(args: argparse.Namespace, layers: int | None, seconds: float) ->
 
 PARTS = (
     Part("8B", 125, 4, _large),
-    Part("experts", 85, 6, _experts),
+    Part("experts", 85, 12, _experts),
     Part("long context", 175, 4, _long),
     Part("checkpoint", 85, 2, _checkpoint),
 )
