@@ -1,5 +1,6 @@
 """Tests of several processes: the ranks of one group run one program, which lies beside its test. They are
-forks of one process, which has imported what the program needs.
+forks of a process that has imported the program; and this is a fork of one that has imported torch and
+liger_models, once for all tests.
 
 found = run_ranks(RANK, tmp_path, "fsdp")                 # in test_NAME.py, RANK being NAME_rank.py
 
@@ -8,16 +9,19 @@ def results(folder, rank, ranks, wrapper): ...            # in NAME_rank.py
 
 from __future__ import annotations
 
+import functools
+import json
 import multiprocessing
 import os
 import runpy
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -51,25 +55,68 @@ def run_ranks(
     """What the program's `results` gave for each rank. Fails with all complaints, if one rank does."""
     environment = {**os.environ, "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a GPU's context would not survive a fork
-    process = subprocess.Popen(
-        [sys.executable, __file__, str(program), backend, str(folder), *arguments],
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        complaints = process.communicate(timeout=seconds)[1]
-    finally:
-        if process.returncode is None:
-            os.killpg(process.pid, signal.SIGKILL)  # its ranks too
-            process.wait()
-    assert process.returncode == 0, complaints
+    complaints = folder / "complaints"
+    run = [environment, str(complaints), str(program), backend, str(folder), *arguments]
+    assert _told(run, seconds) == "0", complaints.read_text()
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
-def _be_all_ranks(program: str, backend: str, folder: Path, *arguments: str) -> None:
+def _told(run: list[Any], seconds: float) -> str:
+    """With what the run ended."""
+    server = _server()
+    server.stdin.write(json.dumps(run) + "\n")
+    server.stdin.flush()
+    number = int(server.stdout.readline())
+    if not wait([server.stdout], seconds):
+        os.killpg(number, signal.SIGKILL)  # its ranks too
+    return server.stdout.readline().strip()
+
+
+@functools.cache
+def _server() -> Any:
+    """Ends with this process, which holds the other end of its input."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, __file__], env=environment, text=True, **pipes)
+
+
+def _serve() -> None:
+    sys.path.pop(0)  # this folder, in which names are those of packages
+    sys.modules["ranks"] = sys.modules["__main__"]
+    import torch._dynamo  # noqa: F401 - which FSDP2 imports
+
+    import liger_models.parallel  # noqa: F401
+
+    answers = os.fdopen(os.dup(1), "w")
+    for line in sys.stdin:
+        environment, complaints, *run = json.loads(line)
+        number = os.fork()
+        if number == 0:
+            os.setsid()
+            os.environ.clear()
+            os.environ.update(environment)
+            file = os.open(complaints, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
+            _be_all_ranks(*run)
+        print(number, file=answers, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]), file=answers, flush=True)
+
+
+def _be_all_ranks(program: str, backend: str, folder: str, *arguments: str) -> NoReturn:
+    code = 1
+    try:
+        code = _run_all(program, backend, Path(folder), *arguments)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _run_all(program: str, backend: str, folder: Path, *arguments: str) -> int:
     torch.set_num_threads(1)
+    sys.path.insert(0, str(Path(program).parent))
     results = runpy.run_path(program)["results"]
     context = multiprocessing.get_context("fork")
     ranks = int(os.environ["WORLD_SIZE"])
@@ -87,7 +134,8 @@ def _be_all_ranks(program: str, backend: str, folder: Path, *arguments: str) -> 
     for child in children:  # those that wait for one that failed
         child.kill()
     if any(codes):
-        sys.exit(f"ranks ended with {codes}")
+        print(f"ranks ended with {codes}", file=sys.stderr)
+    return int(any(codes))
 
 
 def _be_a_rank(
@@ -104,8 +152,4 @@ def _be_a_rank(
 
 
 if __name__ == "__main__":
-    program, backend, folder, *arguments = sys.argv[1:]
-    # Not this folder, in which names are those of packages; but this module.
-    sys.path[0] = str(Path(program).parent)
-    sys.modules["ranks"] = sys.modules["__main__"]
-    _be_all_ranks(program, backend, Path(folder), *arguments)
+    _serve()
