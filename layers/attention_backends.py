@@ -84,6 +84,7 @@ from liger_models.layers.spec import AttentionSpec
 AttentionBackend = Literal["auto", "sdpa", "varlen", "triton", "masked", "eager"]
 BACKENDS: tuple[AttentionBackend, ...] = ("auto", "sdpa", "varlen", "triton", "masked", "eager")
 
+_WITH_TREES = ("triton", "masked", "eager")
 _UNMASKED = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -132,6 +133,10 @@ def attend(
     sequences = _as_seen(spec, sequences)
     if backend == "auto":
         backend = _choose(q, k, v, spec, sequences)
+    if sequences.tree is not None and backend not in _WITH_TREES:
+        raise ValueError(
+            f"attention={backend!r} has no documents that continue others; use 'auto' or 'triton'"
+        )
     if backend in ("masked", "eager") and _boundaries_are_at_hand(q, sequences):
         return _one_by_one(q, k, v, spec, sequences, backend, sinks)
     if backend == "triton":
@@ -241,6 +246,8 @@ def _as_seen(spec: AttentionSpec, sequences: Sequences) -> Sequences:
 def _choose(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Sequences) -> AttentionBackend:
     plain = _is_plain_softmax(spec)
     ours = use_triton(q) and max(q.shape[-1], v.shape[-1]) <= MOST_HEAD_DIM
+    if sequences.tree is not None:
+        return "triton" if ours else "masked" if plain else "eager"
     usual = q.shape[-1] == v.shape[-1] <= 256
     if plain and _is_unmasked(spec, sequences) and (usual or not ours or _cudnn_takes(q, k, v, sequences)):
         return "sdpa"
@@ -248,8 +255,7 @@ def _choose(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Seq
         return "triton"
     flash = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0
     if plain:
-        documents = sequences.spans is None and sequences.tree is None
-        return "varlen" if flash and usual and documents else "masked"
+        return "varlen" if flash and usual and sequences.spans is None else "masked"
     return "eager"
 
 
@@ -390,10 +396,8 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Seq
         batch, seq = sequences.shape
         cu = torch.arange(0, (batch + 1) * seq, seq, dtype=torch.int32, device=q.device)
     longest = sequences.max_seqlen
-    if (sequences.spans is not None and spec.causal) or sequences.tree is not None:
-        raise ValueError(
-            "attention='varlen' has neither spans nor documents that continue others; use 'auto' or 'triton'"
-        )
+    if sequences.spans is not None and spec.causal:
+        raise ValueError("attention='varlen' has no spans; use 'auto' or 'triton'")
     before, behind = -1 if spec.window is None else spec.window - 1, 0 if spec.causal else -1
     options: dict[str, Any] = {"enable_gqa": True} if _varlen_takes_gqa_flag() else {}
     # Its backward reads dense rows of heads; the packed q|k|v row gives them a common stride, which it also
