@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch._dynamo  # which FSDP2 imports, in each rank if it is not here yet
 import torch.distributed as dist
+from adapted import with_adapters
 from ranks import Count
 from torch.distributed.device_mesh import init_device_mesh
 
 import liger_models
 from liger_models import LigerModelsError, ParallelDims, parallelize
-from liger_models.training.lora import Adapters, LoraSettings
 
 LEVELS = ["lean", "checkpoint", "mlp"]  # of the layers, in turn
 CASES = {
@@ -82,16 +82,6 @@ def adapted(folder: Path) -> dict[str, torch.Tensor]:
     half = ids[dist.get_rank() :: 2]
     model(half, labels=half, num_items_in_batch=ids.numel() / 2).loss.backward()
     return {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.requires_grad}
-
-
-def with_adapters(model):
-    model = Adapters(model, LoraSettings.parse("r=4"), "", seed=0).model
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.requires_grad:
-                p.copy_(0.1 * torch.randn(p.shape, generator=generator))
-    return model
 
 
 def in_half_precision(folder: Path) -> dict[str, torch.Tensor]:

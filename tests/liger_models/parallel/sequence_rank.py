@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from adapted import with_adapters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,13 +30,15 @@ def run(
     batch: dict[str, Any],
     level: str = "lean",
     wrapper: str | None = None,
+    adapters: bool = False,
     mesh: Any = None,
 ) -> dict[str, Any]:
     """The loss, the gradients, the routers' biases after an update, and the logits; of a mesh of ranks their
     means. Without a mesh of one process alone.
     """
     budget = "1.2MB" if level == "auto" else None
-    model = liger_models.from_config(config, activation_memory=level, memory_budget=budget)
+    options = {"projections": "split" if adapters else "fused", "memory_budget": budget}
+    model = liger_models.from_config(config, activation_memory=level, **options)
     model.load_state_dict(state)
     if mesh is None:
         called: Any = model
@@ -43,6 +46,8 @@ def run(
         called = parallelize(model, ParallelDims(sequence=mesh.size()))
     else:
         called = divide_sequences(model, mesh)
+    if adapters:
+        called = with_adapters(model)
     if wrapper == "ddp":
         called = DistributedDataParallel(model)
     inputs = {name: value for name, value in batch.items() if "label" not in name and "num" not in name}
@@ -73,7 +78,7 @@ def run(
 
 
 def mean_gradients(model: Any, mesh: Any, wrapper: str | None) -> dict[str, torch.Tensor]:
-    gradients = {name: p.grad for name, p in model.named_parameters()}
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     if wrapper == "parallelize":
         return {name: gradient.full_tensor() for name, gradient in gradients.items()}
     if mesh is not None and wrapper is None:

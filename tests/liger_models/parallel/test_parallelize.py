@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapted import with_adapters
 from ranks import run_ranks
 
 import liger_models
@@ -87,7 +88,7 @@ def test_what_cannot_be_divided_is_refused(found):
 @pytest.mark.slow
 def test_adapters_of_a_divided_model_get_the_gradients_of_one_process(folder, found):
     pytest.importorskip("peft")
-    model = program["with_adapters"](liger_models.from_hub(folder / "llama", projections="split"))
+    model = with_adapters(liger_models.from_hub(folder / "llama", projections="split"))
     ids = program["batch"](model.spec.vocab_size)
     for rank in range(2):
         half = ids[rank::2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,6 +72,7 @@ CASES: dict[str, dict[str, Any]] = {
     "level auto": {"family": "llama", "level": "auto", "batch": packed()},
     **{f"experts, {level}": {"family": "gpt_oss", "level": level, "batch": rows()} for level in LEVELS[2:]},
     "DDP": {"family": "llama", "tie_word_embeddings": True, "wrapper": "ddp", "batch": packed()},
+    "adapters, documents": {"family": "llama", "adapters": True, "batch": packed()},
     "parallelize": {
         "family": "llama",
         "tie_word_embeddings": True,
@@ -86,9 +88,20 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def task_of(family: str, batch: Any, level: str = "lean", wrapper: str | None = None, **changes: Any):
+# PEFT is optional.
+CASES = {name: x for name, x in CASES.items() if not x.get("adapters") or find_spec("peft")}
+
+
+def task_of(
+    family: str,
+    batch: Any,
+    level: str = "lean",
+    wrapper: str | None = None,
+    adapters: bool = False,
+    **changes: Any,
+):
     config = {**find_architecture(family).tiny, **changes}
-    model = liger_models.from_config(config)
+    model = liger_models.from_config(config, projections="split" if adapters else "fused")
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, p in [*model.named_parameters(), *model.named_buffers()]:
@@ -96,7 +109,7 @@ def task_of(family: str, batch: Any, level: str = "lean", wrapper: str | None = 
             p.copy_(noise / p.shape[-1] ** 0.5 if p.dim() > 1 else 0.3 * noise + ("norm" in name))
     return {
         **{"config": config, "state": model.state_dict(), "batch": batch},
-        **{"level": level, "wrapper": wrapper},
+        **{"level": level, "wrapper": wrapper, "adapters": adapters},
     }
 
 

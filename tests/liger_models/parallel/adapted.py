@@ -1,0 +1,20 @@
+"""A model whose adapters alone are trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from liger_models.training.lora import Adapters, LoraSettings
+
+
+def with_adapters(model: Any) -> Any:
+    """Random ones, the same in every process; `model` has split projections."""
+    model = Adapters(model, LoraSettings.parse("r=4"), "", seed=0).model
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.copy_(0.1 * torch.randn(p.shape, generator=generator))
+    return model
