@@ -10,14 +10,35 @@ import re
 import signal
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
+
+def patch_triton_once():
+    """At every launch, and at every call of a function within a kernel, the interpreter looks through all of
+    triton.language for what it must replace, and in the end puts all back: half of the time of a small
+    kernel. Here nothing is compiled, and once for each module of kernels will do.
+    """
+    from triton.runtime import interpreter
+
+    patch_lang, patched = interpreter._patch_lang, set()
+
+    def patch(function):
+        if id(function.__globals__) not in patched:
+            patched.add(id(function.__globals__))
+            patch_lang(function)
+        return types.SimpleNamespace(restore=lambda: None)
+
+    interpreter._patch_lang = patch
+
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-
+    with contextlib.suppress(ImportError):
+        patch_triton_once()
 
 sys.path.append(str(Path(__file__).parent))  # for support_table, which lies beside it
 

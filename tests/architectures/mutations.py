@@ -147,8 +147,8 @@ def unnoticed_fields(
 ) -> dict[str, str]:
     """What the comparison does not notice, as "path: value -> other", with its "Class.field". Of all fields
     in all layers, or of those that are `wanted`, each in the first layer that has it with another value than
-    those given. Of layers that are alike the first stands for all. `of_images`: of the fields that concern
-    images, and those alone.
+    those given. Of parts that are alike, and stand in the same place of their layers, the first stands for
+    all. `of_images`: of the fields that concern images, and those alone.
     """
     missed = {}
     elsewhere: dict[str, list[Any]] = {}  # the values of a field in all layers
@@ -157,10 +157,10 @@ def unnoticed_fields(
             elsewhere.setdefault(field, []).append(value)
     tried: set[Any] = set()
     for path, field, value, hint in spec_fields(pair.ours.spec):
-        if (layer := _layer_at(pair.ours.spec, path)) is not None:
-            if layer in tried:
+        if (part := _part_at(pair.ours.spec, path)) is not None:
+            if part in tried:
                 continue
-            tried.add(layer)
+            tried.add(part)
         if (field in OF_IMAGES or path[0] == "vision") != of_images or field in NOT_SEEN:
             continue
         if field == "QKNormSpec.before_rope" and at(pair.ours.spec, path[:-2]).rope is None:
@@ -183,14 +183,17 @@ def unnoticed_fields(
     return missed
 
 
-def _layer_at(spec: ModelSpec, path: Path) -> Any:
-    """What is the same for a field of layers that are alike: the layer's spec, and where in it; None outside
-    of layers.
+def _part_at(spec: ModelSpec, path: Path) -> Any:
+    """What is the same for a field of parts that are alike, such as the norms of two layers: the part, and
+    where in it and in which layers; None outside of layers.
     """
     place = next((i for i, step in enumerate(path) if isinstance(step, int)), None)
     if place is None or path[place - 1] != "blocks":
         return None
-    return path[:place], at(spec, path[: place + 1]), path[place + 1 :]
+    if place > 1:  # layers of an encoder, of which each says little: the first of those that are alike
+        return path[:place], path[place + 1 :], at(spec, path[: place + 1])
+    own = len(path) == place + 2  # of the layer itself, whose parts may differ
+    return path[:place], path[place + 1 :], at(spec, path if own else path[:-1])
 
 
 def spec_is_noticed(pair: Pair, spec: ModelSpec) -> bool:

@@ -215,23 +215,23 @@ def reference_class(architecture: Architecture) -> Any:
     return found
 
 
-def reference_takes(family: str, changes: Mapping[str, Any]) -> bool:
-    """Whether the reference can read the config: it refuses a null for a number, for one."""
-    architecture = find_architecture(family)
-    try:
-        config = reference_class(architecture).config_class(**changed(architecture.tiny, changes))
-        with torch.device("meta"):
-            reference_class(architecture)(config)
-    except Exception:  # of whatever kind: each of them is a refusal
-        return False
-    return True
+def reference_config(architecture: Architecture, config: Mapping[str, Any]) -> Any:
+    """The config as the reference reads it."""
+    return reference_class(architecture).config_class(**copy.deepcopy(dict(config)))
+
+
+class RefusedByReference(ValueError):
+    """The reference does not take the config."""
 
 
 def reference_model(architecture: Architecture, config: Mapping[str, Any], attention: str = "eager") -> Any:
     """The reference, with every parameter random."""
-    reference_config = reference_class(architecture).config_class(**copy.deepcopy(dict(config)))
-    reference_config._attn_implementation = attention
-    reference = reference_class(architecture)(reference_config)
+    try:
+        own_config = reference_config(architecture, config)
+        own_config._attn_implementation = attention
+        reference = reference_class(architecture)(own_config)
+    except Exception as error:  # of whatever kind: each of them is a refusal
+        raise RefusedByReference(f"{architecture.reference}: {error}") from error
     randomise(reference, torch.Generator().manual_seed(1))
     return reference
 

@@ -7,7 +7,6 @@ its registration, `skip={"field:RopeSpec.truncate": "..."}`.
 
 from __future__ import annotations
 
-import pytest
 from mutations import (
     Additions,
     is_noticed,
@@ -64,19 +63,24 @@ def values_by_field(spec):
     return values
 
 
-@pytest.mark.parametrize("variant", ["as_is", "kv_heads_as_many_as_heads"])
-def test_two_tensors_that_change_places_are_noticed(variant, family, make_pair):
-    """All of one shape that lie together in a native tensor, in a layer, or in two neighbouring layers."""
-    if variant not in variants(family):
-        pytest.skip("the family has as many heads of keys and values as of queries")
-    pair = make_pair(family, variants(family)[variant])
-    missed = []
-    for couple in swaps(pair):
-        with swapped(pair, *couple):
-            if not is_noticed(pair) and not skipped(family, "swap", couple[0]):
-                missed.append(couple)
+def test_two_tensors_that_change_places_are_noticed(family, make_pair):
+    """All of one shape that lie together in a native tensor, in a layer, or in two neighbouring layers. Where
+    there are as many heads of keys as of queries, some that lie together have one shape only then.
+    """
+    tried, missed = set(), []
+    for variant in ("as_is", "kv_heads_as_many_as_heads"):
+        if variant not in variants(family):
+            continue
+        pair = make_pair(family, variants(family)[variant])
+        for couple in swaps(pair):
+            if couple in tried:
+                continue
+            tried.add(couple)
+            with swapped(pair, *couple):
+                if not is_noticed(pair) and not skipped(family, "swap", couple[0]):
+                    missed.append((variant, *couple))
+        assert not is_noticed(pair)  # all are back in their places
     assert not missed
-    assert not is_noticed(pair)  # all are back in their places
 
 
 def test_a_norm_left_out_is_noticed(pair):
