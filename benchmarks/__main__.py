@@ -4,6 +4,7 @@
     python -m benchmarks tune     other tile sizes of our kernels beside the chosen ones
     python -m benchmarks train    a training step beside transformers, and transformers with liger-kernel
     python -m benchmarks long     peak memory of training steps with long contexts, beside what was planned
+    python -m benchmarks lengths  the longest sequences of DPO, KTO, GRPO and SFT, beside TRL
     python -m benchmarks lora     a training step with LoRA beside transformers and PEFT
     python -m benchmarks parallel  a training step of a model that several GPUs share
     python -m benchmarks resume    a checkpoint that many processes write and half of them resume
@@ -20,13 +21,28 @@ that is not installed becomes a note. `liger-models bench` is the same.
 import argparse
 import sys
 
-from benchmarks import generate, learn, load, long, lora, node, ops, optimizer, parallel, resume, train, tune
+from benchmarks import (
+    generate,
+    learn,
+    lengths,
+    load,
+    long,
+    lora,
+    node,
+    ops,
+    optimizer,
+    parallel,
+    resume,
+    train,
+    tune,
+)
 
 COMMANDS = {
     "ops": ops,
     "tune": tune,
     "train": train,
     "long": long,
+    "lengths": lengths,
     "lora": lora,
     "parallel": parallel,
     "resume": resume,

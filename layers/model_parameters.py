@@ -118,20 +118,25 @@ class ModelParameters(nn.Module):
         Processes that share a model must have drawn as many random numbers before: each draws all values, one
         tensor after the other, and keeps its part.
         """
-        std, embedding = self.spec.initializer_range, self.embed_tokens.weight
         for module in self.modules():
-            reset = getattr(module, "reset_parameters", None)
-            tied = getattr(module, "weight", None) is embedding
-            with whole_parameters(module):
-                if isinstance(module, nn.Linear | nn.Embedding):
-                    module.weight.normal_(0.0, std, generator=generator)
-                    bias = getattr(module, "bias", None)
-                    if bias is not None:
-                        bias.zero_()
-                    if (tied or isinstance(module, nn.Embedding)) and self.spec.padding_idx is not None:
-                        module.weight[self.spec.padding_idx].zero_()
-                elif module is not self and reset is not None:
-                    reset(std, generator)
+            self.reset_parameters_of(module, generator)
+
+    @torch.no_grad()
+    def reset_parameters_of(self, module: nn.Module, generator: torch.Generator | None = None) -> None:
+        """The same for the parameters of one module alone, its children's aside."""
+        std, embedding = self.spec.initializer_range, self.embed_tokens.weight
+        reset = getattr(module, "reset_parameters", None)
+        tied = getattr(module, "weight", None) is embedding
+        with whole_parameters(module):
+            if isinstance(module, nn.Linear | nn.Embedding):
+                module.weight.normal_(0.0, std, generator=generator)
+                bias = getattr(module, "bias", None)
+                if bias is not None:
+                    bias.zero_()
+                if (tied or isinstance(module, nn.Embedding)) and self.spec.padding_idx is not None:
+                    module.weight[self.spec.padding_idx].zero_()
+            elif module is not self and reset is not None:
+                reset(std, generator)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """The number of parameters, a tied head counted once."""

@@ -14,6 +14,13 @@ from torch.overrides import TorchFunctionMode
 
 from liger_models.architectures import Architecture, find_architecture
 from liger_models.causal_lm import LigerCausalLM, parse_dtype
+from liger_models.classifier import (
+    LigerSequenceClassifier,
+    as_classifier,
+    labels_of,
+    leave_out_head,
+    with_labels,
+)
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.checkpoints.reading import WEIGHT_DTYPES, CheckpointReader, load_parameters
 from liger_models.convert.checkpoints.source_layout import SourceLayout, match_layout, repeats
@@ -41,6 +48,7 @@ def from_hub(
     projections: Projections = "fused",
     shard: Callable[[LigerCausalLM], object] | None = None,
     text_only: bool = False,
+    labels: int | None = None,
     dropout: float | None = None,
     ignore_config_keys: tuple[str, ...] = (),
 ) -> LigerCausalLM:
@@ -68,6 +76,8 @@ def from_hub(
         text_only: of a multimodal checkpoint load the language model alone, and warn of what is left out,
             which `left_out` of the model names. What is saved from it is a checkpoint of that language model.
             The types that this is known of are in architectures/multimodal.py.
+        labels: make a `LigerSequenceClassifier` with so many labels of a language model, 1 for rewards: its
+            head is fresh, and that of tokens left out. A checkpoint of a classifier is one without this.
         dropout: 0.0 trains without the dropout that a config asks for, which is not supported and refused
             where this is None. It makes no difference to a model that does not train.
         ignore_config_keys: keys of config.json that are unknown and known not to matter.
@@ -88,24 +98,33 @@ def from_hub(
     )
     config = HFConfig.load(folder, ignore_config_keys=ignore_config_keys, dropout=dropout)
     text = text_config_of(config) if text_only else config
-    architecture = _architecture(text)
+    architecture, labels, fresh = _architecture(text), labels or labels_of(text.raw), ()
     with CheckpointReader(folder) as reader:
         if text is not config:
             text, left_out = select_text(config, text, reader)
+        whole = text is config
+        if labels is not None:
+            fresh = ("lm_head.weight",) if leave_out_head(reader, architecture) else ()
+            architecture = as_classifier(architecture)
+            text = text.with_raw(with_labels(text.raw, labels, architecture.reference))
         text.most_layers = min(text.most_layers, len(reader.tensors))
         untied = architecture.sees and _has_own_head(architecture, reader)
         model = _skeleton(text, architecture, attention, activation_memory, memory_budget, untied)
-        source = find_layout(model, reader)
-        model.materialize(
-            "meta", exact_dtypes(model, reader.dtypes) if dtype == "auto" else parse_dtype(dtype)
-        )
+        source = find_layout(model, reader, fresh)
+        stored = reader.dtypes
+        for name in fresh:  # which has the dtype of the embedding
+            stored[model.layout.name(name)] = stored[model.layout.name("embed_tokens.weight")]
+        model.materialize("meta", exact_dtypes(model, stored) if dtype == "auto" else parse_dtype(dtype))
         if shard is not None:  # wrappers note the dtypes
             _split_if(projections, model)
             shard(model)
         model.materialize(device)
-        load_parameters(model.saved_tensors(), model.weight_map(), reader, progress=True)
+        tensors, weight_map = ({n: x for n, x in found.items() if n not in fresh} for found in _of(model))
+        load_parameters(tensors, weight_map, reader, progress=True)
     model.source_folder = folder
-    if text is config:
+    if fresh:
+        model.reset_parameters_of(model.lm_head)
+    elif whole:
         model.source = source
     else:  # which goes out as a checkpoint of its own
         left_out += [reader.tensors[name] for name in source.carried]
@@ -114,6 +133,10 @@ def from_hub(
     if shard is None:
         _split_if(projections, model)  # over the memory of the packed ones
     return model
+
+
+def _of(model: LigerCausalLM) -> tuple[dict[str, Any], dict[str, Any]]:
+    return model.saved_tensors(), model.weight_map()
 
 
 from_pretrained = from_hub
@@ -130,6 +153,7 @@ def from_config(
     projections: Projections = "fused",
     shard: Callable[[LigerCausalLM], object] | None = None,
     text_only: bool = False,
+    labels: int | None = None,
     dropout: float | None = None,
     ignore_config_keys: tuple[str, ...] = (),
 ) -> LigerCausalLM:
@@ -138,7 +162,7 @@ def from_config(
     Args:
         config: what a config.json holds: a dict, a file, or a folder with one.
         dtype: of the parameters; "auto" takes the config's, or float32.
-        device, attention, activation_memory, memory_budget, projections, text_only, dropout,
+        device, attention, activation_memory, memory_budget, projections, text_only, labels, dropout,
             ignore_config_keys: as for `from_hub`.
         shard: as for `from_hub`. Processes with the same seed make the parts of one model: of fused
             projections, the one that a single process makes.
@@ -150,7 +174,10 @@ def from_config(
     _check_projections(projections)
     read = HFConfig.load(config, ignore_config_keys=ignore_config_keys, dropout=dropout)
     read = text_config_of(read) if text_only else read
-    architecture = _architecture(read)
+    architecture, labels = _architecture(read), labels or labels_of(read.raw)
+    if labels is not None:
+        architecture = as_classifier(architecture)
+        read = read.with_raw(with_labels(read.raw, labels, architecture.reference))
     model = _skeleton(read, architecture, attention, activation_memory, memory_budget)
     if dtype == "auto":
         dtype = read.raw.get("dtype") or read.raw.get("torch_dtype") or "float32"
@@ -165,8 +192,11 @@ def from_config(
     return model
 
 
-def find_layout(model: LigerCausalLM, reader: CheckpointReader) -> SourceLayout:
-    """Which of its family's layouts a checkpoint has; from here on it is the model's.
+def find_layout(
+    model: LigerCausalLM, reader: CheckpointReader, missing: tuple[str, ...] = ()
+) -> SourceLayout:
+    """Which of its family's layouts a checkpoint has, without the `missing` tensors of the model; from here
+    on it is the model's.
 
     Raises:
         CheckpointError: its tensors are those of none of them.
@@ -174,7 +204,10 @@ def find_layout(model: LigerCausalLM, reader: CheckpointReader) -> SourceLayout:
     tied = {}
     if model.spec.tie_word_embeddings:  # the head's tensor may be there beside the embedding that it repeats
         tied = dict(map(_head_and_embedding, model.architecture.layouts))
-    maps = {layout: model.weight_map(layout) for layout in model.architecture.layouts}
+    maps = {
+        layout: {name: expr for name, expr in model.weight_map(layout).items() if name not in missing}
+        for layout in model.architecture.layouts
+    }
     source = match_layout(reader, maps, carried=model.carried, tied_duplicates=tied)
     model.layout = source.layout
     return source
@@ -241,7 +274,8 @@ def _skeleton(
     raw = {"architectures": [architecture.reference], **config.raw}
     try:
         with torch.device("meta"), _NoInitialisation():
-            model = LigerCausalLM(spec, architecture, raw, attention, activation_memory, memory_budget)
+            kind = LigerCausalLM if labels_of(raw) is None else LigerSequenceClassifier
+            model = kind(spec, architecture, raw, attention, activation_memory, memory_budget)
     except RuntimeError as error:  # sizes whose product is beyond 64 bits
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{config.name}: a model of these sizes cannot be laid out ({reason})") from error

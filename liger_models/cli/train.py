@@ -281,8 +281,9 @@ OBJECTIVE_OPTIONS: dict[str, tuple[type, str, str]] = {
     ),
     "f_divergence": (str, "NAME", "of dpo: reverse_kl, forward_kl, js_divergence or alpha_divergence"),
     "desensitize": (float, "X", "of dpo: what a longer answer has beyond the shorter one counts so much (1)"),
-    "margin": (float, "X", "of simpo: by how much the chosen answer should be above (1)"),
+    "margin": (float, "X", "of simpo (1) and reward (0): by how much the chosen answer should be above"),
     "nll_weight": (float, "X", "of simpo: of the chosen answer's own loss (0)"),
+    "centering": (float, "X", "of reward: holds rewards around zero (0)"),
     "desirable_weight": (float, "X", "of kto: of good answers (1)"),
     "undesirable_weight": (float, "X", "of kto: of bad answers (1)"),
     "teacher": (str, "MODEL", "of distill: hub id or folder of a model of the same vocabulary"),
@@ -296,11 +297,11 @@ def add_objective(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the objective (docs/post_training.md)")
     group.add_argument(
         "--objective",
-        choices=("sft", "dpo", "orpo", "simpo", "kto", "distill"),
+        choices=("sft", "dpo", "orpo", "simpo", "kto", "reward", "distill"),
         default="sft",
-        help="what is minimised: dpo, orpo and simpo read records of prompt, chosen and rejected; kto of "
-        "prompt, completion and label; the others those above (default: %(default)s). Its options, of which "
-        "one that it does not have is refused, with defaults in brackets:",
+        help="what is minimised: dpo, orpo, simpo and reward read records of prompt, chosen and rejected; "
+        "kto of prompt, completion and label; the others those above (default: %(default)s). Its options, of "
+        "which one that it does not have is refused, with defaults in brackets:",
     )
     for name, (kind, metavar, text) in OBJECTIVE_OPTIONS.items():
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)

@@ -32,7 +32,7 @@ class TrainConfig:
     data_cache         folder of tokenized data; by default liger_models/data in the user's folder of caches
     verify_data        compute the digests of tokenized data anew before training on them
     output             folder of metrics, checkpoint-N folders and the final export
-    objective          what is minimised: sft, dpo, orpo, simpo, kto or distill (docs/post_training.md)
+    objective          what is minimised: sft, dpo, orpo, simpo, kto, reward, distill (docs/post_training.md)
     objective_options  by name, the fields of its class in training/objectives: {"beta": 0.1}
     eval_data          held-out data, named like `data`; or else
     eval_fraction      the share of the documents of `data` that is held out, chosen by the seed

@@ -34,7 +34,7 @@ class StepFlops:
 
     def __init__(self, model: LigerCausalLM) -> None:
         spec = model.spec
-        self.head = spec.hidden_size * spec.vocab_size
+        self.head = spec.hidden_size * model.lm_head.out_features
         self.elements = sum(sum(matrix_elements(layer)) for layer in model.layers)
         self.elements += sum(
             module.weight.numel()

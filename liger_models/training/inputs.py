@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from liger_models.causal_lm import LigerCausalLM
+from liger_models.classifier import LigerSequenceClassifier
 from liger_models.convert.checkpoints.hub import local_path
 from liger_models.convert.errors import ConfigError, DataError
 from liger_models.images import Preprocessor
@@ -67,7 +68,13 @@ def read_spec(config: TrainConfig, tokenizer: TextTokenizer, checkpoint: Path | 
     source = _source(config, checkpoint)
     shape: Any = _fresh(config, tokenizer) if _is_preset(source) else resolve(source)
     options: dict[str, Any] = {"text_only": config.text_only, "dropout": config.dropout}
+    options["labels"] = labels_for(config)
     return liger_models.from_config(shape, device="meta", **options).spec
+
+
+def labels_for(config: TrainConfig) -> int | None:
+    """What `from_hub` takes as `labels`: one for a head of rewards."""
+    return 1 if OBJECTIVES[config.objective].rewards else None
 
 
 def load_model(
@@ -86,6 +93,7 @@ def load_model(
         "attention": config.attention,
         "activation_memory": "lean" if config.activation_memory == "auto" else config.activation_memory,
         "text_only": config.text_only,
+        "labels": labels_for(config),
         "dropout": config.dropout,
         "shard": world.divide,
     }
@@ -112,6 +120,9 @@ def load_model(
         if config.dtype == "auto":
             dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
         model = liger_models.from_config(_fresh(config, tokenizer), dtype=dtype, **options)
+    if isinstance(model, LigerSequenceClassifier):
+        known = getattr(model.config, "pad_token_id", None)
+        model.config.pad_token_id = tokenizer.pad_id if known is None else known
     if config.freeze:
         _freeze(model, config.freeze)
     size, flops = model.num_parameters(), StepFlops(model)

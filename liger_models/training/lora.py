@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.causal_lm import LigerCausalLM
+from liger_models.classifier import HEAD, LigerSequenceClassifier
 from liger_models.convert.checkpoints.reading import CheckpointReader
 from liger_models.convert.checkpoints.weight_map import Ref
 from liger_models.convert.errors import CheckpointError, ConfigError
@@ -105,6 +106,8 @@ class Adapters:
     ) -> None:
         peft = import_peft()
         self.model, self._peft = model, peft
+        # One of labels is trained whole, and saved beside the adapters.
+        self.head = model.lm_head if isinstance(model, LigerSequenceClassifier) else None
         self.names = _targets(model, settings.targets, frozen)
         last = {name.rpartition(".")[2] for name in self.names.values()}
         self.config = peft.LoraConfig(
@@ -114,17 +117,21 @@ class Adapters:
             use_dora=settings.dora,
             use_rslora=settings.rslora,
             target_modules=sorted(last) if settings.targets == ALL else settings.targets.split("+"),
-            task_type="CAUSAL_LM",
+            task_type="CAUSAL_LM" if self.head is None else "SEQ_CLS",
+            modules_to_save=None if self.head is None else [HEAD.removesuffix(".")],
             base_model_name_or_path=base,
         )
         model.requires_grad_(False)
         torch.manual_seed(seed)
-        here = peft.LoraConfig(**{**self._options(), "target_modules": list(self.names)})
+        own = {"target_modules": list(self.names), "modules_to_save": None}
+        here = peft.LoraConfig(**{**self._options(), **own})
         peft.inject_adapter_in_model(here, model)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and parameter.dtype != torch.float32:  # as PEFT has them by default
                 parameter.data = parameter.data.float()
             assert parameter.requires_grad is (".lora_" in name)
+        if self.head is not None:
+            self.head.requires_grad_(True)
         from liger_models.hf.lora import take_over
 
         take_over(model)
@@ -184,6 +191,8 @@ class Adapters:
         for name, tensor in own.items():
             path, point, rest = name.partition(".lora_")
             usual[f"base_model.model.{self.names[path]}{point}{rest}"] = tensor
+        if self.head is not None:
+            usual[f"base_model.model.{HEAD}weight"] = self.head.weight
         return usual
 
 

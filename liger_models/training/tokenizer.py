@@ -66,6 +66,7 @@ class TextTokenizer:
         self._config = self._json("tokenizer_config.json")
         self.bos_id = self._special("bos_token")
         self.eos_id = self._special("eos_token")
+        self.pad_id = self._special("pad_token")
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, with the special tokens that the tokenizer itself adds (usually bos)."""

@@ -11,6 +11,7 @@ from liger_models.training.objectives.distill import Distill
 from liger_models.training.objectives.kto import KTO
 from liger_models.training.objectives.objective import Objective, Share
 from liger_models.training.objectives.preferences import DPO, ORPO, SimPO
+from liger_models.training.objectives.reward import Reward
 from liger_models.training.objectives.sft import SFT
 
 OBJECTIVES: dict[str, type[Objective]] = {
@@ -19,6 +20,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "orpo": ORPO,
     "simpo": SimPO,
     "kto": KTO,
+    "reward": Reward,
     "distill": Distill,
 }
 

@@ -322,3 +322,51 @@ def test_what_is_told_stands_in_the_files_and_the_picture(configured, run):
     assert "eval_accuracy" in json.loads((done.final.parent / "metrics.jsonl").read_text().splitlines()[-1])
     assert len(lines) == len(done.records)
     assert (done.final.parent / "loss.png").stat().st_size > 20_000
+
+
+# ---------------------------------------------------------------------------------------------------- rewards
+
+
+def rewards_of(model, run, rows):
+    """Of each sequence alone, [groups, 2]."""
+    two = [[model(ids[None]).logits[0, 0] for ids, _ in both] for both, _ in sequences(run, rows)]
+    return torch.stack([torch.stack(both) for both in two])
+
+
+def test_a_step_of_rewards_is_bradley_and_terry_s_over_all_pairs(start):
+    run = start("reward", {"margin": 0.2, "centering": 0.1}, gradient_accumulation=3, clip=0.0)
+    with torch.no_grad():
+        run.model.lm_head.weight.mul_(30)  # a fresh head gives rewards near zero
+    rows = loop.Stream(run.documents, 96, run.config.seed).take(3)
+    rewards = rewards_of(run.model, run, rows)
+    expected = of.reward_loss(*rewards.T, torch.tensor(0.2), centering=0.1).loss
+    gradients = torch.autograd.grad(expected, list(run.model.parameters()))
+    kept = []
+    run.optimizer.step = lambda: kept.extend(p.grad.clone() for p in run.model.parameters())
+    outcome = run.step(1e-3, loop.Signals())
+    assert outcome.loss == pytest.approx(expected.item(), rel=1e-5)
+    assert outcome.told["accuracy"] == pytest.approx((rewards[:, 0] > rewards[:, 1]).float().mean().item())
+    for found, wanted in zip(kept, gradients, strict=True):
+        assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()  # as above
+
+
+@pytest.mark.parametrize("lora", [None, "r=4"])
+def test_trained_rewards_are_those_of_transformers(configured, run, checkpoint, tmp_path, lora):
+    transformers = pytest.importorskip("transformers")
+    options = {"lora": lora, "merge": lora is not None, "lr": 1e-2, "steps": 2, "save_every": 1, "keep": 0}
+    done = run(configured("reward", **options))
+    (done.final.parent / "checkpoint-2").rename(tmp_path / "aside")
+    again = run(configured("reward", resume="auto", **options))
+    assert [r["loss"] for r in again.records] == [r["loss"] for r in done.records]
+    auto = transformers.AutoModelForSequenceClassification
+    if lora:
+        peft = pytest.importorskip("peft")
+        theirs = peft.PeftModel.from_pretrained(auto.from_pretrained(checkpoint, num_labels=1), done.final)
+        ours = liger_models.from_hub(done.final.parent / "merged", device="cpu")
+    else:
+        theirs, ours = auto.from_pretrained(done.final), liger_models.from_hub(done.final, device="cpu")
+    ids = torch.randint(5, 320, (1, 12))
+    with torch.no_grad():
+        found, expected = ours.eval()(ids).logits, theirs.eval()(input_ids=ids).logits
+    assert found.shape == (1, 1)
+    assert abs(found - expected).item() <= 1e-5 * expected.abs().item()

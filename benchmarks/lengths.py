@@ -1,0 +1,251 @@
+"""The longest sequences of post-training on one GPU, and a step's memory and speed beside TRL's.
+
+    python -m benchmarks lengths                                   # the lengths that are aimed at, on 79 GiB
+    python -m benchmarks lengths --case dpo:77000 --case sft:8192:trl
+
+A case is METHOD:TOKENS[:SIDE], and a step of it the forward and backward passes of rows of TOKENS tokens, all
+of which are learned, and an AdamW step, of a whole model in bfloat16 with fresh weights:
+
+    sft     one row and the mean loss of its tokens
+    grpo    one row scored with entropies, its loss that of a group's answer
+    dpo     a pair, two rows, which the reference, a second model, scores in the step, as TRL's default does
+    kto     two rows and two strangers' answers; the reference scores all four, the policy the strangers too
+
+TRL's side (`trl`) is what its trainers run by default: transformers' model with gradient checkpointing and
+`add_fused_lm_head` with the fields that each trainer asks for, and torch's fused AdamW.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.machinery
+import importlib.util
+import re
+import sys
+import time
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from benchmarks.report import machine, markdown_table, publish
+from benchmarks.training.shapes import MODELS, config_of
+
+SUMMARY = "the longest sequences of post-training, and its memory and speed beside TRL's"
+
+AIMS = {"dpo": 77_000, "kto": 82_000, "grpo": 150_000, "sft": 140_000}
+ROWS = {"sft": 1, "grpo": 1, "dpo": 2, "kto": 2}
+# What TRL's trainers ask their head for.
+FIELDS = {
+    "sft": ("log_probs", "entropy", "is_top1"),
+    "grpo": ("log_probs", "entropy"),
+    "dpo": ("log_probs", "entropy", "mean_logits", "is_top1"),
+    "kto": ("log_probs", "entropy", "mean_logits", "is_top1"),
+}
+SIDES = ("ours", "trl")
+TIMED = 16_384  # tokens; a longer case has one step, for its memory
+Score = Callable[[Any, Tensor], Tensor]
+
+
+class Case(NamedTuple):
+    """What is measured."""
+
+    method: str
+    tokens: int
+    side: str
+
+    @property
+    def name(self) -> str:
+        return ":".join(map(str, self))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="gemma-3-1b", choices=MODELS, help="(%(default)s)")
+    parser.add_argument(
+        "--case",
+        action="append",
+        type=parse_case,
+        metavar="METHOD:TOKENS[:SIDE]",
+        help="repeatable; default: the lengths that are aimed at, and 8,192 on both sides",
+    )
+    parser.add_argument("--level", default="checkpoint", help="of activation memory, ours (%(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=2, help="of short cases, of which the last is timed (%(default)s)"
+    )
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after so many")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def run(args: argparse.Namespace) -> int:
+    device, begun = torch.device(args.device), time.perf_counter()
+    both = [Case(method, 8192, side) for method in AIMS for side in SIDES]
+    rows: list[dict[str, Any]] = []
+    for case in args.case or [Case(*aim, "ours") for aim in AIMS.items()] + both:
+        if time.perf_counter() - begun > args.seconds:
+            print(f"no time for {case.name}", flush=True)
+            continue
+        try:
+            found = _measure(case, args, device)
+        except torch.OutOfMemoryError:
+            found = {"note": "out of memory"}
+        except ImportError as error:
+            found = {"note": f"not measured: {error}"}
+        rows.append({"case": case.name, **found})
+        print(rows[-1], flush=True)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        _write(args, device, rows)
+    return 0
+
+
+def _write(args: argparse.Namespace, device: torch.device, rows: list[dict[str, Any]]) -> None:
+    """The report so far."""
+    header = ["method", "rows x tokens", "side", "peak GiB", "reserved GiB", "s a step", "tokens/s"]
+    table = []
+    for row in rows:
+        case = parse_case(row["case"])
+        line = [case.method, f"{ROWS[case.method]} x {case.tokens:,}", case.side]
+        if "note" in row:
+            table.append([*line, row["note"], "-", "-", "-"])
+            continue
+        memory = ["-" if row[name] is None else f"{row[name]:.1f}" for name in ("peak", "reserved")]
+        speed = f"{ROWS[case.method] * case.tokens / row['seconds']:,.0f}"
+        table.append([*line, *memory, f"{row['seconds']:.2f}", speed if case.tokens <= TIMED else "-"])
+    about = f"{machine(device)}. {args.model}, bfloat16, AdamW; ours at level {args.level}."
+    publish(args.out, "lengths", f"{about}\n\n{markdown_table(header, table)}", rows, show=len(rows) > 1)
+
+
+def _measure(case: Case, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    cuda = device.type == "cuda"
+    config = config_of(args.model, None) | {"max_position_embeddings": max(case.tokens, 2048)}
+    with_reference = case.method in ("dpo", "kto")
+    side = _ours if case.side == "ours" else _trl
+    torch.manual_seed(0)
+    policy, reference, optimizer, score = side(case, config, args.level, device, with_reference)
+    seconds, loss = [], torch.zeros(())
+    steps = args.steps if case.tokens <= TIMED else 1
+    for number in range(steps):
+        if cuda:
+            torch.cuda.synchronize(device)
+            if number == steps - 1:
+                torch.cuda.reset_peak_memory_stats(device)
+        ids = torch.randint(config["vocab_size"], (ROWS[case.method], case.tokens), device=device)
+        begun = time.perf_counter()
+        loss = METHODS[case.method](score, policy, reference, ids)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+        if cuda:
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - begun)
+    return {
+        "peak": torch.cuda.max_memory_allocated(device) / 2**30 if cuda else None,
+        "reserved": torch.cuda.max_memory_reserved(device) / 2**30 if cuda else None,
+        "seconds": seconds[-1],
+        "first": seconds[0],
+        "loss": loss.item(),
+    }
+
+
+# ------------------------------------------------------------------------------------------------ the methods
+
+
+def _sft(score: Score, policy: Any, reference: Any, ids: Tensor) -> Tensor:
+    return score(policy, ids)
+
+
+def _grpo(score: Score, policy: Any, reference: Any, ids: Tensor) -> Tensor:
+    log_probs = score(policy, ids)
+    ratio = (log_probs - log_probs.detach()).exp()
+    return -torch.minimum(0.5 * ratio, 0.5 * ratio.clamp(0.8, 1.2)).mean()
+
+
+def _dpo(score: Score, policy: Any, reference: Any, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        before = score(reference, ids).sum(1)
+    chosen, rejected = (score(policy, ids).sum(1) - before).unbind()
+    return -logsigmoid(0.1 * (chosen - rejected))
+
+
+def _kto(score: Score, policy: Any, reference: Any, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        strangers = ids.flip(1)
+        divergence = (score(policy, strangers) - score(reference, strangers)).sum(1).mean().clamp(min=0)
+        before = score(reference, ids).sum(1)
+    good, bad = (score(policy, ids).sum(1) - before).unbind()
+    return 1 - 0.5 * ((0.1 * (good - divergence)).sigmoid() + (0.1 * (divergence - bad)).sigmoid())
+
+
+METHODS = {"sft": _sft, "grpo": _grpo, "dpo": _dpo, "kto": _kto}
+
+
+# -------------------------------------------------------------------------------------------------- the sides
+
+
+def _ours(case: Case, config: dict[str, Any], level: str, device: torch.device, with_reference: bool) -> Any:
+    import liger_models
+    from liger_models.optim import AdamW
+
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
+    policy = liger_models.from_config(config, activation_memory=level, **options).train()
+    reference = liger_models.from_config(config, **options).eval() if with_reference else None
+
+    def score(model: Any, ids: Tensor) -> Tensor:
+        if case.method == "sft":
+            return model(ids, labels=ids).loss
+        return model.score(ids, ids, entropy=case.method == "grpo").log_probs
+
+    return policy, reference, AdamW(policy.parameters(), lr=1e-6), score
+
+
+def _trl(case: Case, config: dict[str, Any], level: str, device: torch.device, with_reference: bool) -> Any:
+    import transformers
+
+    _stand_in("datasets", "IterableDataset", "Dataset")
+    _stand_in("pandas", "DataFrame")
+    from trl.trainer.utils import add_fused_lm_head
+
+    shape = dict(config)
+    kind = transformers.AutoConfig.for_model(shape.pop("model_type"), **shape)
+    with torch.device(device):
+        policy = transformers.AutoModelForCausalLM.from_config(kind, dtype=torch.bfloat16).train()
+        reference = (
+            transformers.AutoModelForCausalLM.from_config(kind, dtype=torch.bfloat16).eval()
+            if with_reference
+            else None
+        )
+    policy.gradient_checkpointing_enable({"use_reentrant": False})
+    add_fused_lm_head(policy, outputs=FIELDS[case.method])
+    if reference is not None:
+        add_fused_lm_head(reference)
+
+    def score(model: Any, ids: Tensor) -> Tensor:
+        found = model(ids, labels=ids, fused_lm_head=True, use_cache=False)
+        return found.loss if case.method == "sft" else found.log_probs
+
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=device.type == "cuda")
+    return policy, reference, optimizer, score
+
+
+def _stand_in(name: str, *names: str) -> None:
+    """A module that TRL imports, and that its head does not use, where it is not installed."""
+    if name in sys.modules or importlib.util.find_spec(name) is not None:
+        return
+    module = types.ModuleType(name)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    for one in names:
+        setattr(module, one, type(one, (), {}))
+    sys.modules[name] = module
+
+
+def parse_case(text: str) -> Case:
+    match = re.fullmatch(r"(sft|grpo|dpo|kto):(\d+)(?::(ours|trl))?", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"found {text!r}; expected for instance dpo:77000, or sft:8192:trl")
+    return Case(match[1], int(match[2]), match[3] or "ours")

@@ -1,0 +1,43 @@
+"""A reward model from pairs of answers, with a head of one label (losses/reward_loss.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from liger_models.losses import reward_loss
+from liger_models.training.data import PAIRS, Counts, GroupBatch
+from liger_models.training.flops import StepFlops
+from liger_models.training.objectives.objective import Objective, Share
+from liger_models.training.objectives.preferences import told_of
+
+
+@dataclass
+class Reward(Objective):
+    """A mean over pairs.
+
+    margin: by how much the chosen answer's reward should at least be above. centering: holds rewards around
+    zero.
+    """
+
+    form: ClassVar[str | None] = PAIRS
+    metrics: ClassVar[tuple[str, ...]] = ("margin", "accuracy", "chosen_reward", "rejected_reward")
+    unit: ClassVar[str] = "nats per pair"
+    rewards: ClassVar[bool] = True
+
+    margin: float = 0.0
+    centering: float = 0.0
+
+    def share(self, model: nn.Module, batch: GroupBatch, counts: Counts) -> Share:
+        rewards = model(batch.input_ids, cu_seqlens=batch.cu_seqlens).logits[:, 0]
+        chosen, rejected = rewards.chunk(2)
+        margin = torch.full_like(chosen, self.margin) if self.margin else None
+        result = reward_loss(chosen, rejected, margin, centering=self.centering, num_items=counts.groups)
+        return Share(result.loss, told_of(result))
+
+    def flops(self, model: StepFlops, counts: Counts) -> int:
+        """Each sequence has one place with a reward."""
+        return model.of(counts.lengths, len(counts.lengths))
