@@ -6,6 +6,7 @@
     python -m benchmarks long     peak memory of training steps with long contexts, beside what was planned
     python -m benchmarks lengths  the longest sequences of DPO, KTO, GRPO and SFT, beside TRL
     python -m benchmarks lora     a training step with LoRA beside transformers and PEFT
+    python -m benchmarks prompt   answers that share their prompt, beside sequences of their own
     python -m benchmarks parallel  a training step of a model that several GPUs share
     python -m benchmarks resume    a checkpoint that many processes write and half of them resume
     python -m benchmarks node      all of a machine with several GPUs, in under eight minutes
@@ -32,6 +33,7 @@ from benchmarks import (
     ops,
     optimizer,
     parallel,
+    prompt,
     resume,
     train,
     tune,
@@ -44,6 +46,7 @@ COMMANDS = {
     "long": long,
     "lengths": lengths,
     "lora": lora,
+    "prompt": prompt,
     "parallel": parallel,
     "resume": resume,
     "node": node,

@@ -33,8 +33,9 @@ def eager_attention(q, k, v, *, softcap=None, sinks=None, **options):
     scores = q.transpose(0, 1) @ k.mT * options.get("scale", q.shape[2] ** -0.5)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    bounds = options.get("cu_seqlens")
-    bounds = None if bounds is None else document_bounds(bounds, len(q))
+    bounds = options.get("bounds")
+    if options.get("cu_seqlens") is not None:
+        bounds = document_bounds(options["cu_seqlens"], len(q))
     sees = visible_keys(len(q), bounds, options.get("window"), q.device)
     scores = scores.masked_fill(~sees, torch.finfo(q.dtype).min)
     if sinks is not None:

@@ -1,0 +1,162 @@
+"""Answers that share their prompt: a step in which it is computed once, beside sequences of their own.
+
+Fresh random weights in bfloat16 and random tokens. A step is the scores of all answers' tokens, forward, and
+the backward pass of a loss on them; the optimizer's is not in it, being that of any batch. What is timed:
+
+| way      | the model is given                                                                 |
+|----------|------------------------------------------------------------------------------------|
+| `shared` | each prompt once, and the answers that continue it (losses/shared_prompts.py)      |
+| `packed` | each answer behind a copy of its prompt, one after another in a row, by cu_seqlens |
+| `rows`   | the same in rows, which are equally long here, and for which there is SDPA         |
+
+Tokens a second are those of answers, which are what is learned from: the same in all ways.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.report import machine, markdown_table, publish
+from benchmarks.training.shapes import MODELS, config_of
+
+SUMMARY = "answers that share their prompt, which is computed once, beside sequences of their own"
+CASES = ("1x2048:8x512", "4x2048:2x512")
+HEADER = (
+    "prompts",
+    "answers to each",
+    "way",
+    "tokens",
+    "answers' tokens/s",
+    "ms a step (spread)",
+    "peak GiB",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", choices=MODELS, default="llama-3-8b", help="(%(default)s)")
+    parser.add_argument("--layers", type=int, help="of the model, the first so many (default: all)")
+    parser.add_argument(
+        "--case",
+        action="append",
+        type=_case,
+        metavar="PROMPTSxTOKENS:ANSWERSxTOKENS",
+        help=f"repeatable ({' '.join(CASES)})",
+    )
+    parser.add_argument("--way", action="append", choices=_WAYS, help=f"repeatable ({' '.join(_WAYS)})")
+    parser.add_argument("--memory", default="lean", help="level of activation memory (%(default)s)")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps (%(default)s)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def run(args: argparse.Namespace) -> int:
+    import liger_models
+
+    device, config = torch.device(args.device), config_of(args.model, args.layers)
+    model = liger_models.from_config(
+        config, dtype=torch.bfloat16, device=device, activation_memory=args.memory
+    ).train()
+    about = machine(device) + f". {args.model}, {config['num_hidden_layers']} layers, bfloat16, {args.memory}"
+    about += f"; median of {args.steps} steps."
+    rows: list[dict[str, Any]] = []
+    for case in args.case or map(_case, CASES):
+        prompts, prompt, answers, answer = case
+        torch.manual_seed(0)
+        items = [
+            (
+                torch.randint(config["vocab_size"], (prompt,)),
+                [torch.randint(config["vocab_size"], (answer,)) for _ in range(answers)],
+            )
+            for _ in range(prompts)
+        ]
+        for way in args.way or _WAYS:
+            found = _measure(model, _WAYS[way](items), args.steps, device)
+            rate = 1e3 * prompts * answers * answer / found["step_ms"]
+            names = {"prompts": f"{prompts} of {prompt}", "answers": f"{answers} of {answer}", "way": way}
+            rows.append({**names, "tokens_per_second": rate, **found})
+        text = f"{about}\n\n{markdown_table(HEADER, map(_line, rows))}"
+        publish(args.out, f"prompt-{args.model}", text, rows, show=False)
+    print(text, flush=True)
+    return 0
+
+
+def _case(text: str) -> tuple[int, ...]:
+    found = re.fullmatch(r"(\d+)x(\d+):(\d+)x(\d+)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"found {text!r}; expected for instance {CASES[0]}")
+    return tuple(map(int, found.groups()))
+
+
+def _line(row: Mapping[str, Any]) -> list[str]:
+    spread = f"{row['step_ms']:.0f} ({row['step_ms_low']:.0f} to {row['step_ms_high']:.0f})"
+    peak = "-" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
+    speed = f"{row['tokens_per_second']:,.0f}"
+    return [row["prompts"], row["answers"], row["way"], f"{row['tokens']:,}", speed, spread, peak]
+
+
+_Items = list[tuple[Tensor, list[Tensor]]]
+
+
+def _shared(items: _Items) -> Mapping[str, Tensor]:
+    from liger_models.losses import shared_prompts
+
+    return shared_prompts(items)
+
+
+def _rows(items: _Items) -> Mapping[str, Tensor]:
+    apart = [(prompt, answer) for prompt, answers in items for answer in answers]
+    labels = [torch.cat([torch.full_like(prompt, -100), answer]) for prompt, answer in apart]
+    return {"input_ids": torch.stack([torch.cat(pair) for pair in apart]), "labels": torch.stack(labels)}
+
+
+def _packed(items: _Items) -> Mapping[str, Tensor]:
+    rows = _rows(items)
+    number, length = rows["input_ids"].shape
+    bounds = torch.arange(0, (number + 1) * length, length, dtype=torch.int32)
+    return {name: x.view(1, -1) for name, x in rows.items()} | {"cu_seqlens": bounds}
+
+
+_WAYS: Mapping[str, Callable[[_Items], Mapping[str, Tensor]]] = {
+    "shared": _shared,
+    "packed": _packed,
+    "rows": _rows,
+}
+
+
+def _measure(model: Any, inputs: Mapping[str, Tensor], steps: int, device: torch.device) -> dict[str, Any]:
+    # Boundaries are read on the CPU.
+    batch = {name: x.to(device) if x.dim() == 2 else x for name, x in inputs.items()}
+    labels, cuda = int((inputs["labels"] != -100).sum()), device.type == "cuda"
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    times = []
+    for _ in range(1 + steps):
+        _wait(device)
+        begin = time.perf_counter()
+        loss = -model.score(**batch).log_probs.sum() / labels
+        loss.backward()
+        _wait(device)
+        times.append(1e3 * (time.perf_counter() - begin))
+        model.zero_grad(set_to_none=True)
+    timed = times[1:]
+    return {
+        "tokens": inputs["input_ids"].numel(),
+        "step_ms": statistics.median(timed),
+        "step_ms_low": min(timed),
+        "step_ms_high": max(timed),
+        "peak_gib": torch.cuda.max_memory_allocated(device) / 2**30 if cuda else None,
+        "loss": loss.item(),
+    }
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
