@@ -42,6 +42,7 @@ def register(projections: Literal["fused", "split"] = "fused") -> None:
     if projections not in ("fused", "split"):
         raise ValueError(f"projections must be 'fused' or 'split', found {projections!r}")
     LigerPreTrainedModel.projections = projections
+    by_name = {}
     for model_type in list_architectures():
         if model_type in CONFIG_MAPPING:
             for auto, model in zip(AUTO_CLASSES, classes_of(model_type), strict=True):
@@ -52,8 +53,9 @@ def register(projections: Literal["fused", "split"] = "fused") -> None:
                         f"this transformers ({transformers.__version__}) keeps its own {model_type}; use "
                         f"liger_models.hf.classes_of({model_type!r}) in place of {auto.__name__}"
                     )
-            for module in _all_transformers():
-                setattr(module, find_architecture(model_type).reference, classes_of(model_type).causal_lm)
+            by_name[find_architecture(model_type).reference] = classes_of(model_type).causal_lm
+    for module in _all_transformers():  # which looks through every module that there is: once
+        vars(module).update(by_name)
 
 
 def unregister() -> None:
