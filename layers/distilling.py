@@ -28,7 +28,7 @@ from liger_models.kernels.losses.divergence import jsd_kind
 from liger_models.layers.activation_memory import recompute
 from liger_models.layers.head import LMHead, LogitForm
 from liger_models.layers.model_output import DistillationOutput
-from liger_models.layers.scoring import KnowsItsWrapper, refuse_beside_ddp
+from liger_models.layers.scoring import KnowsItsWrapper, refuse_beside_wrapper
 from liger_models.layers.sequences import IGNORE_INDEX, Sequences
 
 
@@ -106,10 +106,11 @@ class Distilling(KnowsItsWrapper):
             inputs: what else `forward` takes beside labels.
 
         Raises:
-            RuntimeError: the model is inside DistributedDataParallel: call the wrapper with `distill=`.
+            RuntimeError: the model is inside DistributedDataParallel: call the wrapper with `distill=`; or
+                behind the learned prompts of a PeftModel.
             DataError: the teacher has another vocabulary, or there are no ids; else as `forward`.
         """
-        refuse_beside_ddp(self, "distill=Distillation(...)")
+        refuse_beside_wrapper(self, "distill=Distillation(...)")
         options = (divergence, beta, temperature, top_k, weight, hard_weight)
         return self(input_ids=input_ids, labels=labels, distill=Distillation(teacher, *options), **inputs)
 

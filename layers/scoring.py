@@ -79,9 +79,10 @@ class ScoreOptions:
 
 
 class KnowsItsWrapper(nn.Module):
-    """A module that notes whether it was put into DistributedDataParallel."""
+    """A module that notes whether it was put into DistributedDataParallel, or behind learned prompts."""
 
     _wrapped = False
+    _prompted = False
     _left_out: Any = ()
 
     @property
@@ -95,10 +96,16 @@ class KnowsItsWrapper(nn.Module):
         self._left_out = names
 
 
-def refuse_beside_ddp(model: KnowsItsWrapper, keyword: str) -> None:
+def refuse_beside_wrapper(model: KnowsItsWrapper, keyword: str) -> None:
     """Raises:
-    RuntimeError: gradients are wanted of a call beside the forward of the model's wrapper.
+    RuntimeError: the model's wrapper is passed by: its learned prompts would be missing, or gradients are
+        wanted, which it would not average.
     """
+    if model._prompted:
+        raise RuntimeError(
+            "learned prompts were put in front of this model, which only the PeftModel knows: call it, with "
+            f"{keyword} beside input_ids and labels, within its disable_adapter() to do without them"
+        )
     if model._wrapped and torch.is_grad_enabled() and dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError(
             "this model is inside DistributedDataParallel, which averages the gradients of its own forward "
@@ -124,9 +131,6 @@ class Scoring(KnowsItsWrapper):
     ) -> ScoreOutput:
         """The log-probability of each label and what else is asked for, without logits.
 
-        A PeftModel whose prompts are learned is called itself, with score=ScoreOptions(...): this method
-        would not see them.
-
         Args:
             input_ids: [batch, seq] integers.
             labels: [batch, seq], aligned with the input: position t of the result scores labels[:, t + 1];
@@ -143,10 +147,11 @@ class Scoring(KnowsItsWrapper):
             model's loss.
 
         Raises:
-            RuntimeError: the model is inside DistributedDataParallel, which would not average the gradients.
+            RuntimeError: the model is inside DistributedDataParallel, which would not average the gradients,
+                or behind the learned prompts of a PeftModel: call these, with score=ScoreOptions(...).
             DataError: no labels; else as `forward`.
         """
-        refuse_beside_ddp(self, "score=ScoreOptions(...)")
+        refuse_beside_wrapper(self, "score=ScoreOptions(...)")
         options = ScoreOptions(temperature, entropy, top1, log_sum_sq_probs, coefficients)
         return self(input_ids=input_ids, labels=labels, shift_labels=shift_labels, score=options, **inputs)
 

@@ -305,6 +305,14 @@ class LigerPreTrainedModel(PreTrainedModel):
         if name == "peft_config":  # PEFT's last word when it has put adapters into the model
             self._meet_adapters()
 
+    def get_submodule(self, target: str) -> nn.Module:
+        """As of any module. PEFT asks for this name where it puts learned prompts in front of a model, and
+        tells it in no other way.
+        """
+        if target == "embeddings.word_embeddings":
+            self._prompted = True
+        return super().get_submodule(target)
+
     def _meet_adapters(self) -> None:
         from liger_models.hf.expert_adapters import keep_usual_order
         from liger_models.hf.lora import take_over

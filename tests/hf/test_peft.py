@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -235,3 +236,16 @@ def test_prompt_tuning_puts_its_tokens_in_front(make_both, batch):
     theirs, ours = (peft.get_peft_model(m, config) for m in (both.reference, both.ours))
     ours.prompt_encoder.load_state_dict(theirs.prompt_encoder.state_dict())
     assert relative_distance(ours(**batch).loss, theirs(**batch).loss) <= BOUND
+    # Prompts are in front of the model, and `score` and `distill` are the model's own.
+    scores = ours(**batch, score=liger_models.ScoreOptions()).log_probs[:, 4:]
+    expected = theirs(batch["input_ids"]).logits[:, 4:-1].log_softmax(-1)
+    expected = expected.gather(2, batch["labels"][:, 1:, None]).squeeze(2)
+    assert relative_distance(scores, expected) <= BOUND
+    for call in (ours.score, ours.get_base_model().score, partial(ours.distill, both.ours)):
+        with pytest.raises(RuntimeError, match="learned prompts were put in front of this model"):
+            call(**batch)
+    with ours.disable_adapter():
+        scores = ours(**batch, score=liger_models.ScoreOptions()).log_probs
+    expected = both.reference(batch["input_ids"]).logits[:, :-1].log_softmax(-1)
+    expected = expected.gather(2, batch["labels"][:, 1:, None]).squeeze(2)
+    assert relative_distance(scores, expected) <= BOUND
