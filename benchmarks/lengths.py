@@ -76,12 +76,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=int, default=2, help="of short cases, of which the last is timed (%(default)s)"
     )
+    parser.add_argument("--gib", type=float, help="of a larger GPU use so many alone, such as 79")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after so many")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
 
 def run(args: argparse.Namespace) -> int:
     device, begun = torch.device(args.device), time.perf_counter()
+    if args.gib is not None:
+        size = torch.cuda.get_device_properties(device).total_memory / 2**30
+        torch.cuda.set_per_process_memory_fraction(min(1.0, args.gib / size), device)
     both = [Case(method, 8192, side) for method in AIMS for side in SIDES]
     rows: list[dict[str, Any]] = []
     for case in args.case or [Case(*aim, "ours") for aim in AIMS.items()] + both:
@@ -117,6 +121,7 @@ def _write(args: argparse.Namespace, device: torch.device, rows: list[dict[str, 
         speed = f"{ROWS[case.method] * case.tokens / row['seconds']:,.0f}"
         table.append([*line, *memory, f"{row['seconds']:.2f}", speed if case.tokens <= TIMED else "-"])
     about = f"{machine(device)}. {args.model}, bfloat16, AdamW; ours at level {args.level}."
+    about += "" if args.gib is None else f" At most {args.gib:g} GiB of the GPU."
     publish(args.out, "lengths", f"{about}\n\n{markdown_table(header, table)}", rows, show=len(rows) > 1)
 
 

@@ -98,7 +98,8 @@ def from_hub(
     )
     config = HFConfig.load(folder, ignore_config_keys=ignore_config_keys, dropout=dropout)
     text = text_config_of(config) if text_only else config
-    architecture, labels, fresh = _architecture(text), labels or labels_of(text.raw), ()
+    architecture, labels = _architecture(text), labels or labels_of(text.raw)
+    fresh: tuple[str, ...] = ()
     with CheckpointReader(folder) as reader:
         if text is not config:
             text, left_out = select_text(config, text, reader)

@@ -121,8 +121,9 @@ def load_model(
             dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
         model = liger_models.from_config(_fresh(config, tokenizer), dtype=dtype, **options)
     if isinstance(model, LigerSequenceClassifier):
-        known = getattr(model.config, "pad_token_id", None)
-        model.config.pad_token_id = tokenizer.pad_id if known is None else known
+        told: Any = model.config
+        if getattr(told, "pad_token_id", None) is None:
+            told.pad_token_id = tokenizer.pad_id
     if config.freeze:
         _freeze(model, config.freeze)
     size, flops = model.num_parameters(), StepFlops(model)
