@@ -141,9 +141,8 @@ def _train(job: dict[str, Any]) -> dict[str, Any]:
         model = _adapted(_build(job, device), job)
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=cuda)
-        vocab = MODELS[job["model"]]["vocab_size"]
-        batch = make_batch(job["data"], job["batch"], job["seq"], vocab, device)
-        tokens = count_tokens(job["data"], job["batch"], job["seq"])
+        asked = job["data"], job["batch"], job["seq"], MODELS[job["model"]]
+        batch, tokens = make_batch(*asked, device), count_tokens(*asked)
         if cuda:
             torch.cuda.reset_peak_memory_stats(device)
         losses, marks = [], [_mark(cuda)]

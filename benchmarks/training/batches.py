@@ -5,18 +5,36 @@
 | `full`   | sequences of random tokens without padding, all of them labels                               |
 | `padded` | documents of random lengths (median 545), padded to the longest; the first 75% are no labels |
 | `packed` | the same documents behind one another in one row, told apart by their position ids           |
+| `images` | rows of text with images of three sizes, padded to the longest; images are no labels         |
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from liger_models.architectures import find_architecture
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.scenes import Document, Image, Scenes
+
 DATA = ("full", "padded", "packed")
+IMAGES = "images"  # of models that see
+# In patches; of Llama 3.2 Vision one tile, two and four.
+SMALL, MIDDLE, LARGE = Image(32, 32), Image(64, 50), Image(92, 66)
 
 
-def make_batch(data: str, batch: int, seq: int, vocab_size: int, device: torch.device) -> dict[str, Tensor]:
+def make_batch(
+    data: str, batch: int, seq: int, config: Mapping[str, Any], device: torch.device
+) -> dict[str, Tensor]:
     """What a model is called with: `batch` sequences of `seq` tokens, or documents of up to as many."""
+    if data == IMAGES:
+        torch.manual_seed(0)
+        call = _scenes(config).make(_with_images(batch, seq))
+        return {name: tensor.to(device) for name, tensor in call.items()}
+    vocab_size = config["vocab_size"]
     generator = torch.Generator().manual_seed(0)
     if data == "full":
         ids = torch.randint(vocab_size, (batch, seq), generator=generator).to(device)
@@ -37,8 +55,11 @@ def make_batch(data: str, batch: int, seq: int, vocab_size: int, device: torch.d
     return {name: tensor.to(device) for name, tensor in rows.items()}
 
 
-def count_tokens(data: str, batch: int, seq: int) -> int:
+def count_tokens(data: str, batch: int, seq: int, config: Mapping[str, Any]) -> int:
     """Those of a batch that are no padding."""
+    if data == IMAGES:
+        scenes = _scenes(config)
+        return sum(len(scenes.tokens(document)) for document in _with_images(batch, seq))
     return batch * seq if data == "full" else sum(_lengths(batch, seq))
 
 
@@ -46,3 +67,19 @@ def _lengths(batch: int, seq: int) -> list[int]:
     """Log-normal, as lengths of conversations are."""
     spread = torch.randn(batch, generator=torch.Generator().manual_seed(0)).exp()
     return [int(length.clamp(32, seq)) for length in 545 * spread]
+
+
+def _scenes(config: Mapping[str, Any]) -> Scenes:
+    family = find_architecture(config["model_type"])
+    return Scenes(family.spec(HFConfig.load(dict(config))), config)
+
+
+def _with_images(batch: int, seq: int) -> list[Document]:
+    half = seq // 2
+    rows: list[Document] = [
+        [SMALL, seq],
+        [MIDDLE, seq],
+        [LARGE, seq],
+        [SMALL, half, MIDDLE, seq - half],
+    ]
+    return [rows[i % len(rows)] for i in range(batch)]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from liger_models.architectures import find_architecture
 from liger_models.cards.published import FOLDER, read_config, with_layers
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +44,12 @@ def _published(name: str, layers: int | None = None, **changes: Any) -> dict[str
     return with_layers(config, layers) if layers else config
 
 
+def _seeing(family: str, **changes: Any) -> dict[str, Any]:
+    """The tiny config of a family that sees, with changes of its language model."""
+    tiny = find_architecture(family).tiny
+    return {**tiny, "text_config": {**tiny["text_config"], **changes}}
+
+
 # "-6" is a number of layers that fits one GPU.
 MODELS: Mapping[str, dict[str, Any]] = {
     "llama-3-8b": _llama(4096, 32, 32, 8, 14336),
@@ -67,8 +74,17 @@ MODELS: Mapping[str, dict[str, Any]] = {
     "gpt-oss-20b-6": _published("gpt-oss-20b", 6),
     "gpt-oss-20b-12": _published("gpt-oss-20b", 12),
     "mixtral-8x7b-4": _published("Mixtral-8x7B-v0.1", 4),
+    "qwen2.5-vl-7b": _published("Qwen2.5-VL-7B-Instruct"),
+    "gemma-3-4b-it": _published("gemma-3-4b-it"),
+    "llama-3.2-11b-vision": _published("Llama-3.2-11B-Vision-Instruct"),
+    "tiny-vl": _seeing("qwen2_5_vl", max_position_embeddings=4096),
     "deepseek-v3-2": _published("DeepSeek-V3", 2, first_k_dense_replace=1),  # one dense, one of experts
 }
+
+
+# Of those that see: how many layers of the language model fit 140 GB beside the whole encoder, with all
+# providers.
+SEEING: Mapping[str, int] = {"qwen2.5-vl-7b": 20, "gemma-3-4b-it": 34, "llama-3.2-11b-vision": 20}
 
 
 def config_of(model: str, layers: int | None = None) -> dict[str, Any]:

@@ -196,7 +196,7 @@ def summary(job: Job, times: list[float]) -> Result:
     """The rate of one device, and the spread of its steps."""
     median = statistics.median(times)
     return {
-        "tokens_per_second": 1e3 * count_tokens(job.data, job.batch, job.seq) / median,
+        "tokens_per_second": 1e3 * count_tokens(job.data, job.batch, job.seq, job.config) / median,
         "step_ms": median,
         "step_ms_low": min(times),
         "step_ms_high": max(times),
@@ -204,7 +204,7 @@ def summary(job: Job, times: list[float]) -> Result:
 
 
 def _batch(job: Job, device: torch.device) -> dict[str, torch.Tensor]:
-    return make_batch(job.data, job.batch, job.seq, job.config["vocab_size"], device)
+    return make_batch(job.data, job.batch, job.seq, job.config, device)
 
 
 def _step(model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -242,7 +242,7 @@ def build(job: Job, config: Mapping[str, Any], device: torch.device) -> Any:
             config,
             dtype=torch.bfloat16,
             device=device,
-            activation_memory=levels(job.memory, config["num_hidden_layers"]),
+            activation_memory=levels(job.memory, config.get("text_config", config)["num_hidden_layers"]),
             projections="split" if "split" in job.options else "fused",
         )
         if job.memory == "auto":
@@ -256,6 +256,8 @@ def _transformers_model(job: Job, config: Mapping[str, Any], device: torch.devic
     import transformers
 
     settings = copy.deepcopy(dict(config)) | {"use_cache": False}
+    if "text_config" in settings:
+        settings["text_config"]["use_cache"] = False
     model_type = settings.pop("model_type")
     reference = getattr(transformers, find_architecture(model_type).reference, None)
     if reference is None:
@@ -295,7 +297,12 @@ def _patch(model_type: str, with_experts: bool) -> None:
     if apply is None:
         raise NotImplementedError(f"liger-kernel does not have {model_type}")
     has_choice = "swiglu" in inspect.signature(apply).parameters
-    apply(**({} if with_experts or not has_choice else {"swiglu": False}))
+    try:
+        apply(**({} if with_experts or not has_choice else {"swiglu": False}))
+    except ImportError as error:  # of what this transformers no longer has
+        raise NotImplementedError(
+            f"liger-kernel does not fit this transformers: {in_one_line(error)}"
+        ) from None
 
 
 def free(device: torch.device) -> None:

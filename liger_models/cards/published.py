@@ -46,16 +46,19 @@ def read_config(path: Path) -> Mapping[str, Any]:
 
 
 def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """A config of the first layers alone; what it lists by layer is cut too."""
-    before = config["num_hidden_layers"]
+    """A config of the first layers of the language model alone; what it lists by layer is cut too."""
+    if "text_config" in config:
+        return {**config, "text_config": with_layers(config["text_config"], layers)}
+    before = config.get("num_hidden_layers")  # None: as its class has it
     cut = {
         key: value[:layers] if isinstance(value, list) and len(value) == before else value
         for key, value in config.items()
     }
     if shared := cut.get("num_kv_shared_layers"):  # which are the last ones
         cut["num_kv_shared_layers"] = max(0, layers - (before - shared))
-    if listed := cut.get("moe_layers"):
-        cut["moe_layers"] = [layer for layer in listed if layer < layers]
+    for key in ("moe_layers", "cross_attention_layers"):
+        if listed := cut.get(key):
+            cut[key] = [layer for layer in listed if layer < layers]
     return {**cut, "num_hidden_layers": layers}
 
 

@@ -16,7 +16,7 @@ def test_another_value_of_any_field_is_noticed(pair):
     skip = {field.removeprefix("field:") for field in pair.architecture.skip} | OF_OTHER_ROPES
     if getattr(pair.vision, "window", None) is None:
         skip |= {"VisionSpec.window", "VisionSpec.windowed"}
-    if getattr(pair.vision, "video_id", None) is None:
+    if 2 not in pair.scenes.kinds(pair.batch()["input_ids"]):
         skip |= {"VisionSpec.video_id"}  # which no token has
     if getattr(pair.vision, "spans", None) is None:
         skip |= {"AttentionSpec.whole_spans", "AttentionSpec.sees_spans", "SharedAttentionSpec.sees_spans"}

@@ -1,0 +1,124 @@
+"""A training step of models that see: tokens a second and peak memory, beside transformers and liger-kernel.
+
+Rows of a batch are `--seq` tokens of text with images of three sizes, one or two of them: no row is as long
+as another. Transformers pads them; here nothing that is padding is computed. Encoder, projector and language
+model are all trained, with fused AdamW. Tokens a second are those of the language model that are no padding.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from benchmarks.report import machine, markdown_table, publish, renew
+from benchmarks.training.batches import IMAGES
+from benchmarks.training.pool import measure_all
+from benchmarks.training.shapes import SEEING, config_of
+from benchmarks.training.step import Job, Result, check_provider
+
+SUMMARY = "a training step of models that see, beside transformers, and transformers with liger-kernel"
+CONFIGURATIONS = ("ours:lean", "transformers+liger:none", "transformers:none")
+HEADER = ("model", "provider", "activation memory", "tokens/s", "ours is", "peak GiB", "of its memory", "ms")
+MARKS = "<!-- images: python -m benchmarks see -->", "<!-- end of images -->"
+TITLE = "Models that see"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        action="append",
+        choices=[*SEEING, "tiny-vl"],
+        help=f"repeatable ({' '.join(SEEING)})",
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        help="layers of the language model, the encoder is whole (as many as fit 140 GB with every provider)",
+    )
+    parser.add_argument(
+        "--configuration",
+        action="append",
+        type=_configuration,
+        metavar="PROVIDER:MEMORY",
+        help="repeatable; as of `train`. The first is what others are compared with "
+        f"({' '.join(CONFIGURATIONS)})",
+    )
+    parser.add_argument("--batch", type=int, default=4, help="rows (%(default)s)")
+    parser.add_argument("--seq", type=int, default=2048, help="tokens of text a row (%(default)s)")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before the timed ones (%(default)s)")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps (%(default)s)")
+    parser.add_argument("--page", metavar="FILE", help="renew this page's table")
+    gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
+    parser.add_argument("--device", nargs="+", default=gpus, help=f"({' '.join(gpus)})")
+    parser.add_argument(
+        "--time-limit", type=float, default=180, help="seconds for a configuration (%(default)s)"
+    )
+    parser.add_argument(
+        "--ahead", action="store_true", help="compile all kernels first, on all cores at once"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    groups = [_jobs(model, args) for model in args.model or SEEING]
+    jobs = [job for group in groups for job in group]
+    results: dict[int, Result] = {}
+    for job, result in measure_all(groups, args.device, args.time_limit, args.ahead):
+        results[jobs.index(job)] = result
+        _write(args, [(jobs[i], results[i]) for i in sorted(results)])
+    text = (Path(args.out) / "see.md").read_text().strip()
+    print(text, flush=True)
+    if args.page:
+        renew(Path(args.page), MARKS, TITLE, text)
+    failed = [jobs[i] for i, result in results.items() if "tokens_per_second" not in result and jobs[i].ours]
+    return 1 if failed else 0
+
+
+def _jobs(model: str, args: argparse.Namespace) -> list[Job]:
+    layers = args.layers or SEEING.get(model)
+    sizes = {"batch": args.batch, "seq": args.seq, "warmup": args.warmup, "steps": args.steps, "data": IMAGES}
+    name = f"{model} ({layers} layers)" if layers else model
+    asked = args.configuration or map(_configuration, CONFIGURATIONS)
+    return [Job(name, config_of(model, layers), provider, memory, **sizes) for provider, memory in asked]
+
+
+def _configuration(text: str) -> tuple[str, str]:
+    provider, _, memory = text.partition(":")
+    try:
+        check_provider(provider)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not memory:
+        raise argparse.ArgumentTypeError(f"found {text!r}; expected for instance ours:lean")
+    return provider, memory
+
+
+def _write(args: argparse.Namespace, rows: Sequence[tuple[Job, Result]]) -> None:
+    """The report so far: what is killed leaves what it had."""
+    about = (
+        f"{machine(torch.device(args.device[0]), 'transformers', 'liger-kernel')}. bfloat16 weights and "
+        f"fused AdamW, {args.batch} rows of {args.seq} tokens of text with images of three sizes; median of "
+        f"{args.steps} steps."
+    )
+    first: dict[str, Result] = {}
+    for job, result in rows:
+        first.setdefault(job.model, result)
+    lines = [_line(job, result, first[job.model]) for job, result in rows]
+    records = [{k: v for k, v in {**asdict(job), **result}.items() if k != "config"} for job, result in rows]
+    publish(args.out, "see", f"{about}\n\n{markdown_table(HEADER, lines)}", records, show=False)
+
+
+def _line(job: Job, result: Result, first: Result) -> list[str]:
+    names = [job.model, job.provider, job.memory]
+    if "tokens_per_second" not in result:
+        return [*names, result.get("note", ""), "", "", "", ""]
+    speed, peak = result["tokens_per_second"], result["peak_gib"]
+    faster = less = ""
+    if result is not first and "tokens_per_second" in first:
+        faster = f"{first['tokens_per_second'] / speed:.2f} x"
+        less = f"{first['peak_gib'] / peak:.2f}" if peak else ""
+    step = f"{result['step_ms']:.0f} ({result['step_ms_low']:.0f} to {result['step_ms_high']:.0f})"
+    return [*names, f"{speed:,.0f}", faster, f"{peak:.1f}" if peak else "-", less, step]

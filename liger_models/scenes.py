@@ -1,0 +1,257 @@
+"""Conversations with random images and videos, for models that see: what their processors would give of them.
+
+    scenes = Scenes(model.spec, config)
+    call = scenes.make([[5, Image(8, 12), 20], [40]])   # 5 tokens of text, an image, 20 more; text alone
+    model(**call).loss
+
+A document is a list of pieces: a number stands for so many tokens of text, anything else for a picture, whose
+size is in patches, and to be a multiple of what the projector merges. A family whose images have one size
+gives them that one. Random numbers are torch's, of its default generator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_models.layers.spec import (
+    AnyresPictures,
+    GridPictures,
+    ModelSpec,
+    PaddedPictures,
+    PlacedPictures,
+    SquarePictures,
+    TiledVisionSpec,
+)
+from liger_models.layers.vision import anyres
+
+Piece = Any  # int | Image | Video
+Document = Sequence[Piece]
+FIRST_OF_TEXT = 10  # ids below may be special
+PADDING, BETWEEN_STEPS = 9, 11
+LEAST_SIDE, LEAST_PATCHES = 18, 96  # to which smaller images are filled up, so that calls can be joined
+
+
+@dataclass(frozen=True)
+class Image:
+    """Of so many patches in height and width."""
+
+    height: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Video:
+    """Of so many steps of time."""
+
+    steps: int
+    height: int
+    width: int
+    seconds: float = 1.0
+
+
+class Scenes:
+    """Makes calls of a model that sees.
+
+    Args:
+        spec: the model's.
+        config: its config.json.
+    """
+
+    def __init__(self, spec: ModelSpec, config: Mapping[str, Any]):
+        self.vision: Any = spec.vision
+        self.vocab_size, self.config = spec.vocab_size, config
+
+    def make(self, documents: Sequence[Document], padding: str = "right") -> dict[str, Any]:
+        """A call of a batch whose rows are these documents, with images for videos where none are known.
+
+        Labels are the tokens of text. Rows of other lengths are padded, on the "right" or on the "left".
+        """
+        documents = [[self.shown(piece) for piece in document] for document in documents]
+        made = [self.tokens(document) for document in documents]
+        longest = max(map(len, made))
+        ids = torch.full((len(made), longest), PADDING)
+        mask = torch.zeros_like(ids)
+        for row, (tokens, own) in enumerate(zip(made, mask, strict=True)):
+            place = slice(None, len(tokens)) if padding == "right" else slice(longest - len(tokens), None)
+            ids[row, place], own[place] = torch.tensor(tokens), 1
+        call: dict[str, Any] = {"input_ids": ids}
+        if isinstance(self.vision, TiledVisionSpec):
+            call |= self._tiles(documents, ids)
+        else:
+            call |= {**self._pictures(documents), **self._kinds_keyword(ids, mask)}
+        begins = mask.cumsum(1) <= 1  # nothing precedes the first token, though a reference sees padding
+        call["labels"] = ids.masked_fill(begins | (mask == 0) | (self.kinds(ids) != 0), -100)
+        return call | ({} if bool(mask.all()) else {"attention_mask": mask})
+
+    def shown(self, piece: Piece) -> Piece:
+        """An image for a video, where no videos are known."""
+        if isinstance(piece, Video) and getattr(self.vision, "video_id", None) is None:
+            return Image(piece.height, piece.width)
+        return piece
+
+    def tokens(self, document: Document) -> list[int]:
+        """The ids of a document."""
+        tokens: list[int] = []
+        for piece in document:
+            if isinstance(piece, int):
+                tokens += torch.randint(FIRST_OF_TEXT, self.vocab_size, (piece,)).tolist()
+            elif isinstance(self.vision, TiledVisionSpec):
+                tokens.append(self.vision.image_id)
+            else:
+                piece = self.shown(piece)
+                if isinstance(self.vision.pictures, AnyresPictures):
+                    tokens += self._of_tiles(piece, sum(isinstance(other, Image) for other in document))
+                    continue
+                grid, merge = self._grid(piece), self.vision.projector.merge
+                one = self.vision.video_id if isinstance(piece, Video) else self.vision.image_id
+                step = [one] * (grid[1] // merge * (grid[2] // merge))
+                between = self.vision.positions and self.vision.positions.steps_apart
+                tokens += [*step, *[*([BETWEEN_STEPS] if between else []), *step] * (grid[0] - 1)]
+        return tokens
+
+    def kinds(self, ids: Tensor) -> Tensor:
+        """Of each token 0, or 1 if it is of an image, 2 if of a video."""
+        video_id = getattr(self.vision, "video_id", None)
+        return (ids == self.vision.image_id).int() + 2 * (ids == (-1 if video_id is None else video_id)).int()
+
+    def _kinds_keyword(self, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        if self.vision.kinds is None:
+            return {}
+        kinds = self.kinds(ids)
+        if self.vision.spans == "prefix":  # which ends behind the token that follows the last image
+            place = mask.cumsum(1)
+            kinds = (place > (place * kinds).amax(1, keepdim=True) + 1).int()
+        return {self.vision.kinds: kinds}
+
+    def _pictures(self, documents: Sequence[Document]) -> dict[str, Any]:
+        pieces = [piece for document in documents for piece in document if not isinstance(piece, int)]
+        if not pieces:
+            return {}
+        call = _KINDS[type(self.vision.pictures)](self, pieces)
+        if isinstance(self.vision.pictures, AnyresPictures):
+            counts = [sum(isinstance(piece, Image) for piece in document) for document in documents]
+            call["batch_num_images"] = torch.tensor(counts)
+        return call
+
+    def _tiles(self, documents: Sequence[Document], ids: Tensor) -> dict[str, Tensor]:
+        """Rows filled up with images that are not there; each image is seen up to the next."""
+        images = [[piece for piece in document if not isinstance(piece, int)] for document in documents]
+        rows, most = len(images), max(map(len, images))
+        if not most:
+            return {}
+        spec, shapes = self.vision, self.config["vision_config"]["supported_aspect_ratios"]
+        ratios, filled = torch.zeros(rows, most).long(), torch.zeros(rows, most, spec.tiles).long()
+        seen = torch.zeros(*ids.shape, most, spec.tiles).long()
+        size = spec.image_size
+        pixels = 0.1 * torch.randn(rows, most, spec.tiles, spec.patches.channels, size, size)
+        filled[..., 0] = 1
+        for row, own in enumerate(images):
+            starts = (ids[row] == spec.image_id).nonzero()[:, 0].tolist()
+            for i, (image, start) in enumerate(zip(own, starts, strict=True)):
+                ratios[row, i] = 1 + (image.height + image.width) // 2 % len(shapes)
+                count = math.prod(shapes[ratios[row, i] - 1])
+                filled[row, i, :count] = 1
+                seen[row, start : (*starts, ids.shape[1])[i + 1], i, :count] = 1
+        return {
+            "pixel_values": pixels,
+            "aspect_ratio_ids": ratios,
+            "aspect_ratio_mask": filled,
+            "cross_attention_mask": seen,
+        }
+
+    def _grids(self, pieces: list[Piece]) -> dict[str, Any]:
+        call: dict[str, Any] = {}
+        for kind, pixels, grids in (
+            (Image, "pixel_values", "image_grid_thw"),
+            (Video, "pixel_values_videos", "video_grid_thw"),
+        ):
+            own = [self._grid(piece) for piece in pieces if isinstance(piece, kind)]
+            if own:
+                call[grids] = torch.tensor(own)
+                patches = int(call[grids].prod(1).sum())
+                # Small beside the eps of the norms, so that these matter.
+                call[pixels] = 0.1 * torch.randn(patches, self.vision.patches.width)
+        videos = [piece.seconds for piece in pieces if isinstance(piece, Video)]
+        timed = self.vision.positions is not None and self.vision.positions.tokens_per_second
+        return call | ({"second_per_grid_ts": torch.tensor(videos)} if videos and timed else {})
+
+    def _padded(self, pieces: list[Piece]) -> dict[str, Any]:
+        """With pixels below each image that make no patch, all on a canvas of one size."""
+        size, grids = self.vision.patches.size, torch.tensor([self._grid(image)[1:] for image in pieces])
+        sizes = grids * size + torch.tensor([1, 0])
+        canvas = (max(LEAST_SIDE, int(side) + 1) * size for side in grids.amax(0))
+        pixels = 0.1 * torch.randn(len(pieces), self.vision.patches.channels, *canvas)
+        return {"pixel_values": pixels, "image_sizes": sizes}
+
+    def _placed(self, pieces: list[Piece]) -> dict[str, Any]:
+        """All filled up to one number of patches, with what is not to be read."""
+        call: dict[str, Any] = {}
+        most = max(LEAST_PATCHES, *(h * w for _, h, w in map(self._grid, pieces)))
+        for kind, pixels, ids in (
+            (Image, "pixel_values", "image_position_ids"),
+            (Video, "pixel_values_videos", "video_position_ids"),
+        ):
+            own = [self._grid(piece) for piece in pieces if isinstance(piece, kind)]
+            if not own:
+                continue
+            pictures = [(h, w) for t, h, w in own for _ in range(t)]
+            call[pixels] = 0.5 + 0.1 * torch.randn(len(pictures), most, self.vision.patches.width)
+            call[ids] = torch.full((len(pictures), most, 2), -1)
+            for places, (h, w) in zip(call[ids], pictures, strict=True):
+                row, column = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
+                places[: h * w] = torch.stack([column.flatten(), row.flatten()], 1)
+            if kind is Video:
+                call["num_frames_per_video"] = torch.tensor([t for t, _, _ in own])
+        return call
+
+    def _squares(self, pieces: list[Piece]) -> dict[str, Any]:
+        size = self.vision.pictures.size
+        return {"pixel_values": 0.1 * torch.randn(len(pieces), self.vision.patches.channels, size, size)}
+
+    def _anyres(self, pieces: list[Piece]) -> dict[str, Any]:
+        """Images with tiles to spare."""
+        size, call = self.vision.pictures.size, {}
+        shape = self.vision.patches.channels, size, size
+        images = [piece for piece in pieces if isinstance(piece, Image)]
+        videos = [piece for piece in pieces if isinstance(piece, Video)]
+        if images:
+            call["pixel_values"] = 0.1 * torch.randn(len(images), 9, *shape)
+            call["image_sizes"] = torch.tensor([[image.height * 3, image.width * 3] for image in images])
+        if videos:
+            call["pixel_values_videos"] = 0.1 * torch.randn(len(videos), videos[0].steps, *shape)
+        return call
+
+    def _of_tiles(self, piece: Image | Video, images: int) -> list[int]:
+        pictures, side = self.vision.pictures, self.vision.pictures.size // self.vision.patches.size
+        if isinstance(piece, Video):
+            return [self.vision.video_id] * len(anyres.of_video(side, piece.steps).features)
+        taps = anyres.of_whole(side)
+        if images == 1:
+            pixels = piece.height * 3, piece.width * 3
+            height, width = anyres.best_resolution(*pixels, pictures.resolutions)
+            tiles = height // pictures.size, width // pictures.size
+            taps = anyres.of_tiles(side, *tiles, *pixels, pictures.most)
+        return [self.vision.image_id] * len(taps.features)
+
+    def _grid(self, piece: Image | Video) -> tuple[int, int, int]:
+        """Padded images have a row and a column more, of which no token may come; square ones one size."""
+        if isinstance(self.vision.pictures, SquarePictures):
+            return 1, *[self.vision.pictures.size // self.vision.patches.size] * 2
+        more = int(isinstance(self.vision.pictures, PaddedPictures))
+        return getattr(piece, "steps", 1), piece.height + more, piece.width + more
+
+
+_KINDS: dict[type, Callable[[Scenes, list[Piece]], dict[str, Any]]] = {
+    GridPictures: Scenes._grids,
+    PaddedPictures: Scenes._padded,
+    SquarePictures: Scenes._squares,
+    PlacedPictures: Scenes._placed,
+    AnyresPictures: Scenes._anyres,
+}
+"""What a processor gives, by what the spec says of it."""

@@ -1,0 +1,228 @@
+"""Families at the widths of their published models, with few layers: in bfloat16 as near to the truth as the
+reference. The truth is the reference in float32, of the same weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mutations import spec_fields
+from pairs import Pair, Run, copy_parameters, in_comparable_mode, map_like, names_of, reference_class
+from torch import Tensor, nn
+
+import liger_models
+from liger_models.architectures import Architecture, find_architecture
+from liger_models.cards.published import layers_of_every_kind, with_layers
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.layers.model import CausalLM
+from liger_models.layers.spec import ModelSpec, TiledVisionSpec
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PUBLISHED = Path(__file__).parent / "published"
+VOCABULARY, WINDOW, EXPERTS = 32768, 512, 16  # at most: what widths do not depend on is cut
+PARAMETERS = 2_500_000_000  # and experts further: gradients of four batches are kept, thrice
+NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# Of an encoder: enough to see windows, and what lower layers give.
+FEW: dict[str, Any] = {
+    **dict.fromkeys(("depth", "num_hidden_layers"), 3),
+    "num_global_layers": 1,
+    "fullatt_block_indexes": [1],
+    "deepstack_visual_indexes": [0, 1],
+    "intermediate_layers_indices": [0, 2],
+}
+IDS = {"image_token_id": 3, "image_token_index": 3, "video_token_id": 4, "video_token_index": 4}
+
+
+def wide_config(family: str) -> dict[str, Any]:
+    """The widest published config of a family up to 4096, with the first layers that show all its kinds."""
+    own = []
+    for path in PUBLISHED.glob("*.json"):
+        published = json.loads(path.read_text())
+        if published["config"]["model_type"] == family:  # without the dropout of which some speak
+            own.append({**published["config"], **dict.fromkeys(published.get("dropout", ()), 0.0)})
+    if not own:
+        pytest.skip(f"tests/architectures/published has no config of {family}")
+    config = min(own, key=lambda config: abs(_spec(config).hidden_size - 4096))
+    cut = with_layers(config, max(2, layers_of_every_kind(config)))
+    text = cut.get("text_config", cut)
+    if sees := "vision_config" in cut:
+        _cut_encoder(cut)
+    text |= {"vocab_size": min(VOCABULARY, _spec(config).vocab_size), "pad_token_id": 0 if sees else None}
+    if turning := text.pop("rotary_dim", None):  # which transformers 5.17 does not read
+        turns = {"rope_type": "default", "partial_rotary_factor": turning / text["head_dim"]}
+        text["rope_parameters"] = turns | {"rope_theta": text.pop("rope_theta")}
+    for most, keys in ((WINDOW, ["sliding_window"]), (EXPERTS, NUMBERS_OF_EXPERTS)):
+        text |= {key: min(most, text[key]) for key in keys if text.get(key)}
+    fewest = 4 * text.get("num_experts_per_tok", EXPERTS)  # to choose from
+    for key in NUMBERS_OF_EXPERTS:
+        while (text.get(key) or 0) > fewest and _parameters(cut) > PARAMETERS:
+            text[key] //= 2
+    return cut
+
+
+def _cut_encoder(config: dict[str, Any]) -> None:
+    """Few layers, and ids of pictures within few ids."""
+    vision = config["vision_config"] = dict(config["vision_config"])
+    vision |= {key: value for key, value in FEW.items() if key in vision}
+    if taken := vision.get("intermediate_layers_indices"):
+        vision["vision_output_dim"] = vision["hidden_size"] * (1 + len(taken))
+    config |= {key: value for key, value in {**IDS, "pad_token_id": 0}.items() if key in config}
+    if isinstance(_spec(config).vision, TiledVisionSpec):  # named by the first id behind the vocabulary
+        config["image_token_index"] = VOCABULARY
+
+
+def _spec(config: Mapping[str, Any]) -> ModelSpec:
+    return find_architecture(config["model_type"]).spec(HFConfig.load(config))
+
+
+def _parameters(config: dict[str, Any]) -> int:
+    return liger_models.from_config(config, device="meta").num_parameters()
+
+
+def batches_of(spec: ModelSpec) -> int:
+    """How many are compared. A token near the border of two experts goes to one or the other by a rounding,
+    in any program: of four batches the differences average.
+    """
+    return 4 if any(block.mixture for block in spec.blocks) else 1
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exact_float32() -> Iterator[None]:
+    """Products and convolutions of float32 round to nothing less."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+@pytest.fixture
+def emptied() -> None:
+    """The memory of one family is free before the next begins, whatever came of it."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def fill(model: nn.Module) -> None:
+    """Matrices as in a fresh model, norms around one, biases and saved buffers around zero."""
+    torch.manual_seed(0)
+    parameters, saved = dict(model.named_parameters()), model.state_dict().keys()
+    with torch.no_grad():
+        for p in parameters.values():
+            p.normal_(0.0, 0.02)
+        for name, p in parameters.items():
+            if p.dim() == 1 and not name.endswith("bias"):
+                p.normal_(1.0, 0.2)
+        for name, buffer in model.named_buffers():
+            if name in saved and buffer.is_floating_point():
+                buffer.normal_(0.0, 0.02)
+
+
+def farther_than_reference(
+    family: str,
+    config: dict[str, Any],
+    make_batches: Callable[[Pair], Sequence[Mapping[str, Tensor]]],
+    kind: type[Pair] = Pair,
+) -> dict[str, tuple[float, float]]:
+    """What of logits, loss and gradients is farther from the truth than 1.1 times the reference: its distance
+    and the reference's, relative, by the checkpoint's names.
+    """
+    architecture, spec = find_architecture(family), _spec(config)
+    reference = _reference(architecture, config, torch.bfloat16, "eager" if _needs_eager(spec) else "sdpa")
+    fill(reference)
+    state = reference.state_dict()
+    with torch.device("meta"):
+        ours = CausalLM(spec)
+    in_comparable_mode(spec, ours, reference)
+    ours.materialize(DEVICE, torch.bfloat16)
+    carried = architecture.carried(HFConfig.load(config))
+    names = {n for n in names_of(reference) if not any(fnmatchcase(n, pattern) for pattern in carried)}
+    weight_map = map_like(architecture, ours, names)
+    copy_parameters(weight_map, ours, state)
+    pair = kind(architecture, config, ours, reference, weight_map)
+    batches = make_batches(pair)
+    found = _results_of(pair.run_ours, batches, torch.bfloat16)
+    expected = _results_of(pair.run_reference, batches, torch.bfloat16)
+    del ours, reference
+    pair.reference = _reference(architecture, config, torch.float32, "eager")
+    pair.reference.load_state_dict(state)
+    in_comparable_mode(spec, pair.reference)
+    truth = _results_of(pair.run_reference, batches, torch.float32)
+
+    assert found[0].keys() == truth[0].keys() == expected[0].keys()
+    farther, tokens = {}, batches[0]["input_ids"].numel()
+    for name, exact in truth[0].items():
+        own, theirs = (_mean_distance(results, truth, name) for results in (found, expected))
+        # Of tokens that go to another expert the errors are large and few: by chance the logarithm of the
+        # ratio of two such means, of n numbers each, strays by 1 / sqrt(n).
+        count = len(batches)
+        chance = math.exp(3 / (exact.numel() * count) ** 0.5) if count > 1 else 1.0
+        # A loss is one number and can be near by luck, which does not bind: a rounding of a logit a token,
+        # 2^-9 and of either sign, is what bfloat16 allows.
+        luck = 2**-9 / tokens**0.5 if name == "loss" else _of_rounding_alone(name, truth[0])
+        if not own <= max(1.1 * chance * theirs, luck):
+            farther[name] = (own, theirs)
+    return farther
+
+
+def _of_rounding_alone(name: str, truth: Mapping[str, Tensor]) -> float:
+    """What a gradient in which all cancels may be off by, relative. A key's bias without positions moves all
+    scores of a query alike: what comes out is rounding, 2^-9 of terms of which the weight's gradient tells
+    the size, once in each of two products.
+    """
+    weight = truth.get(name.removesuffix("bias") + "weight") if name.endswith(".bias") else None
+    if weight is None:
+        return 0.0
+    terms = (weight.float().norm() / math.sqrt(weight.shape[-1])).item()
+    size = truth[name].float().norm().item()
+    return 2**-8 * terms / size if size < 2**-8 * terms else 0.0
+
+
+def distance(found: Tensor, truth: Tensor) -> float:
+    return ((found.float() - truth).norm() / truth.norm()).item()
+
+
+def _mean_distance(found: list[dict[str, Tensor]], truth: list[dict[str, Tensor]], name: str) -> float:
+    """The root mean square over batches."""
+    squares = [distance(f[name], t[name]) ** 2 for f, t in zip(found, truth, strict=True)]
+    return (sum(squares) / len(squares)) ** 0.5
+
+
+def _needs_eager(spec: ModelSpec) -> bool:
+    """Whether the reference has nothing better than plain attention for it: soft caps and sinks."""
+    return any(field.endswith((".softcap", ".sinks")) and value for _, field, value, _ in spec_fields(spec))
+
+
+def _reference(architecture: Architecture, config: dict[str, Any], dtype: torch.dtype, kind: str) -> Any:
+    made = reference_class(architecture)
+    settings = made.config_class(**copy.deepcopy(config))
+    settings._attn_implementation = kind
+    with torch.device(DEVICE):
+        model = made(settings).to(dtype)
+    return model
+
+
+def _results_of(
+    run: Callable[..., Run], batches: Sequence[Mapping[str, Tensor]], dtype: torch.dtype
+) -> list[dict[str, Tensor]]:
+    """Of every batch logits, loss and gradients, by the checkpoint's names. All models see pixels as they
+    are in bfloat16.
+    """
+    found = []
+    for batch in batches:
+        call = {
+            name: x.to(DEVICE).bfloat16().to(dtype) if name.startswith("pixel_values") else x.to(DEVICE)
+            for name, x in batch.items()
+        }
+        result = run(**call)
+        named = {"loss": result.loss, "logits": result.logits, **result.gradients}
+        found.append({name: value.detach() for name, value in named.items() if value is not None})
+    return found

@@ -1,0 +1,40 @@
+"""A training step of models that see: every provider gets the same batch, and the table tells ratios."""
+
+import pytest
+
+MODEL = "tiny-vl"
+
+
+def test_providers_are_compared_on_images_of_three_sizes(benchmarks, monkeypatch, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    from benchmarks import see
+    from benchmarks.training import batches, step
+
+    def in_this_process(groups, devices, time_limit, ahead):
+        for job in (job for group in groups for job in group):
+            yield job, step.measure(job, step.torch.device("cpu"))
+
+    monkeypatch.setattr(see, "measure_all", in_this_process)
+    for name, size in (("SMALL", (4, 4)), ("MIDDLE", (8, 6)), ("LARGE", (10, 12))):
+        monkeypatch.setattr(batches, name, batches.Image(*size))
+    wanted = ["--configuration", "ours:lean", "--configuration", "transformers:none"]
+    sizes = ["--seq", "16", "--warmup", "1", "--steps", "1", "--device", "cpu", "--out", str(tmp_path)]
+    page = tmp_path / "page.md"
+    assert benchmarks.__main__.main(["see", "--model", MODEL, *wanted, *sizes, "--page", str(page)]) == 0
+    ours, theirs = capsys.readouterr().out.strip().splitlines()[-2:]
+    assert f"| {MODEL} | ours | lean |" in ours
+    assert f"| {MODEL} | transformers | none |" in theirs
+    assert " x |" in theirs
+    assert see.TITLE in page.read_text()
+
+
+def test_tokens_of_images_count_and_padding_does_not(benchmarks):
+    from benchmarks.training import batches
+    from benchmarks.training.shapes import config_of
+
+    config = config_of(MODEL)
+    call = batches.make_batch(batches.IMAGES, 4, 16, config, batches.torch.device("cpu"))
+    real = int(call["attention_mask"].sum())
+    assert batches.count_tokens(batches.IMAGES, 4, 16, config) == real < call["input_ids"].numel()
+    patches = int(call["image_grid_thw"].prod(1).sum())
+    assert real == 4 * 16 + patches // 4  # four patches make a token

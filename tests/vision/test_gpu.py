@@ -1,0 +1,36 @@
+"""On a GPU: models that see are as near to the truth as the reference, in bfloat16 at the widths of published
+models.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scenes import SeeingPair
+from wide import (  # noqa: F401  (fixtures among them)
+    batches_of,
+    emptied,
+    exact_float32,
+    farther_than_reference,
+    wide_config,
+)
+
+from liger_models.scenes import Image, Video
+
+pytestmark = pytest.mark.gpu
+
+# Sides that all projectors merge: by two, three or four patches.
+DOCUMENTS = [
+    [60, Image(24, 36), 200, Video(2, 12, 24), 100],
+    [Image(36, 12), 100, Image(12, 12), 60],
+]
+
+
+def test_bfloat16_at_real_widths_is_as_near_to_the_truth_as_the_reference(family, emptied):  # noqa: F811
+    """Logits, loss and every gradient, of encoder, projector and language model."""
+
+    def batches(pair):
+        torch.manual_seed(0)
+        return [pair.rows_of_one_length(DOCUMENTS) for _ in range(batches_of(pair.ours.spec))]
+
+    assert not farther_than_reference(family, wide_config(family), batches, SeeingPair)
