@@ -45,17 +45,21 @@ def assert_near(a, b, rtol):
             torch.testing.assert_close(other[name], tensor, rtol=rtol, atol=atol, msg=name)
 
 
-@pytest.fixture(scope="module")
-def experts(tmp_path_factory, tokenizer_folder):
-    """GLM-4.5's tiny config, whose routers have correction biases, in bfloat16."""
-    folder = tmp_path_factory.mktemp("experts") / "model"
+def with_tokenizer(folder, tokenizer_folder, config):
+    """A checkpoint of fresh weights in bfloat16."""
     torch.manual_seed(3)
-    config = {**find_architecture("glm4_moe").tiny, "vocab_size": 320}
-    model = liger_models.from_config(config, dtype="bfloat16", device="cpu")
+    model = liger_models.from_config({**config, "vocab_size": 320}, dtype="bfloat16", device="cpu")
     model.save_pretrained(folder)
     for file in tokenizer_folder.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
-    return folder
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory, tokenizer_folder):
+    """GLM-4.5's tiny config, whose routers have correction biases."""
+    folder = tmp_path_factory.mktemp("experts") / "model"
+    return with_tokenizer(folder, tokenizer_folder, find_architecture("glm4_moe").tiny)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +68,7 @@ def runs(tmp_path_factory, settings_for, experts, judged):
     folder = tmp_path_factory.mktemp("sharded_runs")
     # Five held-out batches for two ranks.
     options = {"gradient_accumulation": 2, "keep": 0, "eval_fraction": 0.3, "schedule": "constant"}
-    balanced = {"model": str(experts), "bias_update_rate": 0.25, "eval_fraction": 0.0, "steps": 3}
+    balanced = {"model": experts, "bias_update_rate": 0.25, "eval_fraction": 0.0, "steps": 3}
     balanced |= {"save_every": 0}
     shared_rows = options | {"gradient_accumulation": 4, "sequence_parallel": 2}
     train(settings_for(folder / "one", **options | {"gradient_accumulation": 4}))
@@ -202,13 +206,14 @@ def test_adapters_are_not_divided(settings_for, tmp_path):
 
 @pytest.mark.gpu
 def test_two_gpus_in_bfloat16_go_on_with_the_same_bits_and_one_goes_on_from_both(
-    settings_for, tmp_path, monkeypatch
+    settings_for, tmp_path, monkeypatch, tiny_shape, tokenizer_folder
 ):
     """With the kernels that PyTorch calls deterministic; ours all are."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    options = {"device": "cuda", "dtype": "bfloat16", "keep": 0, "schedule": "constant"}
+    model = with_tokenizer(tmp_path / "model", tokenizer_folder, {**tiny_shape, "head_dim": 64})
+    options = {"model": model, "device": "cuda", "keep": 0, "schedule": "constant"}
     planned = [
         (settings_for(tmp_path / "whole", **options), 0, 2),
         (settings_for(tmp_path / "stopped", **options), 3, 2),
