@@ -101,6 +101,13 @@ class CrossAttention(nn.Module):
         """
         return 3 * itemsize * self.spec.q_size + 8 * self.spec.num_attention_heads
 
+    def image_bytes(self, itemsize: int) -> int:
+        """Kept of a feature of images, as on a GPU: k before its norm beside v, both as all heads of queries
+        meet them, and in float32 the statistic of each head.
+        """
+        spec = self.spec
+        return itemsize * (2 * spec.kv_size + 2 * spec.q_size) + 4 * spec.num_key_value_heads
+
     def extra_repr(self) -> str:
         spec = self.spec
         return f"heads={spec.num_attention_heads}/{spec.num_key_value_heads}, head_dim={spec.head_dim}"

@@ -80,6 +80,8 @@ class Decoder(nn.Module):
             check_tree(self.spec, sight)
         if self.vision is not None and sight is not None:
             self.vision.prepare(sight, sequences, input_ids)
+        if self.fit_levels is not None and torch.is_grad_enabled():
+            self.fit_levels(self, sequences, None if sight is None else sight.pictures)
         sequences.prepare_rotary(self.spec.ropes)
         # An id outside the vocabulary is reported by the checks; until then it must not stop the device.
         ids = None if input_ids is None else sequences.pack(input_ids).clamp(0, self.spec.num_ids - 1)
@@ -92,8 +94,6 @@ class Decoder(nn.Module):
         if self.spec.input_scale != 1.0:
             inputs_embeds = inputs_embeds * self.spec.input_scale
 
-        if self.fit_levels is not None and torch.is_grad_enabled():
-            self.fit_levels(self, sequences)
         x, residual = inputs_embeds, None
         offload = Offload()
         for number, layer in enumerate(self.layers):
@@ -175,11 +175,6 @@ class Decoder(nn.Module):
         Raises:
             ValueError: an unknown level, the wrong number of them, or a budget that cannot be honoured.
         """
-        if levels == "auto" and self.vision is not None:
-            raise ValueError(
-                "the level 'auto' does not count what an encoder of images keeps; name a level, as 'lean' "
-                "or 'checkpoint', or one a layer"
-            )
         self.fit_levels = None
         if levels == "auto":
             self.fit_levels = FittingLevels(memory_budget, optimizer_bytes, say)

@@ -163,8 +163,12 @@ class PlainMLP(_MLP):
         return mlp_in_tiles(self, x, self.up_proj, activation, self.down_proj, self._forward)
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
-        """Of a token: the projection and its activation, as far as they are kept."""
+        """Of a token: the projection and its activation, as far as they are kept; of quick_gelu also the
+        sigmoid.
+        """
         kept = {"all": 2, "lean": 1}.get(level, 0)
+        if kept and self.spec.activation == "quick_gelu":
+            kept += 1
         return kept * itemsize * self.spec.intermediate_size
 
     def extra_repr(self) -> str:

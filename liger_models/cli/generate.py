@@ -5,7 +5,7 @@ appears.
 """
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> None:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     options = {"dtype": args.dtype, "device": device, "text_only": args.text_only, "dropout": 0.0}
     model = liger_models.from_hub(folder, **options).eval()
-    images = {}
+    images: dict[str, Any] = {}
     if args.image:
         ids, images = ask(args.prompt, args.image, Path(folder), model.spec, tokenizer)
         images = {name: x if name in ON_HOST else x.to(device) for name, x in images.items()}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from liger_models.layers.memory_plan import Plan
+    from liger_models.layers.memory_plan import Plan, Shown
 
 # Memory that a program can have, in GiB, of GPUs by the names that people know them by: of H200 and H100 as
 # their driver says, of the others a little under what their makers state.
@@ -39,6 +39,15 @@ def add_parser(subparsers) -> None:
     add("--gpu", required=True, metavar="GPU", help=f"{', '.join(GPUS)}, or its memory, such as 80GiB")
     add("--batch", type=_positive, default=1, metavar="N", help="rows on a GPU (default: %(default)s)")
     add("--seq", type=_tokens, default=4096, metavar="N", help="tokens in a row (%(default)s); max: the most")
+    add("--images", type=_count, default=0, metavar="N", help="in each row, their tokens among --seq's")
+    add(
+        "--image-size",
+        type=_size_of_image,
+        default=(1024, 1024),
+        metavar="HxW",
+        help="of them in pixels, as the model's processor resizes them (default: 1024x1024)",
+    )
+    add("--freeze", default="", metavar="PARTS", help="as for `train`: vision, projector, language")
     add("--gpus", type=_positive, default=1, metavar="N", help="that divide the parameters (FSDP2)")
     add(
         "--sequence-parallel",
@@ -90,8 +99,9 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     from liger_models.convert.errors import ConfigError
     from liger_models.host_state import lane_bytes
     from liger_models.layers.activation_memory import LEVELS
-    from liger_models.layers.memory_plan import Step, StepMemory, largest
+    from liger_models.layers.memory_plan import NOTHING, Step, StepMemory, largest, shown_of_size
     from liger_models.optim import state_bytes
+    from liger_models.training.inputs import freeze
     from liger_models.training.lora import LoraSettings
 
     if args.quantize and not args.lora:
@@ -109,11 +119,11 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     dtype = getattr(torch, args.dtype)
     config = args.name if Path(args.name).is_file() else find_config(args.name)[0]
     model = liger_models.from_config(config, device="meta", dtype=dtype, dropout=0.0)
-    if model.spec.vision is not None:
-        raise ConfigError(
-            f"{args.name} sees images, and what its encoder keeps of them is not counted: a plan would be "
-            "too low"
-        )
+    vision = model.spec.vision
+    if args.images and vision is None:
+        raise ConfigError(f"--images {args.images}: {args.name} sees none; leave it out")
+    if args.freeze:
+        freeze(model, tuple(args.freeze.split(",")))
     rank = LoraSettings.parse(args.lora).r if args.lora else 0
     # Adapters are in float32, and so are the moments of theirs.
     per_element = state_bytes(
@@ -139,16 +149,27 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     budget = int(SHARE * memory)
     host_budget = None if args.host_memory is None else _size(args.host_memory)
 
+    height, width = args.image_size
+
+    def shown(rows: int) -> "Shown":
+        return NOTHING if vision is None else shown_of_size(vision, args.images, height, width, rows)
+
     def planned(batch: int, seq: int, level: str) -> "Plan":
-        found: StepMemory = counted.resized(batch, seq)
+        found: StepMemory = counted.resized(batch, seq, shown(batch))
         if level == "auto":
             return found.choose_levels(budget, host_budget)
-        return found.plan([level] * len(model.layers), budget, host_budget)  # type: ignore[list-item]
+        return found.plan([level] * len(found.stages), budget, host_budget)  # type: ignore[list-item]
 
     def longest(batch: int, level: str) -> int:
-        return largest(lambda n: planned(batch, n, level).fits, 256, MOST)
+        return largest(lambda n: planned(batch, n, level).fits, max(256, shown(1).features), MOST)
 
-    counted.plan(["all"] * len(model.layers))  # what does not depend on the batch is counted here, once
+    of_images = shown(1).features
+    if args.seq is not None and args.seq <= of_images:
+        raise ConfigError(
+            f"--seq {args.seq}: {args.images} images of {height}x{width} pixels "
+            f"take {of_images} tokens of {args.name}; expected more"
+        )
+    counted.plan(["all"] * len(counted.stages))  # what does not depend on the batch is counted here, once
     seq = args.seq or longest(args.batch, args.activation_memory) or 256
 
     def most(level: str) -> dict[str, int]:
@@ -165,8 +186,11 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
         "budget": budget,
         "batch": args.batch,
         "seq": seq,
+        "images": args.images,
+        "image_tokens": of_images,
         "fits": chosen.fits,
         "levels": list(chosen.levels),
+        "encoder_levels": list(chosen.encoder_levels),
         "summary": str(chosen),
         "peak": chosen.peak,
         "moment": chosen.moment,
@@ -194,9 +218,13 @@ def print_report(report: dict[str, Any]) -> None:
         return f"{count / 2**30:.1f} GiB"
 
     gpus = f"each of {report['gpus']} {report['gpu']}" if report["gpus"] > 1 else report["gpu"]
+    images = ""
+    if report["images"]:
+        images = f" with {report['images']} images of {report['image_tokens']} tokens together in each row"
     print(
         f"{report['name']}, {report['num_parameters']:,} parameters: {report['batch']} x {report['seq']} "
-        f"tokens on {gpus}, of whose {gib(report['memory'])} {gib(report['budget'])} are planned with\n"
+        f"tokens{images} on {gpus}, of whose {gib(report['memory'])} {gib(report['budget'])} are planned "
+        "with\n"
     )
     print("It fits:" if report["fits"] else "It does NOT fit:", report["summary"])
     print(f"\nAt its largest, in {report['moment']}")
@@ -243,6 +271,19 @@ def _size(text: str) -> int:
 def _tokens(text: str) -> int | None:
     """None for the most that fit."""
     return None if text == "max" else _positive(text)
+
+
+def _count(text: str) -> int:
+    if (value := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"must not be negative, found {text}")
+    return value
+
+
+def _size_of_image(text: str) -> tuple[int, int]:
+    height, by, width = text.partition("x")
+    if not by or not height.isdecimal() or not width.isdecimal() or not int(height) * int(width):
+        raise argparse.ArgumentTypeError(f"expected height and width such as 1024x768, found {text}")
+    return int(height), int(width)
 
 
 def _positive(text: str) -> int:

@@ -125,7 +125,7 @@ def load_model(
         if getattr(told, "pad_token_id", None) is None:
             told.pad_token_id = tokenizer.pad_id
     if config.freeze:
-        _freeze(model, config.freeze)
+        freeze(model, config.freeze)
     size, flops = model.num_parameters(), StepFlops(model)
     adapters: Adapters | None = None
     if config.quantize:
@@ -200,7 +200,12 @@ def _fresh(config: TrainConfig, tokenizer: TextTokenizer) -> dict[str, Any]:
     return preset(config.model, vocab_size=tokenizer.vocab_size, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
 
 
-def _freeze(model: LigerCausalLM, parts: tuple[str, ...]) -> None:
+def freeze(model: LigerCausalLM, parts: tuple[str, ...]) -> None:
+    """Let these parts of a model stay as they are.
+
+    Raises:
+        ConfigError: it has no such part, or no other.
+    """
     try:
         model.freeze(*parts)
     except ValueError as error:

@@ -11,9 +11,8 @@ import torch
 import liger_models
 from liger_models.cli import main
 from liger_models.kernels.losses._linear_chunks import working_bytes
-from liger_models.layers import memory_plan
 from liger_models.layers.activation_memory import LEVELS
-from liger_models.layers.memory_plan import LADDERS, Step, StepMemory, largest, parse_budget
+from liger_models.layers.memory_plan import LADDERS, Step, StepMemory, largest, layer_costs, parse_budget
 
 GIB = 2**30
 
@@ -105,7 +104,7 @@ def test_so_it_is_where_two_gpus_divide_the_parameters(batch, seq, levels, peak)
 
 @pytest.mark.parametrize(("level", "rows", "seq", "where", "peak"), MEASURED_LONG)
 def test_so_it_is_with_long_contexts(level, rows, seq, where, peak, monkeypatch):
-    monkeypatch.setattr(memory_plan, "LONG", 1 << 30)
+    monkeypatch.setattr(layer_costs, "LONG", 1 << 30)
     step = Step(rows, seq, optimizer_on_host=where == "host")
     plan = StepMemory(on_meta(LLAMA_8B | {"num_hidden_layers": 4}), step).plan([level] * 4)
     assert plan.peak / GIB == pytest.approx(peak, rel=0.05)
@@ -114,7 +113,7 @@ def test_so_it_is_with_long_contexts(level, rows, seq, where, peak, monkeypatch)
 def test_heads_by_groups_take_less():
     memory = StepMemory(on_meta(LLAMA_8B | {"num_hidden_layers": 2}), Step(1, 1 << 19))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_plan, "LONG", 1 << 30)
+        patch.setattr(layer_costs, "LONG", 1 << 30)
         at_once = StepMemory(memory.model, memory.step).plan(["offload"] * 2).peak
     assert memory.plan(["offload"] * 2).peak < at_once
 
