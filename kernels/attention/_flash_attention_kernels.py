@@ -258,6 +258,8 @@ def attention_key_value_gradient_kernel(
     if BLOCK_REST:
         dk_rest = tl.zeros([BLOCK_K, BLOCK_REST], tl.float32)
     dv_tile = tl.zeros([BLOCK_K, BLOCK_VALUE], tl.float32)
+    if parts > 1:
+        parts = _parts_that_are_met(keys, bounds, parts, tokens)
     for part in range(0, parts):
         firsts = _first_query(keys, bounds, part, tokens, RANGES)
         ends = _end_query(keys, bounds, part, tokens, window, RANGES)
@@ -368,6 +370,14 @@ def _end_query(key, bounds, part, tokens, window, RANGES: tl.constexpr):
         if window is not None:
             end = tl.minimum(end, key + window)
         return end
+
+
+@jit
+def _parts_that_are_met(token, bounds, parts, tokens):
+    """One, where a block's ranges are empty but for the first: then all behind the second are, too."""
+    token = tl.minimum(token, tokens - 1)
+    firsts, ends = _given(bounds, 2, tokens, token), _given(bounds, 3, tokens, token)
+    return tl.where(tl.min(firsts, 0) < tl.max(ends, 0), parts, 1)
 
 
 @jit

@@ -23,7 +23,7 @@ class KeyRanges(NamedTuple):
         of_queries: of the keys that each query sees. Every query sees some of the first range.
         of_keys: of the queries that see each key; how many there are is another number.
 
-    An empty range is one from T to 0.
+    An empty range is one from T to 0. Of a token's ranges the empty ones come last.
     """
 
     of_queries: Tensor
@@ -130,7 +130,7 @@ def _of_each_token(
     total = bounds[-1]
     answers: list[list[tuple[int, int]]] = [[] for _ in parents]
     for number, parent in enumerate(parents):
-        if parent >= 0:
+        if parent >= 0 and bounds[number] < bounds[number + 1]:
             answers[parent].append((bounds[number], bounds[number + 1]))
     if not limited:
         answers = [[(own[0][0], own[-1][1])] if own else [] for own in answers]
