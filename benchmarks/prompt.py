@@ -19,15 +19,17 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.report import machine, markdown_table, publish
+from benchmarks.report import machine, markdown_table, publish, renew
 from benchmarks.training.shapes import MODELS, config_of
 
 SUMMARY = "answers that share their prompt, which is computed once, beside sequences of their own"
+TITLE = "Shared prompts"
 CASES = ("1x2048:8x512", "4x2048:2x512")
 HEADER = (
     "prompts",
@@ -35,6 +37,7 @@ HEADER = (
     "way",
     "tokens",
     "answers' tokens/s",
+    "beside packed",
     "ms a step (spread)",
     "peak GiB",
 )
@@ -53,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--way", action="append", choices=_WAYS, help=f"repeatable ({' '.join(_WAYS)})")
     parser.add_argument("--memory", default="lean", help="level of activation memory (%(default)s)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps (%(default)s)")
+    parser.add_argument("--page", metavar="FILE", help="renew this page's table")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -81,9 +85,13 @@ def run(args: argparse.Namespace) -> int:
             rate = 1e3 * prompts * answers * answer / found["step_ms"]
             names = {"prompts": f"{prompts} of {prompt}", "answers": f"{answers} of {answer}", "way": way}
             rows.append({**names, "tokens_per_second": rate, **found})
-        text = f"{about}\n\n{markdown_table(HEADER, map(_line, rows))}"
+        text = f"{about}\n\n{markdown_table(HEADER, (_line(row, rows) for row in rows))}"
         publish(args.out, f"prompt-{args.model}", text, rows, show=False)
     print(text, flush=True)
+    if args.page:
+        renew(
+            Path(args.page), ("<!-- shared prompts: begin -->", "<!-- shared prompts: end -->"), TITLE, text
+        )
     return 0
 
 
@@ -94,11 +102,15 @@ def _case(text: str) -> tuple[int, ...]:
     return tuple(map(int, found.groups()))
 
 
-def _line(row: Mapping[str, Any]) -> list[str]:
+def _line(row: Mapping[str, Any], rows: list[dict[str, Any]]) -> list[str]:
+    case = row["prompts"], row["answers"], "packed"
+    packed = [one for one in rows if (one["prompts"], one["answers"], one["way"]) == case]
+    factor = f"{packed[0]['step_ms'] / row['step_ms']:.2f} x" if packed else "-"
     spread = f"{row['step_ms']:.0f} ({row['step_ms_low']:.0f} to {row['step_ms_high']:.0f})"
     peak = "-" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
     speed = f"{row['tokens_per_second']:,.0f}"
-    return [row["prompts"], row["answers"], row["way"], f"{row['tokens']:,}", speed, spread, peak]
+    names = row["prompts"], row["answers"], row["way"], f"{row['tokens']:,}"
+    return [*names, speed, factor, spread, peak]
 
 
 _Items = list[tuple[Tensor, list[Tensor]]]
