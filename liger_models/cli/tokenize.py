@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from liger_models.cli.train import add_data
+from liger_models.cli.train import OBJECTIVES, add_data
 
 DESCRIPTION = """\
 Tokenize data as `train` would, into the folder of caches where `train` finds it, or into a folder of its own:
@@ -27,6 +27,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add_data(parser)
     add("--output", metavar="FOLDER", help="write the corpus here, to be named by --data")
     add("--seq-len", type=int, default=2048, metavar="N", help="tokens in a row (default: %(default)s)")
+    add("--objective", choices=OBJECTIVES, default="sft", help="that the data are for (default: %(default)s)")
     add("--truncate", action="store_true", help="cut examples with a prompt at --seq-len")
     add("--seed", type=int, default=0, metavar="N", help="of the order that is packed (default: 0)")
 
@@ -37,6 +38,7 @@ def run(args: argparse.Namespace) -> None:
     from liger_models.convert.checkpoints.hub import resolve
     from liger_models.convert.errors import ConfigError
     from liger_models.training.data import Stream, build_corpus, describe, load_documents
+    from liger_models.training.objectives import OBJECTIVES
     from liger_models.training.tokenizer import TextTokenizer
 
     if args.seq_len < 1:
@@ -45,6 +47,7 @@ def run(args: argparse.Namespace) -> None:
     tokenizer = TextTokenizer(folder if (folder / "tokenizer.json").is_file() else resolve(args.tokenizer))
     # Whether its ids have a place in a model is for `train` to see.
     options = {"seq_len": args.seq_len, "vocab_size": 1 << 31, "truncate": args.truncate}
+    options["form"] = OBJECTIVES[args.objective].form
     data = args.data
     if args.output:
         build_corpus(args.output, data, tokenizer, **options)

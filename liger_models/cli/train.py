@@ -293,11 +293,14 @@ OBJECTIVE_OPTIONS: dict[str, tuple[type, str, str]] = {
 }
 
 
+OBJECTIVES = ("sft", "dpo", "orpo", "simpo", "kto", "reward", "distill")
+
+
 def add_objective(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the objective (docs/post_training.md)")
     group.add_argument(
         "--objective",
-        choices=("sft", "dpo", "orpo", "simpo", "kto", "reward", "distill"),
+        choices=OBJECTIVES,
         default="sft",
         help="what is minimised: dpo, orpo, simpo and reward read records of prompt, chosen and rejected; "
         "kto of prompt, completion and label; the others those above (default: %(default)s). Its options, of "

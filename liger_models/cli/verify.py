@@ -36,6 +36,7 @@ def add_parser(subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     import liger_models
+    from liger_models.classifier import LigerSequenceClassifier
     from liger_models.cli.checkpoints import find_checkpoint
     from liger_models.verification import verify_bytes, verify_numbers
 
@@ -45,8 +46,10 @@ def run(args: argparse.Namespace) -> int:
     same = not trip.changed
     if args.transformers is False:
         return 0 if same else 1
-    num_parameters = liger_models.from_config(folder, device="meta", dropout=0.0).num_parameters()
-    obstacle = _obstacle(num_parameters, asked=args.transformers)
+    skeleton = liger_models.from_config(folder, device="meta", dropout=0.0)
+    obstacle: str | None = "it is a sequence classifier, and language models are compared"
+    if not isinstance(skeleton, LigerSequenceClassifier):
+        obstacle = _obstacle(skeleton.num_parameters(), asked=args.transformers)
     if obstacle:
         print(f"not compared with transformers: {obstacle}")
         return 0 if same else 1

@@ -6,6 +6,7 @@ import torch
 import liger_models
 from liger_models.architectures import find_architecture
 from liger_models.classifier import LigerSequenceClassifier
+from liger_models.cli import main
 from liger_models.convert.errors import ConfigError, UnsupportedModelError
 
 transformers = pytest.importorskip("transformers")
@@ -80,11 +81,15 @@ def test_the_body_is_the_language_model_s_and_the_head_is_fresh(tmp_path):
             assert torch.equal(tensor, expected[name]), name
 
 
-def test_what_has_no_labels_or_no_tokens_is_refused(tmp_path):
+def test_what_has_no_labels_or_no_tokens_is_refused(tmp_path, capsys):
     model = liger_models.from_config(config_of("llama"), labels=2, device="cpu")
     with pytest.raises(TypeError, match="it has no distribution of tokens"):
         model.generate(torch.tensor([[4]]))
     model.save_pretrained(tmp_path)
+    assert main(["verify", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "every byte the same" in told
+    assert "not compared with transformers: it is a sequence classifier" in told
     with pytest.raises(ConfigError, match="labels is 1; expected 2"):
         liger_models.from_hub(tmp_path, labels=1, device="cpu")
     with pytest.raises(UnsupportedModelError, match="expected a family of text alone"):

@@ -8,6 +8,7 @@ import torch
 
 import liger_models
 from liger_models import losses as of
+from liger_models.cli import main
 from liger_models.cli.train import OBJECTIVE_OPTIONS
 from liger_models.convert.errors import ConfigError, DataError
 from liger_models.training import TrainConfig, loop
@@ -231,6 +232,18 @@ def test_a_pair_that_cannot_be_used_is_refused_with_its_line(start, jsonl, tmp_p
     with pytest.raises(DataError, match=r"pairs\.jsonl, line 2") as error:
         start("orpo", data=(file,))
     assert says in str(error.value)
+
+
+def test_pairs_are_tokenized_beforehand_and_for_pairs_alone(start, judged, checkpoint, tmp_path):
+    corpus = tmp_path / "corpus"
+    words = ["tokenize", str(checkpoint), "--data", judged["pairs"], "--objective", "dpo"]
+    assert main([*words, "--output", str(corpus)]) in (0, None)
+    found, expected = start("orpo", data=(str(corpus),)), start("orpo")
+    assert found.documents.fingerprint() == expected.documents.fingerprint()
+    with pytest.raises(
+        DataError, match="was made of records with prompt/chosen/rejected, and this objective"
+    ):
+        start("kto", data=(str(corpus),))
 
 
 def test_what_is_labelled_needs_a_label_and_company(start, jsonl, tmp_path):
