@@ -30,9 +30,11 @@ from liger_models.convert.checkpoints.hub import local_path
 from liger_models.convert.checkpoints.shards import local_tensor
 from liger_models.convert.errors import ConfigError, DataError, TrainingError
 from liger_models.layers.load_balance import forget_load, update_correction_bias
+from liger_models.layers.tree import check_tree
 from liger_models.training import state as states
 from liger_models.training.config import PLACES, TrainConfig
 from liger_models.training.data import (
+    Groups,
     StepData,
     Stream,
     ahead,
@@ -148,6 +150,9 @@ class Run:
         self.model, self.adapters, self.flops, self.size = loaded
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.objective = make_objective(config.objective, config.objective_options)
+        for documents in (self.documents, self.held_out):
+            if isinstance(documents, Groups):
+                documents.shares = self.objective.shares_prompts and self._can_share_prompts()
         self.objective.prepare(lambda name: load_beside(config, world, self.tokenizer, name))
         if self.objective.needs_reference:
             self._add_reference(checkpoint)
@@ -362,6 +367,15 @@ class Run:
             self.watch.mark("a held-out batch")
             own = rows[world.data_rank * size :][:size]
             yield self.held_out.batch(own or rows[:size]), bool(own)
+
+    def _can_share_prompts(self) -> bool:
+        """Whether documents may continue others in this model, to the same numbers."""
+        try:
+            check_tree(self.model.spec, None)
+        except DataError:
+            return False
+        # Routers would count a prompt once, and these backends know no such documents.
+        return self.model.spec.router is None and self.config.attention not in ("sdpa", "varlen")
 
     def _add_reference(self, checkpoint: Path | None) -> None:
         config, world = self.config, self.world

@@ -23,12 +23,13 @@ from torch import Tensor
 from liger_models.causal_lm import LigerCausalLM
 from liger_models.convert.checkpoints.hub import local_path, resolve
 from liger_models.convert.errors import DataError
-from liger_models.losses import rows_of_documents, without_adapters
+from liger_models.losses import without_adapters
 from liger_models.training.config import TrainConfig
 from liger_models.training.data import Groups, Stream
 from liger_models.training.data.corpus import Corpus
 from liger_models.training.data.documents import Documents, Part
 from liger_models.training.data.tokenizing import default_cache
+from liger_models.training.objectives.objective import score_rows
 from liger_models.training.world import World
 
 FORMAT = 1
@@ -54,9 +55,9 @@ def add_reference(
     Raises:
         DataError: the scores cannot be written.
     """
-    corpora = {
-        part.corpus.folder: part.corpus for documents in parts if documents for part in documents.parts
-    }
+    documents = [one for one in parts if isinstance(one, Groups)]
+    shares = any(one.shares for one in documents)
+    corpora = {part.corpus.folder: part.corpus for one in documents for part in one.parts}
     weights = world.once(lambda: _digest_of_weights(config.model))
     about = [FORMAT, weights, str(model.dtype), config.quantize, config.text_only]
     reference: LigerCausalLM | None = None
@@ -69,7 +70,7 @@ def add_reference(
             if reference is None:
                 reference = model if load is None else load()
             aside = without_adapters(model) if config.lora is not None else contextlib.nullcontext()
-            scores = _score(reference, corpus, config, world, aside, mark)
+            scores = _score(reference, corpus, config, world, aside, mark, shares)
             world.once(lambda path=path, scores=scores: _write(path, scores))  # type: ignore[misc]
         else:
             world.say(f"scores of the reference: taken from {path}")
@@ -84,11 +85,13 @@ def _score(
     world: World,
     aside: AbstractContextManager[None],
     mark: Mark,
+    shares: bool,
 ) -> Tensor:
     """The log-probabilities of a corpus' groups, [groups, 2] float32, which the processes share out."""
     from tqdm import tqdm
 
     groups = Groups([Part(corpus)])
+    groups.shares = shares
     rows, at_once = Stream(groups, config.seq_len, seed=0).epoch(0), world.data_size * config.batch_size
     found, training = torch.zeros(len(corpus), 2), model.training
     model.eval()
@@ -108,11 +111,8 @@ def _score(
             own = taken[world.data_rank * config.batch_size :][: config.batch_size]
             # A shard of the model is everybody's: who has no rows left runs along with those of another.
             batch = groups.batch(own or taken[: config.batch_size]).to(world.device)
-            scores = model.score(
-                batch.input_ids, shift_labels=batch.shift_labels, cu_seqlens=batch.cu_seqlens
-            ).log_probs
+            sums = score_rows(model, batch).log_probs.sum(1)
             if own:
-                sums = rows_of_documents(scores, batch.cu_seqlens).sum(1)
                 found[groups.documents_of(own)] = sums.view(2, -1).T.cpu()
             bar.update(sum(map(len, taken)))
     model.train(training)

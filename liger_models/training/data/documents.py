@@ -63,6 +63,7 @@ class Counts(NamedTuple):
     labels: int
     groups: int = 0
     first_labels: int = 0  # those of the groups' first sequences
+    shared: Tensor | None = None  # tokens of each group that are computed once for both sequences
 
     @property
     def inputs(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from liger_models.training.data.documents import Counts
+from liger_models.training.data.groups import Groups
 from liger_models.training.data.stream import Position, Stream
 
 
@@ -38,4 +39,9 @@ def read_steps(
             batches = [documents.batch(part) for part in mine]
             if device.type == "cuda":
                 batches = [batch.pinned() for batch in batches]
-            yield StepData(batches, documents.count(rows), stream.position)
+            counts = documents.count(rows)
+            if isinstance(documents, Groups):
+                parts = (rows[first : first + batch_size] for first in range(0, len(rows), batch_size))
+                shared = [n for part in parts for n in documents.shared(part) if n]
+                counts = counts._replace(shared=torch.tensor(shared, dtype=torch.int64))
+            yield StepData(batches, counts, stream.position)

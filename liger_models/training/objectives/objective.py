@@ -43,6 +43,8 @@ class Objective:
         metrics: the names of what it tells beside the loss.
         unit: of the loss.
         needs_reference: whether groups need their log-probabilities under a reference model.
+        shares_prompts: whether it asks for the scores of answers alone, so that their prompt may be computed
+            once.
         rewards: whether the model has a head of rewards and not one of tokens.
     """
 
@@ -50,6 +52,7 @@ class Objective:
     metrics: ClassVar[tuple[str, ...]] = ()
     unit: ClassVar[str] = "nats per token"
     needs_reference: ClassVar[bool] = False
+    shares_prompts: ClassVar[bool] = False
     rewards: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -76,7 +79,8 @@ class Objective:
 
     def flops(self, model: StepFlops, counts: Counts) -> int:
         """What a step computes."""
-        return model.of(counts.lengths, counts.labels)
+        once = 0 if counts.shared is None else model.of(counts.shared, 0)
+        return model.of(counts.lengths, counts.labels) - once
 
 
 class Scored(NamedTuple):
@@ -95,13 +99,14 @@ class Scored(NamedTuple):
 def score_rows(model: nn.Module, batch: GroupBatch, shift_labels: Tensor | None = None) -> Scored:
     """The log-probabilities of a batch's labels, or of others in their place."""
     labels = batch.shift_labels if shift_labels is None else shift_labels
-    scores = model(batch.input_ids, shift_labels=labels, cu_seqlens=batch.cu_seqlens, score=ScoreOptions())
-    return Scored(rows_of_documents(scores.log_probs, batch.cu_seqlens), scores.router_loss)
+    scores = model(batch.input_ids, shift_labels=labels, score=ScoreOptions(), **batch.documents)
+    rows = rows_of_documents(scores.log_probs, batch.cu_seqlens)[batch.sequences]
+    return Scored(rows, scores.router_loss)
 
 
 def labels_in_rows(batch: GroupBatch) -> Tensor:
     """Where there is a label, [sequences, longest] bool."""
-    return rows_of_documents(batch.shift_labels != IGNORE, batch.cu_seqlens)
+    return rows_of_documents(batch.shift_labels != IGNORE, batch.cu_seqlens)[batch.sequences]
 
 
 def checked(function: Callable[[], object], name: str) -> None:

@@ -67,6 +67,7 @@ class DPO(Preference):
     """
 
     needs_reference: ClassVar[bool] = True
+    shares_prompts: ClassVar[bool] = True
 
     beta: float = 0.1
     loss_type: str = "sigmoid"
@@ -133,6 +134,8 @@ class SimPO(Preference):
     """losses/simpo_loss.py, where `margin` is gamma; with nll_weight, its alpha, the chosen answers' negative
     log-likelihood is added.
     """
+
+    shares_prompts: ClassVar[bool] = True
 
     beta: float = 2.0
     margin: float = 1.0

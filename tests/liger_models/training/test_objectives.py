@@ -12,7 +12,7 @@ from liger_models.cli import main
 from liger_models.cli.train import OBJECTIVE_OPTIONS
 from liger_models.convert.errors import ConfigError, DataError
 from liger_models.training import TrainConfig, loop
-from liger_models.training.data import load_documents
+from liger_models.training.data import groups, load_documents
 from liger_models.training.objectives import OBJECTIVES, options_of
 from liger_models.training.tokenizer import TextTokenizer
 
@@ -67,10 +67,10 @@ def log_probs_of(model, ids, counted):
 
 def expected_loss(name, run, reference, rows):
     """The objective's definition on single sequences, without packing or micro-batches."""
-    groups = list(sequences(run, rows))
-    scored = [[log_probs_of(run.model, *one) for one in two] for two, _ in groups]
+    found = list(sequences(run, rows))
+    scored = [[log_probs_of(run.model, *one) for one in two] for two, _ in found]
     with torch.no_grad():
-        before = [[log_probs_of(reference, *one)[0].sum() for one in two] for two, _ in groups]
+        before = [[log_probs_of(reference, *one)[0].sum() for one in two] for two, _ in found]
     sums = torch.stack([torch.stack([one[0].sum() for one in two]) for two in scored])
     means = torch.stack([torch.stack([one[0].mean() for one in two]) for two in scored])
     before = torch.stack([torch.stack(two) for two in before])
@@ -82,7 +82,7 @@ def expected_loss(name, run, reference, rows):
     if name == "simpo":
         answers = torch.cat([two[0][0] for two in scored])
         return of.simpo_loss(*means.T, -answers.mean(), beta=1.5, gamma=0.4, alpha=0.5).loss
-    good = torch.tensor([good for _, good in groups])
+    good = torch.tensor([good for _, good in found])
     kl = of.kto_kl(sums[:, 1].detach(), before[:, 1])
     return of.kto_loss(sums[:, 0], before[:, 0], good, kl, beta=0.3, desirable_weight=0.8).loss
 
@@ -95,8 +95,13 @@ GIVEN = {
 }
 
 
+@pytest.mark.parametrize("spared", [0.0, 1.0])
 @pytest.mark.parametrize("name", GIVEN)
-def test_a_step_has_the_gradient_of_the_definition_over_all_its_micro_batches(start, checkpoint, name):
+def test_a_step_has_the_gradient_of_the_definition_over_all_its_micro_batches(
+    start, checkpoint, name, spared, monkeypatch
+):
+    """Whether prompts are computed once, where an objective can, or twice."""
+    monkeypatch.setattr(groups, "SPARED", spared)
     run = start(name, GIVEN[name], batch_size=2, gradient_accumulation=2, clip=0.0)
     reference = liger_models.from_hub(checkpoint, device="cpu")
     with torch.no_grad():  # the policy is no longer its reference
@@ -108,6 +113,11 @@ def test_a_step_has_the_gradient_of_the_definition_over_all_its_micro_batches(st
     kept = []
     run.optimizer.step = lambda: kept.extend(p.grad.clone() for p in run.model.parameters())
     outcome = run.step(1e-3, loop.Signals())
+    counts = outcome.data.counts
+    is_shared = name in ("dpo", "simpo") and spared == 0.0
+    assert bool(counts.shared.sum()) is is_shared
+    tokens = sum(batch.input_ids.numel() for batch in outcome.data.batches)
+    assert tokens == counts.inputs - counts.shared.sum()
     assert outcome.loss == pytest.approx(expected.item(), rel=1e-5)
     for found, wanted in zip(kept, gradients, strict=True):
         # float32's 6e-8 over sums of some 400 tokens, in two layers: 1e-5 of the largest entry.
@@ -277,9 +287,9 @@ def test_conversations_are_told_apart_from_what_they_begin_with(tokenizer_folder
         (part,) = load_documents([file], tokenizer, **limits).parts
         found.append([*part.corpus.read(0, int(part.corpus.starts[-1])), part.corpus.groups])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    ids, trained, groups = found[0]
+    ids, trained, cut = found[0]
     text = tokenizer.backend.decode(
-        ids[: groups[0, 0]][trained[: groups[0, 0]]].tolist(), skip_special_tokens=False
+        ids[: cut[0, 0]][trained[: cut[0, 0]]].tolist(), skip_special_tokens=False
     )
     assert text.startswith("b</s>")
 
