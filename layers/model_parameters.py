@@ -97,9 +97,11 @@ class ModelParameters(nn.Module):
             chosen = {id(tensor): dtype[name] for name, tensor in self.saved_tensors().items() if dtype}
 
         def memory(old: Tensor) -> Tensor:
-            mesh = getattr(old, "device_mesh", None)
-            default = torch.get_default_device() if mesh is None else mesh.device_type
-            return torch.empty_like(old, dtype=chosen.get(id(old), old.dtype), device=device or default)
+            kept = chosen.get(id(old), old.dtype)
+            if (mesh := getattr(old, "device_mesh", None)) is not None:
+                return torch.empty_like(old, dtype=kept, device=device or mesh.device_type)
+            # As empty_like, which of a tensor of the meta device takes half a second, for it imports sympy.
+            return torch.empty(old.shape, dtype=kept, device=device or torch.get_default_device())
 
         made: dict[nn.Parameter, nn.Parameter] = {}  # a tied parameter stays one
         for module in self.modules():

@@ -187,7 +187,8 @@ def from_config(
         _split_if(projections, model)
         shard(model)
     model.materialize(device)
-    model.reset_parameters()
+    if not model.embed_tokens.weight.is_meta:  # there torch draws nothing, and imports its compiler for it
+        model.reset_parameters()
     if shard is None:
         _split_if(projections, model)
     return model
