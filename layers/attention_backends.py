@@ -327,11 +327,15 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Seq
 
 
 def _beside_padding(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Sequences) -> Tensor:
-    """Of rows as they are, all of whose tokens see one another, but for padding that sees padding."""
+    """Of rows as they are, all of whose tokens see one another, but for padding, behind all others, that sees
+    padding.
+    """
     assert sequences.pads is not None
     limited = spec.causal or spec.window is not None or spec.chunk is not None
     if limited or not _is_plain_softmax(spec) or sequences.cu_seqlens is not None:
         raise ValueError("padding that was not taken out is for attention of all tokens, in equal rows")
+    if use_triton(q):
+        return attention(q, k, v, scale=spec.scale, bounds=sequences.ranges_beside_padding())
     pads = sequences.pads.view(sequences.shape)
     mask = ~(pads[:, None, :, None] & pads[:, None, None, :])
     q, k, v = (x.unflatten(0, sequences.shape).transpose(1, 2) for x in (q, k, v))

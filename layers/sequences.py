@@ -37,10 +37,10 @@ class Sequences:
     [A, T] are the positions of tokens that have several, and `spans` [2, T] int32 says where the span begins
     and ends in which a token stands whose tokens all see one another (an image's, say; a token in none is a
     span by itself). `tiles` are those of images that tokens see (`SeenTiles`), and `pads` [T] bool tokens of
-    padding that were not taken out, none of which sees another. `tree` says which documents continue others
-    (layers/tree.py). `bounds` is made by `document_bounds`, `rotary` by `prepare_rotary`, `cut` by `chunks`.
-    `router_logits` are noted by the layers of experts whose router has a loss, and `routing` what all of them
-    decided.
+    padding that were not taken out, behind the others of their row, none of which sees another. `tree` says
+    which documents continue others (layers/tree.py). `bounds` is made by `document_bounds`, `rotary` by
+    `prepare_rotary`, `cut` by `chunks`. `router_logits` are noted by the layers of experts whose router has a
+    loss, and `routing` what all of them decided.
 
     Of sequences that are divided over ranks (`divided`) the T tokens are those of this rank, `slice` says
     which, and `whole` is what the documents are read off, which lie across slices.
@@ -285,6 +285,21 @@ class Sequences:
             spans = self.spans if causal else None
             self.ranges[window, causal, whole_spans] = key_ranges(bounds, spans, window, whole_spans)
         return self.ranges[window, causal, whole_spans]
+
+    def ranges_beside_padding(self) -> KeyRanges:
+        """What is seen where all tokens of a row see one another, but for padding behind them, which sees the
+        others. Padding of a row that is nothing else sees itself. Made once for all layers.
+        """
+        if (None, False, False) not in self.ranges:
+            assert self.pads is not None
+            rows, length = self.shape
+            pads = self.pads.view(rows, length)
+            first = torch.arange(0, rows * length, length, device=self.device)[:, None]
+            real = length - pads.sum(1, keepdim=True)
+            end = first + torch.where(pads & (real > 0), real, length)
+            seen = torch.stack([first.expand_as(end), end]).flatten(1).int()
+            self.ranges[None, False, False] = KeyRanges(seen, seen)  # a key is seen by those that it sees
+        return self.ranges[None, False, False]
 
     def without_spans(self) -> Sequences:
         """The same, in which no token sees ahead; made once for all layers."""

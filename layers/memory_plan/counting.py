@@ -185,8 +185,7 @@ class StepMemory:
             if (layer.spec, longest) not in known:
                 step = replace(self.step, batch=1, seq=shown.tokens, longest=longest, shown=NOTHING)
                 step = replace(step, sequence_ranks=1)  # each has all images
-                masked = self.itemsize * shown.masked
-                known[layer.spec, longest] = LayerCosts.of(layer, step, self.itemsize, masked)
+                known[layer.spec, longest] = LayerCosts.of(layer, step, self.itemsize)
             found.append(known[layer.spec, longest])
         return found
 

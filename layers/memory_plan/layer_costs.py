@@ -36,14 +36,14 @@ class LayerCosts:
     stream: int
 
     @staticmethod
-    def of(layer: Block, step: Step, itemsize: int, beside: int = 0) -> LayerCosts:
-        """Of a layer over all tokens of a step. `beside` are bytes that it keeps of other things."""
+    def of(layer: Block, step: Step, itemsize: int) -> LayerCosts:
+        """Of a layer over all tokens of a step."""
         tokens = step.tokens
         kept = {level: tokens * layer.activation_bytes(level, itemsize) for level in LEVELS}
         if step.sequence_ranks > 1:
             exchanged = tokens * exchange_bytes(layer.spec.mixer, step.sequence_ranks, itemsize)
             kept = {level: kept[level] + (level not in RERUN) * exchanged for level in LEVELS}
-        beside += _kept_of_images(layer, step, itemsize)
+        beside = _kept_of_images(layer, step, itemsize)
         kept = {level: kept[level] + (level not in RERUN) * beside for level in LEVELS}
         inner, last, rest = matrix_elements(layer)
         mixing = 4 * _attended(layer, step.longest or step.seq)

@@ -31,7 +31,6 @@ class Shown:
         window: the most that see one another in layers with windows; 0: there are none.
         patches: rows of pixels.
         features: tokens of the language model that stand for them.
-        masked: elements of the masks that each layer of the encoder keeps.
         read: features beside the text, which layers of the language model read.
         pixels: bytes of what the processor gives, on the GPU.
     """
@@ -41,7 +40,6 @@ class Shown:
     window: int = 0
     patches: int = 0
     features: int = 0
-    masked: int = 0
     read: int = 0
     pixels: int = 0
 
@@ -116,7 +114,6 @@ def _tiles(spec: TiledVisionSpec, rows: int, images: int) -> Shown:
         longest=of_image,
         patches=tiles * patches,
         features=rows * images,
-        masked=tokens * of_image,
         read=tiles * (patches + 1),
     )
 
@@ -162,8 +159,10 @@ def edges_of(
     width, size = spec.hidden_size, dtype.itemsize
     kept = shown.patches * spec.patches.width * size
     if isinstance(spec, TiledVisionSpec):
-        # The positions that a gate multiplies, and the inputs and statistics of two norms.
+        # The positions that a gate multiplies, the inputs and statistics of two norms, and of each token its
+        # place, its tile, its place again, and where the keys that it sees begin and end.
         kept += shown.read * width * size + 2 * shown.tokens * (width * size + 8)
+        kept += shown.tokens * (3 * 8 + 2 * 4)
         linear = nn.Linear(spec.width, hidden_size, device="meta", dtype=dtype)
         made = _kept(linear, shown.read, spec.width, dtype, encoder)
         return Edges(encoder * kept, made, shown.read * hidden_size * size)

@@ -269,29 +269,35 @@ class TiledEncoder(nn.Module):
         x = x + self.before(ratios)
         x = torch.cat([self.class_token.to(x.dtype).expand(*x.shape[:2], 1, -1), x], dim=2)
         x = self.norm_before(x + self.place(ratios))
-        images, count, patches_of_tile, width = x.shape
+        images, count, patches_of_tile, _ = x.shape
         x = F.pad(x, (0, 0, 0, -patches_of_tile % 8))
         length = x.shape[2]
         real = torch.arange(length, device=x.device) < patches_of_tile
-        real = pictures.filled.flatten(0, 1)[:, :, None] & real
+        pads = ~(pictures.filled.flatten(0, 1)[:, :, None] & real).flatten(1)
+        # Padding behind all else: what a token sees is one range then.
+        order = pads.byte().argsort(dim=1, stable=True)
         sequences = Sequences.from_call((images, count * length), x.device)
-        sequences.pads = ~real.flatten()
+        sequences.pads = pads.gather(1, order).flatten()
+        first = torch.arange(0, order.numel(), count * length, device=x.device)[:, None]
+        tile = (order // length + torch.arange(0, images * count, count, device=x.device)[:, None]).flatten()
+        order = (order + first).flatten()
         blocks = (*spec.blocks, *spec.global_blocks)
         sequences.prepare_rotary(tuple(dict.fromkeys(rope for b in blocks for rope in b.mixer.ropes)))
         offload, taken = Offload(), {}
-        x, residual = x.flatten(0, 2), None
+        x, residual = x.flatten(0, 2)[order], None
         for number, layer in enumerate(self.local):
             x, residual = run_block(cast(Any, layer), x, residual, sequences, offload=offload)
             if number in spec.taken:
                 x, residual = x if residual is None else x + residual, None
                 taken[number] = x
         x = self.norm_behind(x if residual is None else x + residual)
-        x, residual = (x.view(images, count, length, width) + self.behind(ratios)).flatten(0, 2), None
+        x, residual = x + self.behind(ratios).flatten(0, 2)[tile], None
         for layer in self.overall:
             x, residual = run_block(cast(Any, layer), x, residual, sequences, offload=offload)
         x = x if residual is None else x + residual
         made = [x, torch.stack([taken[number] for number in spec.taken], dim=-1).flatten(1)]
-        return [torch.cat(made, dim=1).view(images, count, length, -1)[:, :, :patches_of_tile]]
+        features = torch.cat(made, dim=1)[order.argsort()]
+        return [features.view(images, count, length, -1)[:, :, :patches_of_tile]]
 
     def set_activation_memory(self, levels: str | Sequence[str]) -> None:
         """Choose what is kept for the backward pass: one level for all layers, or one a layer.
