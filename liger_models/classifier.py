@@ -81,9 +81,9 @@ class LigerSequenceClassifier(LigerCausalLM):
     def _is_none(self, *args: Any, **kwargs: Any) -> Any:
         """
         Raises:
-            TypeError: always.
+            UnsupportedModelError: always.
         """
-        raise TypeError("this model classifies sequences: it has no distribution of tokens")
+        raise UnsupportedModelError("this model classifies sequences: it has no distribution of tokens")
 
     generate = score = distill = logits = _is_none  # type: ignore[assignment]
 

@@ -66,6 +66,11 @@ def read_spec(config: TrainConfig, tokenizer: TextTokenizer, checkpoint: Path | 
     from liger_models.convert.checkpoints.hub import resolve
 
     source = _source(config, checkpoint)
+    if _is_preset(source) and OBJECTIVES[config.objective].needs_reference:
+        raise ConfigError(
+            f"objective {config.objective} holds a trained model to what it was, and the preset {source} has "
+            "fresh weights; train it with sft first"
+        )
     shape: Any = _fresh(config, tokenizer) if _is_preset(source) else resolve(source)
     options: dict[str, Any] = {"text_only": config.text_only, "dropout": config.dropout}
     options["labels"] = labels_for(config)
@@ -121,6 +126,11 @@ def load_model(
             dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
         model = liger_models.from_config(_fresh(config, tokenizer), dtype=dtype, **options)
     if isinstance(model, LigerSequenceClassifier):
+        if labels_for(config) is None:
+            raise ConfigError(
+                f"{config.model} is a sequence classifier, and objective {config.objective} trains language "
+                "models; choose one, or objective reward"
+            )
         told: Any = model.config
         if getattr(told, "pad_token_id", None) is None:
             told.pad_token_id = tokenizer.pad_id

@@ -83,7 +83,7 @@ def test_the_body_is_the_language_model_s_and_the_head_is_fresh(tmp_path):
 
 def test_what_has_no_labels_or_no_tokens_is_refused(tmp_path, capsys):
     model = liger_models.from_config(config_of("llama"), labels=2, device="cpu")
-    with pytest.raises(TypeError, match="it has no distribution of tokens"):
+    with pytest.raises(UnsupportedModelError, match="it has no distribution of tokens"):
         model.generate(torch.tensor([[4]]))
     model.save_pretrained(tmp_path)
     assert main(["verify", str(tmp_path)]) == 0

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def configured(settings, judged, teacher, data):
 
     def make(objective, options=None, **changes):
         kind = {"kto": judged["labelled"], "sft": data, "distill": data}.get(objective, judged["pairs"])
-        options = dict(options or {}) | ({"teacher": teacher} if objective == "distill" else {})
+        options = ({"teacher": teacher} if objective == "distill" else {}) | dict(options or {})
         defaults = {"eval_fraction": 0.0, "data": (kind,), "seq_len": 96, "steps": 4}
         return settings(objective=objective, objective_options=options, **defaults | changes)
 
@@ -335,6 +336,26 @@ def test_the_command_line_has_the_options_of_all_objectives_and_no_others():
 def test_options_that_do_not_apply_are_refused_before_anything_is_loaded(objective, options, says):
     with pytest.raises(ConfigError, match=says):
         TrainConfig("m", ("d",), "o", steps=1, objective=objective, objective_options=options)
+
+
+def test_a_model_that_does_not_fit_the_objective_is_refused(start, tiny_shape, tokenizer_folder, tmp_path):
+    liger_models.from_config(tiny_shape, labels=1, device="cpu").save_pretrained(tmp_path / "rewards")
+    for file in tokenizer_folder.iterdir():
+        (tmp_path / "rewards" / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(
+        ConfigError, match="is a sequence classifier, and objective sft trains language models"
+    ):
+        start("sft", model=str(tmp_path / "rewards"))
+    with pytest.raises(ConfigError, match="the preset llama-demo has fresh weights"):
+        start("dpo", model="llama-demo", tokenizer=str(tokenizer_folder))
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(start, teacher, tmp_path):
+    shutil.copytree(teacher, tmp_path / "other")
+    file = tmp_path / "other" / "tokenizer.json"
+    file.write_text(file.read_text().replace('"<|user|>"', '"<|human|>"'))
+    with pytest.raises(ConfigError, match=r"has another vocabulary .*<\|human\|>"):
+        start("distill", {"teacher": str(tmp_path / "other")})
 
 
 def test_what_is_told_stands_in_the_files_and_the_picture(configured, run):
