@@ -128,11 +128,10 @@ class Decoder(nn.Module):
 
     def parts(self) -> dict[str, list[nn.Module]]:
         """The modules of each part: "language", and of a model that sees "vision" and "projector"."""
-        vision, own = self.vision, [module for module in self.children() if module is not self.vision]
-        found = {"language": own}
-        if vision is not None:
-            ways_out = [module for module in vision.children() if module is not vision.encoder]
-            found |= {"vision": [vision.encoder], "projector": ways_out}
+        own = (getattr(self, name, None) for name in _OF_LANGUAGE)
+        found: dict[str, list[nn.Module]] = {"language": [module for module in own if module is not None]}
+        if self.vision is not None:
+            found |= {"vision": [self.vision.encoder], "projector": self.vision.ways_out()}
         return found
 
     def freeze(self, *parts: str) -> None:
@@ -189,6 +188,8 @@ class Decoder(nn.Module):
         if "offload" not in self.activation_memory:
             drop_unused_buffers()
         self._levels_before_checkpointing = self.activation_memory
+        layers = () if self.vision is None else self.vision.encoder.layers
+        self._levels_of_encoder = tuple(layer.activation_memory for layer in layers)
 
     def activation_checkpointing_enable(
         self,
@@ -212,11 +213,16 @@ class Decoder(nn.Module):
                 f"found {found}; of the options of checkpointing only use_reentrant, preserve_rng_state, "
                 "every_n_layers (1 or more) and offload are known"
             )
-        before = self._levels_before_checkpointing
+        before, of_encoder = self._levels_before_checkpointing, self._levels_of_encoder
         chosen = "offload" if offload else "checkpoint"
-        levels = [level if i % every_n_layers else chosen for i, level in enumerate(before)]
-        self.set_activation_memory(levels)
-        self._levels_before_checkpointing = before
+
+        def some(levels: Sequence[str]) -> list[str]:
+            return [level if i % every_n_layers else chosen for i, level in enumerate(levels)]
+
+        self.set_activation_memory(some(before))
+        if self.vision is not None:
+            self.vision.encoder.set_activation_memory(some(of_encoder))
+        self._levels_before_checkpointing, self._levels_of_encoder = before, of_encoder
 
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, **options: Any
@@ -226,7 +232,10 @@ class Decoder(nn.Module):
 
     def gradient_checkpointing_disable(self) -> None:
         """Back to the levels that were chosen before."""
-        self.set_activation_memory(self._levels_before_checkpointing)
+        before, of_encoder = self._levels_before_checkpointing, self._levels_of_encoder
+        if self.vision is not None:
+            self.vision.encoder.set_activation_memory(of_encoder)
+        self.set_activation_memory(before)
 
     activation_checkpointing_disable = gradient_checkpointing_disable
 
@@ -234,6 +243,9 @@ class Decoder(nn.Module):
     def is_gradient_checkpointing(self) -> bool:
         """Whether some layer runs again as a whole in the backward pass."""
         return any(level in RERUN for level in self.activation_memory)
+
+
+_OF_LANGUAGE = ("embed_tokens", "layers", "per_layer_inputs", "norm", "lm_head")
 
 
 def _inputs_of_layers(spec: ModelSpec) -> PerLayerInputs | None:

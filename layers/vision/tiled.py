@@ -81,6 +81,10 @@ class TiledVision(nn.Module):
             made = self.encoder(pictures)
         return [self.projector(x).unflatten(0, pictures.ratios.shape).flatten(1, 3) for x in made]
 
+    def ways_out(self) -> list[nn.Module]:
+        """What stands between the encoder and the language model."""
+        return [self.projector]
+
     def take(self, keywords: dict[str, Any]) -> TiledSight:
         """What a call shows, which is taken out of its keywords.
 

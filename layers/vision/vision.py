@@ -102,6 +102,11 @@ class Vision(nn.Module):
             features = self.newline(features, pictures.taps, pictures.sizes)
         return [features, *(project(x) for project, x in zip(projectors, deep, strict=True))]
 
+    def ways_out(self) -> list[nn.Module]:
+        """What stands between the encoder and the language model."""
+        found = (self.projector, self.newline, self.deep)
+        return [module for module in found if module is not None]
+
     def cut(self, picture: Tensor) -> tuple[Tensor, Grid]:
         """A picture's pixels, or a video's, as `pixel_values` and one row of the grids: see `cut` in
         layers/vision/pictures.py.

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from liger_models.hf.callbacks import CorrectionBiasCallback
     from liger_models.hf.families import classes_of, register, unregister
     from liger_models.hf.models import LigerForCausalLM, LigerForSequenceClassification, LigerModel
+    from liger_models.hf.seeing import LigerForConditionalGeneration
 
 __all__ = [
     "CorrectionBiasCallback",
     "LigerForCausalLM",
+    "LigerForConditionalGeneration",
     "LigerForSequenceClassification",
     "LigerModel",
     "classes_of",
@@ -34,6 +36,7 @@ _HOMES = {
     **dict.fromkeys(("load_adapter", "save_adapter"), "adapters"),
     "CorrectionBiasCallback": "callbacks",
     **dict.fromkeys(("LigerForCausalLM", "LigerForSequenceClassification", "LigerModel"), "models"),
+    "LigerForConditionalGeneration": "seeing",
     **dict.fromkeys(("classes_of", "register", "unregister"), "families"),
 }
 

@@ -1,12 +1,21 @@
-"""transformers' caches (dynamic, static, sliding, quantised ...), as our layers use a cache."""
+"""transformers' caches (dynamic, static, sliding, quantised ...), as our layers use a cache.
+
+What else the next call must know of images stays with theirs, as an attribute: how far their positions are
+from the number of tokens, and what layers have made of features.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from liger_models.convert.errors import DataError
 from liger_models.layers.cache import KVCache
+from liger_models.layers.cross_attention import SeenTiles
+from liger_models.layers.sequences import Sequences
 
 
 class TransformersCache(KVCache):
@@ -14,20 +23,46 @@ class TransformersCache(KVCache):
 
     Args:
         cache: theirs.
-        shape: (batch, new) of the tokens of this call.
+        sequences: the tokens of this call. Those that the cache is filled with first are documents without
+            their padding; behind these, all tokens are there.
         attention_mask: [batch, all tokens so far], 0 at padding, or None.
-        device: that of the tokens.
     """
 
-    def __init__(
-        self, cache: Cache, shape: tuple[int, int], attention_mask: Tensor | None, device: torch.device
-    ):
+    def __init__(self, cache: Cache, sequences: Sequences, attention_mask: Tensor | None):
+        shape, device = sequences.shape, sequences.device
         super().__init__([], shape[0], device)
         self.cache, self.shape, self.attention_mask = cache, shape, attention_mask
+        self.sequences = sequences
         self.seen = int(cache.get_seq_length())
         self.longest, self.newest = self.seen + shape[1], shape[1]
         self._extent: dict[int, tuple[int, int]] = {}  # of a layer: how many tokens it returns, from which on
         self._masks: dict[tuple[int | None, ...], Tensor] = {}
+        rows = torch.arange(shape[0], device=device)[:, None].expand(shape)
+        self.rows = sequences.pack(rows)
+        self.lengths = torch.zeros_like(self.lengths).index_add(0, self.rows, torch.ones_like(self.rows))
+        if self.seen:
+            self._recall()
+
+    def keep(self) -> None:
+        """Leave what later calls need of images with the cache."""
+        if self.seen == 0:
+            before = None if self.shift is None else self.shift + self.lengths - self.shape[1]  # of places
+            kept: Any = self.cache
+            kept.of_images = (self.shape[0], before, self.ahead, self.images, self.of_images)
+
+    def _recall(self) -> None:
+        batch, self.shift, self.ahead, self.images, self.of_images = getattr(
+            self.cache, "of_images", (self.shape[0], None, 0, None, {})
+        )
+        if batch != self.shape[0] and (self.shift is not None or self.images is not None):
+            raise DataError(
+                f"the cache was filled with the images of {batch} rows, and this call has {self.shape[0]}"
+            )
+        if self.images is not None:
+            images, tiles = self.images
+            new = self.shape[1]
+            each = (x.repeat_interleave(new, 0) for x in (tiles.any, tiles.shown))
+            self.images = images, SeenTiles(tiles.mask.expand(-1, new, -1), *each)
 
     def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         """Store what a layer remembers of the new tokens, each [T, ...], and return it of all, each [batch,
@@ -36,15 +71,16 @@ class TransformersCache(KVCache):
         self._extent[layer] = self.cache.get_mask_sizes(self.shape[1], layer)
         flat = [tensor.dim() == 2 for tensor in new]  # what has no heads gets one
         heads = [tensor[:, None] if alone else tensor for tensor, alone in zip(new, flat, strict=True)]
-        kept = self.cache.update(*(x.unflatten(0, self.shape).transpose(1, 2) for x in heads), layer)
+        update: Any = self.cache.update
+        kept = update(*(self.sequences.unpack(x).transpose(1, 2) for x in heads), layer)
         rows = [x.transpose(1, 2) for x in kept]
         return tuple(x[:, :, 0] if alone else x for x, alone in zip(rows, flat, strict=True))
 
     def sees(self, layer: int, window: int | None, chunk: int | None = None) -> Tensor | None:
         """As `KVCache.sees`. Padding is seen by none but itself: no query may see nothing."""
-        length, start = self._extent[layer]
-        if self.seen == 0 and self.attention_mask is None:
+        if self.seen == 0:
             return None
+        length, start = self._extent[layer]
         key = (length, start, window, chunk)
         if key not in self._masks:
             self._masks[key] = self._visible(*key)

@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import transformers
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from liger_models.architectures import find_architecture, list_architectures
 from liger_models.hf.models import LigerForCausalLM, LigerForSequenceClassification, LigerModel
 from liger_models.hf.pretrained import LigerPreTrainedModel
+from liger_models.hf.seeing import LigerForConditionalGeneration
+from liger_models.hf.unread import own_class
 
 
 class FamilyClasses(NamedTuple):
-    """The classes of one family, named after transformers': `LigerLlamaForCausalLM`, and so on."""
+    """The classes of one family, named after transformers': `LigerLlamaForCausalLM`, and so on. A family that
+    sees has no classifier.
+    """
 
     base: type[LigerModel]
     causal_lm: type[LigerForCausalLM]
-    sequence_classification: type[LigerForSequenceClassification]
-
-
-AUTO_CLASSES: tuple[Any, ...] = (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification)
+    sequence_classification: type[LigerForSequenceClassification] | None
 
 
 def register(projections: Literal["fused", "split"] = "fused") -> None:
-    """Let transformers' Auto classes give our models, for every family that we have and it knows.
+    """Let transformers' Auto classes give our models, for every family that we have and it knows: those of
+    language models, and of models that see `AutoModelForImageTextToText` and whatever else gives these.
 
     So do the names of causal language models in `transformers` itself, where TRL looks up a model that is
     given as a string, and the reference beside one that is trained: `transformers.LlamaForCausalLM` is ours
@@ -43,9 +47,9 @@ def register(projections: Literal["fused", "split"] = "fused") -> None:
         raise ValueError(f"projections must be 'fused' or 'split', found {projections!r}")
     LigerPreTrainedModel.projections = projections
     by_name = {}
-    for model_type in list_architectures():
+    for model_type in (*list_architectures(), *list_architectures(sees=True)):
         if model_type in CONFIG_MAPPING:
-            for auto, model in zip(AUTO_CLASSES, classes_of(model_type), strict=True):
+            for auto, model in _places(model_type):
                 # Its own `register` passes over the configs of transformers itself in some versions.
                 auto._model_mapping._extra_content[CONFIG_MAPPING[model_type]] = model
                 if auto._model_mapping[CONFIG_MAPPING[model_type]] is not model:
@@ -60,14 +64,38 @@ def register(projections: Literal["fused", "split"] = "fused") -> None:
 
 def unregister() -> None:
     """Give the Auto classes and the names back to transformers' own models."""
-    for auto in AUTO_CLASSES:
+    for auto in _auto_classes():
         extra: dict[Any, Any] = auto._model_mapping._extra_content
-        for config in [config for config, model in extra.items() if issubclass(model, LigerPreTrainedModel)]:
+        for config in [config for config, model in extra.items() if _is_ours(model)]:
             del extra[config]
     for module in _all_transformers():
         for name, model in list(vars(module).items()):
             if isinstance(model, type) and issubclass(model, LigerForCausalLM):
                 delattr(module, name)  # which loads its own when it is next asked for
+
+
+def _is_ours(model: Any) -> bool:
+    return isinstance(model, type) and issubclass(model, LigerPreTrainedModel)
+
+
+def _auto_classes() -> list[Any]:
+    return [found for name, found in vars(modeling_auto).items() if name.startswith("AutoModel")]
+
+
+def _places(model_type: str) -> Iterator[tuple[Any, Any]]:
+    """The Auto classes that give our models of a family, each with the model."""
+    classes, reference = classes_of(model_type), find_architecture(model_type).reference
+    if classes.sequence_classification is not None:
+        yield AutoModel, classes.base
+        yield AutoModelForCausalLM, classes.causal_lm
+        yield AutoModelForSequenceClassification, classes.sequence_classification
+        return
+    for auto in _auto_classes():
+        named = auto._model_mapping._model_mapping.get(model_type)
+        if named == reference:
+            yield auto, classes.causal_lm
+        elif auto is AutoModel:
+            yield auto, classes.base
 
 
 def _all_transformers() -> list[Any]:
@@ -91,7 +119,7 @@ def classes_of(model_type: str) -> FamilyClasses:
         KeyError: this version of transformers does not know it.
     """
     architecture = find_architecture(model_type)
-    family = architecture.reference.removesuffix("ForCausalLM")
+    reference = architecture.reference
     # transformers tells converters of checkpoints by the names of classes, so ours must not be its own.
     fields = {
         "architecture": architecture,
@@ -99,14 +127,26 @@ def classes_of(model_type: str) -> FamilyClasses:
         "__module__": __name__,
     }
 
-    def make(task: str, kind: type, **more: Any) -> Any:
-        return type(f"Liger{family}{task}", (kind,), {**fields, "__doc__": kind.__doc__, **more})
+    def make(name: str, kind: type, **more: Any) -> Any:
+        return type(f"Liger{name}", (kind,), {**fields, "__doc__": kind.__doc__, **more})
 
-    base = make("Model", LigerModel)
-    made = FamilyClasses(
-        base,
-        make("ForCausalLM", LigerForCausalLM, base_class=base),
-        make("ForSequenceClassification", LigerForSequenceClassification, base_class=base),
-    )
-    globals().update({model.__name__: model for model in made})  # where pickle looks for them
+    family = reference.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
+    named = AutoModel._model_mapping._model_mapping.get(model_type)
+    base = make(named if named not in (None, reference) else f"{family}Model", LigerModel)
+    if architecture.sees:
+        theirs = own_class(CONFIG_MAPPING[model_type], reference)
+        more = {name: getattr(theirs, name, None) for name in _AS_THEIRS}
+        made = FamilyClasses(
+            base, make(reference, LigerForConditionalGeneration, base_class=base, **more), None
+        )
+    else:
+        made = FamilyClasses(
+            base,
+            make(reference, LigerForCausalLM, base_class=base),
+            make(f"{family}ForSequenceClassification", LigerForSequenceClassification, base_class=base),
+        )
+    globals().update({model.__name__: model for model in made if model is not None})  # where pickle looks
     return made
+
+
+_AS_THEIRS = ("_tied_weights_keys", "_keys_to_ignore_on_load_unexpected")

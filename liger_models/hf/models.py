@@ -29,12 +29,14 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import can_return_tuple
 
 from liger_models.architectures import Architecture
-from liger_models.convert.checkpoints.layout import canonical_forms
+from liger_models.convert.checkpoints.layout import Layout, canonical_forms
 from liger_models.convert.checkpoints.weight_map import Expr, Ref
 from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.errors import DataError
 from liger_models.hf.cache import TransformersCache
-from liger_models.hf.module_names import give_names
+from liger_models.hf.module_names import give_names, hide_matrices
 from liger_models.hf.pretrained import LigerPreTrainedModel
+from liger_models.hf.unread import carry_unread, own_layout, own_skeleton
 from liger_models.kernels import load_balancing_loss
 from liger_models.layers.call_checks import CallChecks, batch_shape, refuse_unknown, targets_of
 from liger_models.layers.decoder import Decoder
@@ -52,6 +54,10 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
     forms: dict[str, Expr]  # by the names in the native model
     names: dict[str, str]  # from those to the names that tensors have here
     ambiguous: set[str]
+    own_layout: Layout  # that of the modules of transformers' own model, and of ours
+    unread: dict[
+        str, Ref
+    ]  # tensors that are carried along, by their names here: as transformers' own has them
 
     def __init__(self, config: Any):
         super().__init__(config)
@@ -62,8 +68,13 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         Decoder.set_activation_memory(self, "lean")
         self.note_forms()
         self.layouts = self.architecture.layouts
-        self.names = {name: name for name in self.forms}
-        self.names, self.ambiguous = give_names(self, self.weight_map(self.layouts[-1]))
+        self.names, self.unread = {name: name for name in self.forms}, {}
+        theirs = own_skeleton(self.architecture, config) if self.vision is not None else None
+        self.own_layout = own_layout(self, theirs)
+        self.names, self.ambiguous = give_names(self, self.weight_map(self.own_layout))
+        hide_matrices(self, self.weight_map(self.own_layout))
+        if theirs is not None:
+            carry_unread(self, theirs)
         if self.projections == "split":
             self.split_projections()
         self._begin()
@@ -72,7 +83,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         """Remember what the tensors are before adapters and the like come between."""
         forms = canonical_forms(self) if not hasattr(self, "forms") else self.forms
         embedding = "embed_tokens.weight"
-        self.forms = {**forms, embedding: Ref(embedding, (self.spec.vocab_size, self.spec.hidden_size))}
+        self.forms = {**forms, embedding: Ref(embedding, (self.spec.num_ids, self.spec.hidden_size))}
 
     @can_return_tuple
     def forward(
@@ -99,8 +110,9 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
             use_cache: make a cache. Default: the config's `use_cache` where no gradient is computed.
             output_hidden_states: also the input of each layer and the last output, [batch, seq, H] each.
             output_attentions: not supported.
-            others: `cu_seq_lens_q`, or `cu_seqlens`, [n + 1], the bounds of packed documents, and `parents`
-                [n], which others these continue (layers/tree.py); `output_router_logits`, by default the
+            others: `pixel_values` and what else the processor of a family that sees gives beside ids;
+                `cu_seq_lens_q`, or `cu_seqlens`, [n + 1], the bounds of packed documents, and `parents` [n],
+                which others these continue (layers/tree.py); `output_router_logits`, by default the
                 config's: also the routers' logits of each layer of experts, [batch * seq, E], zero at
                 padding; `logits_to_keep`, the head's business; keywords that ask for nothing.
 
@@ -110,7 +122,8 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
                 under gradient checkpointing.
             TypeError: a keyword that asks for what is not there.
         """
-        if self.config.output_attentions if output_attentions is None else output_attentions:
+        text = self.config.get_text_config()
+        if text.output_attentions if output_attentions is None else output_attentions:
             raise ValueError(
                 "output_attentions=True: attention weights are never made here; take transformers' own model"
             )
@@ -123,19 +136,32 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         sequences = others.pop("sequences", None)
         if sequences is None:
             sequences = self.sequences(shape, attention_mask, position_ids, past_key_values, others)
+        sight = None if self.vision is None else self.vision.take(others)
         _refuse_others(others)
         sequences.router_logits.asked_for = with_routers
-        checks = CallChecks(input_ids, None, self.spec.vocab_size)
+        checks = CallChecks(input_ids, None, self.spec.num_ids)
         if inputs_embeds is None:
             assert input_ids is not None
             # With its batch and padding, as hooks on the embedding (NEFTune) expect it.
-            inputs_embeds = self.embed_tokens(input_ids.clamp(0, self.spec.vocab_size - 1))
+            inputs_embeds = self.embed_tokens(input_ids.clamp(0, self.spec.num_ids - 1))
         if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
+            output_hidden_states = text.output_hidden_states
         inner: list[Tensor] | None = [] if output_hidden_states else None
-        ids = input_ids if self.needs_ids else None
-        last = sequences.unpack(self.hidden_states(sequences, ids, inputs_embeds, inner))
+        ids = input_ids if self.needs_ids or sight is not None else None
+        view = sequences.cache
+        if isinstance(view, TransformersCache) and view.seen and sight is not None:
+            if sight.pictures is not None:
+                raise DataError(
+                    f"got images beside a cache that holds {view.seen} tokens a row: give the whole "
+                    "conversation, with all of its images, and a new cache"
+                )
+            sight = None  # whatever is made is text
+        last = sequences.unpack(self.hidden_states(sequences, ids, inputs_embeds, inner, sight))
         checks.finish()
+        if self.vision is not None and sight is not None:
+            self.vision.finish(sight)
+        if isinstance(view, TransformersCache):
+            view.keep()
         output: dict[str, Any] = {
             "last_hidden_state": last,
             "past_key_values": past_key_values,
@@ -151,7 +177,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
     def wants_router_logits(self, asked: bool | None) -> bool:
         """What a call asks for, or else the config as it is now: TRL switches it when a trainer is made."""
         if asked is None:
-            asked = getattr(self.config, "output_router_logits", False)
+            asked = getattr(self.config.get_text_config(), "output_router_logits", False)
         if asked and self._experts() is None:
             raise ValueError(f"output_router_logits={asked}: no layer of this model has experts")
         return bool(asked)
@@ -163,7 +189,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         experts = self._experts()
         assert experts is not None
         balance = load_balancing_loss(logits, experts.experts_per_token)
-        return balance, getattr(self.config, "router_aux_loss_coef", 0.0) * balance
+        return balance, getattr(self.config.get_text_config(), "router_aux_loss_coef", 0.0) * balance
 
     def _experts(self) -> MoESpec | None:
         return next((block.mlp for block in self.spec.blocks if isinstance(block.mlp, MoESpec)), None)
@@ -177,7 +203,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         others: dict[str, Any],
     ) -> Sequences:
         """The documents of a call, and the view of its cache."""
-        device = self.device
+        device = next(self.embed_tokens.parameters()).device
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ValueError(
                 f"attention_mask must be [batch, seq], 0 at padding; found the shape "
@@ -196,16 +222,26 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
             )
         if attention_mask is not None and bool((attention_mask != 0).all()):
             attention_mask = None
-        view = TransformersCache(past_key_values, shape, attention_mask, device)
+        seen = int(past_key_values.get_seq_length())
         if position_ids is None:
-            position_ids = torch.arange(view.seen, view.longest, device=device)[None]
-        positions = position_ids.to(device).expand(shape).flatten()
-        sequences = Sequences(shape, positions, int(positions.max()) + 1, shape[1])
-        sequences.cache = view
+            position_ids = torch.arange(seen, seen + shape[1], device=device)[None]
+        if attention_mask is not None and seen == 0:
+            sequences = Sequences.from_call(shape, device, attention_mask[:, : shape[1]], position_ids)
+        else:
+            positions = position_ids.to(device).expand(shape).flatten()
+            sequences = Sequences(shape, positions, int(positions.max()) + 1, shape[1])
+        sequences.cache = view = TransformersCache(past_key_values, sequences, attention_mask)
+        if view.shift is not None:  # of images, which take fewer positions than tokens
+            sequences.position_ids = (
+                torch.arange(seen, view.longest, device=device) + view.shift[:, None]
+            ).flatten()
+            sequences.longest_position = view.longest + view.ahead
         return sequences
 
     def _wants_cache(self, use_cache: bool | None) -> bool:
-        return bool(self.config.use_cache) and not torch.is_grad_enabled() if use_cache is None else use_cache
+        if use_cache is None:
+            return bool(self.config.get_text_config().use_cache) and not torch.is_grad_enabled()
+        return use_cache
 
 
 class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixin):
@@ -221,7 +257,11 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
         self.vocab_size = spec.vocab_size
         self.lm_head = LMHead(spec.hidden_size, spec.vocab_size, spec.head_bias)
         self.logit_form = LogitForm(spec.logit_scale, spec.logit_softcap)
+        self._place_parts()
         self._begin()
+
+    def _place_parts(self) -> None:
+        """Where transformers' own model has its parts."""
 
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head

@@ -16,13 +16,16 @@ what the wiring calls another module (norms of GLM-4), both stay as they are.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from liger_models.convert.checkpoints.weight_map import Cat, Expr
+from liger_models.layers.linear import Linear
 
 
 def give_names(model: nn.Module, weight_map: Mapping[str, Expr]) -> tuple[dict[str, str], set[str]]:
@@ -41,23 +44,68 @@ def give_names(model: nn.Module, weight_map: Mapping[str, Expr]) -> tuple[dict[s
     children: defaultdict[str, dict[str, nn.Module]] = defaultdict(dict)
     for path, home in homes.items():
         if path:
-            holder, leaf = _cut(home)
-            if holder not in at:  # a module of theirs that has nothing but this one
-                at[holder] = nn.Module().train(model.training)
-                above, name = _cut(holder)
-                children[above][name] = at[holder]
+            (holder, leaf), (parent, name) = _cut(home), _cut(path)
+            wired = _join(homes[parent], name)
+            within = holder
+            while within not in at:  # modules of theirs that are none of ours: they hold others
+                made = _Around(leaf) if within == wired == holder else nn.Module()
+                at[within] = made.train(model.training)
+                above, last = _cut(within)
+                children[above][last] = at[within]
+                within = above
             children[holder][leaf] = modules[path]
-            parent, name = _cut(path)
-            if _join(homes[parent], name) != home:
+            if wired != home and not isinstance(at[holder], _Around):
                 _note(modules[parent], name, at[holder], leaf)
     for home, module in at.items():
-        if list(module._modules) != list(children[home]):
+        if list(module._modules.items()) != list(children[home].items()):
             module._modules = dict(children[home])
     names = {}
     for tensor in weight_map:
         path, name = _cut(tensor)
         names[tensor] = _join(homes[path], name)
     return names, ambiguous
+
+
+def move_to_the_top(whole: Any, decoder: Any, head: str) -> None:
+    """Put the modules of a decoder beside it, and the head at this path, where transformers' own model is
+    none within another.
+    """
+    for owner in list(decoder.modules()):
+        for name, (holder, leaf) in vars(owner).get("_elsewhere", {}).items():
+            if (owner if holder is None else holder) is decoder:
+                owner._elsewhere[name] = (whole, leaf)
+    modules, decoder._modules = decoder._modules, {}
+    for name, module in modules.items():
+        whole._modules[name] = module
+        if name not in decoder._elsewhere:
+            _note(decoder, name, whole, name)
+    path, leaf = _cut(head)
+    holder = whole.get_submodule(path)
+    holder._modules[leaf] = whole._modules.pop("lm_head")
+    _note(whole, "lm_head", holder, leaf)
+
+
+def hide_matrices(model: nn.Module, weight_map: Mapping[str, Expr]) -> None:
+    """Let what is a parameter of a module in transformers' own model be no linear layer here, which tools
+    would adapt or quantise.
+    """
+    modules = dict(model.named_modules())
+    for tensor, expr in weight_map.items():
+        module = modules.get(_cut(tensor)[0])
+        if type(module) is Linear and _cut(next(expr.refs()).name)[1] not in ("weight", "bias"):
+            module.__class__ = Matrix  # type: ignore[assignment]
+
+
+class Matrix(nn.Module):
+    """What `Linear` computes, of a matrix that is not to be taken for a layer."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    forward = Linear.forward  # type: ignore[assignment]
+
+    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
+        """As every matrix."""
+        nn.init.normal_(self.weight, 0.0, std, generator)
 
 
 def refuse_ambiguous(decoder: Any) -> None:
@@ -107,16 +155,29 @@ def _wishes(modules: Mapping[str, nn.Module], weight_map: Mapping[str, Expr]) ->
     for tensor, expr in weight_map.items():
         path, name = _cut(tensor)
         theirs, their_name = _cut(next(expr.refs()).name)
-        if their_name == name:  # a packed projection stands beside its parts
-            found[path][_join(_cut(theirs)[0], _cut(path)[1]) if isinstance(expr, Cat) else theirs] += 1
+        if their_name == name:
+            if isinstance(expr, Cat):  # a packed projection stands beside its parts
+                beside = _common([_cut(_cut(ref.name)[0])[0] for ref in expr.refs()])
+                theirs = _join(beside, _cut(path)[1])
+            found[path][theirs] += 1
     holding = set(found)
     wishes: dict[str, str] = {}
     for path in reversed(list(modules)):  # children before their parents
         if path and path in found:
-            wishes[path] = min(found[path].items(), key=lambda wish: (-wish[1], len(wish[0])))[0]
+            if path in holding:
+                wishes[path] = min(found[path].items(), key=lambda wish: (-wish[1], len(wish[0])))[0]
+            else:  # what only holds others stands where all of these are
+                wishes[path] = _common(found[path])
             if (parent := _cut(path)[0]) not in holding:
                 found[parent][_cut(wishes[path])[0]] += 1
     return wishes
+
+
+def _common(paths: Iterable[str]) -> str:
+    """The path within which all of these are."""
+    steps = [path.split(".") for path in paths]
+    shared = itertools.takewhile(lambda level: len(set(level)) == 1, zip(*steps, strict=False))
+    return ".".join(level[0] for level in shared)
 
 
 def _note(owner: Any, name: str, holder: nn.Module, leaf: str) -> None:
@@ -130,6 +191,25 @@ def _note(owner: Any, name: str, holder: nn.Module, leaf: str) -> None:
         setattr(type(owner), name, property(functools.partial(_child, name=name)))
 
 
+class _Around(nn.Module):
+    """Stands where the wiring looks for a module, which transformers' own has within another one."""
+
+    def __init__(self, leaf: str):
+        super().__init__()
+        self._leaf = leaf
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._modules[self._leaf](*args, **kwargs)  # type: ignore[misc]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_"):
+                raise
+            return getattr(self._modules[self._leaf], name)
+
+
 class _Renamed:
     """A module some of whose children bear other names, or stand elsewhere.
 
@@ -138,6 +218,13 @@ class _Renamed:
     """
 
     _elsewhere: dict[str, tuple[nn.Module | None, str]]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module) and name in vars(self).get("_elsewhere", ()):
+            holder, leaf = self._elsewhere[name]
+            (self if holder is None else holder)._modules[leaf] = value  # type: ignore[union-attr]
+        else:
+            super().__setattr__(name, value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle looks classes up by their names, under which it finds the plain one."""

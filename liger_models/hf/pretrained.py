@@ -31,6 +31,7 @@ from liger_models.convert.errors import CheckpointError
 from liger_models.hf.merged import merged_tensors
 from liger_models.hf.module_names import refuse_ambiguous
 from liger_models.hf.quantization import give_layers_to_quantise, is_quantised
+from liger_models.hf.unread import unread_in
 from liger_models.hf.weights import (
     CheckpointConverter,
     Groups,
@@ -62,6 +63,7 @@ class LigerPreTrainedModel(PreTrainedModel):
     architecture: Architecture
     projections: str = "fused"
     layouts: tuple[Layout, ...]
+    model_at_the_top: bool = False  # the decoder's modules are not within one that is called `model`
 
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -127,10 +129,13 @@ class LigerPreTrainedModel(PreTrainedModel):
         layout = layout or self.layouts[0]
         decoder = self.decoder
         if decoder is self:
-            layout = replace(layout, rename=(*layout.rename, ("model.", "")))
+            layout = _OfBase(**vars(layout))
         expressions = layout.weight_map(decoder.forms).items()
         weight_map = weight_map_of_parts(decoder, {decoder.names[name]: expr for name, expr in expressions})
-        return weight_map if decoder is self else {f"model.{name}": e for name, e in weight_map.items()}
+        weight_map |= unread_in(decoder, layout)
+        if decoder is self or self.model_at_the_top:
+            return weight_map
+        return {f"model.{name}": e for name, e in weight_map.items()}
 
     def note_layouts(self, layouts: Sequence[Layout]) -> None:
         """Of the forms that a checkpoint can have, those that a tensor of it was found to have."""
@@ -172,8 +177,8 @@ class LigerPreTrainedModel(PreTrainedModel):
         Raises:
             CheckpointError: the model is quantised, or has other tensors than it was made with.
         """
-        found = merged_tensors(self)
-        known = self.weight_map()
+        found, tied = merged_tensors(self), getattr(self, "all_tied_weights_keys", None) or {}
+        known = {name: e for name, e in self.weight_map().items() if name in found or name not in tied}
         if missing := sorted(known.keys() - found.keys()):
             raise CheckpointError(
                 f"the model has no {missing[0]} ({len(missing)} such tensors), so it is not what it was made "
@@ -247,6 +252,13 @@ class LigerPreTrainedModel(PreTrainedModel):
             ours.weight, value = value.weight, ours
         decoder.embed_tokens, decoder.spec = value, spec
         decoder.note_forms()
+
+    def freeze(self, *parts: str) -> None:
+        """`layers.Decoder.freeze`: train the other parts alone, of "vision", "projector" and "language"."""
+        Decoder.freeze(self.decoder, *parts)
+        head = self.get_output_embeddings()
+        if self.decoder is not self and head is not None:
+            head.requires_grad_("language" not in parts)
 
     # -- activation memory
 
@@ -346,6 +358,13 @@ class LigerPreTrainedModel(PreTrainedModel):
         if mode and getattr(self, "peft_config", None):  # adapters that were added later, in other layers
             self._meet_adapters()
         return super().train(mode)
+
+
+class _OfBase(Layout):
+    """A layout of a model without a head, of whose tensors none is called `model.`."""
+
+    def name(self, canonical: str) -> str:
+        return super().name(canonical).removeprefix("model.")
 
 
 _DIVIDED_LOADING = ("distributed_config", "tp_plan", "tp_size", "device_mesh")

@@ -71,6 +71,7 @@ class Groups:
             if not _is_itself(native, expr)
             for name in (native, *(ref.name for ref in expr.refs()))
         }
+        self.layouts = [layout for layout, _ in weight_maps]
         self.of_layout: dict[Layout, list[Group]] = {}
         self.of_checkpoint: dict[str, list[Group]] = {}
         self.of_native: dict[str, list[Group]] = {}
@@ -87,6 +88,11 @@ class Groups:
         one = Groups([])
         one._add(layout, self.of_layout[layout])
         return one
+
+    def note(self, name: str) -> None:
+        """A checkpoint has a tensor of this name: leave the layouts out that have none."""
+        having = {group.layout for group in self.of_checkpoint[name]}
+        self.layouts = [layout for layout in self.layouts if layout in having] or self.layouts
 
     def _add(self, layout: Layout, groups: list[Group]) -> None:
         self.of_layout[layout] = groups
@@ -119,6 +125,8 @@ class CheckpointConverter(WeightConverter):
             name = source_key.removeprefix(prefix)
             if source_key.startswith(prefix) and name in known:
                 self._was_used = True
+                if not self.backwards:
+                    self.groups.note(name)
                 group = known[name][0]
                 return prefix + next(iter(group.shapes if self.backwards else group.natives)), self.pattern
         if (name := f"model.{source_key}") in known and not self.backwards:  # a checkpoint of the base model
@@ -166,6 +174,7 @@ class ReadGroups(ConversionOps):
         fitting = [group for group in candidates if list(group.shapes.values()) == found]
         if not fitting:
             raise CheckpointError(_misfit(full_layer_name, candidates, found))
+        fitting = [group for group in fitting if group.layout in self.groups.layouts] or fitting
         if hasattr(model, "note_layouts"):
             model.note_layouts([group.layout for group in fitting])
         native = fitting[0].read(dict(zip(fitting[0].shapes, tensors, strict=True)))

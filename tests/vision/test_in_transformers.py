@@ -1,0 +1,191 @@
+"""Models that see, as transformers' models: beside its own they compute the same, read and write the same
+files, and generate the same tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from pairs import Run, beyond_bound, relative_distance
+from scenes import DOCUMENTS, Image
+
+import liger_models
+from liger_models.architectures import list_architectures
+
+transformers = pytest.importorskip("transformers")
+
+EOS = {"do_sample": False, "pad_token_id": 9, "eos_token_id": None}
+
+
+@pytest.fixture(autouse=True)
+def registered(request):
+    import liger_models.hf
+
+    if "pair" in request.fixturenames:  # whose reference is transformers' own, with all of its parts
+        request.getfixturevalue("pair")
+    liger_models.hf.register()
+    yield liger_models.hf
+    liger_models.hf.unregister()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The folder of a family's checkpoint, as transformers' own model writes it."""
+    made = {}
+
+    def get(pair):
+        name = pair.architecture.model_type
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("checkpoints") / name
+            pair.reference.save_pretrained(made[name])
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {}
+
+
+@pytest.fixture
+def ours(pair, folders, models):
+    """Ours of the pair, read by an Auto class; a test that changes it makes a copy."""
+    name = pair.architecture.model_type
+    if name not in models:
+        models[name] = transformers.AutoModelForImageTextToText.from_pretrained(folders(pair))
+    return models[name].train(pair.reference.training)
+
+
+def by_checkpoint_names(model) -> dict[str, torch.Tensor]:
+    """Gradients, under the names of transformers' own modules."""
+    own, found = dict(model.named_parameters()), {}
+    for name, expr in model.weight_map(model.model.own_layout).items():
+        if name in own and own[name].grad is not None:
+            found |= expr.write(own[name].grad)
+    return found
+
+
+def run(model, **call) -> Run:
+    model.zero_grad()
+    output = model(**call, return_logits=True)
+    output.loss.backward()
+    return Run(output.loss, output.logits, by_checkpoint_names(model))
+
+
+@pytest.mark.supports("transformers", "models that see: loss and gradients")
+def test_logits_loss_and_every_gradient_are_the_references(pair, ours):
+    """Of images of several sizes, videos and none, padded, with another count to divide by."""
+    assert type(ours).__name__ == f"Liger{pair.architecture.reference}"
+    assert isinstance(ours, liger_models.hf.LigerForConditionalGeneration)
+    call = pair.scene(*DOCUMENTS.values())
+    expected = pair.run_reference(**call, num_items_in_batch=40)
+    found = run(ours, **call, num_items_in_batch=torch.tensor(40))
+    assert not beyond_bound(found.distances(expected, call["attention_mask"].bool()))
+
+
+@pytest.mark.supports("transformers", "models that see: checkpoints byte for byte, to native models and back")
+def test_files_are_the_references_and_the_native_models(pair, ours, folders, tmp_path):
+    ours.save_pretrained(tmp_path / "ours")
+    name = "model.safetensors"
+    assert (tmp_path / "ours" / name).read_bytes() == (folders(pair) / name).read_bytes()
+    native = liger_models.from_hub(tmp_path / "ours")
+    native.save_pretrained(tmp_path / "native")
+    for file in (name, "config.json"):
+        assert (tmp_path / "native" / file).read_bytes() == (tmp_path / "ours" / file).read_bytes()
+    again = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "native").eval()
+    assert again.config.architectures == [pair.architecture.reference]
+    batch, logits, _ = pair.probe
+    with torch.no_grad():
+        of_native, of_ours = native(**batch, return_logits=True).logits, again(**batch).logits
+    for found in (of_native, of_ours):
+        assert not beyond_bound({"logits": relative_distance(found, logits)})
+
+
+@pytest.mark.supports("transformers", "models that see: generate")
+def test_what_is_generated_is_what_the_reference_generates(pair, ours):
+    """Of rows of several lengths, with images, videos and none."""
+    call = pair.scene(*DOCUMENTS.values(), padding="left")
+    del call["labels"]
+    training = pair.reference.training
+    expected = pair.reference.eval().generate(**call, max_new_tokens=6, **EOS)
+    pair.reference.train(training)
+    assert torch.equal(ours.eval().generate(**call, max_new_tokens=6, **EOS), expected)
+    gc.collect()
+
+
+def test_modules_bear_the_names_of_transformers_own(pair, ours):
+    """All that tools look for by name: layers, with the packed projections split."""
+    split = copy.deepcopy(ours)
+    split.split_projections()
+    theirs = {name for name, m in pair.reference.named_modules() if isinstance(m, torch.nn.Linear)}
+    found = {name for name, m in split.named_modules() if isinstance(m, torch.nn.Linear)}
+    # Routers are parameters in our models, Llama 4's layer over patches has the form of the others', and what
+    # Gemma 4 clips is a layer within another.
+    known = ("router", ".gate", "patch_embedding", "patch_embedder")
+    differ = {name.removesuffix(".linear") for name in theirs} ^ {
+        name.removesuffix(".linear") for name in found
+    }
+    assert not {name for name in differ if not any(part in name for part in known)}
+
+
+def test_a_keyword_that_the_family_does_not_know_is_refused_by_name(pair, ours):
+    call = pair.scene([1, Image(4, 4), 2])
+    unknown = next(
+        name for name in ("aspect_ratio_ids", "video_position_ids") if name not in call and "grid" not in name
+    )
+    if unknown == "video_position_ids" and "image_position_ids" in call:
+        unknown = "video_grid_thw"
+    with pytest.raises((TypeError, liger_models.DataError), match=unknown):
+        ours(**call, **{unknown: torch.ones(1, 2).long()})
+
+
+FEW = pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+
+
+@FEW
+def test_checkpointing_frozen_parts_and_copies(family, pair, ours):
+    call = pair.scene(*DOCUMENTS.values())
+    expected = run(ours, **call)
+    model = copy.deepcopy(ours).train()
+    model.gradient_checkpointing_enable()
+    assert {layer.activation_memory for layer in model.model.vision.encoder.layers} == {"checkpoint"}
+    assert not beyond_bound(run(model, **call).distances(expected))
+    model.gradient_checkpointing_disable()
+    assert {layer.activation_memory for layer in model.model.vision.encoder.layers} == {"lean"}
+    model.freeze("vision", "language")
+    model.zero_grad()
+    trained = run(model, **call).gradients
+    assert trained
+    assert all("merger" in name or "projector" in name for name in trained), trained.keys()
+    half = copy.deepcopy(ours).bfloat16()
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    assert half(**call).loss.dtype == torch.float32
+
+
+@FEW
+def test_resized_vocabularies(family, pair, ours):
+    call = pair.scene(*DOCUMENTS.values())
+    theirs, model = copy.deepcopy(pair.reference), copy.deepcopy(ours)
+    for each in (theirs, model):
+        torch.manual_seed(0)
+        each.resize_token_embeddings(140, mean_resizing=False)
+    with torch.no_grad():
+        expected, found = theirs(**call, use_cache=False), model(**call, return_logits=True)
+    assert found.logits.shape[-1] == 140
+    assert not beyond_bound({"loss": relative_distance(found.loss, expected.loss)})
+    assert model.get_input_embeddings().num_embeddings == 140
+
+
+def test_all_families_that_see_are_registered(registered):
+    for name in list_architectures(sees=True):
+        found = registered.classes_of(name).causal_lm
+        assert issubclass(found, registered.LigerForConditionalGeneration)
+        assert getattr(transformers, found.architecture.reference) is found
+    registered.unregister()
+    config = transformers.AutoConfig.for_model("gemma3")
+    model = transformers.AutoModelForImageTextToText._model_mapping[type(config)]
+    assert model.__module__.startswith("transformers.")
