@@ -97,10 +97,11 @@ class Preprocessor:
         tokenizer = self._processor.tokenizer
         try:
             made = self._processor(
-                images=pictures,
+                images=[pictures],
                 text=[_marked(text, spans)],
                 return_tensors="pt",
                 add_special_tokens=False,
+                padding=False,
             )
         except DataError:
             raise
@@ -180,11 +181,19 @@ def load_processor(folder: Path) -> Any:
     except ImportError as error:
         raise DataError("images need transformers: pip install 'liger_models[vision]'") from error
     names = _named(folder)
-    base = getattr(transformers, names["processor_class"], None)
+    try:
+        base = getattr(transformers, names["processor_class"], None)
+    except ImportError as error:
+        raise DataError(f"{names['processor_class']} cannot be used: {error.__cause__ or error}") from error
     image_class = _image_class(transformers, names["image_processor_type"])
     if base is None:
         raise DataError(
             f"{folder}: transformers {transformers.__version__} has no {names['processor_class']}"
+        )
+    if getattr(base, "is_dummy", False):
+        raise DataError(
+            f"{names['processor_class']} cannot be used, for which transformers {transformers.__version__} "
+            "wants torchvision: pip install torchvision"
         )
     tokenizer_class = _tokenizer_class(transformers, base)
 

@@ -1,0 +1,183 @@
+"""What the processors of transformers give is taken, one conversation by itself and several packed."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
+
+import liger_models
+from liger_models.architectures import find_architecture
+from liger_models.convert.errors import DataError
+from liger_models.images import Preprocessor
+from liger_models.layers.spec import VisionSpec
+from liger_models.layers.vision.packing import Seen, pack_seen
+
+Image = pytest.importorskip("PIL.Image")
+transformers = pytest.importorskip("transformers")
+
+# Of each family its processor, that of images, their settings, and the names of its tokens in the order of
+# their ids, from that of images on.
+QWEN = {"patch_size": 3, "temporal_patch_size": 2, "merge_size": 2, "min_pixels": 64, "max_pixels": 2048}
+FAMILIES = {
+    "qwen3_vl": ("Qwen3VL", "Qwen2VL", QWEN, {}, ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>"]),
+    "gemma3": (
+        *("Gemma3", "Gemma3", {"size": {"height": 16, "width": 16}}, {"image_seq_length": 4}),
+        ["<soft>", "<boi>", "<eoi>"],
+    ),
+    "mistral3": (
+        *("Pixtral", "Pixtral", {"size": {"longest_edge": 48}, "patch_size": {"height": 6, "width": 6}}),
+        *({"patch_size": 3, "spatial_merge_size": 2}, ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]),
+    ),
+    "llava": (
+        *("Llava", "CLIP", {"size": {"shortest_edge": 7}, "crop_size": {"height": 7, "width": 7}}),
+        {"patch_size": 3, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+        ["<image>"],
+    ),
+    "gemma4": (
+        *("Gemma4", "Gemma4", {"patch_size": 3, "pooling_kernel_size": 2, "max_soft_tokens": 70}, {}),
+        ["<soft>", "<|video|>", "<boi>", "<eoi>", "<audio>", "<boa>", "<eoa>"],
+    ),
+    "llava_onevision": (
+        "LlavaOnevision",
+        "LlavaOnevision",
+        {
+            "size": {"height": 10, "width": 10},
+            "image_grid_pinpoints": [[10, 10], [20, 10], [20, 20], [40, 10], [20, 40]],
+        },
+        {
+            "num_image_tokens": 9,
+            "vision_feature_select_strategy": "full",
+            "vision_aspect_ratio": "anyres_max_2",
+        },
+        ["<image>", "<video>"],
+    ),
+    "mllama": (
+        *("Mllama", "Mllama", {"size": {"height": 14, "width": 14}, "max_image_tiles": 3}, {}),
+        ["<|image|>"],
+    ),
+    "internvl": (
+        "InternVL",
+        "GotOcr2",
+        {"size": {"height": 13, "width": 13}, "crop_to_patches": True, "min_patches": 1, "max_patches": 4},
+        {"image_seq_length": 4},
+        ["<ctx>", "<video>", "<img>", "</img>"],
+    ),
+}
+NAMED = {
+    "gemma3": {"image_token": "<soft>", "boi_token": "<boi>", "eoi_token": "<eoi>"},
+    "gemma4": {
+        "image_token": "<soft>",
+        "boi_token": "<boi>",
+        "eoi_token": "<eoi>",
+        "audio_token": "<audio>",
+        "boa_token": "<boa>",
+        "eoa_token": "<eoa>",
+    },
+    "internvl": {
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<ctx>",
+        "video_token": "<video>",
+    },
+}
+IN_TEXT = {"gemma3": "<boi>", "qwen3_vl": "<|vision_start|><|image_pad|>"}
+
+
+@pytest.fixture(params=FAMILIES)
+def seeing(request, tmp_path):
+    """A preprocessor over files made here, its model, and what stands for an image in a text."""
+    family = request.param
+    if family == "mistral3" or (family == "gemma4" and transformers.__version__ < "5.23"):
+        pytest.importorskip("torchvision", reason="this processor of transformers needs torchvision")
+    processor, images, settings, options, tokens = FAMILIES[family]
+    torch.manual_seed(0)
+    model = liger_models.from_config(find_architecture(family).tiny, device="cpu")
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2}
+    first = model.spec.vision.image_id
+    words |= {token: first + i for i, token in enumerate(tokens)}
+    rest = iter(set(range(40)) - set(words.values()))
+    words |= {word: next(rest) for word in ("what", "?", "red", "blue", " ", "\n", "\n\n")}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    special = ["<pad>", "<s>", "</s>", *tokens]
+    tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in special])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+|\s|\w+|[^\w\s]"), "isolated")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    written = {
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<s>",
+            "extra_special_tokens": NAMED.get(family, {}),
+        },
+        "preprocessor_config.json": {"image_processor_type": f"{images}ImageProcessor", **settings},
+        "processor_config.json": {"processor_class": f"{processor}Processor", **options},
+    }
+    for name, content in written.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    return Preprocessor(tmp_path, model.spec), model, IN_TEXT.get(family, tokens[0])
+
+
+def png(size: tuple[int, int], colour: tuple[int, int, int]) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", size, colour).save(file, format="PNG")
+    return file.getvalue()
+
+
+def conversation(preprocessor, place, answer, *images):
+    asked = f"<s>{place * len(images)}what?"
+    return preprocessor(asked + answer, [(len(asked), len(asked + answer))], images)
+
+
+def test_packed_conversations_are_what_each_is_alone(seeing):
+    preprocessor, model, place = seeing
+    red, blue = png((31, 22), (250, 3, 3)), png((20, 25), (3, 3, 250))
+    text = Seen(torch.tensor([1, 20, 21, 22]), torch.tensor([False, False, True, True]), {})
+    made = [
+        conversation(preprocessor, place, "red", red),
+        conversation(preprocessor, place, "blue red", blue, red),
+        text,
+        conversation(preprocessor, place, "blue", blue),
+    ]
+    assert [int(one.learned.sum() if one is text else one.trained.sum()) for one in made] == [1, 3, 2, 1]
+    seen = [Seen(*one) for one in made]
+
+    def losses(conversations):
+        ids = torch.cat([one.ids for one in conversations])[None]
+        learned = torch.cat([one.learned & (torch.arange(len(one.ids)) > 0) for one in conversations])
+        bounds = torch.tensor([0, *(len(one.ids) for one in conversations)]).cumsum(0).int()
+        labels = ids.masked_fill(~learned[None], -100)
+        call = pack_seen(model.spec.vision, conversations)
+        options = {"labels": labels, "cu_seqlens": bounds, "num_items_in_batch": 7}
+        return model(ids, **options, **call).loss
+
+    # The same products over other shapes, in float32.
+    torch.testing.assert_close(losses(seen), sum(losses([one]) for one in seen), rtol=1e-5, atol=1e-6)
+
+
+def test_images_that_do_not_fit_their_text_are_refused(seeing):
+    preprocessor, _, place = seeing
+    image = png((24, 24), (9, 9, 9))
+    for text, images in ((f"{place}{place}what?", [image]), ("what?", [image])):
+        with pytest.raises(DataError):
+            preprocessor(text, [], images)
+    too_small = preprocessor.spec.vision.patches.size - 1
+    with pytest.raises(DataError, match="too small"):
+        preprocessor(place, [], [png((too_small, 30), (9, 9, 9))])
+
+
+def test_kinds_of_tokens_are_those_of_the_processor(seeing):
+    preprocessor, _, place = seeing
+    if not isinstance(preprocessor.spec.vision, VisionSpec) or preprocessor.spec.vision.kinds is None:
+        pytest.skip("this family needs none")
+    made = conversation(preprocessor, place, "red", png((24, 24), (9, 9, 9)))
+    given = preprocessor._processor(
+        images=[[Image.new("RGB", (24, 24))]],
+        text=[f"<s>{place}what?red"],
+        return_tensors="pt",
+        padding=False,
+    )
+    name = preprocessor.spec.vision.kinds
+    assert torch.equal(preprocessor.call(made)[name], given[name])
