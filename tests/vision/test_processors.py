@@ -95,7 +95,9 @@ def seeing(request, tmp_path):
         pytest.importorskip("torchvision", reason="this processor of transformers needs torchvision")
     processor, images, settings, options, tokens = FAMILIES[family]
     torch.manual_seed(0)
-    model = liger_models.from_config(find_architecture(family).tiny, device="cpu")
+    tiny = find_architecture(family).tiny
+    text = {**tiny["text_config"], "max_position_embeddings": 512}
+    model = liger_models.from_config({**tiny, "text_config": text}, device="cpu")
     words = {"<pad>": 0, "<s>": 1, "</s>": 2}
     first = model.spec.vision.image_id
     words |= {token: first + i for i, token in enumerate(tokens)}
