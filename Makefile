@@ -46,7 +46,7 @@ types: $(VENV)/.liger-models-dev
 	cd build/tree && $(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
 
 clean:
-	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache demo-output
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache demo-output preference-output
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "liger_models needs Python 3.11 or newer with its venv module" \
