@@ -5,7 +5,7 @@ input_ids [batch, seq] -> tokens [T] -> hidden [T, H] -> blocks -> norm -> hidde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -147,6 +147,12 @@ class Decoder(nn.Module):
         for name, modules in own.items():
             for module in modules:
                 module.requires_grad_(name not in parts)
+
+    def seeing_parameters(self) -> Iterator[nn.Parameter]:
+        """Those that only images reach: of the encoder, of the way from there, of layers that read features."""
+        seeing = [layer for layer in self.layers if IMAGES in layer.reads]
+        for module in (*seeing, *([] if self.vision is None else [self.vision])):
+            yield from module.parameters()
 
     @property
     def needs_ids(self) -> bool:

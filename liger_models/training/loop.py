@@ -149,6 +149,7 @@ class Run:
         loaded = load_model(config, world, self.tokenizer, checkpoint)
         self.model, self.adapters, self.flops, self.size = loaded
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.seeing = list(self.model.seeing_parameters())
         self.objective = make_objective(config.objective, config.objective_options)
         for documents in (self.documents, self.held_out):
             if isinstance(documents, Groups):
@@ -291,6 +292,9 @@ class Run:
         loss, told = self._means(numbers)
         outcome = Outcome(loss, size, stopped > 0, data, told)
         if outcome.finite:
+            if not data.images:  # where a process goes along with others, it has zeros and not nothing
+                for parameter in self.seeing:
+                    parameter.grad = None
             self._update(rate)
         else:
             self._skip(outcome)

@@ -146,16 +146,22 @@ class Corpus:
         tokens, trained = self._shards[shard]
         return tokens[start - offset : stop - offset], trained[start - offset : stop - offset]
 
+    def images_at(self, start: int) -> tuple[int, int] | None:
+        """The bytes of the images of the document that begins at this token, if it has any."""
+        if not self._images:
+            return None
+        number = int(torch.searchsorted(self.starts, start, right=True)) - 1
+        begin, end = self.image_starts[number : number + 2].tolist()
+        return None if begin == end or self.starts[number] != start else (begin, end)
+
     def images(self, start: int) -> dict[str, Tensor]:
         """What the processor gave of the images of the document that begins at this token, by the names of a
         call's keywords; empty where it has none.
         """
-        if not self._images:
+        place = self.images_at(start)
+        if place is None:
             return {}
-        number = int(torch.searchsorted(self.starts, start, right=True)) - 1
-        begin, end = self.image_starts[number : number + 2].tolist()
-        if begin == end or self.starts[number] != start:
-            return {}
+        begin, end = place
         shard = bisect_right(self._image_shards, begin) - 1
         offset = self._image_shards[shard]
         return load(self._images[shard][begin - offset : end - offset])

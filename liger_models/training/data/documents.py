@@ -153,16 +153,24 @@ class Documents:
             pack_seen(self.vision, seen),
         )
 
+    def have_images(self, rows: Iterable[Row]) -> bool:
+        """Whether a document of these rows has one."""
+        if not any(part.corpus.has_images for part in self.parts):
+            return False
+        starts = (piece.start for row in rows for piece in row)
+        return any(
+            corpus.images_at(start - base) for start in starts for corpus, base in [self._corpus_at(start)]
+        )
+
     def fingerprint(self) -> str:
         """A digest of all of it: the same data, tokenizer and options, or not."""
         parts = [[p.corpus.digest, p.weight, p.order, p.first, p.count] for p in self.parts]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def _seen(self, piece: Piece) -> Seen:
-        number = bisect_right(self.bases, piece.start) - 1
         ids, learned = self._read(piece.start, piece.stop)
-        images = self.parts[number].corpus.images(piece.start - self.bases[number])
-        return Seen(ids.long(), learned, images)
+        corpus, base = self._corpus_at(piece.start)
+        return Seen(ids.long(), learned, corpus.images(piece.start - base))
 
     def _read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         corpus, base = self._corpus_at(start)

@@ -20,6 +20,7 @@ class StepData(NamedTuple):
 
     batches: list[Any]
     counts: Counts
+    images: bool  # whether there are any
     position: Position  # behind it
 
 
@@ -44,4 +45,4 @@ def read_steps(
                 parts = (rows[first : first + batch_size] for first in range(0, len(rows), batch_size))
                 shared = [n for part in parts for n in documents.shared(part) if n]
                 counts = counts._replace(shared=torch.tensor(shared, dtype=torch.int64))
-            yield StepData(batches, counts, stream.position)
+            yield StepData(batches, counts, documents.have_images(rows), stream.position)
