@@ -149,7 +149,7 @@ class Decoder(nn.Module):
                 module.requires_grad_(name not in parts)
 
     def seeing_parameters(self) -> Iterator[nn.Parameter]:
-        """Those that only images reach: of the encoder, of the way from there, of layers that read features."""
+        """Those that only images reach: the encoder, the way from there, layers that read features."""
         seeing = [layer for layer in self.layers if IMAGES in layer.reads]
         for module in (*seeing, *([] if self.vision is None else [self.vision])):
             yield from module.parameters()

@@ -190,6 +190,11 @@ def load_data(
         documents, held_out = split(documents, config.eval_fraction, config.seed)
     if held_out:
         world.say(f"held out: {describe(held_out.counts)}")
+    if config.sequence_parallel > 1 and any(part.corpus.has_images for part in documents.parts):
+        raise ConfigError(
+            f"sequence_parallel is {config.sequence_parallel}, and the data have images, whose tokens cannot be "
+            "divided over processes; leave it out, and take smaller images where rows are too long"
+        )
     limit = spec.position_limit
     longest = max(part.longest_piece(config.seq_len) for part in (documents, held_out) if part)
     if limit is not None and longest > limit:
