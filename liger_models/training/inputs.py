@@ -192,8 +192,8 @@ def load_data(
         world.say(f"held out: {describe(held_out.counts)}")
     if config.sequence_parallel > 1 and any(part.corpus.has_images for part in documents.parts):
         raise ConfigError(
-            f"sequence_parallel is {config.sequence_parallel}, and the data have images, whose tokens cannot be "
-            "divided over processes; leave it out, and take smaller images where rows are too long"
+            f"sequence_parallel is {config.sequence_parallel}, and the data have images, whose tokens cannot "
+            "be divided over processes; leave it out, and take smaller images where rows are too long"
         )
     limit = spec.position_limit
     longest = max(part.longest_piece(config.seq_len) for part in (documents, held_out) if part)
