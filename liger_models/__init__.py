@@ -43,6 +43,7 @@ __all__ = [
     "HubError",
     "LigerCausalLM",
     "LigerModelsError",
+    "LigerSequenceClassifier",
     "ParallelDims",
     "ScoreOptions",
     "UnsupportedModelError",
@@ -58,6 +59,7 @@ __all__ = [
 _HOMES = {
     "Distillation": "layers.distilling",
     "LigerCausalLM": "causal_lm",
+    "LigerSequenceClassifier": "classifier",
     "ParallelDims": "parallel.dims",
     "ScoreOptions": "layers.scoring",
     "from_config": "loading",

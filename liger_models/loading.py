@@ -120,7 +120,9 @@ def from_hub(
             _split_if(projections, model)
             shard(model)
         model.materialize(device)
-        tensors, weight_map = ({n: x for n, x in found.items() if n not in fresh} for found in _of(model))
+        tensors, weight_map = model.saved_tensors(), model.weight_map()
+        for name in fresh:
+            del tensors[name], weight_map[name]
         load_parameters(tensors, weight_map, reader, progress=True)
     model.source_folder = folder
     if fresh:
@@ -134,10 +136,6 @@ def from_hub(
     if shard is None:
         _split_if(projections, model)  # over the memory of the packed ones
     return model
-
-
-def _of(model: LigerCausalLM) -> tuple[dict[str, Any], dict[str, Any]]:
-    return model.saved_tensors(), model.weight_map()
 
 
 from_pretrained = from_hub

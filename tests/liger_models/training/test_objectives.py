@@ -14,6 +14,7 @@ from liger_models.cli.train import OBJECTIVE_OPTIONS
 from liger_models.convert.errors import ConfigError, DataError
 from liger_models.training import TrainConfig, loop
 from liger_models.training.data import groups, load_documents
+from liger_models.training.metrics import Speeds
 from liger_models.training.objectives import OBJECTIVES, options_of
 from liger_models.training.tokenizer import TextTokenizer
 
@@ -356,6 +357,13 @@ def test_a_teacher_of_another_vocabulary_is_refused(start, teacher, tmp_path):
     file.write_text(file.read_text().replace('"<|user|>"', '"<|human|>"'))
     with pytest.raises(ConfigError, match=r"has another vocabulary .*<\|human\|>"):
         start("distill", {"teacher": str(tmp_path / "other")})
+
+
+def test_what_is_told_stands_in_the_bar():
+    speeds = Speeds(peak=1e12, told=("margin", "accuracy"))
+    speeds.add(100, 10**9, 0.5)
+    record = {"loss": 0.5, "margin": 0.25, "accuracy": None, "lr": 1e-3, "memory": 2**30}
+    assert speeds.line(record, None).startswith("loss 0.500, margin 0.250, lr 1.0e-03, 200 tok/s")
 
 
 def test_what_is_told_stands_in_the_files_and_the_picture(configured, run):

@@ -76,6 +76,7 @@ def runs(tmp_path_factory, settings_for, experts, judged):
         "dpo": {"data": (judged["pairs"],), "shard": "none"},
         "kto": {"data": (judged["labelled"],), "shard": "full"},
         "reward": {"data": (judged["pairs"],), "shard": "full"},
+        "distill": {"shard": "full", "objective_options": {"teacher": str(experts)}},
     }
     for name, own in objectives.items():
         own |= options | {"objective": name, "seq_len": 96, "save_every": 0, "steps": 3, "batch_size": 2}
@@ -148,15 +149,16 @@ def test_two_ranks_train_as_one_process_however_the_model_is_shared(other, runs)
             assert a.get(key, 0) == pytest.approx(b.get(key, 0), rel=1e-4), key
 
 
-@pytest.mark.parametrize("objective", ["dpo", "kto", "reward"])
+@pytest.mark.parametrize("objective", ["dpo", "kto", "reward", "distill"])
 def test_an_objective_is_a_mean_over_all_ranks(objective, runs):
     """Rounding as above. Ranks have unlike numbers of pairs, and of good answers; the reference's scores are
     computed by one process, and by two.
     """
     folder, outcomes = runs
     lines = (folder / f"{objective}_one" / "metrics.jsonl").read_text().splitlines()
-    two = outcomes[0][{"dpo": 12, "kto": 13, "reward": 14}[objective]]
-    told = ("kl", "good_reward", "bad_reward") if objective == "kto" else ("margin", "accuracy")
+    two = outcomes[0][{"dpo": 12, "kto": 13, "reward": 14, "distill": 15}[objective]]
+    told = {"kto": ("kl", "good_reward", "bad_reward"), "distill": ("divergence",)}
+    told = told.get(objective, ("margin", "accuracy"))
     for a, b in zip(map(json.loads, lines), two, strict=True):
         assert b["tokens"] == a["tokens"]
         for key in ("loss", "grad_norm", "eval_loss", *told):
