@@ -35,11 +35,16 @@ from liger_models.layers.vision import VISIONS
 
 
 class Decoder(nn.Module):
-    """Embeddings, blocks and a final norm, which `make_decoder` gives to any module."""
+    """Embeddings, blocks and a final norm, which `make_decoder` gives to any module.
+
+    Attributes:
+        gathered_once: whether layers that are divided over processes stay whole from the forward pass on.
+    """
 
     spec: ModelSpec
     embed_tokens: nn.Embedding
     fit_levels: FittingLevels | None = None
+    gathered_once = False
 
     def make_decoder(self, spec: ModelSpec, attention: AttentionBackend = "auto") -> None:
         """The parts of a spec.

@@ -26,6 +26,7 @@ class Planned(Protocol):
     layers: Sequence[Block]
     embed_tokens: nn.Embedding
     vision: Any
+    gathered_once: bool
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """All of them, a tied one once."""
@@ -321,8 +322,8 @@ class StepMemory:
 
     @cached_property
     def _gathered(self) -> int:
-        """Divided parameters, whole: the two layers at work and the next, with one layer's gradients; the
-        embedding and the head from the forward pass to the end.
+        """Divided parameters, whole: the layer at work and the next, with one layer's gradients; the
+        embedding and the head from the forward pass to the end. Or all of them, with gradients and their sums.
         """
         if self.step.gpus == 1 and not any(hasattr(p, "to_local") for p in self.model.parameters()):
             return 0
@@ -330,7 +331,8 @@ class StepMemory:
         if self.model.vision is not None:
             all_layers += self.model.vision.encoder.layers
         layers = [sum(map(_gathered_bytes, layer.parameters())) for layer in all_layers]
-        return 3 * max(layers) + sum(map(_gathered_bytes, self.model.parameters())) - sum(layers)
+        whole = sum(map(_gathered_bytes, self.model.parameters()))
+        return whole + 2 * max(layers) if self.model.gathered_once else whole + 3 * max(layers) - sum(layers)
 
     @cached_property
     def _dequantised(self) -> int:
