@@ -323,7 +323,8 @@ class StepMemory:
     @cached_property
     def _gathered(self) -> int:
         """Divided parameters, whole: the layer at work and the next, with one layer's gradients; the
-        embedding and the head from the forward pass to the end. Or all of them, with gradients and their sums.
+        embedding and the head from the forward pass to the end. Or all of them, with a layer's gradients and
+        their sums.
         """
         if self.step.gpus == 1 and not any(hasattr(p, "to_local") for p in self.model.parameters()):
             return 0
