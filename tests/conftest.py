@@ -5,6 +5,7 @@ kernels run in it only inside `liger_models.kernels._dispatch.interpret()`, all 
 """
 
 import contextlib
+import gc
 import os
 import re
 import signal
@@ -68,6 +69,14 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish():
+    """What is there by now lives to the end. Whoever collects garbage from here on, as accelerate does after
+    every run, need not look through it.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
