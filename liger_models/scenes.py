@@ -55,6 +55,17 @@ class Video:
     seconds: float = 1.0
 
 
+def documents_with_images(spec: ModelSpec) -> list[Document]:
+    """Two: one with two images, one with an image of another size. Sides are the fewest patches that the
+    projector merges, and multiples.
+    """
+    merge = getattr(getattr(spec.vision, "projector", None), "merge", 2)
+    return [
+        [5, Image(2 * merge, merge), 7, Image(merge, 3 * merge), 9],
+        [11, Image(3 * merge, 2 * merge), 10],
+    ]
+
+
 class Scenes:
     """Makes calls of a model that sees.
 
@@ -88,6 +99,11 @@ class Scenes:
         begins = mask.cumsum(1) <= 1  # nothing precedes the first token, though a reference sees padding
         call["labels"] = ids.masked_fill(begins | (mask == 0) | (self.kinds(ids) != 0), -100)
         return call | ({} if bool(mask.all()) else {"attention_mask": mask})
+
+    def make_even(self, documents: Sequence[Document]) -> dict[str, Any]:
+        """The same without padding: each row is filled up with text."""
+        lengths = [len(self.tokens(document)) for document in documents]
+        return self.make([[*d, max(lengths) - n] for d, n in zip(documents, lengths, strict=True)])
 
     def shown(self, piece: Piece) -> Piece:
         """An image for a video, where no videos are known."""

@@ -8,6 +8,7 @@ how far two of transformers' own implementations of attention are from each othe
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,11 @@ import liger_models
 from liger_models.causal_lm import LigerCausalLM
 from liger_models.convert.checkpoints.reading import CheckpointReader, RoundTrip, verify_roundtrip
 from liger_models.convert.checkpoints.weight_map import checkpoint_shapes
+from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import UnsupportedModelError
+from liger_models.layers.spec import ModelSpec
 from liger_models.loading import exact_dtypes, find_layout
+from liger_models.scenes import Image, Scenes, documents_with_images
 
 # float32 rounds to 6e-8, and between a parameter and its gradient lie some hundred roundings.
 TOLERANCE = 1e-5
@@ -45,7 +49,8 @@ class Comparison:
 
     Attributes:
         transformers: its version.
-        length: tokens in each of the `ROWS` rows of random ids.
+        length: tokens in each of the `ROWS` rows of random ids, the longest.
+        images: among them; 0 where the model sees none.
         distance: ours from theirs, of "logits", "loss" and every gradient by its name in transformers; of
             stacked experts each by itself, as `...experts.down_proj[3]`.
         spread: of the same, theirs among themselves.
@@ -54,6 +59,7 @@ class Comparison:
 
     transformers: str
     length: int
+    images: int
     distance: Mapping[str, float]
     spread: Mapping[str, float]
     lonely: tuple[str, ...]
@@ -73,7 +79,8 @@ class Comparison:
 
 
 def verify_numbers(folder: Path) -> Comparison:
-    """Compare logits, loss and every gradient with those of transformers, in float32 on random ids.
+    """Compare logits, loss and every gradient with those of transformers, in float32 on random ids; of a
+    model that sees, with random images among them.
 
     Raises:
         UnsupportedModelError: the installed transformers does not have the family.
@@ -83,9 +90,7 @@ def verify_numbers(folder: Path) -> Comparison:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     skeleton = liger_models.from_config(folder, device="meta", dropout=0.0)
-    length = min(LENGTH, skeleton.spec.position_limit or LENGTH)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(skeleton.spec.vocab_size, (ROWS, length), generator=generator)
+    call, images = _call_of(skeleton.spec, folder)
     # One model after the other: both at once would need half as much again.
     # By its name: the Auto class does not know every family, and may have been given ours.
     name = skeleton.architecture.reference
@@ -96,24 +101,38 @@ def verify_numbers(folder: Path) -> Comparison:
         .from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         .eval()  # as it is: without dropout
     )
-    expected = _results(reference, ids, labels=ids) | _gradients(reference)
+    expected = _results(reference, call) | _gradients(reference)
     reference.zero_grad()  # lets go of the gradients, which are kept in `expected`
-    again = _summed_otherwise(reference, ids) | _gradients(reference)
+    again = _summed_otherwise(reference, call) | _gradients(reference)
     spread = {name: relative_distance(again[name], expected[name]) for name in expected}
     del reference, again
 
     model = liger_models.from_hub(folder, dtype=torch.float32, device="cpu", dropout=0.0).eval()
-    found = _results(model, ids, labels=ids, return_logits=True)
+    found = _results(model, call, return_logits=True)
     found |= _gradients_as_named_in(expected, model)
     distance = {
         name: relative_distance(found[name], expected[name]) for name in found.keys() & expected.keys()
     }
     lonely = tuple(sorted(found.keys() ^ expected.keys()))
-    return Comparison(transformers.__version__, length, distance, spread, lonely)
+    return Comparison(transformers.__version__, call["input_ids"].shape[1], images, distance, spread, lonely)
 
 
-def _results(model: nn.Module, ids: Tensor, **options: Any) -> dict[str, Tensor]:
-    output = model(ids, **options)
+def _call_of(spec: ModelSpec, folder: Path) -> tuple[dict[str, Any], int]:
+    """Random rows of one length, and how many images stand in them."""
+    length = min(LENGTH, spec.position_limit or LENGTH)
+    if spec.vision is None:
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(spec.vocab_size, (ROWS, length), generator=generator)
+        return {"input_ids": ids, "labels": ids}, 0
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        documents = documents_with_images(spec)
+        call = Scenes(spec, HFConfig.load(folder).raw).make_even(documents)
+    return call, sum(isinstance(piece, Image) for document in documents for piece in document)
+
+
+def _results(model: nn.Module, call: Mapping[str, Any], **options: Any) -> dict[str, Tensor]:
+    output = model(**call, **options)
     output.loss.backward()
     return {"logits": output.logits.detach(), "loss": output.loss.detach()}
 
@@ -145,13 +164,21 @@ def _gradients_as_named_in(expected: Mapping[str, Tensor], model: LigerCausalLM)
     return _by_expert(found)
 
 
-def _summed_otherwise(reference: Any, ids: Tensor) -> dict[str, Tensor]:
-    """The same results, with sums in another order: another attention, or the rows the other way round."""
+def _summed_otherwise(reference: Any, call: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The same results, with sums in another order: another attention, or the rows the other way round; of
+    rows with images, whose order is that of the images, in float64.
+    """
+    text = call.keys() == {"input_ids", "labels"}
     if reference._supports_sdpa:
-        reference.set_attn_implementation("sdpa")
-        return _results(reference, ids, labels=ids)
-    results = _results(reference, ids.flip(0), labels=ids.flip(0))
-    return {**results, "logits": results["logits"].flip(0)}
+        with contextlib.suppress(ValueError):  # of a part that does not
+            reference.set_attn_implementation("sdpa")
+            return _results(reference, call)
+    if text:
+        results = _results(reference, {name: x.flip(0) for name, x in call.items()})
+        return {**results, "logits": results["logits"].flip(0)}
+    return _results(
+        reference.double(), {name: x.double() if x.is_floating_point() else x for name, x in call.items()}
+    )
 
 
 def relative_distance(found: Tensor, expected: Tensor) -> float:

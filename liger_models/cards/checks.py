@@ -72,6 +72,7 @@ def numbers(shop: Workshop) -> tuple[bool, Values]:
     found = verify_numbers(shop.checkpoint)
     worst = found.gradients[0]
     values = {
+        "images": found.images,
         "logits": found.distance["logits"],
         "loss": found.distance["loss"],
         "gradients": len(found.gradients),
@@ -85,7 +86,8 @@ def numbers(shop: Workshop) -> tuple[bool, Values]:
 
 
 def _say_numbers(found: Values) -> str:
-    text = (
+    text = f"with {found['images']} images: " if found.get("images") else ""
+    text += (
         f"relative distance of logits {found['logits']:.1e}, loss {found['loss']:.1e}, at most "
         f"{found['worst']:.1e} of {found['gradients']} gradients (`{found['worst_gradient']}`; "
         f"transformers' own spread there: {found['worst_of_theirs']:.1e})"
@@ -95,12 +97,21 @@ def _say_numbers(found: Values) -> str:
 
 
 def generation(shop: Workshop) -> tuple[bool, Values]:
-    ids = shop.random_ids(PROMPTS, PROMPT_LENGTH)
+    model = shop.load(shop.checkpoint)
+    prompt = shop.prompt(PROMPTS, PROMPT_LENGTH)
+    ids = prompt["input_ids"]
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    expected = shop.reference.generate(ids, attention_mask=torch.ones_like(ids), **options)
-    found = shop.load(shop.checkpoint).generate(ids, NEW_TOKENS, eos_token_id=())
-    same = (found == expected)[:, PROMPT_LENGTH:].sum().item() if found.shape == expected.shape else 0
-    return torch.equal(found, expected), {"tokens": PROMPTS * NEW_TOKENS, "same": same}
+    expected = shop.reference.generate(**{"attention_mask": torch.ones_like(ids), **prompt}, **options)
+    found = model.generate(**prompt, max_new_tokens=NEW_TOKENS, eos_token_id=())
+    if found.shape != expected.shape:
+        return False, {"tokens": PROMPTS * NEW_TOKENS, "same": 0}
+    # What follows the name of a picture that is not there, no processor would give.
+    made = expected[:, ids.shape[1] :]
+    named = torch.isin(made, torch.tensor(shop.picture_ids))
+    counts = named.cumsum(1) - named.int() == 0
+    same = ((found == expected)[:, ids.shape[1] :] & counts).sum().item()
+    tokens = counts.sum().item()
+    return same == tokens, {"tokens": tokens, "same": same, "images": "pixel_values" in prompt}
 
 
 def resume(shop: Workshop) -> tuple[bool, Values]:
@@ -125,11 +136,11 @@ def _files_of_weights(folder: Path) -> dict[str, bytes]:
 
 def reload(shop: Workshop) -> tuple[bool, Values]:
     folder = shop.trained.final
-    ids = shop.random_ids(2, 19)
+    prompt = shop.prompt(2, 19)
     reference = shop.reference_class.from_pretrained(folder, attn_implementation="eager")
     with torch.no_grad():
-        expected = reference(ids, use_cache=False).logits
-        distance = relative_distance(shop.load(folder)(ids).logits, expected)
+        expected = reference(**prompt, use_cache=False).logits
+        distance = relative_distance(shop.load(folder)(**prompt).logits, expected)
     return distance <= TOLERANCE, {"logits": distance}
 
 
@@ -143,7 +154,10 @@ CHECKS: Mapping[str, Check] = {
     "generation": Check(
         "greedy generation beside transformers",
         generation,
-        lambda found: f"{found['same']} of {found['tokens']} tokens the same",
+        lambda found: (
+            f"{found['same']} of {found['tokens']} tokens the same"
+            f"{', behind images' if found.get('images') else ''}"
+        ),
     ),
     "resume": Check("a training run resumed", resume, _say_resume),
     "reload": Check(

@@ -46,9 +46,7 @@ def write_pages(repository: Path) -> list[Path]:
 
 def make_pages(repository: Path) -> dict[Path, str]:
     """The text of every such page, by its path."""
-    families = sorted(
-        map(find_architecture, list_architectures()), key=lambda family: about(family).name.lower()
-    )
+    families = [*_by_name(list_architectures()), *_by_name(list_architectures(sees=True))]
     pages = {repository / CARDS / "README.md": overview(families, repository)}
     for family in families:
         if card := read_card(family.model_type, repository):
@@ -61,19 +59,24 @@ def make_pages(repository: Path) -> dict[Path, str]:
     return pages
 
 
+def _by_name(model_types: Sequence[str]) -> list[Architecture]:
+    return sorted(map(find_architecture, model_types), key=lambda family: about(family).name.lower())
+
+
 def models_table(families: Sequence[Architecture], repository: Path) -> str:
-    """The README's table of models."""
-    rows = []
-    for family in families:
-        words = about(family)
-        name = _linked(f"`{family.model_type}`", family, repository, str(CARDS) + "/")
-        step = beside_peers(read_card(family.model_type, repository))
-        rows.append([words.name, words.traits, source(words), name, step])
-    table = markdown_table(["family", "in a few words", "from", "model_type", "a training step"], rows)
-    seeing = [(about(family), family) for family in map(find_architecture, list_architectures(sees=True))]
-    rows = [[words.name, words.traits, source(words), f"`{family.model_type}`"] for words, family in seeing]
-    seen = markdown_table(["that sees images", "in a few words", "from", "model_type"], rows)
-    return f"{table}\n\n{seen}"
+    """The README's tables of models: of language models, and of those that see."""
+
+    def table(first: str, sees: bool) -> str:
+        rows = []
+        for family in families:
+            if family.sees == sees:
+                words = about(family)
+                name = _linked(f"`{family.model_type}`", family, repository, str(CARDS) + "/")
+                step = beside_peers(read_card(family.model_type, repository))
+                rows.append([words.name, words.traits, source(words), name, step])
+        return markdown_table([first, "in a few words", "from", "model_type", "a training step"], rows)
+
+    return f"{table('family', False)}\n\n{table('that sees images', True)}"
 
 
 def overview(families: Sequence[Architecture], repository: Path) -> str:

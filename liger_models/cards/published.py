@@ -121,5 +121,7 @@ FEATURES: Mapping[str, Any] = {
     "norms behind each branch": lambda spec: any(b.topology == "post_norm" for b in spec.blocks),
     "parallel branches": lambda spec: any(b.topology.startswith("parallel") for b in spec.blocks),
     "tied head": lambda spec: spec.tie_word_embeddings,
+    "images": lambda spec: spec.vision is not None,
+    "videos": lambda spec: getattr(spec.vision, "video_id", None) is not None,
 }
 """Each with how a spec shows it."""

@@ -96,9 +96,12 @@ def plan(
     if config.get("first_k_dense_replace", 0) > 1:  # dense layers ahead of those with experts: one shows them
         config["first_k_dense_replace"] = 1
     tokens = min(TOKENS, config.get("max_position_embeddings") or TOKENS)
+    batch, data = TOKENS_OF_A_STEP // tokens, "full"
+    if family.sees:
+        tokens, data = tokens // 2, "images"  # so many tokens of text, and images beside them
     config = with_layers(config, layers_that_fit(config, _memory(devices[0])))
-    job = {"model": known[0].name, "config": config, "batch": TOKENS_OF_A_STEP // tokens, "seq": tokens}
-    job |= {"warmup": WARMUP, "steps": STEPS}
+    job = {"model": known[0].name, "config": config, "batch": batch, "seq": tokens}
+    job |= {"warmup": WARMUP, "steps": STEPS, "data": data}
     theirs = settings_of_peers(family.spec(HFConfig.load(config)), tokens, compiled)
     return [
         job | {"provider": OURS, "memory": "lean"},
@@ -135,7 +138,7 @@ def layers_that_fit(config: Mapping[str, Any], memory: int) -> int:
     """
     model = liger_models.from_config(config, device="meta")
     sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in model.layers]
-    left = SHARE * memory - BYTES_OF_A_LOGIT * TOKENS_OF_A_STEP * config["vocab_size"]
+    left = SHARE * memory - BYTES_OF_A_LOGIT * TOKENS_OF_A_STEP * model.spec.vocab_size
     left -= BYTES_OF_A_PARAMETER * (model.num_parameters() - sum(sizes))
     fitting = sum(BYTES_OF_A_PARAMETER * total <= left for total in accumulate(sizes))
     return max(fitting, layers_of_every_kind(config))
@@ -145,9 +148,10 @@ def outcome(job: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]]) ->
     """A family's results by provider: it passed if ours was measured."""
     return "tokens_per_second" in results[OURS], {
         "model": job["model"],
-        "layers": job["config"]["num_hidden_layers"],
+        "layers": job["config"].get("text_config", job["config"])["num_hidden_layers"],
         "batch": job["batch"],
         "tokens": job["seq"],
+        "data": job["data"],
         "providers": dict(results),
     }
 
@@ -184,6 +188,7 @@ def say_beside_peers(found: Mapping[str, Any]) -> str:
 
 def say(found: Mapping[str, Any]) -> str:
     shape = f"{found['model']}, {found['layers']} layers, {found['batch']} x {found['tokens']} tokens"
+    shape += " with images" if found.get("data") == "images" else ""
     parts = [f"{OURS}: {_say_result(found['providers'][OURS])}"]
     for peer in PEERS:
         settings = {name: result for name, result in found["providers"].items() if _peer_of(name) == peer}

@@ -20,6 +20,9 @@ import liger_models
 from liger_models.architectures import Architecture
 from liger_models.causal_lm import LigerCausalLM
 from liger_models.convert.checkpoints.layout import Layout
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.layers.spec import ModelSpec
+from liger_models.scenes import FIRST_OF_TEXT, Scenes, documents_with_images
 from liger_models.training import TrainConfig, TrainResult, train
 
 FILE_BYTES = 100_000  # which divides a tiny checkpoint into several files
@@ -85,6 +88,26 @@ class Workshop:
         return torch.randint(size, shape, generator=torch.Generator().manual_seed(2))
 
     @cached_property
+    def spec(self) -> ModelSpec:
+        return self.architecture.spec(HFConfig.load(dict(self.architecture.tiny)))
+
+    @property
+    def picture_ids(self) -> list[int]:
+        """Ids that stand for images and videos."""
+        ids = (getattr(self.spec.vision, name, None) for name in ("image_id", "video_id"))
+        return [number for number in ids if number is not None]
+
+    def prompt(self, rows: int, length: int) -> dict[str, Any]:
+        """Random ids, with images among them where the family sees."""
+        if self.spec.vision is None:
+            return {"input_ids": self.random_ids(rows, length)}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(2)
+            documents = documents_with_images(self.spec)
+            call = Scenes(self.spec, self.architecture.tiny).make_even((documents * rows)[:rows])
+        return {name: x for name, x in call.items() if name != "labels"}
+
+    @cached_property
     def trained(self) -> TrainResult:
         """A short training run."""
         return self._train(self.folder / "run")
@@ -124,7 +147,8 @@ class Workshop:
 
         path = self.folder / "tokenizer"
         path.mkdir(exist_ok=True)
-        tokens = ["<end>", "<unknown>", *LETTERS]
+        special = [f"<{number}>" for number in range(FIRST_OF_TEXT - 2)]  # some name pictures
+        tokens = ["<end>", "<unknown>", *special, *LETTERS]
         ids = {token: number for number, token in enumerate(tokens)}
         tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unknown>"))
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")

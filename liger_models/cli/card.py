@@ -62,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
         raise LigerModelsError(
             f"{args.repository} is not a checkout of liger_models; name one with --repository"
         )
-    names = list_architectures() if args.all else args.families
+    every = [*list_architectures(), *list_architectures(sees=True)]
+    names = every if args.all else args.families
     families = [find_architecture(name) for name in names]
     if families and importlib.util.find_spec("transformers") is None:
         raise LigerModelsError("transformers is not installed: pip install 'liger_models[hf]'")

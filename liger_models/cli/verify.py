@@ -71,7 +71,8 @@ def _print_comparison(found: "Comparison") -> None:
     from liger_models.cli.checkpoints import print_table
     from liger_models.verification import ROWS
 
-    print(f"against transformers {found.transformers}, float32, {ROWS} x {found.length} random ids:")
+    images = f" with {found.images} random images" if found.images else ""
+    print(f"against transformers {found.transformers}, float32, {ROWS} x {found.length} random ids{images}:")
     rows = [("", "ours from theirs", "theirs among themselves")]
     for name in ["logits", "loss", *found.gradients[:SHOWN]]:
         title = name if name in ("logits", "loss") else f"gradient of {name}"

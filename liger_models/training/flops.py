@@ -7,7 +7,7 @@ N are the elements of the matrices that a token meets: of experts those that it 
 Labels that do not count are not multiplied with the head. Pairs are of a query and a key that it sees: of a
 document of n tokens n (n + 1) / 2, or fewer with a window or chunks. f is 3, the forward pass and two
 products of its size backward; 2 below adapters, where matrices have no gradient, and 3 for the adapters
-themselves. What is computed again to save memory does not count.
+themselves. What is computed again to save memory does not count, and neither does what images take.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from liger_models.causal_lm import LigerCausalLM
 from liger_models.layers.memory_plan import matrix_elements
+from liger_models.layers.spec import AttentionSpec
 
 Sees = tuple[int | None, int | None]  # a window, and a chunk
 
@@ -46,7 +47,7 @@ class StepFlops:
         for block in spec.blocks:
             mixer: Any = block.mixer
             heads = getattr(mixer, "attention", mixer)  # latent and shared attention have one within
-            if hasattr(heads, "head_dim"):
+            if isinstance(heads, AttentionSpec):  # and not what reads images
                 values = getattr(mixer, "v_head_dim", heads.head_dim)
                 width = heads.num_attention_heads * (heads.head_dim + values)
                 self.widths[heads.window, heads.chunk] += width

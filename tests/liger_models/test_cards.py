@@ -228,6 +228,18 @@ def settings_of(family, tokens, compiled=False, **changes):
     return training_step.settings_of_peers(family.spec(config), tokens, compiled)
 
 
+def test_a_family_that_sees_is_measured_with_images():
+    ours, *peers = training_step.plan(find_architecture("qwen2_vl"), ROOT, ["cpu"])
+    assert {job["data"] for job in (ours, *peers)} == {"images"}
+    assert [job["provider"] for job in peers] == ["transformers+liger+sdpa", "transformers+sdpa"]
+    nested, *_ = training_step.plan(find_architecture("llava"), ROOT, ["cpu"])
+    result = {"tokens_per_second": 1.0, "gib": 1.0}
+    passed, values = training_step.outcome(nested, {"ours": result})
+    assert passed
+    assert values["layers"] == nested["config"]["text_config"]["num_hidden_layers"]
+    assert "tokens with images, bfloat16" in training_step.say(values)
+
+
 def test_peers_are_measured_in_each_setting_that_may_be_their_fastest():
     assert settings_of(LLAMA, 64) == ["transformers+liger+sdpa", "transformers+sdpa"]
     capped = settings_of(find_architecture("gemma2"), 64)
@@ -311,7 +323,7 @@ def test_the_pages_are_what_the_registry_and_the_cards_say():
 def test_every_card_belongs_to_a_registered_family_has_every_line_and_passed():
     files = {path for path in (ROOT / pages.CARDS).iterdir() if path.name != "README.md"}
     families = {path.stem for path in files}
-    assert families <= set(list_architectures())
+    assert families <= {*list_architectures(), *list_architectures(sees=True)}
     assert files == {ROOT / pages.CARDS / f"{name}.{kind}" for name in families for kind in ("json", "md")}
     for name in families:
         card = Card.read(ROOT / pages.CARDS / f"{name}.json")

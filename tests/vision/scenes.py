@@ -37,10 +37,7 @@ class SeeingPair(pairs.Pair):
 
     def rows_of_one_length(self, documents: Sequence[Document]) -> dict[str, Any]:
         """Filled up with text."""
-        documents = [self._known_to_reference(document) for document in documents]
-        lengths = [len(self.scenes.tokens(document)) for document in documents]
-        filled = ([*d, max(lengths) - n] for d, n in zip(documents, lengths, strict=True))
-        return self.scene(*filled)
+        return self.scenes.make_even([self._known_to_reference(document) for document in documents])
 
     def scene(self, *documents: Document, padding: str = "right") -> dict[str, Any]:
         """A call of a batch whose rows are these documents, with images for videos where none are known."""
