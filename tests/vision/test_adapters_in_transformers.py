@@ -1,0 +1,114 @@
+"""Adapters of PEFT on each part of a model that sees: those of transformers' own model, in every number and
+in every file, on quantised weights too.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from pairs import beyond_bound, relative_distance
+from scenes import DOCUMENTS
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+PARTS = {
+    "language": r".*language_model.*\.(q|k|v|o|gate|up|down)_proj",
+    "tower": r".*(visual\.blocks.*\.(qkv|attn\.proj|up_proj)|vision_tower.*\.(q_proj|out_proj|fc1))",
+    "all": "all-linear",
+}
+SEVERAL = ["qwen2_5_vl", "gemma3", "mllama", "llava"]
+
+
+@pytest.fixture
+def hf(request):
+    import liger_models.hf
+
+    request.getfixturevalue("pair")
+    liger_models.hf.register("split")
+    yield liger_models.hf
+    liger_models.hf.unregister()
+
+
+@pytest.fixture
+def both(pair, hf, tmp_path):
+    """transformers' own model, and ours that was read from its files."""
+    theirs = copy.deepcopy(pair.reference)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "theirs")
+    return theirs.train(), ours.train()
+
+
+def fill(model):
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for _, p in sorted((n, p) for n, p in model.named_parameters() if "lora_" in n):
+            p.copy_(0.3 * torch.randn(p.shape, generator=generator) / p.shape[-1] ** 0.5)
+    return model
+
+
+def compare(theirs, ours, call):
+    expected, found = theirs(**call, use_cache=False).loss, ours(**call).loss
+    distances = {"loss": relative_distance(found, expected)}
+    expected.backward()
+    found.backward()
+    of_theirs = {n: p.grad for n, p in theirs.named_parameters() if p.grad is not None and "lora_" in n}
+    of_ours = {n: p.grad for n, p in ours.named_parameters() if p.grad is not None and "lora_" in n}
+    assert of_theirs.keys() == of_ours.keys()
+    assert of_theirs
+    assert not beyond_bound(
+        distances | {n: relative_distance(of_ours[n], gradient) for n, gradient in of_theirs.items()}
+    )
+
+
+@pytest.mark.supports("PEFT", "models that see: LoRA on each part")
+@pytest.mark.parametrize(
+    ("family", "part"),
+    [("qwen2_5_vl", "language"), ("qwen2_5_vl", "tower"), *((name, "all") for name in SEVERAL)],
+)
+def test_adapters_are_those_of_transformers_own_model(family, part, pair, both, tmp_path):
+    theirs, ours = both
+    call = pair.scene(*DOCUMENTS.values())
+    config = peft.LoraConfig(r=3, target_modules=PARTS[part], exclude_modules=r".*patch_embed.*")
+    theirs = fill(peft.get_peft_model(theirs, config))
+    theirs.save_pretrained(tmp_path / "adapter")
+    adapted = peft.get_peft_model(copy.deepcopy(ours), config)
+    assert {n for n, _ in adapted.named_parameters() if "lora_" in n} == {
+        n for n, _ in theirs.named_parameters() if "lora_" in n
+    }
+    ours = peft.PeftModel.from_pretrained(ours, tmp_path / "adapter", is_trainable=True).train()
+    compare(theirs, ours, call)
+    ours.save_pretrained(tmp_path / "again")
+    for name in ("adapter_model.safetensors",):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "adapter" / name).read_bytes()
+
+
+@pytest.mark.supports("bitsandbytes", "models that see: QLoRA on tower and language model")
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_adapters_on_quantised_weights_are_those_of_transformers_own(family, pair, both, hf, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    settings = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    options = {"quantization_config": settings, "dtype": torch.float32, "device_map": {"": "cpu"}}
+    auto = transformers.AutoModelForImageTextToText
+    ours = auto.from_pretrained(tmp_path / "theirs", **options).train()
+    hf.unregister()
+    theirs = auto.from_pretrained(tmp_path / "theirs", attn_implementation="eager", **options).train()
+    hf.register("split")
+    quantised = [
+        {n for n, m in model.named_modules() if type(m).__name__ == "Linear4bit"} for model in (theirs, ours)
+    ]
+    assert quantised[0] == quantised[1]
+    assert any("vis" in name for name in quantised[0])
+    assert any("language_model" in name for name in quantised[0])
+    config = peft.LoraConfig(r=3, target_modules="all-linear", exclude_modules=r".*patch_embed.*")
+    theirs = fill(peft.get_peft_model(theirs, config))
+    theirs.save_pretrained(tmp_path / "adapter")
+    ours = peft.PeftModel.from_pretrained(ours, tmp_path / "adapter", is_trainable=True).train()
+    compare(theirs, ours, pair.scene(*DOCUMENTS.values()))
