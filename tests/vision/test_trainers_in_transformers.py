@@ -1,0 +1,192 @@
+"""Trainer, and trainers of TRL, train a model that sees as they train transformers' own."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from pairs import beyond_bound, relative_distance
+from scenes import Image
+
+from liger_models.layers.vision.pictures import cut
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+SETTINGS = {
+    "max_steps": 2,
+    "learning_rate": 0.3,  # parameters change by percents, so that rounding is far below
+    "lr_scheduler_type": "constant",
+    "optim": "sgd",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "bf16": False,
+    "logging_steps": 1,
+    "remove_unused_columns": False,
+}
+IMAGE = "@"
+
+
+@pytest.fixture
+def hf(request):
+    import liger_models.hf
+
+    request.getfixturevalue("pair")
+    liger_models.hf.register()
+    yield liger_models.hf
+    liger_models.hf.unregister()
+
+
+@pytest.fixture
+def both(pair, hf, tmp_path):
+    """transformers' own model, and ours that was read from its files."""
+    theirs = copy.deepcopy(pair.reference)
+    theirs.save_pretrained(tmp_path / "theirs")
+    return theirs, transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "theirs")
+
+
+def compare(trainers, folder):
+    """The losses that were logged, and every parameter, in files of the same names."""
+    logs = [[e for e in trainer.state.log_history if "loss" in e or "eval_loss" in e] for trainer in trainers]
+    distances, names = {}, ("loss", "eval_loss", "rewards/margins", "logps/chosen")
+    for i, (theirs, ours) in enumerate(zip(*logs, strict=True)):
+        for name in names:
+            if name in theirs:
+                distances[f"{name} {i}"] = relative_distance(*map(torch.tensor, (ours[name], theirs[name])))
+    states = []
+    for i, trainer in enumerate(trainers):
+        trainer.save_model(folder / str(i))
+        states.append(read(folder / str(i)))
+    assert states[0].keys() == states[1].keys()
+    for name, theirs in states[0].items():
+        distances[name] = relative_distance(states[1][name], theirs)
+    assert len(logs[0]) >= 2
+    assert not beyond_bound(distances)
+
+
+def read(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.supports("Trainer", "models that see: train, evaluate, resume")
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_trainer_trains_evaluates_and_resumes(family, pair, both, tmp_path):
+    """With several images in a row, some rows without, and gradients of two batches added up."""
+    rows = [pair.scene(*row) for row in ([[1, Image(4, 4), 3], [9]], [[2, Image(6, 4), 1, Image(2, 4), 2]])]
+    trainers = []
+    for i, model in enumerate(both):
+        arguments = transformers.TrainingArguments(
+            str(tmp_path / f"run{i}"),
+            per_device_train_batch_size=1,
+            # Where theirs takes no count of labels, it gives each batch the same weight.
+            gradient_accumulation_steps=2 if getattr(both[0], "accepts_loss_kwargs", True) else 1,
+            eval_strategy="steps",
+            eval_steps=1,
+            save_steps=1,
+            prediction_loss_only=True,
+            per_device_eval_batch_size=1,
+            **SETTINGS,
+        )
+        data = {"train_dataset": rows, "eval_dataset": rows[:1], "data_collator": lambda one: one[0]}
+        trainers.append(transformers.Trainer(model, arguments, **data))
+        trainers[-1].train()
+    compare(trainers, tmp_path)
+    auto = transformers.AutoModelForImageTextToText
+    again = transformers.Trainer(auto.from_pretrained(tmp_path / "theirs"), trainers[1].args, **data)
+    again.train(resume_from_checkpoint=str(tmp_path / "run1" / "checkpoint-1"))
+    again.save_model(tmp_path / "again")
+    expected, found = read(tmp_path / "1"), read(tmp_path / "again")
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def make_processor(pair: Any) -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    letters = {chr(i): i for i in range(10, 128)} | {"<pad>": 0, "<eos>": 1, "<unk>": 2, "<image>": 3}
+    made = Tokenizer(models.WordLevel(letters, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    return Processor(tokenizer, pair.ours.spec.vision)
+
+
+class Processor(transformers.ProcessorMixin):
+    """Makes a token of each letter, and of "@" as many as its image has."""
+
+    chat_template = None
+
+    def __init__(self, tokenizer: Any, vision: Any):
+        self.tokenizer, self.vision = tokenizer, vision
+
+    def __repr__(self) -> str:
+        return "Processor"
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __call__(self, images: Any = None, text: Any = None, **options: Any) -> Any:
+        call: dict[str, Any] = {}
+        counts = iter(())
+        if images is not None:
+            merge, patches = self.vision.projector.merge, self.vision.patches
+            pictures = [pixels_of(image) for row in images for image in row]
+            if self.vision.positions is not None:
+                made = [cut(picture, patches, merge) for picture in pictures]
+                counts = iter([t * h * w // merge**2 for _, (t, h, w) in made])
+                call["pixel_values"] = torch.cat([pixels for pixels, _ in made])
+                call["image_grid_thw"] = torch.tensor([grid for _, grid in made])
+            else:
+                counts = iter([(picture.shape[1] // patches.size // merge) ** 2 for picture in pictures])
+                call["pixel_values"] = torch.stack(pictures)
+        rows = [
+            [i for letter in row for i in ([3] * next(counts) if letter == IMAGE else [ord(letter)])]
+            for row in text
+        ]
+        longest, left = max(map(len, rows)), options.get("padding_side") == "left"
+        ids, mask = torch.zeros(len(rows), longest).long(), torch.zeros(len(rows), longest).long()
+        for i, row in enumerate(rows):
+            place = slice(longest - len(row), None) if left else slice(None, len(row))
+            ids[i, place], mask[i, place] = torch.tensor(row), 1
+        call |= {"input_ids": ids, "attention_mask": mask, self.vision.kinds: (ids == 3).long()}
+        return transformers.BatchFeature(call)
+
+
+def pixels_of(image: str) -> torch.Tensor:
+    """A drawing of noise, of this side."""
+    return 0.1 * torch.randn(3, int(image), int(image), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.supports("TRL", "models that see: SFT, DPO")
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize("way", ["SFT", "DPO"])
+def test_trl_trains_with_images(way, family, pair, both, tmp_path):
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    datasets = pytest.importorskip("datasets", reason="datasets, which trl stands on, is not installed")
+    sides = ["12", "24", "12", "18"] if family == "qwen2_5_vl" else ["16"] * 4
+    texts = {"prompt": ["a@bc", "@d", "ef@gh", "i@j"]}
+    if way == "SFT":
+        texts["completion"] = ["klm", "no", "p", "qrst"]
+    else:
+        texts |= {"chosen": ["klm", "no", "p", "qr"], "rejected": ["stu", "v", "wx", "yz"]}
+    rows = datasets.Dataset.from_dict({**texts, "images": [[side] for side in sides]})
+    processor, trainers = make_processor(pair), []
+    make, config = getattr(trl, f"{way}Trainer"), getattr(trl, f"{way}Config")
+    for i, model in enumerate(both):
+        arguments = config(
+            str(tmp_path / f"run{i}"), per_device_train_batch_size=4, save_strategy="no", **SETTINGS
+        )
+        more = {}
+        if way == "DPO":
+            more["ref_model"] = copy.deepcopy(model)
+            with torch.no_grad():  # of another model than the one that is trained
+                more["ref_model"].get_output_embeddings().weight.mul_(0.9)
+        made = make(model, args=arguments, train_dataset=rows, processing_class=processor, **more)
+        made.train()
+        trainers.append(made)
+    compare(trainers, tmp_path)
