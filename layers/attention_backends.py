@@ -26,8 +26,9 @@ Soft cap and sinks: see kernels/attention/flash_attention.py.
 | that continue others        | `triton` | `masked`  |
 | soft cap or sinks           | `triton` | `eager`   |
 
-Elsewhere is a CPU, float64, heads of more than 512, and torch.compile, under which `triton` would run its
-twin; there `varlen` goes before `masked` on a GPU in 16 bits, for heads of up to 256 that are multiples of 8.
+Elsewhere is a CPU, float64, heads of more than 512, float32 where attention is not plainly causal (documents
+that continue others, spans, encoders), and torch.compile, under which `triton` would run its twin; there
+`varlen` goes before `masked` on a GPU in 16 bits, for heads of up to 256 that are multiples of 8.
 Values may be narrower or wider than keys, but for `varlen`. For such heads, and those of more than 256, a GPU
 takes `triton` in place of `sdpa` where torch has no kernel of cuDNN's: the others keep all scores, or copy
 keys and values for every query head.
@@ -199,11 +200,16 @@ def attend_plain(
 
 def _bounds(spec: AttentionSpec, sequences: Sequences) -> tuple[Tensor | KeyRanges | None, int | None]:
     """What `kernels.attention` takes as bounds and window."""
+    if not _by_ranges(spec, sequences):
+        return sequences.document_bounds(), spec.window
     if sequences.tree is not None and spec.causal:
         return sequences.tree.key_ranges(spec.window, spec.chunk), None
-    if spec.causal and sequences.spans is None:
-        return sequences.document_bounds(), spec.window
     return sequences.key_ranges(spec.window, spec.causal, spec.whole_spans), None
+
+
+def _by_ranges(spec: AttentionSpec, sequences: Sequences) -> bool:
+    """Whether what is seen is more than documents and a window say."""
+    return not spec.causal or sequences.spans is not None or sequences.tree is not None
 
 
 def visible(spec: AttentionSpec, sequences: Sequences) -> Tensor:
@@ -253,6 +259,8 @@ def _as_seen(spec: AttentionSpec, sequences: Sequences) -> Sequences:
 def _choose(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Sequences) -> AttentionBackend:
     plain = _is_plain_softmax(spec)
     ours = use_triton(q) and max(q.shape[-1], v.shape[-1]) <= MOST_HEAD_DIM
+    if q.dtype == torch.float32 and _by_ranges(spec, sequences):
+        ours = False  # the kernel would give way to its twin
     if sequences.tree is not None:
         return "triton" if ours else "masked" if plain else "eager"
     usual = q.shape[-1] == v.shape[-1] <= 256
