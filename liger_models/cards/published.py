@@ -49,7 +49,7 @@ def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """A config of the first layers of the language model alone; what it lists by layer is cut too."""
     if "text_config" in config:
         return {**config, "text_config": with_layers(config["text_config"], layers)}
-    before = config.get("num_hidden_layers")  # None: as its class has it
+    before: Any = config.get("num_hidden_layers")  # None: as its class has it
     cut = {
         key: value[:layers] if isinstance(value, list) and len(value) == before else value
         for key, value in config.items()
