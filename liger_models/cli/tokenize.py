@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from liger_models.cli.train import OBJECTIVES, add_data
 
@@ -37,6 +38,7 @@ def run(args: argparse.Namespace) -> None:
 
     from liger_models.convert.checkpoints.hub import resolve
     from liger_models.convert.errors import ConfigError
+    from liger_models.images import find_preprocessor
     from liger_models.training.data import Stream, build_corpus, describe, load_documents
     from liger_models.training.objectives import OBJECTIVES
     from liger_models.training.tokenizer import TextTokenizer
@@ -46,8 +48,9 @@ def run(args: argparse.Namespace) -> None:
     folder = Path(args.tokenizer).expanduser()
     tokenizer = TextTokenizer(folder if (folder / "tokenizer.json").is_file() else resolve(args.tokenizer))
     # Whether its ids have a place in a model is for `train` to see.
-    options = {"seq_len": args.seq_len, "vocab_size": 1 << 31, "truncate": args.truncate}
+    options: dict[str, Any] = {"seq_len": args.seq_len, "vocab_size": 1 << 31, "truncate": args.truncate}
     options["form"] = OBJECTIVES[args.objective].form
+    options["images"] = find_preprocessor(tokenizer.folder)
     data = args.data
     if args.output:
         build_corpus(args.output, data, tokenizer, **options)

@@ -4,6 +4,6 @@ a reference (path, bytes, data URL) -> picture -> the processor of transformers 
 """
 
 from liger_models.images.files import find_image, open_image
-from liger_models.images.processor import Preprocessor, Shown
+from liger_models.images.processor import Preprocessor, Shown, find_preprocessor
 
-__all__ = ["Preprocessor", "Shown", "find_image", "open_image"]
+__all__ = ["Preprocessor", "Shown", "find_image", "find_preprocessor", "open_image"]

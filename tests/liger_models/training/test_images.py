@@ -229,6 +229,14 @@ def test_images_are_preprocessed_once_and_again_where_one_has_changed(load, tmp_
         load(file)
 
 
+def test_tokenize_makes_what_train_finds(load, seeing, conversations, tmp_path, capsys, monkeypatch):
+    command = ["tokenize", str(seeing), "--data", conversations, "--seq-len", "96"]
+    assert main([*command, "--data-cache", str(tmp_path)]) == 0
+    assert "24 documents" in capsys.readouterr().out
+    monkeypatch.setattr(Preprocessor, "__call__", None)
+    assert load(cache=tmp_path)[0].fingerprint() == load()[0].fingerprint()
+
+
 def test_another_process_makes_the_same(load, monkeypatch, tmp_path):
     first = load()[0].parts[0].corpus
     monkeypatch.setattr(pictured, "ALONE", 0)
