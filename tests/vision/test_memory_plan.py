@@ -58,8 +58,8 @@ def test_it_is_what_autograd_saves(family, monkeypatch):
     # The layers' own hooks are for whoever has set none.
     monkeypatch.setattr(activation_memory, "_callers_hooks", lambda _: None)
     found = kept_bytes(model, pictures)
-    # Statistics and places are kept once or twice where a few bytes are counted for them.
-    assert found == pytest.approx(planned, rel=0.03)
+    # Some inputs are counted twice, of a norm and of what is in front of it; some statistics are not counted.
+    assert 0.97 * planned <= found <= 1.003 * planned
 
 
 QWEN = {

@@ -129,7 +129,7 @@ def png(size: tuple[int, int], colour: tuple[int, int, int]) -> bytes:
 
 
 def conversation(preprocessor, place, answer, *images):
-    asked = f"<s>{place * len(images)}what?"
+    asked = "<s>" + "".join(f"{place}what?" for _ in images)
     return preprocessor(asked + answer, [(len(asked), len(asked + answer))], images)
 
 

@@ -215,6 +215,16 @@ def test_answers_alone_are_trained(load):
         assert ids.count(WORDS.index("<|image_pad|>")) == features
 
 
+def test_text_that_begins_within_a_document_has_no_images(load, conversations, tmp_path):
+    (tmp_path / "a.txt").write_text("what? " * 200)
+    documents, _ = load(conversations, tmp_path / "a.txt")
+    rows = list(Stream(documents, 96, 0).epoch(0))
+    grids = [documents.batch([row]).images.get("image_grid_thw", ()) for row in rows]
+    assert sum(map(len, grids)) == 24
+    assert [documents.have_images([row]) for row in rows] == [len(found) > 0 for found in grids]
+    assert any(len(found) == 0 for found in grids)
+
+
 def test_images_are_preprocessed_once_and_again_where_one_has_changed(load, tmp_path, jsonl, monkeypatch):
     (tmp_path / "a.png").write_bytes(png("red", (24, 24)))
     file = jsonl(tmp_path / "a.jsonl", [asked({"type": "image", "path": "a.png"}, "red")])
