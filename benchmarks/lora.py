@@ -18,7 +18,6 @@ import re
 import statistics
 import subprocess
 import sys
-import time
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ import torch
 from benchmarks.report import machine, markdown_table, publish
 from benchmarks.train import MODELS
 from benchmarks.training.batches import DATA, count_tokens, make_batch
+from benchmarks.training.step import mark, milliseconds
 from liger_models.quantization import METHODS, quantise
 
 SUMMARY = "a training step with LoRA beside transformers and PEFT, and with liger-kernel"
@@ -145,19 +145,19 @@ def _train(job: dict[str, Any]) -> dict[str, Any]:
         batch, tokens = make_batch(*asked, device), count_tokens(*asked)
         if cuda:
             torch.cuda.reset_peak_memory_stats(device)
-        losses, marks = [], [_mark(cuda)]
+        losses, marks = [], [mark(cuda)]
         for _ in range(job["warmup"] + job["steps"]):
             loss = model(**batch).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             losses.append(loss.detach())
-            marks.append(_mark(cuda))
+            marks.append(mark(cuda))
         if cuda:
             torch.cuda.synchronize(device)
     except torch.OutOfMemoryError:
         return {"note": "out of memory"}
-    steps = [_milliseconds(*pair) for pair in itertools.pairwise(marks)][job["warmup"] :]
+    steps = [milliseconds(*pair) for pair in itertools.pairwise(marks)][job["warmup"] :]
     step = statistics.median(steps)
     return {
         "tokens_per_second": 1e3 * tokens / step,
@@ -216,18 +216,6 @@ def _adapted(model: Any, job: dict[str, Any]) -> Any:
     if "checkpoint" in job["memory"]:
         adapted.enable_input_require_grads()
     return adapted
-
-
-def _mark(cuda: bool):
-    if not cuda:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _milliseconds(start, end) -> float:
-    return start.elapsed_time(end) if isinstance(start, torch.cuda.Event) else 1e3 * (end - start)
 
 
 if __name__ == "__main__":

@@ -182,14 +182,14 @@ def time_steps(
 ) -> tuple[list[float], list[torch.Tensor]]:
     """Milliseconds of each timed step, and the losses of all steps."""
     cuda = device.type == "cuda"
-    losses, marks = [], [_mark(cuda)]
+    losses, marks = [], [mark(cuda)]
     batch = _batch(job, device)
     for _ in range(job.warmup + job.steps):
         losses.append(_step(model, optimizer, batch))
-        marks.append(_mark(cuda))
+        marks.append(mark(cuda))
     if cuda:
         torch.cuda.synchronize(device)
-    return [_milliseconds(a, b) for a, b in itertools.pairwise(marks)][job.warmup :], losses
+    return [milliseconds(a, b) for a, b in itertools.pairwise(marks)][job.warmup :], losses
 
 
 def summary(job: Job, times: list[float]) -> Result:
@@ -324,7 +324,8 @@ def levels(memory: str, num_layers: int) -> str | list[str]:
     return [level] * (num_layers - int(count)) + [other] * int(count)
 
 
-def _mark(cuda: bool):
+def mark(cuda: bool):
+    """A moment of the device, or of the processor."""
     if not cuda:
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -332,5 +333,6 @@ def _mark(cuda: bool):
     return event
 
 
-def _milliseconds(start, end) -> float:
+def milliseconds(start, end) -> float:
+    """Between two marks, the second of which was reached."""
     return start.elapsed_time(end) if isinstance(start, torch.cuda.Event) else 1e3 * (end - start)

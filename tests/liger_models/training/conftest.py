@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 import liger_models
 from liger_models.architectures import find_architecture
-from liger_models.training import TrainConfig, train
+from liger_models.training import TrainConfig, loop, train
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>\n{% endfor %}"
@@ -219,3 +219,14 @@ def jsonl():
 @pytest.fixture
 def run():
     return train
+
+
+@pytest.fixture
+def start(settings):
+    """A run that stands before its first step; keywords replace its settings."""
+
+    def make(**changes):
+        config = settings(eval_fraction=0.0, **changes)
+        return loop.Run(config, loop.World(config.device))
+
+    return make

@@ -17,17 +17,6 @@ from liger_models.training.objectives.sft import SFT
 
 
 @pytest.fixture
-def start(settings):
-    """A run that stands before its first step; keywords replace its settings."""
-
-    def make(**changes):
-        config = settings(eval_fraction=0.0, **changes)
-        return loop.Run(config, loop.World(config.device))
-
-    return make
-
-
-@pytest.fixture
 def spoil(monkeypatch):
     """Makes the loss of these micro-batches NaN, counted from 0."""
 

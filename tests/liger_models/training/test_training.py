@@ -18,17 +18,6 @@ from liger_models.training.optimizer import BETAS, build_adamw, learning_rate
 
 
 @pytest.fixture
-def start(settings):
-    """A run that stands before its first step; keywords replace its settings."""
-
-    def make(**changes):
-        config = settings(eval_fraction=0.0, **changes)
-        return loop.Run(config, loop.World(config.device))
-
-    return make
-
-
-@pytest.fixture
 def gradients(start):
     """The gradient, before clipping, and the loss of a run's first step."""
 
