@@ -180,7 +180,8 @@ class TiledVision(nn.Module):
         if cache is not None and cache.images is not None:
             images, sequences.tiles = cache.images
             return {IMAGES: images}
-        return self._beside_other_ranks(sequences) if trained_by_several(self) else {}
+        shared = trained_by_several(self.encoder, *self.ways_out())
+        return self._beside_other_ranks(sequences) if shared else {}
 
     def _beside_other_ranks(self, sequences: Sequences) -> dict[str, Tensor]:
         """Where several processes train, one without images has a blank one in each row, which no token sees:

@@ -194,7 +194,7 @@ class Vision(nn.Module):
         """Where several processes train, all go through the encoder in each step, or those that do would wait
         for the others: one without pictures sees a blank one, which changes nothing.
         """
-        if not trained_by_several(self):
+        if not trained_by_several(self.encoder, *self.ways_out()):
             return embeds
         features = self(blank_picture(self.spec, self.merge, embeds))
         return embeds + 0 * torch.stack([x.sum() for x in features]).sum().to(embeds.dtype)
@@ -245,8 +245,9 @@ def _go_on_behind(cache: KVCache, axes: Tensor, ahead: int) -> None:
     cache.shift, cache.ahead = largest + 1 - cache.lengths, ahead
 
 
-def trained_by_several(module: nn.Module) -> bool:
-    """Whether processes train a module together, all of which must go through it in each step."""
-    trained = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+def trained_by_several(*modules: nn.Module) -> bool:
+    """Whether processes train these modules together, all of which must go through them in each step."""
+    parameters = (p for module in modules for p in module.parameters())
+    trained = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
     return trained and several and torch.distributed.get_world_size() > 1

@@ -1,0 +1,34 @@
+"""One rank of test_shards_in_transformers.py: models that see in transformers, divided by FSDP2.
+
+task.pt lies in the folder: by family, where the checkpoint is, a call for each rank, and what to divide by.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import liger_models.hf
+
+
+def results(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
+    liger_models.hf.register()
+    task, found = torch.load(folder / "task.pt", weights_only=False), {}
+    for family, (checkpoint, calls, labels) in task.items():
+        for name, dtype in (("float32", None), ("bfloat16", torch.bfloat16)):
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+            model = transformers.AutoModelForImageTextToText.from_pretrained(checkpoint).train()
+            for layer in [m for m in model.modules() if type(m).__name__ in model._no_split_modules]:
+                fully_shard(layer, mp_policy=policy)
+            fully_shard(model, mp_policy=policy)
+            loss = model(**calls[rank], num_items_in_batch=labels / ranks).loss
+            loss.backward()
+            gradients = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+            found[family, name] = (loss.item(), gradients)
+    return found
+
+
+def whole(gradient: Any) -> Any:
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
