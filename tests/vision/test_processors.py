@@ -98,6 +98,9 @@ def seeing(request, tmp_path):
     tiny = find_architecture(family).tiny
     text = {**tiny["text_config"], "max_position_embeddings": 512}
     model = liger_models.from_config({**tiny, "text_config": text}, device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape))
     words = {"<pad>": 0, "<s>": 1, "</s>": 2}
     first = model.spec.vision.image_id
     words |= {token: first + i for i, token in enumerate(tokens)}

@@ -147,15 +147,15 @@ class Corpus:
         return tokens[start - offset : stop - offset], trained[start - offset : stop - offset]
 
     def images_at(self, start: int) -> tuple[int, int] | None:
-        """The bytes of the images of the document that begins at this token, if it has any."""
+        """The bytes of the images of the document in which this token stands, if it has any."""
         if not self._images:
             return None
         number = int(torch.searchsorted(self.starts, start, right=True)) - 1
         begin, end = self.image_starts[number : number + 2].tolist()
-        return None if begin == end or self.starts[number] != start else (begin, end)
+        return None if begin == end else (begin, end)
 
     def images(self, start: int) -> dict[str, Tensor]:
-        """What the processor gave of the images of the document that begins at this token, by the names of a
+        """What the processor gave of the images of the document in which this token stands, by the names of a
         call's keywords; empty where it has none.
         """
         place = self.images_at(start)
