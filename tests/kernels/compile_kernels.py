@@ -104,8 +104,8 @@ def rotary() -> None:
                 options = {"eps": 1e-6, "per_head": per_head, "interleaved": interleaved}
                 weights = [operand(width) for width in widths]
                 shape = (heads, kv_heads, dim)
-                backward(*kernels.split_norm_rotary_qkv(qkv, *weights, *tables, *shape, **options))
-                options |= {"norm_first": False}
+                # Half of all: of these four options any three meet in every way.
+                options["norm_first"] = interleaved ^ (turned == dim) ^ per_head
                 backward(*kernels.split_norm_rotary_qkv(qkv, *weights, *tables, *shape, **options))
 
 
@@ -121,13 +121,14 @@ def attention() -> None:
 
 def optimizer() -> None:
     residues = {"compensated": torch.zeros(64, dtype=BF16), "master": torch.zeros(64, dtype=torch.int16)}
-    for weights in ("stochastic", "compensated", "master", "plain"):
+    for i, weights in enumerate(("stochastic", "compensated", "master", "plain")):
         for dtype, residue in ((BF16, residues.get(weights)), (torch.float32, None)):
-            for moments in (torch.zeros(2, 64), torch.zeros(2, 64, dtype=BF16)):
-                settings = kernels.AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 0.1, weights, 0)
-                tensors = torch.zeros(64, dtype=dtype), torch.zeros(64), *moments, torch.ones(()), residue
-                scalars = (torch.ones(()), torch.zeros(())) if weights == "plain" else ()
-                kernels.adamw([kernels.AdamWTensors(*tensors, 0)], settings, *scalars)
+            # Half of all: any two of the three options meet in every way.
+            moments = torch.zeros(2, 64, dtype=(BF16, torch.float32)[(i + (dtype == BF16)) % 2])
+            settings = kernels.AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 0.1, weights, 0)
+            tensors = torch.zeros(64, dtype=dtype), torch.zeros(64), *moments, torch.ones(()), residue
+            scalars = (torch.ones(()), torch.zeros(())) if weights == "plain" else ()
+            kernels.adamw([kernels.AdamWTensors(*tensors, 0)], settings, *scalars)
     kernels.sum_of_squares([torch.zeros(64, dtype=BF16), torch.zeros(64), torch.zeros(65)])
 
 
