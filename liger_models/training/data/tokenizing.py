@@ -519,6 +519,8 @@ class _Builder:
             self.open = more
             if not more:
                 self.writer.end(whole, images)
+                if images:
+                    self.writer.counts["images"] += len(record.content[1])
 
     def _add_group(self, encoded: _Encoded, group: tuple[int, int]) -> None:
         record, ids, trained = encoded[:3]

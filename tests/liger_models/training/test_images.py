@@ -242,7 +242,9 @@ def test_images_are_preprocessed_once_and_again_where_one_has_changed(load, tmp_
 def test_tokenize_makes_what_train_finds(load, seeing, conversations, tmp_path, capsys, monkeypatch):
     command = ["tokenize", str(seeing), "--data", conversations, "--seq-len", "96"]
     assert main([*command, "--data-cache", str(tmp_path)]) == 0
-    assert "24 documents" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "24 documents" in told
+    assert "24 images" in told
     monkeypatch.setattr(Preprocessor, "__call__", None)
     assert load(cache=tmp_path)[0].fingerprint() == load()[0].fingerprint()
 
