@@ -25,6 +25,7 @@ try:
     import triton  # type: ignore[no-redef]
     import triton.language as tl  # type: ignore[no-redef]
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     jit = triton.jit
     # Whether a kernel is compiled or interpreted is decided once, where `jit` decorates it.
@@ -94,13 +95,13 @@ def early_start(x: Tensor) -> dict[str, bool]:
 
     That saves about 1.5 us between two such kernels, a tenth of the time of a norm of 8192 x 2048.
     """
-    if x.is_cuda and not interpreted and _has_dependent_launch(x.device.index):
+    if x.is_cuda and not interpreted and _is_hopper_or_later(x.device.index):
         return {"EARLY_START": True, "launch_pdl": True}
     return {"EARLY_START": False}
 
 
 @functools.cache
-def _has_dependent_launch(device_index: int) -> bool:
+def _is_hopper_or_later(device_index: int) -> bool:
     return torch.version.cuda is not None and torch.cuda.get_device_capability(device_index) >= (9, 0)
 
 
@@ -110,6 +111,21 @@ def wait_for_inputs(EARLY_START: tl.constexpr):
     if EARLY_START:
         gdc_wait()
         gdc_launch_dependents()
+
+
+def rows_to_copy(rows: int, *operands: Tensor) -> list[Any]:
+    """What describes tiles of `rows` rows of one head of each operand [T, heads, D] to the copy engine of a
+    Hopper GPU (TMA), which fetches them while a program computes: `.load([row, head * D])`, zero beyond the
+    tokens. None for all of them where it cannot fetch one: a program then loads element by element.
+    """
+    described = []
+    for x in operands:
+        size, dim = x.element_size(), x.shape[2]
+        able = size == 2 and dim in (64, 128, 256) and x.stride()[1:] == (dim, 1) and not x.data_ptr() % 16
+        if not able or x.stride(0) * size % 16 or (x.is_cuda and not _is_hopper_or_later(x.device.index)):
+            return [None] * len(operands)
+        described.append(TensorDescriptor(x, [len(x), x.shape[1] * dim], [x.stride(0), 1], [rows, dim]))
+    return described
 
 
 def num_sms(x: Tensor) -> int:

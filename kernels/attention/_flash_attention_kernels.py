@@ -41,6 +41,8 @@ def attention_forward_kernel(
     scale,
     softcap,
     parts,
+    k_rows,
+    v_rows,
     RANGES: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -58,6 +60,7 @@ def attention_forward_kernel(
     q += head * q_head_stride
     k += head // GROUP * k_head_stride
     v += head // GROUP * v_head_stride
+    kv_head = tl.cast(head // GROUP, tl.int32)
     q_tile = _load_rows(q, row, q_stride, tokens, True, HEAD_DIM, BLOCK_DIM, BLOCK_Q)
     if BLOCK_REST:
         q_rest = _load_rows(q + BLOCK_DIM, row, q_stride, tokens, True, REST_DIM, BLOCK_REST, BLOCK_Q)
@@ -78,8 +81,14 @@ def attention_forward_kernel(
         for WHOLE in tl.static_range(2):
             for i in range(0, whole if WHOLE else partial):
                 column = (tile + _nth_tile(i, before, whole, WHOLE)) * BLOCK_K
-                k_tile = _load_rows(k, column, k_stride, tokens, not WHOLE, HEAD_DIM, BLOCK_DIM, BLOCK_K)
-                v_tile = _load_rows(v, column, v_stride, tokens, not WHOLE, VALUE_DIM, BLOCK_VALUE, BLOCK_K)
+                if k_rows is not None:
+                    k_tile = k_rows.load([column, kv_head * HEAD_DIM])
+                    v_tile = v_rows.load([column, kv_head * VALUE_DIM])
+                else:
+                    k_tile = _load_rows(k, column, k_stride, tokens, not WHOLE, HEAD_DIM, BLOCK_DIM, BLOCK_K)
+                    v_tile = _load_rows(
+                        v, column, v_stride, tokens, not WHOLE, VALUE_DIM, BLOCK_VALUE, BLOCK_K
+                    )
                 products = tl.dot(q_tile, k_tile.T, input_precision="ieee")
                 if BLOCK_REST:
                     k_rest = _load_rows(
@@ -134,6 +143,8 @@ def attention_query_gradient_kernel(
     scale,
     softcap,
     parts,
+    k_rows,
+    v_rows,
     RANGES: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -161,6 +172,7 @@ def attention_query_gradient_kernel(
     q += head * q_head_stride
     k += head // GROUP * k_head_stride
     v += head // GROUP * v_head_stride
+    kv_head = tl.cast(head // GROUP, tl.int32)
     q_tile = _load_rows(q, row, q_stride, tokens, True, HEAD_DIM, BLOCK_DIM, BLOCK_Q)
     if BLOCK_REST:
         q_rest = _load_rows(q + BLOCK_DIM, row, q_stride, tokens, True, REST_DIM, BLOCK_REST, BLOCK_Q)
@@ -178,8 +190,14 @@ def attention_query_gradient_kernel(
         for WHOLE in tl.static_range(2):
             for i in range(0, whole if WHOLE else partial):
                 column = (tile + _nth_tile(i, before, whole, WHOLE)) * BLOCK_K
-                k_tile = _load_rows(k, column, k_stride, tokens, not WHOLE, HEAD_DIM, BLOCK_DIM, BLOCK_K)
-                v_tile = _load_rows(v, column, v_stride, tokens, not WHOLE, VALUE_DIM, BLOCK_VALUE, BLOCK_K)
+                if k_rows is not None:
+                    k_tile = k_rows.load([column, kv_head * HEAD_DIM])
+                    v_tile = v_rows.load([column, kv_head * VALUE_DIM])
+                else:
+                    k_tile = _load_rows(k, column, k_stride, tokens, not WHOLE, HEAD_DIM, BLOCK_DIM, BLOCK_K)
+                    v_tile = _load_rows(
+                        v, column, v_stride, tokens, not WHOLE, VALUE_DIM, BLOCK_VALUE, BLOCK_K
+                    )
                 products = tl.dot(q_tile, k_tile.T, input_precision="ieee")
                 if BLOCK_REST:
                     k_rest = _load_rows(
@@ -230,6 +248,8 @@ def attention_key_value_gradient_kernel(
     scale,
     softcap,
     parts,
+    q_rows,
+    dout_rows,
     RANGES: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -273,12 +293,16 @@ def attention_key_value_gradient_kernel(
                 for i in range(0, whole if WHOLE else partial):
                     row = (tile + _nth_tile(i, before, whole, WHOLE)) * BLOCK_Q
                     queries = row + tl.arange(0, BLOCK_Q)
-                    q_tile = _load_rows(
-                        q_head, row, q_stride, tokens, not WHOLE, HEAD_DIM, BLOCK_DIM, BLOCK_Q
-                    )
-                    dout_tile = _load_rows(
-                        dout_head, row, dout_stride, tokens, not WHOLE, VALUE_DIM, BLOCK_VALUE, BLOCK_Q
-                    )
+                    if q_rows is not None:
+                        q_tile = q_rows.load([row, tl.cast(head, tl.int32) * HEAD_DIM])
+                        dout_tile = dout_rows.load([row, tl.cast(head, tl.int32) * VALUE_DIM])
+                    else:
+                        q_tile = _load_rows(
+                            q_head, row, q_stride, tokens, not WHOLE, HEAD_DIM, BLOCK_DIM, BLOCK_Q
+                        )
+                        dout_tile = _load_rows(
+                            dout_head, row, dout_stride, tokens, not WHOLE, VALUE_DIM, BLOCK_VALUE, BLOCK_Q
+                        )
                     exists = queries < tokens
                     row_lse = tl.load(lse + head * tokens + queries, exists, 0.0)
                     row_delta = tl.load(delta + head * tokens + queries, exists, 0.0)

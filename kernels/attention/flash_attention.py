@@ -36,6 +36,7 @@ from liger_models.kernels._dispatch import (
     next_power_of_2,
     on_device_of,
     once_differentiable,
+    rows_to_copy,
     shared_memory,
     use_triton,
 )
@@ -219,6 +220,7 @@ class _Attention(torch.autograd.Function):
                     scale,
                     softcap,
                     _parts(of_queries),
+                    *rows_to_copy(tiles.keys, k, v),
                     **_constants(q, k, v, ranges, tiles),
                 )
         ctx.save_for_backward(q, k, v, sinks, of_queries, of_keys, out, lse)
@@ -256,6 +258,7 @@ class _Attention(torch.autograd.Function):
                     scale,
                     softcap,
                     _parts(of_queries),
+                    *rows_to_copy(tiles.keys, k, v),
                     **_constants(q, k, v, ranges, tiles),
                 )
                 tiles = _configuration(q, v).key_value_gradient
@@ -276,6 +279,7 @@ class _Attention(torch.autograd.Function):
                     scale,
                     softcap,
                     _parts(of_keys),
+                    *rows_to_copy(tiles.queries, q, dout),
                     **_constants(q, k, v, ranges, tiles),
                 )
         dsinks = None

@@ -111,18 +111,21 @@ def test_the_tiles_of_a_real_gpu_compute_the_formula_too(interpreted, assert_nea
         assert_near(actual, true, 48)
 
 
-def test_in_16_bits_it_is_as_near_to_the_truth_as_eager(interpreted, small_tiles):
-    inputs = operands(40, heads=2, kv_heads=1, dim=32, sinks=True, dtype=torch.float16)
-    run = attend({"softcap": 3.0})
+@pytest.mark.parametrize("dim", [32, 64])  # of 64 a Hopper GPU's copy engine fetches tiles
+def test_in_16_bits_it_is_as_near_to_the_truth_as_eager(dim, interpreted, small_tiles):
+    *_, sinks = operands(40, heads=4, kv_heads=2, sinks=True, dtype=torch.float16)
+    row = torch.randn(40, 8, dim).half()  # of which queries, keys and values are views, as in a model
+    inputs = [x.detach().requires_grad_() for x in (*row.split([4, 2, 2], dim=1), sinks)]
+    options = {"softcap": 3.0, "cu_seqlens": (0, 9, 40), "window": 20}
+    run = attend(options)
     found, grads, upstream = run_with_gradients(run, inputs)
-    eager, eager_grads, _ = run_with_gradients(attend({"softcap": 3.0}, eager_attention), inputs, upstream)
+    eager, eager_grads, _ = run_with_gradients(attend(options, eager_attention), inputs, upstream)
     truth, true_grads, _ = run_with_gradients(run, in_float64(inputs), in_float64(upstream))
-    # The sinks' gradient has two elements: its error is chance.
     results = (*found, *grads), (*eager, *eager_grads), (*truth, *true_grads)
-    for ours, theirs, true in list(zip(*results, strict=True))[:-1]:
+    for ours, theirs, true in zip(*results, strict=True):
         assert ours.dtype == torch.float16
-        assert (ours - true).norm() <= 1.1 * (theirs - true).norm()
-    torch.testing.assert_close(grads[3].double(), true_grads[3], rtol=1e-2, atol=1e-3)
+        # The gradient of four sinks is too short for its error to be more than chance.
+        assert (ours - true).norm() <= (4.0 if true.numel() == 4 else 1.1) * (theirs - true).norm()
 
 
 @pytest.mark.parametrize("window", [None, 6])
