@@ -309,7 +309,7 @@ class _Configuration(NamedTuple):
 # chosen from what the compiler reports.
 _DATA_CENTRE = {  # up to 197 KB of shared memory
     (64, 64): _Configuration(_Tiles(64, 64, 4, 3), _Tiles(64, 64, 4, 3), _Tiles(64, 128, 8, 2)),
-    (128, 128): _Configuration(_Tiles(64, 64, 4, 3), _Tiles(128, 64, 8, 3), _Tiles(64, 128, 8, 2)),
+    (128, 128): _Configuration(_Tiles(64, 64, 4, 3), _Tiles(128, 64, 8, 3), _Tiles(64, 64, 4, 2)),
     (192, 128): _Configuration(_Tiles(128, 64, 8, 3), _Tiles(128, 32, 8, 3), _Tiles(32, 128, 8, 2)),
     (256, 256): _Configuration(_Tiles(128, 64, 8, 2), _Tiles(128, 32, 8, 2), _Tiles(32, 64, 8, 2)),
     (512, 512): _Configuration(_Tiles(64, 32, 8, 1), _Tiles(32, 32, 8, 1), _Tiles(32, 32, 8, 1)),
