@@ -1,4 +1,4 @@
-"""Models that see in transformers, divided over two processes by FSDP2, in float32 and with bfloat16 policy."""
+"""Models that see in transformers, divided over two processes by FSDP2, in float32 and in bfloat16."""
 
 from __future__ import annotations
 
