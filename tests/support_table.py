@@ -4,10 +4,10 @@ A test is marked with the tool and the cases of it that the test shows, all lite
 
     @pytest.mark.supports("TRL", "DPO", "DPO with PEFT")
 
-`pytest tests/hf tests/frameworks --write-support-table` writes the cases of every tool, and adds to the tools
-whose cases all passed in that run the versions of the environment and the date. A run with other versions
-adds to what is there; a tool whose cases have changed starts anew. `tests/test_support_table.py` fails where
-the table and the markers differ.
+`pytest tests/hf tests/frameworks tests/vision --write-support-table` writes the cases of every tool, and adds
+to the tools whose cases all passed in that run the versions of the environment and the date. A run with other
+versions adds to what is there; a tool whose cases have changed starts anew. `tests/test_support_table.py`
+fails where the table and the markers differ.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ TOOLS: dict[str, tuple[str, ...]] = {
     "bitsandbytes": ("bitsandbytes", "peft", "transformers"),
     "torchao": ("torchao", "transformers"),
     "vLLM": ("transformers",),
+    "models that see": ("transformers", "peft", "trl", "bitsandbytes"),
     "Axolotl, LLaMA-Factory, ms-swift, oumi": ("transformers",),
 }
 

@@ -113,6 +113,22 @@ class LigerForConditionalGeneration(LigerForCausalLM):
             return {}
         return {spec.kinds: torch.zeros_like(input_ids)}
 
+    def _expand_inputs_for_generation(self, expand_size: int = 1, *args: Any, **kwargs: Any) -> Any:
+        """transformers' own.
+
+        Raises:
+            ValueError: several sequences a prompt beside images that do not stand by rows: transformers would
+                repeat each patch, or each image, and not those of a row.
+        """
+        by_rows = kwargs.get("aspect_ratio_ids") is not None
+        if expand_size > 1 and not by_rows and any(kwargs.get(name) is not None for name in PICTURES):
+            raise ValueError(
+                f"{expand_size} sequences a prompt (num_beams, num_return_sequences) beside images are not "
+                "supported; repeat the prompts and their images in what the processor is given"
+            )
+        whole: Any = super()
+        return whole._expand_inputs_for_generation(expand_size, *args, **kwargs)
+
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """transformers' own; a cache that holds the prompt holds its images."""
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(  # type: ignore[misc]

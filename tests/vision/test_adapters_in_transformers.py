@@ -63,7 +63,7 @@ def compare(theirs, ours, call):
     )
 
 
-@pytest.mark.supports("PEFT", "models that see: LoRA on each part")
+@pytest.mark.supports("models that see", "PEFT, LoRA on each part")
 @pytest.mark.parametrize(
     ("family", "part"),
     [("qwen2_5_vl", "language"), ("qwen2_5_vl", "tower"), *((name, "all") for name in SEVERAL)],
@@ -85,7 +85,7 @@ def test_adapters_are_those_of_transformers_own_model(family, part, pair, both, 
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "adapter" / name).read_bytes()
 
 
-@pytest.mark.supports("bitsandbytes", "models that see: QLoRA on tower and language model")
+@pytest.mark.supports("models that see", "bitsandbytes, QLoRA on tower and language model")
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 def test_adapters_on_quantised_weights_are_those_of_transformers_own(family, pair, both, hf, tmp_path):
     pytest.importorskip("bitsandbytes")

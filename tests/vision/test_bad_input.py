@@ -201,7 +201,7 @@ ODD = (torch.arange(96) >= 12)[:, None]
 @pytest.mark.parametrize(("change", "message"), OF_PLACED.values(), ids=OF_PLACED)
 def test_patches_in_other_places_are_refused(change, message, make_pair, pairs_made):
     pair = pairs_made.get("gemma4") or pairs_made.setdefault("gemma4", make_pair("gemma4"))
-    call = pair.scene([1, Image(6, 10), 2, Video(2, 4, 4), 3])
+    call = pair.scenes.make([[1, Image(6, 10), 2, Video(2, 4, 4), 3]], "right")
     assert pair.ours(**call).loss.isfinite()
     with pytest.raises((DataError, TypeError), match=message):
         pair.ours(**change(call))

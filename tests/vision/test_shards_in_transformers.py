@@ -1,4 +1,4 @@
-"""Models that see in transformers, divided over two processes by FSDP2, in float32 and in bfloat16."""
+"""Models that see in transformers, divided over two processes by FSDP2, with mixed precision too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FAMILIES = ("qwen2_5_vl", "gemma3")
 
 
 @pytest.mark.slow
-@pytest.mark.supports("FSDP2", "models that see, with a bfloat16 policy")
+@pytest.mark.supports("models that see", "FSDP2, with a bfloat16 policy")
 def test_two_ranks_train_as_one(make_pair, tmp_path):
     """One has images and a video, whose seconds the policy must not round; the other text alone."""
     import liger_models.hf
@@ -28,7 +28,7 @@ def test_two_ranks_train_as_one(make_pair, tmp_path):
         pair.reference.save_pretrained(tmp_path / family)
         calls = [pair.scene([1, Image(4, 4), 3, Video(3, 4, 2, 1.7), 2]), pair.scene([12])]
         if "second_per_grid_ts" in calls[0]:
-            calls[0]["second_per_grid_ts"] = torch.tensor(calls[0]["second_per_grid_ts"])
+            calls[0]["second_per_grid_ts"] = torch.as_tensor(calls[0]["second_per_grid_ts"])
         labels = sum(int((call["labels"][:, 1:] != -100).sum()) for call in calls)
         task[family] = (tmp_path / family, calls, labels)
     torch.save(task, tmp_path / "task.pt")
