@@ -76,8 +76,8 @@ class KTO(Objective):
         )
         n, good = len(answers.good), answers.good
         told: dict[str, tuple[Tensor, Tensor | float]] = {
-            "good_reward": (result.rewards[good].sum(), good.sum()),
-            "bad_reward": (result.rewards[~good].sum(), (~good).sum()),
+            "good_reward": ((result.rewards * good).sum(), good.sum()),
+            "bad_reward": ((result.rewards * ~good).sum(), (~good).sum()),
         }
         if self.kl is not None:
             told["kl"] = (n * self.kl, float(n))
