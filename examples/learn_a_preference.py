@@ -2,9 +2,8 @@
 
     python examples/learn_a_preference.py
 
-Answers, half of them polite and half rude -> a tokenizer, a fresh LLaMA -> fine-tuning, after which it is as
-often rude as polite -> DPO on pairs, the polite answer chosen -> what it says now to questions that no pair
-was about.
+Answers, three of four of them rude -> a tokenizer, a fresh LLaMA -> fine-tuning, after which it is mostly
+rude -> DPO on pairs, the polite answer chosen -> what it says now to questions that no pair was about.
 
 Every command that it prints is one that a user types.
 """
@@ -48,10 +47,11 @@ def main() -> int:
         *("--steps", args.steps, "--lr", 2e-3, "--batch-size", 2),
     )
 
-    say("3. DPO: of each pair the polite answer is chosen")
+    say("3. DPO: of each pair the polite answer is chosen; its own likelihood keeps a small model fluent")
     liger_models(
-        *("train", tuned / "final", "--objective", "dpo", "--data", pairs, "--eval-data", held_out),
-        *("--output", preferring, *common, "--steps", args.steps // 2, "--lr", 2e-4, "--batch-size", 2),
+        *("train", tuned / "final", "--objective", "dpo", "--loss-type", "sigmoid=1+sft=1"),
+        *("--data", pairs, "--eval-data", held_out),
+        *("--output", preferring, *common, "--steps", args.steps // 2, "--lr", 5e-4, "--batch-size", 2),
     )
 
     say("4. What it says about what no pair was about")
@@ -71,13 +71,13 @@ def main() -> int:
 
 
 def write_data(out: Path) -> tuple[Path, Path, Path]:
-    """Answers of both kinds about all things; pairs, about some; pairs about the others."""
+    """Answers of both kinds about all things; pairs about some; pairs about the others."""
     files = out / "answers.jsonl", out / "pairs.jsonl", out / "held-out.jsonl"
     answers, pairs, held_out = [], [], []
     for number, thing in enumerate(THINGS):
         for word in WORDS:
             prompt, answer = f"How is the {thing}?", f" The {thing} is {word}"
-            answers += [{"prompt": prompt, "completion": answer + end} for end in (POLITE, RUDE)]
+            answers += [{"prompt": prompt, "completion": answer + end} for end in (POLITE, RUDE, RUDE, RUDE)]
             pair = {"prompt": prompt, "chosen": answer + POLITE, "rejected": answer + RUDE}
             (pairs if number >= HELD_OUT else held_out).append(pair)
     texts = [{"text": row["prompt"] + row["completion"]} for row in answers]
