@@ -160,9 +160,9 @@ def edges_of(
     kept = shown.patches * spec.patches.width * size
     if isinstance(spec, TiledVisionSpec):
         # The positions that a gate multiplies, the inputs and statistics of two norms, and of each token its
-        # place, its tile, its place again, and where the keys that it sees begin and end.
-        kept += shown.read * width * size + 2 * shown.tokens * (width * size + 8)
-        kept += shown.tokens * (3 * 8 + 2 * 4)
+        # place, to and fro, and where the keys that it sees begin and end.
+        kept += shown.read * width * max(size, 4) + 2 * shown.tokens * (width * size + 8)
+        kept += shown.tokens * (2 * 8 + 2 * 4)
         linear = nn.Linear(spec.width, hidden_size, device="meta", dtype=dtype)
         made = _kept(linear, shown.read, spec.width, dtype, encoder)
         return Edges(encoder * kept, made, shown.read * hidden_size * size)

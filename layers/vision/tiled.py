@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_models.convert.errors import DataError
+from liger_models.kernels._dispatch import at_least_float32
 from liger_models.layers.activation_memory import parse_levels
 from liger_models.layers.attention_backends import AttentionBackend
 from liger_models.layers.blocks import BLOCKS, IMAGES, Block, run_block
@@ -273,7 +274,7 @@ class TiledEncoder(nn.Module):
         x = self.patch_embed(patches.flatten(4).flatten(2, 3))  # [images, tiles, P - 1, D]
         x = x + self.before(ratios)
         x = torch.cat([self.class_token.to(x.dtype).expand(*x.shape[:2], 1, -1), x], dim=2)
-        x = self.norm_before(x + self.place(ratios))
+        x = self.norm_before((x + self.place(ratios)).to(x.dtype))
         images, count, patches_of_tile, _ = x.shape
         x = F.pad(x, (0, 0, 0, -patches_of_tile % 8))
         length = x.shape[2]
@@ -284,7 +285,6 @@ class TiledEncoder(nn.Module):
         sequences = Sequences.from_call((images, count * length), x.device)
         sequences.pads = pads.gather(1, order).flatten()
         first = torch.arange(0, order.numel(), count * length, device=x.device)[:, None]
-        tile = (order // length + torch.arange(0, images * count, count, device=x.device)[:, None]).flatten()
         order = (order + first).flatten()
         blocks = (*spec.blocks, *spec.global_blocks)
         sequences.prepare_rotary(tuple(dict.fromkeys(rope for b in blocks for rope in b.mixer.ropes)))
@@ -296,7 +296,8 @@ class TiledEncoder(nn.Module):
                 x, residual = x if residual is None else x + residual, None
                 taken[number] = x
         x = self.norm_behind(x if residual is None else x + residual)
-        x, residual = x + self.behind(ratios).flatten(0, 2)[tile], None
+        behind = self.behind(ratios).expand(-1, -1, length, -1).flatten(0, 2)  # whose gradient is one sum
+        x, residual = x + behind[order], None
         for layer in self.overall:
             x, residual = run_block(cast(Any, layer), x, residual, sequences, offload=offload)
         x = x if residual is None else x + residual
@@ -350,10 +351,11 @@ class PlaceInTiles(nn.Module):
         self.weight = nn.Parameter(torch.empty(spec.ratios + 1, spec.tiles * places * spec.hidden_size))
 
     def forward(self, ratios: Tensor) -> Tensor:
-        """ratios [N] -> [N, tiles, P, D]."""
-        gate = self.gate.tanh()
+        """ratios [N] -> [N, tiles, P, D], in float32 at the least."""
         in_tiles = self.weight[ratios].unflatten(1, (self.tiles, *self.embedding.shape))
-        return (1 - gate) * self.embedding + gate * in_tiles
+        # One sum is the gate's gradient: of two, each rounded, little would be left.
+        embedding, gate = at_least_float32(self.embedding), at_least_float32(self.gate).tanh()
+        return embedding + gate * (in_tiles - embedding)
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
         """A closed gate."""

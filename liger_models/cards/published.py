@@ -55,7 +55,7 @@ def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
         for key, value in config.items()
     }
     if shared := cut.get("num_kv_shared_layers"):  # which are the last ones
-        cut["num_kv_shared_layers"] = max(0, layers - (before - shared))
+        cut["num_kv_shared_layers"] = max(0, layers - (config["num_hidden_layers"] - shared))
     for key in ("moe_layers", "cross_attention_layers"):
         if listed := cut.get(key):
             cut[key] = [layer for layer in listed if layer < layers]

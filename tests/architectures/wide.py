@@ -159,31 +159,35 @@ def farther_than_reference(
 
     assert found[0].keys() == truth[0].keys() == expected[0].keys()
     farther, tokens = {}, batches[0]["input_ids"].numel()
+    distances = {
+        name: tuple(_mean_distance(results, truth, name) for results in (found, expected))
+        for name in truth[0]
+    }
     for name, exact in truth[0].items():
-        own, theirs = (_mean_distance(results, truth, name) for results in (found, expected))
+        own, theirs = distances[name]
         # Of tokens that go to another expert the errors are large and few: by chance the logarithm of the
         # ratio of two such means, of n numbers each, strays by 1 / sqrt(n).
         count = len(batches)
         chance = math.exp(3 / (exact.numel() * count) ** 0.5) if count > 1 else 1.0
         # A loss is one number and can be near by luck, which does not bind: a rounding of a logit a token,
         # 2^-9 and of either sign, is what bfloat16 allows.
-        luck = 2**-9 / tokens**0.5 if name == "loss" else _of_rounding_alone(name, truth[0])
-        if not own <= max(1.1 * chance * theirs, luck):
+        luck = 2**-9 / tokens**0.5 if name == "loss" else 0.0
+        # A key's bias, without positions, moves all scores of a query alike, and what comes out is rounding
+        # alone: of terms that the weight's gradient sums too, times inputs of the order of one.
+        weight = name.removesuffix("bias") + "weight"
+        if name.endswith(".bias") and weight in truth[0]:
+            terms = truth[0][weight].norm() / math.sqrt(truth[0][weight].shape[-1])
+            if exact.norm() < 2**-16 * terms:
+                luck = 1.1 * distances[weight][1] * (terms / exact.norm()).item()
+        if not own <= max(1.1 * chance * theirs, luck) and (exact.numel() > 1 or name == "loss"):
             farther[name] = (own, theirs)
+    # A single number, too, is near by luck or not: all of them are judged together.
+    numbers = [both for name, both in distances.items() if truth[0][name].numel() == 1 and name != "loss"]
+    if numbers:
+        own, theirs = (math.hypot(*side) for side in zip(*numbers, strict=True))
+        if not own <= 1.1 * math.exp(3 / len(numbers) ** 0.5) * theirs:
+            farther["single numbers"] = (own, theirs)
     return farther
-
-
-def _of_rounding_alone(name: str, truth: Mapping[str, Tensor]) -> float:
-    """What a gradient in which all cancels may be off by, relative. A key's bias without positions moves all
-    scores of a query alike: what comes out is rounding, 2^-9 of terms of which the weight's gradient tells
-    the size, once in each of two products.
-    """
-    weight = truth.get(name.removesuffix("bias") + "weight") if name.endswith(".bias") else None
-    if weight is None:
-        return 0.0
-    terms = (weight.float().norm() / math.sqrt(weight.shape[-1])).item()
-    size = truth[name].float().norm().item()
-    return 2**-8 * terms / size if size < 2**-8 * terms else 0.0
 
 
 def distance(found: Tensor, truth: Tensor) -> float:
