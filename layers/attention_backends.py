@@ -345,7 +345,7 @@ def _beside_padding(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequen
     limited = spec.causal or spec.window is not None or spec.chunk is not None
     if limited or not _is_plain_softmax(spec) or sequences.cu_seqlens is not None:
         raise ValueError("padding that was not taken out is for attention of all tokens, in equal rows")
-    if use_triton(q):
+    if use_triton(q) and not (q.is_cuda and q.dtype == torch.float32):  # which takes a mask of all rows
         return attention(q, k, v, scale=spec.scale, bounds=sequences.ranges_beside_padding())
     pads = sequences.pads.view(sequences.shape)
     mask = ~(pads[:, None, :, None] & pads[:, None, None, :])

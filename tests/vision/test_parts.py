@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from pairs import beyond_bound
 from scenes import Image
-
-from liger_models.cli import main
 
 
 @pytest.mark.parametrize("part", ["vision", "projector", "language"])
@@ -53,12 +49,3 @@ def test_a_frozen_encoder_keeps_nothing(pair):
 def test_a_part_that_is_not_there_is_named(pair):
     with pytest.raises(ValueError, match=r"'audio'.*language, vision, projector"):
         pair.ours.freeze("audio")
-
-
-def test_memory_that_is_not_counted_is_not_planned(family, pair, tmp_path, capsys):
-    with pytest.raises(ValueError, match="'auto' does not count"):
-        pair.ours.set_activation_memory("auto")
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(pair.config))
-    assert main(["plan", str(path), "--gpu", "H200", "--seq", "64"]) == 2
-    assert "sees images" in capsys.readouterr().err
