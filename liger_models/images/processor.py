@@ -314,5 +314,4 @@ class _Unmarking:
 
 
 _CLASSES = ("processor_class", "image_processor_type")
-_CLASSES = ("processor_class", "image_processor_type")
 _OF_TOKENS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "labels")
