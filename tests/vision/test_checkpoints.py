@@ -16,6 +16,7 @@ import liger_models
 from liger_models.architectures import find_architecture, list_architectures
 from liger_models.architectures.multimodal import MULTIMODAL
 from liger_models.convert.errors import CheckpointError, ConfigError, UnsupportedModelError
+from liger_models.verification import verify_numbers
 
 
 @pytest.fixture(scope="module")
@@ -142,3 +143,12 @@ def test_an_unknown_key_of_either_part_is_refused_by_name(part, family):
         liger_models.from_config({**tiny, part: {**tiny[part], "of_no_meaning": 2}})
     with pytest.raises(ConfigError, match="of_no_meaning"):
         liger_models.from_config({**tiny, "of_no_meaning": 2})
+
+
+def test_verify_compares_images_too(make_pair, tmp_path):
+    make_pair("qwen2_5_vl").reference.save_pretrained(tmp_path)
+    found = verify_numbers(tmp_path)
+    assert found.images == 3
+    assert not found.too_far
+    assert not found.lonely
+    assert any("visual.patch_embed" in name for name in found.gradients)
