@@ -144,6 +144,9 @@ class LigerPreTrainedModel(PreTrainedModel):
     @property
     def _weight_conversions(self) -> list[WeightConverter | WeightRenaming]:
         """What transformers' writer turns round: made from the modules as they are now."""
+        if self.decoder is self and self.decoder.vision is not None:
+            layout = self.decoder.own_layout
+            return self._conversions(Groups([(layout, self.weight_map(layout))]))
         return self._conversions(groups_of(self).in_layout(self.layouts[0]))
 
     @_weight_conversions.setter
@@ -228,7 +231,8 @@ class LigerPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear | nn.Embedding):
+        ours = type(module).__module__.startswith("liger_models.")
+        if isinstance(module, nn.Linear | nn.Embedding) or not ours:
             super()._init_weights(module)
         elif not isinstance(module, PreTrainedModel) and hasattr(module, "reset_parameters"):
             reset: Any = module.reset_parameters

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 
 import pytest
 import torch
@@ -165,6 +166,33 @@ def test_checkpointing_frozen_parts_and_copies(family, pair, ours):
     half = copy.deepcopy(ours).bfloat16()
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
     assert half(**call).loss.dtype == torch.float32
+
+
+@FEW
+def test_fresh_weights_base_models_pickles_and_layers_on_disk(
+    family, pair, ours, folders, registered, tmp_path
+):
+    fresh = transformers.AutoModelForImageTextToText.from_config(ours.config)
+    assert all(p.isfinite().all() for p in fresh.parameters())
+    call = pair.scene(*DOCUMENTS.values())
+    del call["labels"]
+    devices = {name.rpartition(".")[0]: "cpu" for name, _ in ours.named_parameters()} | {"lm_head": "cpu"}
+    devices |= {name: "disk" for name in devices if "layers.1" in name or "blocks.1" in name}
+    on_disk = transformers.AutoModelForImageTextToText.from_pretrained(
+        folders(pair), device_map=devices, offload_folder=tmp_path / "offloaded"
+    )
+    with torch.no_grad():
+        expected = ours.eval()(**call).logits
+        for model in (pickle.loads(pickle.dumps(ours)), on_disk.eval()):
+            assert torch.equal(model(**call).logits, expected)
+    base = transformers.AutoModel.from_pretrained(folders(pair)).eval()
+    with torch.no_grad():
+        assert torch.equal(base(**call).last_hidden_state, ours.model(**call).last_hidden_state)
+    base.save_pretrained(tmp_path / "base")
+    registered.unregister()
+    _, told = transformers.AutoModel.from_pretrained(tmp_path / "base", output_loading_info=True)
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
 
 
 @FEW
