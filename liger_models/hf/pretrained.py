@@ -145,7 +145,7 @@ class LigerPreTrainedModel(PreTrainedModel):
     def _weight_conversions(self) -> list[WeightConverter | WeightRenaming]:
         """What transformers' writer turns round: made from the modules as they are now."""
         if self.decoder is self and self.decoder.vision is not None:
-            layout = self.decoder.own_layout
+            layout: Any = self.decoder.own_layout
             return self._conversions(Groups([(layout, self.weight_map(layout))]))
         return self._conversions(groups_of(self).in_layout(self.layouts[0]))
 
