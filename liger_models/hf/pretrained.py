@@ -249,10 +249,11 @@ class LigerPreTrainedModel(PreTrainedModel):
                     f"the layers of this model have inputs of their own for {known} ids, so {known} is the "
                     f"most that its embedding can have; found {value.num_embeddings}"
                 )
-            spec = replace(spec, vocab_size=value.num_embeddings)
+            if value.num_embeddings != spec.num_ids:
+                spec = replace(spec, vocab_size=value.num_embeddings, extra_ids=0)
         if type(value) is nn.Embedding:
             with torch.device("meta"):
-                ours = TokenEmbedding(spec.vocab_size, spec.hidden_size, spec.embed_scale, spec.padding_idx)
+                ours = TokenEmbedding(spec.num_ids, spec.hidden_size, spec.embed_scale, spec.padding_idx)
             ours.weight, value = value.weight, ours
         decoder.embed_tokens, decoder.spec = value, spec
         decoder.note_forms()

@@ -205,7 +205,7 @@ def test_several_sequences_a_prompt_are_refused_beside_images(family, pair, ours
     assert ours.eval().generate(text, max_new_tokens=2, num_beams=2, **EOS).shape == (1, 7)
 
 
-@FEW
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "mllama"])
 def test_resized_vocabularies(family, pair, ours):
     call = pair.scene(*DOCUMENTS.values())
     theirs, model = copy.deepcopy(pair.reference), copy.deepcopy(ours)
