@@ -17,7 +17,7 @@ from liger_models.architectures import find_architecture
 from liger_models.cli import generate, main
 from liger_models.convert.errors import ConfigError, DataError
 from liger_models.images import Preprocessor
-from liger_models.training.data import Stream, load_documents, pictured
+from liger_models.training.data import Stream, load_documents, pictured, sources
 from liger_models.training.tokenizer import TextTokenizer
 
 Image = pytest.importorskip("PIL.Image")
@@ -171,6 +171,37 @@ def test_generate_shows_the_model_what_a_user_asks(load, seeing, tmp_path):
     assert turns == [f"user\n{image}{image}what?<|im_end|>\n", "assistant\n"]
     assert images["image_grid_thw"].tolist() == [[1, 10, 8]] * 2  # of 3 pixels
     assert model(torch.tensor([ids]), **images).logits.isfinite().all()
+
+
+def test_tables_and_data_sets_hold_images_as_files_of_lines_do(load, jsonl, tmp_path, monkeypatch):
+    """Parquet files have structs of bytes, and data sets of the hub give images of Pillow."""
+    parquet, datasets = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("datasets")
+    import pyarrow
+
+    messages = [
+        {"role": "user", "content": "<image>what?"},
+        {"role": "assistant", "content": "green"},
+    ]
+    image = png("green", (24, 16))
+    text = base64.b64encode(image).decode()
+    lines = jsonl(tmp_path / "lines.jsonl", [{"messages": messages, "images": [text]}] * 2)
+    rows = [{"messages": messages, "images": [{"bytes": image, "path": None}]}] * 2
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "table.parquet")
+    features = {"messages": [{"role": datasets.Value("string"), "content": datasets.Value("string")}]}
+    features["images"] = datasets.List(datasets.Image())
+    streamed = datasets.Dataset.from_list(rows, datasets.Features(features)).to_iterable_dataset()
+    monkeypatch.setattr(datasets, "load_dataset", lambda *name, **options: streamed)
+    monkeypatch.setattr(sources, "_commit", lambda name: "one")
+
+    expected, _ = load(lines)
+    (row,) = Stream(expected, 96, 0).take(1)
+    for name in (tmp_path / "table.parquet", "hf:owner/pictures"):
+        found, _ = load(name)
+        (same,) = Stream(found, 96, 0).take(1)
+        batches = expected.batch([row]), found.batch([same])
+        assert torch.equal(batches[0].input_ids, batches[1].input_ids)
+        assert torch.equal(batches[0].shift_labels, batches[1].shift_labels)
+        assert torch.equal(batches[0].images["pixel_values"], batches[1].images["pixel_values"])
 
 
 def test_a_packed_row_has_the_loss_and_the_gradients_of_its_conversations_alone(load):
