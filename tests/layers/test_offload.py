@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from liger_models.layers import offload
-from liger_models.layers.offload import host_bytes
+from liger_models.layers.offload import Offload, host_bytes
 
 needs_gpu = pytest.mark.gpu
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -171,6 +171,21 @@ def test_many_layers_and_steps_give_the_bits_of_checkpointing(tokens, what, make
             model(ids, labels=ids)
         found += [gradients(model, ids) for ids in batches]
     assert all(same(*pair) for pair in zip(found, expected * 2, strict=True))
+
+
+def test_random_numbers_are_set_back_where_the_input_is(monkeypatch):
+    """`checkpoint` does it for the devices of its arguments, to which a layer's own input does not belong."""
+    given, checkpoint = [], offload.checkpoint
+
+    def noting(run, *args, **options):
+        given.extend(args)
+        return checkpoint(run, *args, **options)
+
+    monkeypatch.setattr(offload, "checkpoint", noting)
+    x = torch.ones(3, requires_grad=True)
+    Offload().recompute(lambda x, rate: torch.dropout(x, rate, train=True), x, 0.5).sum().backward()
+    assert [tensor.device for tensor in given if isinstance(tensor, torch.Tensor)] == [x.device]
+    assert not any(tensor is x for tensor in given)
 
 
 @needs_gpu
