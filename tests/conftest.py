@@ -79,6 +79,15 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Tensors of a few hundred elements gain nothing from a second thread, and wait for it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def interpreted():
     """Run the kernels in Triton's interpreter, on a CPU."""

@@ -7,22 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.append(str(Path(__file__).parent))  # for pairs, variants and mutations, which lie beside it
 
 import pairs
 
 from liger_models.architectures import list_architectures
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread():
-    """Tensors of a few hundred elements gain nothing from a second thread, and wait for it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

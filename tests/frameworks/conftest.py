@@ -12,15 +12,6 @@ import liger_models
 from liger_models.causal_lm import LigerCausalLM
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_thread():
-    """Tensors of a few hundred elements gain nothing from a second thread, and wait for it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="session")
 def tiny_config() -> dict[str, Any]:
     """A LLaMA of two layers."""

@@ -20,15 +20,6 @@ sys.path.append(str(Path(__file__).parent))  # for hf_pairs, which lies beside i
 from hf_pairs import Both
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_thread():
-    """Tensors of a few hundred elements gain nothing from a second thread, and wait for it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(autouse=True)
 def own_choices() -> Iterator[None]:
     """accelerate and Trainer put what they are told into the environment: the next test must not find it."""

@@ -19,15 +19,6 @@ sys.path.append(str(Path(__file__).parent))  # for score_calls, which lies besid
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER = 61, 32, 4, 2, 16, 40
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_thread():
-    """Tensors of a few hundred elements gain nothing from a second thread, and wait for it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="session")
 def make_model() -> Callable[..., CausalLM]:
     """A factory: `make_model(layers=2, window=None, kv_heads=2, **options of CausalLM)`."""

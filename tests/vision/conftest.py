@@ -16,15 +16,6 @@ import scenes
 from liger_models.architectures import list_architectures
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_thread():
-    """Tensors of a few hundred elements gain nothing from a second thread, and wait for it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(params=list_architectures(sees=True))
 def family(request) -> str:
     return request.param

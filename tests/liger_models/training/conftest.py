@@ -33,14 +33,11 @@ def write_jsonl(path: Path, records: list) -> str:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread():
+def one_thread_of_subprocesses():
     """Matrices this small gain nothing from threads, and lose much where tests run side by side."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")  # of subprocesses
+        patch.setenv("OMP_NUM_THREADS", "1")
         yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session", autouse=True)
