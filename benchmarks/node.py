@@ -35,9 +35,7 @@ SUMMARY = (
 MARKS = "<!-- several GPUs: python -m benchmarks node -->", "<!-- end of several GPUs -->"
 TITLE, PICTURE = "A machine with several GPUs", "node.png"
 HEADER = ("part", *parallel.HEADER)
-LONGEST = (
-    130.0  # seconds of a step of the long context, of which it is said that it takes three minutes at most
-)
+LONGEST = 130.0  # seconds that a step of the long context computes; with the rest it is to take three minutes
 OPERATIONS = 350e12  # a second of a GPU in such a step, what is computed again left aside
 STRIDE = 65536  # tokens by which rows are longer
 

@@ -26,8 +26,24 @@ class QKNormSpec:
     values: bool = False
 
 
+class _Heads:
+    """How wide queries, keys and values of all heads are, beside one another."""
+
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+
+    @property
+    def q_size(self) -> int:
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_key_value_heads * self.head_dim
+
+
 @dataclass(frozen=True)
-class AttentionSpec:
+class AttentionSpec(_Heads):
     """Attention with grouped key/value heads: `causal`, or of all tokens of a document to all others.
 
     `scale` multiplies the scores. `window` counts the tokens a query sees, itself included (None: all before
@@ -61,21 +77,13 @@ class AttentionSpec:
     clipped: bool = False
 
     @property
-    def q_size(self) -> int:
-        return self.num_attention_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        return self.num_key_value_heads * self.head_dim
-
-    @property
     def ropes(self) -> tuple[RopeSpec, ...]:
         """The rotary settings whose tables the layer reads."""
         return () if self.rope is None else (self.rope,)
 
 
 @dataclass(frozen=True)
-class SharedAttentionSpec:
+class SharedAttentionSpec(_Heads):
     """Causal attention of queries alone, to the keys and values that the earlier layer `keys_of` has made and
     attended to; their heads, and the window, are those of that layer.
 
@@ -93,10 +101,6 @@ class SharedAttentionSpec:
     bias: bool = False
     q_norm: NormSpec | LayerNormSpec | None = None
     sees_spans: bool = True
-
-    @property
-    def q_size(self) -> int:
-        return self.num_attention_heads * self.head_dim
 
     @property
     def attention(self) -> AttentionSpec:
@@ -152,7 +156,7 @@ class LatentAttentionSpec:
 
 
 @dataclass(frozen=True)
-class CrossAttentionSpec:
+class CrossAttentionSpec(_Heads):
     """Attention of tokens to features of images, with a `norm` of each head of the queries and one of the
     keys (Llama 3.2 Vision): see layers/cross_attention.py.
     """
@@ -162,14 +166,6 @@ class CrossAttentionSpec:
     head_dim: int
     scale: float
     norm: NormSpec
-
-    @property
-    def q_size(self) -> int:
-        return self.num_attention_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        return self.num_key_value_heads * self.head_dim
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:

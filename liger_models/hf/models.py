@@ -55,9 +55,8 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
     names: dict[str, str]  # from those to the names that tensors have here
     ambiguous: set[str]
     own_layout: Layout  # that of the modules of transformers' own model, and of ours
-    unread: dict[
-        str, Ref
-    ]  # tensors that are carried along, by their names here: as transformers' own has them
+    # Tensors that are carried along, by their names here: as transformers' own has them.
+    unread: dict[str, Ref]
 
     def __init__(self, config: Any):
         super().__init__(config)
