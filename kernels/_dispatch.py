@@ -122,7 +122,8 @@ def rows_to_copy(rows: int, *operands: Tensor) -> list[Any]:
     for x in operands:
         size, dim = x.element_size(), x.shape[2]
         able = size == 2 and dim in (64, 128, 256) and x.stride()[1:] == (dim, 1) and not x.data_ptr() % 16
-        if not able or x.stride(0) * size % 16 or (x.is_cuda and not _is_hopper_or_later(x.device.index)):
+        apart = x.stride(0) >= x.shape[1] * dim and not x.stride(0) * size % 16  # and no row repeated
+        if not able or not apart or (x.is_cuda and not _is_hopper_or_later(x.device.index)):
             return [None] * len(operands)
         described.append(TensorDescriptor(x, [len(x), x.shape[1] * dim], [x.stride(0), 1], [rows, dim]))
     return described

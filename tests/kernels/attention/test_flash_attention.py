@@ -11,6 +11,7 @@ from attention_forms import attend, eager_attention, operands
 from kernel_operations import in_float64, run_with_gradients
 
 from liger_models.kernels import KeyRanges, attention, document_bounds, key_ranges
+from liger_models.kernels._dispatch import rows_to_copy
 
 module = importlib.import_module("liger_models.kernels.attention.flash_attention")
 
@@ -359,3 +360,17 @@ def test_too_wide_heads_and_wrong_types_are_refused(implementation):
         attention(q, k, v, cu_seqlens=torch.tensor([0.0, 5.0]))
     with pytest.raises(ValueError, match="move them to one device"):
         attention(q, k, v, cu_seqlens=torch.tensor([0, 5]).to("meta"))
+
+
+def test_rows_that_the_copy_engine_cannot_fetch_are_loaded(interpreted):
+    """It takes rows apart from one another, in steps of 16 bytes, of heads side by side."""
+    rows = torch.zeros(5, 2, 64, dtype=torch.bfloat16)
+    assert None not in rows_to_copy(32, rows, rows.clone())
+    for other in (
+        rows[:1].expand(5, 2, 64),
+        rows.float(),
+        rows[..., :48],
+        rows.transpose(0, 1).contiguous().transpose(0, 1),
+        torch.zeros(5 * 129, dtype=torch.bfloat16).as_strided((5, 2, 64), (129, 64, 1)),
+    ):
+        assert rows_to_copy(32, rows, other) == [None, None]
