@@ -13,6 +13,7 @@ from liger_models.convert.checkpoints.hub import local_path
 from liger_models.convert.errors import ConfigError, DataError
 from liger_models.images import Preprocessor
 from liger_models.layers.spec import ModelSpec
+from liger_models.layers.tree import check_tree
 from liger_models.optim import state_bytes
 from liger_models.presets import PRESETS, preset
 from liger_models.quantization import quantise
@@ -153,6 +154,16 @@ def load_model(
             per_element = 0
         model.set_activation_memory("auto", config.memory_budget, per_element, world.say)
     return LoadedModel(model.train(), adapters, flops, size)
+
+
+def can_share_prompts(spec: ModelSpec, config: TrainConfig) -> bool:
+    """Whether documents may continue others in this model, to the same numbers."""
+    try:
+        check_tree(spec, None)
+    except DataError:
+        return False
+    # Routers would count a prompt once, and these backends know no such documents.
+    return spec.router is None and config.attention not in ("sdpa", "varlen")
 
 
 def load_data(

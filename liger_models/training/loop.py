@@ -17,22 +17,20 @@ import itertools
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from liger_models.causal_lm import LigerCausalLM
 from liger_models.convert.checkpoints.hub import local_path
 from liger_models.convert.checkpoints.shards import local_tensor
-from liger_models.convert.errors import ConfigError, DataError, TrainingError
+from liger_models.convert.errors import ConfigError, TrainingError
 from liger_models.layers.load_balance import forget_load, update_correction_bias
-from liger_models.layers.tree import check_tree
 from liger_models.training import state as states
-from liger_models.training.config import PLACES, TrainConfig
+from liger_models.training.config import TrainConfig
 from liger_models.training.data import (
     Groups,
     StepData,
@@ -42,6 +40,7 @@ from liger_models.training.data import (
 )
 from liger_models.training.flops import measure_peak
 from liger_models.training.inputs import (
+    can_share_prompts,
     load_beside,
     load_data,
     load_model,
@@ -56,14 +55,16 @@ from liger_models.training.metrics import (
     plot_losses,
     read_metrics,
 )
-from liger_models.training.objectives import Share, make_objective
+from liger_models.training.objectives import make_objective
 from liger_models.training.optimizer import build_adamw, learning_rate
 from liger_models.training.profiling import StepProfiler
 from liger_models.training.reference import add_reference
-from liger_models.training.run_folder import MANIFEST, abandon_after, check_output, locked
+from liger_models.training.resuming import check_resumed, find_checkpoint
+from liger_models.training.run_folder import abandon_after, locked
 from liger_models.training.saving import Saver
 from liger_models.training.signals import Signals
 from liger_models.training.state import Progress, Trained
+from liger_models.training.tally import Tally
 from liger_models.training.tokenizer import TextTokenizer
 from liger_models.training.trackers import numbers_of, open_trackers, parse_trackers
 from liger_models.training.watch import Watch
@@ -140,7 +141,7 @@ class Run:
         self.watch = watch or Watch(world, config.hang_timeout)
         self.output = local_path(config.output, ConfigError)
         trackers = parse_trackers(config.log)
-        checkpoint, resumed = self._find_checkpoint()
+        checkpoint, resumed = find_checkpoint(config, world, self.output)
         self.tokenizer = TextTokenizer(tokenizer_folder(config, checkpoint))
         # Before a device is touched: of what cannot be used one learns at once.
         spec = read_spec(config, self.tokenizer, checkpoint)
@@ -153,7 +154,10 @@ class Run:
         self.objective = make_objective(config.objective, config.objective_options)
         for documents in (self.documents, self.held_out):
             if isinstance(documents, Groups):
-                documents.shares = self.objective.shares_prompts and self._can_share_prompts()
+                documents.shares = self.objective.shares_prompts and can_share_prompts(
+                    self.model.spec, config
+                )
+        self.tally = Tally(self.objective.metrics, world)
         self.objective.prepare(lambda name: load_beside(config, world, self.tokenizer, name))
         if self.objective.needs_reference:
             self._add_reference(checkpoint)
@@ -169,7 +173,7 @@ class Run:
         self.progress, self.resumed = Progress(), checkpoint is not None
         self.data = self.documents.fingerprint()
         if checkpoint and resumed:
-            self._check_resumed(checkpoint, resumed)
+            check_resumed(config, world, checkpoint, resumed, self.data)
             self.progress = states.restore(checkpoint, resumed, self.model, self.optimizer)
         self.stream = Stream(self.documents, config.seq_len, config.seed, self.progress.position)
         self.rows_per_step = world.data_size * config.gradient_accumulation * config.batch_size
@@ -266,8 +270,8 @@ class Run:
         config, world = self.config, self.world
         number = self.progress.step + 1
         self.watch.mark(f"step {number}, reading its data")
-        data, put_back = next(self.steps), _random_states(world.device)
-        sums = self._sums()
+        data, put_back = next(self.steps), states.random_states(world.device)
+        sums = self.tally.zeros()
         self.objective.begin_step(self.model, ((batch, True) for batch in data.batches), world.device)
         for k, batch in enumerate(data.batches):
             if signals.received is not None and world.size == 1:  # ranks agree on it at the end of a step
@@ -281,7 +285,7 @@ class Run:
                 # that have a row together have one share, and its gradient is their mean.
                 share = self.objective.share(self.wrapped, batch.to(world.device), data.counts)
                 (share.loss * world.data_size).backward()
-            sums += self._told(share)
+            sums += self.tally.of(share)
         stop = sums.new_full((1,), float(signals.received is not None or self.saver.failed))
         sums = world.sum(torch.cat([sums, stop]))
         norm = self.optimizer.clip_grad_norm(config.clip or math.inf)
@@ -289,7 +293,7 @@ class Run:
         # weights and both moments cannot be taken back.
         self.watch.mark(f"step {number}, its end")
         *numbers, stopped, size = torch.cat([sums, norm.to(sums)[None]]).tolist()
-        loss, told = self._means(numbers)
+        loss, told = self.tally.means(numbers)
         outcome = Outcome(loss, size, stopped > 0, data, told)
         if outcome.finite:
             if not data.images:  # where a process goes along with others, it has zeros and not nothing
@@ -327,37 +331,20 @@ class Run:
             f"{outcome.norm}"
         )
 
-    def _sums(self) -> Tensor:
-        """Of the loss, and of each metric the sum and what it is divided by."""
-        return torch.zeros(1 + 2 * len(self.objective.metrics), device=self.world.device)
-
-    def _told(self, share: Share) -> Tensor:
-        """What a micro-batch adds to `_sums`."""
-        pairs = [share.told.get(name, (0.0, 0.0)) for name in self.objective.metrics]
-        loss = share.loss.detach() / self.world.sequence
-        numbers = (x if isinstance(x, Tensor) else loss.new_tensor(x) for x in itertools.chain(*pairs))
-        return torch.stack([loss, *(x.to(loss) for x in numbers)])
-
-    def _means(self, sums: list[float]) -> tuple[float, dict[str, float | None]]:
-        """The loss, and metrics; None where nothing was told."""
-        loss, *rest = sums
-        found = zip(self.objective.metrics, rest[::2], rest[1::2], strict=True)
-        return loss, {name: finite_or_none(total / count) if count else None for name, total, count in found}
-
     @torch.no_grad()
     def evaluate(self) -> dict[str, float | None]:
         """The mean loss over everything that was held out, `eval_loss`, and what else the objective tells."""
         assert self.held_out is not None
         world = self.world
         counts = self.held_out.count(Stream(self.held_out, self.config.seq_len, self.config.seed).epoch(0))
-        total = self._sums().double()
+        total = self.tally.zeros().double()
         self.model.eval()
         self.objective.begin_step(self.model, self._held_out_batches(), world.device)
         for batch, own in self._held_out_batches():
-            share = self._told(self.objective.share(self.model, batch.to(world.device), counts))
+            share = self.tally.of(self.objective.share(self.model, batch.to(world.device), counts))
             total += share if own else 0
         self.model.train()
-        loss, told = self._means(world.sum(total).tolist())
+        loss, told = self.tally.means(world.sum(total).tolist())
         return {"eval_loss": loss, **{f"eval_{name}": value for name, value in told.items()}}
 
     def _held_out_batches(self) -> Iterator[tuple[Any, bool]]:
@@ -371,15 +358,6 @@ class Run:
             self.watch.mark("a held-out batch")
             own = rows[world.data_rank * size :][:size]
             yield self.held_out.batch(own or rows[:size]), bool(own)
-
-    def _can_share_prompts(self) -> bool:
-        """Whether documents may continue others in this model, to the same numbers."""
-        try:
-            check_tree(self.model.spec, None)
-        except DataError:
-            return False
-        # Routers would count a prompt once, and these backends know no such documents.
-        return self.model.spec.router is None and self.config.attention not in ("sdpa", "varlen")
 
     def _add_reference(self, checkpoint: Path | None) -> None:
         config, world = self.config, self.world
@@ -494,45 +472,6 @@ class Run:
             "from an earlier checkpoint with a lower --lr, a longer --warmup or a smaller --clip"
         )
 
-    def _find_checkpoint(self) -> tuple[Path, dict[str, Any]] | tuple[None, None]:
-        """The checkpoint to go on from and its state, after a look at what stands in the way of a run."""
-        config = self.config
-        if config.resume and config.resume != "auto":
-            checkpoint = local_path(config.resume)
-            found: Any = checkpoint, self.world.once(lambda: states.read_state(checkpoint))
-        elif config.resume:
-            found = self.world.once(lambda: states.find_whole_checkpoint(self.output, self.world.say))
-            if not found[0] and (self.output / "final" / MANIFEST).is_file():
-                raise ConfigError(
-                    f"{self.output} holds a finished run without a checkpoint to go on from; to train its "
-                    f"model further, start from {self.output / 'final'} in another --output"
-                )
-        else:
-            found = None, None
-        check_output(self.output, new=not config.resume, merge=config.merge)
-        return found
-
-    def _check_resumed(self, checkpoint: Path, state: dict[str, Any]) -> None:
-        """The position in the data means something only for the same data in the same order."""
-        changed = self.config.differences(state["config"])
-        of_lora = ("model",) if self.adapters else ()  # which a checkpoint does not hold
-        of_model = ("dtype", "freeze", "weights", "moments", "lora", "quantize", *of_lora)
-        for name in ("objective", "seq_len", "seed", *of_model):
-            if name in changed:
-                then, now = changed[name]
-                raise ConfigError(
-                    f"{checkpoint} was trained with {name}={then} and this run asks for {now}; keep {then}"
-                )
-        if state["data"] != self.data:
-            raise DataError(
-                f"{checkpoint} was trained on other tokens than these: a data file, its weight, the "
-                "tokenizer, --truncate or --eval-fraction has changed; restore it, or start a new run from "
-                "these weights without --resume"
-            )
-        for name, (then, now) in changed.items():
-            if name not in PLACES:
-                self.world.say(f"resuming with {name}={now}, which was {then}")
-
     def _announce(self, checkpoint: Path | None) -> None:
         dtype = str(self.model.dtype).removeprefix("torch.")
         if self.adapters:
@@ -548,19 +487,6 @@ class Run:
             self.world.say(f"resumed from {checkpoint}, step {self.progress.step}")
         elif self.config.resume:
             self.world.say(f"no checkpoint in {self.output} yet: starting anew")
-
-
-def _random_states(device: torch.device) -> Callable[[], None]:
-    """What puts torch's random numbers back to where they stand now."""
-    on_host = torch.get_rng_state()
-    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def put_back() -> None:
-        torch.set_rng_state(on_host)
-        if on_device is not None:
-            torch.cuda.set_rng_state(on_device, device)
-
-    return put_back
 
 
 __all__ = ["TrainConfig", "TrainResult", "TrainingInterrupted", "train"]

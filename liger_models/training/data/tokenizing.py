@@ -15,7 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from liger_models.convert.checkpoints.hub import local_path
 from liger_models.convert.errors import DataError
@@ -31,11 +31,11 @@ from liger_models.training.data.corpus import (
     written_corpus,
 )
 from liger_models.training.data.documents import Documents, Part, describe
+from liger_models.training.data.encoding import Encoded, Encoder
 from liger_models.training.data.groups import Groups
 from liger_models.training.data.pictured import PicturedEncoder
-from liger_models.training.data.records import FORMS, LABELLED, LONG, PAIRS, PICTURED, Record, check_text
+from liger_models.training.data.records import FORMS, LABELLED, PAIRS, Record
 from liger_models.training.data.sources import (
-    OVERLAP,
     STDIN,
     Advance,
     Source,
@@ -43,10 +43,6 @@ from liger_models.training.data.sources import (
     split_weights,
 )
 from liger_models.training.tokenizer import TextTokenizer
-
-BATCH_RECORDS = 1024  # enough to keep the tokenizer's threads busy
-BATCH_CHARACTERS = 1 << 22
-IMAGE_CHARACTERS = BATCH_CHARACTERS // 32  # what is made of an image takes some 20 MB
 
 
 def load_documents(
@@ -225,7 +221,7 @@ class Request:
             PicturedEncoder(self.tokenizer, self.images) as pictured,
         ):
             read = Counter(self.counts)  # counted in another thread
-            encoder, builder = _Encoder(self.tokenizer, pictured), _Builder(self, writer)
+            encoder, builder = Encoder(self.tokenizer, pictured), _Builder(self, writer)
             for batch in ahead(encoder.encode(self._records(read, advance))):
                 builder.add(batch)
             writer.counts = read + writer.counts
@@ -303,190 +299,6 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
-    """Records in batches; a long text is one by itself."""
-    batch: list[Record] = []
-    characters = 0
-    for record in records:
-        if record.form == LONG:
-            if batch:
-                yield batch
-            yield [record]
-            batch, characters = [], 0
-            continue
-        batch.append(record)
-        if record.form == PICTURED:
-            characters += IMAGE_CHARACTERS * len(record.content[1])
-        else:
-            characters += len(record.content) if record.form == "text" else 1000
-        if len(batch) == BATCH_RECORDS or characters >= BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-class _Encoded(NamedTuple):
-    """A record's document, or a piece of it, if there is `more`."""
-
-    record: Record
-    ids: list[int]
-    trained: bytes  # a byte for each of the ids
-    whole: bool
-    more: bool = False
-    images: bytes = b""
-    needed: int = 0  # of the ids, up to and with the last of an image
-    group: tuple[int, int] | None = None  # tokens of the first of two sequences, and whether it is good
-
-
-class _Encoder:
-    """Records to ids and marks, a batch at a time."""
-
-    def __init__(self, tokenizer: TextTokenizer, pictured: PicturedEncoder) -> None:
-        self.tokenizer, self.pictured = tokenizer, pictured
-        self.last_answer: Any = None  # of what is labelled
-
-    def encode(self, records: Iterator[Record]) -> Iterator[list[_Encoded]]:
-        for batch in _batches(records):
-            if batch[0].form == LONG:
-                yield from ([piece] for piece in self._long(batch[0]))
-            elif batch[0].form in (PAIRS, LABELLED):
-                yield list(self._groups(batch))
-            else:
-                yield list(self._batch(batch))
-
-    def _batch(self, records: list[Record]) -> Iterator[_Encoded]:
-        """By kind, in order."""
-        texts = iter(self.tokenizer.encode_batch([r.content for r in records if r.form == "text"]))
-        pairs = iter(self._encode_pairs([r for r in records if r.form == "prompt/completion"]))
-        talks = iter(self._encode_talks([r for r in records if r.form == "messages"]))
-        shown = iter(self.pictured.encode([r for r in records if r.form == PICTURED]))
-        for record in records:
-            if record.form == PICTURED:
-                made = next(shown)
-                yield _Encoded(record, made.ids, made.trained, True, images=made.images, needed=made.needed)
-                continue
-            if record.form == "text":
-                ids = next(texts)
-                if record.content:
-                    self._close(ids)
-                else:
-                    ids = []
-                yield _Encoded(record, ids, bytes(1) + b"\1" * (len(ids) - 1), whole=False)
-                continue
-            ids, trained = next(talks if record.form == "messages" else pairs)
-            if record.form == "prompt/completion":
-                trained += [False] * self._close(ids)
-                trained[-1] = True
-            if ids:
-                trained[0] = False
-            yield _Encoded(record, ids, bytes(trained), whole=True)
-
-    def _groups(self, records: list[Record]) -> Iterator[_Encoded]:
-        """Each record's two sequences, one behind the other."""
-        wanted = [self._answers(record, records) for record in records]
-        found = iter(
-            self._encode_answers([(r, *one) for r, two in zip(records, wanted, strict=True) for one in two])
-        )
-        for record in records:
-            first, second = next(found), next(found)
-            good = record.form == PAIRS or record.content[2]
-            ids, trained = first[0] + second[0], bytes(first[1] + second[1])
-            yield _Encoded(record, ids, trained, whole=True, group=(len(first[0]), int(good)))
-
-    def _answers(self, record: Record, records: list[Record]) -> list[tuple[Any, Any]]:
-        """The (prompt, answer) of each of its two sequences."""
-        prompt, answer, other = record.content
-        if record.form == LABELLED:
-            if self.last_answer is None:
-                self.last_answer = records[-1].content[1]
-                if len(records) == 1:
-                    raise DataError(
-                        f"{record.where}: a single record; expected two at least, whose answers differ"
-                    )
-            answer, other, self.last_answer = answer, self.last_answer, answer
-            if type(other) is not type(prompt):
-                raise DataError(
-                    f"{record.where}: this record is of {_kind_of(prompt)} and the one before of "
-                    f"{_kind_of(other)}; expected records of one kind"
-                )
-        return [(prompt, answer), (prompt, other)]
-
-    def _encode_answers(self, answers: list[tuple[Record, Any, Any]]) -> list[tuple[list[int], list[bool]]]:
-        """(record, prompt, answer) -> ids and marks."""
-        texts, spans = [], []
-        for record, prompt, answer in answers:
-            if isinstance(prompt, str):
-                texts.append(prompt + answer)
-                spans.append([(len(prompt), len(texts[-1]))])
-                continue
-            text, turns = self._rendered(record, [*prompt, *answer])
-            texts.append(text)
-            spans.append(turns[sum(message["role"] == "assistant" for message in prompt) :])
-        is_text = [isinstance(prompt, str) for _, prompt, _ in answers]
-        found = []
-        for kind in (True, False):
-            chosen = [i for i, is_it in enumerate(is_text) if is_it is kind]
-            encoded = self.tokenizer.encode_spans(
-                [texts[i] for i in chosen], [spans[i] for i in chosen], add_special_tokens=kind
-            )
-            found += list(zip(chosen, encoded, strict=True))
-        encoded = [one for _, one in sorted(found, key=lambda pair: pair[0])]
-        for (ids, trained), is_it in zip(encoded, is_text, strict=True):
-            if is_it:
-                trained += [False] * self._close(ids)
-                trained[-1] = True
-            if ids:
-                trained[0] = False
-        return encoded
-
-    def _long(self, record: Record) -> Iterator[_Encoded]:
-        mark, last = b"\0", 0
-        for ids in self.tokenizer.encode_blocks(record.content, OVERLAP):
-            yield _Encoded(record, ids, mark + b"\1" * (len(ids) - len(mark)), whole=False, more=True)
-            mark, last = b"", ids[-1]
-        end = [last]
-        added = self._close(end)
-        yield _Encoded(record, end[1:], b"\1" * added, whole=False)
-
-    def _encode_pairs(self, records: list[Record]) -> list[tuple[list[int], list[bool]]]:
-        # Encoded as one text: some tokenizers would put a space before a completion that comes alone.
-        texts = ["".join(record.content) for record in records]
-        spans = [[(len(r.content[0]), len(text))] for r, text in zip(records, texts, strict=True)]
-        return self.tokenizer.encode_spans(texts, spans, add_special_tokens=True)
-
-    def _encode_talks(self, records: list[Record]) -> list[tuple[list[int], list[bool]]]:
-        rendered = [self._rendered(record, record.content) for record in records]
-        return self.tokenizer.encode_spans(
-            [text for text, _ in rendered], [spans for _, spans in rendered], add_special_tokens=False
-        )
-
-    def _rendered(self, record: Record, messages: Any) -> tuple[str, list[tuple[int, int]]]:
-        try:
-            text, spans = self.tokenizer.render(messages)
-        except DataError as error:
-            raise DataError(f"{record.where}: {error}") from error
-        check_text(record.where, text)
-        return text, spans
-
-    def _close(self, ids: list[int]) -> int:
-        """Append eos unless the tokenizer did; returns how many tokens that took."""
-        eos = self.tokenizer.eos_id
-        if eos is None:
-            raise DataError(
-                f"the tokenizer in {self.tokenizer.folder} names no end-of-sequence token, so documents "
-                'cannot be told apart; set "eos_token" in tokenizer_config.json'
-            )
-        if ids and ids[-1] == eos:
-            return 0
-        ids.append(eos)
-        return 1
-
-
-def _kind_of(value: Any) -> str:
-    return "text" if isinstance(value, str) else "messages"
-
-
 class _Builder:
     """Ids and marks to a corpus."""
 
@@ -495,7 +307,7 @@ class _Builder:
         self.writer = writer
         self.open = False  # whether a document has begun and goes on
 
-    def add(self, batch: list[_Encoded]) -> None:
+    def add(self, batch: list[Encoded]) -> None:
         for encoded in batch:
             if encoded.group is not None:
                 self._add_group(encoded, encoded.group)
@@ -522,7 +334,7 @@ class _Builder:
                 if images:
                     self.writer.counts["images"] += len(record.content[1])
 
-    def _add_group(self, encoded: _Encoded, group: tuple[int, int]) -> None:
+    def _add_group(self, encoded: Encoded, group: tuple[int, int]) -> None:
         record, ids, trained = encoded[:3]
         first, good = group
         halves = [(ids[:first], trained[:first]), (ids[first:], trained[first:])]

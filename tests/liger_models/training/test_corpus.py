@@ -14,7 +14,7 @@ import torch
 
 from liger_models.cli import main
 from liger_models.convert.errors import DataError
-from liger_models.training.data import Stream, build_corpus, load_documents, sources, tokenizing
+from liger_models.training.data import Stream, build_corpus, encoding, load_documents, sources
 from liger_models.training.data.corpus import Corpus, written_corpus
 from liger_models.training.data.documents import Documents, Part
 from liger_models.training.tokenizer import TextTokenizer
@@ -213,7 +213,7 @@ def test_a_long_text_is_tokenized_in_blocks_to_the_same_tokens(load, tmp_path, m
     whole = contents(load(tmp_path / "a.txt"))
     for name, size in {"LONG_TEXT": 1000, "BLOCK": 3000, "OVERLAP": 400}.items():
         monkeypatch.setattr(sources, name, size)
-    monkeypatch.setattr(tokenizing, "OVERLAP", 400)
+    monkeypatch.setattr(encoding, "OVERLAP", 400)
     assert contents(load(tmp_path / "a.txt", cache=tmp_path / "other")) == whole
 
 
@@ -393,7 +393,7 @@ def test_the_command_tells_what_it_read_and_how_it_packs(tmp_path, jsonl, tokeni
 MEASURED = """
 import sys
 from pathlib import Path
-from liger_models.training.data import Stream, load_documents, tokenizing
+from liger_models.training.data import Stream, encoding, load_documents, tokenizing
 from liger_models.training.tokenizer import TextTokenizer
 
 def held():  # bytes that are ours alone: RssAnon counts no page of a mapped file
@@ -410,7 +410,7 @@ def peak(name):
     return max([*values, held()]), documents.counts["tokens"]
 
 add = tokenizing._Builder.add
-tokenizing.BATCH_CHARACTERS = 1 << 18
+encoding.BATCH_CHARACTERS = 1 << 18
 tokenizer = TextTokenizer(sys.argv[1])
 small, large = peak(sys.argv[2]), peak(sys.argv[3])
 print(large[0] - small[0], large[1])
