@@ -1,4 +1,4 @@
-"""What a step found, added up over micro-batches and processes: its loss, and the metrics of the objective."""
+"""What a step found, added up over micro-batches and processes: its loss, and the objective's metrics."""
 
 from __future__ import annotations
 
