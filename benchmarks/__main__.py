@@ -12,6 +12,7 @@
     python -m benchmarks resume    a checkpoint that many processes write and half of them resume
     python -m benchmarks node      all of a machine with several GPUs, in under eight minutes
     python -m benchmarks generate  generation beside transformers
+    python -m benchmarks data     much text on little memory, tokenized and read
     python -m benchmarks load     loading a checkpoint beside transformers
     python -m benchmarks optimizer  a step of AdamW with clipping beside torch's
     python -m benchmarks learn    training with bfloat16 weights, kept in each way, beside float32
@@ -24,6 +25,7 @@ import argparse
 import sys
 
 from benchmarks import (
+    data,
     generate,
     learn,
     lengths,
@@ -54,6 +56,7 @@ COMMANDS = {
     "resume": resume,
     "node": node,
     "generate": generate,
+    "data": data,
     "load": load,
     "optimizer": optimizer,
     "learn": learn,

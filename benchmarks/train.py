@@ -94,37 +94,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--time-limit", type=float, default=180, help="seconds for a configuration (%(default)s)"
     )
+    parser.add_argument(
+        "--within", type=float, default=float("inf"), metavar="SECONDS", help="for all (%(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     if args.cases:
-        args.model = args.model or list(dict.fromkeys(model for model, _ in cases.CASES.values()))
-    groups = [_jobs(model, args) for model in args.model or [DEFAULT]]
+        groups = [_jobs(model, found, args) for model, found in cases.groups()]
+    else:
+        asked = args.configuration or [_configuration(text) for text in CONFIGURATIONS]
+        groups = [_jobs(model, asked, args) for model in args.model or [DEFAULT]]
     results: dict[int, Result] = {}
     jobs = [job for group in groups for job in group]
     ahead = args.device[0].startswith("cuda") and len(jobs) > 1
-    for job, result in measure_all(groups, args.device, args.time_limit, ahead):
+    for job, result in measure_all(groups, args.device, args.time_limit, ahead, args.within):
         results[jobs.index(job)] = result
         _write(args, [(jobs[i], results[i]) for i in sorted(results)])
     rows = [(jobs[i], results[i]) for i in sorted(results)]
     print((Path(args.out) / f"{_name(args)}.md").read_text(), flush=True)
     if args.page:
-        page = Path(args.page)
-        text = (Path(args.out) / f"{_name(args)}.md").read_text().strip()
-        renew(page, (cases.BEGIN, cases.END), "A training step on one GPU", text)
-        print(cases.draw(rows, _machine(args), page.with_name(cases.PICTURE)), flush=True)
+        print(cases.draw(rows, _machine(args), Path(args.page).with_name(cases.PICTURE)), flush=True)
     failed = [job for job, result in rows if result.get("note", "").startswith("failed") and job.ours]
     return 1 if failed else 0
 
 
-def _jobs(model: str, args: argparse.Namespace) -> list[Job]:
+def _jobs(model: str, asked: Sequence[cases.Configuration], args: argparse.Namespace) -> list[Job]:
     config = config_of(model, args.layers)
     name = model if model in MODELS else Path(model).stem
     if args.layers:
         name += f" ({args.layers} layers)"
     jobs = []
-    asked = args.configuration or map(_configuration, CONFIGURATIONS)
-    for provider, memory, batch, data in cases.configurations(model) if args.cases else asked:
+    for provider, memory, batch, data in asked:
         sizes = {"batch": batch, "seq": args.seq, "warmup": args.warmup, "steps": args.steps}
         jobs.append(Job(name, config, provider, memory, profile=args.profile, data=data, **sizes))
     return jobs
@@ -163,6 +164,8 @@ def _write(args: argparse.Namespace, rows: Sequence[tuple[Job, Result]]) -> None
     fields = [{**asdict(job), **result} for job, result in rows]
     records = [{k: v for k, v in row.items() if k not in ("config", "kernels")} for row in fields]
     publish(args.out, _name(args), "\n\n".join(parts), records, show=False)
+    if args.page:
+        renew(Path(args.page), (cases.BEGIN, cases.END), "A training step on one GPU", "\n\n".join(parts))
 
 
 def _machine(args: argparse.Namespace) -> str:

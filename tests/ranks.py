@@ -9,6 +9,8 @@ def results(folder, rank, ranks, wrapper): ...            # in NAME_rank.py
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import functools
 import json
 import multiprocessing
@@ -17,6 +19,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import wait
@@ -50,26 +53,31 @@ def run_ranks(
     *arguments: str,
     ranks: int = 2,
     backend: str = "gloo",
-    seconds: float = 120,
+    seconds: float = 300,
 ) -> list[Any]:
-    """What the program's `results` gave for each rank. Fails with all complaints, if one rank does."""
+    """What the program's `results` gave for each rank. Fails with all complaints, if one rank does, and with
+    what each was doing, if they are not done in time.
+    """
     environment = {**os.environ, "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a GPU's context would not survive a fork
     complaints = folder / "complaints"
-    run = [environment, str(complaints), str(program), backend, str(folder), *arguments]
-    assert _told(run, seconds) == "0", complaints.read_text()
+    ended = _told([environment, str(complaints), str(program), backend, str(folder), *arguments], seconds)
+    assert ended == "0", f"{program.name} ended with {ended}\n{complaints.read_text()}"
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
 def _told(run: list[Any], seconds: float) -> str:
     """With what the run ended."""
     server = _server()
-    server.stdin.write(json.dumps(run) + "\n")
-    server.stdin.flush()
-    number = int(server.stdout.readline())
-    if not wait([server.stdout], seconds):
-        os.killpg(number, signal.SIGKILL)  # its ranks too
-    return server.stdout.readline().strip()
+    server.stdin.write(json.dumps(run).encode() + b"\n")
+    number = int(server.stdout.readline())  # of the process group of all ranks
+    if wait([server.stdout], seconds):
+        return server.stdout.readline().decode().strip()
+    with contextlib.suppress(ProcessLookupError):  # it has ended just now
+        os.killpg(number, signal.SIGUSR1)  # they say where they are
+        time.sleep(2)
+        os.killpg(number, signal.SIGKILL)
+    return f"{server.stdout.readline().decode().strip()}: not done in {seconds:g} s"
 
 
 @functools.cache
@@ -77,7 +85,8 @@ def _server() -> Any:
     """Ends with this process, which holds the other end of its input."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, __file__], env=environment, text=True, **pipes)
+    # Nothing is read ahead: `wait` would not see it.
+    return subprocess.Popen([sys.executable, __file__], env=environment, bufsize=0, **pipes)
 
 
 def _serve() -> None:
@@ -95,7 +104,7 @@ def _serve() -> None:
             os.setsid()
             os.environ.clear()
             os.environ.update(environment)
-            file = os.open(complaints, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            file = os.open(complaints, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             os.dup2(file, 1)
             os.dup2(file, 2)
             _be_all_ranks(*run)
@@ -104,6 +113,8 @@ def _serve() -> None:
 
 
 def _be_all_ranks(program: str, backend: str, folder: str, *arguments: str) -> NoReturn:
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
     code = 1
     try:
         code = _run_all(program, backend, Path(folder), *arguments)
@@ -144,9 +155,14 @@ def _be_a_rank(
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    # They meet in a file: a port that was free a moment ago may be another test's by now.
-    dist.init_process_group(backend, init_method=(folder / "meeting").as_uri(), rank=rank, world_size=ranks)
+    # They meet in a file: a port that was free a moment ago may be another test's by now. And in a file of
+    # their own: what ranks before them left in it says where those were.
+    store = dist.FileStore(str(folder / f"meeting{os.getppid()}"), ranks)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
     torch.save(results(folder, rank, ranks, *arguments), folder / f"rank{rank}.pt")
+    # None leaves while another may wait for a message of its.
+    store.set(f"rank {rank} is done", "")
+    store.wait([f"rank {other} is done" for other in range(ranks)])
     # What outlives its process group waits for ever now and then: what `results` made is gone by now.
     dist.destroy_process_group()
 

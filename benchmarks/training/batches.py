@@ -63,6 +63,15 @@ def count_tokens(data: str, batch: int, seq: int, config: Mapping[str, Any]) -> 
     return batch * seq if data == "full" else sum(_lengths(batch, seq))
 
 
+def rows_of(data: str, batch: int, seq: int) -> tuple[int, int, int]:
+    """Rows, the tokens of each, and the longest document's, of a batch without images."""
+    if data == "full":
+        return batch, seq, seq
+    lengths = _lengths(batch, seq)
+    longest = max(lengths)
+    return (1, sum(lengths), longest) if data == "packed" else (batch, longest, longest)
+
+
 def _lengths(batch: int, seq: int) -> list[int]:
     """Log-normal, as lengths of conversations are."""
     spread = torch.randn(batch, generator=torch.Generator().manual_seed(0)).exp()

@@ -14,7 +14,17 @@ from benchmarks.training.step import Job, Result
 Configuration = tuple[str, str, int, str]  # provider, activation memory, batch, data
 Rows = Sequence[tuple[Job, Result]]
 
-HEADER = ("case", "provider", "activation memory", "tokens/s", "ours is", "peak GiB", "of its memory", "ms")
+HEADER = (
+    "case",
+    "provider",
+    "activation memory",
+    "tokens/s",
+    "ours is",
+    "peak GiB",
+    "planned GiB",
+    "of its memory",
+    "ms",
+)
 BEGIN, END = "<!-- training step: python -m benchmarks train --cases -->", "<!-- end of the training step -->"
 PICTURE = "performance.png"
 LARGE, SMALL = "llama-3-8b", "llama-3.2-1b"
@@ -68,9 +78,15 @@ CASES: Mapping[str, tuple[str, tuple[Configuration, ...]]] = {
 }
 
 
-def configurations(model: str) -> tuple[Configuration, ...]:
-    """All of a model's cases, each once."""
-    return tuple(dict.fromkeys(c for of, cs in CASES.values() if of == model for c in cs))
+def groups() -> list[tuple[str, list[Configuration]]]:
+    """All cases' configurations, each once and by model. Transformers alone comes last: it needs a process in
+    which liger-kernel has changed nothing, and the others are asked for first.
+    """
+    each = dict.fromkeys((model, one) for model, configurations in CASES.values() for one in configurations)
+    found: dict[tuple[bool, str], list[Configuration]] = {}
+    for model, one in each:
+        found.setdefault((one[0] == "transformers", model), []).append(one)
+    return [(model, found[alone, model]) for alone, model in sorted(found, key=lambda key: key[0])]
 
 
 def table(rows: Rows) -> str:
@@ -113,11 +129,12 @@ def _line(row: tuple[Job, Result], ours: tuple[Job, Result] | None = None) -> li
     job, result = row
     memory = job.memory if job.data == "full" else f"{job.memory}, {job.data}"
     if "tokens_per_second" not in result:
-        return [job.provider, memory, result.get("note", ""), "", "", "", ""]
-    speed, peak = result["tokens_per_second"], result["peak_gib"]
+        return [job.provider, memory, result.get("note", ""), *[""] * 5]
+    speed, peak, planned = result["tokens_per_second"], result["peak_gib"], result["planned_gib"]
     faster = less = ""
     if ours is not None and _speed(ours):
         faster = f"{_speed(ours) / speed:.2f} x"
         less = f"{ours[1]['peak_gib'] / peak:.2f}" if peak else ""
     spread = f"{result['step_ms']:.0f} ({result['step_ms_low']:.0f} to {result['step_ms_high']:.0f})"
-    return [job.provider, memory, f"{speed:,.0f}", faster, f"{peak:.1f}" if peak else "-", less, spread]
+    gib = ["-" if figure is None else f"{figure:.1f}" for figure in (peak, planned)]
+    return [job.provider, memory, f"{speed:,.0f}", faster, *gib, less, spread]

@@ -9,12 +9,14 @@ timed, on all cores at once.
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import queue
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -34,7 +36,11 @@ Group = Sequence[Job]
 
 
 def measure_all(
-    groups: Sequence[Group], devices: Sequence[str], time_limit: float, ahead: bool
+    groups: Sequence[Group],
+    devices: Sequence[str],
+    time_limit: float,
+    ahead: bool,
+    within: float = math.inf,
 ) -> Iterator[tuple[Job, Result]]:
     """Every job with its result, as they come.
 
@@ -43,7 +49,9 @@ def measure_all(
         devices: such as cuda:0; each measures one job at a time.
         time_limit: seconds for a job; one under torch.compile has more.
         ahead: compile what the jobs need before any is measured.
+        within: seconds for all: what is not done by then becomes a note.
     """
+    end = time.monotonic() + within
     # Growing segments waste no memory between blocks; for every provider alike.
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     # One tile size for each of liger-kernel's products of experts: to time them all takes minutes.
@@ -55,11 +63,11 @@ def measure_all(
         jobs.sort(key=lambda group: _longest_first(group[0]))
         at_once = max(1, min(_MOST_AT_ONCE, (len(os.sched_getaffinity(0)) - 1) // len(devices)))
         helpers = [Worker(device, peers) for _ in range(at_once) for device in devices][: len(jobs)]
-        work = _each(jobs, helpers, _SECONDS_AHEAD, ahead=True)
+        work = _each(jobs, helpers, _SECONDS_AHEAD, end, ahead=True)
         for _ in _with_bar(work, jobs, "compiling"):
             pass
     ordered = [sorted(group, key=_changes) for group in groups]
-    yield from _with_bar(_each(ordered, workers, time_limit, ahead=False), groups, "measuring")
+    yield from _with_bar(_each(ordered, workers, time_limit, end, ahead=False), groups, "measuring")
 
 
 def _changes(job: Job) -> int:
@@ -81,9 +89,9 @@ def _with_bar(results: Iterator[Any], groups: Sequence[Group], name: str) -> Ite
 
 
 def _each(
-    groups: Sequence[Group], workers: Sequence[Worker], time_limit: float, ahead: bool
+    groups: Sequence[Group], workers: Sequence[Worker], time_limit: float, end: float, ahead: bool
 ) -> Iterator[tuple[Job, Result]]:
-    """A thread for each worker."""
+    """A thread for each worker, until the moment `end`."""
     waiting: queue.SimpleQueue[Group] = queue.SimpleQueue()
     done: queue.SimpleQueue[tuple[Job, Result]] = queue.SimpleQueue()
     for group in groups:
@@ -93,7 +101,9 @@ def _each(
         with contextlib.suppress(queue.Empty):
             while True:
                 for job in waiting.get_nowait():
-                    done.put((job, worker.do(job, time_limit, ahead)))
+                    left = end - time.monotonic()
+                    late = {"note": "no time was left for it"}
+                    done.put((job, worker.do(job, min(time_limit, left), ahead) if left > 0 else late))
         worker.end()
 
     for worker in workers:
@@ -121,7 +131,7 @@ class Worker:
             self._pipe.send((job, ahead))
             if not self._pipe.poll(time_limit):
                 self._begin_anew()
-                return {"note": f"stopped after {time_limit:g} s"}
+                return {"note": f"stopped after {time_limit:.3g} s"}
             result = self._pipe.recv()
         except (EOFError, OSError):
             self._process.join()

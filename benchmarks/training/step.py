@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.training.batches import count_tokens, make_batch
+from benchmarks.training.batches import IMAGES, count_tokens, make_batch, rows_of
 from liger_models.architectures import find_architecture
 from liger_models.cards.published import layers_of_every_kind, with_layers
 from liger_models.kernels.optimizer.adamw import WEIGHTS
@@ -169,7 +169,7 @@ def _measure(job: Job, device: torch.device, before: int) -> Result:
     return {
         **summary(job, times),
         "peak_gib": peak,
-        "planned_gib": _planned(model, job) if job.ours and job.data == "full" else None,
+        "planned_gib": _planned(model, job) if job.ours and job.data != IMAGES else None,
         "first_loss": losses[0].item(),
         "loss": losses[-1].item(),
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -225,7 +225,8 @@ def _planned(model: Any, job: Job) -> float:
     """The peak that a plan of our model says, in GiB."""
     from liger_models.layers.memory_plan import Step, StepMemory
 
-    step = Step(job.batch, job.seq, optimizer_bytes=job.state_bytes)
+    rows, seq, longest = rows_of(job.data, job.batch, job.seq)
+    step = Step(rows, seq, optimizer_bytes=job.state_bytes, longest=longest)
     return StepMemory(model, step).plan(model.activation_memory).peak / 2**30
 
 

@@ -56,6 +56,7 @@ def test_the_cases_of_a_page_are_renewed_with_their_ratios_and_their_picture(
     assert [row[1] for row in rows[2:]] == [provider for provider, *_ in asked]
     assert [row[2] for row in rows[2:]] == ["lean, packed", "none, padded", "none, packed"]
     ours, padded, _ = (float(row[3].replace(",", "")) for row in rows[2:])
+    assert [row[6] == "-" for row in rows[2:]] == [False, True, True]  # what ours was planned to take
     # Both speeds and their ratio are rounded.
     assert float(rows[3][4].removesuffix(" x")) == pytest.approx(ours / padded, rel=0.01, abs=0.006)
     assert (tmp_path / cases.PICTURE).read_bytes().startswith(b"\x89PNG")
@@ -69,6 +70,8 @@ def test_what_takes_too_long_is_stopped_and_the_next_one_goes_on(benchmarks):
     assert (stopped, note) == (slow, {"note": "stopped after 8 s"})
     assert after == fast
     assert result["tokens_per_second"] > 0
+    ((_, late),) = measure_all([[fast]], ["cpu"], time_limit=8, ahead=False, within=0)
+    assert late == {"note": "no time was left for it"}
 
 
 def test_a_model_that_liger_kernel_changed_is_measured_without_it_in_a_new_process(benchmarks, monkeypatch):

@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
         model = liger_models.from_hub(folder / name / "source", projections=form)
         train_a_step(model)
         model.save_pretrained(folder / name / "expected", max_shard_size="20KB")
-    run_ranks(RANK, folder, seconds=300)
+    run_ranks(RANK, folder)
     return folder
 
 

@@ -89,7 +89,7 @@ def results(tmp_path_factory):
         for name, case in cases.items():
             tasks[name], alone[name] = prepare(folder / name, ranks, **case)
         torch.save(tasks, folder / "task.pt")
-        of_ranks = run_ranks(RANK, folder, ranks=ranks, seconds=300)
+        of_ranks = run_ranks(RANK, folder, ranks=ranks)
         for name in cases:
             found[ranks, name] = [one[name] for one, _ in of_ranks], alone[name], folder / name
         found[ranks] = [layers for _, layers in of_ranks]

@@ -119,7 +119,7 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sequences")
     tasks = [task_of(**case) for case in CASES.values()]
     torch.save(tasks, folder / "task.pt")
-    found = run_ranks(RANK, folder, seconds=300)
+    found = run_ranks(RANK, folder)
     alone = [run(**{**task, "wrapper": None}) for task in tasks]
     return {name: (*of_ranks, one) for name, *of_ranks, one in zip(CASES, *found, alone, strict=True)}
 

@@ -393,7 +393,7 @@ def test_processes_that_share_the_model_or_the_data_train_as_one(seeing_settings
         for shard in ("full", "none")
     ]
     (tmp_path / "runs.json").write_text(json.dumps([(settings, 0, 2) for settings in planned]))
-    run_ranks(Path(__file__).with_name("sharded_runs_rank.py"), tmp_path, seconds=300)
+    run_ranks(Path(__file__).with_name("sharded_runs_rank.py"), tmp_path)
     expected = load_file(one.final / "model.safetensors")
     for shard in ("full", "none"):
         found = load_file(tmp_path / shard / "final" / "model.safetensors")

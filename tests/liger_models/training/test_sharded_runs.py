@@ -106,7 +106,7 @@ def run_all(folder, planned, backend="gloo"):
     """What each of two ranks says of the runs."""
     written = [(config.to_dict(), *rest) for config, *rest in planned]
     (folder / "runs.json").write_text(json.dumps(written))
-    return run_ranks(RANK, folder, backend=backend, seconds=300)
+    return run_ranks(RANK, folder, backend=backend)
 
 
 def losses(records):
