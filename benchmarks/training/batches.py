@@ -22,7 +22,7 @@ from liger_models.scenes import Document, Image, Scenes
 
 DATA = ("full", "padded", "packed")
 IMAGES = "images"  # of models that see
-# In patches; of Llama 3.2 Vision one tile, two and four.
+# In patches, less what a projector could not merge; of Llama 3.2 Vision one tile, two and four.
 SMALL, MIDDLE, LARGE = Image(32, 32), Image(64, 50), Image(92, 66)
 
 
@@ -32,7 +32,8 @@ def make_batch(
     """What a model is called with: `batch` sequences of `seq` tokens, or documents of up to as many."""
     if data == IMAGES:
         torch.manual_seed(0)
-        call = _scenes(config).make(_with_images(batch, seq))
+        scenes = _scenes(config)
+        call = scenes.make(_with_images(batch, seq, scenes))
         return {name: tensor.to(device) for name, tensor in call.items()}
     vocab_size = config["vocab_size"]
     generator = torch.Generator().manual_seed(0)
@@ -59,7 +60,7 @@ def count_tokens(data: str, batch: int, seq: int, config: Mapping[str, Any]) -> 
     """Those of a batch that are no padding."""
     if data == IMAGES:
         scenes = _scenes(config)
-        return sum(len(scenes.tokens(document)) for document in _with_images(batch, seq))
+        return sum(len(scenes.tokens(document)) for document in _with_images(batch, seq, scenes))
     return batch * seq if data == "full" else sum(_lengths(batch, seq))
 
 
@@ -83,12 +84,17 @@ def _scenes(config: Mapping[str, Any]) -> Scenes:
     return Scenes(family.spec(HFConfig.load(dict(config))), config)
 
 
-def _with_images(batch: int, seq: int) -> list[Document]:
+def _with_images(batch: int, seq: int, scenes: Scenes) -> list[Document]:
+    merge = getattr(getattr(scenes.vision, "projector", None), "merge", 1)
+    small, middle, large = (
+        Image(image.height // merge * merge, image.width // merge * merge)
+        for image in (SMALL, MIDDLE, LARGE)
+    )
     half = seq // 2
     rows: list[Document] = [
-        [SMALL, seq],
-        [MIDDLE, seq],
-        [LARGE, seq],
-        [SMALL, half, MIDDLE, seq - half],
+        [small, seq],
+        [middle, seq],
+        [large, seq],
+        [small, half, middle, seq - half],
     ]
     return [rows[i % len(rows)] for i in range(batch)]

@@ -49,8 +49,8 @@ class Job:
         model: what it is called.
         config: its config.json.
         provider: as above.
-        memory: for ours a level of activation memory, "auto" too, or 'lean,checkpoint=4': all lean, the last
-            4 layers checkpoint; for the others none or checkpoint.
+        memory: for ours a level of activation memory, "auto" too, 'auto=25' within so many GiB, or
+            'lean,checkpoint=4': all lean, the last 4 layers checkpoint; for the others none or checkpoint.
         batch, seq: sequences, and tokens in each; or documents, and their longest.
         data: what they are: see batches.py.
         warmup, steps: those that are not timed, and those that are.
@@ -141,7 +141,7 @@ def compile_ahead(job: Job, device: torch.device) -> Result:
     fewest = layers_of_every_kind(job.config)
     config = job.config if job.under_compile else with_layers(job.config, fewest)
     try:
-        if job.memory == "auto":  # of so few layers all would be kept
+        if job.memory.startswith("auto"):  # of so few layers all would be kept
             job = replace(job, memory="lean")
         model = build(job, config, device)
         model(**_batch(job, device)).loss.backward()
@@ -204,7 +204,9 @@ def summary(job: Job, times: list[float]) -> Result:
 
 
 def _batch(job: Job, device: torch.device) -> dict[str, torch.Tensor]:
-    return make_batch(job.data, job.batch, job.seq, job.config, device)
+    """Pixels are in the dtype of the weights, as some encoders of transformers want them."""
+    batch = make_batch(job.data, job.batch, job.seq, job.config, device)
+    return {name: x.bfloat16() if name.startswith("pixel_values") else x for name, x in batch.items()}
 
 
 def _step(model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -246,8 +248,9 @@ def build(job: Job, config: Mapping[str, Any], device: torch.device) -> Any:
             activation_memory=levels(job.memory, config.get("text_config", config)["num_hidden_layers"]),
             projections="split" if "split" in job.options else "fused",
         )
-        if job.memory == "auto":
-            model.set_activation_memory("auto", None, job.state_bytes)
+        if job.memory.startswith("auto"):
+            gib = job.memory.partition("=")[2]
+            model.set_activation_memory("auto", f"{gib}GiB" if gib else None, job.state_bytes)
     else:
         model = _transformers_model(job, config, device)
     return torch.compile(model) if job.under_compile else model
@@ -317,7 +320,7 @@ def levels(memory: str, num_layers: int) -> str | list[str]:
     """'lean' for all layers, or 'lean,checkpoint=4': all lean but the last 4, which are checkpointed. What is
     chosen later begins as lean.
     """
-    if memory == "auto":
+    if memory.startswith("auto"):
         return "lean"
     if "," not in memory:
         return memory

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from liger_models.kernels._dispatch import at_least_float32
 from liger_models.layers.spec import AxesTable, FixedTable, StretchedTable, VisionSpec
 from liger_models.layers.vision.pictures import Grid, places_of
 
@@ -88,7 +89,9 @@ class PositionsByAxes(nn.Module):
     def forward(self, grids: Sequence[Grid], merge: int) -> Tensor:
         """[P, width], for the patches of pictures in the order of `Pictures`."""
         row, column = places_of(grids, merge).to(self.weight.device, non_blocking=True)
-        return self.weight[0, column] + self.weight[1, row]
+        # In float32, so that the gradients of all patches of a row or a column are summed in it.
+        used = at_least_float32(self.weight[:, : max(max(grid[1:]) for grid in grids)])
+        return used[0, column] + used[1, row]
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
         """As every matrix."""

@@ -2,6 +2,9 @@
 
 import pytest
 
+import liger_models
+from liger_models.architectures import find_architecture
+
 MODEL = "tiny-vl"
 
 
@@ -17,15 +20,31 @@ def test_providers_are_compared_on_images_of_three_sizes(benchmarks, monkeypatch
     monkeypatch.setattr(see, "measure_all", in_this_process)
     for name, size in (("SMALL", (4, 4)), ("MIDDLE", (8, 6)), ("LARGE", (10, 12))):
         monkeypatch.setattr(batches, name, batches.Image(*size))
-    wanted = ["--configuration", "ours:lean", "--configuration", "transformers:none"]
+    providers = ("ours:lean", "ours:auto=1", "transformers:none")
+    wanted = [word for provider in providers for word in ("--configuration", provider)]
     sizes = ["--seq", "16", "--warmup", "1", "--steps", "1", "--device", "cpu", "--out", str(tmp_path)]
     page = tmp_path / "page.md"
     assert benchmarks.__main__.main(["see", "--model", MODEL, *wanted, *sizes, "--page", str(page)]) == 0
-    ours, theirs = capsys.readouterr().out.strip().splitlines()[-2:]
+    ours, chosen, theirs = capsys.readouterr().out.strip().splitlines()[-3:]
     assert f"| {MODEL} | ours | lean |" in ours
+    assert f"| {MODEL} | ours | auto=1 |" in chosen
     assert f"| {MODEL} | transformers | none |" in theirs
     assert " x |" in theirs
     assert see.TITLE in page.read_text()
+
+
+@pytest.mark.parametrize("family", liger_models.list_architectures(sees=True))
+def test_every_family_that_sees_takes_the_images(family, benchmarks, monkeypatch):
+    """Whatever its projector merges."""
+    from benchmarks.training import batches, step
+
+    for name, size in (("SMALL", (8, 8)), ("MIDDLE", (10, 16)), ("LARGE", (14, 8))):
+        monkeypatch.setattr(batches, name, batches.Image(*size))
+    config = step.copy.deepcopy(dict(find_architecture(family).tiny))
+    config["text_config"]["max_position_embeddings"] = 512
+    job = step.Job("tiny", config, "ours", batch=3, seq=16, data=batches.IMAGES, warmup=0, steps=1)
+    result = step.measure(job, step.torch.device("cpu"))
+    assert result["tokens_per_second"] > 0
 
 
 def test_tokens_of_images_count_and_padding_does_not(benchmarks):
