@@ -12,7 +12,7 @@ def test_the_reference_in_bfloat16_turns_by_frequencies_in_float32(family):
     pytest.importorskip("transformers")
     architecture = find_architecture(family)
     models = [_reference(architecture, dict(architecture.tiny), dtype, "eager").cpu() for dtype in DTYPES]
-    narrow, wide = ({name: x for name, x in model.named_buffers()} for model in models)
+    narrow, wide = (dict(model.named_buffers()) for model in models)
     assert narrow.keys() == wide.keys() != set()
     assert all(torch.equal(narrow[name], wide[name]) for name in wide)
     assert {p.dtype for p in models[0].parameters()} == {torch.bfloat16}
