@@ -87,8 +87,7 @@ def _scenes(config: Mapping[str, Any]) -> Scenes:
 def _with_images(batch: int, seq: int, scenes: Scenes) -> list[Document]:
     merge = getattr(getattr(scenes.vision, "projector", None), "merge", 1)
     small, middle, large = (
-        Image(image.height // merge * merge, image.width // merge * merge)
-        for image in (SMALL, MIDDLE, LARGE)
+        Image(image.height // merge * merge, image.width // merge * merge) for image in (SMALL, MIDDLE, LARGE)
     )
     half = seq // 2
     rows: list[Document] = [
