@@ -5,23 +5,25 @@ layers of CLIP or SigLIP and two linear layers; or of all sizes, by Pixtral's en
 from dataclasses import replace
 
 from liger_models.architectures.common import activation, take_only
-from liger_models.architectures.common.images import language_model
-from liger_models.architectures.common.towers import (
+from liger_models.architectures.common.images import language_model, sighted_layouts
+from liger_models.architectures.encoders.clip import (
     CLIP,
     SIGLIP,
+    TINY_CLIP,
+    clip_layouts,
     square_vision,
-    states_read,
     tower,
-    tower_layouts,
     unread_tensors,
 )
-from liger_models.architectures.mistral3 import PIXTRAL as PIXTRAL_NAMES
-from liger_models.architectures.mistral3 import pixtral
+from liger_models.architectures.encoders.parts import states_read
+from liger_models.architectures.encoders.pixtral import NAMES as PIXTRAL_NAMES
+from liger_models.architectures.encoders.pixtral import PIXTRAL, pixtral
 from liger_models.architectures.registry import register
-from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
 from liger_models.layers.spec import MLPProjectorSpec, ModelSpec
+
+NAMES = (*PIXTRAL_NAMES, ("projector.", "multi_modal_projector."))
 
 
 def unread(c: HFConfig) -> tuple[str, ...]:
@@ -40,20 +42,6 @@ def encoder(c: HFConfig) -> HFConfig:
     return v
 
 
-PIXTRAL = "pixtral"
-NAMES = (*PIXTRAL_NAMES, ("projector.", "multi_modal_projector."))
-TINY_CLIP = {
-    "model_type": "clip_vision_model",
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "image_size": 7,
-    "patch_size": 3,
-    "layer_norm_eps": 2e-5,
-}
-
-
 @register(
     "llava",
     reference="LlavaForConditionalGeneration",
@@ -62,16 +50,7 @@ TINY_CLIP = {
         "vision_config": TINY_CLIP,
         "image_token_index": 3,
     },
-    layouts=(
-        *tower_layouts(),
-        *(
-            Layout(rename, root=text, parts=(("vision.", Layout(NAMES, root=root)),))
-            for text, root, rename in (
-                ("language_model.model.", "", (("lm_head.", "language_model.lm_head."),)),
-                ("model.language_model.", "model.", ()),
-            )
-        ),
-    ),
+    layouts=(*clip_layouts(), *sighted_layouts({"vision.": ("", NAMES)})),
     carried=unread,
     variants={
         "siglip_several_layers": {
@@ -106,11 +85,14 @@ def llava(c: HFConfig) -> ModelSpec:
             f"{c.name}: vision_feature_select_strategy is {stated!r}; beside a {v.model_type} it must be "
             f"{strategy!r}, by which a feature is made of every patch, and of nothing else"
         )
-    c.take("image_seq_length", None)  # which the processor reads
-    c.fill({"projector_hidden_act": "gelu"})
-    projector = MLPProjectorSpec(
-        activation(c, "projector_hidden_act", gated=False), c.take_flag("multimodal_projector_bias", True)
-    )
     image_id = c.take_count("image_token_index", 32000, least=0)
     see = pixtral if v.model_type == PIXTRAL else square_vision
-    return replace(text, vision=see(v, projector, image_id, states))
+    return replace(text, vision=see(v, mlp_projector(c), image_id, states))
+
+
+def mlp_projector(c: HFConfig) -> MLPProjectorSpec:
+    """Two linear layers, whose activation and biases the config says."""
+    c.take("image_seq_length", None)  # which the processor reads
+    c.fill({"projector_hidden_act": "gelu"})
+    bias = c.take_flag("multimodal_projector_bias", True)
+    return MLPProjectorSpec(activation(c, "projector_hidden_act", gated=False), bias)

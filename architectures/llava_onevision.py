@@ -4,21 +4,22 @@ tiles of one size side by side, and videos by frames.
 
 from dataclasses import replace
 
-from liger_models.architectures.common import activation, take_only
+from liger_models.architectures.common import take_only
 from liger_models.architectures.common.images import language_model
-from liger_models.architectures.common.towers import (
+from liger_models.architectures.encoders.clip import (
     SIGLIP,
     TINY_SIGLIP,
+    clip_layouts,
     square_vision,
-    states_read,
     tower,
-    tower_layouts,
     unread_tensors,
 )
+from liger_models.architectures.encoders.parts import states_read
+from liger_models.architectures.llava import mlp_projector
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError, abbreviate
-from liger_models.layers.spec import AnyresPictures, MLPProjectorSpec, ModelSpec
+from liger_models.layers.spec import AnyresPictures, ModelSpec
 
 
 def unread(c: HFConfig) -> tuple[str, ...]:
@@ -39,7 +40,7 @@ def unread(c: HFConfig) -> tuple[str, ...]:
         "vision_aspect_ratio": "anyres_max_2",
         "tie_word_embeddings": False,
     },
-    layouts=tower_layouts(),
+    layouts=clip_layouts(),
     carried=unread,
     variants={
         "several_layers": {
@@ -53,14 +54,9 @@ def unread(c: HFConfig) -> tuple[str, ...]:
 def llava_onevision(c: HFConfig) -> ModelSpec:
     text, v = language_model(c), tower(c, [SIGLIP])
     take_only(c, vision_feature_select_strategy="full", use_image_newline_parameter=True)
-    c.take("image_seq_length", None)  # which the processor reads
-    c.fill({"projector_hidden_act": "gelu"})
-    projector = MLPProjectorSpec(
-        activation(c, "projector_hidden_act", gated=False), c.take_flag("multimodal_projector_bias", True)
-    )
     vision = square_vision(
         v,
-        projector,
+        mlp_projector(c),
         c.take_count("image_token_index", 151646, least=0),
         states_read(c, v, -1),
         _pictures(c, v),

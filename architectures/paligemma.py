@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from liger_models.architectures.common import take_only
 from liger_models.architectures.common.images import language_model
-from liger_models.architectures.common.towers import (
+from liger_models.architectures.encoders.clip import (
     HEAD,
     SIGLIP,
     TINY_SIGLIP,
+    clip_layouts,
     square_vision,
     tower,
-    tower_layouts,
 )
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
@@ -36,7 +36,7 @@ from liger_models.layers.spec import AttentionSpec, LinearProjectorSpec, ModelSp
         "image_token_index": 3,
         "projection_dim": 48,
     },
-    layouts=tower_layouts(),
+    layouts=clip_layouts(),
     carried=lambda c: HEAD,
     variants={
         "gemma": {

@@ -5,13 +5,10 @@ positions on three axes.
 from dataclasses import replace
 
 from liger_models.architectures.common import activation, take_only
-from liger_models.architectures.common.images import (
-    encoder_attention,
-    grid_vision,
-    language_model,
-    turned_by_axes,
-)
-from liger_models.architectures.qwen2_5_vl import NAMES, TINY_TEXT, layouts
+from liger_models.architectures.common.images import language_model, turned_by_axes
+from liger_models.architectures.encoders.parts import LINEAR_NAMES, axial_attention
+from liger_models.architectures.encoders.qwen import NAMES, TINY, grid_vision, layouts
+from liger_models.architectures.qwen2_5_vl import TINY_TEXT
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.spec import BlockSpec, LayerNormSpec, MLPSpec, ModelSpec, TimeSpec
@@ -23,22 +20,19 @@ from liger_models.layers.spec import BlockSpec, LayerNormSpec, MLPSpec, ModelSpe
     tiny={
         "text_config": {**TINY_TEXT, "model_type": "qwen2_vl_text"},
         "vision_config": {
+            **TINY,
             "model_type": "qwen2_vl_vision",
             "depth": 2,
             "embed_dim": 32,
             "hidden_size": 64,
             "hidden_act": "quick_gelu",
             "mlp_ratio": 2,
-            "num_heads": 2,
-            "patch_size": 3,
-            "temporal_patch_size": 2,
-            "spatial_merge_size": 2,
         },
         "image_token_id": 3,
         "video_token_id": 4,
         "tie_word_embeddings": False,
     },
-    layouts=layouts((*NAMES, (".mlp.up_proj.", ".mlp.fc1."), (".mlp.down_proj.", ".mlp.fc2."))),
+    layouts=layouts((*NAMES, *LINEAR_NAMES)),
 )
 def qwen2_vl(c: HFConfig) -> ModelSpec:
     text, v = language_model(c), c.part("vision_config")
@@ -46,7 +40,7 @@ def qwen2_vl(c: HFConfig) -> ModelSpec:
     v.fill({"hidden_act": "quick_gelu"})
     hidden = int(width * v.take_number("mlp_ratio", 4))
     mlp = MLPSpec(hidden, activation(v, gated=False), bias=True, gated=False)
-    attention = encoder_attention(v, width, v.take_count("num_heads", 16))
+    attention = axial_attention(v, width, v.take_count("num_heads", 16))
     take_only(v, hidden_size=text.hidden_size)
     vision = grid_vision(c, v, width, BlockSpec(attention, mlp, norm), norm, positions=TimeSpec())
     return replace(turned_by_axes(c, text, (16, 24, 24)), vision=vision)

@@ -7,13 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from liger_models.architectures.common import activation, take_only
-from liger_models.architectures.common.images import (
-    encoder_attention,
-    grid_vision,
-    language_model,
-    turned_by_axes_in_turn,
-)
-from liger_models.architectures.qwen2_5_vl import NAMES as QWEN2_5
+from liger_models.architectures.common.images import language_model, turned_by_axes_in_turn
+from liger_models.architectures.encoders.parts import axial_attention
+from liger_models.architectures.encoders.qwen import NAMES as QWEN2_5
+from liger_models.architectures.encoders.qwen import TINY as TINY_ENCODER
+from liger_models.architectures.encoders.qwen import grid_vision
 from liger_models.architectures.registry import register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
@@ -42,14 +40,9 @@ TRANSPOSED = (
 )
 """As the experts of published checkpoints lie."""
 TINY_VISION: dict[str, Any] = {
-    "depth": 3,
-    "hidden_size": 32,
+    **TINY_ENCODER,
     "hidden_act": "gelu_pytorch_tanh",
     "intermediate_size": 40,
-    "num_heads": 2,
-    "patch_size": 3,
-    "temporal_patch_size": 2,
-    "spatial_merge_size": 2,
     "out_hidden_size": 48,
     "num_position_embeddings": 25,
     "deepstack_visual_indexes": [1, 0],
@@ -78,7 +71,7 @@ def qwen3_vl(c: HFConfig) -> ModelSpec:
     width, norm = v.take_count("hidden_size", 1152), LayerNormSpec(eps=1e-6)
     v.fill({"hidden_act": "gelu_pytorch_tanh"})
     mlp = MLPSpec(v.take_count("intermediate_size", 4304), activation(v, gated=False), bias=True, gated=False)
-    attention = encoder_attention(v, width, v.take_count("num_heads", 16))
+    attention = axial_attention(v, width, v.take_count("num_heads", 16))
     take_only(v, out_hidden_size=text.hidden_size)
     vision = grid_vision(
         c,

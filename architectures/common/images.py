@@ -1,4 +1,6 @@
-"""What the configs of many families that see images have in common, read into specs."""
+"""What many families that see images have in common beside their encoders: a language model, positions on
+several axes, and names in checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from liger_models.architectures.common.model import take_only
 from liger_models.architectures.multimodal import text_part
 from liger_models.architectures.registry import find_architecture
+from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError, abbreviate
-from liger_models.layers.spec import (
-    AttentionSpec,
-    BlockSpec,
-    LayerNormSpec,
-    ModelSpec,
-    NormSpec,
-    PatchMergerSpec,
-    PatchSpec,
-    RopeSpec,
-    VisionSpec,
-)
+from liger_models.layers.spec import AttentionSpec, ModelSpec
+
+Names = tuple[tuple[str, str], ...]
 
 
 def language_model(c: HFConfig) -> ModelSpec:
@@ -85,83 +79,46 @@ def _sections(c: HFConfig, default: Sequence[int]) -> list[int]:
     return list(default)
 
 
-def encoder_attention(v: HFConfig, hidden_size: int, heads: int, theta: float = 10000.0) -> AttentionSpec:
-    """Attention of all patches of a picture to all others, half of whose pairs turn by the row, the others by
-    the column, with the same frequencies (Qwen2-VL). `v` is the encoder's config.
-
-    Raises:
-        ConfigError: the width is no multiple of four times the heads.
-    """
-    if hidden_size % (4 * heads):
-        raise ConfigError(
-            f"{v.name}: {heads} heads of {hidden_size} dimensions together; expected a multiple of "
-            f"{4 * heads}"
-        )
-    head_dim = hidden_size // heads
-    quarter = head_dim // 4
-    rope = RopeSpec(
-        head_dim,
-        _axial_theta(v, theta),
-        axes=(0,) * quarter + (1,) * quarter,
-        frequencies=(*range(0, 2 * quarter, 2),) * 2,
-    )
-    return AttentionSpec(
-        heads, heads, head_dim, head_dim**-0.5, rope, qkv_bias=True, o_bias=True, causal=False
-    )
-
-
-def patches(v: HFConfig, size: int, bias: bool, frames: int | None = None) -> PatchSpec:
-    """Patches of pictures of three colours, from the encoder's config; of so many `frames`, or as many as it
-    says.
-    """
-    size = v.take_count("patch_size", size)
-    take_only(v, in_channels=3, in_chans=3, num_channels=3, spatial_patch_size=size)
-    frames = v.take_count("temporal_patch_size", 2) if frames is None else frames
-    return PatchSpec(size, frames, bias=bias)
-
-
-def grid_vision(
-    c: HFConfig,
-    v: HFConfig,
-    hidden_size: int,
-    block: BlockSpec,
-    norm: NormSpec | LayerNormSpec,
-    *,
-    depth: int = 32,
-    patch_size: int = 14,
-    patch_bias: bool = False,
-    **settings: Any,
-) -> VisionSpec:
-    """An encoder of pictures of all sizes, as the Qwen families have it: see `VisionSpec`.
+def sighted_layouts(
+    vision: Mapping[str, tuple[str, Names]],
+    rename: Names = (),
+    whole: tuple[str, ...] = (),
+    permuted: Names = (),
+) -> tuple[Layout, ...]:
+    """As older files have it, and as transformers builds it.
 
     Args:
-        c, v: the config, and the encoder's.
-        hidden_size, block, norm: the encoder's width, its layers, and the norm in front of its way out.
-        depth, patch_size: where the config does not say.
-        patch_bias: whether the layer over patches has one.
-        settings: further fields of the spec.
+        vision: for what names begin with, what they begin with in a checkpoint, and renames of the rest.
+        rename, whole, permuted: as in `Layout`, of the language model.
     """
-    for key in ("vision_start_token_id", "vision_end_token_id", "vision_token_id"):
-        c.take(key, None)  # which the processor places
-    return VisionSpec(
-        hidden_size,
-        patches(v, patch_size, patch_bias),
-        (block,) * v.take_count("depth", depth),
-        PatchMergerSpec(v.take_count("spatial_merge_size", 2), norm),
-        c.take_count("image_token_id", 151655, least=0),
-        c.take_count("video_token_id", 151656, least=0),
-        kinds="mm_token_type_ids",
-        **settings,
+    return tuple(
+        Layout(
+            (*rename, *head),
+            whole,
+            permuted,
+            root=text,
+            parts=tuple((here, Layout(names, root=root + there)) for here, (there, names) in vision.items()),
+        )
+        for text, root, head in (
+            ("language_model.model.", "", (("lm_head.", "language_model.lm_head."),)),
+            ("model.language_model.", "model.", ()),
+        )
     )
 
 
-def _axial_theta(v: HFConfig, default: float) -> float:
-    default = v.take_number("rope_theta", default)  # as older configs have it
-    rope = v.take("rope_parameters", {})
-    if not isinstance(rope, Mapping) or not rope.keys() <= {"rope_type", "rope_theta"}:
-        raise ConfigError(
-            f"{v.name}: rope_parameters may hold rope_type and rope_theta, found {abbreviate(rope)}"
-        )
-    if rope.get("rope_type", "axial") not in ("axial", "default"):
-        raise ConfigError(f"{v.name}: the rope_type of an encoder must be axial, found {rope['rope_type']!r}")
-    return float(rope.get("rope_theta", default))
+def tower_layouts(
+    encoder: Names, projector: Names = (), permuted: Names = (), inner: str = ""
+) -> tuple[Layout, ...]:
+    """The same, where the encoder is called `vision_tower` and the way out of it `multi_modal_projector`.
+
+    Args:
+        encoder, projector: renames of what stands behind these.
+        permuted: as in `Layout`.
+        inner: what stands between `vision_tower.` and the encoder's names.
+    """
+    vision = {
+        "vision.encoder.": (f"vision_tower.{inner}", encoder),
+        "vision.projector.": ("multi_modal_projector.", projector),
+        "vision.newline.": ("", (("weight", "image_newline"),)),
+    }
+    return sighted_layouts(vision, permuted=permuted)

@@ -1,24 +1,22 @@
-"""Encoders of square images that many families have, CLIP's and SigLIP's: from their configs to specs, and
-their names in checkpoints.
-"""
+"""CLIP's encoder (arXiv:2103.00020) and SigLIP's (arXiv:2303.15343), of square images."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from liger_models.architectures.common.mlps import activation
-from liger_models.architectures.common.model import take_only
+from liger_models.architectures.common import mlp, take_only
+from liger_models.architectures.common.images import Names, tower_layouts
+from liger_models.architectures.encoders.parts import LINEAR_NAMES, whole_attention
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError, abbreviate
 from liger_models.layers.spec import (
     AnyresPictures,
-    AttentionSpec,
     BlockSpec,
     FixedTable,
     LayerNormSpec,
-    MLPSpec,
     PatchSpec,
     ProjectorSpec,
     SquarePictures,
@@ -47,7 +45,7 @@ TINY_SIGLIP: dict[str, Any] = {
     "patch_size": 3,
     "layer_norm_eps": 2e-5,
 }
-"""Small enough for tests."""
+TINY_CLIP = {**TINY_SIGLIP, "model_type": CLIP, "num_hidden_layers": 3, "image_size": 7}
 _UNREAD = (
     "projection_dim",
     "projector_hidden_act",
@@ -100,21 +98,15 @@ def square_vision(
     Raises:
         ConfigError: heads that do not share out its width.
     """
-    width, heads = v.take_count("hidden_size"), v.take_count("num_attention_heads")
-    if width % heads:
-        raise ConfigError(f"{v.name}: hidden_size {width} is not a multiple of num_attention_heads {heads}")
+    width, depth = v.take_count("hidden_size"), v.take_count("num_hidden_layers")
+    attention = whole_attention(v, width, v.take_count("num_attention_heads"))
     clip, norm = v.model_type == CLIP, LayerNormSpec(eps=v.take_number("layer_norm_eps"))
-    head_dim, depth = width // heads, v.take_count("num_hidden_layers")
-    attention = AttentionSpec(
-        heads, heads, head_dim, head_dim**-0.5, qkv_bias=True, o_bias=True, causal=False
-    )
-    mlp = MLPSpec(v.take_count("intermediate_size"), activation(v, gated=False), bias=True, gated=False)
     size, patch = v.take_count("image_size"), v.take_count("patch_size")
     last_alone = len(states) == 1 and states[0] > 0
     return VisionSpec(
         width,
         PatchSpec(patch, channels=v.take_count("num_channels", 3), bias=not clip),
-        (BlockSpec(attention, mlp, norm),) * (max(states) if states else depth),
+        (BlockSpec(attention, mlp(v, bias=True, gated=False), norm),) * (max(states) if states else depth),
         projector,
         image_id,
         position_table=FixedTable(size // patch),
@@ -125,23 +117,6 @@ def square_vision(
         taken=() if last_alone else tuple(states),
         **settings,
     )
-
-
-def states_read(c: HFConfig, v: HFConfig, default: int) -> tuple[int, ...]:
-    """The states of the encoder that the config's `vision_feature_layer` names, one or a list of them: 0 is
-    what enters its first layer, i what layer i gives, the first being 1; negative ones count from the end.
-
-    Raises:
-        ConfigError: there is no such state.
-    """
-    depth, named = v.take_count("num_hidden_layers"), c.take("vision_feature_layer", default)
-    states = named if isinstance(named, list) else [named]
-    if not states or not all(type(i) is int and -depth - 1 <= i <= depth for i in states):
-        raise ConfigError(
-            f"{c.name}: vision_feature_layer must be a state of the encoder's {depth} layers or a list of "
-            f"such, from {-depth - 1} to {depth}, found {abbreviate(named)}"
-        )
-    return tuple(i % (depth + 1) for i in states)
 
 
 def unread_tensors(depth: int, first: int) -> tuple[str, ...]:
@@ -165,39 +140,12 @@ NAMES = (
     (".input_layernorm.", ".layer_norm1."),
     (".post_attention_layernorm.", ".layer_norm2."),
     (".o_proj.", ".out_proj."),
-    (".up_proj.", ".fc1."),
-    (".down_proj.", ".fc2."),
+    *LINEAR_NAMES,
 )
-"""Of the encoder, behind `vision_tower.`."""
+"""Of the encoder, behind `vision_tower.` and, in the forms that the hub has, `vision_model.`."""
 
 
-def tower_layouts(
-    projector: tuple[tuple[str, str], ...] = (),
-    permuted: tuple[tuple[str, str], ...] = (),
-    encoder: tuple[tuple[str, str], ...] = NAMES,
-    models: tuple[str, ...] = ("vision_model.", ""),
-) -> tuple[Layout, ...]:
-    """As the hub has it, as transformers writes it, and as it builds it.
-
-    Args:
-        projector: renames what stands behind `multi_modal_projector.`.
-        permuted: as in `Layout`.
-        encoder: renames what stands behind `vision_tower.` and each of `models`.
-    """
-    return tuple(
-        Layout(
-            root=text,
-            rename=rename,
-            permuted=permuted,
-            parts=(
-                ("vision.encoder.", Layout(encoder, root=f"{root}vision_tower.{model}")),
-                ("vision.projector.", Layout(projector, root=f"{root}multi_modal_projector.")),
-                ("vision.newline.", Layout((("weight", "image_newline"),), root=root)),
-            ),
-        )
-        for text, root, rename in (
-            ("language_model.model.", "", (("lm_head.", "language_model.lm_head."),)),
-            ("model.language_model.", "model.", ()),
-        )
-        for model in models
-    )
+def clip_layouts(projector: Names = (), permuted: Names = ()) -> tuple[Layout, ...]:
+    """As the hub has it, as transformers writes it, and as it builds it; see `tower_layouts`."""
+    forms = (tower_layouts(NAMES, projector, permuted, inner) for inner in ("vision_model.", ""))
+    return tuple(itertools.chain(*zip(*forms, strict=True)))

@@ -1,0 +1,78 @@
+"""Gemma 4's encoder, of images and videos of all sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from liger_models.architectures.common import check_groups, mlp
+from liger_models.architectures.encoders.parts import axial_attention
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.layers.spec import (
+    AxesTable,
+    BlockSpec,
+    NormSpec,
+    PatchSpec,
+    PlacedPictures,
+    PoolProjectorSpec,
+    QKNormSpec,
+    VisionSpec,
+)
+
+NAMES = (
+    *((".qkv_proj.", "."), (".gate_up_proj.", "."), ("_proj.linear.", "_proj.")),  # of clipped ones
+    ("_proj.", "_proj.linear."),
+    *(("_proj.linear.input_", "_proj.input_"), ("_proj.linear.output_", "_proj.output_")),
+    ("encoder.patch_embed.", "vision_tower.patch_embedder.input_proj."),
+    ("encoder.table.weight", "vision_tower.patch_embedder.position_embedding_table"),
+    ("encoder.layers.", "vision_tower.encoder.layers."),
+    ("projector.std_", "vision_tower.std_"),
+    ("projector.linear.", "embed_vision.embedding_projection."),
+)
+"""Of the encoder and the way out of it."""
+TINY: dict[str, Any] = {
+    "model_type": "gemma4_vision",
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "pooling_kernel_size": 2,
+    "patch_size": 3,
+    "position_embedding_size": 18,
+    "rms_norm_eps": 0.3,
+    "standardize": True,
+}
+
+
+def pooled(v: HFConfig, image_id: int, **settings: Any) -> VisionSpec:
+    """The encoder, from its config; `settings` are further fields of the spec."""
+    for key in ("max_position_embeddings", "attention_bias", "global_head_dim", "default_output_length"):
+        v.take(key, None)  # which the reference does not read, or the processor does
+    v.fill({"hidden_activation": "gelu_pytorch_tanh", "intermediate_size": 3072})
+    width, heads = v.take_count("hidden_size", 768), v.take_count("num_attention_heads", 12)
+    kv_heads, head_dim = v.take_count("num_key_value_heads", 12), v.take_count("head_dim", 64)
+    check_groups(v, heads, kv_heads)
+    clipped = v.take_flag("use_clipped_linears", False)
+    norm = NormSpec(eps=v.take_number("rms_norm_eps", 1e-6), cast="gemma")
+    attention = replace(
+        axial_attention(v, heads * head_dim, heads, bias=False, theta=100.0, axes=(1, 0), halves=True),
+        num_key_value_heads=kv_heads,
+        scale=1.0,
+        qk_norm=QKNormSpec(norm, values=True),
+        clipped=clipped,
+    )
+    inner = replace(mlp(v, key="hidden_activation"), clipped=clipped)
+    merge = v.take_count("pooling_kernel_size", 3)
+    return VisionSpec(
+        width,
+        PatchSpec(v.take_count("patch_size", 16)),
+        (BlockSpec(attention, inner, norm, "sandwich"),) * v.take_count("num_hidden_layers", 16),
+        PoolProjectorSpec(merge, norm.eps, v.take_flag("standardize", False)),
+        image_id,
+        position_table=AxesTable(v.take_count("position_embedding_size", 10240)),
+        pictures=PlacedPictures(),
+        kinds="mm_token_type_ids",
+        **settings,
+    )

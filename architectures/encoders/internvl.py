@@ -1,0 +1,102 @@
+"""InternVL's encoder (arXiv:2312.14238), of square images: a class token in front, and scaled branches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from liger_models.architectures.common import mlp
+from liger_models.architectures.encoders.parts import LINEAR_NAMES, whole_attention
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.errors import ConfigError
+from liger_models.layers.spec import (
+    BlockSpec,
+    FixedTable,
+    LayerNormSpec,
+    MLPProjectorSpec,
+    NormSpec,
+    PatchSpec,
+    QKNormSpec,
+    SquarePictures,
+    VisionSpec,
+)
+
+NAMES = (
+    ("patch_embed.", "embeddings.patch_embeddings.projection."),
+    ("table.weight", "embeddings.position_embeddings"),
+    ("class_token.weight", "embeddings.cls_token"),
+    ("norm_behind.", "layernorm."),
+    ("layers.", "encoder.layer."),
+    (".input_layernorm.", ".layernorm_before."),
+    (".post_attention_layernorm.", ".layernorm_after."),
+    (".self_attn.", ".attention."),
+    (".o_proj.", ".projection_layer."),
+    *LINEAR_NAMES,
+    (".attention_scale.weight", ".lambda_1"),
+    (".mlp_scale.weight", ".lambda_2"),
+)
+"""Of the encoder, behind `vision_tower.`."""
+TINY: dict[str, Any] = {
+    "model_type": "internvl_vision",
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "image_size": [13, 13],
+    "patch_size": [3, 3],
+    "layer_norm_eps": 2e-3,
+    "use_mean_pooling": False,
+}
+
+
+def scaled(v: HFConfig, projector: MLPProjectorSpec, image_id: int, state: int) -> VisionSpec:
+    """The encoder, from its config; `state` is what goes out of it, see `states_read`.
+
+    Raises:
+        ConfigError: a norm that is not known, or patches that cannot be merged.
+    """
+    for key in ("use_mask_token", "layer_scale_init_value", "initializer_factor"):
+        v.take(key, None)  # of pretraining, and of fresh weights
+    v.fill({"hidden_act": "gelu", "intermediate_size": 4096})
+    size, patch = _side(v, "image_size", 448), _side(v, "patch_size", 14)
+    if size // patch % projector.merge:
+        raise ConfigError(
+            f"{v.name}: {size // patch} times {size // patch} patches of an image, of which "
+            f"{projector.merge} times {projector.merge} make a token; expected a multiple"
+        )
+    norm_type, eps = v.take("norm_type", "layer_norm"), v.take_number("layer_norm_eps", 1e-6)
+    if norm_type not in ("layer_norm", "rms_norm"):
+        raise ConfigError(f"{v.name}: norm_type must be layer_norm or rms_norm, found {norm_type!r}")
+    norm: NormSpec | LayerNormSpec = LayerNormSpec(eps) if norm_type == "layer_norm" else NormSpec(eps)
+    width, depth = v.take_count("hidden_size", 1024), v.take_count("num_hidden_layers", 24)
+    attention = whole_attention(
+        v,
+        width,
+        v.take_count("num_attention_heads", 16),
+        qkv_bias=v.take_flag("attention_bias", False),
+        qk_norm=QKNormSpec(NormSpec(1e-6), "all_heads") if v.take_flag("use_qk_norm", False) else None,
+    )
+    block = BlockSpec(attention, mlp(v, bias=True, gated=False), norm, "layer_scale")
+    final = not v.take_flag("use_mean_pooling", True) and state == depth
+    placed = v.take_flag("use_absolute_position_embeddings", True)
+    return VisionSpec(
+        width,
+        PatchSpec(patch, channels=v.take_count("num_channels", 3), bias=True),
+        (block,) * state,
+        projector,
+        image_id,
+        position_table=FixedTable(size // patch) if placed else None,
+        pictures=SquarePictures(size),
+        norm_behind=LayerNormSpec(eps) if final else None,
+        class_token="first",
+    )
+
+
+def _side(v: HFConfig, key: str, default: int) -> int:
+    """Of a square, which a config says by one number or by two."""
+    found = v.take(key, default)
+    sides = found if isinstance(found, list) else [found]
+    if not sides or any(type(side) is not int or side < 1 or side != sides[0] for side in sides):
+        raise ConfigError(f"{v.name}: {key} must be the side of a square, found {found!r}")
+    return sides[0]

@@ -1,0 +1,58 @@
+"""Pixtral's encoder (arXiv:2410.07073), of images of all sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from liger_models.architectures.common import mlp, take_only
+from liger_models.architectures.encoders.parts import axial_attention, patches
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.layers.spec import BlockSpec, NormSpec, PaddedPictures, ProjectorSpec, VisionSpec
+
+PIXTRAL = "pixtral"
+NAMES = (
+    ("encoder.patch_embed.", "vision_tower.patch_conv."),
+    ("encoder.norm_before.", "vision_tower.ln_pre."),
+    ("encoder.layers.", "vision_tower.transformer.layers."),
+    (".input_layernorm.", ".attention_norm."),
+    (".post_attention_layernorm.", ".ffn_norm."),
+    (".self_attn.", ".attention."),
+    (".mlp.", ".feed_forward."),
+)
+TINY: dict[str, Any] = {
+    "model_type": PIXTRAL,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 3,
+    "image_size": 60,
+    "hidden_act": "silu",
+    "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
+}
+
+
+def pixtral(v: HFConfig, projector: ProjectorSpec, image_id: int, states: Sequence[int] = ()) -> VisionSpec:
+    """The encoder, from its config: pairs of a head turn by the row with the frequencies of even numbers, and
+    by the column with the others. `states` is what goes out of it, as of `square_vision`.
+    """
+    for key in ("image_size", "vocab_size"):
+        v.take(key, None)  # that of the largest image is the processor's, and there is no vocabulary
+    v.fill({"hidden_act": "gelu", "intermediate_size": 4096})
+    width, heads = v.take_count("hidden_size", 1024), v.take_count("num_attention_heads", 16)
+    take_only(v, head_dim=width // heads)
+    pairs = range(width // heads // 2)
+    attention = axial_attention(v, width, heads, bias=False, frequencies=(*pairs[::2], *pairs[1::2]))
+    norm = NormSpec(eps=1e-5)
+    return VisionSpec(
+        width,
+        patches(v, 16, bias=False, frames=1),
+        (BlockSpec(attention, mlp(v), norm),)
+        * (max(states) if states else v.take_count("num_hidden_layers", 24)),
+        projector,
+        image_id,
+        pictures=PaddedPictures(),
+        norm_before=norm,
+        taken=() if len(states) == 1 and states[0] > 0 else tuple(states),
+    )

@@ -1,0 +1,76 @@
+"""The encoders of the Qwen families, of images and videos of all sizes (arXiv:2409.12191)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from liger_models.architectures.common.images import Names
+from liger_models.architectures.encoders.parts import patches
+from liger_models.convert.checkpoints.layout import Layout
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.layers.spec import BlockSpec, LayerNormSpec, NormSpec, PatchMergerSpec, VisionSpec
+
+NAMES = (
+    ("encoder.patch_embed.", "patch_embed.proj."),
+    ("encoder.layers.", "blocks."),
+    (".input_layernorm.", ".norm1."),
+    (".post_attention_layernorm.", ".norm2."),
+    (".self_attn.qkv_proj.", ".attn.qkv."),
+    (".self_attn.o_proj.", ".attn.proj."),
+    ("projector.norm.", "merger.ln_q."),
+    ("projector.linear_1.", "merger.mlp.0."),
+    ("projector.linear_2.", "merger.mlp.2."),
+)
+"""Of the encoder and the way out of it, in Qwen2.5-VL."""
+TINY: dict[str, Any] = {
+    "depth": 3,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "patch_size": 3,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+}
+
+
+def layouts(names: Names) -> tuple[Layout, ...]:
+    """As the hub has it, and as transformers builds it."""
+    packed = ("vision.encoder.layers.*.qkv_proj.*",)
+    return tuple(
+        Layout(whole=packed, root=root, parts=(("vision.", Layout(names, root=vision)),))
+        for root, vision in (("model.", "visual."), ("model.language_model.", "model.visual."))
+    )
+
+
+def grid_vision(
+    c: HFConfig,
+    v: HFConfig,
+    hidden_size: int,
+    block: BlockSpec,
+    norm: NormSpec | LayerNormSpec,
+    *,
+    depth: int = 32,
+    patch_size: int = 14,
+    patch_bias: bool = False,
+    **settings: Any,
+) -> VisionSpec:
+    """An encoder of pictures of all sizes, as the Qwen families have it: see `VisionSpec`.
+
+    Args:
+        c, v: the config, and the encoder's.
+        hidden_size, block, norm: the encoder's width, its layers, and the norm in front of its way out.
+        depth, patch_size: where the config does not say.
+        patch_bias: whether the layer over patches has one.
+        settings: further fields of the spec.
+    """
+    for key in ("vision_start_token_id", "vision_end_token_id", "vision_token_id"):
+        c.take(key, None)  # which the processor places
+    return VisionSpec(
+        hidden_size,
+        patches(v, patch_size, patch_bias),
+        (block,) * v.take_count("depth", depth),
+        PatchMergerSpec(v.take_count("spatial_merge_size", 2), norm),
+        c.take_count("image_token_id", 151655, least=0),
+        c.take_count("video_token_id", 151656, least=0),
+        kinds="mm_token_type_ids",
+        **settings,
+    )

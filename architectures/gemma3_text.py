@@ -1,0 +1,73 @@
+"""Gemma 3 (Gemma Team, 2025, arXiv:2503.19786), its text models: as Gemma 2 with norms of queries and keys in
+place of soft caps, a window on five layers of six, and rotations of their own for those.
+"""
+
+from dataclasses import replace
+
+from liger_models.architectures.common import attention, decoder, mlp, rope, windows
+from liger_models.architectures.registry import register
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec, QKNormSpec
+
+
+@register(
+    "gemma3_text",
+    reference="Gemma3ForCausalLM",
+    tiny={
+        "hidden_act": ...,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": True,
+        "query_pre_attn_scalar": 24,
+        "final_logit_softcapping": 2.0,
+        "sliding_window": 7,
+        "sliding_window_pattern": 2,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 2.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    defaults={
+        "head_dim": 256,
+        "num_key_value_heads": 4,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131072,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+    },
+    variants={
+        "layer_types": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        "every_sixth": {"num_hidden_layers": 6, "sliding_window_pattern": ...},
+        "thetas": {"rope_parameters": ..., "rope_theta": 500.0, "rope_local_base_freq": 100.0},
+        "own_theta": {"rope_parameters": ..., "rope_theta": 500.0},
+    },
+    skip={
+        "rope:yarn_fractional": "of settings by layer type the reference does not read truncate",
+        **{
+            f"field:RopeSpec.{name}": "seen without truncation"
+            for name in ("truncate", "beta_fast", "beta_slow")
+        },
+    },
+)
+def gemma3_text(c: HFConfig) -> ModelSpec:
+    norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6), offset=1.0, cast="gemma")
+    attn = replace(
+        attention(c, bias=c.take_flag("attention_bias", False), layer_type="full_attention", theta=1e6),
+        scale=c.take_number("query_pre_attn_scalar") ** -0.5,
+        qk_norm=QKNormSpec(norm),
+    )
+    local = rope(c, attn.head_dim, layer_type="sliding_attention", local_theta=1e4)
+    local = replace(local, max_position_embeddings=None)  # no distance is longer than the window
+    feed_forward = mlp(c, key="hidden_activation")
+    every = c.take_count("sliding_window_pattern", 6)
+    slides = windows(c, lambda i: "sliding_attention" if (i + 1) % every else "full_attention")
+    mixers = [attn if window is None else replace(attn, window=window, rope=local) for window in slides]
+    return decoder(
+        c,
+        [BlockSpec(mixer, feed_forward, norm, topology="sandwich") for mixer in mixers],
+        norm,
+        embed_scale=c.take_count("hidden_size") ** 0.5,
+        logit_softcap=c.take_number("final_logit_softcapping", None),
+    )
