@@ -1,7 +1,7 @@
 """The longest sequences of post-training on one GPU, and a step's memory and speed beside TRL's.
 
     python -m benchmarks lengths                                   # the lengths that are aimed at, on 79 GiB
-    python -m benchmarks lengths --case dpo:77000 --case sft:8192:trl
+    python -m benchmarks lengths --case dpo:77000 --case sft:8192:lean --case sft:8192:trl
 
 A case is METHOD:TOKENS[:SIDE], and a step of it the forward and backward passes of rows of TOKENS tokens, all
 of which are learned, and an AdamW step, of a whole model in bfloat16 with fresh weights:
@@ -10,6 +10,10 @@ of which are learned, and an AdamW step, of a whole model in bfloat16 with fresh
     grpo    one row scored with entropies, its loss that of a group's answer
     dpo     a pair, two rows, which the reference, a second model, scores in the step, as TRL's default does
     kto     two rows and two strangers' answers; the reference scores all four, the policy the strangers too
+
+Our side is a level of activation memory, `checkpoint` or `lean`, and our AdamW, which here keeps bfloat16
+weights as torch's does, 8 bytes a weight with its gradient and moments; with `+master`, as by default
+elsewhere, it keeps 16 bits more, which make the weight float32.
 
 TRL's side (`trl`) is what its trainers run by default: transformers' model with gradient checkpointing and
 `add_fused_lm_head` with the fields that each trainer asks for, and torch's fused AdamW.
@@ -22,6 +26,7 @@ import gc
 import importlib.machinery
 import importlib.util
 import re
+import statistics
 import sys
 import time
 import types
@@ -46,7 +51,7 @@ FIELDS = {
     "dpo": ("log_probs", "entropy", "mean_logits", "is_top1"),
     "kto": ("log_probs", "entropy", "mean_logits", "is_top1"),
 }
-SIDES = ("ours", "trl")
+SIDES = ("checkpoint", "trl", "checkpoint+master", "lean")
 TIMED = 16_384  # tokens; a longer case has one step, for its memory
 Score = Callable[[Any, Tensor], Tensor]
 
@@ -70,11 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         type=parse_case,
         metavar="METHOD:TOKENS[:SIDE]",
-        help="repeatable; default: the lengths that are aimed at, and 8,192 on both sides",
+        help="repeatable; SIDE is trl, checkpoint or lean, the latter two with +master or without; default: "
+        "the lengths that are aimed at, checkpoint+master, and 8,192 on all sides",
     )
-    parser.add_argument("--level", default="checkpoint", help="of activation memory, ours (%(default)s)")
     parser.add_argument(
-        "--steps", type=int, default=2, help="of short cases, of which the last is timed (%(default)s)"
+        "--steps", type=int, default=4, help="of short cases, all but the first are timed (%(default)s)"
     )
     parser.add_argument("--gib", type=float, help="of a larger GPU use so many alone, such as 79")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after so many")
@@ -86,9 +91,9 @@ def run(args: argparse.Namespace) -> int:
     if args.gib is not None:
         size = torch.cuda.get_device_properties(device).total_memory / 2**30
         torch.cuda.set_per_process_memory_fraction(min(1.0, args.gib / size), device)
-    both = [Case(method, 8192, side) for method in AIMS for side in SIDES]
+    beside = [Case(method, 8192, side) for side in SIDES for method in AIMS]
     rows: list[dict[str, Any]] = []
-    for case in args.case or [Case(*aim, "ours") for aim in AIMS.items()] + both:
+    for case in args.case or [Case(*aim, "checkpoint+master") for aim in AIMS.items()] + beside:
         if time.perf_counter() - begun > args.seconds:
             print(f"no time for {case.name}", flush=True)
             continue
@@ -103,41 +108,44 @@ def run(args: argparse.Namespace) -> int:
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        _write(args, device, rows)
+        _write(args, device, rows, show=False)
+    _write(args, device, rows, show=True)
     return 0
 
 
-def _write(args: argparse.Namespace, device: torch.device, rows: list[dict[str, Any]]) -> None:
-    """The report so far."""
+def _write(args: argparse.Namespace, device: torch.device, rows: list[dict[str, Any]], show: bool) -> None:
+    """The report so far, a method's cases of one length together."""
     header = ["method", "rows x tokens", "side", "peak GiB", "reserved GiB", "s a step", "tokens/s"]
     table = []
-    for row in rows:
-        case = parse_case(row["case"])
-        line = [case.method, f"{ROWS[case.method]} x {case.tokens:,}", case.side]
+    for case, row in sorted(
+        ((parse_case(row["case"]), row) for row in rows),
+        key=lambda found: (-found[0].tokens, found[0].method),
+    ):
+        line = [case.method, f"{ROWS[case.method]} x {case.tokens:,}", side_name(case.side)]
         if "note" in row:
             table.append([*line, row["note"], "-", "-", "-"])
             continue
         memory = ["-" if row[name] is None else f"{row[name]:.1f}" for name in ("peak", "reserved")]
         speed = f"{ROWS[case.method] * case.tokens / row['seconds']:,.0f}"
         table.append([*line, *memory, f"{row['seconds']:.2f}", speed if case.tokens <= TIMED else "-"])
-    about = f"{machine(device)}. {args.model}, bfloat16, AdamW; ours at level {args.level}."
+    about = f"{machine(device, 'transformers', 'trl')}. {args.model}, bfloat16, AdamW."
     about += "" if args.gib is None else f" At most {args.gib:g} GiB of the GPU."
-    publish(args.out, "lengths", f"{about}\n\n{markdown_table(header, table)}", rows, show=len(rows) > 1)
+    publish(args.out, "lengths", f"{about}\n\n{markdown_table(header, table)}", rows, show)
 
 
 def _measure(case: Case, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     cuda = device.type == "cuda"
     config = config_of(args.model, None) | {"max_position_embeddings": max(case.tokens, 2048)}
     with_reference = case.method in ("dpo", "kto")
-    side = _ours if case.side == "ours" else _trl
+    side = _trl if case.side == "trl" else _ours
     torch.manual_seed(0)
-    policy, reference, optimizer, score = side(case, config, args.level, device, with_reference)
+    policy, reference, optimizer, score = side(case, config, device, with_reference)
     seconds, loss = [], torch.zeros(())
     steps = args.steps if case.tokens <= TIMED else 1
     for number in range(steps):
         if cuda:
             torch.cuda.synchronize(device)
-            if number == steps - 1:
+            if number == 1 or steps == 1:  # the first step of several makes the optimizer's state
                 torch.cuda.reset_peak_memory_stats(device)
         ids = torch.randint(config["vocab_size"], (ROWS[case.method], case.tokens), device=device)
         begun = time.perf_counter()
@@ -152,7 +160,7 @@ def _measure(case: Case, args: argparse.Namespace, device: torch.device) -> dict
     return {
         "peak": torch.cuda.max_memory_allocated(device) / 2**30 if cuda else None,
         "reserved": torch.cuda.max_memory_reserved(device) / 2**30 if cuda else None,
-        "seconds": seconds[-1],
+        "seconds": statistics.median(seconds[1:] or seconds),
         "first": seconds[0],
         "loss": loss.item(),
     }
@@ -193,10 +201,11 @@ METHODS = {"sft": _sft, "grpo": _grpo, "dpo": _dpo, "kto": _kto}
 # -------------------------------------------------------------------------------------------------- the sides
 
 
-def _ours(case: Case, config: dict[str, Any], level: str, device: torch.device, with_reference: bool) -> Any:
+def _ours(case: Case, config: dict[str, Any], device: torch.device, with_reference: bool) -> Any:
     import liger_models
     from liger_models.optim import AdamW
 
+    level, _, weights = case.side.partition("+")
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
     policy = liger_models.from_config(config, activation_memory=level, **options).train()
     reference = liger_models.from_config(config, **options).eval() if with_reference else None
@@ -206,10 +215,10 @@ def _ours(case: Case, config: dict[str, Any], level: str, device: torch.device, 
             return model(ids, labels=ids).loss
         return model.score(ids, ids, entropy=case.method == "grpo").log_probs
 
-    return policy, reference, AdamW(policy.parameters(), lr=1e-6), score
+    return policy, reference, AdamW(policy.parameters(), lr=1e-6, weights=weights or "plain"), score
 
 
-def _trl(case: Case, config: dict[str, Any], level: str, device: torch.device, with_reference: bool) -> Any:
+def _trl(case: Case, config: dict[str, Any], device: torch.device, with_reference: bool) -> Any:
     import transformers
 
     _stand_in("datasets", "IterableDataset", "Dataset")
@@ -250,7 +259,14 @@ def _stand_in(name: str, *names: str) -> None:
 
 
 def parse_case(text: str) -> Case:
-    match = re.fullmatch(r"(sft|grpo|dpo|kto):(\d+)(?::(ours|trl))?", text)
+    match = re.fullmatch(r"(sft|grpo|dpo|kto):(\d+)(?::(trl|(?:checkpoint|lean)(?:\+master)?))?", text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"found {text!r}; expected for instance dpo:77000, or sft:8192:trl")
-    return Case(match[1], int(match[2]), match[3] or "ours")
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}; expected for instance dpo:77000, sft:8192:lean+master, or sft:8192:trl"
+        )
+    return Case(match[1], int(match[2]), match[3] or "checkpoint")
+
+
+def side_name(side: str) -> str:
+    """A side as the table has it."""
+    return "TRL" if side == "trl" else f"ours, {side.replace('+', ', ')}"

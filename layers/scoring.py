@@ -31,9 +31,9 @@ class ScoreOptions:
         top1: also whether the label is the largest logit, the first of equal ones.
         log_sum_sq_probs: also the logarithm of the sum of the squared probabilities.
         coefficients: of the shape of the scores; then `weighted_sum`, the sum of coefficients * log_probs,
-            has the gradients, and they are made in the forward pass: a quarter less work in the head. For
-            losses that know their gradients before the scores: a negative log-likelihood, or a policy
-            gradient on fresh samples, whose ratios are one.
+            has the gradients, and they are made in the forward pass: up to a quarter less work in the head,
+            where tokens fill several chunks. For losses that know their gradients before the scores: a
+            negative log-likelihood, or a policy gradient on fresh samples, whose ratios are one.
 
     Not a dataclass: sharding frameworks that cast a call's arguments would round the coefficients in one.
     """

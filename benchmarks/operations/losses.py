@@ -131,7 +131,7 @@ def _linear_log_probs(shape, dtype, device):
         ],
         liger=None,
         eager=lambda x, weight: of_logits(F.linear(x, weight), labels),
-        # Three products. Ours makes the logits twice, since all at once they take gigabytes: at most 75%.
+        # Three products; of more tokens than a chunk's ours makes logits twice: at most 75% then.
         training=Cost(flops=6 * tokens * hidden * vocab),
         truth=lambda: truth_in_chunks(
             lambda part, x, weight: of_logits(F.linear(x, weight), labels[part]),

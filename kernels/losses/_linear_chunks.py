@@ -10,8 +10,9 @@ A loss that is a sum over tokens makes its gradients so in the forward pass, for
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,21 +59,24 @@ def in_chunks(
     wanted: tuple[bool, bool, bool] = (False, False, False),
     round_dw: bool = True,
     teacher: Linear | None = None,
+    kept: KeptLogits | None = None,
 ) -> list[Tensor | None]:
     """Call step(chunk, logits) for each chunk of x's rows; give dx, dw, dbias where wanted.
 
     index holds the rows to take, None for all; `chunk` indexes [T]. Where a gradient is wanted the step
     leaves that of the logits in their `gradient_place`. With a teacher, a layer over the same tokens and
     without gradients, it is step(chunk, logits, teacher_logits). dw and dbias have their operands' dtypes, or
-    float32 if not round_dw.
+    float32 if not round_dw. A pass without gradients leaves its last chunk's logits in `kept`, and the one
+    with them that follows begins there.
     """
     x, weight, bias, dtype, _ = linear
     want_dx, want_dw, want_db = wanted
     rows, vocab = len(x) if index is None else len(index), len(weight)
     sum_dtype = torch.promote_types(dtype, torch.float32)
-    sum_bytes = weight.numel() * (sum_dtype.itemsize - weight.itemsize) if want_dw else 0
+    trained = want_dw or (kept is not None and kept.want_dw)
+    sum_bytes = weight.numel() * (sum_dtype.itemsize - weight.itemsize) if trained else 0
     row_bytes = linear.row_bytes + (0 if teacher is None else teacher.row_bytes)
-    if not want_dw:
+    if not trained:
         chunk_bytes = min(chunk_bytes, FROZEN_CHUNK_BYTES)
     size = _chunk_size(rows, row_bytes, sum_bytes, chunk_bytes)
     dw_dtype = weight.dtype if round_dw and size >= rows and weight.dtype == dtype else sum_dtype
@@ -85,13 +89,17 @@ def in_chunks(
     if want_db:
         db = torch.zeros(vocab, dtype=sum_dtype, device=x.device)
 
-    buffer = _LogitsBuffer(linear, min(size, rows))
+    starts, made = list(range(0, rows, size)), None
+    if kept is not None and any(wanted):
+        starts, made = starts[::-1], kept.take()
+    buffer = _LogitsBuffer(linear, min(size, rows), made)
     teacher_buffer = None if teacher is None else _LogitsBuffer(teacher, min(size, rows))
-    for start in range(0, rows, size):
+    for start in starts:
         part = slice(start, min(start + size, rows))
         chunk = part if index is None else index[part]
         x_chunk = _without_gaps(x[chunk].to(dtype))
-        logits = buffer.fill(x_chunk)
+        logits = buffer.rows[: len(x_chunk)] if made is not None else buffer.fill(x_chunk)
+        made = None
         if teacher is None or teacher_buffer is None:
             step(chunk, logits)
         else:
@@ -103,10 +111,12 @@ def in_chunks(
             else:
                 dx[chunk] = torch.mm(dlogits, buffer.weight).to(dx.dtype)
         if dw is not None:
-            add_product(dw, dlogits.t(), x_chunk, first=start == 0)
+            add_product(dw, dlogits.t(), x_chunk, first=start == starts[0])
         if db is not None:
             db += dlogits.sum(0, dtype=sum_dtype)
         del logits, dlogits  # views that would keep the buffer alive
+    if kept is not None and not any(wanted):
+        kept.put(buffer.rows)
     del buffer, teacher_buffer  # make room for the rounded dw
     if round_dw:
         dw = None if dw is None else dw.to(weight.dtype)
@@ -136,16 +146,43 @@ def _without_gaps(x: Tensor) -> Tensor:
     return x if x.is_cuda or x.t().is_contiguous() else x.contiguous()
 
 
+class KeptLogits:
+    """The logits of a forward pass' last chunk, with which its backward pass begins: a product less.
+
+    They wait in the room that the backward pass takes for a chunk. On each device there is room for those of
+    the latest forward pass; earlier ones are made again.
+    """
+
+    _latest: ClassVar[weakref.WeakValueDictionary[torch.device, KeptLogits]] = weakref.WeakValueDictionary()
+
+    def __init__(self, device: torch.device, want_dw: bool):
+        """For a forward pass that begins, whose backward pass makes dW if `want_dw`."""
+        self.want_dw, self._rows = want_dw, None
+        if (earlier := self._latest.get(device)) is not None:
+            earlier.take()
+        self._latest[device] = self
+
+    def put(self, rows: Tensor) -> None:
+        self._rows = rows
+
+    def take(self) -> Tensor | None:
+        """The logits; None if they were taken, for good."""
+        rows, self._rows = self._rows, None
+        return rows
+
+
 class _LogitsBuffer:
     """Room for a chunk of logits, used again for every chunk."""
 
-    def __init__(self, linear: Linear, rows: int):
+    def __init__(self, linear: Linear, rows: int, made: Tensor | None = None):
         dtype, vocab = linear.dtype, len(linear.weight)
         self.weight = _without_gaps(linear.weight.detach().to(dtype))
         self.bias = None if linear.bias is None else linear.bias.detach().to(dtype)
         padded_vocab = ceil_div(vocab, _TILE) * _TILE if self.weight.is_cuda else vocab
-        logits_dtype = linear.logits_dtype or dtype
-        self.rows = torch.empty(rows, padded_vocab, dtype=logits_dtype, device=self.weight.device)[:, :vocab]
+        if made is None:
+            logits_dtype = linear.logits_dtype or dtype
+            made = torch.empty(rows, padded_vocab, dtype=logits_dtype, device=self.weight.device)[:, :vocab]
+        self.rows = made
 
     def fill(self, x: Tensor) -> Tensor:
         """x @ weight.T + bias, valid until the next call.  x [rows, H] -> [rows, V]"""

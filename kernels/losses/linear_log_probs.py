@@ -3,13 +3,15 @@ never exist all at once.
 
 For a token with hidden state x and label y, the scores are those of `log_probs` for x W^T + b. Tokens are
 taken in chunks. Where the gradients of the scores are not known before the scores are, the forward keeps what
-it found of each token, and the backward makes a chunk's logits again and writes their gradient over them:
-four matrix products in all. Where they are (`coefficients`: the loss is a weighted sum of log-probabilities,
-such as a negative log-likelihood, or a policy gradient on fresh samples, whose ratios are one), the gradient
-is written over the chunk in the forward pass, as in `linear_cross_entropy`: three products.
+it found of each token, and the logits of the last chunk; the backward writes these logits' gradient over
+them, and makes those of other chunks again. That is three matrix products if all fit one chunk, and up to
+four if not. Where they are known (`coefficients`: the loss is a weighted sum of log-probabilities, such as a
+negative log-likelihood, or a policy gradient on fresh samples, whose ratios are one), the gradient is written
+over each chunk in the forward pass, as in `linear_cross_entropy`: three products.
 
-Tokens without a label are left out of all products. Memory beside the results: a chunk of logits, and the
-float32 sum of dW if there is more than one chunk.
+Tokens without a label are left out of all products. Memory beside the results: a chunk of logits, from the
+forward pass to the end of the backward, and in that the float32 sum of dW if there is more than one chunk.
+Passes forward whose backward is still to come keep one chunk between them, on each device.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch import Tensor
 from liger_models.kernels._dispatch import at_least_float32, once_differentiable
 from liger_models.kernels.losses._linear_chunks import (
     CHUNK_BYTES,
+    KeptLogits,
     Linear,
     check_operands,
     drop_absent,
@@ -90,15 +93,15 @@ def linear_log_probs(
     check_label_dtype(labels)
     plan = _Plan(options, product_dtype(x, weight, bias), chunk_bytes, num_valid)
     rows, row_labels = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
+    wanted = gradients_wanted(x, weight, bias)
     if coefficients is None:
-        return scores_of(_LogProbs.apply(rows, weight, bias, row_labels, plan), labels.shape)
+        return scores_of(_LogProbs.apply(rows, weight, bias, row_labels, plan, wanted), labels.shape)
     if coefficients.shape != labels.shape:
         raise ValueError(
             f"coefficients have shape {list(coefficients.shape)}; expected one a label, {list(labels.shape)}"
         )
     accumulate = torch.promote_types(plan.dtype, torch.float32)
     coefficients = coefficients.detach().reshape(-1).to(accumulate)
-    wanted = gradients_wanted(x, weight, bias)
     found = _WeightedSum.apply(rows, weight, bias, row_labels, coefficients, plan, wanted)
     return scores_of(found, labels.shape)
 
@@ -121,8 +124,10 @@ class _LogProbs(torch.autograd.Function):
     """log_probs, entropy, is_top1 and log_sum_sq_probs [T]; None for what is not wanted."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, labels, plan):
-        found, *_ = _chunked(x, weight, bias, labels, None, plan, (False,) * 3)
+    def forward(ctx, x, weight, bias, labels, plan, wanted):
+        keep = any(wanted) and not torch.compiler.is_compiling()
+        ctx.kept = KeptLogits(x.device, want_dw=wanted[1]) if keep else None
+        found, *_ = _chunked(x, weight, bias, labels, None, plan, (False,) * 3, kept=ctx.kept)
         ctx.save_for_backward(x, weight, bias, labels, found)
         ctx.plan = plan
         scores = wanted_scores(found, plan.options)
@@ -134,8 +139,8 @@ class _LogProbs(torch.autograd.Function):
     def backward(ctx, grad_log_probs, grad_entropy, *_):
         x, weight, bias, labels, found = ctx.saved_tensors
         upstream = upstream_of(found, grad_log_probs, grad_entropy)
-        wanted = ctx.needs_input_grad[:3]
-        return *_backward(x, weight, bias, labels, found, *upstream, plan=ctx.plan, wanted=wanted), None, None
+        given, wanted = (x, weight, bias, labels, found), ctx.needs_input_grad[:3]
+        return *_backward(*given, *upstream, plan=ctx.plan, wanted=wanted, kept=ctx.kept), *(None,) * 3
 
 
 class _WeightedSum(torch.autograd.Function):
@@ -163,9 +168,10 @@ class _WeightedSum(torch.autograd.Function):
         return *release_gradients(ctx, upstream[-1]), *(None,) * 4
 
 
-def _chunked(x, weight, bias, labels, coefficients, plan, wanted, round_dw=True) -> list[Any]:
+def _chunked(x, weight, bias, labels, coefficients, plan, wanted, round_dw=True, kept=None) -> list[Any]:
     """What `row_scores` finds, [5, T]; and, where wanted, the gradients of the sum of coefficients [T] times
     the log-probabilities. dW and dbias have their operands' dtypes, or are left in float32 if not round_dw.
+    Without gradients `kept` gets the last chunk's logits.
     """
     if torch.compiler.is_compiling():
         results = _chunked_op(
@@ -186,11 +192,12 @@ def _chunked(x, weight, bias, labels, coefficients, plan, wanted, round_dw=True)
         chunk_bytes=plan.chunk_bytes,
         wanted=wanted,
         round_dw=round_dw,
+        kept=kept,
     )
     return [found, *grads]
 
 
-def _backward(x, weight, bias, labels, found, grad_log_probs, grad_entropy, *, plan, wanted):
+def _backward(x, weight, bias, labels, found, grad_log_probs, grad_entropy, *, plan, wanted, kept=None):
     """dx, dw, dbias, where wanted."""
     if torch.compiler.is_compiling():
         upstream = grad_log_probs, grad_entropy
@@ -203,7 +210,7 @@ def _backward(x, weight, bias, labels, found, grad_log_probs, grad_entropy, *, p
         write_gradient(logits, labels[chunk], found[:, chunk], *upstream, options=plan.options)
 
     linear = Linear(x, weight, bias, plan.dtype)
-    return in_chunks(linear, index, step, chunk_bytes=plan.chunk_bytes, wanted=wanted)
+    return in_chunks(linear, index, step, chunk_bytes=plan.chunk_bytes, wanted=wanted, kept=kept)
 
 
 @torch.library.custom_op("liger_models::linear_log_probs", mutates_args=())

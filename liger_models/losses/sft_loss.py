@@ -2,8 +2,8 @@
 
     loss = - sum_t w_t log p_t / n,    DFT: w_t = p_t, constant (Wu et al., 2025, arXiv:2508.05629)
 
-Where weights are known before the scores, `model.score(..., coefficients=weights)` gives the sum for three
-quarters of the head's work; without weights, so does the model's own loss.
+Where weights are known before the scores, `model.score(..., coefficients=weights)` gives the sum with up to a
+quarter less work in the head; without weights, so does the model's own loss.
 """
 
 from __future__ import annotations

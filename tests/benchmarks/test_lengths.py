@@ -4,13 +4,19 @@ import pytest
 
 
 def test_each_method_has_a_step_and_a_line(benchmarks, tmp_path):
-    cases = [part for method in ("dpo", "kto", "grpo", "sft") for part in ("--case", f"{method}:32")]
+    cases = [part for method in ("dpo", "grpo", "kto") for part in ("--case", f"{method}:32")]
+    cases += ["--case", "sft:32:lean+master", "--case", "sft:64"]
     arguments = ["lengths", "--model", "tiny", "--device", "cpu", "--steps", "1", "--out", str(tmp_path)]
     assert benchmarks.__main__.main([*arguments, *cases]) == 0
     lines = (tmp_path / "lengths.md").read_text().splitlines()
-    found = [line.split("|")[1:4] for line in lines if line.startswith("| ")][2:]
-    expected = [("dpo", "2 x 32"), ("kto", "2 x 32"), ("grpo", "1 x 32"), ("sft", "1 x 32")]
-    assert [tuple(map(str.strip, cells[:2])) for cells in found] == expected
+    found = [tuple(map(str.strip, line.split("|")[1:4])) for line in lines if line.startswith("| ")][2:]
+    assert found == [
+        ("sft", "1 x 64", "ours, checkpoint"),
+        ("dpo", "2 x 32", "ours, checkpoint"),
+        ("grpo", "1 x 32", "ours, checkpoint"),
+        ("kto", "2 x 32", "ours, checkpoint"),
+        ("sft", "1 x 32", "ours, lean, master"),
+    ]
 
 
 def test_both_sides_compute_the_same_losses(benchmarks):
@@ -24,9 +30,9 @@ def test_both_sides_compute_the_same_losses(benchmarks):
 
     config = config_of("tiny") | {"max_position_embeddings": 64}
     for method, step in lengths.METHODS.items():
-        case, cpu = lengths.Case(method, 16, "ours"), torch.device("cpu")
-        ours, first, _, our_score = lengths._ours(case, config, "lean", cpu, True)
-        theirs, second, _, their_score = lengths._trl(case, config, "lean", cpu, True)
+        case, cpu = lengths.Case(method, 16, "lean"), torch.device("cpu")
+        ours, first, _, our_score = lengths._ours(case, config, cpu, True)
+        theirs, second, _, their_score = lengths._trl(case, config, cpu, True)
         for one, other in ((ours.float(), theirs.float()), (first.float(), second.float())):
             names = dict(one.checkpoint_tensors())
             other.load_state_dict(

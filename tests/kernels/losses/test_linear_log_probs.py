@@ -251,8 +251,37 @@ def test_only_a_chunk_of_logits_exists(monkeypatch):
     monkeypatch.setattr(chunks, "_FEWEST_TOKENS", 1)
     operands, labels = problem(600, ignored=range(0, 600, 2))
     run(linear_log_probs, operands, labels, chunk_bytes=1)
-    # 300 tokens with a label: chunks of 128, forward and backward.
-    assert [shape for shape in sizes if len(shape) == 2] == [(128, V), (128, V)]
+    # 300 tokens with a label: chunks of 128, in one place forward and backward.
+    assert [shape for shape in sizes if len(shape) == 2] == [(128, V)]
+
+
+def test_the_last_chunk_of_logits_is_made_once_and_one_waits_on_a_device(monkeypatch, implementation):
+    """Its gradients are bit for bit those of logits that are made again, as an earlier pass' are."""
+    made = []
+    fill = chunks._LogitsBuffer.fill
+    monkeypatch.setattr(chunks._LogitsBuffer, "fill", lambda *a: made.append(1) or fill(*a))
+    for size, again in ((8, 0), (2, 3)):
+        monkeypatch.setattr(chunks, "_chunk_size", lambda *_, size=size: size)
+        operands, labels = problem(8, ignored=(5,))
+        x, weight, bias = operands
+        made.clear()
+        scores = linear_log_probs(x, weight, labels, bias, entropy=True)
+        forward = len(made)
+        loss = scores.log_probs.sum() - 0.3 * scores.entropy.sum()
+        first = torch.autograd.grad(loss, operands, retain_graph=True)
+        assert len(made) == forward + again
+        made.clear()
+        assert all(map(torch.equal, first, torch.autograd.grad(loss, operands)))
+        assert len(made) == forward  # the gradient was written over what had waited
+
+        earlier, later = (linear_log_probs(x, weight, labels, bias, entropy=True) for _ in range(2))
+        with torch.no_grad():
+            linear_log_probs(2 * x, weight, labels, bias)  # has no backward pass to wait for
+        for found, expected in ((earlier, forward), (later, again)):
+            made.clear()
+            loss = found.log_probs.sum() - 0.3 * found.entropy.sum()
+            assert all(map(torch.equal, first, torch.autograd.grad(loss, operands)))
+            assert len(made) == expected
 
 
 def test_it_traces_without_a_graph_break():
