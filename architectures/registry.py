@@ -66,6 +66,12 @@ class Architecture:
         """Whether its models take images."""
         return "text_config" in self.tiny
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """In a pickle, which a model's holds, its name stands for it: functions that it has may have none."""
+        if _ARCHITECTURES.get(self.model_type) is self:
+            return find_architecture, (self.model_type,)
+        return super().__reduce_ex__(protocol)
+
     def spec(self, config: HFConfig) -> ModelSpec:
         """The spec of a config, every key of which has been looked at.
 

@@ -21,7 +21,12 @@ from liger_models.layers.distilling import Distilling, check_lesson, learn
 from liger_models.layers.eager import not_compiled
 from liger_models.layers.head import LMHead, LogitForm, loss_of_head, scores_of_head
 from liger_models.layers.model_output import CausalLMOutput, DistillationOutput, ScoreOutput
-from liger_models.layers.model_parameters import ModelParameters, drop_tied_head, restore_tied_head
+from liger_models.layers.model_parameters import (
+    ModelParameters,
+    drop_tied_head,
+    restore_tied_head,
+    tie_again,
+)
 from liger_models.layers.router_loss import router_loss
 from liger_models.layers.scoring import Scoring, check_score_call, score_output
 from liger_models.layers.sequences import Sequences
@@ -56,8 +61,7 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
         if spec.tie_word_embeddings:
             self.register_state_dict_post_hook(drop_tied_head)
             self.register_load_state_dict_pre_hook(restore_tied_head)
-            # With assign=True each module gets a parameter of its own.
-            self.register_load_state_dict_post_hook(lambda model, keys: model.tie_weights())
+            self.register_load_state_dict_post_hook(tie_again)
         self.note_canonical_forms()
         self.set_activation_memory(activation_memory, memory_budget)
 

@@ -182,3 +182,8 @@ def restore_tied_head(model: nn.Module, state_dict: dict[str, Tensor], prefix: s
     embedding = state_dict.get(f"{prefix}embed_tokens.weight")
     if embedding is not None:
         state_dict.setdefault(f"{prefix}lm_head.weight", embedding)
+
+
+def tie_again(model: ModelParameters, incompatible_keys: object) -> None:
+    """With assign=True each module gets a parameter of its own."""
+    model.tie_weights()

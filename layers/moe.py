@@ -10,6 +10,7 @@ stacked: gate_up_proj [E, 2 I, H], the gate's rows first, and down_proj [E, H, I
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -122,6 +123,17 @@ class Router(nn.Module):
         for scale in (self.scale, self.per_expert_scale):
             if scale is not None:
                 nn.init.ones_(scale)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """As `model.to(torch.bfloat16)` asks for, but the correction bias keeps float32: the nearest bfloat16
+        of its steps is none.
+        """
+        before = self.correction_bias
+        super()._apply(fn, recurse)
+        after = self.correction_bias
+        if before is not None and after is not None and after.itemsize < before.itemsize:
+            self.correction_bias = before.to(after.device)
+        return self
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Of a token: the logits, the chosen experts and, in float32, their weights; if these are scaled also

@@ -54,15 +54,28 @@ class RouterLogits:
 
     def __init__(self) -> None:
         self.asked_for = False
+        self._with_gradients, self._cut_off = torch.is_grad_enabled(), False
         self._noted: list[Tensor] | None = []
 
     def note(self, logits: Tensor) -> None:
         if self._noted is not None:
             self._noted.append(logits)
+            self._cut_off |= self._with_gradients and not torch.is_grad_enabled()
 
     def take(self) -> list[Tensor]:
         """What was noted. From now on nothing is: a layer that runs again in the backward pass would keep its
         second graph alive, and a graph that holds this object for that would hold itself.
+
+        Raises:
+            RuntimeError: the call makes a graph, and a layer ran outside it: its router would learn nothing
+                from its logits.
         """
+        if self._cut_off:
+            raise RuntimeError(
+                "a layer of experts ran without gradients in a call that has them, as torch's checkpoint runs"
+                " one with use_reentrant=True, and its router's loss would train nothing: give "
+                "use_reentrant=False, or activation_memory='checkpoint' in its place; freeze layers by "
+                "requires_grad_(False)"
+            )
         noted, self._noted = self._noted, None
         return noted or []

@@ -1,5 +1,8 @@
 """A config that cannot be honoured is refused, and the message says what was found."""
 
+import pickle
+from dataclasses import replace
+
 import pytest
 from pairs import ABSENT, spec_of
 from variants import ROPES, accepts, flags, keys_without_effect, settings, skipped
@@ -111,6 +114,14 @@ def test_a_key_of_published_configs_that_the_reference_does_not_read_has_its_val
     assert spec_of(family, {key: known}) == spec_of(family, {})
     with pytest.raises(ConfigError, match=f"{key} must be .*{known!r}.* found {other!r}"):
         spec_of(family, {key: other})
+
+
+def test_in_a_pickle_a_family_is_its_name(family):
+    """Models hold it, and go to processes that are spawned."""
+    architecture = find_architecture(family)
+    assert pickle.loads(pickle.dumps(architecture)) is architecture
+    changed = replace(architecture, carried=len)  # which the name does not stand for
+    assert pickle.loads(pickle.dumps(changed)).carried is len
 
 
 def test_a_key_that_a_family_does_not_know_is_named(family):

@@ -128,6 +128,24 @@ def test_the_load_is_no_part_of_the_state_and_the_bias_is(make_model):
     assert sum(name.endswith("correction_bias") for name in before) == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_model_in_another_dtype_keeps_biases_no_narrower_than_float32(dtype, make_model):
+    """Half of a bfloat16's distance from 1 to the next below is 2^-9, more than the rate: no step would
+    change it.
+    """
+    model = make_model()
+    for router in routers_of(model):
+        router.correction_bias.fill_(1.0)
+        router.load = torch.tensor([8, 0, 0, 0, 0, 0, 0, 0])
+    model.to(dtype)
+    update_correction_bias(model, 0.001)
+    for router in routers_of(model):
+        assert router.weight.dtype == dtype
+        assert router.correction_bias.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert router.correction_bias.tolist() == pytest.approx([0.999, *[1.001] * 7])
+    assert next(iter(routers_of(model.to("meta")))).correction_bias.is_meta
+
+
 def test_step_by_step_the_load_becomes_even(randomised, experts):
     """Scores lie in (0, 1): within 1 / RATE steps the bias can put any expert before any other."""
     router = randomised(Router(HIDDEN, experts))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 
@@ -223,6 +225,15 @@ def test_a_tied_head_stays_tied_when_a_state_is_loaded(assign, make_model):
     model.load_state_dict(state, assign=assign)
     assert model.lm_head.weight is model.embed_tokens.weight
     assert torch.equal(model.lm_head.weight, state["embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_goes_through_a_pickle_whole(tied, make_model, ids):
+    """As processes that are spawned get it."""
+    model = make_model(tied=tied)
+    again = pickle.loads(pickle.dumps(model))
+    assert (again.lm_head.weight is again.embed_tokens.weight) == tied
+    assert torch.equal(again(ids, labels=ids).loss, model(ids, labels=ids).loss)
 
 
 def test_an_output_is_made_again_from_a_mapping(make_model, ids):

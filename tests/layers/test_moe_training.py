@@ -299,6 +299,31 @@ def test_logits_are_noted_for_a_loss_alone_and_only_until_they_are_taken(moe_spe
     assert sequences.router_logits.take() == []
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_torchs_checkpoint_around_layers_keeps_the_routers_losses_or_is_refused(reentrant, make_layers):
+    """A reentrant one runs its layers without gradients, and what they hand on beside results has none."""
+    layers, x = make_layers(2), torch.randn(TOKENS, HIDDEN, requires_grad=True)
+    sequences = sequences_of(TOKENS)
+
+    def loss() -> torch.Tensor:
+        y = x
+        for layer in layers:
+            y = checkpoint(layer, y, sequences, use_reentrant=reentrant)
+        return y.square().sum() + router_loss(sequences.router_logits.take(), layers[0].mlp.spec)
+
+    if reentrant:
+        with pytest.raises(RuntimeError, match="use_reentrant=False"):
+            loss()
+        with torch.no_grad():
+            sequences = sequences_of(TOKENS)
+            assert loss().isfinite()
+        return
+    expected = run(layers, x)
+    found = torch.autograd.grad(loss(), [x, *layers.parameters()])
+    for a, b in zip(found, expected[1:], strict=True):
+        assert torch.equal(a, b)
+
+
 def test_a_call_that_was_recomputed_and_never_differentiated_is_freed(make_layers):
     (layer,) = make_layers(1)
     sequences = sequences_of(4)
