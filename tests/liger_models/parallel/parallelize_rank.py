@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import liger_models
 from liger_models import LigerModelsError, ParallelDims, parallelize
+from liger_models.losses import shared_prompts
 
 LEVELS = ["lean", "checkpoint", "mlp"]  # of the layers, in turn
 CASES = {
@@ -26,6 +27,7 @@ CASES = {
     "qwen3_moe": ParallelDims(data_replicate=2),
     "qwen3": (("replicate", "shard"), (1, 2)),
 }
+PROMPTS = (([5, 9, 2, 4, 8, 1, 3], [[7, 8, 1], [4, 1], [6]]), ([6, 2], [[3, 1], [2, 2, 1, 9]]))
 
 
 def results(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
@@ -46,7 +48,7 @@ def results(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
         found[family] = {"gradients": gradients, "read": count.nbytes, "held": sum(held.values())}
     found["refused"] = refused(model, folder)
     del loss, model, held  # what outlives its process group waits for ever now and then
-    for other in (adapted, in_half_precision, after_evaluation, fitted, memory_of_a_large_one):
+    for other in (adapted, shared, in_half_precision, after_evaluation, fitted, memory_of_a_large_one):
         found[other.__name__] = other(folder)
     return found
 
@@ -82,6 +84,13 @@ def adapted(folder: Path) -> dict[str, torch.Tensor]:
     half = ids[dist.get_rank() :: 2]
     model(half, labels=half, num_items_in_batch=ids.numel() / 2).loss.backward()
     return {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.requires_grad}
+
+
+def shared(folder: Path) -> dict[str, torch.Tensor]:
+    """Gradients of answers that share their prompt; each rank has a prompt, and some layers see a window."""
+    model = liger_models.from_hub(folder / "gemma2", shard=parallelize)
+    model(**shared_prompts([PROMPTS[dist.get_rank()]]), num_items_in_batch=6).loss.backward()
+    return {n: p.grad.full_tensor() for n, p in model.named_parameters()}
 
 
 def in_half_precision(folder: Path) -> dict[str, torch.Tensor]:

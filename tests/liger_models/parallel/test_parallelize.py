@@ -12,6 +12,7 @@ from ranks import run_ranks
 
 import liger_models
 from liger_models.architectures import find_architecture
+from liger_models.losses import shared_prompts
 
 RANK = Path(__file__).with_name("parallelize_rank.py")
 program = runpy.run_path(str(RANK))
@@ -99,6 +100,18 @@ def test_adapters_of_a_divided_model_get_the_gradients_of_one_process(folder, fo
                 # As above; and scaled otherwise before the sum.
                 atol = 2**-20 * p.grad.abs().max().item()
                 torch.testing.assert_close(of_rank["adapted"][name], p.grad, rtol=1e-5, atol=atol, msg=name)
+
+
+@pytest.mark.slow
+def test_answers_that_share_their_prompt_get_the_gradients_of_one_process(folder, found):
+    model = liger_models.from_hub(folder / "gemma2")
+    for prompt in program["PROMPTS"]:
+        model(**shared_prompts([prompt]), num_items_in_batch=12).loss.backward()
+    for name, p in model.named_parameters():
+        for of_rank in found:
+            # As above.
+            atol = 2**-20 * p.grad.abs().max().item()
+            torch.testing.assert_close(of_rank["shared"][name], p.grad, rtol=1e-5, atol=atol, msg=name)
 
 
 @pytest.mark.slow
