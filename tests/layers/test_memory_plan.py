@@ -126,6 +126,21 @@ def test_heads_by_groups_take_less():
     assert memory.plan(["offload"] * 2).peak < at_once
 
 
+@pytest.mark.parametrize(
+    ("seq", "level", "optimizer_bytes", "where", "host"),
+    [(1 << 18, "tiled", 4, "device", 0), (1_250_000, "offload", 6, "host", 400)],
+)
+def test_a_whole_8b_has_room_for_long_contexts_on_one_h200(seq, level, optimizer_bytes, where, host):
+    """256k tokens with all on the GPU, of whose 139.8 GiB 95% are planned with; and 1.25 million with layers'
+    inputs and the optimizer's state in 400 GiB of the host.
+    """
+    on_host = where == "host"
+    step = Step(1, seq, optimizer_bytes, optimizer_on_host=on_host, optimizer_work=on_host * GIB)
+    plan = StepMemory(on_meta(LLAMA_8B), step).plan([level] * 32)
+    assert plan.peak < 0.95 * 139.8 * GIB
+    assert plan.host <= host * GIB
+
+
 TINY = {
     "model_type": "llama",
     "vocab_size": 131,

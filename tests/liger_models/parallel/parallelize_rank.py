@@ -93,12 +93,16 @@ def shared(folder: Path) -> dict[str, torch.Tensor]:
     return {n: p.grad.full_tensor() for n, p in model.named_parameters()}
 
 
-def in_half_precision(folder: Path) -> dict[str, torch.Tensor]:
-    """Gradients of a model in bfloat16."""
-    model = liger_models.from_hub(folder / "llama", dtype="bfloat16", shard=parallelize)
-    half = batch(model.spec.vocab_size)[dist.get_rank() :: 2]
-    model(half, labels=half, num_items_in_batch=half.numel()).loss.backward()
-    return {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+def in_half_precision(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Gradients of a model in bfloat16, and of one in float32 that computes in bfloat16."""
+    found = {}
+    for dtype, compute_dtype in (("bfloat16", None), ("float32", torch.bfloat16)):
+        divide = functools.partial(parallelize, compute_dtype=compute_dtype)
+        model = liger_models.from_hub(folder / "llama", dtype=dtype, shard=divide)
+        half = batch(model.spec.vocab_size)[dist.get_rank() :: 2]
+        model(half, labels=half, num_items_in_batch=half.numel()).loss.backward()
+        found[dtype] = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+    return found
 
 
 def after_evaluation(folder: Path) -> dict[str, bool]:
