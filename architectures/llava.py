@@ -53,6 +53,7 @@ def encoder(c: HFConfig) -> HFConfig:
     layouts=(*clip_layouts(), *sighted_layouts({"vision.": ("", NAMES)})),
     carried=unread,
     variants={
+        "class_feature": {"vision_feature_select_strategy": "full"},
         "siglip_several_layers": {
             "text_config": {"model_type": "mistral"},
             "vision_config": {"model_type": "siglip_vision_model"},
@@ -78,16 +79,19 @@ def encoder(c: HFConfig) -> HFConfig:
 def llava(c: HFConfig) -> ModelSpec:
     text, v = language_model(c), encoder(c)
     states = states_read(c, v, -2)
-    strategy = "default" if v.model_type == CLIP else "full"
     stated = c.take("vision_feature_select_strategy", "default")
-    if stated != strategy:
+    known = ("default", "full") if v.model_type == CLIP else ("full",)  # others have no class token to leave
+    if stated not in known:
         raise ConfigError(
             f"{c.name}: vision_feature_select_strategy is {stated!r}; beside a {v.model_type} it must be "
-            f"{strategy!r}, by which a feature is made of every patch, and of nothing else"
+            f"{' or '.join(map(repr, known))}: a feature is made of every patch, and with 'full' of a class "
+            "token that there may be"
         )
     image_id = c.take_count("image_token_index", 32000, least=0)
-    see = pixtral if v.model_type == PIXTRAL else square_vision
-    return replace(text, vision=see(v, mlp_projector(c), image_id, states))
+    if v.model_type == PIXTRAL:
+        return replace(text, vision=pixtral(v, mlp_projector(c), image_id, states))
+    both = v.model_type == CLIP and stated == "full"
+    return replace(text, vision=square_vision(v, mlp_projector(c), image_id, states, class_feature=both))
 
 
 def mlp_projector(c: HFConfig) -> MLPProjectorSpec:

@@ -30,6 +30,9 @@ class Multimodal:
         settings: of the text part, whatever its config says.
         defaults: values that the reference gives to keys which the text part leaves out, beside those of the
             text family.
+        seeing: a key of the text part that lists layers which read features of images, and are skipped where
+            there are none. They are no layers of the text.
+        extra_ids: rows of the embedding behind those of the vocabulary, which text does not have.
     """
 
     texts: Mapping[str, str]
@@ -40,15 +43,43 @@ class Multimodal:
     axes: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    seeing: str | None = None
+    extra_ids: int = 0
 
-    def name_in_text(self, name: str) -> str | None:
-        """What a checkpoint of the text alone calls a tensor; None for those of the towers."""
+    def name_in_text(self, name: str, raw: Mapping[str, Any]) -> str | None:
+        """What a checkpoint of the text alone calls a tensor; None for those of the towers, and of layers of
+        the text part that read images.
+
+        Args:
+            name: in a checkpoint whose config.json holds `raw`.
+        """
         if name.removeprefix("model.").startswith(_TOWERS):
             return None
         for here, there in self.prefixes:
             if name.startswith(here):
-                return there + name.removeprefix(here)
-        return name
+                name = there + name.removeprefix(here)
+                break
+        if self.seeing is None or not name.startswith("model.layers."):
+            return name
+        number, _, own = name.removeprefix("model.layers.").partition(".")
+        layers = self.layers_that_see(raw["text_config"])
+        if not number.isdecimal() or int(number) in layers:
+            return None if number.isdecimal() else name
+        return f"model.layers.{int(number) - sum(layer < int(number) for layer in layers)}.{own}"
+
+    def layers_that_see(self, text: Mapping[str, Any]) -> list[int]:
+        """Of a text part's config the layers that read features of images.
+
+        Raises:
+            ConfigError: they are no list of numbers.
+        """
+        if self.seeing is None:
+            return []
+        found = text.get(self.seeing)
+        found = self.defaults[self.seeing] if found is None else found
+        if not isinstance(found, list) or not all(type(layer) is int and layer >= 0 for layer in found):
+            raise ConfigError(f"{self.seeing} must be a list of layers, found {abbreviate(found)}")
+        return sorted(set(found))
 
 
 # What the names of the towers' tensors begin with, also behind "model.".
@@ -95,6 +126,23 @@ MULTIMODAL: dict[str, Multimodal] = {
     "llama4": Multimodal({"llama4_text": "llama4_text"}, tied_by_text=True),
     "llava": Multimodal({"llama": "llama", "mistral": "mistral", "qwen2": "qwen2"}, tied_by_text=True),
     "llava_onevision": Multimodal({"qwen2": "qwen2"}, tied_by_text=True),
+    "mllama": Multimodal(
+        {"mllama_text_model": "llama"},
+        settings={"tie_word_embeddings": False},
+        defaults={
+            "vocab_size": 128256,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rope_theta": 500000.0,
+            "rms_norm_eps": 1e-5,
+            "pad_token_id": 128004,
+            "cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38],
+        },
+        seeing="cross_attention_layers",
+        extra_ids=8,
+    ),
     "mistral3": Multimodal({kind: kind for kind in ("mistral", "ministral3", "mistral4")}, tied=True),
     "paligemma": Multimodal(
         {"gemma": "gemma", "gemma2": "gemma2"},
@@ -244,6 +292,9 @@ def text_config(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
         )
     text = {key: value for key, value in top.items() if key not in _TOP_AND_TEXT}
     text |= {**_SIZES.get(family.texts[kind], {}), **family.defaults, **nested}
+    rope = nested.get("rope_parameters")
+    if "rope_theta" not in nested and isinstance(rope, Mapping) and "rope_theta" in rope:
+        text.pop("rope_theta", None)  # which is a default here, and not what the file says
     if family.axes:
         text |= _one_axis(text)
     tied = raw.get("tie_word_embeddings")
@@ -251,6 +302,10 @@ def text_config(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
     if family.tied_by_text:
         tied = tied or nested.get("tie_word_embeddings", False)
     text |= {"model_type": family.texts[kind], "tie_word_embeddings": tied}
+    if family.seeing is not None:
+        layers, listed = text["num_hidden_layers"], family.layers_that_see(text)
+        text["num_hidden_layers"] = layers - sum(layer < layers for layer in listed)
+        del text[family.seeing]
     text = {key: value for key, value in text.items() if key not in ("architectures", *family.without)}
     return {**text, **family.settings}
 

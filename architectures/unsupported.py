@@ -21,7 +21,6 @@ MISSING: dict[str, str] = {
     "mamba": _MAMBA,
     "mamba2": _MAMBA_2,
     "minimax": "lightning linear attention",
-    "mllama": "cross-attention to images",
     "nemotron_h": f"{_MAMBA_2}, and layers of one mixer alone",
     "olmo_hybrid": _GATED_DELTA,
     "qwen3_5": _GATED_DELTA,

@@ -126,7 +126,7 @@ class Scenes:
                     continue
                 grid, merge = self._grid(piece), self.vision.projector.merge
                 one = self.vision.video_id if isinstance(piece, Video) else self.vision.image_id
-                step = [one] * (grid[1] // merge * (grid[2] // merge))
+                step = [one] * (grid[1] // merge * (grid[2] // merge) + self.vision.class_feature)
                 between = self.vision.positions and self.vision.positions.steps_apart
                 tokens += [*step, *[*([BETWEEN_STEPS] if between else []), *step] * (grid[0] - 1)]
         return tokens

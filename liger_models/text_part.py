@@ -5,28 +5,22 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 
-from liger_models.architectures import find_architecture, list_architectures
+from liger_models.architectures import find_architecture
 from liger_models.architectures.multimodal import MULTIMODAL, text_config
 from liger_models.convert.checkpoints.reading import CheckpointReader
 from liger_models.convert.checkpoints.safetensors_header import TensorInfo
 from liger_models.convert.checkpoints.source_layout import repeats
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.convert.errors import UnsupportedModelError
 
 
 def text_config_of(config: HFConfig) -> HFConfig:
     """The config of a multimodal model's text part alone; of a language model, its own.
 
     Raises:
-        UnsupportedModelError, ConfigError: see `text_config`; or the text part is none without the rest.
+        UnsupportedModelError, ConfigError: see `text_config`.
     """
     if config.model_type in MULTIMODAL:
         return config.with_raw(text_config(config.raw, config.name))
-    if config.model_type in list_architectures(sees=True):
-        raise UnsupportedModelError(
-            f"{config.name}: layers of a {config.model_type!r} model read images, so that its text part is "
-            "no model by itself; load it whole, it takes text alone too"
-        )
     return config
 
 
@@ -42,9 +36,16 @@ def select_text(
     Returns:
         The text's config, in which the head is tied if it is so in the files; and what is left out.
     """
-    left_out = reader.rename(MULTIMODAL[config.model_type].name_in_text)
+    family, vocab_size = MULTIMODAL[config.model_type], text.raw["vocab_size"]
     layout = find_architecture(text.model_type).layouts[0]
     head, embedding = layout.name("lm_head.weight"), layout.name("embed_tokens.weight")
+    names = {name: family.name_in_text(name, config.raw) for name in reader.tensors}
+    behind = []
+    for name, new in names.items():
+        rows = reader.tensors[name].shape[:1]
+        if family.extra_ids and new == embedding and rows and rows[0] - family.extra_ids == vocab_size:
+            behind.append(reader.cut(name, vocab_size))
+    left_out = [*reader.rename(names.get), *behind]
     if text.raw["tie_word_embeddings"] and head in reader.tensors:
         # The reference takes a head that is there for what it is; what is said of it, or meant by saying
         # nothing, is often wrong.

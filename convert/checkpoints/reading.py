@@ -122,6 +122,20 @@ class CheckpointReader:
         self.tensors = kept
         return left_out
 
+    def cut(self, name: str, rows: int) -> TensorInfo:
+        """From here on a tensor is its first `rows` rows alone; returns what is behind them."""
+        info = self.tensors[name]
+        kept = info.nbytes // info.shape[0] * rows
+        self.tensors[name] = replace(info, shape=(rows, *info.shape[1:]), nbytes=kept)
+        behind = (info.shape[0] - rows, *info.shape[1:])
+        return replace(
+            info,
+            name=f"{name}[{rows}:]",
+            shape=behind,
+            offset=info.offset + kept,
+            nbytes=info.nbytes - kept,
+        )
+
     def read(self, name: str) -> Tensor:
         """One whole tensor, on the CPU, in the file's dtype."""
         info = self.tensors[name]

@@ -100,7 +100,8 @@ def shown_of_size(
         case _:
             block = size * merge
             grids = [(1, merge * max(1, round(height / block)), merge * max(1, round(width / block)))] * count
-    shown = shown_by(spec, Pictures(torch.empty(0, device="meta"), grids, len(grids)))
+    nothing = torch.empty(0, device="meta")
+    shown = shown_by(spec, Pictures(nothing, grids, len(grids), beside=int(spec.class_feature)))
     return _with_pixels(shown, shown.patches * spec.patches.width)
 
 
@@ -171,6 +172,7 @@ def edges_of(
     taken = max(len(spec.taken), 1) * width
     ways = [(taken, spec.projector), *((width, spec.deep_projector) for _ in spec.deep)]
     patches = shown.patches // spec.projector.merge**2 * spec.projector.merge**2
+    patches = shown.tokens if spec.class_feature else patches
     made = 0
     for wide, projector_spec in ways:
         with torch.device("meta"):

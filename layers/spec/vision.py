@@ -198,9 +198,10 @@ class VisionSpec:
     added to its tokens behind the first layers of the language model, the lowest first, each by a projector
     of its own (DeepStack, arXiv:2406.04334). `pictures` is what the family's processor gives, `norm_before` a
     norm in front of the blocks and `norm_behind` one behind them. A `class_token` is one more token of each
-    picture, in front of its patches or behind them, which the projector does not get. At `taken` it gets, in
-    place of what the last block gives, what these do side by side, the first of them being 1, and 0 what
-    enters it. Rotary positions of patches are counted from 1 where a class token stands at 0.
+    picture, in front of its patches or behind them, which the projector gets only with `class_feature`, as
+    one more feature of each picture. At `taken` it gets, in place of what the last block gives, what these do
+    side by side, the first of them being 1, and 0 what enters it. Rotary positions of patches are counted
+    from 1 where a class token stands at 0.
 
     `kinds` is the keyword by which a processor says of each token what it belongs to; images need it then.
     `spans` are tokens of the language model that all see one another: those of an image ("images"), or what
@@ -224,6 +225,7 @@ class VisionSpec:
     norm_before: NormSpec | LayerNormSpec | None = None
     norm_behind: NormSpec | LayerNormSpec | None = None
     class_token: Literal["first", "last"] | None = None
+    class_feature: bool = False
     taken: tuple[int, ...] = ()
     kinds: Literal["mm_token_type_ids", "token_type_ids"] | None = None
     spans: Literal["images", "prefix"] | None = None

@@ -145,7 +145,7 @@ class VisionEncoder(nn.Module):
         else:
             x = x if residual is None else x + residual
         made = [x, *(states[number] for number in sorted(self.spec.deep))]
-        if self.class_token is not None:
+        if self.class_token is not None and not self.spec.class_feature:
             made = [self.class_token.dropped(x, len(lengths)) for x in made]
         if order is None:
             return made

@@ -44,10 +44,18 @@ class Pictures:
         grids: (t, h, w) of each picture, in patches; the images first, then the videos.
         images: how many of them are images.
         seconds: of each video, how long a step of its time is.
+        beside: how many tokens each has beside those of its patches.
     """
 
-    def __init__(self, patches: Tensor, grids: list[Grid], images: int, seconds: list[float] | None = None):
-        self.patches, self.grids, self.images = patches, grids, images
+    def __init__(
+        self,
+        patches: Tensor,
+        grids: list[Grid],
+        images: int,
+        seconds: list[float] | None = None,
+        beside: int = 0,
+    ):
+        self.patches, self.grids, self.images, self.beside = patches, grids, images, beside
         self.seconds = seconds or [1.0] * (len(grids) - images)
 
     @property
@@ -62,7 +70,7 @@ class Pictures:
 
     def features(self, merge: int) -> tuple[int, int]:
         """How many tokens images have, and videos, where `merge` times `merge` patches make one."""
-        counts = [t * (h // merge) * (w // merge) for t, h, w in self.grids]
+        counts = [t * (h // merge) * (w // merge) + self.beside for t, h, w in self.grids]
         return sum(counts[: self.images]), sum(counts[self.images :])
 
 
@@ -100,7 +108,7 @@ def blank_picture(spec: VisionSpec, merge: int, like: Tensor) -> Pictures:
     patches = like.new_zeros(side**2, spec.patches.width)
     if isinstance(spec.pictures, AnyresPictures):
         return TiledPictures(patches, side, [of_whole(side)], [1], images=1)
-    return Pictures(patches, [(1, side, side)], images=1)
+    return Pictures(patches, [(1, side, side)], images=1, beside=int(spec.class_feature))
 
 
 def _grids(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
@@ -260,7 +268,10 @@ def _squares(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures
         )
     side = size // spec.patches.size
     patches = [_cut(image, (1, side, side), merge, spec.patches.size) for image in values]
-    return Pictures(torch.cat(patches), [(1, side, side)] * len(values), len(values)) if patches else None
+    if not patches:
+        return None
+    grids = [(1, side, side)] * len(values)
+    return Pictures(torch.cat(patches), grids, len(values), beside=int(spec.class_feature))
 
 
 def _anyres(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:

@@ -78,6 +78,11 @@ class Vision(nn.Module):
         super().__init__()
         if spec.spans == "prefix" and spec.kinds is None:
             raise ValueError("spans are those of a prefix, and no keyword says where it ends: kinds is None")
+        if spec.class_feature and (spec.class_token is None or spec.projector.merge > 1):
+            raise ValueError(
+                "class_feature is for encoders with a class_token whose projector merges no patches; found "
+                f"class_token={spec.class_token!r} and merge={spec.projector.merge}"
+            )
         self.spec, self.merge = spec, spec.projector.merge
         self.encoder = VisionEncoder(spec, attention)
         width, make = spec.hidden_size, PROJECTORS[type(spec.projector)]

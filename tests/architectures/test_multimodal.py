@@ -139,6 +139,35 @@ CASES = {
             "vision_config": CLIP,
         },
     ),
+    "mllama": (
+        "MllamaForConditionalGeneration",
+        {
+            "model_type": "mllama",
+            "text_config": {
+                **TEXT,
+                "model_type": "mllama_text_model",
+                "num_hidden_layers": 5,
+                "head_dim": 12,
+                "cross_attention_layers": [3, 0],
+                "pad_token_id": 5,
+            },
+            "vision_config": {
+                "model_type": "mllama_vision_model",
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_hidden_layers": 1,
+                "num_global_layers": 1,
+                "attention_heads": 2,
+                "image_size": 14,
+                "patch_size": 7,
+                "max_num_tiles": 2,
+                "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]],
+                "intermediate_layers_indices": [0],
+                "vision_output_dim": 32,
+            },
+            "image_token_index": 131,
+        },
+    ),
     "mistral3": (
         "Mistral3ForConditionalGeneration",
         {
@@ -228,8 +257,9 @@ def test_the_text_part_gives_the_references_logits(written, failures):
     model = load(folder)
     assert not failures({"logits": relative_distance(logits_of(model), logits_of(reference))})
     names = load_file(folder / "model.safetensors").keys()
-    assert set(model.left_out) < names
-    assert {name.removeprefix("model.").split(".")[0] for name in model.left_out} <= {
+    own = set(model.left_out) - set(unread_by_text(folder))
+    assert own < names
+    assert {name.removeprefix("model.").split(".")[0] for name in own} <= {
         "vision_tower",
         "vision_model",
         "multi_modal_projector",
@@ -237,6 +267,23 @@ def test_the_text_part_gives_the_references_logits(written, failures):
         "visual",
         "vision_embedder",
     }
+
+
+def unread_by_text(folder):
+    """Of Llama 3.2 Vision: layers that read images, and ids that are none of the text's."""
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    layers = tuple(f"language_model.model.layers.{i}." for i in text.get("cross_attention_layers", ()))
+    names = [name for name in load_file(folder / "model.safetensors") if name.startswith(layers)]
+    return [*names, *(["language_model.model.embed_tokens.weight[131:]"] if layers else [])]
+
+
+def test_layers_that_read_images_are_left_out_and_named(tmp_path_factory):
+    _, folder = write("mllama", tmp_path_factory)
+    with pytest.warns(UserWarning, match=r"left out.*27 of language_model"):
+        model = liger_models.from_hub(folder, text_only=True)
+    assert len(unread_by_text(folder)) == 2 * 13 + 1
+    assert set(unread_by_text(folder)) < set(model.left_out)
+    assert (len(model.layers), len(model.embed_tokens.weight)) == (3, 131)
 
 
 def test_keys_that_no_layer_reads_are_left_out_and_named(tmp_path_factory, tmp_path, failures):

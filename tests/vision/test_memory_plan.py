@@ -47,6 +47,19 @@ def kept_bytes(model, pictures) -> int:
     return sum(size for place, size in storages.items() if place not in own)
 
 
+def test_a_class_token_that_makes_a_feature_is_counted():
+    tiny = find_architecture("llava").tiny
+    counts = []
+    for strategy in ("default", "full"):
+        config = {**tiny, "vision_feature_select_strategy": strategy}
+        model = liger_models.from_config(config, device="meta")
+        shown = shown_of_size(model.spec.vision, 2, 7, 7)
+        counts.append((shown.tokens, shown.features, StepMemory(model, Step(1, 64, shown=shown))._edges))
+    (tokens, fewer, kept), (same, more, kept_with_it) = counts
+    assert (tokens, fewer) == (same, more - 2)
+    assert kept_with_it.projector > kept.projector
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
 @pytest.mark.parametrize("family", ["gemma3", "llava", "mllama"])
 def test_it_is_what_autograd_saves(family, monkeypatch):

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from scenes import Image
 
 from liger_models.architectures import find_architecture
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.convert.errors import ConfigError, DataError, UnsupportedModelError
-from liger_models.text_part import text_config_of
+from liger_models.convert.errors import ConfigError, DataError
+from liger_models.layers.model import CausalLM
 
 
 def tiny(family: str, **changes: object) -> HFConfig:
     return HFConfig.load({**find_architecture(family).tiny, **changes})
 
 
-def test_clip_gives_features_of_patches_alone():
-    """ "full" would make one of its class token too."""
-    config = tiny("llava", vision_feature_select_strategy="full")
-    with pytest.raises(ConfigError, match="vision_feature_select_strategy is 'full'; beside a clip_vision"):
+def test_an_encoder_without_a_class_token_has_none_to_leave_out():
+    """The reference would leave out the first patch."""
+    siglip = {**find_architecture("llava").tiny["vision_config"], "model_type": "siglip_vision_model"}
+    config = tiny("llava", vision_config=siglip)
+    with pytest.raises(
+        ConfigError, match="strategy is 'default'; beside a siglip_vision_model it must be 'f"
+    ):
         find_architecture("llava").spec(config)
 
 
-def test_a_text_part_whose_layers_read_images_is_no_model_by_itself():
-    with pytest.raises(UnsupportedModelError, match="layers of a 'mllama' model read images"):
-        text_config_of(tiny("mllama"))
+def test_a_class_token_whose_patches_are_merged_makes_no_feature():
+    spec = find_architecture("internvl").spec(tiny("internvl"))
+    vision = dataclasses.replace(spec.vision, class_feature=True)
+    with pytest.raises(ValueError, match="whose projector merges no patches"), torch.device("meta"):
+        CausalLM(dataclasses.replace(spec, vision=vision))
 
 
 @pytest.mark.parametrize("family", ["internvl", "gemma3", "llava", "paligemma", "llama4"])
