@@ -42,7 +42,7 @@ SCORES = ("sigmoid", "noaux_tc")  # which the reference takes for granted; the s
 def dots1(c: HFConfig) -> ModelSpec:
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6))
     attn, mlps = normed_attention(c, norm), dense_then(c, corrected_experts(c, SCORES))
-    window, first = c.take_count("sliding_window", None), c.take("max_window_layers", 62)
+    window, first = c.take_count("sliding_window", None), c.take_number("max_window_layers", 62)
     slides = windows(c, lambda i: "sliding_attention" if window and i >= first else "full_attention")
     blocks = [BlockSpec(replace(attn, window=w), inner, norm) for w, inner in zip(slides, mlps, strict=True)]
     return decoder(c, blocks, norm)

@@ -2,13 +2,12 @@
 float32 and a correction bias, beside some that all tokens share.
 """
 
-from liger_models.architectures.common import attention, chosen_experts, decoder, mlp
+from liger_models.architectures.common import attention, chosen_experts, decoder, expert_layouts, mlp
+from liger_models.architectures.common.deepseek import SHARED_EXPERTS
 from liger_models.architectures.registry import register
-from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.spec import BlockSpec, MLPSpec, ModelSpec, NormSpec
 
-NAMES = ((".router.weight", ".gate.weight"), (".shared_expert.", ".shared_experts."))
 ON_DISK = (".router.correction_bias", ".moe_statics.e_score_correction_bias")
 IN_MEMORY = (".router.correction_bias", ".gate.moe_statics.e_score_correction_bias")
 AS_A_ROW = (("*.correction_bias", "1 e -> (1 e)"),)
@@ -18,9 +17,8 @@ AS_A_ROW = (("*.correction_bias", "1 e -> (1 e)"),)
     "ernie4_5_moe",
     reference="Ernie4_5_MoeForCausalLM",
     layouts=(
-        Layout((ON_DISK, *NAMES), permuted=AS_A_ROW),
-        Layout((ON_DISK, *NAMES), whole=("*.experts.*",), permuted=AS_A_ROW),
-        Layout((IN_MEMORY, *NAMES), whole=("*.experts.*",), permuted=AS_A_ROW),
+        *expert_layouts(ON_DISK, SHARED_EXPERTS, permuted=AS_A_ROW),
+        *expert_layouts(IN_MEMORY, SHARED_EXPERTS, permuted=AS_A_ROW)[1:],
     ),
     carried=lambda c: ("model.mtp_*",),  # further predictions, which the reference does not run
     tiny={

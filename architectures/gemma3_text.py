@@ -4,7 +4,7 @@ place of soft caps, a window on five layers of six, and rotations of their own f
 
 from dataclasses import replace
 
-from liger_models.architectures.common import attention, decoder, mlp, rope, windows
+from liger_models.architectures.common import attention, decoder, local_rope, mlp, windows
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec, QKNormSpec
@@ -58,8 +58,7 @@ def gemma3_text(c: HFConfig) -> ModelSpec:
         scale=c.take_number("query_pre_attn_scalar") ** -0.5,
         qk_norm=QKNormSpec(norm),
     )
-    local = rope(c, attn.head_dim, layer_type="sliding_attention", local_theta=1e4)
-    local = replace(local, max_position_embeddings=None)  # no distance is longer than the window
+    local = local_rope(c, attn.head_dim)
     feed_forward = mlp(c, key="hidden_activation")
     every = c.take_count("sliding_window_pattern", 6)
     slides = windows(c, lambda i: "sliding_attention" if (i + 1) % every else "full_attention")

@@ -16,6 +16,7 @@ from liger_models.architectures.common import (
     decoder,
     experts_and_chosen,
     layer_sizes,
+    local_rope,
     mlp,
     rope,
     share_keys,
@@ -161,8 +162,8 @@ def attentions(c: HFConfig, norm: NormSpec) -> list[AttentionSpec]:
         check_groups(c, attn.num_attention_heads, attn.num_key_value_heads)
         if attn.window is None:
             turns = rope(c, attn.head_dim, layer_type=FULL, theta=1e6, scaling=PARTIAL)
-        else:  # no distance is longer than the window
-            turns = replace(rope(c, attn.head_dim, **LOCAL), max_position_embeddings=None)
+        else:
+            turns = local_rope(c, attn.head_dim)
         mixers[i] = replace(attn, rope=turns, values_are_keys=same and attn.window is None)
     return mixers
 

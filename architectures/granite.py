@@ -10,18 +10,19 @@ from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
 from liger_models.layers.spec import BlockSpec, MLPSpec, ModelSpec, MoESpec, NormSpec
 
+MULTIPLIERS = {
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 1.5,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 1.7,
+}
+"""For tests."""
+
 
 @register(
     "granite",
     reference="GraniteForCausalLM",
-    tiny={
-        "attention_bias": True,
-        "mlp_bias": True,
-        "attention_multiplier": 0.2,
-        "embedding_multiplier": 1.5,
-        "residual_multiplier": 0.7,
-        "logits_scaling": 1.7,
-    },
+    tiny={**MULTIPLIERS, "attention_bias": True, "mlp_bias": True},
     defaults={"max_position_embeddings": 2048},
 )
 def granite(c: HFConfig) -> ModelSpec:

@@ -5,7 +5,7 @@ alone; PowerMoE; and the form in which all tokens share one more expert.
 from dataclasses import replace
 
 from liger_models.architectures.common import activation, chosen_experts
-from liger_models.architectures.granite import multiplied
+from liger_models.architectures.granite import MULTIPLIERS, multiplied
 from liger_models.architectures.registry import register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
@@ -32,10 +32,7 @@ TINY = {
     "output_router_logits": False,
     "router_aux_loss_coef": 0.5,
     "attention_bias": True,
-    "attention_multiplier": 0.2,
-    "embedding_multiplier": 1.5,
-    "residual_multiplier": 0.7,
-    "logits_scaling": 1.7,
+    **MULTIPLIERS,
 }
 DEFAULTS = {
     "max_position_embeddings": 2048,
@@ -46,20 +43,12 @@ DEFAULTS = {
 SKIP = {
     "field:MoESpec.softmax_after_top_k": "renormalised shares of all are the same function",
     "field:MoESpec.renormalize": "the same",
-    "null:attention_multiplier": "the reference would multiply by it",
-    "null:embedding_multiplier": "the same",
-    "null:residual_multiplier": "the same",
-    "null:logits_scaling": "the same",
+    **{f"null:{key}": "the reference would multiply by it" for key in MULTIPLIERS},
 }
 
 
 @register(
-    "granitemoe",
-    reference="GraniteMoeForCausalLM",
-    layouts=LAYOUTS,
-    tiny=TINY,
-    defaults=DEFAULTS,
-    skip=SKIP,
+    "granitemoe", reference="GraniteMoeForCausalLM", layouts=LAYOUTS, tiny=TINY, defaults=DEFAULTS, skip=SKIP
 )
 def granitemoe(c: HFConfig) -> ModelSpec:
     return multiplied(c, experts(c))

@@ -4,10 +4,10 @@ encoder with scaled branches, of whose patches four make a token.
 
 from dataclasses import replace
 
-from liger_models.architectures.common import activation, take_only
+from liger_models.architectures.common import take_only
 from liger_models.architectures.common.images import language_model, tower_layouts
 from liger_models.architectures.encoders.internvl import NAMES, TINY, scaled
-from liger_models.architectures.encoders.parts import states_read
+from liger_models.architectures.encoders.parts import projector_activation, states_read
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
@@ -65,7 +65,6 @@ def internvl(c: HFConfig) -> ModelSpec:
     take_only(c, vision_feature_select_strategy="default")  # the class token goes
     for key in ("image_seq_length", "ignore_index"):
         c.take(key, None)  # of the processor, and of the loss, where it is as everywhere
-    c.fill({"projector_hidden_act": "gelu"})
     states, ratio = states_read(c, v, -1), c.take_number("downsample_ratio", 0.5)
     merge = round(1 / ratio) if ratio else 0
     if len(states) != 1 or not merge or 1 / merge != ratio:
@@ -73,7 +72,6 @@ def internvl(c: HFConfig) -> ModelSpec:
             f"{c.name}: of the encoder the states {states} are read, at a downsample_ratio of {ratio}; "
             "expected one state, and one over a whole number"
         )
-    act = activation(c, "projector_hidden_act", gated=False)
-    projector = MLPProjectorSpec(act, merge=merge, norm=LayerNormSpec(1e-5))
+    projector = MLPProjectorSpec(projector_activation(c), merge=merge, norm=LayerNormSpec(1e-5))
     image_id = c.take_count("image_token_id", 151667, least=0)
     return replace(text, vision=scaled(v, projector, image_id, states[0]))

@@ -42,5 +42,5 @@ from liger_models.layers.spec import ModelSpec
 def llama4(c: HFConfig) -> ModelSpec:
     for key in ("boi_token_index", "eoi_token_index"):
         c.take(key, None)  # which the processor places
-    image_id = c.take_one_of("image_token_index", "image_token_id", default=200092)
+    image_id = c.take_count(("image_token_index", "image_token_id"), 200092, least=0)
     return replace(language_model(c), vision=tiles(c.part("vision_config"), image_id))

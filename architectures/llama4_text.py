@@ -7,6 +7,7 @@ from dataclasses import replace
 from liger_models.architectures.common import (
     CHUNKED,
     FULL,
+    INPUTS_FIRST,
     activation,
     attention,
     chunks,
@@ -32,10 +33,7 @@ from liger_models.layers.spec import (
 TEXT = Layout(
     rename=((".mlp.", ".feed_forward."),),
     whole=("*.experts.*",),
-    permuted=(
-        ("*.experts.gate_up_proj", "e h i -> e i h"),
-        ("*.experts.down_proj", "e i h -> e h i"),
-    ),
+    permuted=INPUTS_FIRST,
 )
 LOSS = ("output_router_logits", "router_aux_loss_coef")
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
@@ -121,9 +119,5 @@ def attentions(c: HFConfig, norm: NormSpec) -> list[AttentionSpec]:
 def layers_with_experts(c: HFConfig) -> list[bool]:
     """Those of `moe_layers`; without it each `interleave_moe_layer_step`-th."""
     count, step = c.take_count("num_hidden_layers"), c.take_count("interleave_moe_layer_step", 1)
-    listed = c.take("moe_layers", None)
-    if listed is None:
-        return [(i + 1) % step == 0 for i in range(count)]
-    if not isinstance(listed, list) or not all(type(i) is int and 0 <= i < count for i in listed):
-        raise ConfigError(f"{c.name}: moe_layers must hold numbers of the {count} layers, found {listed!r}")
-    return [i in listed for i in range(count)]
+    listed = c.take_layers("moe_layers", None, among=count)
+    return [(i + 1) % step == 0 if listed is None else i in listed for i in range(count)]

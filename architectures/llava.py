@@ -4,7 +4,7 @@ layers of CLIP or SigLIP and two linear layers; or of all sizes, by Pixtral's en
 
 from dataclasses import replace
 
-from liger_models.architectures.common import activation, take_only
+from liger_models.architectures.common import take_only
 from liger_models.architectures.common.images import language_model, sighted_layouts
 from liger_models.architectures.encoders.clip import (
     CLIP,
@@ -15,28 +15,22 @@ from liger_models.architectures.encoders.clip import (
     tower,
     unread_tensors,
 )
-from liger_models.architectures.encoders.parts import states_read
+from liger_models.architectures.encoders.parts import mlp_projector, states_read
 from liger_models.architectures.encoders.pixtral import NAMES as PIXTRAL_NAMES
 from liger_models.architectures.encoders.pixtral import PIXTRAL, pixtral
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.spec import MLPProjectorSpec, ModelSpec
+from liger_models.layers.spec import ModelSpec
 
 NAMES = (*PIXTRAL_NAMES, ("projector.", "multi_modal_projector."))
 
 
-def unread(c: HFConfig) -> tuple[str, ...]:
-    """The layers behind those that are read, and their norm."""
-    v = encoder(c)
-    return unread_tensors(v.take_count("num_hidden_layers"), max(states_read(c, v, -2)))
-
-
 def encoder(c: HFConfig) -> HFConfig:
     """The config of the encoder, of one of three kinds."""
-    if c.raw["vision_config"].get("model_type") != PIXTRAL:
-        return tower(c, [CLIP, SIGLIP])
     v = c.part("vision_config")
+    if v.model_type != PIXTRAL:
+        return tower(c, [CLIP, SIGLIP])
     take_only(c, ignore_index=-100)
     v.fill({"num_hidden_layers": 24})
     return v
@@ -51,7 +45,7 @@ def encoder(c: HFConfig) -> HFConfig:
         "image_token_index": 3,
     },
     layouts=(*clip_layouts(), *sighted_layouts({"vision.": ("", NAMES)})),
-    carried=unread,
+    carried=lambda c: unread_tensors(c, encoder(c), -2),
     variants={
         "class_feature": {"vision_feature_select_strategy": "full"},
         "siglip_several_layers": {
@@ -92,11 +86,3 @@ def llava(c: HFConfig) -> ModelSpec:
         return replace(text, vision=pixtral(v, mlp_projector(c), image_id, states))
     both = v.model_type == CLIP and stated == "full"
     return replace(text, vision=square_vision(v, mlp_projector(c), image_id, states, class_feature=both))
-
-
-def mlp_projector(c: HFConfig) -> MLPProjectorSpec:
-    """Two linear layers, whose activation and biases the config says."""
-    c.take("image_seq_length", None)  # which the processor reads
-    c.fill({"projector_hidden_act": "gelu"})
-    bias = c.take_flag("multimodal_projector_bias", True)
-    return MLPProjectorSpec(activation(c, "projector_hidden_act", gated=False), bias)

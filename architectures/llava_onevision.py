@@ -14,18 +14,11 @@ from liger_models.architectures.encoders.clip import (
     tower,
     unread_tensors,
 )
-from liger_models.architectures.encoders.parts import states_read
-from liger_models.architectures.llava import mlp_projector
+from liger_models.architectures.encoders.parts import mlp_projector, states_read
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError, abbreviate
 from liger_models.layers.spec import AnyresPictures, ModelSpec
-
-
-def unread(c: HFConfig) -> tuple[str, ...]:
-    """The layers behind those that are read, and their norm."""
-    v = tower(c, [SIGLIP])
-    return unread_tensors(v.take_count("num_hidden_layers"), max(states_read(c, v, -1)))
 
 
 @register(
@@ -41,7 +34,7 @@ def unread(c: HFConfig) -> tuple[str, ...]:
         "tie_word_embeddings": False,
     },
     layouts=clip_layouts(),
-    carried=unread,
+    carried=lambda c: unread_tensors(c, tower(c, [SIGLIP]), -1),
     variants={
         "several_layers": {
             "vision_feature_layer": [-2, 0],

@@ -5,9 +5,10 @@ through Pixtral's encoder (arXiv:2410.07073).
 from dataclasses import replace
 
 from liger_models.architectures import ministral3, mistral4  # noqa: F401  (whose configs the variants take)
-from liger_models.architectures.common import activation, take_only
+from liger_models.architectures.common import take_only
 from liger_models.architectures.common.deepseek import SHARED_EXPERTS
 from liger_models.architectures.common.images import language_model, sighted_layouts
+from liger_models.architectures.encoders.parts import projector_activation
 from liger_models.architectures.encoders.pixtral import NAMES as PIXTRAL
 from liger_models.architectures.encoders.pixtral import TINY, pixtral
 from liger_models.architectures.registry import find_architecture, register
@@ -55,13 +56,12 @@ EXPERTS = (SHARED_EXPERTS, (".router.", ".gate."))  # of Mistral Small 4
 )
 def mistral3(c: HFConfig) -> ModelSpec:
     text, v = language_model(c), c.part("vision_config")
-    c.fill({"projector_hidden_act": "gelu"})
     take_only(c, vision_feature_layer=-1)
     merger = MistralMergerSpec(
         c.take_count("spatial_merge_size", 2),
         text.norm,
-        activation(c, "projector_hidden_act", gated=False),
+        projector_activation(c),
         c.take_flag("multimodal_projector_bias", False),
     )
-    image_id = c.take_one_of("image_token_index", "image_token_id", default=10)
+    image_id = c.take_count(("image_token_index", "image_token_id"), 10, least=0)
     return replace(text, vision=pixtral(v, merger, image_id))

@@ -45,11 +45,11 @@ def mllama(c: HFConfig) -> ModelSpec:
     cross = CrossAttentionSpec(
         own.num_attention_heads, own.num_key_value_heads, own.head_dim, own.scale, norm
     )
-    seeing = text.take("cross_attention_layers", [3, 8, 13, 18, 23, 28, 33, 38])
+    seeing = text.take_layers("cross_attention_layers", [3, 8, 13, 18, 23, 28, 33, 38])
     blocks = [
         BlockSpec(cross, inner, norm, "gated_cross") if i in seeing else BlockSpec(own, inner, norm)
         for i in range(text.take_count("num_hidden_layers"))
     ]
-    image_id = c.take_one_of("image_token_index", "image_token_id", default=128256)
+    image_id = c.take_count(("image_token_index", "image_token_id"), 128256, least=0)
     vision = tiled(c.part("vision_config"), image_id)
     return decoder(text, blocks, norm, extra_ids=8, vision=vision)

@@ -285,7 +285,7 @@ def text_config(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
         raise ConfigError(f"{name}: text_config must be an object, found {abbreviate(nested)}")
     usual = next(iter(family.texts))
     kind = nested.get("model_type", usual)
-    if kind not in family.texts:
+    if not isinstance(kind, str) or kind not in family.texts:
         raise UnsupportedModelError(
             f"{name}: the text part of this {raw['model_type']!r} checkpoint is of the type "
             f"{abbreviate(kind)}; supported are {', '.join(family.texts)}"

@@ -2,11 +2,10 @@
 the projections as we do; longrope, and in Phi-4-mini only a part of each head turns.
 """
 
-from liger_models.architectures.common import attention, decoder, mlp
+from liger_models.architectures.common import attention, decoder, longrope_alone, mlp
 from liger_models.architectures.registry import register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.convert.errors import ConfigError
 from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
 
 REFUSED = ("linear", "dynamic", "yarn", "llama3")
@@ -14,6 +13,14 @@ UNREAD = (
     *("max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
     *("mscale", "mscale_all_dim", "truncate"),
 )
+
+
+def longrope_factors(pairs: int) -> dict[str, list[float]]:
+    """For tests, of heads of which so many pairs turn."""
+    return {
+        "short_factor": [1.1 + 0.03 * i for i in range(pairs)],
+        "long_factor": [2.1 + 0.5 * i for i in range(pairs)],
+    }
 
 
 @register(
@@ -30,8 +37,7 @@ UNREAD = (
             "rope_type": "longrope",
             "rope_theta": 10000.0,
             "partial_rotary_factor": 0.75,
-            "short_factor": [1.1 + 0.03 * i for i in range(6)],
-            "long_factor": [2.1 + 0.5 * i for i in range(6)],
+            **longrope_factors(6),
         },
     },
     defaults={
@@ -52,7 +58,6 @@ def phi3(c: HFConfig) -> ModelSpec:
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-5))
     attn = attention(c, window=c.take_count("sliding_window", None), partial=1.0)
     c.take("original_max_position_embeddings")  # which longrope has read, and the others need not
-    if attn.rope is None or attn.rope.type not in ("default", "longrope"):
-        raise ConfigError(f"{c.name}: phi3 models turn by longrope or as they are, found {attn.rope}")
+    longrope_alone(c, attn.rope)
     block = BlockSpec(attn, mlp(c), norm)
     return decoder(c, [block] * c.take_count("num_hidden_layers"), norm)

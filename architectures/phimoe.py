@@ -4,9 +4,9 @@ a token, which are drawn at random in training.
 
 from dataclasses import replace
 
-from liger_models.architectures.common import attention, chosen_experts, decoder
+from liger_models.architectures.common import attention, chosen_experts, decoder, longrope_alone
 from liger_models.architectures.mixtral import IN_BLOCKS
-from liger_models.architectures.phi3 import REFUSED, UNREAD
+from liger_models.architectures.phi3 import REFUSED, UNREAD, longrope_factors
 from liger_models.architectures.registry import register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
@@ -14,13 +14,7 @@ from liger_models.convert.errors import ConfigError
 from liger_models.layers.spec import AttentionSpec, BlockSpec, LayerNormSpec, ModelSpec, SparseMixerSpec
 
 MSCALES = ("short_mscale", "long_mscale")
-LONGROPE = {
-    "short_factor": [1.1 + 0.03 * i for i in range(8)],
-    "long_factor": [2.1 + 0.5 * i for i in range(8)],
-    "short_mscale": 1.2,
-    "long_mscale": 1.2,
-    "original_max_position_embeddings": 64,
-}
+LONGROPE = {**longrope_factors(8), **dict.fromkeys(MSCALES, 1.2), "original_max_position_embeddings": 64}
 BEYOND = "transformers takes the short factors at every length: tests/architectures/test_phimoe.py"
 
 
@@ -59,10 +53,10 @@ BEYOND = "transformers takes the short factors at every length: tests/architectu
             "original_max_position_embeddings": 64,
         },
     },
+    fixed={"num_experts_per_tok": 2},
     skip={
         **{f"rope:{kind}": "the reference needs a short_mscale and a long_mscale" for kind in REFUSED},
         "rope:longrope": "the same: tiny has longrope",
-        "key:num_experts_per_tok": "it must be 2",
         **{f"field:RopeSpec.{name}": "longrope does not read it" for name in (*UNREAD, "factor")},
         "field:RopeSpec.long_factor": BEYOND,
         "field:RopeSpec.original_max_position_embeddings": BEYOND,
@@ -72,8 +66,6 @@ def phimoe(c: HFConfig) -> ModelSpec:
     norm = LayerNormSpec(eps=c.take_number("rms_norm_eps", 1e-5))
     draws = SparseMixerSpec(c.take_number("router_jitter_noise"), c.take_number("input_jitter_noise", 0.0))
     moe = chosen_experts(c, ("num_local_experts",), size="intermediate_size", sparse_mixer=draws)
-    if moe.experts_per_token != 2:
-        raise ConfigError(f"{c.name}: num_experts_per_tok is {moe.experts_per_token}; phimoe models draw 2")
     block = BlockSpec(_attention(c), moe, norm)
     blocks = [block] * c.take_count("num_hidden_layers")
     return decoder(c, blocks, norm, head_bias=c.take_flag("lm_head_bias", False))
@@ -83,14 +75,13 @@ def _attention(c: HFConfig) -> AttentionSpec:
     """Its longrope has the factor of cosines and sines in the config, for short and for long texts."""
     bias, window = c.take_flag("attention_bias", False), c.take_count("sliding_window", None)
     attn = attention(c, bias=bias, window=window, theta=1e6, extra=MSCALES)
-    assert attn.rope is not None
-    if attn.rope.type == "default":
+    turned = longrope_alone(c, attn.rope)
+    if turned.type == "default":
         return attn
     scales = c.take_rope(default_theta=1e6, extra=MSCALES)["extra"]
     short, long = (scales.get(key) for key in MSCALES)
-    if attn.rope.type != "longrope" or short is None or short != long:
+    if short is None or short != long:
         raise ConfigError(
-            f"{c.name}: phimoe models turn by longrope, with equal short_mscale and long_mscale, or as they "
-            f"are; found {attn.rope.type}, {short} and {long}"
+            f"{c.name}: longrope needs {' and '.join(MSCALES)}, as large; found {short} and {long}"
         )
-    return replace(attn, rope=replace(attn.rope, attention_factor=float(short)))
+    return replace(attn, rope=replace(turned, attention_factor=float(short)))

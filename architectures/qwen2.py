@@ -27,7 +27,7 @@ def qwen2(c: HFConfig) -> ModelSpec:
 def upper_windows(c: HFConfig) -> list[int | None]:
     """The window of each layer: where `use_sliding_window` says so, from layer `max_window_layers` on."""
     slides = c.take_flag("use_sliding_window", False) and c.take_count("sliding_window", None) is not None
-    first = c.take("max_window_layers", 28)
+    first = c.take_number("max_window_layers", 28)
     return windows(
         c, lambda i: "sliding_attention" if slides and i >= first else "full_attention", off=not slides
     )

@@ -50,7 +50,7 @@ def qwen2_5_vl(c: HFConfig) -> ModelSpec:
     width, norm = v.take_count("hidden_size", 3584), NormSpec(eps=1e-6)
     mlp = MLPSpec(v.take_count("intermediate_size", 3420), activation(v), bias=True)
     attention = axial_attention(v, width, v.take_count("num_heads", 16))
-    whole = v.take("fullatt_block_indexes", [7, 15, 23, 31])
+    whole = v.take_layers("fullatt_block_indexes", [7, 15, 23, 31])
     take_only(v, out_hidden_size=text.hidden_size)
     vision = grid_vision(
         c,

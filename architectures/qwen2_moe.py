@@ -50,7 +50,7 @@ from liger_models.layers.spec import BlockSpec, MLPSpec, ModelSpec, MoESpec, Nor
 def qwen2_moe(c: HFConfig) -> ModelSpec:
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6))
     attn = replace(attention(c), qkv_bias=c.take_flag("qkv_bias", True))
-    slides, upper = c.take_flag("use_sliding_window", False), c.take("max_window_layers", 28)
+    slides, upper = c.take_flag("use_sliding_window", False), c.take_number("max_window_layers", 28)
     spans = windows(
         c,
         lambda i: "sliding_attention" if slides and i % 2 == 0 and i < upper else "full_attention",
@@ -68,7 +68,7 @@ def qwen2_moe(c: HFConfig) -> ModelSpec:
 
 def layers_with_experts(c: HFConfig) -> list[bool]:
     """Which layers have experts: every `decoder_sparse_step`-th but for the `mlp_only_layers`."""
-    every, dense = c.take_count("decoder_sparse_step", 1), c.take("mlp_only_layers", None) or ()
+    every, dense = c.take_count("decoder_sparse_step", 1), c.take_layers("mlp_only_layers", [])
     return [i not in dense and (i + 1) % every == 0 for i in range(c.take_count("num_hidden_layers"))]
 
 

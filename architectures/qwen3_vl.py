@@ -4,49 +4,23 @@ turns over the pairs of a head, and features of lower layers of the encoder are 
 
 import math
 from dataclasses import replace
-from typing import Any
 
 from liger_models.architectures.common import activation, take_only
 from liger_models.architectures.common.images import language_model, turned_by_axes_in_turn
 from liger_models.architectures.encoders.parts import axial_attention
-from liger_models.architectures.encoders.qwen import NAMES as QWEN2_5
-from liger_models.architectures.encoders.qwen import TINY as TINY_ENCODER
-from liger_models.architectures.encoders.qwen import grid_vision
+from liger_models.architectures.encoders.qwen import NAMES_3, TINY_3, grid_vision
 from liger_models.architectures.registry import register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
 from liger_models.layers.spec import BlockSpec, LayerNormSpec, MLPSpec, ModelSpec, StretchedTable, TimeSpec
 
-NAMES = (
-    *(name for name in QWEN2_5 if not name[0].startswith("projector.")),
-    ("encoder.table.", "pos_embed."),
-    (".mlp.up_proj.", ".mlp.linear_fc1."),
-    (".mlp.down_proj.", ".mlp.linear_fc2."),
-    ("projector.", "merger."),
-    ("deep.", "deepstack_merger_list."),
-    (".linear_1.", ".linear_fc1."),
-    (".linear_2.", ".linear_fc2."),
-)
 LAYOUT = Layout(
     root="model.language_model.",
     whole=("vision.encoder.layers.*.qkv_proj.*", "*.experts.*"),
     rename=((".router.", ".gate."),),
-    parts=(("vision.", Layout(NAMES, root="model.visual.")),),
+    parts=(("vision.", Layout(NAMES_3, root="model.visual.")),),
 )
-TRANSPOSED = (
-    ("*.experts.gate_up_proj", "e h i -> e i h"),
-    ("*.experts.down_proj", "e i h -> e h i"),
-)
-"""As the experts of published checkpoints lie."""
-TINY_VISION: dict[str, Any] = {
-    **TINY_ENCODER,
-    "hidden_act": "gelu_pytorch_tanh",
-    "intermediate_size": 40,
-    "out_hidden_size": 48,
-    "num_position_embeddings": 25,
-    "deepstack_visual_indexes": [1, 0],
-}
 TINY = {"image_token_id": 3, "video_token_id": 4, "tie_word_embeddings": False}
 TINY_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
 SKIP = {"field:TimeSpec.tokens_per_second": "each step of a video is a picture by itself"}
@@ -60,7 +34,7 @@ SKIP = {"field:TimeSpec.tokens_per_second": "each step of a video is a picture b
             "model_type": "qwen3_vl_text",
             "rope_parameters": TINY_ROPE,
         },
-        "vision_config": {"model_type": "qwen3_vl", **TINY_VISION},
+        "vision_config": {"model_type": "qwen3_vl", **TINY_3},
         **TINY,
     },
     layouts=(LAYOUT,),
@@ -84,39 +58,12 @@ def qwen3_vl(c: HFConfig) -> ModelSpec:
         patch_bias=True,
         positions=TimeSpec(steps_apart=True),
         position_table=StretchedTable(math.isqrt(v.take_count("num_position_embeddings", 2304))),
-        deep=tuple(v.take("deepstack_visual_indexes", [8, 16, 24])),
     )
-    if not set(vision.deep) <= set(range(len(vision.blocks))) or len(vision.deep) > len(text.blocks):
+    deep = tuple(v.take_layers("deepstack_visual_indexes", [8, 16, 24], among=len(vision.blocks)))
+    if len(deep) > len(text.blocks):
         raise ConfigError(
-            f"{v.name}: deepstack_visual_indexes is {list(vision.deep)}; expected layers of the encoder's "
-            f"{len(vision.blocks)}, at most {len(text.blocks)} of them"
+            f"{v.name}: deepstack_visual_indexes is {list(deep)}; expected at most as many as the language "
+            f"model has layers, {len(text.blocks)}"
         )
+    vision = replace(vision, deep=deep)
     return replace(turned_by_axes_in_turn(c, text, (24, 20, 20)), vision=vision)
-
-
-@register(
-    "qwen3_vl_moe",
-    reference="Qwen3VLMoeForConditionalGeneration",
-    tiny={
-        "text_config": {
-            "model_type": "qwen3_vl_moe_text",
-            "moe_intermediate_size": 32,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "router_aux_loss_coef": 0.5,
-            "mlp_only_layers": [0],
-            "rope_parameters": TINY_ROPE,
-        },
-        "vision_config": {"model_type": "qwen3_vl_moe", **TINY_VISION},
-        **TINY,
-    },
-    layouts=(LAYOUT, replace(LAYOUT, permuted=TRANSPOSED)),
-    skip=SKIP,
-)
-def qwen3_vl_moe(c: HFConfig) -> ModelSpec:
-    """Qwen3-VL with experts (Bai et al., 2025, arXiv:2511.21631): Qwen3 with experts that sees, as Qwen3-VL
-    does.
-    """
-    if not {"num_experts", "num_local_experts"} & c.raw.get("text_config", {}).keys():
-        raise ConfigError(f"{c.name}: text_config says nothing of num_experts; take it from the original")
-    return qwen3_vl(c)

@@ -12,6 +12,7 @@ from liger_models.architectures.common.grouped_attention import (
     windows,
 )
 from liger_models.architectures.common.mlps import (
+    INPUTS_FIRST,
     activation,
     aux_loss_coef,
     chosen_experts,
@@ -30,6 +31,8 @@ from liger_models.architectures.common.model import (
 )
 from liger_models.architectures.common.rotary import (
     GROWING_QUERIES,
+    local_rope,
+    longrope_alone,
     query_scale,
     rope,
     turning_layers,
@@ -39,6 +42,7 @@ __all__ = [
     "CHUNKED",
     "FULL",
     "GROWING_QUERIES",
+    "INPUTS_FIRST",
     "SLIDING",
     "activation",
     "attention",
@@ -51,6 +55,8 @@ __all__ = [
     "experts_and_chosen",
     "layer_sizes",
     "layer_types",
+    "local_rope",
+    "longrope_alone",
     "mlp",
     "padding_row",
     "query_scale",

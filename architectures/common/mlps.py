@@ -47,11 +47,10 @@ def experts_and_chosen(
     Raises:
         ConfigError: a token cannot go to so many.
     """
-    experts, chosen = c.take_one_of(*keys), c.take_one_of(*chosen_keys)
-    if not all(type(count) is int for count in (experts, chosen)) or not 1 <= chosen <= experts:
+    experts, chosen = c.take_count(tuple(keys)), c.take_count(tuple(chosen_keys))
+    if chosen > experts:
         raise ConfigError(
-            f"{c.name}: {chosen_keys[0]} is {chosen!r} and {keys[0]} {experts!r}; expected whole numbers, "
-            "the first at least 1 and at most the second"
+            f"{c.name}: {chosen_keys[0]} is {chosen} and {keys[0]} {experts}; expected no more than there are"
         )
     return experts, chosen
 
@@ -76,10 +75,19 @@ def chosen_experts(
     )
 
 
-def expert_layouts(*rename: tuple[str, str]) -> tuple[Layout, ...]:
+INPUTS_FIRST = (
+    ("*.experts.gate_up_proj", "e h i -> e i h"),
+    ("*.experts.down_proj", "e i h -> e h i"),
+)
+"""How experts lie in checkpoints that hold them transposed: `permuted` of a `Layout`."""
+
+
+def expert_layouts(
+    *rename: tuple[str, str], permuted: tuple[tuple[str, str], ...] = ()
+) -> tuple[Layout, ...]:
     """Of checkpoints that hold each expert by itself, or all in one tensor; `rename` comes first."""
     names = (*rename, (".router.", ".gate."))
-    return Layout(names), Layout(names, whole=("*.experts.*",))
+    return Layout(names, permuted=permuted), Layout(names, ("*.experts.*",), permuted)
 
 
 def aux_loss_coef(c: HFConfig) -> float:

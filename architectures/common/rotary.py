@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from liger_models.convert.config.hf_config import HFConfig
@@ -70,6 +71,24 @@ def rope(
         max_position_embeddings=c.take_count("max_position_embeddings"),
         **settings,
     )
+
+
+def longrope_alone(c: HFConfig, rope: RopeSpec | None) -> RopeSpec:
+    """The rotation of a family that turns by longrope or as it is.
+
+    Raises:
+        ConfigError: it is of another type.
+    """
+    if rope is None or rope.type not in ("default", "longrope"):
+        found = None if rope is None else rope.type
+        raise ConfigError(f"{c.name}: {c.model_type} models turn by longrope or as they are; found {found}")
+    return rope
+
+
+def local_rope(c: HFConfig, head_dim: int) -> RopeSpec:
+    """The rotation of sliding layers that have a theta of their own (Gemma 3)."""
+    local = rope(c, head_dim, layer_type="sliding_attention", local_theta=1e4)
+    return replace(local, max_position_embeddings=None)  # no distance is longer than the window
 
 
 def turning_layers(c: HFConfig) -> list[bool]:

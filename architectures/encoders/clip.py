@@ -8,7 +8,7 @@ from typing import Any
 
 from liger_models.architectures.common import mlp, take_only
 from liger_models.architectures.common.images import Names, tower_layouts
-from liger_models.architectures.encoders.parts import LINEAR_NAMES, whole_attention
+from liger_models.architectures.encoders.parts import LINEAR_NAMES, states_read, whole_attention
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError, abbreviate
@@ -119,11 +119,12 @@ def square_vision(
     )
 
 
-def unread_tensors(depth: int, first: int) -> tuple[str, ...]:
-    """Patterns of the tensors of an encoder of `depth` layers that nothing reads, where those from `first` on
-    are among them, and the norm behind them.
+def unread_tensors(c: HFConfig, v: HFConfig, default: int) -> tuple[str, ...]:
+    """Patterns of the encoder's tensors that nothing reads: of the layers behind those that are read (see
+    `states_read`), and of the norm behind all.
     """
-    layers = tuple(f"*vision_tower.*layers.{i}.*" for i in range(first, depth))
+    read, depth = max(states_read(c, v, default)), v.take_count("num_hidden_layers")
+    layers = tuple(f"*vision_tower.*layers.{i}.*" for i in range(read, depth))
     return (*layers, "*vision_tower.*post_layernorm.*", *HEAD)
 
 

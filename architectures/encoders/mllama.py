@@ -51,17 +51,15 @@ def tiled(v: HFConfig, image_id: int) -> TiledVisionSpec:
     """The encoder, from its config.
 
     Raises:
-        ConfigError: layers or widths that do not fit.
+        ConfigError: heads, layers or ratios that cannot be.
     """
     v.fill({"hidden_act": "gelu", "intermediate_size": 5120, "attention_heads": 16})
-    width, heads = v.take_count("hidden_size", 1280), v.take_one_of("attention_heads", "num_attention_heads")
-    taken = tuple(v.take("intermediate_layers_indices", [3, 7, 15, 23, 30]))
+    width, heads = v.take_count("hidden_size", 1280), v.take_count(("attention_heads", "num_attention_heads"))
     count = v.take_count("num_hidden_layers", 32)
-    if width % heads or not set(taken) <= set(range(count)):
-        raise ConfigError(
-            f"{v.name}: {heads} heads in {width} dimensions, and intermediate_layers_indices {list(taken)} "
-            f"of {count} layers; expected a multiple, and layers that are there"
-        )
+    taken = tuple(v.take_layers("intermediate_layers_indices", [3, 7, 15, 23, 30], among=count))
+    ratios = v.take("supported_aspect_ratios", RATIOS)
+    if not isinstance(ratios, list):
+        raise ConfigError(f"{v.name}: supported_aspect_ratios must be a list of pairs, found {ratios!r}")
     take_only(v, vision_output_dim=width * (1 + len(taken)))
     norm = LayerNormSpec(eps=v.take_number("norm_eps", 1e-5))
     attention = whole_attention(v, width, heads, bias=False)
@@ -73,7 +71,7 @@ def tiled(v: HFConfig, image_id: int) -> TiledVisionSpec:
         (replace(block, topology="gated_pre_norm"),) * v.take_count("num_global_layers", 8),
         image_size=v.take_count("image_size", 448),
         tiles=v.take_count("max_num_tiles", 4),
-        ratios=len(v.take("supported_aspect_ratios", RATIOS)),
+        ratios=len(ratios),
         taken=taken,
         norm=LayerNormSpec(eps=1e-5),
         image_id=image_id,

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from liger_models.architectures.common import take_only
+from liger_models.architectures.common import activation, take_only
 from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.config.rope_config import is_finite
 from liger_models.convert.errors import ConfigError, abbreviate
-from liger_models.layers.spec import AttentionSpec, PatchSpec, RopeSpec
+from liger_models.layers.spec import Activation, AttentionSpec, MLPProjectorSpec, PatchSpec, RopeSpec
 
 LINEAR_NAMES = ((".up_proj.", ".fc1."), (".down_proj.", ".fc2."))
 """What most encoders call the layers of their MLPs."""
@@ -74,7 +75,10 @@ def _axial_theta(v: HFConfig, default: float) -> float:
         )
     if rope.get("rope_type", "axial") not in ("axial", "default"):
         raise ConfigError(f"{v.name}: the rope_type of an encoder must be axial, found {rope['rope_type']!r}")
-    return float(rope.get("rope_theta", default))
+    theta = rope.get("rope_theta", default)
+    if not is_finite(theta) or theta <= 0:
+        raise ConfigError(f"{v.name}: rope_theta must be a number above 0, found {abbreviate(theta)}")
+    return float(theta)
 
 
 def patches(v: HFConfig, size: int, bias: bool, frames: int | None = None) -> PatchSpec:
@@ -85,6 +89,18 @@ def patches(v: HFConfig, size: int, bias: bool, frames: int | None = None) -> Pa
     take_only(v, in_channels=3, in_chans=3, num_channels=3, spatial_patch_size=size)
     frames = v.take_count("temporal_patch_size", 2) if frames is None else frames
     return PatchSpec(size, frames, bias=bias)
+
+
+def projector_activation(c: HFConfig) -> Activation:
+    """Between the linear layers that lead out of the encoder."""
+    c.fill({"projector_hidden_act": "gelu"})
+    return activation(c, "projector_hidden_act", gated=False)
+
+
+def mlp_projector(c: HFConfig) -> MLPProjectorSpec:
+    """Two linear layers out of the encoder, whose activation and biases the config says (LLaVA)."""
+    c.take("image_seq_length", None)  # which the processor reads
+    return MLPProjectorSpec(projector_activation(c), c.take_flag("multimodal_projector_bias", True))
 
 
 def states_read(c: HFConfig, v: HFConfig, default: int) -> tuple[int, ...]:

@@ -30,6 +30,25 @@ TINY: dict[str, Any] = {
     "temporal_patch_size": 2,
     "spatial_merge_size": 2,
 }
+NAMES_3 = (
+    *(name for name in NAMES if not name[0].startswith("projector.")),
+    ("encoder.table.", "pos_embed."),
+    (".mlp.up_proj.", ".mlp.linear_fc1."),
+    (".mlp.down_proj.", ".mlp.linear_fc2."),
+    ("projector.", "merger."),
+    ("deep.", "deepstack_merger_list."),
+    (".linear_1.", ".linear_fc1."),
+    (".linear_2.", ".linear_fc2."),
+)
+"""The same in Qwen3-VL."""
+TINY_3 = {
+    **TINY,
+    "hidden_act": "gelu_pytorch_tanh",
+    "intermediate_size": 40,
+    "out_hidden_size": 48,
+    "num_position_embeddings": 25,
+    "deepstack_visual_indexes": [1, 0],
+}
 
 
 def layouts(names: Names) -> tuple[Layout, ...]:

@@ -52,7 +52,7 @@ class HFConfig:
         self._defaults: dict[str, Any] = {}
         self._taken: set[str] = set()
         self._taken_rope_layers: set[str] = set()
-        self._parts: list[HFConfig] = []
+        self._parts: dict[str, HFConfig] = {}
         self.model_type: str = self.take("model_type")
         self._checked("model_type", self.model_type, isinstance(self.model_type, str), "a name")
 
@@ -105,12 +105,14 @@ class HFConfig:
         Raises:
             ConfigError: there is none.
         """
+        if key in self._parts:
+            return self._parts[key]
         raw = self.take(key)
         self._checked(key, raw, isinstance(raw, Mapping), "an object")
         part = self.with_raw({"model_type": self.model_type, **raw})
         part.name = f"{self.name}, {key}"
         part.most_layers = self.most_layers
-        self._parts.append(part)
+        self._parts[key] = part
         return part
 
     def fill(self, defaults: Mapping[str, Any]) -> None:
@@ -129,19 +131,34 @@ class HFConfig:
         """
         return self.take_one_of(key, default=default)
 
-    def take_count(self, key: str, default: Any = REQUIRED, *, least: int = 1) -> Any:
-        """As `take`, of a key that counts something: a whole number from `least` to 2^31 - 1.
+    def take_count(self, key: str | tuple[str, ...], default: Any = REQUIRED, *, least: int = 1) -> Any:
+        """As `take`, of a key (or of several names of one) that counts something: a whole number from `least`
+        to 2^31 - 1.
 
         A count of layers is at most `most_layers`, for layers are made one by one.
 
         Raises:
             ConfigError: it is missing, or something else.
         """
-        value = self.take(key, default)
+        names = (key,) if isinstance(key, str) else key
+        value, name = self.take_one_of(*names, default=default), " or ".join(names)
         good = type(value) is int and value >= least
-        self._checked(key, value, good, f"a whole number of {least} or more")
-        most = self.most_layers if key.endswith("layers") else 2**31 - 1
-        return self._checked(key, value, value is None or value <= most, f"at most {most}")
+        self._checked(name, value, good, f"a whole number of {least} or more")
+        most = self.most_layers if name.endswith("layers") else 2**31 - 1
+        return self._checked(name, value, value is None or value <= most, f"at most {most}")
+
+    def take_layers(self, key: str, default: Any = REQUIRED, *, among: int | None = None) -> Any:
+        """As `take`, of a key that lists layers by their numbers, the first being 0; of a list whose layers
+        must be there, they are `among` so many.
+
+        Raises:
+            ConfigError: it is missing, or something else.
+        """
+        value = self.take(key, default)
+        good = isinstance(value, list) and all(type(i) is int and i >= 0 for i in value)
+        good = good and (among is None or all(i < among for i in value))
+        layers = "layers" if among is None else f"the {among} layers"
+        return self._checked(key, value, good, f"a list of numbers of {layers}")
 
     def take_number(self, key: str, default: Any = REQUIRED) -> Any:
         """As `take`, of a key with a finite number of 0 or more.
@@ -249,7 +266,7 @@ class HFConfig:
         Raises:
             ConfigError: names every key that was not taken and might change the mathematics.
         """
-        for part in self._parts:
+        for part in self._parts.values():
             part.finish()
         found = {**self._defaults, **self.raw}
         left_over = [key for key in found if key not in self._taken and not self._is_harmless(key)]

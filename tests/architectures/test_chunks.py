@@ -47,7 +47,7 @@ def test_that_queries_grow_is_a_flag_which_older_configs_give_as_a_number():
     ("changes", "message"),
     [
         ({"attention_chunk_size": None}, "type chunked_attention, but attention_chunk_size is missing"),
-        ({"moe_layers": [1, 3]}, r"moe_layers must hold numbers of the 3 layers, found \[1, 3\]"),
+        ({"moe_layers": [1, 3]}, r"moe_layers must be a list of numbers of the 3 layers, found \[1, 3\]"),
         ({"no_rope_layers": [1, 0]}, r"no_rope_layers must have a 0 or a 1 for each of the 3 layers"),
     ],
 )

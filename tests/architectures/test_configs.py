@@ -1,5 +1,10 @@
 """A config that cannot be honoured is refused, and the message says what was found."""
 
+import contextlib
+import copy
+import functools
+import itertools
+import operator
 import pickle
 from dataclasses import replace
 
@@ -8,8 +13,9 @@ from pairs import ABSENT, spec_of
 from variants import ROPES, accepts, flags, keys_without_effect, settings, skipped
 
 import liger_models
-from liger_models.architectures import find_architecture
-from liger_models.convert.errors import ConfigError, UnsupportedModelError
+from liger_models.architectures import find_architecture, list_architectures
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.errors import ConfigError, LigerModelsError, UnsupportedModelError
 
 # By name, changes of a family's tiny config and the complaint. A case concerns the families whose tiny config
 # has its keys; `skip={"refusal:partial_rotary_factor": "..."}` takes a family out.
@@ -75,6 +81,26 @@ def refused_cases():
 def test_a_value_that_cannot_be_honoured_is_named(family, changes, message):
     with pytest.raises(ConfigError, match=message):
         spec_of(family, changes)
+
+
+@pytest.mark.parametrize("family", [*list_architectures(), *list_architectures(sees=True)])
+def test_a_value_of_another_kind_is_no_fault_of_ours(family):
+    """Whatever stands behind a key, in the parts too: a spec, or an error that says so."""
+    tiny = find_architecture(family).tiny
+    for path, value in itertools.product(paths(tiny), ("x", [1], {}, -1, 2.5, True)):
+        raw = copy.deepcopy(dict(tiny))
+        functools.reduce(operator.getitem, path[:-1], raw)[path[-1]] = value
+        with contextlib.suppress(LigerModelsError):
+            config = HFConfig.load(raw)
+            find_architecture(config.model_type).spec(config)
+
+
+def paths(config):
+    """Of each key, what leads to it."""
+    for key, value in config.items():
+        yield (key,)
+        if isinstance(value, dict):
+            yield from ((key, *path) for path in paths(value))
 
 
 def test_what_a_registration_skips_would_be_tested_otherwise(family):

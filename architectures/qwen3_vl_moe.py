@@ -1,0 +1,40 @@
+"""Qwen3-VL with experts (Bai et al., 2025, arXiv:2511.21631): Qwen3 with experts that sees, as Qwen3-VL
+does.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from liger_models.architectures.common import INPUTS_FIRST
+from liger_models.architectures.encoders.qwen import TINY_3
+from liger_models.architectures.qwen3_vl import LAYOUT, SKIP, TINY, TINY_ROPE, qwen3_vl
+from liger_models.architectures.registry import register
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.errors import ConfigError
+from liger_models.layers.spec import ModelSpec
+
+
+@register(
+    "qwen3_vl_moe",
+    reference="Qwen3VLMoeForConditionalGeneration",
+    tiny={
+        "text_config": {
+            "model_type": "qwen3_vl_moe_text",
+            "moe_intermediate_size": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "router_aux_loss_coef": 0.5,
+            "mlp_only_layers": [0],
+            "rope_parameters": TINY_ROPE,
+        },
+        "vision_config": {"model_type": "qwen3_vl_moe", **TINY_3},
+        **TINY,
+    },
+    layouts=(LAYOUT, replace(LAYOUT, permuted=INPUTS_FIRST)),
+    skip=SKIP,
+)
+def qwen3_vl_moe(c: HFConfig) -> ModelSpec:
+    text = c.raw.get("text_config")
+    if isinstance(text, Mapping) and not {"num_experts", "num_local_experts"} & text.keys():
+        raise ConfigError(f"{c.name}: text_config says nothing of num_experts; take it from the original")
+    return qwen3_vl(c)
