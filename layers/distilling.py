@@ -117,10 +117,18 @@ class Distilling(KnowsItsWrapper):
 
 def check_lesson(lesson: Distillation | None, score: Any, targets: Tensor | None) -> None:
     """Raises:
-    DataError: there is a lesson, and scores are wanted in place of its loss, or no labels say where it is.
+    DataError: there is a lesson, and scores are wanted in place of its loss, no labels say where it is, or
+        its teacher is no model of liger_models.
     """
-    if lesson is not None and (targets is None or score is not None):
+    if lesson is None:
+        return
+    if targets is None or score is not None:
         raise DataError("distill asks for a loss over labels: give labels or shift_labels, and no score")
+    if not any(isinstance(module, KnowsItsWrapper) for module in lesson.teacher.modules()):
+        raise DataError(
+            f"the teacher is a {type(lesson.teacher).__name__}; expected a model of liger_models, whose head "
+            "is used within its forward: from liger_models.from_hub, or liger_models.hf"
+        )
 
 
 def learn(lesson: Distillation, hard_loss: Callable[[], Tensor], *call: Any) -> DistillationOutput:

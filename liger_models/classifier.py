@@ -5,6 +5,7 @@ its sequence what it is; with one label, a reward model.
 
     model = liger_models.from_hub("meta-llama/Llama-3.2-1B", labels=1)     # a fresh head, score.weight
     rewards = model(input_ids, attention_mask=mask).logits[:, 0]
+    values = model(input_ids, attention_mask=mask, every_token=True).logits[..., 0]    # [batch, seq]
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ HEAD = "score."  # its name in checkpoints
 
 
 class ClassifierOutput(ModelOutput):
-    """`logits` [sequences, labels], float32."""
+    """`logits` [sequences, labels], or [batch, seq, labels] of every token, float32."""
 
     @property
     def logits(self) -> Tensor:
@@ -59,11 +60,14 @@ class LigerSequenceClassifier(LigerCausalLM):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        every_token: bool = False,
     ) -> ClassifierOutput:
         """The logits of each sequence, in the order of rows, or of packed documents.
 
         Args:
             input_ids, attention_mask, position_ids, cu_seqlens: as of `CausalLM`.
+            every_token: the logits of every token instead, zero at padding: values of states, or rewards of
+                steps.
 
         Raises:
             DataError: shapes that do not fit, or ids outside the vocabulary.
@@ -75,6 +79,8 @@ class LigerSequenceClassifier(LigerCausalLM):
         checks.finish()
         if self.spec.router is not None:  # whose loss is that of a language model
             sequences.router_logits.take()
+        if every_token:
+            return ClassifierOutput(logits=sequences.unpack(self.lm_head(hidden).float()))
         last = _last_tokens(sequences, sequences.pack(input_ids), getattr(self.config, "pad_token_id", None))
         return ClassifierOutput(logits=self.lm_head(hidden[last]).float())
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from liger_models.losses.dpo_loss import PreferenceLoss
-from liger_models.losses.rows import mean_of
+from liger_models.losses.rows import check_sequences, mean_of
 
 
 def cpo_loss(
@@ -33,7 +33,7 @@ def cpo_loss(
         label_smoothing: the probability that a pair is the wrong way round.
 
     Raises:
-        ValueError: an unknown type.
+        ValueError: an unknown type, or shapes that do not fit.
     """
     return margin_loss(chosen, rejected, nll, loss_type, beta, 0.0, alpha, label_smoothing, num_items)
 
@@ -42,6 +42,7 @@ def margin_loss(
     chosen, rejected, nll, loss_type, beta, gamma, alpha, label_smoothing, num_items
 ) -> PreferenceLoss:
     """The loss of beta (chosen - rejected) - gamma."""
+    check_sequences(chosen=chosen, rejected=rejected)
     logits = beta * (chosen - rejected) - gamma
     if loss_type == "sigmoid":
         losses = -(1 - label_smoothing) * logsigmoid(logits) - label_smoothing * logsigmoid(-logits)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from liger_models.losses.rows import mean_of
+from liger_models.losses.rows import check_sequences, mean_of
 
 
 class PreferenceLoss(NamedTuple):
@@ -57,7 +57,9 @@ def dpo_loss(
     weights: Tensor | None = None,
     num_items: Tensor | int | float | None = None,
 ) -> PreferenceLoss:
-    """The mean loss of N pairs, over the pairs here or over `num_items` (see losses/rows.py).
+    """The mean loss of N pairs, over the pairs here or over `num_items` (see losses/rows.py). Three types are
+    functions of all pairs of a call, whose parts do not make the whole: `aot` and `aot_unpaired` sort them,
+    and `sft` is a mean over their tokens.
 
     Args:
         chosen, rejected, reference_chosen, reference_rejected: log-probabilities of the sequences, [N], as
@@ -74,9 +76,18 @@ def dpo_loss(
         weights: of the pairs, [N], such as `wpo_weights` gives.
 
     Raises:
-        ValueError: an unknown name, or options that do not go together.
+        ValueError: an unknown name, options that do not go together, or shapes that do not fit.
     """
     types = {loss_type: 1.0} if isinstance(loss_type, str) else dict(loss_type)
+    check_sequences(
+        chosen=chosen,
+        rejected=rejected,
+        reference_chosen=reference_chosen,
+        reference_rejected=reference_rejected,
+        chosen_lengths=chosen_lengths,
+        rejected_lengths=rejected_lengths,
+        weights=weights,
+    )
     _check(types, f_divergence, label_smoothing, chosen_lengths, rejected_lengths, weights)
     ratios = chosen - reference_chosen.detach(), rejected - reference_rejected.detach()
     scores = [_slope_of_divergence(ratio, f_divergence, f_alpha) for ratio in ratios]

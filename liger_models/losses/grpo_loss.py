@@ -27,6 +27,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from liger_models.losses.rows import check_tokens
+
 TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
 _CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 _BY_TOKENS_OF_STEP = ("dapo", "cispo", "vespo")
@@ -122,8 +124,17 @@ def grpo_loss(
             here.
 
     Raises:
-        ValueError: beta without a reference.
+        ValueError: beta without a reference, or shapes that do not fit.
     """
+    check_tokens(
+        log_probs,
+        advantages=advantages,
+        counted=counted,
+        old_log_probs=old_log_probs,
+        reference=reference,
+        sampler_ratio=sampler_ratio,
+        kept=kept,
+    )
     if options.beta and reference is None:
         raise ValueError(f"beta is {options.beta}: the KL term needs the reference's log-probabilities")
     counted = counted.to(log_probs.dtype)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_models.losses.rows import mean_of
+from liger_models.losses.rows import check_sequences, mean_of
 
 
 class KTOLoss(NamedTuple):
@@ -42,7 +42,11 @@ def kto_loss(
         log_probs, reference: log-probabilities of the answers, [N]; the reference's are constants.
         desirable: whether each is good, [N].
         kl: as `kto_kl` gives it: KTO. None: apo_zero_unpaired.
+
+    Raises:
+        ValueError: shapes that do not fit.
     """
+    check_sequences(log_probs=log_probs, reference=reference, desirable=desirable)
     ratio = log_probs - reference.detach()
     beyond = ratio if kl is None else ratio - kl.detach()
     good = desirable.bool()
@@ -58,8 +62,12 @@ def kto_kl(log_probs: Tensor, reference: Tensor, group: dist.ProcessGroup | None
     """The KL term z, at least 0: the mean of log_probs - reference over all ranks' mismatched answers (those
     of other prompts), [N] each, scored under torch.no_grad().
 
-    It is the mean over answers, also where ranks have different numbers of them.
+    It is the mean over answers, also where ranks have different numbers of them. All ranks must call it.
+
+    Raises:
+        ValueError: shapes that do not fit.
     """
+    check_sequences(log_probs=log_probs, reference=reference)
     total = torch.stack([(log_probs - reference).sum(), torch.full_like(log_probs.sum(), len(log_probs))])
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(total, group=group)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from liger_models.losses.dpo_loss import PreferenceLoss
-from liger_models.losses.rows import mean_of
+from liger_models.losses.rows import check_sequences, mean_of
 
 
 def orpo_loss(
@@ -33,7 +33,11 @@ def orpo_loss(
         nll: the negative log-likelihood, a scalar, which the paper takes over the chosen sequences with their
             prompts, a mean over tokens.
         beta: the weight of the odds, the paper's lambda.
+
+    Raises:
+        ValueError: shapes that do not fit.
     """
+    check_sequences(chosen=chosen, rejected=rejected)
     log_odds = chosen - rejected - (_log1mexp(chosen) - _log1mexp(rejected))
     loss = nll - beta * mean_of(logsigmoid(log_odds), num_items)
     return PreferenceLoss(loss, beta * chosen.detach(), beta * rejected.detach())

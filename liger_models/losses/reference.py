@@ -52,14 +52,15 @@ def reference_log_probs(
         model: what has the method `score`.
         batches: what `score` takes by name: input_ids, labels, attention_mask and so on; or `SharedPrompts`,
             whose answers are the sequences.
-        cache: a safetensors file, one a process. What it holds of the same batches and the same weights is
-            not computed again; what it lacks is added.
+        cache: a safetensors file, one a process. What it holds of the same batches and the same model (its
+            weights, its specification, and which adapters are switched on, how strongly) is not computed
+            again; what it lacks is added.
     """
     from safetensors.torch import load_file, save_file
 
     path = None if cache is None else Path(cache)
     known = load_file(path) if path is not None and path.exists() else {}
-    weights = "" if path is None else _digest(dict(model.state_dict()))
+    weights = "" if path is None else _digest(dict(model.state_dict()), _settings(model))
     found, added, training = [], {}, model.training
     model.eval()
     try:
@@ -79,9 +80,19 @@ def reference_log_probs(
     return found
 
 
-def _digest(tensors: Mapping[str, Any]) -> str:
+def _settings(model: nn.Module) -> str:
+    """What scores depend on beside the weights: the specification, and what PEFT's layers add."""
+    adapters = [
+        (name, layer._disable_adapters, layer.active_adapters, getattr(layer, "scaling", None))
+        for name, layer in model.named_modules()
+        if hasattr(layer, "_disable_adapters")
+    ]
+    return f"{getattr(model, 'spec', None)!r} {adapters!r}"
+
+
+def _digest(tensors: Mapping[str, Any], settings: str = "") -> str:
     """A digest of names, dtypes, shapes and values."""
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(settings.encode())
     for name in sorted(tensors):
         tensor = tensors[name]
         if isinstance(tensor, Tensor):

@@ -11,22 +11,28 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from liger_models.losses.dpo_loss import PreferenceLoss
-from liger_models.losses.rows import mean_of
+from liger_models.losses.rows import check_sequences, mean_of
 
 
 def reward_loss(
     chosen: Tensor,
     rejected: Tensor,
-    margin: Tensor | None = None,
+    margin: Tensor | float | None = None,
     *,
     centering: float = 0.0,
     num_items: Tensor | int | float | None = None,
 ) -> PreferenceLoss:
     """The mean loss of N pairs, over the pairs here or over `num_items` (see losses/rows.py).
 
-    chosen, rejected: rewards of the sequences, [N], such as the logits of a sequence classifier with one
-    label. margin [N]: by how much the one should at least be above the other. centering: c of the formula.
+    chosen, rejected: rewards of the sequences, [N], such as `logits[:, 0]` of a sequence classifier with one
+    label. margin: by how much the one should at least be above the other, [N] or a number. centering: c of
+    the formula.
+
+    Raises:
+        ValueError: shapes that do not fit.
     """
+    of_pairs = margin if isinstance(margin, Tensor) and margin.dim() else None
+    check_sequences(chosen=chosen, rejected=rejected, margin=of_pairs)
     rewards, other = chosen.float(), rejected.float()
     losses = -logsigmoid(rewards - other if margin is None else rewards - other - margin)
     if centering:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_models.losses.rows import mean_of
+from liger_models.losses.rows import check_sequences, mean_of
 
 
 def rloo_loss(
@@ -26,7 +26,11 @@ def rloo_loss(
 
     log_probs and old_log_probs [N]: of the answers, as `sequence_log_probs` gives them; the old ones are by
     default the new. advantages [N]. high is low by default.
+
+    Raises:
+        ValueError: shapes that do not fit.
     """
+    check_sequences(log_probs=log_probs, advantages=advantages, old_log_probs=old_log_probs)
     old = log_probs if old_log_probs is None else old_log_probs
     ratio = (log_probs - old.detach()).exp()
     bounded = ratio.clamp(1 - low, 1 + (low if high is None else high))

@@ -63,6 +63,47 @@ def sequence_log_probs(
     return log_probs.where(place <= shorter.unsqueeze(1), desensitized * log_probs).sum(1)
 
 
+def check_sequences(**values: Tensor | None) -> None:
+    """Check numbers of sequences, which broadcasting would pair with those of others.
+
+    Raises:
+        ValueError: they are not all [N].
+    """
+    shapes = {name: list(value.shape) for name, value in values.items() if value is not None}
+    if len({*map(tuple, shapes.values())}) > 1 or any(len(shape) != 1 for shape in shapes.values()):
+        found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(
+            f"found {found}; expected one number a sequence, [N] each: of scores of tokens, "
+            "`sequence_log_probs`; of a classifier's logits [N, 1], `logits[:, 0]`"
+        )
+
+
+def check_tokens(log_probs: Tensor, **others: Tensor | None) -> None:
+    """Check numbers of tokens [N, seq], or of others what is named so, [N] or [N, 1] for one a sequence.
+
+    Raises:
+        ValueError: a shape that does not fit.
+    """
+    shape = tuple(log_probs.shape)
+    fit = {"advantages": (shape, shape[:1]), "sampler_ratio": (shape, (*shape[:1], 1))}
+    fit["kept"] = fit["sampler_ratio"]
+    for name, other in others.items():
+        allowed = fit.get(name, (shape,))
+        if len(shape) != 2 or (other is not None and tuple(other.shape) not in allowed):
+            found = None if other is None else list(other.shape)
+            expected = " or ".join(str(list(one)) for one in allowed)
+            raise ValueError(
+                f"found scores {list(shape)} and {name} {found}; expected scores of tokens, [N, seq], and "
+                f"{name} {expected}"
+            )
+
+
 def mean_of(losses: Tensor, num_items: Tensor | int | float | None) -> Tensor:
-    """The mean of losses [N], or their sum over `num_items`."""
+    """The mean of losses [N], or their sum over `num_items`.
+
+    Raises:
+        ValueError: the mean of none.
+    """
+    if num_items is None and not len(losses):
+        raise ValueError("found no sequence, of which there is no mean; expected one at least, or num_items")
     return losses.mean() if num_items is None else losses.sum() / num_items

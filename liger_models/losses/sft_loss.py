@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from liger_models.losses.rows import check_tokens
+
 
 def sft_loss(
     log_probs: Tensor,
@@ -23,7 +25,11 @@ def sft_loss(
     over `num_items`: the labels of the whole step on all ranks, over the number of ranks.
 
     weights [batch, seq]: constant factors of the tokens. dynamic: DFT.
+
+    Raises:
+        ValueError: shapes that do not fit.
     """
+    check_tokens(log_probs, counted=counted, weights=weights)
     losses = -log_probs
     if dynamic:
         losses = losses * log_probs.detach().exp()

@@ -38,8 +38,8 @@ def shared_prompts(
             a prompt one after another, as groups of samples are taken.
 
     Raises:
-        ValueError: no item, a prompt without a token or without an answer, or with `by_rank` prompts that
-            differ in how many answers they have.
+        ValueError: no item, tensors that are not [length], a prompt without a token or without an answer, or
+            with `by_rank` prompts that differ in how many answers they have.
     """
     given = [(_ids(prompt), [_ids(answer) for answer in answers]) for prompt, answers in items]
     if not given or not all(prompt and answers for prompt, answers in given):
@@ -121,4 +121,8 @@ class SharedPrompts(Mapping[str, Tensor]):
 
 
 def _ids(tokens: Sequence[int] | Tensor) -> list[int]:
+    if isinstance(tokens, Tensor) and tokens.dim() != 1:
+        raise ValueError(
+            f"found tokens {list(tokens.shape)}; expected the ids of one prompt or answer, [length]"
+        )
     return tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)

@@ -28,5 +28,8 @@ def simpo_loss(
     chosen, rejected: log-probabilities by token, [N]: `sequence_log_probs` over the sequence's count of
     labels. gamma: the margin of the rewards that is aimed at. label_smoothing: the probability that a pair is
     the wrong way round.
+
+    Raises:
+        ValueError: shapes that do not fit.
     """
     return margin_loss(chosen, rejected, nll, "sigmoid", beta, gamma, alpha, label_smoothing, num_items)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from liger_models.losses.rows import check_tokens
+
 
 def value_loss(
     values: Tensor,
@@ -23,7 +25,11 @@ def value_loss(
     """The loss of values [N, seq], a scalar, over the tokens `counted` [N, seq] here or over `num_items`.
 
     returns and old_values [N, seq] are constants; without old values nothing is clipped.
+
+    Raises:
+        ValueError: shapes that do not fit.
     """
+    check_tokens(values, returns=returns, counted=counted, old_values=old_values)
     errors = (values - returns.detach()) ** 2
     if old_values is not None:
         old = old_values.detach()

@@ -128,6 +128,12 @@ def test_another_vocabulary_is_refused(pair, make_model):
         student.distill(other, ids, labels)
 
 
+def test_a_teacher_that_is_no_model_of_ours_is_refused(pair):
+    ids, labels = batch(pair[0])
+    with pytest.raises(DataError, match="the teacher is a Linear; expected a model of liger_models"):
+        pair[0].distill(torch.nn.Linear(2, 2), ids, labels)
+
+
 def test_what_has_no_lesson_is_refused(pair):
     student, teacher = pair
     ids, labels = batch(student)

@@ -52,11 +52,17 @@ def test_rewards_and_files_are_those_of_transformers(family, tmp_path):
         rows = [ids[i, :n] for i, n in enumerate(mask.sum(1))]
         bounds = torch.tensor([0, 9, 14, 15], dtype=torch.int32)
         packed = ours(torch.cat(rows)[None], cu_seqlens=bounds).logits
+        states = theirs.base_model(input_ids=ids, attention_mask=mask).last_hidden_state
+        values = theirs.score(states) * mask[..., None]
+        of_tokens = ours(ids, attention_mask=mask, every_token=True).logits
+        in_one_row = ours(torch.cat(rows)[None], cu_seqlens=bounds, every_token=True).logits
         unmasked = ours(ids).logits  # the padding token says where a sequence ends
     assert torch.equal(found, again)
     # As everywhere in float32: 1e-5 of the largest.
     for other in (found, packed, unmasked):
         assert (other - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (of_tokens - values).abs().max() <= 1e-5 * values.abs().max()
+    assert (in_one_row[0] - values[mask.bool()]).abs().max() <= 1e-5 * values.abs().max()
     theirs.save_pretrained(tmp_path / "theirs")
     back = liger_models.from_hub(tmp_path / "theirs", device="cpu")
     back.save_pretrained(tmp_path / "back")

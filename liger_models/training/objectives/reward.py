@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import nn
 
 from liger_models.losses import reward_loss
@@ -34,8 +33,8 @@ class Reward(Objective):
     def share(self, model: nn.Module, batch: GroupBatch, counts: Counts) -> Share:
         rewards = model(batch.input_ids, cu_seqlens=batch.cu_seqlens).logits[:, 0]
         chosen, rejected = rewards.chunk(2)
-        margin = torch.full_like(chosen, self.margin) if self.margin else None
-        result = reward_loss(chosen, rejected, margin, centering=self.centering, num_items=counts.groups)
+        options = {"centering": self.centering, "num_items": counts.groups}
+        result = reward_loss(chosen, rejected, self.margin, **options)
         return Share(result.loss, told_of(result))
 
     def flops(self, model: StepFlops, counts: Counts) -> int:

@@ -26,7 +26,7 @@ def test_every_piece_of_python_runs():
         "rewards": torch.tensor([1.0, 0.0, 2.0, 5.0]),
     }
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 5
     for block in blocks:
         model.zero_grad()
         exec(block, names)

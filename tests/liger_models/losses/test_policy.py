@@ -225,6 +225,28 @@ def test_options_that_do_not_go_together_are_refused(options, message):
         PolicyOptions(**options)
 
 
+WRONG = {
+    "sums": lambda zeros: grpo_loss(zeros[:, 0], zeros[:, 0], zeros[:, 0]),
+    "advantages": lambda zeros: grpo_loss(zeros, zeros[:, :1], zeros),
+    "counted": lambda zeros: grpo_loss(zeros, zeros[:, 0], zeros[:1]),
+    "old_log_probs": lambda zeros: grpo_loss(zeros, zeros[:, 0], zeros, old_log_probs=zeros[:, :1]),
+    "kept": lambda zeros: grpo_loss(zeros, zeros[:, 0], zeros, kept=zeros[0]),
+    "returns": lambda zeros: value_loss(zeros, zeros[:, :1], zeros),
+    "weights": lambda zeros: sft_loss(zeros, zeros, weights=zeros[0]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_tokens_are_never_paired_with_others(name):
+    with pytest.raises(ValueError, match=r"expected scores of tokens, \[N, seq\]"):
+        WRONG[name](torch.zeros(3, 3))
+
+
+def test_whole_answers_are_never_paired_with_others():
+    with pytest.raises(ValueError, match="expected one number a sequence"):
+        rloo_loss(torch.zeros(3), torch.zeros(3, 1))
+
+
 def test_a_kl_term_needs_a_reference(samples):
     with pytest.raises(ValueError, match="needs the reference"):
         grpo_loss(samples["log_probs"], samples["advantages"], samples["mask"], PolicyOptions(beta=0.1))

@@ -163,6 +163,34 @@ def test_what_does_not_go_together_is_refused(options, message):
         dpo_loss(*torch.zeros(4, 2), **options)
 
 
+WRONG = {
+    "scores of tokens": lambda: dpo_loss(*torch.zeros(4, 3, 5)),
+    "reference": lambda: dpo_loss(torch.zeros(3), torch.zeros(3), torch.zeros(3, 1), torch.zeros(3, 1)),
+    "lengths": lambda: dpo_loss(
+        *torch.zeros(4, 3), loss_type="ipo", chosen_lengths=torch.ones(1), rejected_lengths=torch.ones(3)
+    ),
+    "pairs": lambda: orpo_loss(torch.zeros(3), torch.zeros(1), torch.zeros(())),
+    "cpo": lambda: cpo_loss(torch.zeros(3, 1), torch.zeros(3)),
+    "simpo": lambda: simpo_loss(torch.zeros(3), torch.zeros(3, 3)),
+    "good": lambda: kto_loss(torch.zeros(3), torch.zeros(3), torch.ones(3, 1)),
+    "strangers": lambda: kto_kl(torch.zeros(3), torch.zeros(3, 1)),
+    "logits": lambda: reward_loss(torch.zeros(3, 1), torch.zeros(3, 1), torch.zeros(3)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_sequences_are_never_paired_with_others(name):
+    """Broadcasting [N, 1] with [N] would make a loss of all N squared pairs."""
+    with pytest.raises(ValueError, match=r"expected one number a sequence, \[N\] each"):
+        WRONG[name]()
+
+
+def test_there_is_no_mean_of_no_pairs():
+    with pytest.raises(ValueError, match="found no sequence"):
+        dpo_loss(*torch.zeros(4, 0))
+    assert dpo_loss(*torch.zeros(4, 0), num_items=3).loss == 0
+
+
 def by_token(mask, log_probs):
     return (sequence_log_probs(log_probs) / mask[:, 1:].sum(1)).chunk(2)
 

@@ -53,6 +53,25 @@ def test_a_model_without_adapters_or_with_merged_ones_is_refused(model):
         pass
 
 
+def test_kept_scores_belong_to_the_adapters_that_were_switched_on(model, tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["o_proj"], init_lora_weights=False)
+    adapted, path = peft.inject_adapter_in_model(config, model), tmp_path / "reference.safetensors"
+    given = batches(model)[:1]
+
+    def same_without_a_file():
+        found = reference_log_probs(adapted, given, path)[0]
+        assert torch.equal(found, reference_log_probs(adapted, given)[0])
+        return found
+
+    with_them = same_without_a_file()
+    with without_adapters(adapted):
+        without = same_without_a_file()
+    adapted.layers[0].mixer.o_proj.scaling["default"] *= 2
+    assert not torch.equal(with_them, without)
+    assert not torch.equal(with_them, same_without_a_file())
+
+
 def test_reference_scores_are_kept_in_a_file_for_these_weights_and_batches(model, tmp_path):
     given, calls = batches(model), []
     score = model.score
