@@ -30,6 +30,7 @@ LABELLED = "prompt/completion/label"
 LONG = "long text"  # whose content is an iterator of overlapping blocks
 PICTURED = "messages with images"  # whose content is a pair: messages, and what names their images
 IMAGES = "images"  # a field beside messages
+VIDEOS = "videos"  # a field that other tools know
 PLACE = "<image>"  # in text, where an image of that field stands
 
 
@@ -47,7 +48,7 @@ class Record(NamedTuple):
 
 def fields_of(forms: tuple[str, ...]) -> set[str]:
     """The fields that records of these forms may have."""
-    return {key for form in forms for key in form.split("/")} | ({IMAGES} if "messages" in forms else set())
+    return {key for form in forms for key in form.split("/")} | {IMAGES, VIDEOS}
 
 
 def parse_line(where: str, line: bytes, counts: Counter[str], forms: tuple[str, ...] = FORMS) -> Record:
@@ -97,8 +98,8 @@ def parse_fields(
         raise DataError(f"{where}: found {found}; expected {of_these}{', '.join(forms)}")
     form = fitting[0]
     keys = form.split("/")
-    known = {*keys, IMAGES} if form == "messages" else set(keys)
-    for key in fields.keys() - known:
+    _check_shown(where, form, fields)
+    for key in fields.keys() - {*keys, IMAGES, VIDEOS}:
         counts[f"fields {key!r} left aside"] += 1
     if form == PAIRS and "prompt" not in fields:
         fields = _with_common_prompt(fields)
@@ -115,6 +116,20 @@ def parse_fields(
             raise DataError(f"{where}: {key!r} is a {type(fields[key]).__name__}, expected a string")
         check_text(where, fields[key])
     return Record(where, form, fields["text"] if form == "text" else (fields["prompt"], fields["completion"]))
+
+
+def _check_shown(where: str, form: str, fields: dict[str, Any]) -> None:
+    """Raises DataError for what would be shown beside this form, and cannot be."""
+    if fields.get(VIDEOS):
+        raise DataError(f"{where}: there are {VIDEOS!r}, {_INSTEAD_OF_VIDEOS}")
+    if fields.get(IMAGES) and form != "messages":
+        why = " of objective sft" if form in (PAIRS, LABELLED) else ""
+        raise DataError(
+            f"{where}: there are {IMAGES!r} beside {form}; images are trained on in 'messages'{why} alone"
+        )
+
+
+_INSTEAD_OF_VIDEOS = "and only images are trained on: give some frames of each, as images in their order"
 
 
 def _with_common_prompt(fields: dict[str, Any]) -> dict[str, Any]:
@@ -205,7 +220,8 @@ def _take_images(
     }
     if other := sorted(kinds & {"video", "audio", "video_url", "input_audio"}):
         raise DataError(
-            f"{where}: a message has a part of type {other[0]!r}; of these only images are trained on"
+            f"{where}: a message has a part of type {other[0]!r}, "
+            + (_INSTEAD_OF_VIDEOS if "video" in other[0] else "and only images are trained on")
         )
     if not column and not kinds & {"image", "image_url"}:
         return messages, []

@@ -312,7 +312,11 @@ BAD = [
     bad("an image that is nowhere", asked({"type": "image"}, "red")),
     bad("2 of them have no place", asked({"type": "image"}, "red") | {"images": ["a.png"] * 3}, a=GOOD),
     bad("refuses 1 images", asked({"type": "image", "path": "a.png"}, "red", "<|image_pad|>"), a=GOOD),
-    bad("part of type 'video'", asked({"type": "video", "video": "a.mp4"}, "red")),
+    bad("part of type 'video', .*frames of each", asked({"type": "video", "video": "a.mp4"}, "red")),
+    bad("part of type 'audio', and only images", asked({"type": "audio", "audio": "a.mp3"}, "red")),
+    bad("are 'videos', .*frames of each", asked({"type": "text", "text": "?"}, "red") | {"videos": ["a"]}),
+    bad("'images' beside prompt/completion", {"prompt": "?", "completion": "red", "images": ["a.png"]}),
+    bad("'images' beside text", {"text": "<image> is red", "images": ["a.png"]}),
     bad(
         "of the assistant has an image", {"messages": [{"role": "assistant", "content": [{"type": "image"}]}]}
     ),

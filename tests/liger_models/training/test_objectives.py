@@ -236,6 +236,18 @@ GOOD = {"prompt": "a b", "chosen": "c", "rejected": "d"}
             },
             "no message of 'chosen' has the role 'assistant'",
         ),
+        (
+            {
+                "prompt": [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}],
+                "chosen": [{"role": "assistant", "content": "x"}],
+                "rejected": [{"role": "assistant", "content": "y"}],
+            },
+            "'prompt' has images, which are for objective sft",
+        ),
+        (
+            GOOD | {"images": ["a.png"]},
+            "'images' beside prompt/chosen/rejected; images are trained on in 'messages' of objective sft",
+        ),
         (GOOD | {"chosen": "word " * 60}, "its two answers with their prompts, and seq_len is 96"),
     ],
 )
