@@ -5,32 +5,19 @@ zero; soft caps on scores and logits; a window on every other layer; scaled embe
 from dataclasses import replace
 from typing import Any
 
-from liger_models.architectures.common import attention, decoder, mlp, windows
+from liger_models.architectures.common import attention, gemma, mlp, windows
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec, Topology
 
-TINY = {
-    "hidden_act": ...,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "attention_bias": True,
-    "query_pre_attn_scalar": 24,
-    "attn_logit_softcapping": 3.0,
-    "final_logit_softcapping": 2.0,
-    "sliding_window": 7,
-    "tie_word_embeddings": True,
-}
+TINY = {**gemma.TINY, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 3.0}
 DEFAULTS = {
-    "head_dim": 256,
-    "num_key_value_heads": 4,
-    "hidden_activation": "gelu_pytorch_tanh",
+    **gemma.DEFAULTS,
     "max_position_embeddings": 8192,
     "query_pre_attn_scalar": 256,
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
     "sliding_window": 4096,
-    "tie_word_embeddings": True,
-    "pad_token_id": 0,
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "layer_types": {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
@@ -63,10 +50,5 @@ def capped(c: HFConfig, topology: Topology) -> ModelSpec:
     )
     feed_forward = mlp(c, key="hidden_activation")
     slides = windows(c, lambda i: "full_attention" if i % 2 else "sliding_attention")
-    return decoder(
-        c,
-        [BlockSpec(replace(attn, window=w), feed_forward, norm, topology) for w in slides],
-        norm,
-        embed_scale=c.take_count("hidden_size") ** 0.5,
-        logit_softcap=c.take_number("final_logit_softcapping", None),
-    )
+    blocks = [BlockSpec(replace(attn, window=w), feed_forward, norm, topology) for w in slides]
+    return gemma.scaled_decoder(c, blocks, norm)

@@ -6,14 +6,7 @@ import math
 from dataclasses import replace
 
 from liger_models.architectures.common.images import language_model
-from liger_models.architectures.encoders.clip import (
-    HEAD,
-    SIGLIP,
-    TINY_SIGLIP,
-    clip_layouts,
-    square_vision,
-    tower,
-)
+from liger_models.architectures.encoders import clip
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
@@ -36,18 +29,18 @@ from liger_models.layers.spec import LinearProjectorSpec, ModelSpec, NormSpec
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
         },
-        "vision_config": {**TINY_SIGLIP, "image_size": 16},
+        "vision_config": {**clip.TINY_SIGLIP, "image_size": 16},
         "image_token_index": 3,
         "mm_tokens_per_image": 4,
     },
-    layouts=clip_layouts(
+    layouts=clip.layouts(
         (("norm.", "mm_soft_emb_norm."), ("linear.weight", "mm_input_projection_weight")),
         permuted=(("vision.projector.linear.weight", "i o -> o i"),),
     ),
-    carried=lambda c: HEAD,
+    carried=lambda c: clip.HEAD,
 )
 def gemma3(c: HFConfig) -> ModelSpec:
-    text, v = language_model(c), tower(c, [SIGLIP])
+    text, v = language_model(c), clip.tower(c, [clip.SIGLIP])
     norm = NormSpec(eps=v.take_number("layer_norm_eps"), offset=1.0, cast="gemma")
     tokens = c.take_count("mm_tokens_per_image", 256)
     side = v.take_count("image_size") // v.take_count("patch_size")
@@ -60,7 +53,7 @@ def gemma3(c: HFConfig) -> ModelSpec:
     for key in ("boi_token_index", "eoi_token_index"):
         c.take(key, None)  # which the processor places
     image_id = c.take_count("image_token_index", 262144, least=0)
-    vision = square_vision(
+    vision = clip.vision(
         v, LinearProjectorSpec(merge, norm), image_id, kinds="token_type_ids", spans="images"
     )
     return replace(text, vision=vision)

@@ -4,7 +4,7 @@ place of soft caps, a window on five layers of six, and rotations of their own f
 
 from dataclasses import replace
 
-from liger_models.architectures.common import attention, decoder, local_rope, mlp, windows
+from liger_models.architectures.common import attention, gemma, local_rope, mlp, windows
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec, QKNormSpec
@@ -14,28 +14,19 @@ from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec, QKNormSpec
     "gemma3_text",
     reference="Gemma3ForCausalLM",
     tiny={
-        "hidden_act": ...,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": True,
+        **gemma.TINY,
         "query_pre_attn_scalar": 24,
-        "final_logit_softcapping": 2.0,
-        "sliding_window": 7,
         "sliding_window_pattern": 2,
-        "tie_word_embeddings": True,
         "rope_parameters": {
             "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 2.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     },
     defaults={
-        "head_dim": 256,
-        "num_key_value_heads": 4,
-        "hidden_activation": "gelu_pytorch_tanh",
+        **gemma.DEFAULTS,
         "max_position_embeddings": 131072,
         "query_pre_attn_scalar": 256,
         "sliding_window": 4096,
-        "tie_word_embeddings": True,
-        "pad_token_id": 0,
     },
     variants={
         "layer_types": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
@@ -63,10 +54,5 @@ def gemma3_text(c: HFConfig) -> ModelSpec:
     every = c.take_count("sliding_window_pattern", 6)
     slides = windows(c, lambda i: "sliding_attention" if (i + 1) % every else "full_attention")
     mixers = [attn if window is None else replace(attn, window=window, rope=local) for window in slides]
-    return decoder(
-        c,
-        [BlockSpec(mixer, feed_forward, norm, topology="sandwich") for mixer in mixers],
-        norm,
-        embed_scale=c.take_count("hidden_size") ** 0.5,
-        logit_softcap=c.take_number("final_logit_softcapping", None),
-    )
+    blocks = [BlockSpec(mixer, feed_forward, norm, topology="sandwich") for mixer in mixers]
+    return gemma.scaled_decoder(c, blocks, norm)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from liger_models.architectures.common import unread_keys
 from liger_models.architectures.common.images import language_model
-from liger_models.architectures.encoders.gemma4 import NAMES, TINY, pooled
-from liger_models.architectures.gemma4_text import NAMES as NAMES_OF_TEXT
+from liger_models.architectures.encoders import gemma4 as encoder
+from liger_models.architectures.gemma4_text import NAMES
 from liger_models.architectures.registry import find_architecture, register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
@@ -31,18 +31,18 @@ def carried(c: HFConfig) -> tuple[str, ...]:
             "hidden_act": ...,
             "use_bidirectional_attention": "vision",
         },
-        "vision_config": TINY,
+        "vision_config": encoder.TINY,
         "audio_config": None,
         "image_token_id": 3,
         "video_token_id": 4,
     },
     layouts=tuple(
         Layout(
-            NAMES_OF_TEXT,
+            NAMES,
             ("*.experts.*",),
             (("vision.encoder.patch_embed.weight", "d (h w c) -> d c h w"),),
             root=f"{root}language_model.",
-            parts=(("vision.", Layout(NAMES, root=root)),),
+            parts=(("vision.", Layout(encoder.NAMES, root=root)),),
         )
         for root in ("model.", "")
     ),
@@ -66,7 +66,7 @@ def gemma4(c: HFConfig) -> ModelSpec:
     ):
         c.take(key, None)  # which the processor places; and what hears is carried along
     bidirectional = c.raw["text_config"].get("use_bidirectional_attention") is not None
-    vision = pooled(
+    vision = encoder.vision(
         c.part("vision_config"),
         c.take_count("image_token_id", 258880, least=0),
         video_id=c.take_count("video_token_id", 258884, least=0),

@@ -13,8 +13,8 @@ from liger_models.architectures.common import (
     activation,
     attention,
     check_groups,
-    decoder,
     experts_and_chosen,
+    gemma,
     layer_sizes,
     local_rope,
     mlp,
@@ -52,15 +52,12 @@ NAMES = (
     layouts=(Layout(NAMES, whole=("*.experts.*",)),),
     carried=unread_keys,
     tiny={
-        "hidden_act": ...,
-        "hidden_activation": "gelu_pytorch_tanh",
+        **gemma.TINY,
         "num_hidden_layers": 4,
         "head_dim": 8,
-        "attention_bias": True,
         "attention_k_eq_v": True,
         "global_head_dim": 12,
         "num_global_key_value_heads": 1,
-        "final_logit_softcapping": 2.0,
         "num_kv_shared_layers": 2,
         "use_double_wide_mlp": True,
         "hidden_size_per_layer_input": 20,
@@ -70,24 +67,18 @@ NAMES = (
         "num_experts": 5,
         "top_k_experts": 3,
         "moe_intermediate_size": 24,
-        "sliding_window": 7,
         "layer_types": [SLIDING, FULL] * 2,
-        "tie_word_embeddings": True,
         "rope_parameters": {
             "full_attention": {"rope_type": "proportional", "rope_theta": 1e6},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     },
     defaults={
-        "head_dim": 256,
-        "num_key_value_heads": 4,
-        "hidden_activation": "gelu_pytorch_tanh",
+        **gemma.DEFAULTS,
         "max_position_embeddings": 131072,
         "sliding_window": 512,
         "hidden_size_per_layer_input": 256,
         "vocab_size_per_layer_input": 262144,
-        "tie_word_embeddings": True,
-        "pad_token_id": 0,
     },
     variants={
         "dense": {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "enable_moe_block": False},
@@ -136,14 +127,7 @@ def gemma4_text(c: HFConfig) -> ModelSpec:
         )
         for mixer in mixers
     ]
-    return decoder(
-        c,
-        blocks,
-        norm,
-        embed_scale=c.take_count("hidden_size") ** 0.5,
-        logit_softcap=c.take_number("final_logit_softcapping", None),
-        per_layer_vocab_size=ids,
-    )
+    return gemma.scaled_decoder(c, blocks, norm, per_layer_vocab_size=ids)
 
 
 def attentions(c: HFConfig, norm: NormSpec) -> list[AttentionSpec]:

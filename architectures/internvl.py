@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from liger_models.architectures.common import take_only
 from liger_models.architectures.common.images import language_model, tower_layouts
-from liger_models.architectures.encoders.internvl import NAMES, TINY, scaled
+from liger_models.architectures.encoders import internvl as encoder
 from liger_models.architectures.encoders.parts import projector_activation, states_read
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
@@ -31,11 +31,11 @@ def unread(c: HFConfig) -> tuple[str, ...]:
     reference="InternVLForConditionalGeneration",
     tiny={
         "text_config": {"model_type": "qwen2", "head_dim": ..., "hidden_size": 64},
-        "vision_config": TINY,
+        "vision_config": encoder.TINY,
         "image_token_id": 3,
     },
     layouts=tower_layouts(
-        NAMES,
+        encoder.NAMES,
         (("norm.", "layer_norm."),),
         permuted=(
             ("vision.encoder.table.weight", "1 p d -> (1 p) d"),
@@ -74,4 +74,4 @@ def internvl(c: HFConfig) -> ModelSpec:
         )
     projector = MLPProjectorSpec(projector_activation(c), merge=merge, norm=LayerNormSpec(1e-5))
     image_id = c.take_count("image_token_id", 151667, least=0)
-    return replace(text, vision=scaled(v, projector, image_id, states[0]))
+    return replace(text, vision=encoder.vision(v, projector, image_id, states[0]))

@@ -5,7 +5,7 @@ column.
 from dataclasses import replace
 
 from liger_models.architectures.common.images import language_model
-from liger_models.architectures.encoders.llama4 import NAMES, TINY, tiles
+from liger_models.architectures.encoders import llama4 as encoder
 from liger_models.architectures.llama4_text import TEXT
 from liger_models.architectures.registry import find_architecture, register
 from liger_models.convert.checkpoints.layout import Layout
@@ -25,7 +25,7 @@ from liger_models.layers.spec import ModelSpec
             "no_rope_layers": [1, 0],
             "floor_scale": 8192,  # the reference counts padding among the positions by which queries grow
         },
-        "vision_config": TINY,
+        "vision_config": encoder.TINY,
         "image_token_index": 3,
         "tie_word_embeddings": False,
     },
@@ -35,7 +35,7 @@ from liger_models.layers.spec import ModelSpec
             rename=(*TEXT.rename, ("lm_head.", "language_model.lm_head.")),
             permuted=(*TEXT.permuted, ("vision.encoder.patch_embed.weight", "d (c h w) -> d c h w")),
             root="language_model.model.",
-            parts=(("vision.", Layout(NAMES, root="")),),
+            parts=(("vision.", Layout(encoder.NAMES, root="")),),
         ),
     ),
 )
@@ -43,4 +43,4 @@ def llama4(c: HFConfig) -> ModelSpec:
     for key in ("boi_token_index", "eoi_token_index"):
         c.take(key, None)  # which the processor places
     image_id = c.take_count(("image_token_index", "image_token_id"), 200092, least=0)
-    return replace(language_model(c), vision=tiles(c.part("vision_config"), image_id))
+    return replace(language_model(c), vision=encoder.vision(c.part("vision_config"), image_id))

@@ -6,31 +6,21 @@ from dataclasses import replace
 
 from liger_models.architectures.common import take_only
 from liger_models.architectures.common.images import language_model, sighted_layouts
-from liger_models.architectures.encoders.clip import (
-    CLIP,
-    SIGLIP,
-    TINY_CLIP,
-    clip_layouts,
-    square_vision,
-    tower,
-    unread_tensors,
-)
+from liger_models.architectures.encoders import clip, pixtral
 from liger_models.architectures.encoders.parts import mlp_projector, states_read
-from liger_models.architectures.encoders.pixtral import NAMES as PIXTRAL_NAMES
-from liger_models.architectures.encoders.pixtral import PIXTRAL, pixtral
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
 from liger_models.layers.spec import ModelSpec
 
-NAMES = (*PIXTRAL_NAMES, ("projector.", "multi_modal_projector."))
+NAMES = (*pixtral.NAMES, ("projector.", "multi_modal_projector."))
 
 
 def encoder(c: HFConfig) -> HFConfig:
     """The config of the encoder, of one of three kinds."""
     v = c.part("vision_config")
-    if v.model_type != PIXTRAL:
-        return tower(c, [CLIP, SIGLIP])
+    if v.model_type != pixtral.PIXTRAL:
+        return clip.tower(c, [clip.CLIP, clip.SIGLIP])
     take_only(c, ignore_index=-100)
     v.fill({"num_hidden_layers": 24})
     return v
@@ -41,11 +31,11 @@ def encoder(c: HFConfig) -> HFConfig:
     reference="LlavaForConditionalGeneration",
     tiny={
         "text_config": {"model_type": "llama"},
-        "vision_config": TINY_CLIP,
+        "vision_config": clip.TINY_CLIP,
         "image_token_index": 3,
     },
-    layouts=(*clip_layouts(), *sighted_layouts({"vision.": ("", NAMES)})),
-    carried=lambda c: unread_tensors(c, encoder(c), -2),
+    layouts=(*clip.layouts(), *sighted_layouts({"vision.": ("", NAMES)})),
+    carried=lambda c: clip.unread_tensors(c, encoder(c), -2),
     variants={
         "class_feature": {"vision_feature_select_strategy": "full"},
         "siglip_several_layers": {
@@ -58,13 +48,13 @@ def encoder(c: HFConfig) -> HFConfig:
         },
         "pixtral": {
             "text_config": {"model_type": "mistral", "max_position_embeddings": 256},
-            "vision_config": {"model_type": PIXTRAL, "layer_norm_eps": ...},
+            "vision_config": {"model_type": pixtral.PIXTRAL, "layer_norm_eps": ...},
             "vision_feature_layer": -1,
             "vision_feature_select_strategy": "full",
         },
         "pixtral_several_layers": {
             "text_config": {"max_position_embeddings": 256},
-            "vision_config": {"model_type": PIXTRAL, "layer_norm_eps": ...},
+            "vision_config": {"model_type": pixtral.PIXTRAL, "layer_norm_eps": ...},
             "vision_feature_layer": [-2, 1],
             "vision_feature_select_strategy": "full",
         },
@@ -74,7 +64,8 @@ def llava(c: HFConfig) -> ModelSpec:
     text, v = language_model(c), encoder(c)
     states = states_read(c, v, -2)
     stated = c.take("vision_feature_select_strategy", "default")
-    known = ("default", "full") if v.model_type == CLIP else ("full",)  # others have no class token to leave
+    # Others than CLIP have no class token to leave.
+    known = ("default", "full") if v.model_type == clip.CLIP else ("full",)
     if stated not in known:
         raise ConfigError(
             f"{c.name}: vision_feature_select_strategy is {stated!r}; beside a {v.model_type} it must be "
@@ -82,7 +73,7 @@ def llava(c: HFConfig) -> ModelSpec:
             "token that there may be"
         )
     image_id = c.take_count("image_token_index", 32000, least=0)
-    if v.model_type == PIXTRAL:
-        return replace(text, vision=pixtral(v, mlp_projector(c), image_id, states))
-    both = v.model_type == CLIP and stated == "full"
-    return replace(text, vision=square_vision(v, mlp_projector(c), image_id, states, class_feature=both))
+    if v.model_type == pixtral.PIXTRAL:
+        return replace(text, vision=pixtral.vision(v, mlp_projector(c), image_id, states))
+    both = v.model_type == clip.CLIP and stated == "full"
+    return replace(text, vision=clip.vision(v, mlp_projector(c), image_id, states, class_feature=both))

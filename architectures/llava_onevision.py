@@ -6,14 +6,7 @@ from dataclasses import replace
 
 from liger_models.architectures.common import take_only
 from liger_models.architectures.common.images import language_model
-from liger_models.architectures.encoders.clip import (
-    SIGLIP,
-    TINY_SIGLIP,
-    clip_layouts,
-    square_vision,
-    tower,
-    unread_tensors,
-)
+from liger_models.architectures.encoders import clip
 from liger_models.architectures.encoders.parts import mlp_projector, states_read
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
@@ -26,15 +19,15 @@ from liger_models.layers.spec import AnyresPictures, ModelSpec
     reference="LlavaOnevisionForConditionalGeneration",
     tiny={
         "text_config": {"model_type": "qwen2", "head_dim": ..., "hidden_size": 64},
-        "vision_config": TINY_SIGLIP,
+        "vision_config": clip.TINY_SIGLIP,
         "image_token_index": 3,
         "video_token_index": 4,
         "image_grid_pinpoints": [[10, 10], [20, 10], [20, 20], [40, 10], [20, 40]],
         "vision_aspect_ratio": "anyres_max_2",
         "tie_word_embeddings": False,
     },
-    layouts=clip_layouts(),
-    carried=lambda c: unread_tensors(c, tower(c, [SIGLIP]), -1),
+    layouts=clip.layouts(),
+    carried=lambda c: clip.unread_tensors(c, clip.tower(c, [clip.SIGLIP]), -1),
     variants={
         "several_layers": {
             "vision_feature_layer": [-2, 0],
@@ -45,9 +38,9 @@ from liger_models.layers.spec import AnyresPictures, ModelSpec
     },
 )
 def llava_onevision(c: HFConfig) -> ModelSpec:
-    text, v = language_model(c), tower(c, [SIGLIP])
+    text, v = language_model(c), clip.tower(c, [clip.SIGLIP])
     take_only(c, vision_feature_select_strategy="full", use_image_newline_parameter=True)
-    vision = square_vision(
+    vision = clip.vision(
         v,
         mlp_projector(c),
         c.take_count("image_token_index", 151646, least=0),

@@ -8,15 +8,14 @@ from liger_models.architectures import ministral3, mistral4  # noqa: F401  (whos
 from liger_models.architectures.common import take_only
 from liger_models.architectures.common.deepseek import SHARED_EXPERTS
 from liger_models.architectures.common.images import language_model, sighted_layouts
+from liger_models.architectures.encoders import pixtral
 from liger_models.architectures.encoders.parts import projector_activation
-from liger_models.architectures.encoders.pixtral import NAMES as PIXTRAL
-from liger_models.architectures.encoders.pixtral import TINY, pixtral
 from liger_models.architectures.registry import find_architecture, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.spec import MistralMergerSpec, ModelSpec
 
 NAMES = (
-    *PIXTRAL,
+    *pixtral.NAMES,
     ("projector.merging_layer.", "projector.patch_merger.merging_layer."),
     ("projector.", "multi_modal_projector."),
 )
@@ -33,7 +32,7 @@ EXPERTS = (SHARED_EXPERTS, (".router.", ".gate."))  # of Mistral Small 4
             "sliding_window": 7,
             "rms_norm_eps": 3e-3,
         },
-        "vision_config": TINY,
+        "vision_config": pixtral.TINY,
         "image_token_index": 3,
         "spatial_merge_size": 2,
         "projector_hidden_act": "gelu",
@@ -64,4 +63,4 @@ def mistral3(c: HFConfig) -> ModelSpec:
         c.take_flag("multimodal_projector_bias", False),
     )
     image_id = c.take_count(("image_token_index", "image_token_id"), 10, least=0)
-    return replace(text, vision=pixtral(v, merger, image_id))
+    return replace(text, vision=pixtral.vision(v, merger, image_id))

@@ -4,7 +4,7 @@ cut into tiles (arXiv:2407.21783, section 7).
 
 from liger_models.architectures.common import attention, decoder, mlp, take_only
 from liger_models.architectures.common.images import sighted_layouts
-from liger_models.architectures.encoders.mllama import NAMES, TINY, tiled
+from liger_models.architectures.encoders import mllama as encoder
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.spec import BlockSpec, CrossAttentionSpec, ModelSpec, NormSpec
@@ -22,10 +22,10 @@ from liger_models.layers.spec import BlockSpec, CrossAttentionSpec, ModelSpec, N
             "pad_token_id": 5,
             "rms_norm_eps": 1e-3,
         },
-        "vision_config": TINY,
+        "vision_config": encoder.TINY,
         "image_token_index": 131,
     },
-    layouts=sighted_layouts({"vision.": ("", NAMES)})[::-1],  # as transformers builds it comes first
+    layouts=sighted_layouts({"vision.": ("", encoder.NAMES)})[::-1],  # as transformers builds it comes first
 )
 def mllama(c: HFConfig) -> ModelSpec:
     text = c.part("text_config")
@@ -51,5 +51,5 @@ def mllama(c: HFConfig) -> ModelSpec:
         for i in range(text.take_count("num_hidden_layers"))
     ]
     image_id = c.take_count(("image_token_index", "image_token_id"), 128256, least=0)
-    vision = tiled(c.part("vision_config"), image_id)
+    vision = encoder.vision(c.part("vision_config"), image_id)
     return decoder(text, blocks, norm, extra_ids=8, vision=vision)

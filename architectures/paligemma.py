@@ -6,14 +6,7 @@ from dataclasses import replace
 
 from liger_models.architectures.common import take_only
 from liger_models.architectures.common.images import language_model
-from liger_models.architectures.encoders.clip import (
-    HEAD,
-    SIGLIP,
-    TINY_SIGLIP,
-    clip_layouts,
-    square_vision,
-    tower,
-)
+from liger_models.architectures.encoders import clip
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.spec import AttentionSpec, LinearProjectorSpec, ModelSpec
@@ -32,12 +25,12 @@ from liger_models.layers.spec import AttentionSpec, LinearProjectorSpec, ModelSp
             "final_logit_softcapping": 2.0,
             "sliding_window": 3,
         },
-        "vision_config": TINY_SIGLIP,
+        "vision_config": clip.TINY_SIGLIP,
         "image_token_index": 3,
         "projection_dim": 48,
     },
-    layouts=clip_layouts(),
-    carried=lambda c: HEAD,
+    layouts=clip.layouts(),
+    carried=lambda c: clip.HEAD,
     variants={
         "gemma": {
             "text_config": {
@@ -59,12 +52,10 @@ from liger_models.layers.spec import AttentionSpec, LinearProjectorSpec, ModelSp
     },
 )
 def paligemma(c: HFConfig) -> ModelSpec:
-    text, v = language_model(c), tower(c, [SIGLIP])
+    text, v = language_model(c), clip.tower(c, [clip.SIGLIP])
     take_only(c, projection_dim=text.hidden_size)
     image_id = c.take_count("image_token_index", 256000, least=0)
-    vision = square_vision(
-        v, LinearProjectorSpec(bias=True), image_id, kinds="token_type_ids", spans="prefix"
-    )
+    vision = clip.vision(v, LinearProjectorSpec(bias=True), image_id, kinds="token_type_ids", spans="prefix")
     blocks = []
     for block in text.blocks:
         assert isinstance(block.mixer, AttentionSpec)

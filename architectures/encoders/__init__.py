@@ -1,3 +1,3 @@
-"""Encoders of images, a file a kind: from their configs to specs, their names in checkpoints, and tiny ones
-for the tests of the families that see by them.
+"""Encoders of images, a file a kind: `vision` makes the spec from a config, `NAMES` are those in checkpoints,
+and `TINY` is a config for the tests of the families that see by it.
 """

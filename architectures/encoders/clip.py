@@ -78,7 +78,7 @@ def tower(c: HFConfig, kinds: Collection[str]) -> HFConfig:
     return v
 
 
-def square_vision(
+def vision(
     v: HFConfig,
     projector: ProjectorSpec,
     image_id: int,
@@ -146,7 +146,7 @@ NAMES = (
 """Of the encoder, behind `vision_tower.` and, in the forms that the hub has, `vision_model.`."""
 
 
-def clip_layouts(projector: Names = (), permuted: Names = ()) -> tuple[Layout, ...]:
+def layouts(projector: Names = (), permuted: Names = ()) -> tuple[Layout, ...]:
     """As the hub has it, as transformers writes it, and as it builds it; see `tower_layouts`."""
     forms = (tower_layouts(NAMES, projector, permuted, inner) for inner in ("vision_model.", ""))
     return tuple(itertools.chain(*zip(*forms, strict=True)))

@@ -46,7 +46,7 @@ TINY: dict[str, Any] = {
 }
 
 
-def pooled(v: HFConfig, image_id: int, **settings: Any) -> VisionSpec:
+def vision(v: HFConfig, image_id: int, **settings: Any) -> VisionSpec:
     """The encoder, from its config; `settings` are further fields of the spec."""
     for key in ("max_position_embeddings", "attention_bias", "global_head_dim", "default_output_length"):
         v.take(key, None)  # which the reference does not read, or the processor does

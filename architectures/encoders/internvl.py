@@ -50,7 +50,7 @@ TINY: dict[str, Any] = {
 }
 
 
-def scaled(v: HFConfig, projector: MLPProjectorSpec, image_id: int, state: int) -> VisionSpec:
+def vision(v: HFConfig, projector: MLPProjectorSpec, image_id: int, state: int) -> VisionSpec:
     """The encoder, from its config; `state` is what goes out of it, see `states_read`.
 
     Raises:

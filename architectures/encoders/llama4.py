@@ -47,7 +47,7 @@ TINY: dict[str, Any] = {
 }
 
 
-def tiles(v: HFConfig, image_id: int) -> VisionSpec:
+def vision(v: HFConfig, image_id: int) -> VisionSpec:
     """The encoder, from its config.
 
     Raises:

@@ -47,7 +47,7 @@ TINY: dict[str, Any] = {
 }
 
 
-def tiled(v: HFConfig, image_id: int) -> TiledVisionSpec:
+def vision(v: HFConfig, image_id: int) -> TiledVisionSpec:
     """The encoder, from its config.
 
     Raises:

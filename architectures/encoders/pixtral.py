@@ -33,9 +33,9 @@ TINY: dict[str, Any] = {
 }
 
 
-def pixtral(v: HFConfig, projector: ProjectorSpec, image_id: int, states: Sequence[int] = ()) -> VisionSpec:
+def vision(v: HFConfig, projector: ProjectorSpec, image_id: int, states: Sequence[int] = ()) -> VisionSpec:
     """The encoder, from its config: pairs of a head turn by the row with the frequencies of even numbers, and
-    by the column with the others. `states` is what goes out of it, as of `square_vision`.
+    by the column with the others. `states` is what goes out of it, as of CLIP's.
     """
     for key in ("image_size", "vocab_size"):
         v.take(key, None)  # that of the largest image is the processor's, and there is no vocabulary
