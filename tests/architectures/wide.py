@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ from liger_models.layers.spec import ModelSpec, TiledVisionSpec
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PUBLISHED = Path(__file__).parent / "published"
 VOCABULARY, WINDOW, EXPERTS = 32768, 512, 16  # at most: what widths do not depend on is cut
-PARAMETERS = 2_500_000_000  # and experts further: gradients of four batches are kept, thrice
+PARAMETERS = 2_500_000_000  # and experts further: three models are there, and their gradients
 NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Of an encoder: enough to see windows, and what lower layers give.
 FEW: dict[str, Any] = {
@@ -148,43 +148,39 @@ def farther_than_reference(
     weight_map = map_like(architecture, ours, names)
     copy_parameters(weight_map, ours, state)
     pair = kind(architecture, config, ours, reference, weight_map)
+    exact = _reference(architecture, config, torch.float32, "eager")
+    exact.load_state_dict(state)
+    in_comparable_mode(spec, exact)
     batches = make_batches(pair)
-    found = _results_of(pair.run_ours, batches, torch.bfloat16)
-    expected = _results_of(pair.run_reference, batches, torch.bfloat16)
-    del ours, reference
-    pair.reference = _reference(architecture, config, torch.float32, "eager")
-    pair.reference.load_state_dict(state)
-    in_comparable_mode(spec, pair.reference)
-    truth = _results_of(pair.run_reference, batches, torch.float32)
+    # A batch at a time: all gradients of all batches would take a GPU's memory.
+    compared = [
+        _compared(pair, {torch.bfloat16: reference, torch.float32: exact}, batch) for batch in batches
+    ]
+    sizes = compared[0]
 
-    assert found[0].keys() == truth[0].keys() == expected[0].keys()
-    farther, tokens = {}, batches[0]["input_ids"].numel()
-    distances = {
-        name: tuple(_mean_distance(results, truth, name) for results in (found, expected))
-        for name in truth[0]
-    }
-    for name, exact in truth[0].items():
-        own, theirs = distances[name]
+    farther, tokens, count = {}, batches[0]["input_ids"].numel(), len(batches)
+    distances = {name: _mean_distances([one[name] for one in compared]) for name in sizes}
+    for name, (own, theirs) in distances.items():
+        numel = sizes[name].numel
         # Of tokens that go to another expert the errors are large and few: by chance the logarithm of the
         # ratio of two such means, of n numbers each, strays by 1 / sqrt(n). So it does where the reference's
         # error is as large as the gradient, and both have noise alone.
-        count = len(batches)
         by_chance = count > 1 or theirs >= 1
-        chance = math.exp(3 / (exact.numel() * count) ** 0.5) if by_chance else 1.0
+        chance = math.exp(3 / (numel * count) ** 0.5) if by_chance else 1.0
         # A loss is one number and can be near by luck, which does not bind: a rounding of a logit a token,
         # 2^-9 and of either sign, is what bfloat16 allows.
         luck = 2**-9 / tokens**0.5 if name == "loss" else 0.0
         # A key's bias, without positions, moves all scores of a query alike, and what comes out is rounding
         # alone: of terms that the weight's gradient sums too, times inputs of the order of one.
         weight = name.removesuffix("bias") + "weight"
-        if name.endswith(".bias") and weight in truth[0]:
-            terms = truth[0][weight].norm() / math.sqrt(truth[0][weight].shape[-1])
-            if exact.norm() < 2**-16 * terms:
-                luck = 1.1 * distances[weight][1] * (terms / exact.norm()).item()
-        if not own <= max(1.1 * chance * theirs, luck) and (exact.numel() > 1 or name == "loss"):
+        if name.endswith(".bias") and weight in sizes:
+            terms, norm = sizes[weight].norm / math.sqrt(sizes[weight].width), sizes[name].norm
+            if norm < 2**-16 * terms:
+                luck = 1.1 * distances[weight][1] * (terms / norm)
+        if not own <= max(1.1 * chance * theirs, luck) and (numel > 1 or name == "loss"):
             farther[name] = (own, theirs)
     # A single number, too, is near by luck or not: all of them are judged together.
-    numbers = [both for name, both in distances.items() if truth[0][name].numel() == 1 and name != "loss"]
+    numbers = [both for name, both in distances.items() if sizes[name].numel == 1 and name != "loss"]
     if numbers:
         own, theirs = (math.hypot(*side) for side in zip(*numbers, strict=True))
         if not own <= 1.1 * math.exp(3 / len(numbers) ** 0.5) * theirs:
@@ -196,10 +192,44 @@ def distance(found: Tensor, truth: Tensor) -> float:
     return ((found.float() - truth).norm() / truth.norm()).item()
 
 
-def _mean_distance(found: list[dict[str, Tensor]], truth: list[dict[str, Tensor]], name: str) -> float:
-    """The root mean square over batches."""
-    squares = [distance(f[name], t[name]) ** 2 for f, t in zip(found, truth, strict=True)]
-    return (sum(squares) / len(squares)) ** 0.5
+class _Compared(NamedTuple):
+    """A result of a batch: how far ours and the reference's are from the truth, and what that is."""
+
+    own: float
+    theirs: float
+    numel: int
+    norm: float
+    width: int
+
+
+def _compared(
+    pair: Pair, references: Mapping[torch.dtype, Any], batch: Mapping[str, Tensor]
+) -> dict[str, _Compared]:
+    """Of the reference in float32, which is the truth, and of both in bfloat16."""
+    found = _results_of(pair.run_ours, batch, torch.bfloat16)
+    results = []
+    for dtype, reference in references.items():
+        pair.reference = reference
+        results.append(_results_of(pair.run_reference, batch, dtype))
+    expected, truth = results
+    assert found.keys() == truth.keys() == expected.keys()
+    return {
+        name: _Compared(
+            distance(found[name], exact),
+            distance(expected[name], exact),
+            exact.numel(),
+            exact.norm().item(),
+            exact.shape[-1] if exact.dim() else 1,
+        )
+        for name, exact in truth.items()
+    }
+
+
+def _mean_distances(compared: Sequence[_Compared]) -> tuple[float, float]:
+    """The root mean squares over batches."""
+    sides = ([one.own for one in compared], [one.theirs for one in compared])
+    own, theirs = (math.hypot(*side) / math.sqrt(len(side)) for side in sides)
+    return own, theirs
 
 
 def _needs_eager(spec: ModelSpec) -> bool:
@@ -225,18 +255,13 @@ def _reference(architecture: Architecture, config: dict[str, Any], dtype: torch.
 
 
 def _results_of(
-    run: Callable[..., Run], batches: Sequence[Mapping[str, Tensor]], dtype: torch.dtype
-) -> list[dict[str, Tensor]]:
-    """Of every batch logits, loss and gradients, by the checkpoint's names. All models see pixels as they
-    are in bfloat16.
-    """
-    found = []
-    for batch in batches:
-        call = {
-            name: x.to(DEVICE).bfloat16().to(dtype) if name.startswith("pixel_values") else x.to(DEVICE)
-            for name, x in batch.items()
-        }
-        result = run(**call)
-        named = {"loss": result.loss, "logits": result.logits, **result.gradients}
-        found.append({name: value.detach() for name, value in named.items() if value is not None})
-    return found
+    run: Callable[..., Run], batch: Mapping[str, Tensor], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Logits, loss and gradients, by the checkpoint's names. Pixels are for all as they are in bfloat16."""
+    call = {
+        name: x.to(DEVICE).bfloat16().to(dtype) if name.startswith("pixel_values") else x.to(DEVICE)
+        for name, x in batch.items()
+    }
+    result = run(**call)
+    named = {"loss": result.loss, "logits": result.logits, **result.gradients}
+    return {name: value.detach() for name, value in named.items() if value is not None}
