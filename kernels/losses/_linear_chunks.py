@@ -157,7 +157,8 @@ class KeptLogits:
 
     def __init__(self, device: torch.device, want_dw: bool):
         """For a forward pass that begins, whose backward pass makes dW if `want_dw`."""
-        self.want_dw, self._rows = want_dw, None
+        self.want_dw = want_dw
+        self._rows: Tensor | None = None
         if (earlier := self._latest.get(device)) is not None:
             earlier.take()
         self._latest[device] = self

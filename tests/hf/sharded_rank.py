@@ -109,8 +109,10 @@ def train_with_trainer(folder: Path, batch: dict, device: str, **settings: Any) 
     return {"losses": losses, "empty": empty, **what_is_sent(model, folder)}
 
 
-def train_with_deepspeed(folder: Path, batch: dict, device: str, config: dict, level: str) -> dict[str, Any]:
-    """Two steps of a native model in an engine of DeepSpeed."""
+def train_with_deepspeed(
+    folder: Path, batch: dict, device: str, config: dict, level: str, scored: bool = False
+) -> dict[str, Any]:
+    """Two steps of a native model in an engine of DeepSpeed, by its loss or by its scores."""
     import deepspeed
 
     rank, ranks = PartialState(cpu=device == "cpu").process_index, PartialState().num_processes
@@ -120,7 +122,11 @@ def train_with_deepspeed(folder: Path, batch: dict, device: str, config: dict, l
     own, num_items = share_of(batch, rank, ranks)
     losses = []
     for _ in range(2):
-        loss = engine(**own, num_items_in_batch=num_items).loss
+        if scored:
+            scores = engine(**own, score=liger_models.ScoreOptions())
+            loss = -scores.log_probs.sum() / num_items
+        else:
+            loss = engine(**own, num_items_in_batch=num_items).loss
         engine.backward(loss)
         engine.step()
         losses.append(loss.detach().clone())

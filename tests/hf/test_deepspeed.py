@@ -26,9 +26,9 @@ def trainer(zero):
     return "trainer", {"deepspeed": {**ANY_OPTIMIZER, **BATCHES, "zero_optimization": zero}}
 
 
-def native(level):
+def native(level, scored=False):
     config = {**ANY_OPTIMIZER, **BATCHES, "zero_optimization": ZERO3}
-    return "deepspeed", {"config": config, "level": level}
+    return "deepspeed", {"config": config, "level": level, "scored": scored}
 
 
 CASES = {
@@ -39,6 +39,7 @@ CASES = {
     "zero3-gpt_oss": trainer(ZERO3),
     "native-lean-llama": native("lean"),
     "native-mlp-gemma2": native("mlp"),
+    "scored-gemma2": native("lean", scored=True),
     "native-checkpoint-qwen3_moe": native("checkpoint"),
     "native-all-gpt_oss": native("all"),
 }
@@ -46,7 +47,7 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.supports("DeepSpeed", "ZeRO-2 and ZeRO-3 through Trainer", "zero.Init while loading")
-@pytest.mark.supports("DeepSpeed", "tied and untied heads", "experts", "export", "native models")
+@pytest.mark.supports("DeepSpeed", "tied and untied heads", "experts", "export", "native models", "scores")
 def test_two_ranks_train_as_one(make_both, four_rows, tmp_path, run_ranks):
     ranks, _ = check(CASES, make_both, four_rows, tmp_path, run_ranks, DS_ACCELERATOR="cpu")
     for name in CASES:

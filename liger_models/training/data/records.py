@@ -92,8 +92,8 @@ def parse_fields(
 ) -> Record:
     """The record that these fields make; others are left aside and counted. Raises DataError."""
     fitting = [form for form in forms if any(key in fields for key in form.split("/"))]
+    found = ", ".join(map(repr, fields)) or "no fields"
     if len(fitting) != 1:
-        found = ", ".join(map(repr, fields)) or "no fields"
         of_these = "exactly one of " if len(forms) > 1 else ""
         raise DataError(f"{where}: found {found}; expected {of_these}{', '.join(forms)}")
     form = fitting[0]
@@ -104,7 +104,7 @@ def parse_fields(
     if form == PAIRS and "prompt" not in fields:
         fields = _with_common_prompt(fields)
     if missing := [key for key in keys if key not in fields]:
-        raise DataError(f"{where}: {keys[0]!r} and {keys[-1]!r} come together; {missing[0]!r} is missing")
+        raise DataError(f"{where}: {missing[0]!r} is missing; found {found}; expected {form}")
     if form == "messages":
         messages = _check_messages(where, fields["messages"])
         messages, images = _take_images(where, messages, fields.get(IMAGES))
