@@ -15,6 +15,7 @@ import liger_models
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
+FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 USUAL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -103,12 +104,15 @@ def test_adapters_that_start_from_the_weights_are_the_references(way, make_both,
 
 
 @pytest.mark.supports("PEFT", "merging")
-def test_merged_adapters_are_saved_as_a_checkpoint(make_both, batch, tmp_path):
-    both = make_both("llama", projections="split")
-    ours = adapt(both.ours)
+@pytest.mark.parametrize("projections", ["split", "fused"])
+def test_merged_adapters_are_saved_as_a_checkpoint(projections, make_both, batch, tmp_path):
+    both = make_both("llama", projections=projections)
+    ours = adapt(both.ours, USUAL if projections == "split" else FUSED)
     expected = ours(**batch).loss
+    assert relative_distance(expected, both.reference(**batch).loss) > 1e-3
     merged = ours.merge_and_unload()
-    merged.fuse_projections()
+    if projections == "split":
+        merged.fuse_projections()
     merged.save_pretrained(tmp_path / "merged")
     again = type(both.reference).from_pretrained(tmp_path / "merged").eval()
     assert relative_distance(again(**batch).loss, expected) <= BOUND
@@ -122,7 +126,6 @@ def test_adapters_of_fused_projections_train(targets, make_both, batch):
     assert all(p.grad.any() for p in ours.parameters() if p.requires_grad)
 
 
-FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 FUSED_WAYS = {
     "lora": {},
     "rslora": {"use_rslora": True},

@@ -260,6 +260,30 @@ def test_accelerate_prepares_saves_and_loads(make_both, batch, tmp_path):
     assert model._no_split_modules >= {type(layer).__name__ for layer in both.ours.model.layers}
 
 
+@pytest.mark.supports("accelerate", "bf16")
+def test_accelerates_bf16_is_autocast(make_both, batch):
+    import accelerate
+
+    both = make_both("llama")
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = both.ours.train()(**batch).loss
+    loss.backward()
+    expected = {name: p.grad.clone() for name, p in both.ours.named_parameters()}
+    both.ours.zero_grad()
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    model = accelerator.prepare(both.ours)
+    found = model(**batch)
+    accelerator.backward(found.loss)
+    assert torch.equal(found.loss, loss)
+    assert found.loss.dtype == torch.float32
+    for name, p in accelerator.unwrap_model(model).named_parameters():
+        assert p.dtype == torch.float32
+        assert torch.equal(p.grad, expected[name]), name
+    theirs = accelerator.prepare(both.reference.train())(**batch).loss
+    # Products of bfloat16 round 2^-9 of their terms; over a dozen tokens that is less than 2^-7 of a loss.
+    assert relative_distance(found.loss, theirs) <= 2**-7
+
+
 @pytest.mark.supports("Trainer", "DDP")
 @pytest.mark.slow
 def test_two_ranks_train_as_one(make_both, make_trainer, tmp_path):
