@@ -219,28 +219,43 @@ def convert_state_dict(model: nn.Module, state_dict: dict[str, Any], prefix: str
     """A hook in front of `load_state_dict`: a state dict of a checkpoint's names becomes one of native names.
 
     Trainer resumes with `load_state_dict(what save_pretrained wrote, strict=False)`, which would silently
-    leave as it was what is called otherwise.
+    leave as it was what is called otherwise. Some tensors have one name on both sides, and the same shape or
+    not (gpt-oss' experts lie transposed in checkpoints): what the others are tells what these are.
 
     Raises:
-        CheckpointError: of a packed tensor only some parts are there.
+        CheckpointError: of a packed tensor only some parts are there, or tensors of both kinds beside some
+            that may be either.
     """
-    for candidates in groups_of(model).of_native.values():
-        natives = [prefix + name for name in candidates[0].natives]
-        there = [group for group in candidates if any(prefix + name in state_dict for name in group.shapes)]
-        if not there or any(name in state_dict for name in natives):
-            continue
-        for group in there:
-            found = {name: state_dict[prefix + name] for name in group.shapes if prefix + name in state_dict}
-            if {name: tuple(tensor.shape) for name, tensor in found.items()} == group.shapes:
-                for name in found:
-                    del state_dict[prefix + name]
-                state_dict |= {prefix + name: tensor for name, tensor in group.read(found).items()}
-                break
-        else:
-            shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
+    given = {name.removeprefix(prefix): x for name, x in state_dict.items() if name.startswith(prefix)}
+    shapes = {name: tuple(x.shape) for name, x in given.items() if isinstance(x, Tensor)}.items()
+    native, stored, either = [], [], []
+    for candidates in {id(found[0]): found for found in groups_of(model).of_native.values()}.values():
+        fitting = [group for group in candidates if group.shapes.items() <= shapes]
+        natives = {name: expr.shape for name, expr in candidates[0].natives.items()}
+        if natives.items() <= shapes:
+            (either if fitting else native).append((natives, fitting))
+        elif fitting:
+            stored.append((natives, fitting))
+        elif not any(name in given for name in natives):  # else torch tells of it
+            _refuse_parts(candidates, given)
+    if native and stored and either:
+        raise CheckpointError(
+            f"the state dict holds {next(iter(native[0][0]))} as this model has it, and "
+            f"{next(iter(stored[0][1][0].shapes))} as a checkpoint has it, so {next(iter(either[0][0]))} may "
+            "be either; give all of one kind"
+        )
+    for _, fitting in stored + either * bool(stored):
+        tensors = {name: state_dict.pop(prefix + name) for name in fitting[0].shapes}
+        state_dict |= {prefix + name: tensor for name, tensor in fitting[0].read(tensors).items()}
+
+
+def _refuse_parts(candidates: Sequence[Group], given: Mapping[str, Any]) -> None:
+    for group in candidates[::-1]:
+        found = {name: tuple(given[name].shape) for name in group.shapes if name in given}
+        if found:
             raise CheckpointError(
-                f"{natives[0]} is made of {there[-1].shapes}, but the state dict holds {shapes}; give all of "
-                "them, or none"
+                f"{next(iter(group.natives))} is made of {group.shapes}, but the state dict holds {found}; "
+                "give all of them, or none"
             )
 
 

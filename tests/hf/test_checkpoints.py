@@ -159,3 +159,24 @@ def test_a_state_dict_of_a_checkpoint_is_loaded_and_half_of_it_refused(make_both
     del tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
     with pytest.raises(liger_models.CheckpointError, match="give all of them, or none"):
         both.ours.load_state_dict(tensors, strict=False)
+
+
+@pytest.mark.parametrize("projections", ["fused", "split"])
+def test_tensors_of_one_name_in_both_orders_are_told_by_the_others(projections, make_both):
+    """gpt-oss' experts lie transposed, and their biases in another order, in a checkpoint."""
+    both = make_both("gpt_oss", projections=projections, hidden_size=80, intermediate_size=80)
+    expected = {name: x.clone() for name, x in both.ours.state_dict().items()}
+    stored = load_file(both.folder / "model.safetensors")
+    down = "model.layers.1.mlp.experts.down_proj"
+    assert stored[down].shape == expected[down].shape
+    assert not torch.equal(stored[down], expected[down])
+    for given in (expected, stored):
+        with torch.no_grad():
+            for p in both.ours.parameters():
+                p.zero_()
+        both.ours.load_state_dict(given)
+        found = both.ours.state_dict()
+        assert all(torch.equal(found[name], x) for name, x in expected.items())
+    gate_up = "model.layers.0.mlp.experts.gate_up_proj"
+    with pytest.raises(liger_models.CheckpointError, match=r"may be either; give all of one kind"):
+        both.ours.load_state_dict(stored | {gate_up: expected[gate_up]})

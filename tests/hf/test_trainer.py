@@ -158,10 +158,13 @@ def test_metrics_get_the_logits_and_the_loss_is_the_references(make_both, make_t
 
 
 @pytest.mark.supports("Trainer", "resume to the bit")
-@pytest.mark.parametrize("projections", ["fused", "split"])
-def test_a_resumed_run_is_the_run_that_never_stopped(projections, make_both, make_trainer, hf):
+@pytest.mark.parametrize(
+    ("family", "projections"),
+    [("qwen3_moe", "fused"), ("qwen3_moe", "split"), *((family, "split") for family in ODD)],
+)
+def test_a_resumed_run_is_the_run_that_never_stopped(family, projections, make_both, make_trainer, hf):
     settings = {"optim": "adamw_torch", "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    both = make_both("qwen3_moe", projections=projections)
+    both = make_both(family, projections=projections)
     load = transformers.AutoModelForCausalLM.from_pretrained
     whole = make_trainer(load(both.folder), **settings)
     whole.train()
