@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -25,11 +26,26 @@ def test_every_link_to_a_file_leads_to_one(page):
     assert [target for target in files if not (page.parent / target).exists()] == []
 
 
-def test_every_command_is_understood():
-    commands = re.findall(r"^    liger-models (.+)$", README, re.MULTILINE)
-    parser = build_parser()
-    shown = {parser.parse_known_args(shlex.split(command, comments=True))[0].command for command in commands}
-    assert shown == set(COMMANDS)
+def test_every_command_is_shown():
+    commands = re.findall(r"^    liger-models (\w+)", README, re.MULTILINE)
+    assert set(commands) == set(COMMANDS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_is_understood(page):
+    text = re.sub(r" \\\n +", " ", page.read_text())  # one line each
+    for command in re.findall(
+        r"^    (?:liger-models|torchrun .*liger_models\.cli) (.+)$", text, re.MULTILINE
+    ):
+        words = shlex.split(command.partition(" < ")[0], comments=True)
+        if words[0] == "bench":  # whose options are those of python -m benchmarks
+            continue
+        build_parser().parse_args(words)
+
+
+def test_every_extra_is_named():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(re.findall(r"'\.\[(\w+)\]'", README)) == set(extras) - {"dev"}
 
 
 @pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
