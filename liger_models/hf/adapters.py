@@ -38,9 +38,11 @@ def save_adapter(model: Any, folder: str | Path, adapter_name: str = "default") 
     transformers' own model, and whatever else reads PEFT's files, loads it.
 
     Raises:
-        CheckpointError: a packed projection is adapted by something else than LoRA or DoRA.
+        CheckpointError: a packed projection is adapted by something else than LoRA or DoRA, or is one whose
+            usual names mean stacks of experts to PEFT.
     """
     folder = Path(folder)
+    _refuse_names_of_experts(model, adapter_name)
     model.save_pretrained(folder, selected_adapters=[adapter_name])
     folder = folder if adapter_name == "default" else folder / adapter_name
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
@@ -116,6 +118,30 @@ def load_adapter(model: nn.Module, folder: str | Path, **options: Any) -> Any:
     if wrong := sorted(expected.keys() ^ tensors.keys()):
         raise CheckpointError(f"{folder}: the adapter and the model differ in {wrong[:4]}")
     return adapted
+
+
+def _refuse_names_of_experts(adapted: Any, adapter_name: str) -> None:
+    """In families whose experts were layers in transformers 4, PEFT takes their names for those of stacks,
+    also where a dense layer or shared experts bear them: an adapter of these would load elsewhere.
+    """
+    import peft
+
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # an older one, which looks for layers of these names
+        return
+    model = adapted.get_base_model()
+    for path, parts in _packed(model).items():
+        if adapter_name in getattr(model.get_submodule(path), "lora_A", ()):
+            config = peft.LoraConfig(target_modules=list(parts))
+            convert_peft_config_for_transformers(config, model, None)
+            if taken := sorted(parts.keys() - set(config.target_modules or ())):
+                raise CheckpointError(
+                    f"{path}: under the usual names ({', '.join(taken)}) PEFT would take this adapter for "
+                    f"one of the experts, in transformers' own {model.config.model_type} as here. Save it "
+                    "with model.save_pretrained(folder), which PeftModel.from_pretrained reads onto ours "
+                    "with projections packed, or merge it: model.merge_and_unload()"
+                )
 
 
 _KINDS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")

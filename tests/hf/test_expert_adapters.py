@@ -204,3 +204,24 @@ def test_single_experts_without_adapters_beside_others_are_refused(make_both, tm
 def test_adapters_of_biases_in_another_order_are_refused(make_both):
     with pytest.raises(ValueError, match="adapt the matrices"):
         adapt(make_both("gpt_oss").ours, ["experts.gate_up_proj_bias"])
+
+
+def test_shared_experts_whose_names_mean_stacks_to_peft_are_not_saved_under_them(
+    make_both, batch, tmp_path, hf
+):
+    """PEFT would look for the adapter of the shared experts in the stacks. Its own file is read back."""
+    both = make_both("deepseek_v3")
+    config = peft.LoraConfig(r=3, target_modules=["gate_up_proj", "o_proj"], init_lora_weights=False)
+    ours = peft.get_peft_model(both.ours, config).eval()
+    with pytest.raises(liger_models.CheckpointError, match=r"gate_proj, up_proj\).*model\.save_pretrained"):
+        hf.save_adapter(ours, tmp_path / "usual")
+    assert not (tmp_path / "usual").exists()
+    ours.save_pretrained(tmp_path / "packed")
+    fresh = type(both.ours).from_pretrained(both.folder)
+    again = peft.PeftModel.from_pretrained(fresh, tmp_path / "packed").eval()
+    assert torch.equal(again(**batch).loss, ours(**batch).loss)
+    config = peft.LoraConfig(r=3, target_modules=["latent_proj", "o_proj"], init_lora_weights=False)
+    ours = peft.get_peft_model(type(both.ours).from_pretrained(both.folder), config).eval()
+    hf.save_adapter(ours, tmp_path / "usual")
+    theirs = peft.PeftModel.from_pretrained(both.reference, tmp_path / "usual").eval()
+    assert relative_distance(theirs(**batch).loss, ours(**batch).loss) <= BOUND
