@@ -67,13 +67,13 @@ class _Kept:
 class Recipe:
     """How to make a tensor again: `make(*inputs)`, without a graph. Right for the tensor as it is now."""
 
-    __slots__ = ("_inputs", "_made", "_make", "_output", "_version")
+    __slots__ = ("_inputs", "_made", "_make", "_output", "_version", "late")
 
-    def __init__(self, output: Tensor, make: Callable[..., Tensor], inputs: tuple[Tensor, ...]):
+    def __init__(self, output: Tensor, make: Callable[..., Tensor], inputs: tuple[Tensor, ...], late: bool):
         forget = functools.partial(_RECIPES.pop, id(output))
         self._output = weakref.ref(output, lambda _: forget(None))
         self._version = output._version
-        self._make = make
+        self._make, self.late = make, late
         self._inputs = tuple(_Kept(tensor) for tensor in inputs)
         self._made: weakref.ref[Tensor] | None = None
 
@@ -96,10 +96,14 @@ class Recipe:
 _RECIPES: dict[int, Recipe] = {}
 
 
-def carry_recipe(output: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Note of `output` that `make(*inputs)` makes it again, bit for bit. Returns `output`."""
+def carry_recipe(output: Tensor, make: Callable[..., Tensor], *inputs: Tensor, late: bool = False) -> Tensor:
+    """Note of `output` that `make(*inputs)` makes it again, bit for bit. Returns `output`.
+
+    `late` is of what a layer's backward pass may come to late: in a layer that runs again, that makes it once
+    more in place of holding it until then.
+    """
     if not torch.compiler.is_compiling() and output.requires_grad:
-        _RECIPES[id(output)] = Recipe(output, make, inputs)
+        _RECIPES[id(output)] = Recipe(output, make, inputs, late)
     return output
 
 
@@ -164,7 +168,63 @@ def recompute(function: Callable[..., Any], *args: Any) -> Any:
             check_version(tensor, tensor._version, version)
         return function(*args)
 
-    return checkpoint(run, *args, use_reentrant=False)
+    return run_again(run, *args)
+
+
+def run_again(function: Callable[..., Any], *args: Any) -> Any:
+    """torch's checkpoint; but of what its second run makes, a norm's output is not kept until the backward
+    pass comes to it: that in front of attention, while the MLP's backward pass and attention's run.
+    """
+    options: dict[str, Any] = {} if torch.compiler.is_compiling() else {"context_fn": _two_runs}
+    return checkpoint(function, *args, use_reentrant=False, **options)
+
+
+def _two_runs() -> tuple[_AboveTheHooks, _AboveTheHooks]:
+    """Around the first run, whose graph is that of the backward pass, and around the second."""
+    return _AboveTheHooks(lambda tensor: tensor), _AboveTheHooks(_PlaceOf.a_tensor)
+
+
+class _AboveTheHooks:
+    """Within it torch's checkpoint keeps `seen_as(tensor)` in place of a tensor, and gives what that stands
+    for. It may be entered again, as a second backward pass runs a function again.
+    """
+
+    def __init__(self, seen_as: Callable[[Tensor], Any]):
+        self.seen_as = seen_as
+        self.hooks: list[saved_tensors_hooks] = []
+
+    def __enter__(self) -> None:
+        (pack, unpack), seen_as = _callers_hooks(False), self.seen_as
+        hooks = saved_tensors_hooks(lambda x: pack(seen_as(x)), lambda packed: _made(unpack(packed)))
+        hooks.__enter__()
+        self.hooks.append(hooks)
+
+    def __exit__(self, *failed: object) -> None:
+        self.hooks.pop().__exit__(*failed)
+
+
+class _PlaceOf:
+    """What torch's checkpoint keeps in place of a tensor: all that it asks of one, and its recipe."""
+
+    requires_grad = False
+
+    def __init__(self, tensor: Tensor, recipe: Recipe):
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+        self.recipe = recipe
+
+    @staticmethod
+    def a_tensor(tensor: Tensor) -> Tensor | _PlaceOf:
+        """The tensor itself, if it has no recipe or is needed soon."""
+        recipe = _RECIPES.get(id(tensor))
+        late = recipe is not None and recipe.late and recipe.makes(tensor)
+        return _PlaceOf(tensor, recipe) if recipe is not None and late else tensor
+
+    def detach(self) -> _PlaceOf:
+        return self
+
+
+def _made(kept: Tensor | _PlaceOf) -> Tensor:
+    return kept.recipe.get() if isinstance(kept, _PlaceOf) else kept
 
 
 def check_version(tensor: Tensor, found: int, expected: int) -> None:

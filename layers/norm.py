@@ -49,9 +49,9 @@ class LigerRMSNorm(nn.Module):
         cast = self._cast_for(x)
         norm = functools.partial(rms_norm, eps=self.eps, offset=self.offset, cast=cast)
         if residual is None:
-            return carry_recipe(norm(x, self.weight), norm, x, self.weight)
+            return carry_recipe(norm(x, self.weight), norm, x, self.weight, late=True)
         y, total = add_rms_norm(x, residual, self.weight, self.eps, self.offset, cast)
-        return carry_recipe(y, norm, total, self.weight), total
+        return carry_recipe(y, norm, total, self.weight, late=True), total
 
     def _cast_for(self, x: Tensor) -> NormCast:
         """A weight wider than the model's matrices would promote the result, which these then do not take;
@@ -99,9 +99,9 @@ class LigerLayerNorm(nn.Module):
         norm = functools.partial(layer_norm, eps=self.eps, offset=self.offset)
         parameters = (self.weight,) if self.bias is None else (self.weight, self.bias)
         if residual is None:
-            return carry_recipe(norm(x, *parameters), norm, x, *parameters)
+            return carry_recipe(norm(x, *parameters), norm, x, *parameters, late=True)
         y, total = add_layer_norm(x, residual, self.weight, self.bias, self.eps, self.offset)
-        return carry_recipe(y, norm, total, *parameters), total
+        return carry_recipe(y, norm, total, *parameters, late=True), total
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Of a token: the input, and mean and 1/std in float32. What reads the output answers for it."""

@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from liger_models.layers.activation_memory import check_version
+from liger_models.layers.activation_memory import check_version, run_again
 from liger_models.layers.host_memory import available_host_memory
 
 # A buffer of the host has this many bytes, or if it is a tensor's last one, the next power of two: torch pins
@@ -52,8 +51,8 @@ class Offload:
         def run(_: Tensor, *args: Any) -> Any:
             return layer(first.pop() if first else kept.get(), *args)
 
-        # For its arguments' devices `checkpoint` sets random numbers back: dropout draws the same again.
-        return checkpoint(run, x.new_empty(0), *args, use_reentrant=False)
+        # For its arguments' devices torch sets random numbers back: dropout draws the same again.
+        return run_again(run, x.new_empty(0), *args)
 
     def settle(self) -> None:
         """The layer that was last is done: let the GPU's copy of its input go."""

@@ -51,15 +51,16 @@ class LayerCosts:
         # Behind gate and up their product and its gradient, as wide as either.
         product = tokens * itemsize * _inner_width(layer)
         whole = again + tokens * (2 * (inner + rest) + mixing)
-        tiled, sums = _in_tiles(layer, kept["all"], step, itemsize)
         stream = tokens * itemsize * layer.hidden_size
+        of_second_run = kept["all"] - layer.norms_made_late() * stream
+        tiled, sums = _in_tiles(layer, of_second_run, step, itemsize)
         return LayerCosts(
             kept,
             {
                 "all": product,
                 "lean": 2 * product,
                 "mlp": 4 * product,
-                "checkpoint": kept["all"],
+                "checkpoint": of_second_run,
                 # The layer's own input is kept, or came back from the host.
                 "tiled": tiled - (stream if step.tokens > tiles.TILE else 0),
                 "offload": tiled,

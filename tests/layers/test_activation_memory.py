@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from liger_models.kernels._dispatch import interpret
-from liger_models.layers.activation_memory import _RECIPES, LEVELS, carry_recipe, keep_recipes
+from liger_models.layers.activation_memory import _RECIPES, LEVELS, RERUN, carry_recipe, keep_recipes
 from liger_models.layers.norm import LigerRMSNorm
 
 MIXED = ["checkpoint", "lean", "mlp"]
@@ -432,6 +432,22 @@ def test_each_level_keeps_less_than_the_one_before(make_model):
     of_level = dict(zip(LEVELS, kept, strict=True))
     assert of_level["tiled"] == of_level["checkpoint"]
     assert of_level["offload"] == 0
+
+
+@pytest.mark.parametrize("level", RERUN)
+def test_of_a_layer_that_runs_again_the_first_norm_is_gone_while_the_mlp_goes_back(level, make_model):
+    model = make_model(1, activation_memory=level)
+    layer, made, gone = model.layers[0], [], []
+
+    def note(norm, args, y):
+        made.append(StorageWeakRef(y.untyped_storage()))
+
+    layer.input_layernorm.register_forward_hook(note)
+    layer.mlp.register_full_backward_hook(lambda *_: gone.append(made[-1].expired()))
+    ids = torch.randint(0, 61, (1, 24))
+    model(ids, labels=ids).loss.backward()
+    assert len(made) == 2
+    assert gone == [True]
 
 
 def test_checkpoint_keeps_the_layer_input_alone(make_model):

@@ -12,6 +12,7 @@ import liger_models
 from liger_models.cli import main
 from liger_models.kernels.losses._linear_chunks import working_bytes
 from liger_models.layers.activation_memory import LEVELS
+from liger_models.layers.blocks import Block
 from liger_models.layers.memory_plan import LADDERS, Step, StepMemory, largest, layer_costs, parse_budget
 
 GIB = 2**30
@@ -76,7 +77,7 @@ MEASURED_ON_TWO = [
 
 
 # Of `python -m benchmarks long` on one H200, 4 layers: level, rows, tokens a row, where the optimizer's state
-# is, peak GiB. At 524,288 tokens all heads ran at once then.
+# is, peak GiB. All heads ran at once then, and both norms' outputs were there while an MLP went back.
 MEASURED_LONG = [
     ("checkpoint", 8, 8192, "device", 27.77),
     ("tiled", 8, 8192, "device", 24.38),
@@ -113,6 +114,7 @@ def test_layers_that_stay_whole_from_the_forward_pass_on_are_counted():
 @pytest.mark.parametrize(("level", "rows", "seq", "where", "peak"), MEASURED_LONG)
 def test_so_it_is_with_long_contexts(level, rows, seq, where, peak, monkeypatch):
     monkeypatch.setattr(layer_costs, "LONG", 1 << 30)
+    monkeypatch.setattr(Block, "norms_made_late", lambda layer: 0)
     step = Step(rows, seq, optimizer_on_host=where == "host")
     plan = StepMemory(on_meta(LLAMA_8B | {"num_hidden_layers": 4}), step).plan([level] * 4)
     assert plan.peak / GIB == pytest.approx(peak, rel=0.05)

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 
-from liger_models.layers import offload
+from liger_models.layers import activation_memory, offload
 from liger_models.layers.offload import Offload, host_bytes
 
 needs_gpu = pytest.mark.gpu
@@ -174,14 +174,14 @@ def test_many_layers_and_steps_give_the_bits_of_checkpointing(tokens, what, make
 
 
 def test_random_numbers_are_set_back_where_the_input_is(monkeypatch):
-    """`checkpoint` does it for the devices of its arguments, to which a layer's own input does not belong."""
-    given, checkpoint = [], offload.checkpoint
+    """torch's checkpoint does it for the devices of its arguments, of which a layer's own input is none."""
+    given, checkpoint = [], activation_memory.checkpoint
 
     def noting(run, *args, **options):
         given.extend(args)
         return checkpoint(run, *args, **options)
 
-    monkeypatch.setattr(offload, "checkpoint", noting)
+    monkeypatch.setattr(activation_memory, "checkpoint", noting)
     x = torch.ones(3, requires_grad=True)
     Offload().recompute(lambda x, rate: torch.dropout(x, rate, train=True), x, 0.5).sum().backward()
     assert [tensor.device for tensor in given if isinstance(tensor, torch.Tensor)] == [x.device]
