@@ -8,6 +8,7 @@ al., 2023, arXiv:2305.14314).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -123,7 +124,8 @@ class Adapters:
         )
         model.requires_grad_(False)
         torch.manual_seed(seed)
-        own = {"target_modules": list(self.names), "modules_to_save": None}
+        # A list would be of endings: `layers.0.mlp.down_proj` is one of an encoder's layer too.
+        own = {"target_modules": "|".join(map(re.escape, self.names)), "modules_to_save": None}
         here = peft.LoraConfig(**{**self._options(), **own})
         peft.inject_adapter_in_model(here, model)
         for name, parameter in model.named_parameters():

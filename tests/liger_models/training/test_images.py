@@ -371,15 +371,25 @@ def test_what_is_frozen_stays_and_gets_no_adapters(seeing_settings, run, tmp_pat
     changed = {name for name, p in after.named_parameters() if not torch.equal(p, then[name])}
     assert changed
     assert not changed & names
-    pytest.importorskip("peft")
-    run(seeing_settings(output=tmp_path / "lora", steps=2, lora="r=2", freeze=("language",), save_every=0))
-    written = load_file(tmp_path / "lora" / "final" / "adapter_model.safetensors")
-    assert written
-    assert all(".visual." in name for name in written)
     with pytest.raises(
         ConfigError, match="no part 'tower' in this model; expected language, vision, projector"
     ):
         run(seeing_settings(output=tmp_path / "none", freeze=("tower",)))
+
+
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+@pytest.mark.parametrize("frozen", ["vision,projector", "language"])
+def test_adapters_are_of_either_part_alone(frozen, quantize, seeing_settings, run, tmp_path):
+    """Layers of an encoder and of a language model bear names with one ending."""
+    pytest.importorskip("peft")
+    if quantize:
+        pytest.importorskip("bitsandbytes")
+    # bitsandbytes evaluates no matrix so small on a CPU.
+    options = {"lora": "r=2", "quantize": quantize, "eval_fraction": 0.0, "save_every": 0, "steps": 2}
+    run(seeing_settings(output=tmp_path, freeze=tuple(frozen.split(",")), **options))
+    written = load_file(tmp_path / "final" / "adapter_model.safetensors")
+    assert {".visual." in name for name in written} == {frozen == "language"}
+    assert all(tensor.any() for tensor in written.values())  # B begins as zero
 
 
 @pytest.mark.slow
