@@ -243,14 +243,14 @@ def _reference(architecture: Architecture, config: dict[str, Any], dtype: torch.
     settings._attn_implementation = kind
     with torch.device(DEVICE):
         model = made(settings)
-        saved = model.state_dict().keys()
-        turns = {name: buffer for name, buffer in model.named_buffers() if name not in saved}
-        model.to(dtype)
-    # Frequencies of rotary positions, which a model that is read in bfloat16 has in float32; of complex ones
-    # `to` would leave the real part alone.
-    for name, buffer in turns.items():
-        module, _, own = name.rpartition(".")
-        setattr(model.get_submodule(module), own, buffer)
+    # The frequencies of rotary positions, which are not saved, stay as they are in a model that is read.
+    saved = model.state_dict().keys()
+    for p in model.parameters():
+        p.data = p.data.to(dtype)
+    for name, buffer in list(model.named_buffers()):
+        if name in saved and buffer.is_floating_point():
+            module, _, own = name.rpartition(".")
+            setattr(model.get_submodule(module), own, buffer.to(dtype))
     return model
 
 
