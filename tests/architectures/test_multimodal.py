@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -284,6 +285,22 @@ def test_layers_that_read_images_are_left_out_and_named(tmp_path_factory):
     assert len(unread_by_text(folder)) == 2 * 13 + 1
     assert set(unread_by_text(folder)) < set(model.left_out)
     assert (len(model.layers), len(model.embed_tokens.weight)) == (3, 131)
+
+
+@pytest.mark.parametrize(
+    ("sees", "text"),
+    [
+        ("Llama-3.2-11B-Vision-Instruct", "Llama-3.1-8B"),
+        ("Llama-3.2-90B-Vision-Instruct", "Llama-3.1-70B"),
+    ],
+)
+def test_the_text_of_llama_3_2_vision_is_llama_3_1(sees, text):
+    folder = Path(__file__).parent / "published"
+    raw, alone = (json.loads((folder / f"{name}.json").read_text()) for name in (sees, text))
+    model = liger_models.from_config(raw["config"], device="meta", text_only=True)
+    assert model.num_parameters() == alone["parameters"]
+    expected = liger_models.from_config(alone["config"], device="meta").spec
+    assert replace(model.spec, padding_idx=expected.padding_idx) == expected
 
 
 def test_keys_that_no_layer_reads_are_left_out_and_named(tmp_path_factory, tmp_path, failures):
