@@ -64,7 +64,11 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
+    args = parse(sys.argv[1:] if argv is None else argv)
+    return COMMANDS[args.command].run(args)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
     if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
         argv = ["ops", *argv]
     parser = argparse.ArgumentParser(
@@ -77,8 +81,7 @@ def main(argv: list[str] | None = None) -> int:
         command.add_argument(
             "--out", default="benchmark-results", help="folder for the results (%(default)s)"
         )
-    args = parser.parse_args(argv)
-    return COMMANDS[args.command].run(args)
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

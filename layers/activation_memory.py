@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, cast
 
@@ -237,7 +237,18 @@ def check_version(tensor: Tensor, found: int, expected: int) -> None:
         )
 
 
-def parse_levels(levels: str | list[str] | tuple[str, ...], num_layers: int) -> tuple[ActivationMemory, ...]:
+def set_levels(layers: Iterable[Any], levels: str | Sequence[str]) -> None:
+    """Choose what each of these layers keeps for the backward pass: one level for all, or one a layer.
+
+    Raises:
+        ValueError: an unknown level, or the wrong number of them.
+    """
+    layers = list(layers)
+    for layer, level in zip(layers, parse_levels(levels, len(layers)), strict=True):
+        layer.set_activation_memory(level)
+
+
+def parse_levels(levels: str | Sequence[str], num_layers: int) -> tuple[ActivationMemory, ...]:
     """One level a layer, from one name for all of them or a list of names.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from liger_models.layers.activation_memory import RERUN, ActivationMemory, parse_levels
+from liger_models.layers.activation_memory import RERUN, ActivationMemory, set_levels
 from liger_models.layers.attention_backends import BACKENDS, AttentionBackend
 from liger_models.layers.blocks import (
     BLOCKS,
@@ -193,9 +193,7 @@ class Decoder(nn.Module):
             raise ValueError(f"memory_budget is {memory_budget!r}, but only the level 'auto' has a budget")
         if self.vision is not None and isinstance(levels, str):
             self.vision.encoder.set_activation_memory(levels)
-        levels = levels if isinstance(levels, str) else tuple(levels)
-        for layer, level in zip(self.layers, parse_levels(levels, len(self.layers)), strict=True):
-            layer.set_activation_memory(level)
+        set_levels(self.layers, levels)
         if "offload" not in self.activation_memory:
             drop_unused_buffers()
         self._levels_before_checkpointing = self.activation_memory

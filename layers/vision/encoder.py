@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from liger_models.layers.activation_memory import parse_levels
+from liger_models.layers.activation_memory import set_levels
 from liger_models.layers.attention_backends import AttentionBackend
 from liger_models.layers.blocks import BLOCKS, Block, add_and_norm, run_block
 from liger_models.layers.linear import as_wide_as
@@ -162,14 +162,8 @@ class VisionEncoder(nn.Module):
         return x if self.norm_before is None else self.norm_before(x)
 
     def set_activation_memory(self, levels: str | Sequence[str]) -> None:
-        """Choose what is kept for the backward pass: one level for all layers, or one a layer.
-
-        Raises:
-            ValueError: an unknown level, or the wrong number of them.
-        """
-        levels = levels if isinstance(levels, str) else tuple(levels)
-        for layer, level in zip(self.layers, parse_levels(levels, len(self.layers)), strict=True):
-            layer.set_activation_memory(level)
+        """`set_levels` of all layers."""
+        set_levels(self.layers, levels)
 
 
 def _by_blocks(x: Tensor, order: Tensor, merge: int) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from liger_models.convert.errors import DataError
 from liger_models.kernels._dispatch import at_least_float32
-from liger_models.layers.activation_memory import parse_levels
+from liger_models.layers.activation_memory import set_levels
 from liger_models.layers.attention_backends import AttentionBackend
 from liger_models.layers.blocks import BLOCKS, IMAGES, Block, run_block
 from liger_models.layers.cross_attention import SeenTiles
@@ -306,14 +306,8 @@ class TiledEncoder(nn.Module):
         return [features.view(images, count, length, -1)[:, :, :patches_of_tile]]
 
     def set_activation_memory(self, levels: str | Sequence[str]) -> None:
-        """Choose what is kept for the backward pass: one level for all layers, or one a layer.
-
-        Raises:
-            ValueError: an unknown level, or the wrong number of them.
-        """
-        levels = levels if isinstance(levels, str) else tuple(levels)
-        for layer, level in zip(self.layers, parse_levels(levels, len(self.layers)), strict=True):
-            layer.set_activation_memory(level)
+        """`set_levels` of all layers."""
+        set_levels(self.layers, levels)
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
         """The class token as every matrix."""

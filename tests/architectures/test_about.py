@@ -1,14 +1,30 @@
-"""What is said of a family is read off its docstring."""
+"""What is said of a family is read off its docstring, and its file is short."""
+
+import inspect
 
 import pytest
 
-from liger_models.architectures import Architecture, find_architecture
+from liger_models.architectures import Architecture, find_architecture, list_architectures
 from liger_models.architectures.about import About, about
 
 
 def test_a_family_says_what_it_is_called_where_it_comes_from_and_what_it_is(family):
     words = about(find_architecture(family))
     assert all((words.name, words.source, words.traits))
+
+
+MOST_LINES = 80
+LONGER = {
+    "gemma4_text": "values that are keys, shared keys, inputs by layer, experts: each may be missing",
+    "llama4_text": "chunks, layers without positions, queries that grow, experts: each by own keys",
+    "phimoe": "factors of longrope that no other family has, and what its reference makes of them",
+}
+
+
+@pytest.mark.parametrize("family", [*list_architectures(), *list_architectures(sees=True)])
+def test_a_family_is_one_short_file(family):
+    lines = inspect.getsource(inspect.getmodule(find_architecture(family).build)).count("\n")
+    assert (lines > MOST_LINES) == (family in LONGER), f"{lines} lines"
 
 
 def described(text):

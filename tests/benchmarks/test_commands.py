@@ -1,5 +1,7 @@
 """What is asked for on the command line, and what comes back when it cannot be done."""
 
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +20,13 @@ def test_without_a_command_the_operations_are_measured(benchmarks, monkeypatch):
     assert benchmarks.__main__.main([]) == 0
     assert benchmarks.__main__.main(["--op", "linear_*", "--quick"]) == 0
     assert [args.op for args in asked] == [None, ["linear_*"]]
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *ROOT.glob("docs/*.md")], ids=lambda page: page.name)
+def test_every_command_of_a_page_is_understood(page, benchmarks):
+    text = re.sub(r" \\\n +", " ", page.read_text())  # one line each
+    for command in re.findall(r"^    (?:python -m benchmarks|liger-models bench)(.*)$", text, re.MULTILINE):
+        benchmarks.__main__.parse(shlex.split(command, comments=True))
 
 
 def test_operations_are_chosen_by_pattern_in_the_tables_order(benchmarks):

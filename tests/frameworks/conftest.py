@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from randomised import randomise
 
 import liger_models
 from liger_models.causal_lm import LigerCausalLM
@@ -36,11 +37,6 @@ def make_model(tiny_config) -> Callable[..., LigerCausalLM]:
 
     def make(activation_memory: str = "lean", **changes: Any) -> LigerCausalLM:
         model = liger_models.from_config(tiny_config | changes, activation_memory=activation_memory)
-        generator = torch.Generator().manual_seed(7)
-        with torch.no_grad():
-            for p in model.parameters():
-                noise = torch.randn(p.shape, generator=generator)
-                p.copy_(noise / p.shape[-1] ** 0.5 if p.dim() > 1 else 1 + 0.3 * noise)
-        return model
+        return randomise(model, torch.Generator().manual_seed(7))
 
     return make

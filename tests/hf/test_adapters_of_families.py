@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from hf_pairs import BOUND, relative_distance
+from randomised import randomise_trained
 from safetensors.torch import load_file
 
 from liger_models.architectures import list_architectures
@@ -16,17 +17,6 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 IDS = torch.randint(3, 131, (1, 7), generator=torch.Generator().manual_seed(0))
-
-
-def randomised(adapted):
-    """With adapters that change what the model computes."""
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for p in adapted.parameters():
-            if p.requires_grad:
-                noise = 0.3 * torch.randn(p.shape, generator=generator)
-                p.copy_(noise / p.shape[-1] ** 0.5 if p.dim() > 1 else p * (1 + noise))
-    return adapted.eval()
 
 
 def logits(model):
@@ -58,7 +48,7 @@ def test_adapters_of_every_family_are_the_references(family, make_both, hf, tmp_
         modules_to_save=[norm],
         rank_pattern={"o_proj": 2},
     )
-    theirs = randomised(peft.get_peft_model(both.reference, config))
+    theirs = randomise_trained(peft.get_peft_model(both.reference, config)).eval()
     theirs.save_pretrained(tmp_path / "theirs")
     expected, without = logits(theirs), logits(both.ours)
     ours = peft.PeftModel.from_pretrained(both.ours, tmp_path / "theirs").eval()
@@ -72,7 +62,7 @@ def test_adapters_of_every_family_are_the_references(family, make_both, hf, tmp_
     reference = theirs.unload()
     targets = sorted(path for path in layers(reference) if not (stacks and ".mlp." in path))
     config = peft.LoraConfig(**settings, target_modules=targets, use_dora=True)
-    theirs = randomised(peft.get_peft_model(reference, config))
+    theirs = randomise_trained(peft.get_peft_model(reference, config)).eval()
     theirs.save_pretrained(tmp_path / "dora")
     expected = logits(theirs)
     fused = ours.unload()
@@ -89,7 +79,7 @@ def test_routers_that_are_layers_in_transformers_have_their_adapters(family, mak
     """All that is linear in theirs, experts of some families included."""
     both = make_both(family)
     config = peft.LoraConfig(r=3, init_lora_weights=False, task_type="CAUSAL_LM", target_modules="all-linear")
-    theirs = randomised(peft.get_peft_model(both.reference, config))
+    theirs = randomise_trained(peft.get_peft_model(both.reference, config)).eval()
     theirs.save_pretrained(tmp_path / "theirs")
     assert any(".proj.lora_A" in name or ".wg.lora_A" in name for name in tensors(tmp_path / "theirs"))
     expected = logits(theirs)

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from hf_pairs import BOUND, relative_distance
+from randomised import randomise_trained
 from safetensors.torch import load_file, save_file
 
 import liger_models
@@ -25,13 +26,7 @@ def adapt(model, parameters=STACKS, modules=(), **settings):
     config = peft.LoraConfig(
         r=3, target_modules=list(modules), target_parameters=parameters, init_lora_weights=False, **settings
     )
-    adapted = peft.get_peft_model(model, config)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for p in adapted.parameters():
-            if p.requires_grad:
-                p.copy_(0.3 * torch.randn(p.shape, generator=generator) / p.shape[-1] ** 0.5)
-    return adapted.eval()
+    return randomise_trained(peft.get_peft_model(model, config)).eval()
 
 
 def tensors(folder):

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from hf_pairs import BOUND, relative_distance
+from randomised import randomise_trained
 from safetensors.torch import load_file, save_file
 
 import liger_models
@@ -24,14 +25,7 @@ def adapt(model, targets=USUAL, **settings):
     config = peft.LoraConfig(
         r=3, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=False, **settings
     )
-    adapted = peft.get_peft_model(model, config)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for p in adapted.parameters():
-            if p.requires_grad:
-                noise = 0.3 * torch.randn(p.shape, generator=generator)
-                p.copy_(noise / p.shape[-1] ** 0.5 if p.dim() > 1 else p * (1 + noise))
-    return adapted.eval()
+    return randomise_trained(peft.get_peft_model(model, config)).eval()
 
 
 def tensors(folder):

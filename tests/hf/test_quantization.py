@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hf_pairs import BOUND, relative_distance
+from randomised import randomise_trained
 from safetensors.torch import load_file
 
 import liger_models
@@ -167,12 +168,7 @@ def test_our_operation_runs_them(make_quantised, batch, monkeypatch):
 def compare_adapters(both, level, batch, tmp_path, bound=BOUND, **lora):
     theirs = peft.prepare_model_for_kbit_training(both.reference, use_gradient_checkpointing=False)
     theirs = peft.get_peft_model(theirs, peft.LoraConfig(**{"r": 4, "target_modules": "all-linear", **lora}))
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for p in theirs.parameters():
-            if p.requires_grad:
-                noise = 0.3 * torch.randn(p.shape, generator=generator)
-                p.copy_(noise / p.shape[-1] ** 0.5 if p.dim() > 1 else p * (1 + noise))
+    randomise_trained(theirs)
     theirs.save_pretrained(tmp_path / "adapter")
     both.ours.set_activation_memory(level)
     ours = peft.prepare_model_for_kbit_training(both.ours, use_gradient_checkpointing=False)

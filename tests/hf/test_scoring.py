@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from hf_pairs import BOUND, relative_distance
+from randomised import randomise_trained
 
 import liger_models
 from liger_models.kernels.losses.log_probs import log_probs_plain
@@ -23,13 +24,7 @@ def adapt(model, targets=("q_proj", "down_proj")):
     config = peft.LoraConfig(
         r=3, target_modules=list(targets), init_lora_weights=False, task_type="CAUSAL_LM"
     )
-    adapted = peft.get_peft_model(model, config)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for _, p in sorted(adapted.named_parameters()):
-            if p.requires_grad:
-                p.copy_(0.3 * torch.randn(p.shape, generator=generator) / p.shape[-1] ** 0.5)
-    return adapted
+    return randomise_trained(peft.get_peft_model(model, config))
 
 
 # Their logits have a cap, a scale, and neither.

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from randomised import randomise
 from torch import nn
 
+from liger_models.kernels._dispatch import interpret
 from liger_models.layers.model import CausalLM
 from liger_models.layers.spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, MoESpec, NormSpec, RopeSpec
 
@@ -37,13 +40,7 @@ def make_model() -> Callable[..., CausalLM]:
         attention = AttentionSpec(HEADS, kv_heads, HEAD_DIM, HEAD_DIM**-0.5, rope, window, bias, bias)
         block = BlockSpec(attention, MLPSpec(INNER, "silu", bias), NormSpec())
         spec = ModelSpec(VOCAB, HIDDEN, (block,) * layers, NormSpec(), tie_word_embeddings=tied)
-        model = CausalLM(spec, **options)
-        generator = torch.Generator().manual_seed(7)
-        with torch.no_grad():
-            for p in model.parameters():
-                noise = torch.randn(p.shape, generator=generator)
-                p.copy_(noise / p.shape[-1] ** 0.5 if p.dim() > 1 else 1 + 0.3 * noise)
-        return model
+        return randomise(CausalLM(spec, **options), torch.Generator().manual_seed(7))
 
     return make
 
@@ -78,3 +75,12 @@ def moe_spec() -> MoESpec:
         aux_loss_coef=0.3,
         z_loss_coef=0.1,
     )
+
+
+@pytest.fixture(params=["plain", "triton"])
+def form(request) -> Iterator[str]:
+    """Run a test twice: through the plain twins, and through the kernels in Triton's interpreter."""
+    if request.param == "triton" and torch.cuda.is_available():
+        pytest.skip("the interpreter is for machines without a GPU")
+    with interpret() if request.param == "triton" else contextlib.nullcontext():
+        yield request.param

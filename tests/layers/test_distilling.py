@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from randomised import randomise
 from score_calls import CALLS, Wrapped
 
 from liger_models.convert.errors import DataError
@@ -18,13 +19,7 @@ BATCH, SEQ = 3, 9
 
 
 def built(spec, **changes):
-    model = CausalLM(replace(spec, **changes)).double()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(
-                torch.randn_like(p) / p.shape[-1] ** 0.5 if p.dim() > 1 else 1 + 0.3 * torch.randn_like(p)
-            )
-    return model
+    return randomise(CausalLM(replace(spec, **changes)).double())
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,22 +10,12 @@ import torch
 import torch.nn.functional as F
 from ranks import run_ranks
 
-from liger_models.kernels._dispatch import interpret
 from liger_models.layers.moe import MixtureOfExperts
 from liger_models.layers.spec import MLPSpec, MoESpec
 
 HIDDEN, INNER, EXPERTS, CHOSEN = 16, 12, 8, 2
 PLAIN = MoESpec(EXPERTS, CHOSEN, INNER)
 RANK = Path(__file__).with_name("moe_rank.py")
-
-
-@pytest.fixture(params=["plain", "triton"])
-def form(request):
-    """Run a test twice: through the plain twins, and through the kernels in Triton's interpreter."""
-    if request.param == "triton" and torch.cuda.is_available():
-        pytest.skip("the interpreter is for machines without a GPU")
-    with interpret() if request.param == "triton" else contextlib.nullcontext():
-        yield request.param
 
 
 def by_hand(layer: MixtureOfExperts, x: torch.Tensor) -> torch.Tensor:

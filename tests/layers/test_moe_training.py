@@ -19,7 +19,6 @@ from torch.nn.utils.parametrize import register_parametrization, remove_parametr
 from torch.utils.checkpoint import checkpoint
 
 import liger_models.layers.moe as moe
-from liger_models.kernels._dispatch import interpret
 from liger_models.layers.activation_memory import LEVELS, keep_recipes, recompute
 from liger_models.layers.model import CausalLM
 from liger_models.layers.moe import MixtureOfExperts
@@ -46,15 +45,6 @@ class Layer(nn.Module):
 @pytest.fixture
 def make_layers(randomised, moe_spec):
     return lambda count, spec=moe_spec: randomised(nn.ModuleList([Layer(spec) for _ in range(count)]))
-
-
-@pytest.fixture(params=["plain", "triton"])
-def form(request):
-    """Run a test twice: through the plain twins, and through the kernels in Triton's interpreter."""
-    if request.param == "triton" and torch.cuda.is_available():
-        pytest.skip("the interpreter is for machines without a GPU")
-    with interpret() if request.param == "triton" else contextlib.nullcontext():
-        yield request.param
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 
@@ -40,3 +41,32 @@ def pair(family, make_pair, pairs_made) -> pairs.Pair:
         pairs_made[family] = make_pair(family)
     torch.manual_seed(0)
     return pairs_made[family]
+
+
+@pytest.fixture
+def projections() -> str:
+    """Of the models that `hf` registers; a file of tests may have its own."""
+    return "fused"
+
+
+@pytest.fixture
+def hf(request, projections):
+    """liger_models.hf, whose models the Auto classes give until the test is over."""
+    import liger_models.hf
+
+    if "pair" in request.fixturenames:  # whose reference is transformers' own, with all of its parts
+        request.getfixturevalue("pair")
+    liger_models.hf.register(projections)
+    yield liger_models.hf
+    liger_models.hf.unregister()
+
+
+@pytest.fixture
+def both(pair, hf, tmp_path):
+    """transformers' own model, and ours that was read from its files."""
+    import transformers
+
+    theirs = copy.deepcopy(pair.reference)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "theirs")
+    return theirs.train(), ours.train()

@@ -9,6 +9,7 @@ import copy
 import pytest
 import torch
 from pairs import beyond_bound, relative_distance
+from randomised import randomise_trained
 from scenes import DOCUMENTS
 
 transformers = pytest.importorskip("transformers")
@@ -23,30 +24,8 @@ SEVERAL = ["qwen2_5_vl", "gemma3", "mllama", "llava"]
 
 
 @pytest.fixture
-def hf(request):
-    import liger_models.hf
-
-    request.getfixturevalue("pair")
-    liger_models.hf.register("split")
-    yield liger_models.hf
-    liger_models.hf.unregister()
-
-
-@pytest.fixture
-def both(pair, hf, tmp_path):
-    """transformers' own model, and ours that was read from its files."""
-    theirs = copy.deepcopy(pair.reference)
-    theirs.save_pretrained(tmp_path / "theirs")
-    ours = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "theirs")
-    return theirs.train(), ours.train()
-
-
-def fill(model):
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for _, p in sorted((n, p) for n, p in model.named_parameters() if "lora_" in n):
-            p.copy_(0.3 * torch.randn(p.shape, generator=generator) / p.shape[-1] ** 0.5)
-    return model
+def projections():
+    return "split"
 
 
 def compare(theirs, ours, call):
@@ -72,7 +51,7 @@ def test_adapters_are_those_of_transformers_own_model(family, part, pair, both, 
     theirs, ours = both
     call = pair.scene(*DOCUMENTS.values())
     config = peft.LoraConfig(r=3, target_modules=PARTS[part], exclude_modules=r".*patch_embed.*")
-    theirs = fill(peft.get_peft_model(theirs, config))
+    theirs = randomise_trained(peft.get_peft_model(theirs, config))
     theirs.save_pretrained(tmp_path / "adapter")
     adapted = peft.get_peft_model(copy.deepcopy(ours), config)
     assert {n for n, _ in adapted.named_parameters() if "lora_" in n} == {
@@ -108,7 +87,7 @@ def test_adapters_on_quantised_weights_are_those_of_transformers_own(family, pai
     assert any("vis" in name for name in quantised[0])
     assert any("language_model" in name for name in quantised[0])
     config = peft.LoraConfig(r=3, target_modules="all-linear", exclude_modules=r".*patch_embed.*")
-    theirs = fill(peft.get_peft_model(theirs, config))
+    theirs = randomise_trained(peft.get_peft_model(theirs, config))
     theirs.save_pretrained(tmp_path / "adapter")
     ours = peft.PeftModel.from_pretrained(ours, tmp_path / "adapter", is_trainable=True).train()
     compare(theirs, ours, pair.scene(*DOCUMENTS.values()))

@@ -22,15 +22,7 @@ transformers = pytest.importorskip("transformers")
 EOS = {"do_sample": False, "pad_token_id": 9, "eos_token_id": None, "suppress_tokens": [3, 4]}
 
 
-@pytest.fixture(autouse=True)
-def registered(request):
-    import liger_models.hf
-
-    if "pair" in request.fixturenames:  # whose reference is transformers' own, with all of its parts
-        request.getfixturevalue("pair")
-    liger_models.hf.register()
-    yield liger_models.hf
-    liger_models.hf.unregister()
+pytestmark = pytest.mark.usefixtures("hf")
 
 
 @pytest.fixture(scope="module")
@@ -169,9 +161,7 @@ def test_checkpointing_frozen_parts_and_copies(family, pair, ours):
 
 
 @FEW
-def test_fresh_weights_base_models_pickles_and_layers_on_disk(
-    family, pair, ours, folders, registered, tmp_path
-):
+def test_fresh_weights_base_models_pickles_and_layers_on_disk(family, pair, ours, folders, hf, tmp_path):
     fresh = transformers.AutoModelForImageTextToText.from_config(ours.config)
     assert all(p.isfinite().all() for p in fresh.parameters())
     call = pair.scene(*DOCUMENTS.values())
@@ -189,7 +179,7 @@ def test_fresh_weights_base_models_pickles_and_layers_on_disk(
     with torch.no_grad():
         assert torch.equal(base(**call).last_hidden_state, ours.model(**call).last_hidden_state)
     base.save_pretrained(tmp_path / "base")
-    registered.unregister()
+    hf.unregister()
     _, told = transformers.AutoModel.from_pretrained(tmp_path / "base", output_loading_info=True)
     assert not told["missing_keys"]
     assert not told["unexpected_keys"]
@@ -219,12 +209,12 @@ def test_resized_vocabularies(family, pair, ours):
     assert model.get_input_embeddings().num_embeddings == 140
 
 
-def test_all_families_that_see_are_registered(registered):
+def test_all_families_that_see_are_registered(hf):
     for name in list_architectures(sees=True):
-        found = registered.classes_of(name).causal_lm
-        assert issubclass(found, registered.LigerForConditionalGeneration)
+        found = hf.classes_of(name).causal_lm
+        assert issubclass(found, hf.LigerForConditionalGeneration)
         assert getattr(transformers, found.architecture.reference) is found
-    registered.unregister()
+    hf.unregister()
     config = transformers.AutoConfig.for_model("gemma3")
     model = transformers.AutoModelForImageTextToText._model_mapping[type(config)]
     assert model.__module__.startswith("transformers.")

@@ -30,24 +30,6 @@ SETTINGS = {
 IMAGE = "@"
 
 
-@pytest.fixture
-def hf(request):
-    import liger_models.hf
-
-    request.getfixturevalue("pair")
-    liger_models.hf.register()
-    yield liger_models.hf
-    liger_models.hf.unregister()
-
-
-@pytest.fixture
-def both(pair, hf, tmp_path):
-    """transformers' own model, and ours that was read from its files."""
-    theirs = copy.deepcopy(pair.reference)
-    theirs.save_pretrained(tmp_path / "theirs")
-    return theirs, transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "theirs")
-
-
 def compare(trainers, folder):
     """The losses that were logged, and every parameter, in files of the same names."""
     logs = [[e for e in trainer.state.log_history if "loss" in e or "eval_loss" in e] for trainer in trainers]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from randomised import randomise
 
 import liger_models
 from liger_models.architectures import find_architecture
@@ -21,13 +22,7 @@ ITEMS = [([5, 9, 2], [[7, 8, 1, 3], [4, 1]]), ([6], [[3, 1], [2, 2, 1]]), ([8, 8
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    model = liger_models.from_config(find_architecture("mistral").tiny)  # windows of 5
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(
-                torch.randn_like(p) / p.shape[-1] ** 0.5 if p.dim() > 1 else 1 + 0.3 * torch.randn_like(p)
-            )
-    return model
+    return randomise(liger_models.from_config(find_architecture("mistral").tiny))  # windows of 5
 
 
 def padded(items, by_rank):

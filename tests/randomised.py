@@ -1,0 +1,23 @@
+"""Random values where a fresh model has zeros and ones, which would hide faults."""
+
+import torch
+
+
+def randomise(module, generator=None):
+    """In every parameter: in matrices such as keep the size of what they multiply, in vectors around one."""
+    with torch.no_grad():
+        for p in module.parameters():
+            noise = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+            p.copy_(noise / p.shape[-1] ** 0.5 if p.dim() > 1 else 1 + 0.3 * noise)
+    return module
+
+
+def randomise_trained(model):
+    """In every parameter that is trained, as adapters are, in the order of their names."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for _, p in sorted(model.named_parameters()):
+            if p.requires_grad:
+                noise = 0.3 * torch.randn(p.shape, generator=generator)
+                p.copy_(noise / p.shape[-1] ** 0.5 if p.dim() > 1 else p * (1 + noise))
+    return model
