@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from liger_models.layers.distilling import Distillation
 from liger_models.layers.model import CausalLM
 from liger_models.layers.scoring import ScoreOptions
 from liger_models.losses import kto_kl, top_entropy
@@ -68,6 +69,12 @@ def results(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
         fully_shard(model, mesh=mesh)
     student.distill(teacher, **own, beta=0.3, hard_weight=0.2, num_items_in_batch=20).loss.backward()
     found["taught"] = {name: p.grad.full_tensor() for name, p in student.named_parameters()}
+    student = CausalLM(task["spec"])
+    student.load_state_dict(task["state"])
+    lesson = Distillation(teacher, beta=0.3, hard_weight=0.2)
+    parallel = DistributedDataParallel(student)
+    parallel(**own, distill=lesson, num_items_in_batch=20).loss.backward()
+    found["taught, ddp"] = {name: p.grad for name, p in student.named_parameters()}
 
     values = torch.arange(3.0 + 2 * rank)  # 0 to 2, and 0 to 4
     found["kl"] = kto_kl(values, values - 1 - rank).item()

@@ -209,7 +209,8 @@ def test_two_ranks_make_the_mean_of_the_gradients(model, tmp_path):
     taught = {name: p.grad for name, p in model.named_parameters()}
     for rank, results in enumerate(found):
         assert "call the wrapper" in results["refusal"]
-        for wrapper, expected in (("ddp", of_scores), ("fsdp", of_scores), ("taught", taught)):
+        wanted = {"ddp": of_scores, "fsdp": of_scores, "taught": taught, "taught, ddp": taught}
+        for wrapper, expected in wanted.items():
             for name, gradient in expected.items():
                 distance = (results[wrapper][name] - gradient).norm()
                 assert distance <= 1e-5 * gradient.norm(), (wrapper, name)
