@@ -23,13 +23,9 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.machinery
-import importlib.util
 import re
 import statistics
-import sys
 import time
-import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -37,8 +33,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from benchmarks.ops import device_of
 from benchmarks.report import machine, markdown_table, publish
 from benchmarks.training.shapes import MODELS, config_of
+from benchmarks.trl import trl_module
 
 SUMMARY = "the longest sequences of post-training, and its memory and speed beside TRL's"
 
@@ -87,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    device, begun = torch.device(args.device), time.perf_counter()
+    device, begun = device_of(args.device), time.perf_counter()
     if args.gib is not None:
         size = torch.cuda.get_device_properties(device).total_memory / 2**30
         torch.cuda.set_per_process_memory_fraction(min(1.0, args.gib / size), device)
@@ -221,10 +219,7 @@ def _ours(case: Case, config: dict[str, Any], device: torch.device, with_referen
 def _trl(case: Case, config: dict[str, Any], device: torch.device, with_reference: bool) -> Any:
     import transformers
 
-    _stand_in("datasets", "IterableDataset", "Dataset")
-    _stand_in("pandas", "DataFrame")
-    from trl.trainer.utils import add_fused_lm_head
-
+    add_fused_lm_head = trl_module("trainer.utils").add_fused_lm_head
     shape = dict(config)
     kind = transformers.AutoConfig.for_model(shape.pop("model_type"), **shape)
     with torch.device(device):
@@ -245,17 +240,6 @@ def _trl(case: Case, config: dict[str, Any], device: torch.device, with_referenc
 
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=device.type == "cuda")
     return policy, reference, optimizer, score
-
-
-def _stand_in(name: str, *names: str) -> None:
-    """A module that TRL imports, and that its head does not use, where it is not installed."""
-    if name in sys.modules or importlib.util.find_spec(name) is not None:
-        return
-    module = types.ModuleType(name)
-    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-    for one in names:
-        setattr(module, one, type(one, (), {}))
-    sys.modules[name] = module
 
 
 def parse_case(text: str) -> Case:

@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         if device.type == "cuda" and operation.small is not None:
             timed = [row for row in rows if row.operation == operation.name and row.training is not None]
             rows += session.measure_launches(operation, list(dict.fromkeys(row.provider for row in timed)))
-    title = machine(device, "liger-kernel")
+    title = machine(device, "liger-kernel", "trl")
     publish(args.out, "ops", markdown(rows, title, ceilings, args.dtype), [row.record() for row in rows])
     note = draw(rows, title, ceilings, f"{args.out}/ops.png")
     print(f"\n{note}\n{time.monotonic() - started:.0f} s in all")

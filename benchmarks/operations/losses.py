@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.operations.core import (
+    Case,
     Cost,
+    Provider,
     Tensors,
     as_tuple,
     liger,
@@ -18,6 +20,7 @@ from benchmarks.operations.core import (
     standard_case,
     wide,
 )
+from benchmarks.trl import trl_module
 from liger_models import kernels
 
 # Of logits. Were it smaller, the gradient would be little more than -1 at the labels, and an error in the
@@ -111,8 +114,8 @@ def _linear_cross_entropy(shape, dtype, device, ignored=0.0):
     )
 
 
-@operation("linear_log_probs", HEAD, **ONE_HEAD)
-def _linear_log_probs(shape, dtype, device):
+@operation("linear_log_probs", HEAD, **ONE_HEAD, providers=("ours", "TRL", "torch.compile", "eager"))
+def _linear_log_probs(shape, dtype, device) -> Case:
     """The log-probability of a token and the entropy of its distribution, both with gradients."""
     tokens, hidden, vocab = shape
     x, weight = head(shape, dtype, device)
@@ -123,7 +126,13 @@ def _linear_log_probs(shape, dtype, device):
         log_p = wide(logits).log_softmax(-1)
         return log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
 
-    return standard_case(
+    def trl() -> Provider:
+        """Its default head: tiles of 4,096 tokens and 32,768 columns, whose logits are all made twice."""
+        apply = trl_module("kernels.chunked_logprob").ChunkedLogProbFunction.apply
+        options = (None, labels, 1.0, 32_768, None, 1.0, ("log_probs", "entropy"))
+        return Provider(lambda x, weight: apply(x, weight, *options)[:2])
+
+    case = standard_case(
         (x, weight),
         upstream,
         ours=lambda x, weight: kernels.linear_log_probs(x, weight, labels, entropy=True, num_valid=tokens)[
@@ -141,6 +150,8 @@ def _linear_log_probs(shape, dtype, device):
             upstream,
         ),
     )
+    case.providers["TRL"] = trl
+    return case
 
 
 @operation("linear_log_probs_weighted", HEAD, **ONE_HEAD)
