@@ -40,8 +40,8 @@ from liger_models.kernels._dispatch import (
     shared_memory,
     use_triton,
 )
-from liger_models.kernels.attention._flash_attention_kernels import (
-    attention_forward_kernel,
+from liger_models.kernels.attention._forward_kernel import attention_forward_kernel
+from liger_models.kernels.attention._gradient_kernels import (
     attention_key_value_gradient_kernel,
     attention_query_gradient_kernel,
 )
