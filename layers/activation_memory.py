@@ -15,6 +15,7 @@ tensor has the same bits.
 | `tiled`      | input                                                     | the same, MLP in tiles   |
 | `offload`    | nothing: its input is on the host                         | as `tiled`               |
 
+A layer that runs again does not hold its norms either until the backward pass comes to them (`run_again`).
 `tiled` is for long sequences: an MLP runs over one tile of them after the other, and what is as wide as the
 MLP exists for a tile alone (layers/tiles.py). How inputs get to the host stands in layers/offload.py.
 `auto` chooses a level for each layer by the memory that there is: layers/memory_plan.py.
