@@ -57,16 +57,14 @@ BEYOND = "transformers takes the short factors at every length: tests/architectu
     skip={
         **{f"rope:{kind}": f"the reference needs a {MSCALES[0]}" for kind in (*REFUSED, "longrope")},
         **{f"field:RopeSpec.{name}": "longrope does not read it" for name in (*UNREAD, "factor")},
-        "field:RopeSpec.long_factor": BEYOND,
-        "field:RopeSpec.original_max_position_embeddings": BEYOND,
+        **{f"field:RopeSpec.{name}": BEYOND for name in ("long_factor", "original_max_position_embeddings")},
     },
 )
 def phimoe(c: HFConfig) -> ModelSpec:
     norm = LayerNormSpec(eps=c.take_number("rms_norm_eps", 1e-5))
     draws = SparseMixerSpec(c.take_number("router_jitter_noise"), c.take_number("input_jitter_noise", 0.0))
     moe = chosen_experts(c, ("num_local_experts",), size="intermediate_size", sparse_mixer=draws)
-    block = BlockSpec(_attention(c), moe, norm)
-    blocks = [block] * c.take_count("num_hidden_layers")
+    blocks = [BlockSpec(_attention(c), moe, norm)] * c.take_count("num_hidden_layers")
     return decoder(c, blocks, norm, head_bias=c.take_flag("lm_head_bias", False))
 
 
@@ -80,7 +78,5 @@ def _attention(c: HFConfig) -> AttentionSpec:
     scales = c.take_rope(default_theta=1e6, extra=MSCALES)["extra"]
     short, long = (scales.get(key) for key in MSCALES)
     if short is None or short != long:
-        raise ConfigError(
-            f"{c.name}: longrope needs {' and '.join(MSCALES)}, as large; found {short} and {long}"
-        )
+        raise ConfigError(f"{c.name}: longrope needs equal {' and '.join(MSCALES)}, found {short} and {long}")
     return replace(attn, rope=replace(turned, attention_factor=float(short)))
