@@ -325,9 +325,19 @@ class LigerPreTrainedModel(PreTrainedModel):
     def get_submodule(self, target: str) -> nn.Module:
         """As of any module. PEFT asks for this name where it puts learned prompts in front of a model, and
         tells it in no other way.
+
+        Raises:
+            ValueError: a part of a packed projection that has an adapter.
         """
         if target == "embeddings.word_embeddings":
             self._prompted = True
+        path, _, part = target.rpartition(".")
+        base = getattr(super().get_submodule(path), "base_layer", None) if path else None
+        if part in getattr(base, "parts", ()):
+            raise ValueError(
+                f"{path} is to have an adapter, and so is {part}, which is packed in it; call "
+                "model.split_projections() first, and name the parts"
+            )
         return super().get_submodule(target)
 
     def _meet_adapters(self) -> None:

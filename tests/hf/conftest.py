@@ -22,8 +22,12 @@ from hf_pairs import Both
 
 @pytest.fixture(autouse=True)
 def own_choices() -> Iterator[None]:
-    """accelerate and Trainer put what they are told into the environment: the next test must not find it."""
+    """accelerate and Trainer keep what they are told, in the environment and by themselves: the next test
+    must not find it.
+    """
     yield
+    if "accelerate" in sys.modules:
+        sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
     for name in list(os.environ):
         if name.startswith(("ACCELERATE_", "FSDP_")):
             del os.environ[name]

@@ -190,6 +190,9 @@ def test_an_adapter_that_would_load_by_half_is_an_error(make_both, tmp_path, hf)
 def test_usual_names_on_fused_projections_are_an_error_that_says_what_to_do(make_both):
     with pytest.raises(ValueError, match=r"call model\.split_projections"):
         adapt(make_both("llama").ours)
+    # Layers of Gemma 4 that take the keys of others have queries alone, which are not packed.
+    with pytest.raises(ValueError, match=r"q_proj, which is packed in it; call model\.split_projections"):
+        adapt(make_both("gemma4_text").ours, ["qkv_proj", "q_proj"])
 
 
 @pytest.mark.supports("PEFT", "gradient checkpointing")
