@@ -215,6 +215,10 @@ class WriteGroups(ConversionOps):
         return ReadGroups(self.groups)
 
 
+_Fitting = tuple[dict[str, tuple[int, ...]], list[Group]]
+"""Shapes of native tensors, and the groups that fit what is there."""
+
+
 def convert_state_dict(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
     """A hook in front of `load_state_dict`: a state dict of a checkpoint's names becomes one of native names.
 
@@ -228,7 +232,9 @@ def convert_state_dict(model: nn.Module, state_dict: dict[str, Any], prefix: str
     """
     given = {name.removeprefix(prefix): x for name, x in state_dict.items() if name.startswith(prefix)}
     shapes = {name: tuple(x.shape) for name, x in given.items() if isinstance(x, Tensor)}.items()
-    native, stored, either = [], [], []
+    native: list[_Fitting] = []
+    stored: list[_Fitting] = []
+    either: list[_Fitting] = []
     for candidates in {id(found[0]): found for found in groups_of(model).of_native.values()}.values():
         fitting = [group for group in candidates if group.shapes.items() <= shapes]
         natives = {name: expr.shape for name, expr in candidates[0].natives.items()}
@@ -244,7 +250,7 @@ def convert_state_dict(model: nn.Module, state_dict: dict[str, Any], prefix: str
             f"{next(iter(stored[0][1][0].shapes))} as a checkpoint has it, so {next(iter(either[0][0]))} may "
             "be either; give all of one kind"
         )
-    for _, fitting in stored + either * bool(stored):
+    for _shapes, fitting in stored + either * bool(stored):
         tensors = {name: state_dict.pop(prefix + name) for name in fitting[0].shapes}
         state_dict |= {prefix + name: tensor for name, tensor in fitting[0].read(tensors).items()}
 
