@@ -115,12 +115,20 @@ def test_in_float32_from_a_bfloat16_checkpoint(run, settings, losses, tiny_check
     assert not any(tensor.bfloat16().float().equal(tensor) for tensor in trained.values())
 
 
-def test_in_bfloat16(run, settings, losses, tiny_checkpoint, stop_at, tmp_path):
-    changes = {"model": str(tiny_checkpoint(torch.bfloat16)), "save_every": 0}
-    whole = run(settings(output=str(tmp_path / "unstopped"), **changes))
-    with pytest.raises(TrainingInterrupted):
-        stop_at(settings(**changes), 12)
-    result = run(settings(resume="auto", **changes))
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_in_bfloat16(device, run, settings, losses, tiny_checkpoint, stop_at, tmp_path, monkeypatch):
+    """On a GPU with the kernels that PyTorch calls deterministic; ours all are."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    changes = {"model": str(tiny_checkpoint(torch.bfloat16)), "save_every": 0, "device": device}
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(device == "cuda", warn_only=True)
+    try:
+        whole = run(settings(output=str(tmp_path / "unstopped"), **changes))
+        with pytest.raises(TrainingInterrupted):
+            stop_at(settings(**changes), 12)
+        result = run(settings(resume="auto", **changes))
+    finally:
+        torch.use_deterministic_algorithms(before)
     assert losses(result) == losses(whole)
     assert_same_bits(result.final, whole.final)
 
