@@ -26,6 +26,20 @@ def test_every_link_to_a_file_leads_to_one(page):
     assert [target for target in files if not (page.parent / target).exists()] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_to_a_heading_leads_to_one(page):
+    links = re.findall(r"\]\(((?!http)[^)#\s]*)#([^)]+)\)", page.read_text())
+    assert [
+        link for link in links if link[1] not in headings(page.parent / link[0] if link[0] else page)
+    ] == []
+
+
+def headings(page):
+    """As links name them: in small letters, without punctuation, with hyphens for spaces."""
+    found = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
 def test_every_command_is_shown():
     commands = re.findall(r"^    liger-models (\w+)", README, re.MULTILINE)
     assert set(commands) == set(COMMANDS)
