@@ -3,11 +3,13 @@
     q = norm(x @ W_q^T),   k = norm(f @ W_k^T),   v = f @ W_v^T
     out = softmax(scale * q k^T, over what is seen) v @ W_o^T
 
-with features f of the tiles of images, and norms over each head. A token sees tiles as a whole.
+with features f of the tiles of images, and norms over each head. A token sees tiles as a whole. Of documents
+in one row each meets its own images alone: the work is the sum of theirs, not the product of the sums.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -33,10 +35,18 @@ class SeenTiles:
         any: which of the T tokens attend to some tile, [T, 1] bool.
         shown: which of them have been shown one, [T, 1] bool. (In the reference others attend to all tiles
             of their row, and this alone is left out behind them: the MLP.)
+        blocks: of one row, where that is known on the host, (first token, end, first tile, end) of each run
+            of tokens that sees no other tiles, in order; together they are all tokens.
     """
 
-    def __init__(self, mask: Tensor, any: Tensor, shown: Tensor):
-        self.mask, self.any, self.shown = mask, any, shown
+    def __init__(
+        self,
+        mask: Tensor,
+        any: Tensor,
+        shown: Tensor,
+        blocks: Sequence[tuple[int, int, int, int]] | None = None,
+    ):
+        self.mask, self.any, self.shown, self.blocks = mask, any, shown, blocks
 
     def last(self, sequences: Sequences, lengths: Tensor) -> SeenTiles:
         """Of the last token of each sequence, of these lengths [batch]."""
@@ -44,7 +54,8 @@ class SeenTiles:
         return SeenTiles(sequences.pack(self.mask)[token][:, None], self.any[token], self.shown[token])
 
     def to(self, device: torch.device) -> SeenTiles:
-        return SeenTiles(self.mask.to(device), self.any.to(device), self.shown.to(device))
+        tensors = (tensor.to(device) for tensor in (self.mask, self.any, self.shown))
+        return SeenTiles(*tensors, self.blocks)
 
 
 class CrossAttention(nn.Module):
@@ -80,14 +91,30 @@ class CrossAttention(nn.Module):
             made = self.k_norm(k), v
         if cache is not None:
             cache.of_images[self.layer] = made
-        groups = spec.num_attention_heads // spec.num_key_value_heads
-        k, v = (y.repeat_interleave(groups, dim=2).transpose(1, 2) for y in made)
-        mask = seen.mask.repeat_interleave(k.shape[2] // seen.mask.shape[2], dim=2)[:, None]
-        q = sequences.unpack(q).transpose(1, 2)
+        if seen.blocks is None:
+            out = sequences.pack(self._attend(sequences.unpack(q), *made, seen.mask))
+        else:
+            of_tile, pieces = made[0].shape[1] // seen.mask.shape[2], []
+            for first, end, first_tile, end_tile in seen.blocks:
+                own, tiles = q[None, first:end], slice(first_tile, end_tile)
+                keys = slice(first_tile * of_tile, end_tile * of_tile)
+                k, v = (y[:, keys] for y in made)
+                none = first_tile == end_tile or first == end
+                mask = seen.mask[:, first:end, tiles]
+                pieces.append((torch.zeros_like(own) if none else self._attend(own, k, v, mask))[0])
+            out = torch.cat(pieces)
+        return self.o_proj(torch.where(seen.any, out.flatten(1), 0))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """q [batch, seq, heads, dim], k and v [batch, K, kv_heads, dim] of tiles that `mask` [batch, seq,
+        tiles] tells -> [batch, seq, heads, dim].
+        """
+        groups = self.spec.num_attention_heads // self.spec.num_key_value_heads
+        k, v = (y.repeat_interleave(groups, dim=2).transpose(1, 2) for y in (k, v))
+        mask = mask.repeat_interleave(k.shape[2] // mask.shape[2], dim=2)[:, None]
         with sdpa_kernel(_MASKED) if q.is_cuda and not torch.compiler.is_compiling() else nullcontext():
-            out = F.scaled_dot_product_attention(q, k, v, mask, scale=spec.scale)
-        out = sequences.pack(out.transpose(1, 2)).flatten(1)
-        return self.o_proj(torch.where(seen.any, out, 0))
+            out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, scale=self.spec.scale)
+        return out.transpose(1, 2)
 
     def new_cache(
         self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype

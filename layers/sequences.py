@@ -70,6 +70,7 @@ class Sequences:
         self.tiles: Any = None
         self.pads: Tensor | None = None
         self.tree: Tree | None = None
+        self.host_bounds: list[int] | None = None
         self.ranges: dict[tuple[int | None, bool, bool], KeyRanges] = {}
         self.rotary: dict[RopeSpec, tuple[Tensor, Tensor]] = {}
         self.query_scales: dict[QueryScaleSpec, Tensor] = {}
@@ -161,7 +162,7 @@ class Sequences:
             longest = tree.longest if position_ids is None else int(position_ids.max()) + 1
             positions = tree.position_ids() if position_ids is None else position_ids
             sequences = cls(shape, positions, longest, tree.longest, cu)
-            sequences.tree = tree
+            sequences.tree, sequences.host_bounds = tree, bounds
             return sequences
         if position_ids is None:
             starts = torch.repeat_interleave(cu[:-1], cu.diff(), output_size=total)
@@ -169,7 +170,9 @@ class Sequences:
             longest = max(lengths)
         else:
             longest = int(position_ids.max()) + 1 if total else 0
-        return cls(shape, position_ids, longest, max(lengths), cu)
+        sequences = cls(shape, position_ids, longest, max(lengths), cu)
+        sequences.host_bounds = bounds
+        return sequences
 
     @classmethod
     def _padded(

@@ -17,6 +17,7 @@ ON_HOST = frozenset(
     {
         *("image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_sizes", "batch_num_images"),
         *("image_position_ids", "video_position_ids", "num_frames_per_video"),
+        "cross_attention_mask",
     }
 )
 _PLACES = ("image_position_ids", "video_position_ids")  # -1 where there is nothing

@@ -12,6 +12,7 @@ behind each tile. Tokens of padding do not see one another, but all others see t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -140,18 +141,29 @@ class TiledVision(nn.Module):
                 f"cross_attention_mask must begin with the shape of the tokens, {tuple(input_ids.shape)}; "
                 f"found {tuple(sight.seen.shape)}"
             )
-        ratios = sight.pictures.ratios
-        given, seen = sight.seen.flatten(2), sight.seen
-        reachable, apart = torch.ones_like(given), (ratios < 0).any()
+        ratios, blocks = sight.pictures.ratios, None
+        if sight.seen.device.type == "cpu" and sequences.host_bounds is not None:
+            blocks = _blocks(sight.seen[0].any(2), sequences.host_bounds)
+        seen = sight.seen.to(named.device, non_blocking=True)
+        given = seen.flatten(2)
+        reachable, apart, foreign = torch.ones_like(given), (ratios < 0).any(), (ratios < 0).any()
         if sequences.cu_seqlens is not None and sequences.kept is None:  # packed: of documents, not of rows
             own, apart = self._own_images(named, ratios, sequences)
+            if blocks is not None:
+                foreign = (
+                    own[0] != _in_blocks(blocks, *own.shape[1:]).to(own.device, non_blocking=True)
+                ).any()
             reachable = own[..., None].expand_as(seen).flatten(2)
         given = given & reachable
         shown, reached = given.any(2, keepdim=True), reachable.any(2, keepdim=True)
         mask = torch.where(shown, given, torch.where(reached, reachable, True))
-        sequences.tiles = SeenTiles(mask, *map(sequences.pack, (reached, shown)))
+        if blocks is not None:
+            tiles = self.spec.tiles
+            blocks = [(first, end, image * tiles, last * tiles) for first, end, image, last in blocks]
+        sequences.tiles = SeenTiles(mask, *map(sequences.pack, (reached, shown)), blocks)
         wrong = ((ratios < 0) | (ratios > self.spec.ratios)).any().long()
-        sight.checks = HostCopy(torch.stack([named.sum(), (ratios > 0).sum(), wrong + 2 * apart.long()]))
+        wrong = wrong + 2 * apart.long() + 4 * foreign.long()
+        sight.checks = HostCopy(torch.stack([named.sum(), (ratios > 0).sum(), wrong]))
 
     def _own_images(self, named: Tensor, ratios: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Which images of its row belong to each token's document, [batch, seq, images]; and whether some
@@ -219,11 +231,40 @@ class TiledVision(nn.Module):
                 f"the text names {tokens} images, and pixel_values and aspect_ratio_ids hold {images}; was "
                 "the text cut, or an image left out?"
             )
-        if wrong:
+        if wrong & 2:
             raise DataError(
                 "the images of a packed document are in another row than some of its text: let rows end "
                 "where documents end"
             )
+        if wrong & 4:
+            raise DataError(
+                "cross_attention_mask shows an image to another document than the one whose text names it"
+            )
+
+
+_Block = tuple[int, int, int, int]
+
+
+def _in_blocks(blocks: Sequence[_Block], tokens: int, images: int) -> Tensor:
+    """Which images each token may see, [tokens, images] bool, on the host."""
+    seen = torch.zeros(tokens, images, dtype=torch.bool, device="cpu")
+    for first, end, image, last in blocks:
+        seen[first:end, image:last] = True
+    return seen
+
+
+def _blocks(seen: Tensor, bounds: list[int]) -> list[_Block] | None:
+    """Of documents with these bounds in one row, whose tokens see images [T, images] bool, on the host: first
+    token, end, first image and end of each. None: an image is seen by no token, or they are not in order.
+    """
+    if not seen.any(0).all() or len(seen) != bounds[-1]:
+        return None
+    document = torch.bucketize(seen.byte().argmax(0), torch.tensor(bounds[1:]), right=True)
+    ends = torch.bincount(document, minlength=len(bounds) - 1).cumsum(0).tolist()
+    if bool((document.diff() < 0).any()):
+        return None
+    images = zip([0, *ends], ends, strict=False)
+    return [(*tokens, *own) for tokens, own in zip(itertools.pairwise(bounds), images, strict=True)]
 
 
 KEYWORDS = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask")

@@ -1,0 +1,66 @@
+"""Documents of one row meet their own images alone: no attention is computed between others."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from scenes import DOCUMENTS
+
+from liger_models.convert.errors import DataError
+from liger_models.layers import cross_attention
+
+
+@pytest.fixture
+def packed(make_pair):
+    """A pair, its documents in one row, where they end, and how many images each has."""
+    pair = make_pair("mllama")
+    alone = [pair.scene(document) for document in DOCUMENTS.values()]
+    lengths = [call["input_ids"].shape[1] for call in alone]
+    images = [call["aspect_ratio_ids"].shape[1] if "aspect_ratio_ids" in call else 0 for call in alone]
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)])
+    return pair, {**pair.pack(alone), "cu_seqlens": bounds}, lengths, images
+
+
+def scores(pair, call, monkeypatch) -> list[list[int]]:
+    """How many each layer that reads images computes for one head, product by product."""
+    counts: list[list[int]] = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def counted(q, k, *rest, **options):
+        counts[-1].append(q.shape[2] * k.shape[2])
+        return attend(q, k, *rest, **options)
+
+    mixers = [layer.mixer for layer in pair.ours.layers]
+    crossing = [mixer for mixer in mixers if isinstance(mixer, cross_attention.CrossAttention)]
+    with torch.no_grad(), monkeypatch.context() as patch:
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+        begin = [m.register_forward_pre_hook(lambda *_: counts.append([])) for m in crossing]
+        end = [m.register_forward_hook(lambda *_: counts.append([])) for m in crossing]
+        counts.append([])
+        pair.ours(**{name: x for name, x in call.items() if name != "labels"})
+        for hook in (*begin, *end):
+            hook.remove()
+    return counts[1::2]
+
+
+def test_each_document_meets_its_own_images_alone(packed, monkeypatch):
+    pair, call, lengths, images = packed
+    keys = pair.vision.tiles * ((pair.vision.image_size // pair.vision.patches.size) ** 2 + 1)
+    expected = [length * count * keys for length, count in zip(lengths, images, strict=True) if count]
+    assert scores(pair, call, monkeypatch) == [expected] * 2  # of two layers
+    # An image that nobody is shown leaves it open whose it is: then all tokens meet all images.
+    unseen = call["cross_attention_mask"].clone()
+    first = unseen[0, :, 0].nonzero()[:, 0]
+    unseen[0, first, 0] = 0
+    whole = scores(pair, call | {"cross_attention_mask": unseen}, monkeypatch)
+    assert whole == [[sum(lengths) * sum(images) * keys]] * 2
+
+
+def test_an_image_that_another_document_names_is_refused(packed):
+    pair, call, lengths, _ = packed
+    mask = call["cross_attention_mask"].clone()
+    mask[0, sum(lengths[:2]), -1] = 1  # the last document's, shown to the one before, which has none
+    with pytest.raises(DataError, match="to another document than the one whose text names it"):
+        pair.ours(**call | {"cross_attention_mask": mask})
