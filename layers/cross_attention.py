@@ -54,8 +54,7 @@ class SeenTiles:
         return SeenTiles(sequences.pack(self.mask)[token][:, None], self.any[token], self.shown[token])
 
     def to(self, device: torch.device) -> SeenTiles:
-        tensors = (tensor.to(device) for tensor in (self.mask, self.any, self.shown))
-        return SeenTiles(*tensors, self.blocks)
+        return SeenTiles(self.mask.to(device), self.any.to(device), self.shown.to(device), self.blocks)
 
 
 class CrossAttention(nn.Module):
@@ -91,17 +90,19 @@ class CrossAttention(nn.Module):
             made = self.k_norm(k), v
         if cache is not None:
             cache.of_images[self.layer] = made
+        k, v = made
         if seen.blocks is None:
-            out = sequences.pack(self._attend(sequences.unpack(q), *made, seen.mask))
+            out = sequences.pack(self._attend(sequences.unpack(q), k, v, seen.mask))
         else:
-            of_tile, pieces = made[0].shape[1] // seen.mask.shape[2], []
+            of_tile, pieces = k.shape[1] // seen.mask.shape[2], []
             for first, end, first_tile, end_tile in seen.blocks:
                 own, tiles = q[None, first:end], slice(first_tile, end_tile)
                 keys = slice(first_tile * of_tile, end_tile * of_tile)
-                k, v = (y[:, keys] for y in made)
                 none = first_tile == end_tile or first == end
                 mask = seen.mask[:, first:end, tiles]
-                pieces.append((torch.zeros_like(own) if none else self._attend(own, k, v, mask))[0])
+                pieces.append(
+                    (torch.zeros_like(own) if none else self._attend(own, k[:, keys], v[:, keys], mask))[0]
+                )
             out = torch.cat(pieces)
         return self.o_proj(torch.where(seen.any, out.flatten(1), 0))
 

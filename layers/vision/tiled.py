@@ -160,7 +160,7 @@ class TiledVision(nn.Module):
         if blocks is not None:
             tiles = self.spec.tiles
             blocks = [(first, end, image * tiles, last * tiles) for first, end, image, last in blocks]
-        sequences.tiles = SeenTiles(mask, *map(sequences.pack, (reached, shown)), blocks)
+        sequences.tiles = SeenTiles(mask, sequences.pack(reached), sequences.pack(shown), blocks)
         wrong = ((ratios < 0) | (ratios > self.spec.ratios)).any().long()
         wrong = wrong + 2 * apart.long() + 4 * foreign.long()
         sight.checks = HostCopy(torch.stack([named.sum(), (ratios > 0).sum(), wrong]))
