@@ -4,6 +4,8 @@ models.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from scenes import SeeingPair, older_transformers
@@ -37,3 +39,21 @@ def test_bfloat16_at_real_widths_is_as_near_to_the_truth_as_the_reference(family
     if family == "paligemma" and older_transformers():  # which does not cap PaliGemma 2's logits
         config["text_config"]["final_logit_softcapping"] = None
     assert not farther_than_reference(family, config, batches, SeeingPair)
+
+
+def test_packed_documents_with_tiles_are_as_where_all_tokens_meet_all_images(make_pair):
+    """Whose are whose is known where the mask is on the host, as a training run leaves it."""
+    pair = make_pair("mllama")
+    alone = [
+        pair.scene(document) for document in ([2, Image(6, 10), 5], [21], [Image(2, 4), 5, Image(4, 4), 3])
+    ]
+    bounds = torch.tensor([0, *itertools.accumulate(call["input_ids"].shape[1] for call in alone)])
+    pair.ours.cuda()
+    on_host = {"cu_seqlens": bounds, "cross_attention_mask": None}
+    results = []
+    for device in ("cpu", "cuda"):
+        call = pair.pack(alone)
+        on_host["cross_attention_mask"] = call.pop("cross_attention_mask").to(device)
+        results.append(pair.run_ours(**{name: x.cuda() for name, x in call.items()}, **on_host))
+    by_blocks, whole = results
+    assert max(by_blocks.distances(whole).values()) <= 1e-5
