@@ -26,6 +26,7 @@ class ExpertOrder(NamedTuple):
         offsets: [E + 1] int32. The rows of expert e are offsets[e] to offsets[e + 1], the latter excluded.
         tile_expert, tile_row: the expert and the first row of each tile. There are as many as the worst
             distribution of R rows needs; an expert of -1 marks those that this one does not.
+        num_tiles: [1] int32, how many this one does.
         block, top_k: rows a tile, and k.
     """
 
@@ -34,6 +35,7 @@ class ExpertOrder(NamedTuple):
     offsets: Tensor
     tile_expert: Tensor
     tile_row: Tensor
+    num_tiles: Tensor
     block: int
     top_k: int
 
@@ -50,14 +52,16 @@ def sort_by_expert(experts: Tensor, num_experts: int, num_rows: int | None = Non
     num_rows = slots if num_rows is None else num_rows
     block = _block_rows(num_rows, num_experts)
     most = min(num_rows, num_rows // block + num_experts)
-    order, position, offsets, tile_expert, tile_row = (
+    order, position, offsets, tile_expert, tile_row, num_tiles = (
         torch.empty(size, dtype=torch.int32, device=experts.device)
-        for size in (num_rows, slots, num_experts + 1, most, most)
+        for size in (num_rows, slots, num_experts + 1, most, most, 1)
     )
+    sorted_rows = ExpertOrder(order, position, offsets, tile_expert, tile_row, num_tiles, block, top_k)
     if not num_rows:
         offsets.zero_()
         position.fill_(-1)
-        return ExpertOrder(order, position, offsets, tile_expert, tile_row, block, top_k)
+        num_tiles.zero_()
+        return sorted_rows
     block_experts = next_power_of_2(num_experts)
     # A tile of chunk x experts has 16,384 elements: 64 registers of each of 256 threads.
     chunk = max(1, min(1024, 16384 // block_experts))
@@ -86,13 +90,14 @@ def sort_by_expert(experts: Tensor, num_experts: int, num_rows: int | None = Non
             offsets,
             tile_expert,
             tile_row,
+            num_tiles,
             num_experts,
             most,
             BLOCK=block,
             BLOCK_TILES=block_tiles,
             BLOCK_EXPERTS=block_experts,
         )
-    return ExpertOrder(order, position, offsets, tile_expert, tile_row, block, top_k)
+    return sorted_rows
 
 
 def _block_rows(num_rows: int, num_experts: int) -> int:
@@ -160,6 +165,7 @@ def _tiles_kernel(
     offsets,
     tile_expert,
     tile_row,
+    num_tiles,
     num_experts,
     most,
     BLOCK: tl.constexpr,
@@ -177,5 +183,7 @@ def _tiles_kernel(
     mine = (first[None, :] <= tile[:, None]) & (tile[:, None] < last[None, :])  # of one expert, or of none
     which = tl.sum(tl.where(mine, expert[None, :] + 1, 0), 1) - 1
     row = tl.sum(tl.where(mine, start[None, :] + (tile[:, None] - first[None, :]) * BLOCK, 0), 1)
+    if tl.program_id(0) == 0:
+        tl.store(num_tiles, tl.sum(tiles))
     tl.store(tile_expert + tile, which, tile < most)
     tl.store(tile_row + tile, row, tile < most)

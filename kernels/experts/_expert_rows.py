@@ -66,14 +66,13 @@ def gated_backward(
     want_weights: bool,
     want_product: bool,
     inputs: bool = False,
-    dy: Tensor | None = None,
-    down_bias: Tensor | None = None,
+    of_bias: Tensor | None = None,
     experts: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """From h [R, 2 I] and dproduct [R, I], the gradient of a before its weight: those that are wanted of
 
-    dh [R, 2 I], dweights [T, k], and weights * a [R, I]. Only the last does without dproduct. What a bias of
-    the last product adds to dweights, dy [R, H] . down_bias[e(r)], is added if the three last are given.
+    dh [R, 2 I], dweights [T, k], and weights * a [R, I]. Only the last does without dproduct. To dweights is
+    added what the bias of the last product makes of it, of_bias [T, E] float32 at experts [T, k], if given.
 
     With `inputs` it is h that the weights multiply, and not a; the last result is then a itself.
     """
@@ -93,17 +92,17 @@ def gated_backward(
                 h,
                 weights,
                 order.order,
-                dy,
-                down_bias,
+                of_bias,
                 experts,
                 dh,
                 dweights,
                 product,
                 num_rows,
                 width,
-                0 if dy is None else dy.shape[1],
+                order.offsets.numel() - 1,
                 **activation_constants(activation),
                 INPUTS=inputs,
+                TOP_K=order.top_k,
                 BLOCK_ROWS=block_rows,
                 BLOCK=block,
             )
@@ -156,19 +155,19 @@ def _gated_backward_kernel(
     h,
     weights,
     order,
-    dy,
-    down_bias,
+    of_bias,
     experts,
     dh,
     dweights,
     product,
     num_rows,
     width,
-    hidden,
+    num_experts,
     ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     INPUTS: tl.constexpr,
+    TOP_K: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -206,14 +205,10 @@ def _gated_backward_kernel(
                 tl.store(dh + gate_at, dgate.to(dh.dtype.element_ty), mask)
                 tl.store(dh + up_at, dup.to(dh.dtype.element_ty), mask)
     if dweights is not None:
-        if down_bias is not None:
-            expert = tl.load(experts + assignment, row_mask, 0).to(tl.int64)[:, None]
-            for first in range(0, hidden, BLOCK):
-                column = first + tl.arange(0, BLOCK)[None, :]
-                mask = row_mask[:, None] & (column < hidden)
-                gradient = tl.load(dy + row.to(tl.int64)[:, None] * hidden + column, mask, 0.0)
-                bias = tl.load(down_bias + expert * hidden + column, mask, 0.0)
-                dweight += tl.sum(gradient.to(tl.float32) * bias.to(tl.float32), 1)
+        if of_bias is not None:
+            expert = tl.load(experts + assignment, row_mask, 0).to(tl.int64)
+            token = (assignment // TOP_K).to(tl.int64)
+            dweight += tl.load(of_bias + token * num_experts + expert, row_mask, 0.0)
         tl.store(dweights + assignment, dweight.to(dweights.dtype.element_ty), row_mask)
 
 

@@ -4,13 +4,17 @@
     weight_product:  D[e] = sum over the rows r of e of P[r]^T Q[r]
 
 Rows lie sorted by expert (`_expert_order.py`). How many an expert has is known on the device alone, and no
-launch waits for it: grids have the most programs that any distribution could need.
+launch waits for it: grids have the most programs that any distribution could need, or as many as run at once.
 
 Tiles are fetched through tensor descriptors, which Hopper's copy engine serves (elsewhere Triton turns them
 into ordinary loads). They end where a tensor ends, and give zeros beyond, so odd widths need no masks here.
-On an H200 these products run at 580 to 680 TFLOP/s in bfloat16 at the shape of Qwen3-30B-A3B, where dense
-ones of size 8192 do at 680 to 790. Gathering A's rows by pointers costs 5% of that (0.15 ms of 2.5), less
-than a gathered copy would. It costs 40% in weight_product, whose inner dimension are the rows: gather first.
+In rows_product a program makes tile after tile, and its loops are one: the next tile's first blocks are on
+their way while this one is written. On an H200 at the shape of Qwen3-30B-A3B that took 12% off the product
+with the shortest sums (768), 9% off the gathered one, and 3% off the other two, to 560 to 595 TFLOP/s at the
+power limit; at gpt-oss's 2% to 5%. The activation within the first product was slower than behind it (3.19 ms
+against 2.77 and 0.31): it wants the registers that the larger tile has. Gathering A's rows by pointers costs
+less than a gathered copy would. It costs 40% in weight_product, whose inner dimension are the rows: gather
+first.
 
 Of many rows of bfloat16 on a Hopper GPU, torch's own grouped product (CUTLASS) makes the weight gradient: in
 profiles of Mixtral's step it took 64 ms where our kernel took 74. A whole step gains 1% at most, for the
@@ -26,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_models.kernels._dispatch import ceil_div, jit, on_device_of, shared_memory, tl
+from liger_models.kernels._dispatch import ceil_div, jit, num_sms, on_device_of, shared_memory, tl
 from liger_models.kernels.experts._expert_order import ExpertOrder
 
 
@@ -49,15 +53,17 @@ def rows_product(
     if not c.numel():
         return c
     block_m = order.block
-    block_n, block_k, num_warps, num_stages = _rows_config(block_m, width, a)
+    block_n, block_k, num_warps, num_stages, programs = _rows_config(block_m, inner, width, a)
+    most_tiles = order.tile_expert.numel() * ceil_div(width, block_n)
     with on_device_of(a):
-        _rows_kernel[(order.tile_expert.numel() * ceil_div(width, block_n),)](
+        _rows_kernel[(min(most_tiles, programs * num_sms(a)),)](
             a if gather else _descriptor(a, [block_m, block_k]),
             _descriptor(b, [1, block_n, block_k] if transposed else [1, block_k, block_n]),
             bias,
             c,
             order.tile_expert,
             order.tile_row,
+            order.num_tiles,
             order.offsets,
             order.order,
             a.stride(0),
@@ -117,16 +123,18 @@ def _descriptor(x: Tensor, block: list[int]):
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block)
 
 
-def _rows_config(block_m: int, width: int, a: Tensor) -> tuple[int, int, int, int]:
-    """Block of columns, block of the inner dimension, warps, stages."""
+def _rows_config(block_m: int, inner: int, width: int, a: Tensor) -> tuple[int, int, int, int, int]:
+    """Block of columns, block of the inner dimension, warps, stages, programs a multiprocessor."""
     if a.dtype == torch.float32:
         # Exact products run outside the tensor cores: larger tiles would not fit the registers.
-        return (64, 32, 4, 2) if _precision(a.dtype) == "tf32" else (64, 16, 8, 2)
+        return (64, 32, 4, 2, 2) if _precision(a.dtype) == "tf32" else (64, 16, 8, 2, 2)
     if not _has_room(a):
-        return 128, 32, 4, 3
-    if block_m < 128 or width <= 128:
-        return 128, 64, 4, 4
-    return 256, 64, 8, 3
+        return 128, 32, 4, 3, 2
+    if inner % 64 or width % 16:
+        return 128, 64, 8, 3, 1  # rows that have rests take registers
+    if block_m < 128 or width <= 128 or shared_memory(a) < 227 * 1024:
+        return 128, 64, 4, 3, 2
+    return 256, 64, 8, 4, 1
 
 
 def _weight_config(width: int, num_experts: int, p: Tensor) -> tuple[int, int, int, int, int]:
@@ -189,6 +197,7 @@ def _rows_kernel(
     c,
     tile_expert,
     tile_row,
+    num_tiles,
     offsets,
     order,
     a_stride,
@@ -202,39 +211,39 @@ def _rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    blocks_n = tl.cdiv(width, BLOCK_N)
-    tile, n = _in_bands(tl.program_id(0), tl.num_programs(0) // blocks_n, blocks_n)
-    expert = tl.load(tile_expert + tile)
-    if expert < 0:
-        return
-    first_row = tl.load(tile_row + tile)
-    row = first_row + tl.arange(0, BLOCK_M)
-    row_mask = row < tl.load(offsets + expert + 1)
-    column = n * BLOCK_N
-    if TOKENS:
-        # Rows of the next expert load the first token instead, and are not stored.
-        source = tl.load(order + row, row_mask, 0) // TOKENS
-        k = tl.arange(0, BLOCK_K)
-        a_tile = a + source.to(tl.int64)[:, None] * a_stride + k[None, :]
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for first in range(0, inner, BLOCK_K):
-        if not TOKENS:
-            a_block = a.load([first_row, first])
-        elif EVEN_K:
-            a_block = tl.load(a_tile + first)
-        else:
-            a_block = tl.load(a_tile + first, (k < inner - first)[None, :], 0.0)
-        if TRANSPOSED:
-            b_block = b.load([expert, column, first]).reshape(BLOCK_N, BLOCK_K).T
-        else:
-            b_block = b.load([expert, first, column]).reshape(BLOCK_K, BLOCK_N)
-        total = tl.dot(a_block, b_block, total, input_precision=PRECISION)
-    columns = column + tl.arange(0, BLOCK_N)
-    if bias is not None:
-        shift = tl.load(bias + expert.to(tl.int64) * width + columns, columns < width, 0.0)
-        total += shift.to(tl.float32)[None, :]
-    c_tile = c + row.to(tl.int64)[:, None] * width + columns[None, :]
-    tl.store(c_tile, total.to(c.dtype.element_ty), row_mask[:, None] & (columns < width)[None, :])
+    tiles, blocks_n = tl.load(num_tiles), tl.cdiv(width, BLOCK_N)
+    # Flattened, the loops over tiles and along a tile's sums are one to the pipeline.
+    for program in tl.range(tl.program_id(0), tiles * blocks_n, tl.num_programs(0), flatten=True):
+        tile, n = _in_bands(program, tiles, blocks_n)
+        expert = tl.load(tile_expert + tile)
+        first_row = tl.load(tile_row + tile)
+        row = first_row + tl.arange(0, BLOCK_M)
+        row_mask = row < tl.load(offsets + expert + 1)
+        column = n * BLOCK_N
+        if TOKENS:
+            # Rows of the next expert load the first token instead, and are not stored.
+            source = tl.load(order + row, row_mask, 0) // TOKENS
+            k = tl.arange(0, BLOCK_K)
+            a_tile = a + source.to(tl.int64)[:, None] * a_stride + k[None, :]
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for first in range(0, inner, BLOCK_K):
+            if not TOKENS:
+                a_block = a.load([first_row, first])
+            elif EVEN_K:
+                a_block = tl.load(a_tile + first)
+            else:
+                a_block = tl.load(a_tile + first, (k < inner - first)[None, :], 0.0)
+            if TRANSPOSED:
+                b_block = b.load([expert, column, first]).reshape(BLOCK_N, BLOCK_K).T
+            else:
+                b_block = b.load([expert, first, column]).reshape(BLOCK_K, BLOCK_N)
+            total = tl.dot(a_block, b_block, total, input_precision=PRECISION)
+        columns = column + tl.arange(0, BLOCK_N)
+        if bias is not None:
+            shift = tl.load(bias + expert.to(tl.int64) * width + columns, columns < width, 0.0)
+            total += shift.to(tl.float32)[None, :]
+        c_tile = c + row.to(tl.int64)[:, None] * width + columns[None, :]
+        tl.store(c_tile, total.to(c.dtype.element_ty), row_mask[:, None] & (columns < width)[None, :])
 
 
 @jit

@@ -270,7 +270,7 @@ class _Experts(torch.autograd.Function):
         return dx, dweights, None, *dexperts, None, None, None
 
 
-_TENSORS = 5  # of an ExpertOrder: its first fields
+_TENSORS = 6  # of an ExpertOrder: its first fields
 
 
 def _wanted(ctx: Any) -> _Wanted:
@@ -314,12 +314,13 @@ def _backward(
     """The gradients that are wanted, as in `_Wanted`. Buffers are freed as soon as they are used."""
     want_h = want.x or want.gate_up or want.gate_up_bias
     dx = dgate_up = ddown = dgate_up_bias = ddown_bias = dproduct = None
+    biased = {}
+    if down_bias is not None and experts is not None and want.weights:
+        # Of all experts: dy is read once, and not once a slot.
+        biased = {"of_bias": _wide_product(dy, down_bias.T), "experts": experts.contiguous()}
     dy = spread_rows(dy, order)  # [R, H]
     if want_h or want.weights:
         dproduct = rows_product(dy, down.contiguous(), order, transposed=False)  # [R, I]
-    biased = {}
-    if down_bias is not None and experts is not None and want.weights:
-        biased = {"dy": dy, "down_bias": down_bias.contiguous(), "experts": experts.contiguous()}
     dh: Any
     product: Any
     dh, dweights, product = gated_backward(  # each None unless it is wanted
@@ -338,6 +339,13 @@ def _backward(
     if want.x:
         dx = sum_slots(rows_product(dh, gate_up.contiguous(), order, transposed=False), None, order)
     return dx, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, summed and returned in float32."""
+    if a.dtype == torch.float32:
+        return a @ b
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
 # torch.compile cannot look into the layer: how many rows an expert has would be a shape that depends on data.

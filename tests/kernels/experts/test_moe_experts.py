@@ -53,13 +53,15 @@ def test_result_and_gradients_are_those_of_the_formula(sizes, options, implement
         {"tokens": 7, "hidden": 10, "inner": 6, "num_experts": 5, "top_k": 2},
         {"tokens": 70, "hidden": 33, "inner": 20, "num_experts": 3, "top_k": 1, "favourite": 1},
         {"tokens": 3, "hidden": 4, "inner": 8, "num_experts": 9, "top_k": 2},
+        # Experts of one tile and of two, and several blocks of columns of either width.
+        {"tokens": 90, "hidden": 70, "inner": 100, "num_experts": 3, "top_k": 2},
     ],
 )
 def test_biases_and_a_clamped_activation_are_those_of_the_formula(sizes, implementation, assert_near):
     inputs = operands(**sizes, biases=True)
     upstream = torch.randn(sizes["tokens"], sizes["hidden"])
     truth = run(with_biases(formula), doubled(inputs), upstream)
-    # As without biases; one of them is the sum of up to 70 rows.
+    # As without biases; one of them is the sum of up to 180 rows.
     for actual, expected in zip(run(with_biases(moe_experts), inputs, upstream), truth, strict=True):
         assert_near(actual, expected, 32)
 
@@ -358,6 +360,7 @@ def test_sorting_keeps_the_order_of_tokens_and_tiles_cover_every_row_once(
             assert (keys[row:end] == expert).all()
             covered += range(row, end)
     assert covered == list(range(tokens * top_k))
+    assert order.num_tiles.tolist() == [sum(expert >= 0 for expert in order.tile_expert.tolist())]
 
 
 @pytest.mark.parametrize(
