@@ -62,6 +62,18 @@ def test_the_cases_of_a_page_are_renewed_with_their_ratios_and_their_picture(
     assert (tmp_path / cases.PICTURE).read_bytes().startswith(b"\x89PNG")
 
 
+def test_what_was_asked_for_comes_first_and_what_compiles_for_minutes_last(benchmarks):
+    from benchmarks.training import cases
+
+    groups = cases.groups()
+    assert [(model, len(found)) for model, found in groups][2:] == [(cases.LARGE, 1), (cases.SMALL, 1)]
+    assert groups[2][1][0][0] == "transformers"
+    assert "flex_attention" in groups[3][1][0][0]
+    found = [(model, one) for model, of_model in groups for one in of_model]
+    assert len(found) == len(set(found))
+    assert set(found) == {(model, one) for model, ones in cases.CASES.values() for one in ones}
+
+
 def test_what_takes_too_long_is_stopped_and_the_next_one_goes_on(benchmarks):
     from benchmarks.training.pool import measure_all
 
