@@ -181,7 +181,7 @@ def attention_key_value_gradient_kernel(
     if BLOCK_REST:
         dk_rest = tl.zeros([BLOCK_K, BLOCK_REST], tl.float32)
     dv_tile = tl.zeros([BLOCK_K, BLOCK_VALUE], tl.float32)
-    if parts > 1:
+    if RANGES:
         parts = parts_that_are_met(keys, bounds, parts, tokens)
     for part in range(0, parts):
         firsts = first_query(keys, bounds, part, tokens, RANGES)
