@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from mutations import spec_fields
 from pairs import Pair, Run, copy_parameters, in_comparable_mode, map_like, names_of, reference_class
 from torch import Tensor, nn
@@ -158,18 +159,16 @@ def farther_than_reference(
     ]
     sizes = compared[0]
 
-    farther, tokens, count = {}, batches[0]["input_ids"].numel(), len(batches)
+    farther, count = {}, len(batches)
     distances = {name: _mean_distances([one[name] for one in compared]) for name in sizes}
     for name, (own, theirs) in distances.items():
         numel = sizes[name].numel
-        # Of tokens that go to another expert the errors are large and few: by chance the logarithm of the
-        # ratio of two such means, of n numbers each, strays by 1 / sqrt(n). So it does where the reference's
-        # error is as large as the gradient, and both have noise alone.
-        by_chance = count > 1 or theirs >= 1
-        chance = math.exp(3 / (numel * count) ** 0.5) if by_chance else 1.0
-        # A loss is one number and can be near by luck, which does not bind: a rounding of a logit a token,
-        # 2^-9 and of either sign, is what bfloat16 allows.
-        luck = 2**-9 / tokens**0.5 if name == "loss" else 0.0
+        # Both are noise, of n numbers each: by chance the logarithm of the ratio of two such means strays by
+        # 1 / sqrt(n), which is nothing for a matrix, and something for a bias.
+        chance = math.exp(3 / (numel * count) ** 0.5)
+        # A loss is one number and can be near by luck, which does not bind: a mean of the tokens' errors, of
+        # either sign, strays by its standard error, here the reference's.
+        luck = 3 * sizes[name].strays
         # A key's bias, without positions, moves all scores of a query alike, and what comes out is rounding
         # alone: of terms that the weight's gradient sums too, times inputs of the order of one.
         weight = name.removesuffix("bias") + "weight"
@@ -200,6 +199,7 @@ class _Compared(NamedTuple):
     numel: int
     norm: float
     width: int
+    strays: float = 0.0  # of a mean: its standard error, relative
 
 
 def _compared(
@@ -213,7 +213,7 @@ def _compared(
         results.append(_results_of(pair.run_reference, batch, dtype))
     expected, truth = results
     assert found.keys() == truth.keys() == expected.keys()
-    return {
+    compared = {
         name: _Compared(
             distance(found[name], exact),
             distance(expected[name], exact),
@@ -223,6 +223,15 @@ def _compared(
         )
         for name, exact in truth.items()
     }
+    error = _token_losses(expected["logits"], batch) - _token_losses(truth["logits"], batch)
+    strays = error.std() / error.numel() ** 0.5 / truth["loss"]
+    return {**compared, "loss": compared["loss"]._replace(strays=strays.item())}
+
+
+def _token_losses(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    labels = batch["labels"][:, 1:].to(logits.device)
+    losses = F.cross_entropy(logits[:, :-1].float().transpose(1, 2), labels, reduction="none")
+    return losses[labels != -100]
 
 
 def _mean_distances(compared: Sequence[_Compared]) -> tuple[float, float]:
