@@ -44,7 +44,7 @@ from liger_models.layers.distilling import Distilling, TeacherCall, check_lesson
 from liger_models.layers.head import LMHead, LogitForm, loss_of_head, scores_of_head
 from liger_models.layers.model_output import CausalLMOutput, DistillationOutput, ScoreOutput
 from liger_models.layers.scoring import Scoring, check_score_call, score_output
-from liger_models.layers.sequences import Sequences
+from liger_models.layers.sequences import IGNORE_INDEX, Sequences
 from liger_models.layers.spec import ModelSpec, MoESpec
 
 
@@ -291,8 +291,10 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
 
         Args:
             labels: [batch, seq], aligned with the input and shifted in here; -100, padding, and the first
-                token of a document do not count.
-            logits_to_keep: make logits of the last so many positions only, or of these positions; 0: of all.
+                token of a document do not count. With `logits_to_keep` also [batch, positions], as in theirs:
+                what follows a position that is kept is the next label.
+            logits_to_keep: make logits of the last so many positions only, or of these positions (numbers
+                in ascending order, or a mask); 0: of all.
             others: `shift_labels` [batch, seq], shifted already; `score`, `ScoreOptions`, for what the method
                 `score` returns in the place of all below; `distill`, `Distillation`, for that of the method
                 `distill`; `num_items_in_batch`, by which the summed
@@ -319,6 +321,8 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
         width, needed = self.model.spec.hidden_size, self.model.needs_ids
         shape, _ = batch_shape(input_ids, inputs_embeds, width, ids_needed=needed)
         with_labels = labels is not None or shift_labels is not None
+        if labels is not None and labels.shape != shape:
+            labels = _labels_of_all(labels, logits_to_keep, shape)
         if score is not None:
             bounds = others.get("cu_seq_lens_q", others.get("cu_seqlens"))
             check_score_call(labels, shift_labels, bounds, shape[0], num_items, return_logits)
@@ -418,6 +422,19 @@ def spec_of(architecture: Architecture, config: Any) -> ModelSpec:
     """
     raw = {key: value for key, value in config.to_dict().items() if key != "quantization_config"}
     return architecture.spec(HFConfig.load(raw))
+
+
+def _labels_of_all(labels: Tensor, kept: int | Tensor, shape: tuple[int, int]) -> Tensor:
+    """Labels of the positions that are kept as labels [batch, seq]: what they make unseen does not count.
+    Others are given back as they are, for the error that tells of their shape.
+    """
+    positions = torch.arange(shape[1], device=labels.device)
+    positions = positions[-kept:] if isinstance(kept, int) else positions[kept.to(labels.device)]
+    if labels.shape != (shape[0], len(positions)):
+        return labels
+    every = labels.new_full((shape[0], shape[1] + 1), IGNORE_INDEX)
+    every[:, positions[:-1] + 1] = labels[:, 1:]
+    return every[:, : shape[1]]
 
 
 def _refuse_others(others: dict[str, Any]) -> None:

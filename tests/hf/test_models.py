@@ -82,6 +82,30 @@ def test_logits_of_some_positions(make_both, batch):
         assert relative_distance(found[1], expected[1]) <= BOUND  # the row without padding
 
 
+KEPT = {"last": 6, "mask": torch.arange(13) % 4 > 0, "numbers": torch.tensor([0, 3, 4, 5, 11])}
+
+
+@pytest.mark.supports("transformers", "loss and gradients")
+@pytest.mark.parametrize("kept", KEPT)
+def test_labels_of_the_positions_that_are_kept(kept, make_both, batch):
+    """As ms-swift trains: on the logits before an answer, and its labels alone."""
+    both = make_both("gemma2")
+    ids, kept = batch["input_ids"], KEPT[kept]
+    labels = (ids[:, -kept:] if isinstance(kept, int) else ids[:, kept]).clone()
+    labels[1, 2] = -100
+    results = []
+    for model in (both.reference, both.ours):
+        loss = model(ids, labels=labels, logits_to_keep=kept).loss
+        loss.backward()
+        results.append((loss, gradients(model)))
+    (expected, truth), (found, ours) = results
+    assert relative_distance(found, expected) <= BOUND
+    assert truth.keys() == ours.keys()
+    assert max(relative_distance(ours[name], truth[name]) for name in truth) <= BOUND
+    with pytest.raises(liger_models.DataError, match="labels must be integers"):
+        both.ours(ids, labels=labels[:, 1:], logits_to_keep=kept)
+
+
 # Not granitemoe: transformers' own fails when it is asked, up to 5.17.
 ROUTED = ["ernie4_5_moe", "gpt_oss", "mixtral", "minimax_m2", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe"]
 
