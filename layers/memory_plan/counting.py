@@ -112,7 +112,8 @@ class StepMemory:
         trained = step.lora_rank == 0 and self.model.embed_tokens.weight.requires_grad
         room = working_bytes(step.tokens, spec.hidden_size, spec.vocab_size, self.itemsize, trained)
         gradients = self.gradients if step.accumulates else 0
-        return "the loss", self._parts(self._beside_layers + sum(kept), room + self._ends, gradients)
+        room += self._ends - self._given_back
+        return "the loss", self._parts(self._beside_layers + sum(kept), room, gradients)
 
     def _frozen_encoder(self) -> list[tuple[str, dict[str, int]]]:
         """The forward pass of an encoder that keeps nothing, where no layer behind it has run."""
@@ -336,6 +337,14 @@ class StepMemory:
         return whole + 2 * max(layers) if self.model.gathered_once else whole + 3 * max(layers) - sum(layers)
 
     @cached_property
+    def _given_back(self) -> int:
+        """Of what `_gathered` counts what is not there while the loss is made: the embedding, which has run.
+        (In the backward pass the head's gradient, on its way to the other processes, takes as much.)
+        """
+        whole = self._tied or self.model.gathered_once or not self._gathered
+        return 0 if whole else _gathered_bytes(self.model.embed_tokens.weight)
+
+    @cached_property
     def _dequantised(self) -> int:
         """A quantised matrix as it is multiplied with."""
         if self.step.weight_bytes is None:
@@ -351,7 +360,7 @@ class StepMemory:
 # What a plan counts once for all sizes of a batch.
 _OF_PARAMETERS = (
     *("_weights", "_adapter_elements", "_matrices", "_headless", "_trained", "_tied", "gradients"),
-    *("_own_gradients", "_trains", "_gathered", "_dequantised", "_state_on_host"),
+    *("_own_gradients", "_trains", "_gathered", "_given_back", "_dequantised", "_state_on_host"),
 )
 
 

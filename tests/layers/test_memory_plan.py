@@ -72,7 +72,8 @@ MEASURED = [
 MEASURED_ON_TWO = [
     (2, 8192, ["lean"] * 32, 74.4),
     (4, 8192, ["checkpoint"] * 32, 40.3),
-    (4, 8192, ["lean"] * 28 + ["checkpoint"] * 4, 110.2),
+    (4, 8192, ["lean"] * 28 + ["checkpoint"] * 4, 112.6),
+    (4, 8192, ["lean"] * 26 + ["all"] * 6, 129.0),
 ]
 
 
@@ -101,6 +102,13 @@ def test_the_planned_peak_is_within_five_percent_of_the_measured_one(config, bat
 def test_so_it_is_where_two_gpus_divide_the_parameters(batch, seq, levels, peak):
     plan = StepMemory(on_meta(LLAMA_8B), Step(batch, seq, optimizer_bytes=4, gpus=2)).plan(levels)
     assert plan.peak / GIB == pytest.approx(peak, rel=0.05)
+
+
+def test_so_it_is_where_two_gpus_divide_a_sequence():
+    """A layer of Llama-3-8B and both ends, 65,536 tokens."""
+    step = Step(1, 65536, optimizer_bytes=4, gpus=2, sequence_ranks=2)
+    plan = StepMemory(on_meta(LLAMA_8B | {"num_hidden_layers": 1}), step).plan(["lean"])
+    assert plan.peak / GIB == pytest.approx(12.87, rel=0.05)
 
 
 def test_layers_that_stay_whole_from_the_forward_pass_on_are_counted():
