@@ -250,6 +250,8 @@ def _reference(architecture: Architecture, config: dict[str, Any], dtype: torch.
     made = reference_class(architecture)
     settings = made.config_class(**copy.deepcopy(config))
     settings._attn_implementation = kind
+    if dtype == torch.bfloat16 and hasattr(settings, "vision_config"):  # as it is when it is read
+        settings.vision_config._attn_implementation = "sdpa"
     with torch.device(DEVICE):
         model = made(settings)
     # The frequencies of rotary positions, which are not saved, stay as they are in a model that is read.
