@@ -29,7 +29,6 @@ from benchmarks.training.step import Job, Result
 _SPAWN = multiprocessing.get_context("spawn")
 _MOST_AT_ONCE = 14  # that compile on one GPU: each takes half a GiB of it, and a core
 _SECONDS_AHEAD = 120.0  # for one job
-_SHARE_AHEAD = 0.2  # of the time for all: what takes longer is compiled when it is measured
 _SECONDS_TO_COMPILE = 90.0  # more for one under torch.compile
 _BROKEN = "failed"
 
@@ -60,11 +59,14 @@ def measure_all(
     peers = any(not job.ours for group in groups for job in group)
     workers = [Worker(device, peers) for device in devices]  # they import meanwhile
     if ahead:
-        jobs = [[job] for group in groups for job in group if job.compiles]
+        # FlexAttention's takes minutes, which all others would wait for.
+        patient = math.isinf(within)
+        ready = (job for group in groups for job in group if patient or "flex_attention" not in job.options)
+        jobs = [[job] for job in ready if job.compiles]
         jobs.sort(key=lambda group: _longest_first(group[0]))
         at_once = max(1, min(_MOST_AT_ONCE, (len(os.sched_getaffinity(0)) - 1) // len(devices)))
         helpers = [Worker(device, peers) for _ in range(at_once) for device in devices][: len(jobs)]
-        work = _each(jobs, helpers, min(_SECONDS_AHEAD, _SHARE_AHEAD * within), end, ahead=True)
+        work = _each(jobs, helpers, _SECONDS_AHEAD, end, ahead=True)
         for _ in _with_bar(work, jobs, "compiling"):
             pass
     ordered = [sorted(group, key=_changes) for group in groups]
