@@ -121,27 +121,19 @@ def load_adapter(model: nn.Module, folder: str | Path, **options: Any) -> Any:
 
 
 def _refuse_names_of_experts(adapted: Any, adapter_name: str) -> None:
-    """In families whose experts were layers in transformers 4, PEFT takes their names for those of stacks,
-    also where a dense layer or shared experts bear them: an adapter of these would load elsewhere.
-    """
-    import peft
+    """An adapter of dense layers or shared experts whose names mean stacks to PEFT would load elsewhere."""
+    from liger_models.hf.expert_adapters import names_of_stacks
 
-    try:
-        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-    except ImportError:  # an older one, which looks for layers of these names
-        return
     model = adapted.get_base_model()
     for path, parts in _packed(model).items():
-        if adapter_name in getattr(model.get_submodule(path), "lora_A", ()):
-            config = peft.LoraConfig(target_modules=list(parts))
-            convert_peft_config_for_transformers(config, model, None)
-            if taken := sorted(parts.keys() - set(config.target_modules or ())):
-                raise CheckpointError(
-                    f"{path}: under the usual names ({', '.join(taken)}) PEFT would take this adapter for "
-                    f"one of the experts, in transformers' own {model.config.model_type} as here. Save it "
-                    "with model.save_pretrained(folder), which PeftModel.from_pretrained reads onto ours "
-                    "with projections packed, or merge it: model.merge_and_unload()"
-                )
+        has_adapter = adapter_name in getattr(model.get_submodule(path), "lora_A", ())
+        if has_adapter and (taken := sorted(names_of_stacks(model, parts))):
+            raise CheckpointError(
+                f"{path}: under the usual names ({', '.join(taken)}) PEFT would take this adapter for one of "
+                f"the experts, in transformers' own {model.config.model_type} as here. Save it with "
+                "model.save_pretrained(folder), which PeftModel.from_pretrained reads onto ours with "
+                "projections packed, or merge it: model.merge_and_unload()"
+            )
 
 
 _KINDS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")

@@ -15,11 +15,12 @@ of gate and up together have A stacked and B block-diagonal. Exact; a part witho
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
@@ -42,6 +43,19 @@ def keep_usual_order(model: Any) -> None:
         if isinstance(experts, Experts):
             name = f"{path.partition('.base_layer')[0]}.{wrapper.parameter_name}"
             _install(wrapper, name, _usual_order(model, [weight_map[name] for weight_map in maps]))
+
+
+def names_of_stacks(model: Any, names: Collection[str]) -> set[str]:
+    """Those of these names of layers that PEFT takes for stacks of experts, in families whose experts were
+    layers in transformers 4: also where a dense layer or shared experts bear them.
+    """
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # an older one, which looks for layers of these names
+        return set()
+    config = LoraConfig(target_modules=list(names))
+    convert_peft_config_for_transformers(config, model, None)
+    return set(names) - set(config.target_modules or ())
 
 
 def stack_single_experts(

@@ -36,8 +36,9 @@ class LoraSettings:
     Attributes:
         r: the rank of the adapters.
         alpha: what they are scaled by, over r (over its root with `rslora`). Default: 2 r.
-        targets: the linear layers that get one: "all-linear" (all but the head), or ends of their names in
-            the checkpoint, such as "q_proj", joined by +.
+        targets: the linear layers that get one: "all-linear" (all but the head, and but those whose names
+            mean stacks of experts to PEFT), or ends of their names in the checkpoint, such as "q_proj",
+            joined by +.
         dropout: of the adapters' input.
         dora: with a magnitude for each row (Liu et al., 2024, arXiv:2402.09353).
         rslora: scaled by alpha / sqrt(r) (Kalajdzievski, 2023, arXiv:2312.03732).
@@ -127,7 +128,12 @@ class Adapters:
         # A list would be of endings: `layers.0.mlp.down_proj` is one of an encoder's layer too.
         own = {"target_modules": "|".join(map(re.escape, self.names)), "modules_to_save": None}
         here = peft.LoraConfig(**{**self._options(), **own})
-        peft.inject_adapter_in_model(here, model)
+        config = model.config
+        del model.config  # by which PEFT would look for experts under the names of dense layers
+        try:
+            peft.inject_adapter_in_model(here, model)
+        finally:
+            model.config = config
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and parameter.dtype != torch.float32:  # as PEFT has them by default
                 parameter.data = parameter.data.float()
@@ -219,8 +225,12 @@ def _targets(model: LigerCausalLM, targets: str, frozen: Sequence[str]) -> dict[
             named[path] = expr.name.removesuffix(".weight")
     of_frozen = {m for part in frozen for module in model.parts()[part] for m in module.modules()}
     named = {path: name for path, name in named.items() if model.get_submodule(path) not in of_frozen}
+    from liger_models.hf.expert_adapters import names_of_stacks
+
+    stacks = names_of_stacks(model, {name.rpartition(".")[2] for name in named.values()})
     if targets == ALL:
-        return {path: name for path, name in named.items() if path != "lm_head"}
+        others = {path: name for path, name in named.items() if name.rpartition(".")[2] not in stacks}
+        return {path: name for path, name in others.items() if path != "lm_head"}
     wanted = [target for target in targets.split("+") if target]
     chosen: dict[str, str] = {}
     for target in wanted or [""]:
@@ -230,6 +240,11 @@ def _targets(model: LigerCausalLM, targets: str, frozen: Sequence[str]) -> dict[
             raise ConfigError(
                 f"targets={targets}: no linear layer is called {target!r}; this model has {', '.join(ends)}, "
                 f"or give {ALL}"
+            )
+        if taken := sorted({name.rpartition(".")[2] for name in fitting.values()} & stacks):
+            raise ConfigError(
+                f"targets={targets}: in {model.config.model_type} PEFT takes {', '.join(taken)} for stacks "
+                "of experts, so that nobody would read an adapter of layers of that name; leave it out"
             )
         chosen |= fitting
     return {path: name for path, name in named.items() if path in chosen}

@@ -148,8 +148,9 @@ def test_adapters_of_all_kinds(settings, lora, make_quantised, batch, tmp_path):
 
 def test_products_are_in_the_dtype_that_is_asked_for(make_quantised, batch, tmp_path):
     both = make_quantised("llama", 4, bnb_4bit_compute_dtype=torch.bfloat16)
-    # An input between two of its values may be rounded to the other one: 2^-8 of single elements.
-    compare_adapters(both, "lean", batch, tmp_path, bound=1e-3)
+    # Inputs between two values of bfloat16 may be rounded to either, 2^-8 of an element, and few are. With
+    # products in float32 every gradient is off by more than that, the least by 1.5 times.
+    compare_adapters(both, "lean", batch, tmp_path, bound=2**-8)
 
 
 def test_our_operation_runs_them(make_quantised, batch, monkeypatch):

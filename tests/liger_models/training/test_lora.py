@@ -107,6 +107,7 @@ def distance(found, expected):
         ("llama", "r=3,dora"),
         ("phi3", "r=4"),
         ("starcoder2", "r=4"),
+        ("deepseek_v3", "r=4"),  # without dense MLPs and shared experts, whose names PEFT takes for experts'
     ],
 )
 def test_a_run_is_that_of_transformers_and_peft(family, lora, checkpoints, settings, run):
@@ -133,6 +134,12 @@ def test_a_run_is_that_of_transformers_and_peft(family, lora, checkpoints, setti
     config_file = json.loads((result.final / "adapter_config.json").read_text())
     assert config_file["base_model_name_or_path"] == str(folder)
     assert not (result.final / "model.safetensors").exists()
+
+
+def test_names_that_mean_stacks_of_experts_to_peft_are_no_targets(checkpoints, settings, run):
+    folder = checkpoints("deepseek_v3")
+    with pytest.raises(ConfigError, match=r"deepseek_v3 PEFT takes down_proj for stacks of experts"):
+        run(settings(model=str(folder), lora="r=4,targets=o_proj+down_proj"))
 
 
 def test_the_rest_of_the_model_stays(checkpoint, settings, run):
