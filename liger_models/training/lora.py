@@ -242,9 +242,10 @@ def _targets(model: LigerCausalLM, targets: str, frozen: Sequence[str]) -> dict[
                 f"or give {ALL}"
             )
         if taken := sorted({name.rpartition(".")[2] for name in fitting.values()} & stacks):
+            family = model.config.to_dict()["model_type"]
             raise ConfigError(
-                f"targets={targets}: in {model.config.model_type} PEFT takes {', '.join(taken)} for stacks "
-                "of experts, so that nobody would read an adapter of layers of that name; leave it out"
+                f"targets={targets}: in {family} PEFT takes {', '.join(taken)} for stacks of experts, so "
+                "that nobody would read an adapter of layers of that name; leave it out"
             )
         chosen |= fitting
     return {path: name for path, name in named.items() if path in chosen}
