@@ -263,7 +263,7 @@ def _choose(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Seq
     plain = _is_plain_softmax(spec)
     ours = use_triton(q) and max(q.shape[-1], v.shape[-1]) <= MOST_HEAD_DIM
     if q.dtype == torch.float32 and _by_ranges(spec, sequences):
-        ours = False  # the kernel would give way to its twin
+        ours = False  # in float32 the kernel has not been timed beside a mask
     if sequences.tree is not None:
         return "triton" if ours else "masked" if plain else "eager"
     usual = q.shape[-1] == v.shape[-1] <= 256

@@ -77,7 +77,7 @@ def attention(
         sinks: [heads], a logit of each head that takes its share of the weights and gives nothing.
         bounds: `document_bounds(cu_seqlens, T)` in place of `cu_seqlens`, for calls that share documents; or
             `key_ranges(...)` or `tree_ranges(...)`, which say all of what is seen, so that `window` must be
-            None. With these, float32 on a GPU takes the plain twin.
+            None.
 
     Returns:
         [T, heads, V] in q's dtype. Products are summed in float32, and those of float32 are exact (never
@@ -100,7 +100,7 @@ def attention(
         window = None
     ranges = isinstance(bounds, KeyRanges)
     of_queries, of_keys = bounds if isinstance(bounds, KeyRanges) else (bounds, bounds)
-    if not use_triton(q, k, v, sinks, of_queries, of_keys) or (ranges and _is_unproven(q)):
+    if not use_triton(q, k, v, sinks, of_queries, of_keys):
         return as_once_differentiable(attention_plain(q, k, v, scale, bounds, window, softcap, sinks))
     q, k, v = (_with_small_strides(x) for x in (q, k, v))
     sinks, of_queries, of_keys = (None if x is None else x.contiguous() for x in (sinks, of_queries, of_keys))
@@ -177,13 +177,6 @@ def _check_bounds(bounds: Tensor | KeyRanges, tokens: int, window: int | None) -
             )
     if ranges and window is not None:
         raise ValueError(f"window is {window}, and bounds are ranges of keys: give the window to key_ranges")
-
-
-def _is_unproven(q: Tensor) -> bool:
-    """Over ranges in float32, compiled: on an H200, with Triton 3.6, the gradient of keys or values was wrong
-    there once, from a cause that is not known. Interpreted it is right, and compiled in 16 bits.
-    """
-    return q.is_cuda and q.dtype == torch.float32
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
