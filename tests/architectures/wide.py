@@ -8,6 +8,7 @@ import copy
 import gc
 import json
 import math
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -164,8 +165,10 @@ def farther_than_reference(
     for name, (own, theirs) in distances.items():
         numel = sizes[name].numel
         # Both are noise, of n numbers each: by chance the logarithm of the ratio of two such means strays by
-        # 1 / sqrt(n), which is nothing for a matrix, and something for a bias.
-        chance = math.exp(3 / (numel * count) ** 0.5)
+        # 1 / sqrt(n), which is nothing for a matrix, and something for a bias. With experts the errors are
+        # large and few, those of tokens that go to another one: how far it strays is what the batches say.
+        strays = max((numel * count) ** -0.5, _of_the_mean([one[name] for one in compared]))
+        chance = math.exp(3 * strays)
         # A loss is one number and can be near by luck, which does not bind: a mean of the tokens' errors, of
         # either sign, strays by its standard error, here the reference's.
         luck = 3 * sizes[name].strays
@@ -239,6 +242,13 @@ def _mean_distances(compared: Sequence[_Compared]) -> tuple[float, float]:
     sides = ([one.own for one in compared], [one.theirs for one in compared])
     own, theirs = (math.hypot(*side) / math.sqrt(len(side)) for side in sides)
     return own, theirs
+
+
+def _of_the_mean(compared: Sequence[_Compared]) -> float:
+    """The standard error of the logarithm of ours over the reference's, from batches."""
+    if len(compared) == 1 or not all(one.own and one.theirs for one in compared):
+        return 0.0
+    return statistics.stdev(math.log(one.own / one.theirs) for one in compared) / len(compared) ** 0.5
 
 
 def _needs_eager(spec: ModelSpec) -> bool:
