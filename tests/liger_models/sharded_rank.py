@@ -44,7 +44,7 @@ def results(folder: Path, rank: int, ranks: int) -> None:
         liger_models.from_config(fresh_config(name), shard=shard).save_pretrained(folder / f"fresh_{name}")
     (folder / f"bytes{rank}.json").write_text(json.dumps(counts))
     try:
-        model.save_pretrained(folder / "meeting")  # a file: only the first rank sees that
+        model.save_pretrained(folder / "taken")  # by a file: only the first rank sees that
     except CheckpointError as error:
         (folder / f"error{rank}").write_text(str(error))
 

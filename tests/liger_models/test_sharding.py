@@ -35,6 +35,7 @@ def folder(tmp_path_factory):
         model = liger_models.from_hub(folder / name / "source", projections=form)
         train_a_step(model)
         model.save_pretrained(folder / name / "expected", max_shard_size="20KB")
+    (folder / "taken").write_text("")
     run_ranks(RANK, folder)
     return folder
 
@@ -62,7 +63,7 @@ def test_two_ranks_read_their_rows_and_save_the_bytes_of_the_whole_model(name, f
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 def test_all_ranks_are_told_that_the_first_could_not_write(folder):
     for rank in range(2):
-        assert f"{folder / 'meeting'}" in (folder / f"error{rank}").read_text()
+        assert f"{folder / 'taken'}" in (folder / f"error{rank}").read_text()
 
 
 @pytest.mark.slow
