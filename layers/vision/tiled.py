@@ -146,7 +146,8 @@ class TiledVision(nn.Module):
             blocks = _blocks(sight.seen[0].any(2), sequences.host_bounds)
         seen = sight.seen.to(named.device, non_blocking=True)
         given = seen.flatten(2)
-        reachable, apart, foreign = torch.ones_like(given), (ratios < 0).any(), (ratios < 0).any()
+        reachable = torch.ones_like(given)
+        apart = foreign = torch.zeros((), dtype=torch.bool, device=named.device)
         if sequences.cu_seqlens is not None and sequences.kept is None:  # packed: of documents, not of rows
             own, apart = self._own_images(named, ratios, sequences)
             if blocks is not None:
