@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from liger_models.convert.errors import DataError
 from liger_models.kernels import generalized_jsd, linear_cosine_distillation, linear_jsd
+from liger_models.kernels.losses._logit_tiles import check_temperature
 from liger_models.kernels.losses.divergence import jsd_kind
 from liger_models.layers.activation_memory import recompute
 from liger_models.layers.head import LMHead, LogitForm
@@ -66,6 +67,7 @@ class Distillation:
         if top_k is not None and top_k < 1:
             raise ValueError(f"top_k is {top_k}; expected 1 or more, or None for all tokens")
         jsd_kind(beta)
+        check_temperature(temperature)
         self.teacher, self.divergence, self.beta = teacher, divergence, beta
         self.temperature, self.top_k = temperature, top_k
         self.weight, self.hard_weight = weight, hard_weight

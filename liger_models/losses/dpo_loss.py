@@ -54,16 +54,17 @@ def dpo_loss(
     discopop_tau: float = 0.05,
     chosen_lengths: Tensor | None = None,
     rejected_lengths: Tensor | None = None,
+    nll: Tensor | None = None,
     weights: Tensor | None = None,
     num_items: Tensor | int | float | None = None,
 ) -> PreferenceLoss:
-    """The mean loss of N pairs, over the pairs here or over `num_items` (see losses/rows.py). Three types are
-    functions of all pairs of a call, whose parts do not make the whole: `aot` and `aot_unpaired` sort them,
-    and `sft` is a mean over their tokens.
+    """The mean loss of N pairs, over the pairs here or over `num_items` (see losses/rows.py). Two types are
+    functions of all pairs of a call, whose parts do not make the whole: `aot` and `aot_unpaired` sort them.
 
     Args:
         chosen, rejected, reference_chosen, reference_rejected: log-probabilities of the sequences, [N], as
-            `sequence_log_probs` gives them; the reference's are constants.
+            `sequence_log_probs` gives them, all four with the same `desensitized`; the reference's are
+            constants.
         loss_type: a name of `TYPES`, or a mapping from names to the weights of a sum (MPO: Wang et al., 2024,
             arXiv:2411.10442).
         beta: how strongly the policy is held to the reference.
@@ -72,7 +73,8 @@ def dpo_loss(
         f_divergence: "reverse_kl", "forward_kl", "js_divergence" or "alpha_divergence", with `f_alpha` (Wang
             et al., 2023, arXiv:2309.16240).
         discopop_tau: the temperature of `discopop`.
-        chosen_lengths, rejected_lengths: labels of each sequence, [N], for `ipo`, `sigmoid_norm` and `sft`.
+        chosen_lengths, rejected_lengths: labels of each sequence, [N], for `ipo` and `sigmoid_norm`.
+        nll: for `sft`, the chosen sequences' negative log-likelihood, a scalar, a mean over tokens.
         weights: of the pairs, [N], such as `wpo_weights` gives.
 
     Raises:
@@ -88,7 +90,7 @@ def dpo_loss(
         rejected_lengths=rejected_lengths,
         weights=weights,
     )
-    _check(types, f_divergence, label_smoothing, chosen_lengths, rejected_lengths, weights)
+    _check(types, f_divergence, label_smoothing, chosen_lengths, rejected_lengths, nll, weights)
     ratios = chosen - reference_chosen.detach(), rejected - reference_rejected.detach()
     scores = [_slope_of_divergence(ratio, f_divergence, f_alpha) for ratio in ratios]
     reference_margin = (reference_chosen - reference_rejected).detach()
@@ -99,7 +101,6 @@ def dpo_loss(
         scores[1],
         chosen - rejected,
         reference_margin,
-        chosen,
         chosen_lengths,
         rejected_lengths,
         beta,
@@ -108,8 +109,9 @@ def dpo_loss(
     )
     losses = sum(weight * TYPES[name](pairs) for name, weight in types.items())
     assert isinstance(losses, Tensor)
-    rewards = [beta * ratio.detach() for ratio in ratios]
-    return PreferenceLoss(mean_of(losses if weights is None else losses * weights, num_items), *rewards)
+    loss = mean_of(losses if weights is None else losses * weights, num_items)
+    loss = loss if nll is None else loss + types["sft"] * nll
+    return PreferenceLoss(loss, *(beta * ratio.detach() for ratio in ratios))
 
 
 class _Pairs(NamedTuple):
@@ -119,7 +121,6 @@ class _Pairs(NamedTuple):
     rejected_score: Tensor
     margin: Tensor
     reference_margin: Tensor
-    chosen: Tensor
     chosen_lengths: Tensor | None
     rejected_lengths: Tensor | None
     beta: float
@@ -211,12 +212,6 @@ def _discopop(p: _Pairs) -> Tensor:
     return -logsigmoid(p.logits) * (1 - mixed) + (-p.logits).exp() * mixed
 
 
-def _sft(p: _Pairs) -> Tensor:
-    """The negative log-likelihood of the chosen sequences' tokens, a mean over all of them."""
-    assert p.chosen_lengths is not None
-    return (-p.chosen.sum() / p.chosen_lengths.sum()).expand_as(p.chosen)
-
-
 TYPES: dict[str, Callable[[_Pairs], Tensor]] = {
     "sigmoid": lambda p: -logsigmoid(p.logits),
     "hinge": lambda p: torch.relu(1 - p.logits),  # SLiC: Zhao et al., 2023, arXiv:2305.10425
@@ -232,17 +227,17 @@ TYPES: dict[str, Callable[[_Pairs], Tensor]] = {
     "apo_zero": _apo_zero,
     "apo_down": _apo_down,
     "discopop": _discopop,
-    "sft": _sft,
+    "sft": lambda p: torch.zeros_like(p.margin),  # nothing of pairs: nll stands beside their mean
     # Length-normalised DPO: Lambert et al., 2024, arXiv:2411.15124
     "sigmoid_norm": lambda p: -logsigmoid(p.beta * p.mean_difference),
 }
 _OF_SCORES = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
 _SMOOTHED = {"exo_pair", "robust", "aot", "aot_unpaired"}
-_OF_LENGTHS = {"ipo", "sigmoid_norm", "sft"}
+_OF_LENGTHS = {"ipo", "sigmoid_norm"}
 _DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 
 
-def _check(types, f_divergence, smoothing, chosen_lengths, rejected_lengths, weights) -> None:
+def _check(types, f_divergence, smoothing, chosen_lengths, rejected_lengths, nll, weights) -> None:
     if unknown := sorted(types.keys() - TYPES.keys()) or not types:
         raise ValueError(f"unknown loss_type {unknown or types}; choose from {', '.join(TYPES)}")
     if f_divergence not in _DIVERGENCES:
@@ -253,14 +248,19 @@ def _check(types, f_divergence, smoothing, chosen_lengths, rejected_lengths, wei
         raise ValueError(
             f"{', '.join(types.keys() & _OF_LENGTHS)}: needs chosen_lengths and rejected_lengths"
         )
+    if (nll is None) is ("sft" in types):
+        raise ValueError(f"loss_type={[*types]}: sft needs nll, and sft alone; found nll={nll}")
     if "exo_pair" in types and not 0 < smoothing < 1:
         raise ValueError(f"exo_pair: label_smoothing is {smoothing}; expected above 0, such as 1e-3")
     if smoothing and not types.keys() & _SMOOTHED:
         raise ValueError(f"label_smoothing has no meaning here: it is for {', '.join(sorted(_SMOOTHED))}")
     if not 0 <= smoothing < (0.5 if "robust" in types else 1):
         raise ValueError(f"label_smoothing is {smoothing}; expected 0 or more, below 1, for robust below 0.5")
-    if weights is not None and types.keys() & {"aot", "aot_unpaired"}:
-        raise ValueError("aot and aot_unpaired sort the batch, so that pairs have no weights of their own")
+    if weights is not None and (others := sorted(types.keys() & {"aot", "aot_unpaired", "sft"})):
+        raise ValueError(
+            f"{', '.join(others)}: pairs have no weights of their own, for aot sorts the batch and sft is "
+            "a mean over its tokens"
+        )
 
 
 def wpo_weights(log_probs: Tensor, log_sum_sq_probs: Tensor, counted: Tensor) -> Tensor:

@@ -46,7 +46,8 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 def reference_log_probs(
     model: Any, batches: Iterable[Mapping[str, Tensor]], cache: str | Path | None = None
 ) -> list[Tensor]:
-    """The log-probability of each sequence of each batch, [batch] float32 on the CPU, in evaluation mode.
+    """The log-probability of each sequence of each batch, [batch] float32 on the CPU, in evaluation mode (not
+    the `desensitized` one of LD-DPO, for which score the model without gradients).
 
     Args:
         model: what has the method `score`.

@@ -367,7 +367,8 @@ class Run:
             return load_model(config, world, self.tokenizer, None).model
 
         parts = self.documents, self.held_out
-        add_reference(config, world, parts, self.model, load if resumed else None, self.watch.mark)
+        load_again = load if resumed else None
+        add_reference(config, world, self.objective, parts, self.model, load_again, self.watch.mark)
 
     def save(self, *, keep: int | None = None, meanwhile: bool = False) -> None:
         """Save the state, and drop all but the newest `keep` checkpoints (default: as the settings say);

@@ -3,7 +3,8 @@ ahead of training, and kept on disk.
 
 The reference is the model before training: the one that a run starts from, or below adapters the model
 without them. Scores lie beside tokenized data, a file a corpus, named by a digest of the reference's weights,
-its dtype and quantisation, and the corpus. A resumed run finds them there, or loads the reference again.
+its dtype and quantisation, the corpus, and how the objective sums tokens. A resumed run finds them there, or
+loads the reference again.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from liger_models.training.data import Groups, Stream
 from liger_models.training.data.corpus import Corpus
 from liger_models.training.data.documents import Documents, Part
 from liger_models.training.data.tokenizing import default_cache
-from liger_models.training.objectives.objective import score_rows
+from liger_models.training.objectives.objective import Objective, score_rows
 from liger_models.training.world import World
 
 FORMAT = 1
@@ -39,6 +40,7 @@ Mark = Callable[[str], object]
 def add_reference(
     config: TrainConfig,
     world: World,
+    objective: Objective,
     parts: Iterable[Documents | None],
     model: LigerCausalLM,
     load: Callable[[], LigerCausalLM] | None,
@@ -59,7 +61,7 @@ def add_reference(
     shares = any(one.shares for one in documents)
     corpora = {part.corpus.folder: part.corpus for one in documents for part in one.parts}
     weights = world.once(lambda: _digest_of_weights(config.model))
-    about = [FORMAT, weights, str(model.dtype), config.quantize, config.text_only]
+    about = [FORMAT, weights, str(model.dtype), config.quantize, config.text_only, *objective.about_sums()]
     reference: LigerCausalLM | None = None
     for corpus in corpora.values():
         key = hashlib.sha256(json.dumps([*about, corpus.digest]).encode()).hexdigest()[:32]
@@ -70,7 +72,7 @@ def add_reference(
             if reference is None:
                 reference = model if load is None else load()
             aside = without_adapters(model) if config.lora is not None else contextlib.nullcontext()
-            scores = _score(reference, corpus, config, world, aside, mark, shares)
+            scores = _score(reference, objective, corpus, config, world, aside, mark, shares)
             world.once(lambda path=path, scores=scores: _write(path, scores))  # type: ignore[misc]
         else:
             world.say(f"scores of the reference: taken from {path}")
@@ -80,6 +82,7 @@ def add_reference(
 @torch.no_grad()
 def _score(
     model: LigerCausalLM,
+    objective: Objective,
     corpus: Corpus,
     config: TrainConfig,
     world: World,
@@ -111,7 +114,7 @@ def _score(
             own = taken[world.data_rank * config.batch_size :][: config.batch_size]
             # A shard of the model is everybody's: who has no rows left runs along with those of another.
             batch = groups.batch(own or taken[: config.batch_size]).to(world.device)
-            sums = score_rows(model, batch).log_probs.sum(1)
+            sums = objective.sums(batch, score_rows(model, batch).log_probs)
             if own:
                 found[groups.documents_of(own)] = sums.view(2, -1).T.cpu()
             bar.update(sum(map(len, taken)))

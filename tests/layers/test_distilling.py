@@ -141,6 +141,7 @@ def test_what_has_no_lesson_is_refused(pair):
         ({"divergence": "cosine", "temperature": 2.0}, "no beta"),
         ({"beta": 1.5}, "from 0"),
         ({"top_k": 0}, "1 or more"),
+        ({"top_k": 3, "temperature": -1.0}, "temperature is -1.0; expected a positive"),
     ):
         with pytest.raises(ValueError, match=message):
             Distillation(teacher, **options)

@@ -77,6 +77,16 @@ class Objective:
         """The share of a micro-batch in a step, or an evaluation, that holds `counts`."""
         raise NotImplementedError
 
+    def sums(self, batch: GroupBatch, log_probs: Tensor) -> Tensor:
+        """What the reference's scores are kept as: log-probabilities of tokens [2 n, longest] -> of sequences
+        [2 n].
+        """
+        return log_probs.sum(1)
+
+    def about_sums(self) -> list[Any]:
+        """The options that `sums` depends on."""
+        return []
+
     def flops(self, model: StepFlops, counts: Counts) -> int:
         """What a step computes."""
         once = 0 if counts.shared is None else model.of(counts.shared, 0)

@@ -74,37 +74,46 @@ class DPO(Preference):
     label_smoothing: float = 0.0
     f_divergence: str = "reverse_kl"
     desensitize: float | None = None
-    types: str | Mapping[str, float] = field(init=False, repr=False)
+    types: Mapping[str, float] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
 
         def parse() -> None:
             pieces = [piece.partition("=") for piece in self.loss_type.split("+")]
-            weighted = {name: float(weight) if equals else 1.0 for name, equals, weight in pieces}
-            self.types = weighted if len(weighted) > 1 or "=" in self.loss_type else self.loss_type
+            self.types = {name: float(weight) if equals else 1.0 for name, equals, weight in pieces}
+            if len(self.types) < len(pieces):
+                raise ValueError(f"loss_type {self.loss_type!r} has a type twice; add up its weights")
             sequence_log_probs(torch.zeros(2, 1), torch.ones(2, 1), self.desensitize)
-            self._dpo_loss(*[_NOTHING] * 4, torch.ones(2))
+            self._dpo_loss(*[_NOTHING] * 4, torch.ones(2), _NOTHING[0])
 
         checked(parse, "dpo")
 
-    def loss(self, batch: GroupBatch, log_probs: Tensor, counts: Counts) -> PreferenceLoss:
+    def sums(self, batch: GroupBatch, log_probs: Tensor) -> Tensor:
         counted = labels_in_rows(batch).to(log_probs.device)
-        answers = sequence_log_probs(log_probs, counted, self.desensitize)
-        both = *answers.chunk(2), *batch.reference.chunk(2)
-        return self._dpo_loss(*both, counted.sum(1), num_items=counts.groups)
+        return sequence_log_probs(log_probs, counted, self.desensitize)
 
-    def _dpo_loss(self, *scores_and_lengths: Tensor, num_items: int | None = None) -> PreferenceLoss:
-        *scores, lengths = scores_and_lengths
+    def about_sums(self) -> list[Any]:
+        return [self.desensitize]
+
+    def loss(self, batch: GroupBatch, log_probs: Tensor, counts: Counts) -> PreferenceLoss:
+        lengths = labels_in_rows(batch).to(log_probs.device).sum(1)
+        both = *self.sums(batch, log_probs).chunk(2), *batch.reference.chunk(2)
+        nll = -log_probs.chunk(2)[0].sum() / counts.first_labels
+        return self._dpo_loss(*both, lengths, nll, num_items=counts.groups)
+
+    def _dpo_loss(self, *scores: Tensor, num_items: int | None = None) -> PreferenceLoss:
+        *both, lengths, nll = scores
         chosen_lengths, rejected_lengths = lengths.chunk(2)
         return dpo_loss(
-            *scores,
+            *both,
             loss_type=self.types,
             beta=self.beta,
             label_smoothing=self.label_smoothing,
             f_divergence=self.f_divergence,
             chosen_lengths=chosen_lengths,
             rejected_lengths=rejected_lengths,
+            nll=nll if "sft" in self.types else None,
             num_items=num_items,
         )
 

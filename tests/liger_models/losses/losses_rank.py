@@ -39,8 +39,9 @@ def likelihood(log_probs: Tensor, given: dict[str, Tensor], counts: Counts) -> T
 def dpo(log_probs, entropy, given, counts):
     both = *log_probs.sum(1).chunk(2), *given["reference"].sum(1).chunk(2)
     lengths = dict(zip(("chosen_lengths", "rejected_lengths"), given["counted"].sum(1).chunk(2), strict=True))
-    types = {"sigmoid": 0.5, "ipo": 0.1, "exo_pair": 1.0, "apo_down": 1.0, "sigmoid_norm": 1.0}
-    options = {"loss_type": types, "label_smoothing": 0.1, "beta": 0.3}
+    types = {"sigmoid": 0.5, "ipo": 0.1, "exo_pair": 1.0, "apo_down": 1.0, "sigmoid_norm": 1.0, "sft": 0.3}
+    nll = likelihood(log_probs, given, counts)
+    options = {"loss_type": types, "label_smoothing": 0.1, "beta": 0.3, "nll": nll}
     return of.dpo_loss(*both, num_items=counts["pairs"], **lengths, **options).loss
 
 

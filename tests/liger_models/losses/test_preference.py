@@ -53,12 +53,14 @@ def trl_dpo(mask, log_probs, reference, loss_types, weights=None, **options):
         "use_weighting": False,
     }
     squares = options.pop("log_sum_sq_probs", torch.zeros_like(log_probs))
+    of_tokens = reference.dim() == 2
     made = trainer(
         DPOTrainer,
         loss_types=loss_types,
         loss_weights=weights or [1.0] * len(loss_types),
-        precompute_ref_logps=True,
-        args=SimpleNamespace(discopop_tau=0.05),
+        precompute_ref_logps=not of_tokens,
+        ref_model=lambda **_: fused_output(reference),
+        args=SimpleNamespace(discopop_tau=0.05, gradient_checkpointing_kwargs=None),
         **(defaults | options),
     )
     inputs = {
@@ -74,8 +76,12 @@ def trl_dpo(mask, log_probs, reference, loss_types, weights=None, **options):
 
 def ours_dpo(mask, log_probs, reference, desensitized=None, **options):
     sums = sequence_log_probs(log_probs, mask[:, 1:], desensitized)
+    if reference.dim() == 2:
+        reference = sequence_log_probs(reference, mask[:, 1:], desensitized)
     lengths = mask[:, 1:].sum(1)
     options = {"beta": 0.3} | options
+    if "sft" in options.get("loss_type", ()):
+        options["nll"] = -log_probs[:PAIRS].sum() / lengths[:PAIRS].sum()
     names = ("chosen_lengths", "rejected_lengths")
     return dpo_loss(
         *sums.chunk(2), *reference.chunk(2), **dict(zip(names, lengths.chunk(2), strict=True)), **options
@@ -121,11 +127,14 @@ def test_weighted_sums_of_types_are_trls(assert_same):
     assert_same(ours.loss, theirs, leaf)
 
 
-def test_desensitised_lengths_are_trls(assert_same):
+@pytest.mark.parametrize("mixture", [{"sigmoid": 1.0}, {"ipo": 0.7, "sft": 1.5}], ids=["sigmoid", "mixture"])
+def test_desensitised_lengths_are_trls(mixture, assert_same):
+    """Those of the reference are, too; and the likelihood is of all tokens."""
     mask, log_probs, leaf = rows()
-    reference = -3 * torch.rand(2 * PAIRS)
-    ours = ours_dpo(mask, log_probs, reference, desensitized=0.4)
-    assert_same(ours.loss, trl_dpo(mask, log_probs, reference, ["sigmoid"], ld_alpha=0.4), leaf)
+    reference = -3 * torch.rand(2 * PAIRS, SEQ - 1) * mask[:, 1:]
+    ours = ours_dpo(mask, log_probs, reference, desensitized=0.4, loss_type=mixture)
+    theirs = trl_dpo(mask, log_probs, reference, [*mixture], weights=[*mixture.values()], ld_alpha=0.4)
+    assert_same(ours.loss, theirs, leaf)
 
 
 def test_wpo_weights_are_trls(assert_same):
@@ -155,7 +164,9 @@ def test_rewards_margins_and_accuracy():
         ({"loss_type": "exo_pair"}, "above 0"),
         ({"loss_type": "robust", "label_smoothing": 0.5}, "below 0.5"),
         ({"label_smoothing": 0.1}, "no meaning"),
-        ({"loss_type": "aot", "weights": torch.ones(2)}, "sort the batch"),
+        ({"loss_type": "aot", "weights": torch.ones(2)}, "sorts the batch"),
+        ({"loss_type": "sft"}, "sft needs nll"),
+        ({"nll": torch.ones(())}, "sft needs nll"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options, message):
@@ -311,6 +322,11 @@ def uneven_mean(loss, *columns: Tensor) -> tuple[Tensor, Tensor]:
 
 LOSSES = {
     "dpo": lambda a, b, c, d, n: dpo_loss(a, b, c, d, num_items=n).loss,
+    "dpo with sft": lambda a, b, c, d, n: (
+        dpo_loss(
+            a, b, c, d, loss_type={"hinge": 0.5, "sft": 2.0}, nll=-a.sum() / (n or len(a)), num_items=n
+        ).loss
+    ),
     "orpo": lambda a, b, c, d, n: orpo_loss(a - 1, b - 1, torch.zeros(()), num_items=n).loss,
     "cpo": lambda a, b, c, d, n: cpo_loss(a, b, num_items=n).loss,
     "simpo": lambda a, b, c, d, n: simpo_loss(a, b, num_items=n).loss,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,11 +27,15 @@ class OneProcess:
         return tensor
 
 
+class Model(torch.nn.Module):
+    is_gradient_checkpointing = False
+
+
 def trainer(cls: type, **attributes: Any) -> Any:
     """An object of a trainer's class with these attributes alone, and what logging needs."""
     made = object.__new__(cls)
     defaults = {
-        "model": SimpleNamespace(training=True),
+        "model": Model(),
         "accelerator": OneProcess(),
         "aux_loss_enabled": False,
         "_metrics": defaultdict(lambda: defaultdict(list)),

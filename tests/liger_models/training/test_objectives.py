@@ -72,12 +72,19 @@ def expected_loss(name, run, reference, rows):
     found = list(sequences(run, rows))
     scored = [[log_probs_of(run.model, *one) for one in two] for two, _ in found]
     with torch.no_grad():
-        before = [[log_probs_of(reference, *one)[0].sum() for one in two] for two, _ in found]
-    sums = torch.stack([torch.stack([one[0].sum() for one in two]) for two in scored])
+        before = [[log_probs_of(reference, *one) for one in two] for two, _ in found]
     means = torch.stack([torch.stack([one[0].mean() for one in two]) for two in scored])
-    before = torch.stack([torch.stack(two) for two in before])
-    if name == "dpo":
-        return of.dpo_loss(*sums.T, *before.T, beta=0.3, loss_type={"sigmoid": 0.7, "apo_zero": 0.3}).loss
+    if name == "dpo":  # what is beyond the shorter answer's length counts 0.4 times
+        sums, before = (
+            torch.stack([torch.stack([shortened(one[0], two, 0.4) for one in two]) for two in both])
+            for both in (scored, before)
+        )
+        nll = -torch.cat([two[0][0] for two in scored]).mean()
+        types = {"sigmoid": 0.7, "apo_zero": 0.3, "sft": 0.5}
+        return of.dpo_loss(*sums.T, *before.T, beta=0.3, loss_type=types, nll=nll).loss
+    sums, before = (
+        torch.stack([torch.stack([one[0].sum() for one in two]) for two in both]) for both in (scored, before)
+    )
     if name == "orpo":
         everything = torch.cat([two[0][1] for two in scored])
         return of.orpo_loss(*means.T, -everything.mean(), beta=0.2).loss
@@ -89,8 +96,13 @@ def expected_loss(name, run, reference, rows):
     return of.kto_loss(sums[:, 0], before[:, 0], good, kl, beta=0.3, desirable_weight=0.8).loss
 
 
+def shortened(answer, two, share):
+    shorter = min(len(one[0]) for one in two)
+    return answer[:shorter].sum() + share * answer[shorter:].sum()
+
+
 GIVEN = {
-    "dpo": {"beta": 0.3, "loss_type": "sigmoid=0.7+apo_zero=0.3"},
+    "dpo": {"beta": 0.3, "loss_type": "sigmoid=0.7+apo_zero=0.3+sft=0.5", "desensitize": 0.4},
     "orpo": {"beta": 0.2},
     "simpo": {"beta": 1.5, "margin": 0.4, "nll_weight": 0.5},
     "kto": {"beta": 0.3, "desirable_weight": 0.8},
@@ -339,10 +351,12 @@ def test_the_command_line_has_the_options_of_all_objectives_and_no_others():
         ("orpo", {"margin": 0.1}, "orpo has no option 'margin'"),
         ("dpo", {"loss_type": "simpo"}, "unknown loss_type"),
         ("dpo", {"label_smoothing": 0.1}, "label_smoothing has no meaning"),
+        ("dpo", {"loss_type": "sigmoid=0.5+sigmoid"}, "has a type twice"),
         ("dpo", {"beta": 0.0}, "beta is 0.0"),
         ("kto", {"loss_type": "dpo"}, "expected kto"),
         ("distill", {}, "needs a teacher"),
         ("distill", {"teacher": "x", "beta": 1.5}, "beta"),
+        ("distill", {"teacher": "x", "temperature": -1.0, "top_k": 4}, "temperature is -1.0"),
         ("distill", {"teacher": "x", "loss_type": "cosine", "top_k": 4}, "cosine"),
     ],
 )
