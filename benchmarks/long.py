@@ -86,7 +86,7 @@ def _write(args: argparse.Namespace, device: torch.device, rows: list[dict[str, 
 def _measure(case: Case, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     import liger_models
     from liger_models.host_state import lane_bytes
-    from liger_models.layers.memory_plan import Step, StepMemory
+    from liger_models.layers.memory.plan import Step, StepMemory
     from liger_models.optim import AdamW, state_bytes
 
     cuda = device.type == "cuda"

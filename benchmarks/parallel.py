@@ -228,7 +228,7 @@ def _sizes(sharing: str) -> dict[str, int]:
 
 def _planned(model: Any, job: Job, sharing: str) -> float:
     """The peak that a plan says, in GiB."""
-    from liger_models.layers.memory_plan import Step, StepMemory
+    from liger_models.layers.memory.plan import Step, StepMemory
 
     ranks = _sizes(sharing).get("sequence", 1)
     plan = StepMemory(model, Step(job.batch, job.seq, ADAMW_BYTES, sequence_ranks=ranks))

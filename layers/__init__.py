@@ -1,6 +1,7 @@
 """The parts that models are made of. The names below can be used alone, in anybody's model."""
 
 from liger_models.layers.activations import LigerReLUSquared, LigerSoftmax
+from liger_models.layers.attention.rotary import liger_rotary_pos_emb
 from liger_models.layers.losses import (
     LigerCrossEntropyLoss,
     LigerFusedLinearCosineSimilarityLoss,
@@ -13,7 +14,6 @@ from liger_models.layers.losses import (
 )
 from liger_models.layers.mlp import LigerGEGLUMLP, LigerReLUSquaredMLP, LigerSwiGLUMLP
 from liger_models.layers.norm import LigerLayerNorm, LigerRMSNorm
-from liger_models.layers.rotary import liger_rotary_pos_emb
 
 __all__ = [
     "LigerCrossEntropyLoss",

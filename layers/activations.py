@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.kernels import relu2, softmax, xielu
-from liger_models.layers.activation_memory import carry_recipe
+from liger_models.layers.memory.activation_memory import carry_recipe
 
 
 class LigerSoftmax(nn.Module):

@@ -15,18 +15,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from liger_models.layers.activation_memory import RERUN, ActivationMemory, keep_recipes, recompute
-from liger_models.layers.attention_backends import AttentionBackend
-from liger_models.layers.cross_attention import CrossAttention
-from liger_models.layers.latent_attention import LatentAttention
+from liger_models.layers.attention.backends import AttentionBackend
+from liger_models.layers.attention.cross_attention import CrossAttention
+from liger_models.layers.attention.latent_attention import LatentAttention
+from liger_models.layers.attention.self_attention import Attention
+from liger_models.layers.attention.shared_attention import SharedAttention
+from liger_models.layers.experts.moe import MixtureOfExperts
+from liger_models.layers.memory.activation_memory import RERUN, ActivationMemory, keep_recipes, recompute
+from liger_models.layers.memory.offload import Offload
 from liger_models.layers.mlp import GatedMLP, PlainMLP, make_mlp
-from liger_models.layers.moe import MixtureOfExperts
 from liger_models.layers.norm import Norm, make_norm
-from liger_models.layers.offload import Offload
 from liger_models.layers.per_layer_input import PerLayerInput
-from liger_models.layers.self_attention import Attention
 from liger_models.layers.sequences import Sequences
-from liger_models.layers.shared_attention import SharedAttention
 from liger_models.layers.spec import (
     AttentionSpec,
     BlockSpec,

@@ -11,8 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from liger_models.layers.activation_memory import RERUN, ActivationMemory, set_levels
-from liger_models.layers.attention_backends import BACKENDS, AttentionBackend
+from liger_models.layers.attention.backends import BACKENDS, AttentionBackend
 from liger_models.layers.blocks import (
     BLOCKS,
     IMAGES,
@@ -24,9 +23,10 @@ from liger_models.layers.blocks import (
 )
 from liger_models.layers.eager import not_compiled
 from liger_models.layers.embedding import TokenEmbedding
-from liger_models.layers.memory_plan import FittingLevels
+from liger_models.layers.memory.activation_memory import RERUN, ActivationMemory, set_levels
+from liger_models.layers.memory.offload import Offload, drop_unused_buffers
+from liger_models.layers.memory.plan import FittingLevels
 from liger_models.layers.norm import make_norm
-from liger_models.layers.offload import Offload, drop_unused_buffers
 from liger_models.layers.per_layer_input import PerLayerInputs
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import AttentionSpec, ModelSpec, SharedAttentionSpec
@@ -180,7 +180,7 @@ class Decoder(nn.Module):
         that of an encoder of images too; for others see its `set_activation_memory`.
 
         "auto" chooses the levels that repeat the least work within a budget of memory, when a batch to train
-        on is there: see `FittingLevels` in layers/memory_plan.py, which tells of the other arguments.
+        on is there: see `FittingLevels` in layers/memory/plan/, which tells of the other arguments.
 
         Raises:
             ValueError: an unknown level, the wrong number of them, or a budget that cannot be honoured.

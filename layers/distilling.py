@@ -26,8 +26,8 @@ from liger_models.convert.errors import DataError
 from liger_models.kernels import generalized_jsd, linear_cosine_distillation, linear_jsd
 from liger_models.kernels.losses._logit_tiles import check_temperature
 from liger_models.kernels.losses.divergence import jsd_kind
-from liger_models.layers.activation_memory import recompute
 from liger_models.layers.head import LMHead, LogitForm
+from liger_models.layers.memory.activation_memory import recompute
 from liger_models.layers.model_output import DistillationOutput
 from liger_models.layers.scoring import KnowsItsWrapper, refuse_beside_wrapper
 from liger_models.layers.sequences import IGNORE_INDEX, Sequences

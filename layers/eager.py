@@ -1,10 +1,10 @@
 """Whole models run as they are, under torch.compile too.
 
 What a model does lies outside a compiler's view: it reads documents, ids and labels off the batch, and keeps
-recipes in place of activations (layers/activation_memory.py). Traced, its checks would be lost, its kernels'
-twins would run, and it would keep more and be slower than uncompiled. So compiled code breaks off before a
-model and goes on behind it, and the results are those of the model alone. The kernels by themselves, and
-single layers, can be compiled.
+recipes in place of activations (layers/memory/activation_memory.py). Traced, its checks would be lost, its
+kernels' twins would run, and it would keep more and be slower than uncompiled. So compiled code breaks off
+before a model and goes on behind it, and the results are those of the model alone. The kernels by themselves,
+and single layers, can be compiled.
 """
 
 from __future__ import annotations

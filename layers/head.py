@@ -16,8 +16,8 @@ from liger_models.kernels import (
     linear_log_probs,
     log_probs,
 )
-from liger_models.layers.activation_memory import recompute
-from liger_models.layers.linear import Linear, as_wide_as
+from liger_models.layers.memory.activation_memory import recompute
+from liger_models.layers.projections.linear import Linear, as_wide_as
 from liger_models.layers.scoring import ScoreOptions
 from liger_models.layers.sequences import IGNORE_INDEX
 

@@ -19,20 +19,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_models.kernels import geglu, relu2, swiglu
-from liger_models.layers.activation_memory import (
+from liger_models.layers.activations import XIELU
+from liger_models.layers.memory.activation_memory import (
     TILED,
     ActivationMemory,
     carry_recipe,
     output_is_ours,
     recompute,
 )
-from liger_models.layers.activations import XIELU
-from liger_models.layers.clipped_linear import ClippedLinear, ClippedProjections
-from liger_models.layers.linear import Linear
-from liger_models.layers.packed_linear import PackedLinear
+from liger_models.layers.memory.tiles import mlp_in_tiles
+from liger_models.layers.projections.clipped_linear import ClippedLinear, ClippedProjections
+from liger_models.layers.projections.linear import Linear
+from liger_models.layers.projections.packed_linear import PackedLinear
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import MLPSpec
-from liger_models.layers.tiles import mlp_in_tiles
 
 _GATED: dict[str, Callable[..., Tensor]] = {
     "silu": swiglu,

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_models.layers.attention_backends import AttentionBackend
-from liger_models.layers.cache import KVCache
+from liger_models.layers.attention.backends import AttentionBackend
+from liger_models.layers.attention.cache import KVCache
 from liger_models.layers.call_checks import CallChecks, batch_shape, refuse_unknown, targets_of
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.distilling import Distilling, check_lesson, learn
 from liger_models.layers.eager import not_compiled
+from liger_models.layers.experts.router_loss import router_loss
 from liger_models.layers.head import LMHead, LogitForm, loss_of_head, scores_of_head
 from liger_models.layers.model_output import CausalLMOutput, DistillationOutput, ScoreOutput
 from liger_models.layers.model_parameters import (
@@ -27,7 +28,6 @@ from liger_models.layers.model_parameters import (
     restore_tied_head,
     tie_again,
 )
-from liger_models.layers.router_loss import router_loss
 from liger_models.layers.scoring import Scoring, check_score_call, score_output
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import ModelSpec
@@ -38,10 +38,10 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
 
     Args:
         spec: what the model is made of.
-        attention: the attention backend, see layers/attention_backends.py.
+        attention: the attention backend, see layers/attention/backends.py.
         activation_memory: what is kept for the backward pass, one name for all layers or one a layer, see
-            layers/activation_memory.py.
-        memory_budget: of the level "auto", see layers/memory_plan.py.
+            layers/memory/activation_memory.py.
+        memory_budget: of the level "auto", see layers/memory/plan/.
     """
 
     sequence_group: Any = None  # of the ranks that divide each batch: layers/sequence_parallel.py

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from liger_models.convert.checkpoints.layout import Layout, canonical_forms, saved_tensors
 from liger_models.convert.checkpoints.shards import is_sharded, local_part
 from liger_models.convert.checkpoints.weight_map import Expr, Ref
-from liger_models.layers.packed_linear import (
+from liger_models.layers.projections.packed_linear import (
     fuse_projections,
     packed_weights,
     split_projections,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from liger_models.layers.activation_memory import ActivationMemory, carry_recipe
+from liger_models.layers.memory.activation_memory import ActivationMemory, carry_recipe
 from liger_models.layers.spec import LayerNormSpec, NormCast, NormSpec
 
 

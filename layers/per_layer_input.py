@@ -14,11 +14,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from liger_models.layers.activation_memory import ActivationMemory, carry_recipe, recompute
 from liger_models.layers.embedding import TokenEmbedding
-from liger_models.layers.linear import Linear
+from liger_models.layers.memory.activation_memory import ActivationMemory, carry_recipe, recompute
 from liger_models.layers.mlp import gated_product
 from liger_models.layers.norm import make_norm
+from liger_models.layers.projections.linear import Linear
 from liger_models.layers.spec import LayerNormSpec, NormSpec, PerLayerInputSpec
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from liger_models.convert.errors import DataError
 from liger_models.kernels import KeyRanges, document_bounds, key_ranges
-from liger_models.layers.cache import KVCache
-from liger_models.layers.rotary import rotary_tables
-from liger_models.layers.router_loss import RouterLogits
-from liger_models.layers.routing_decisions import RoutingDecisions
+from liger_models.layers.attention.cache import KVCache
+from liger_models.layers.attention.rotary import rotary_tables
+from liger_models.layers.experts.router_loss import RouterLogits
+from liger_models.layers.experts.routing_decisions import RoutingDecisions
 from liger_models.layers.sequence_parallel import Slice
 from liger_models.layers.spec import QueryScaleSpec, RopeSpec
 from liger_models.layers.tree import Tree

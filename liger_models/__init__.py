@@ -26,8 +26,9 @@ from liger_models.convert.errors import (
 if TYPE_CHECKING:
     from liger_models.architectures import list_architectures
     from liger_models.causal_lm import LigerCausalLM
+    from liger_models.classifier import LigerSequenceClassifier
     from liger_models.layers.distilling import Distillation
-    from liger_models.layers.load_balance import update_correction_bias
+    from liger_models.layers.experts.load_balance import update_correction_bias
     from liger_models.layers.scoring import ScoreOptions
     from liger_models.loading import from_config, from_hub, from_pretrained
     from liger_models.parallel.dims import ParallelDims
@@ -67,7 +68,7 @@ _HOMES = {
     "from_pretrained": "loading",
     "list_architectures": "architectures",
     "parallelize": "parallel.sharding",
-    "update_correction_bias": "layers.load_balance",
+    "update_correction_bias": "layers.experts.load_balance",
 }
 
 

@@ -25,7 +25,7 @@ from liger_models.convert.checkpoints.writing import (
 from liger_models.convert.config.model_config import ModelConfig, export_config
 from liger_models.convert.errors import CheckpointError, ConfigError
 from liger_models.generation import generate
-from liger_models.layers.attention_backends import AttentionBackend
+from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.model import CausalLM
 from liger_models.layers.spec import ModelSpec
 

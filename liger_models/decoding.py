@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from liger_models.layers.cache import KVCache
-from liger_models.layers.linear import has_hooks
+from liger_models.layers.attention.cache import KVCache
 from liger_models.layers.model import CausalLM
+from liger_models.layers.projections.linear import has_hooks
 from liger_models.layers.sequences import Sequences
 
 LEAST_EXTENT = 256

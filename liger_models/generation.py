@@ -12,9 +12,9 @@ from torch import Tensor
 from liger_models.convert.checkpoints.shards import is_sharded
 from liger_models.convert.errors import DataError, UnsupportedModelError
 from liger_models.decoding import Decoding, can_be_recorded
+from liger_models.layers.attention.rotary import effective_length
 from liger_models.layers.call_checks import refuse_unknown
 from liger_models.layers.model import CausalLM
-from liger_models.layers.rotary import effective_length
 from liger_models.layers.sequences import Sequences
 
 LOOK_EVERY = 8  # tokens: to see whether all sequences have ended waits for a GPU

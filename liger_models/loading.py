@@ -26,7 +26,7 @@ from liger_models.convert.checkpoints.reading import WEIGHT_DTYPES, CheckpointRe
 from liger_models.convert.checkpoints.source_layout import SourceLayout, match_layout, repeats
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError, UnsupportedModelError
-from liger_models.layers.attention_backends import AttentionBackend
+from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.model import CausalLM
 from liger_models.text_part import select_text, text_config_of, warn_of
 
@@ -63,9 +63,9 @@ def from_hub(
         dtype: of all parameters. "auto" rounds nothing: the matrices get the narrowest that holds those of
             the checkpoint, and a norm or a bias which the checkpoint has in a wider one keeps that.
         device: of the parameters; by default torch's default device.
-        attention: the attention backend, see layers/attention_backends.py.
-        activation_memory: what is kept for the backward pass, see layers/activation_memory.py. "auto" chooses
-            for each layer, when the first batch is there, so that the step fits in `memory_budget`.
+        attention: the attention backend, see layers/attention/backends.py.
+        activation_memory: what is kept for the backward pass, see layers/memory/activation_memory.py. "auto"
+            chooses for each layer, when the first batch is there, so that the step fits in `memory_budget`.
         memory_budget: bytes of the GPU, text such as "120GiB", or a share; by default 0.95 of what is free.
         projections: "fused" computes query, key and value in one product, and gate and up; "split" gives each
             a layer under the checkpoint's name, for LoRA libraries and quantisers, at some cost in speed. See

@@ -29,8 +29,8 @@ from liger_models.convert.errors import CheckpointError
 from liger_models.layers.call_checks import CallChecks, batch_shape, targets_of
 from liger_models.layers.distilling import TeacherCall
 from liger_models.layers.head import LMHead, LogitForm, loss_of_head
-from liger_models.layers.linear import Linear
 from liger_models.layers.model_output import CausalLMOutput
+from liger_models.layers.projections.linear import Linear
 from liger_models.layers.sequences import IGNORE_INDEX, Sequences
 
 TENSORS, CONFIG = "medusa_lm_head.safetensors", "config.json"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from liger_models.architectures import find_architecture
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.scenes import Document, Image, Scenes
+from liger_models.images.scenes import Document, Image, Scenes
 
 DATA = ("full", "padded", "packed")
 IMAGES = "images"  # of models that see

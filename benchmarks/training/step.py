@@ -225,7 +225,7 @@ def kernels(job: Job, model: Any, optimizer: torch.optim.Optimizer, device: torc
 
 def _planned(model: Any, job: Job) -> float:
     """The peak that a plan of our model says, in GiB."""
-    from liger_models.layers.memory_plan import Step, StepMemory
+    from liger_models.layers.memory.plan import Step, StepMemory
 
     rows, seq, longest = rows_of(job.data, job.batch, job.seq)
     step = Step(rows, seq, optimizer_bytes=job.state_bytes, longest=longest)

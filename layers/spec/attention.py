@@ -54,7 +54,7 @@ class AttentionSpec(_Heads):
     With `values_are_keys` one projection gives both: what the keys were before their norm and rotation.
     A span of tokens that all see one another (`Sequences.spans`) is cut by a window, but for `whole_spans`.
     Without `sees_spans` none of them sees ahead. `clipped` projections are between stored bounds:
-    layers/clipped_linear.py.
+    layers/projections/clipped_linear.py.
     """
 
     num_attention_heads: int
@@ -158,7 +158,7 @@ class LatentAttentionSpec:
 @dataclass(frozen=True)
 class CrossAttentionSpec(_Heads):
     """Attention of tokens to features of images, with a `norm` of each head of the queries and one of the
-    keys (Llama 3.2 Vision): see layers/cross_attention.py.
+    keys (Llama 3.2 Vision): see layers/attention/cross_attention.py.
     """
 
     num_attention_heads: int

@@ -13,7 +13,7 @@ Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu2", "xielu"
 @dataclass(frozen=True)
 class MLPSpec:
     """MLP: gated, `down(act(gate(x)) * up(x))`, or not, `down(act(up(x)))`. `clipped` projections
-    are between stored bounds: layers/clipped_linear.py.
+    are between stored bounds: layers/projections/clipped_linear.py.
     """
 
     intermediate_size: int
@@ -26,7 +26,7 @@ class MLPSpec:
 @dataclass(frozen=True)
 class SparseMixerSpec:
     """A choice of two experts that is drawn at random in training, with an estimate of its gradient
-    (SparseMixer-v2, arXiv:2409.12136; layers/sparse_mixer.py has the formulas).
+    (SparseMixer-v2, arXiv:2409.12136; layers/experts/sparse_mixer.py has the formulas).
 
     An expert can be drawn if its logit is below the largest by `2 * jitter` of it at most. `input_noise`: in
     training what router and experts read is multiplied by random numbers from 1 - input_noise to
@@ -49,7 +49,7 @@ class MoESpec:
     (RMSNorm), times a vector that is learned, over the root of its width; with `expert_scale` each expert's
     weights are multiplied by a number that is learned, in the end. `shared_expert` is one more MLP that every
     token goes through; `shared_gate` weighs its output by sigmoid(gate(x)). The coefficients are those of the
-    load balancing loss and of the router's z-loss: see layers/router_loss.py.
+    load balancing loss and of the router's z-loss: see layers/experts/router_loss.py.
     """
 
     num_experts: int

@@ -18,8 +18,8 @@ class RopeSpec:
     Where positions have several axes, `axes` says by which of them each pair turns, and `frequencies` with
     the frequency of which pair, where that is not its own. With `halves` each half of a head turns by itself,
     the first by the first half of the pairs, which lie in it as in a whole head (Gemma 4's encoder). The
-    fields after `max_position_embeddings` belong to the rope types that name them in `layers/rotary.py`; they
-    are None where a type does not use them.
+    fields after `max_position_embeddings` belong to the rope types that name them in
+    `layers/attention/rotary.py`; they are None where a type does not use them.
     """
 
     dim: int

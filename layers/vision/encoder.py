@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from liger_models.layers.activation_memory import set_levels
-from liger_models.layers.attention_backends import AttentionBackend
+from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.blocks import BLOCKS, Block, add_and_norm, run_block
-from liger_models.layers.linear import as_wide_as
+from liger_models.layers.memory.activation_memory import set_levels
+from liger_models.layers.memory.offload import Offload
 from liger_models.layers.norm import make_norm
-from liger_models.layers.offload import Offload
+from liger_models.layers.projections.linear import as_wide_as
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import PatchSpec, VisionSpec
 from liger_models.layers.vision.pictures import Pictures, places_of, windows_of
@@ -87,7 +87,7 @@ class VisionEncoder(nn.Module):
 
     Args:
         spec: the blocks and their windows.
-        attention: the attention backend, see layers/attention_backends.py.
+        attention: the attention backend, see layers/attention/backends.py.
     """
 
     def __init__(self, spec: VisionSpec, attention: AttentionBackend = "auto"):

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_models.kernels import rms_norm
-from liger_models.layers.linear import Linear
 from liger_models.layers.mlp import plain_activation
 from liger_models.layers.norm import make_norm
+from liger_models.layers.projections.linear import Linear
 from liger_models.layers.spec import (
     AdapterSpec,
     LinearProjectorSpec,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.convert.errors import DataError
-from liger_models.layers.attention_backends import AttentionBackend
-from liger_models.layers.cache import KVCache
+from liger_models.layers.attention.backends import AttentionBackend
+from liger_models.layers.attention.cache import KVCache
 from liger_models.layers.host_copy import HostCopy
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import AnyresPictures, VisionSpec

@@ -124,7 +124,7 @@ def _expression(expr: "Expr") -> str:
 def _memory(model: "LigerCausalLM", dtypes: dict[str, str]) -> dict[str, Any]:
     import torch
 
-    from liger_models.layers.activation_memory import LEVELS
+    from liger_models.layers.memory.activation_memory import LEVELS
     from liger_models.loading import exact_dtypes
 
     if dtypes:

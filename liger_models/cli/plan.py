@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from liger_models.layers.memory_plan import Plan, Shown
+    from liger_models.layers.memory.plan import Plan, Shown
 
 # Memory that a program can have, in GiB, of GPUs by the names that people know them by: of H200 and H100 as
 # their driver says, of the others a little under what their makers state.
@@ -98,8 +98,8 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     from liger_models.cli.inspect import find_config
     from liger_models.convert.errors import ConfigError
     from liger_models.host_state import lane_bytes
-    from liger_models.layers.activation_memory import LEVELS
-    from liger_models.layers.memory_plan import NOTHING, Step, StepMemory, largest, shown_of_size
+    from liger_models.layers.memory.activation_memory import LEVELS
+    from liger_models.layers.memory.plan import NOTHING, Step, StepMemory, largest, shown_of_size
     from liger_models.optim import state_bytes
     from liger_models.training.inputs import freeze
     from liger_models.training.lora import LoraSettings
@@ -242,7 +242,7 @@ def print_report(report: dict[str, Any]) -> None:
 
 def _gib(gpu: str) -> float:
     from liger_models.convert.errors import ConfigError
-    from liger_models.layers.memory_plan import parse_budget
+    from liger_models.layers.memory.plan import parse_budget
 
     for name, memory in GPUS.items():
         if gpu.lower() == name.lower():

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.checkpoints.weight_map import Ref
 from liger_models.convert.errors import CheckpointError
-from liger_models.layers.moe import Experts
-from liger_models.layers.packed_linear import PackedLinear
+from liger_models.layers.experts.moe import Experts
+from liger_models.layers.projections.packed_linear import PackedLinear
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from liger_models.convert.errors import DataError
-from liger_models.layers.cache import KVCache
-from liger_models.layers.cross_attention import SeenTiles
+from liger_models.layers.attention.cache import KVCache
+from liger_models.layers.attention.cross_attention import SeenTiles
 from liger_models.layers.sequences import Sequences
 
 

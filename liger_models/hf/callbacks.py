@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from liger_models.layers.load_balance import update_correction_bias
-from liger_models.layers.moe import Router
+from liger_models.layers.experts.load_balance import update_correction_bias
+from liger_models.layers.experts.moe import Router
 
 
 class CorrectionBiasCallback(TrainerCallback):

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from liger_models.convert.checkpoints.weight_map import Cat, Expr, Stack
 from liger_models.convert.errors import CheckpointError
-from liger_models.layers.moe import Experts
+from liger_models.layers.experts.moe import Experts
 
 
 def keep_usual_order(model: Any) -> None:

@@ -1,4 +1,4 @@
-"""PEFT's LoRA layers on our models, run by our operation (layers/low_rank.py).
+"""PEFT's LoRA layers on our models, run by our operation (layers/projections/low_rank.py).
 
     LowRankLinear(x) = base_layer(x) + sum of scaling[a] * lora_B[a](lora_A[a](lora_dropout[a](x)))
 
@@ -21,7 +21,7 @@ from peft.tuners.lora import layer as peft_lora
 from torch import Tensor, nn
 
 from liger_models.hf.peft_layers import active_adapters, is_known
-from liger_models.layers.low_rank import Projection, low_rank_linear, projection_of
+from liger_models.layers.projections.low_rank import Projection, low_rank_linear, projection_of
 
 
 def take_over(model: nn.Module) -> None:
@@ -46,7 +46,7 @@ class LowRankLinear(peft_lora.Linear):  # type: ignore[misc]
         return low_rank_linear(x, projection)
 
     def low_rank_projection(self) -> Projection | None:
-        """The layer as layers/low_rank.py takes it, or None where PEFT's own forward must run."""
+        """The layer as layers/projections/low_rank.py takes it, or None where PEFT's own forward must run."""
         base = projection_of(self.base_layer)
         adapters = active_adapters(self)
         if base is None or adapters is None:

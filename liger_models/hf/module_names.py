@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from liger_models.convert.checkpoints.weight_map import Cat, Expr
-from liger_models.layers.linear import Linear
+from liger_models.layers.projections.linear import Linear
 
 
 def give_names(model: nn.Module, weight_map: Mapping[str, Expr]) -> tuple[dict[str, str], set[str]]:

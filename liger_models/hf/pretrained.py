@@ -39,10 +39,10 @@ from liger_models.hf.weights import (
     groups_of,
     refuse_lost_adapters,
 )
-from liger_models.layers.activation_memory import RERUN, ActivationMemory
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.embedding import TokenEmbedding
-from liger_models.layers.packed_linear import (
+from liger_models.layers.memory.activation_memory import RERUN, ActivationMemory
+from liger_models.layers.projections.packed_linear import (
     fuse_projections,
     packed_weights,
     split_projections,
@@ -269,7 +269,7 @@ class LigerPreTrainedModel(PreTrainedModel):
 
     @property
     def activation_memory(self) -> tuple[ActivationMemory, ...]:
-        """The level of each layer: layers/activation_memory.py."""
+        """The level of each layer: layers/memory/activation_memory.py."""
         return Decoder.activation_memory.fget(self.decoder)  # type: ignore[attr-defined]
 
     def set_activation_memory(

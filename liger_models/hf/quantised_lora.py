@@ -1,7 +1,8 @@
 """PEFT's LoRA layers on quantised ones, by our operation (QLoRA: Dettmers et al., 2023, arXiv:2305.14314).
 
-    4 bits:  the operation of layers/low_rank.py on the matrix that the weights stand for, which is made in
-             forward and again in backward and never kept, in the dtype in which bitsandbytes multiplies
+    4 bits:  the operation of layers/projections/low_rank.py on the matrix that the weights stand for, which
+             is made in forward and again in backward and never kept, in the dtype in which bitsandbytes
+             multiplies
     8 bits:  bitsandbytes' product, and the low-rank paths added to it
 
 As in hf/lora.py, layers are PEFT's own with another forward. PEFT's casts the input of every layer to the
@@ -17,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.hf.peft_layers import active_adapters, is_known
-from liger_models.layers.linear import has_hooks
-from liger_models.layers.low_rank import Projection, add_low_rank, low_rank_linear
+from liger_models.layers.projections.linear import has_hooks
+from liger_models.layers.projections.low_rank import Projection, add_low_rank, low_rank_linear
 
 
 def take_over(layer: nn.Module) -> None:
@@ -63,8 +64,8 @@ class FourBits:
         return super().forward(x, *args, **kwargs) if out is None else out  # type: ignore[misc]
 
     def low_rank_projection(self) -> Projection | None:
-        """The layer as layers/low_rank.py takes it, or None where the base layer must be called: where no
-        gradient is wanted, bitsandbytes multiplies few tokens faster.
+        """The layer as layers/projections/low_rank.py takes it, or None where the base layer must be called:
+        where no gradient is wanted, bitsandbytes multiplies few tokens faster.
         """
         base = self.base_layer
         state = getattr(base.weight, "quant_state", None)

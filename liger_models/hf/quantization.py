@@ -18,8 +18,8 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from liger_models.convert.errors import ConfigError
 from liger_models.layers.head import LMHead
-from liger_models.layers.linear import Linear
-from liger_models.layers.packed_linear import packed_weights
+from liger_models.layers.projections.linear import Linear
+from liger_models.layers.projections.packed_linear import packed_weights
 
 METHODS = ("bitsandbytes", "torchao")
 

@@ -6,8 +6,8 @@
 Each layer is gathered when it runs, while the one before it works, and again in the backward pass. The
 embedding and the head are groups of their own, unless they share their weight: what they take is given back,
 and their gradients are divided, as soon as they have run. Norms stay with the layer that reads their output:
-what a layer keeps of a norm is its input and its weight (layers/activation_memory.py), which must be there
-when the layer's backward pass begins.
+what a layer keeps of a norm is its input and its weight (layers/memory/activation_memory.py), which must be
+there when the layer's backward pass begins.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from liger_models.causal_lm import LigerCausalLM
 from liger_models.convert.checkpoints.shards import is_sharded
 from liger_models.convert.errors import UnsupportedModelError
-from liger_models.layers.expert_parallel import divide_experts
+from liger_models.layers.experts.expert_parallel import divide_experts
 from liger_models.layers.sequence_parallel import divide_sequences
 from liger_models.parallel.dims import Meshes, ParallelDims, meshes_of
 

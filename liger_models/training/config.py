@@ -7,8 +7,8 @@ from typing import Any
 
 from liger_models.convert.errors import ConfigError
 from liger_models.kernels.optimizer.adamw import WEIGHTS
-from liger_models.layers.activation_memory import LEVELS
-from liger_models.layers.attention_backends import BACKENDS
+from liger_models.layers.attention.backends import BACKENDS
+from liger_models.layers.memory.activation_memory import LEVELS
 from liger_models.optim import MOMENTS
 from liger_models.quantization import METHODS
 from liger_models.training.lora import LoraSettings
@@ -75,7 +75,7 @@ class TrainConfig:
     sequence_parallel  so many processes share each row, a slice of its tokens each, and exchange heads for
                        attention: for rows that are too long for one (layers/sequence_parallel.py)
     expert_parallel    so many processes share the experts of each layer, to which tokens are sent; with
-                       shard full or hybrid (layers/expert_parallel.py)
+                       shard full or hybrid (layers/experts/expert_parallel.py)
     hang_timeout       seconds in which each process must come further, or all end and name those that did not
     resume             None: a new run; "auto": from the newest checkpoint in `output`, if any; or a folder
     """

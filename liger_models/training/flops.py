@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.causal_lm import LigerCausalLM
-from liger_models.layers.memory_plan import matrix_elements
+from liger_models.layers.memory.plan import matrix_elements
 from liger_models.layers.spec import AttentionSpec
 
 Sees = tuple[int | None, int | None]  # a window, and a chunk

@@ -28,7 +28,7 @@ from liger_models.causal_lm import LigerCausalLM
 from liger_models.convert.checkpoints.hub import local_path
 from liger_models.convert.checkpoints.shards import local_tensor
 from liger_models.convert.errors import ConfigError, TrainingError
-from liger_models.layers.load_balance import forget_load, update_correction_bias
+from liger_models.layers.experts.load_balance import forget_load, update_correction_bias
 from liger_models.training import state as states
 from liger_models.training.config import TrainConfig
 from liger_models.training.data import (

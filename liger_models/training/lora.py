@@ -1,9 +1,9 @@
 """Low-rank adapters (LoRA: Hu et al., 2021, arXiv:2106.09685) in a training run, through PEFT.
 
 PEFT puts its layers into the native model, whose projections are layers of their own, and our operation runs
-them (layers/low_rank.py). Files are PEFT's, under the names that transformers' own model has: whatever reads
-adapters reads them. The weights below may be quantised (liger_models/quantization.py): QLoRA (Dettmers et
-al., 2023, arXiv:2305.14314).
+them (layers/projections/low_rank.py). Files are PEFT's, under the names that transformers' own model has:
+whatever reads adapters reads them. The weights below may be quantised (liger_models/quantization.py): QLoRA
+(Dettmers et al., 2023, arXiv:2305.14314).
 """
 
 from __future__ import annotations

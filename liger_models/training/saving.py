@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from liger_models.convert.errors import CheckpointError
-from liger_models.layers.host_memory import available_host_memory
+from liger_models.layers.memory.host_memory import available_host_memory
 from liger_models.training.contents import Contents
 from liger_models.training.world import World
 

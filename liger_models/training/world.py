@@ -35,7 +35,7 @@ class World:
         shard: how several share the model: "full" (each has a part of it), "hybrid" (each node has all of
             it), or "none" (each has all of it, DDP).
         sequence: how many share each row, and exchange heads (layers/sequence_parallel.py).
-        experts: how many share the experts of each layer (layers/expert_parallel.py).
+        experts: how many share the experts of each layer (layers/experts/expert_parallel.py).
 
     Attributes:
         data_size, data_rank: how many rows are read at a time, and which of them is this process's, where

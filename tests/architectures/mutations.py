@@ -38,7 +38,7 @@ Path = tuple[str | int, ...]
 NOT_SEEN = {
     "ModelSpec.initializer_range": "concerns fresh weights alone",
     "ModelSpec.padding_idx": "concerns the gradient of one row alone: test_parity.py",
-    "MoESpec.float32_router": "float32 rounds nothing: tests/layers/test_moe.py",
+    "MoESpec.float32_router": "float32 rounds nothing: tests/layers/experts/test_moe.py",
     "MoESpec.group_score": "concerns experts in groups alone",
     "SparseMixerSpec.input_noise": "acts in training alone: tests/architectures/test_phimoe.py",
     "NormSpec.cast": "float32 rounds nothing: test_rounding.py",

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 import liger_models.hf
-import liger_models.layers.packed_linear as packed_linear
+import liger_models.layers.projections.packed_linear as packed_linear
 
 
 def results(folder: Path, rank: int, ranks: int) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from randomised import randomise_trained
 from safetensors.torch import load_file, save_file
 
 import liger_models
-from liger_models.layers.activation_memory import LEVELS
-from liger_models.layers.moe import Experts
+from liger_models.layers.experts.moe import Experts
+from liger_models.layers.memory.activation_memory import LEVELS
 
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

@@ -12,7 +12,7 @@ from hf_pairs import BOUND, relative_distance
 from ranks import run_ranks
 from torch import nn
 
-from liger_models.layers.activation_memory import LEVELS
+from liger_models.layers.memory.activation_memory import LEVELS
 
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -41,7 +41,7 @@ def calls(lora, monkeypatch):
         return own(x, *projections)
 
     monkeypatch.setattr(lora, "low_rank_linear", counted)
-    monkeypatch.setattr("liger_models.layers.packed_linear.low_rank_linear", counted)
+    monkeypatch.setattr("liger_models.layers.projections.packed_linear.low_rank_linear", counted)
     return seen
 
 

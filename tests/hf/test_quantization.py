@@ -154,7 +154,7 @@ def test_products_are_in_the_dtype_that_is_asked_for(make_quantised, batch, tmp_
 
 
 def test_our_operation_runs_them(make_quantised, batch, monkeypatch):
-    from liger_models.layers import low_rank
+    from liger_models.layers.projections import low_rank
 
     both, kept = make_quantised("llama", 4), []
     ours = peft.get_peft_model(both.ours, peft.LoraConfig(r=4, target_modules="all-linear"))

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from liger_models.kernels._dispatch import interpret
-from liger_models.layers import activation_memory
-from liger_models.layers.activation_memory import _Kept
+from liger_models.layers.memory import activation_memory
+from liger_models.layers.memory.activation_memory import _Kept
 from liger_models.layers.model import CausalLM
 from liger_models.layers.spec import (
     AttentionSpec,

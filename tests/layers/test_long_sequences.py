@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import liger_models
-from liger_models.layers.attention_backends import attend
+from liger_models.layers.attention.backends import attend
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import AttentionSpec
 

@@ -26,7 +26,7 @@ from liger_models.layers import (
     LigerSwiGLUMLP,
     liger_rotary_pos_emb,
 )
-from liger_models.layers.activation_memory import keep_recipes
+from liger_models.layers.memory.activation_memory import keep_recipes
 from liger_models.layers.model_output import CausalLMOutput
 
 HIDDEN, INNER, VOCAB = 24, 40, 37

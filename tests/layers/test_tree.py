@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from liger_models.convert.errors import DataError
-from liger_models.layers import attention_backends, tiles
-from liger_models.layers.activation_memory import LEVELS
-from liger_models.layers.attention_backends import BACKENDS, attend
+from liger_models.layers.attention import backends
+from liger_models.layers.attention.backends import BACKENDS, attend
+from liger_models.layers.memory import tiles
+from liger_models.layers.memory.activation_memory import LEVELS
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import AttentionSpec, BlockSpec
 from liger_models.layers.tree import check_tree
@@ -73,7 +74,7 @@ def test_it_is_made_once_for_layers_that_are_alike():
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_level_of_activation_memory_gives_the_same(level, make_model, batch, monkeypatch):
     monkeypatch.setattr(tiles, "TILE", 8)
-    monkeypatch.setattr(attention_backends, "LONG", 8)
+    monkeypatch.setattr(backends, "LONG", 8)
     expected = results(make_model(window=5), batch)
     found = results(make_model(window=5, activation_memory=level), batch)
     for name, value in expected.items():

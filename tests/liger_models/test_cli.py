@@ -20,7 +20,7 @@ from liger_models.convert.checkpoints import hub
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.checkpoints.reading import CheckpointReader
 from liger_models.convert.checkpoints.weight_map import Cat
-from liger_models.layers.activation_memory import LEVELS
+from liger_models.layers.memory.activation_memory import LEVELS
 from liger_models.presets import PRESETS
 
 TEXT = "the quick brown fox jumps over the lazy dog; el pingüino come sushi 寿司"

@@ -1,4 +1,4 @@
-"""A native model that sees beside its reference, and conversations for both (liger_models/scenes.py)."""
+"""Models that see beside their references, and conversations for both: liger_models/images/scenes.py."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pairs
 import torch
 from torch import Tensor
 
+from liger_models.images.scenes import Document, Image, Scenes, Video
 from liger_models.layers.spec import PlacedPictures, TiledVisionSpec
-from liger_models.scenes import Document, Image, Scenes, Video
 
 DOCUMENTS: dict[str, Document] = {
     "two images": [2, Image(6, 10), 1, Image(4, 4), 3],

@@ -9,7 +9,7 @@ import torch
 from scenes import DOCUMENTS
 
 from liger_models.convert.errors import DataError
-from liger_models.layers import cross_attention
+from liger_models.layers.attention import cross_attention
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from wide import (  # noqa: F401  (fixtures among them)
     wide_config,
 )
 
-from liger_models.scenes import Image, Video
+from liger_models.images.scenes import Image, Video
 
 pytestmark = pytest.mark.gpu
 

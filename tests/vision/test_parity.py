@@ -10,7 +10,7 @@ from pairs import beyond_bound
 from scenes import DOCUMENTS, Video
 
 from liger_models.architectures import find_architecture, list_architectures
-from liger_models.layers.activation_memory import LEVELS
+from liger_models.layers.memory.activation_memory import LEVELS
 
 
 def compare(pair, call, positions=None):

@@ -19,8 +19,8 @@ import liger_models
 from liger_models import ParallelDims, parallelize, update_correction_bias
 from liger_models.kernels import ClampedSwiGLU
 from liger_models.kernels._dispatch import interpret, interpreted
-from liger_models.layers.expert_parallel import divide_experts
-from liger_models.layers.moe import MixtureOfExperts
+from liger_models.layers.experts.expert_parallel import divide_experts
+from liger_models.layers.experts.moe import MixtureOfExperts
 from liger_models.layers.spec import MoESpec
 from liger_models.optim import AdamW
 

@@ -15,7 +15,7 @@ from ranks import run_ranks
 import liger_models
 from liger_models.architectures import find_architecture
 from liger_models.convert.errors import DataError
-from liger_models.layers.activation_memory import LEVELS
+from liger_models.layers.memory.activation_memory import LEVELS
 from liger_models.layers.sequence_parallel import Slice, divide_sequences
 
 RANK = Path(__file__).with_name("sequence_rank.py")

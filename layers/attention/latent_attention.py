@@ -1,0 +1,127 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): the keys and values of all heads
+come from one narrow latent of the token, and so do its queries, from another.
+
+    q_latent, kv_latent, k_rope = split(x @ W_a^T + b)                  k_rope: one head, which all share
+    q = norm(q_latent) @ W_qb^T,  or x @ W_q^T  without a latent        a head: [no position | rotated]
+    k_nope, v = split(norm(kv_latent) @ W_kvb^T)
+    out = attend([q_nope | rotate(q_rope)], [k_nope | rotate(k_rope)], v) @ W_o^T + b
+
+A head's values may be narrower than its keys; nothing is padded. Generation remembers the normalised latent
+and the rotated k_rope, kv_lora_rank + qk_rope_head_dim elements a token, and makes keys and values of them
+again.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.kernels import rotary
+from liger_models.layers.attention.backends import AttentionBackend, attend, attend_cached
+from liger_models.layers.attention.query_scale import scale_queries
+from liger_models.layers.memory.activation_memory import ActivationMemory
+from liger_models.layers.norm import make_norm
+from liger_models.layers.projections.linear import Linear
+from liger_models.layers.projections.packed_linear import PackedLinear
+from liger_models.layers.sequences import Sequences
+from liger_models.layers.spec import LatentAttentionSpec
+
+
+class LatentAttention(nn.Module):
+    """Causal latent attention over packed documents.
+
+    Args:
+        hidden_size: the width H of the hidden states.
+        spec: heads, latents, rotary settings, biases.
+        layer: this layer's place in the model (its room in a cache).
+        backend: see layers/attention/backends.py.
+    """
+
+    def __init__(
+        self, hidden_size: int, spec: LatentAttentionSpec, layer: int = 0, backend: AttentionBackend = "auto"
+    ):
+        super().__init__()
+        self.spec, self.layer, self.backend = spec, layer, backend
+        heads, rank = spec.num_attention_heads, spec.q_lora_rank
+        latents = {} if rank is None else {"q_a_proj": rank}
+        latents["kv_a_proj_with_mqa"] = spec.kv_lora_rank + spec.qk_rope_head_dim
+        self.latent_proj = PackedLinear(hidden_size, latents, bias=spec.bias)
+        if rank is None:
+            self.q_proj = Linear(hidden_size, heads * spec.qk_head_dim, bias=False)
+        else:
+            self.q_a_layernorm = make_norm(rank, spec.norm)
+            self.q_b_proj = Linear(rank, heads * spec.qk_head_dim, bias=False)
+        self.kv_a_layernorm = make_norm(spec.kv_lora_rank, spec.norm)
+        self.kv_b_proj = Linear(
+            spec.kv_lora_rank, heads * (spec.qk_nope_head_dim + spec.v_head_dim), bias=False
+        )
+        self.o_proj = Linear(heads * spec.v_head_dim, hidden_size, bias=spec.bias)
+
+    def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        sequences = sequences.on(x.device)
+        q, latent, k_rope = self._queries_and_latents(x, sequences)
+        cache, spec = sequences.cache, self.spec.attention
+        if cache is not None:
+            latents, k_ropes = cache.append(self.layer, latent, k_rope)
+            sees = cache.sees(self.layer, spec.window)
+            if sees is not None:
+                out = attend_cached(q, *self._keys_and_values(latents, k_ropes), spec, sees)
+                return self.o_proj(out.flatten(1))
+        k, v = self._keys_and_values(latent, k_rope)
+        return self.o_proj(attend(q, k, v, spec, sequences, self.backend).flatten(1))
+
+    def _queries_and_latents(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
+        """q [T, heads, qk_head_dim], the normalised latent [T, kv_lora_rank], and k_rope [T,
+        qk_rope_head_dim]; what turns is turned, and what grows with the position has grown.
+        """
+        spec = self.spec
+        *q_latent, latent, k_rope = self.latent_proj(x).split(self._latent_widths(), dim=-1)
+        q = self.q_b_proj(self.q_a_layernorm(*q_latent)) if q_latent else self.q_proj(x)
+        q = q.unflatten(-1, (spec.num_attention_heads, spec.qk_head_dim))
+        if spec.rope is not None:
+            cos, sin = sequences.rotary[spec.rope]
+            q_nope, q_rope = q.split([spec.qk_nope_head_dim, spec.qk_rope_head_dim], dim=-1)
+            q_rope, k_head = rotary(q_rope, k_rope[:, None], cos, sin, spec.rope.interleaved)
+            q, k_rope = torch.cat([q_nope, q_rope], dim=-1), k_head[:, 0]
+        q = scale_queries(q, spec.query_scale, sequences)
+        return q, self.kv_a_layernorm(latent), k_rope
+
+    def _keys_and_values(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+        """latent [..., kv_lora_rank], k_rope [..., qk_rope_head_dim] -> k, v [..., heads, their sizes]."""
+        spec = self.spec
+        k_nope, v = (
+            self.kv_b_proj(latent)
+            .unflatten(-1, (spec.num_attention_heads, -1))
+            .split([spec.qk_nope_head_dim, spec.v_head_dim], dim=-1)
+        )
+        shared = k_rope.unsqueeze(-2).expand(*k_nope.shape[:-1], -1)
+        return torch.cat([k_nope, shared], dim=-1), v
+
+    def _latent_widths(self) -> list[int]:
+        spec = self.spec
+        of_q = [] if spec.q_lora_rank is None else [spec.q_lora_rank]
+        return [*of_q, spec.kv_lora_rank, spec.qk_rope_head_dim]
+
+    def new_cache(
+        self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        """Room for latents [batch, max_length, kv_lora_rank] and k_rope [batch, max_length, its size]."""
+        widths = self.spec.kv_lora_rank, self.spec.qk_rope_head_dim
+        return tuple(torch.zeros(batch, max_length, width, device=device, dtype=dtype) for width in widths)
+
+    def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
+        """Of a token, as on a GPU: q, k, k_nope and v in one, the output, and in float32 the log-sum-exp of
+        each head; the latents as they come, their norms' statistics, and with `all` the norms' outputs.
+        """
+        spec = self.spec
+        a_head = 2 * spec.qk_head_dim + spec.qk_nope_head_dim + 2 * spec.v_head_dim
+        normed = sum(self._latent_widths()[:-1])
+        latents = normed + spec.qk_rope_head_dim + (normed if level == "all" else 0)
+        in_float32 = spec.num_attention_heads + len(self._latent_widths()) - 1
+        return itemsize * (spec.num_attention_heads * a_head + latents) + 4 * in_float32
+
+    def extra_repr(self) -> str:
+        spec = self.spec
+        dims = f"{spec.qk_nope_head_dim}+{spec.qk_rope_head_dim}/{spec.v_head_dim}"
+        return f"heads={spec.num_attention_heads}, head_dims={dims}"

@@ -1,0 +1,143 @@
+"""Self-attention with grouped key/value heads and rotary positions.
+
+    q, k, v = rotate(split(x @ W_qkv^T + b));   out = attend(q, k, v) @ W_o^T + b
+
+with norms of queries and keys, where there are such, in layers/attention/qk_norm.py.
+
+One matrix product for query, key and value; their weights lie below one another, in this order, by whole
+heads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.kernels import split_rotary_qkv
+from liger_models.layers.attention.backends import (
+    AttentionBackend,
+    attend,
+    attend_by_groups,
+    attend_cached,
+)
+from liger_models.layers.attention.qk_norm import LentScale, norm_bytes, split_norm_turn
+from liger_models.layers.attention.query_scale import scale_queries
+from liger_models.layers.memory.activation_memory import TILED, ActivationMemory, output_is_ours
+from liger_models.layers.memory.tiles import project_pieces
+from liger_models.layers.projections.clipped_linear import ClippedLinear, ClippedProjections
+from liger_models.layers.projections.linear import Linear
+from liger_models.layers.projections.packed_linear import PackedLinear
+from liger_models.layers.sequences import Sequences
+from liger_models.layers.spec import AttentionSpec
+
+
+class Attention(nn.Module):
+    """Causal self-attention over packed documents.
+
+    Args:
+        hidden_size: the width H of the hidden states.
+        spec: heads, rotary settings, window, chunks, soft cap, sinks, biases.
+        layer: this layer's place in the model (its room in a key/value cache).
+        backend: see layers/attention/backends.py.
+    """
+
+    activation_memory: ActivationMemory = "lean"
+
+    def __init__(
+        self, hidden_size: int, spec: AttentionSpec, layer: int = 0, backend: AttentionBackend = "auto"
+    ):
+        super().__init__()
+        self.spec, self.layer, self.backend = spec, layer, backend
+        if spec.values_are_keys and spec.qk_norm is None:
+            raise ValueError("values are keys as they were before their norm, and this spec has no qk_norm")
+        if spec.rope is not None and spec.rope.halves and spec.qk_norm is None:
+            raise ValueError("halves of a head turn by themselves beside a norm of queries and keys alone")
+        parts = {"q_proj": spec.q_size, "k_proj": spec.kv_size}
+        if not spec.values_are_keys:
+            parts["v_proj"] = spec.kv_size
+        projections, linear = (ClippedProjections, ClippedLinear) if spec.clipped else (PackedLinear, Linear)
+        self.qkv_proj = projections(hidden_size, parts, spec.qkv_bias)
+        self.o_proj = linear(spec.q_size, hidden_size, bias=spec.o_bias)
+        self.sinks = nn.Parameter(torch.zeros(spec.num_attention_heads)) if spec.sinks else None
+        self.q_norm = self.k_norm = None
+        if spec.qk_norm is not None:
+            self.q_norm = LentScale(spec.num_attention_heads, spec.head_dim, spec.qk_norm)
+            self.k_norm = LentScale(spec.num_key_value_heads, spec.head_dim, spec.qk_norm)
+
+    def forward(
+        self, x: Tensor, sequences: Sequences, hand_on: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """x [T, H] -> [T, H]; to `hand_on` also the keys and values that were attended to, [T,
+        num_key_value_heads, head_dim] each, or in generation [batch, longest, ...] out of the cache.
+        """
+        sequences = sequences.on(x.device)
+        q, k, v = self._query_key_value(self.qkv_proj(x), sequences)
+        q = scale_queries(q, self.spec.query_scale, sequences)
+        if sequences.cache is not None:
+            out, k, v = self._attend_cached(q, k, v, sequences)
+            out = self.o_proj(out.flatten(1))
+        elif self.activation_memory in TILED:
+            pieces = attend_by_groups(q, k, v, self.spec, sequences, self.backend, self.sinks)
+            out = project_pieces([piece.flatten(1) for piece in pieces], self.o_proj)
+        else:
+            out = self.o_proj(attend(q, k, v, self.spec, sequences, self.backend, self.sinks).flatten(1))
+        return (out, k, v) if hand_on else out
+
+    def _query_key_value(self, qkv: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
+        spec = self.spec
+        tables = None if spec.rope is None else sequences.rotary[spec.rope]
+        if self.q_norm is not None and self.k_norm is not None:
+            return split_norm_turn(qkv, tables, spec, self.q_norm, self.k_norm)
+        if spec.rope is None or tables is None:
+            q, k, v = qkv.split([spec.q_size, spec.kv_size, spec.kv_size], dim=-1)
+            return tuple(x.unflatten(-1, (-1, spec.head_dim)) for x in (q, k, v))  # type: ignore[return-value]
+        return split_rotary_qkv(
+            qkv,
+            *tables,
+            spec.num_attention_heads,
+            spec.num_key_value_heads,
+            spec.head_dim,
+            interleaved=spec.rope.interleaved,
+            inplace=output_is_ours(self.qkv_proj),  # whose backward does not read its output
+        )
+
+    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
+        """Sinks from a normal distribution; the projections and norms are parts of their own."""
+        if self.sinks is not None:
+            nn.init.normal_(self.sinks, 0.0, std, generator)
+
+    def new_cache(
+        self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        """Room for keys and values, [batch, max_length, num_key_value_heads, head_dim] each."""
+        shape = (batch, max_length, self.spec.num_key_value_heads, self.spec.head_dim)
+        return tuple(torch.zeros(shape, device=device, dtype=dtype) for _ in ("keys", "values"))
+
+    def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
+        """Of a token, as on a GPU: q, k, v, the output, and in float32 the log-sum-exp of each head; of query
+        and key norms their inputs and statistics; and beside queries that have grown, what k and v lie with.
+        """
+        spec = self.spec
+        kept = itemsize * (2 * spec.q_size + 2 * spec.kv_size) + 4 * spec.num_attention_heads
+        if spec.qk_norm is not None:
+            kept += norm_bytes(spec, itemsize)
+        return kept if spec.query_scale is None else kept + itemsize * spec.q_size
+
+    def _attend_cached(
+        self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        cache = sequences.cache
+        assert cache is not None
+        keys, values = cache.append(self.layer, k, v)
+        sees = cache.sees(self.layer, self.spec.window, self.spec.chunk)
+        if sees is None:
+            return attend(q, k, v, self.spec, sequences, self.backend, self.sinks), k, v
+        return attend_cached(q, keys, values, self.spec, sees, self.sinks), keys, values
+
+    def extra_repr(self) -> str:
+        spec = self.spec
+        window = "" if spec.window is None else f", window={spec.window}"
+        window += "" if spec.chunk is None else f", chunk={spec.chunk}"
+        softcap = "" if spec.softcap is None else f", softcap={spec.softcap}"
+        heads = f"heads={spec.num_attention_heads}/{spec.num_key_value_heads}"
+        return f"{heads}, head_dim={spec.head_dim}{window}{softcap}{', sinks' if spec.sinks else ''}"

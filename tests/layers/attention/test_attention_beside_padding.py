@@ -1,0 +1,44 @@
+"""Rows all of whose tokens see one another, with padding behind them that sees the others: by ranges of keys,
+as where the kernel runs, it is what a mask of all pairs gives.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from liger_models.kernels._dispatch import interpret, interpreted
+from liger_models.layers.attention.backends import attend
+from liger_models.layers.sequences import Sequences
+from liger_models.layers.spec import AttentionSpec
+
+REAL = [5, 8, 1]  # of 8 tokens a row
+
+
+@pytest.mark.skipif(not interpreted, reason="on a GPU tests/vision/test_gpu.py runs the kernel itself")
+def test_ranges_of_keys_are_as_a_mask_of_all_pairs():
+    spec = AttentionSpec(2, 2, 16, 0.25, causal=False)
+    torch.manual_seed(0)
+    given = torch.randn(3, 24, 2, 16), torch.randn(24, 2, 16)
+
+    def results():
+        sequences = Sequences.from_call((3, 8), torch.device("cpu"))
+        sequences.pads = (torch.arange(8) >= torch.tensor(REAL)[:, None]).flatten()
+        qkv = given[0].clone().requires_grad_()
+        out = attend(*qkv, spec, sequences)
+        out.backward(given[1])
+        return out.detach(), qkv.grad
+
+    expected = results()
+    with interpret():
+        found = results()
+    for ours, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, exact)
+
+
+def test_padding_sees_all_that_is_not_padding():
+    sequences = Sequences.from_call((3, 8), torch.device("cpu"))
+    sequences.pads = (torch.arange(8) >= torch.tensor(REAL)[:, None]).flatten()
+    first, end = sequences.ranges_beside_padding().of_queries.view(2, 3, 8)
+    assert first.tolist() == [[0] * 8, [8] * 8, [16] * 8]
+    assert end.tolist() == [[8] * 5 + [5] * 3, [16] * 8, [24] + [17] * 7]

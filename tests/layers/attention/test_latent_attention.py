@@ -1,0 +1,185 @@
+"""Latent attention against that of transformers, and against itself in other forms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from liger_models.convert.checkpoints.layout import Layout, canonical_forms
+from liger_models.kernels._dispatch import interpret
+from liger_models.layers.attention import latent_attention
+from liger_models.layers.attention.cache import KVCache
+from liger_models.layers.attention.latent_attention import LatentAttention
+from liger_models.layers.attention.rotary import rotary_tables
+from liger_models.layers.sequences import Sequences
+from liger_models.layers.spec import LatentAttentionSpec, RopeSpec
+
+HIDDEN, LENGTH, ROWS = 20, 9, 2
+YARN = RopeSpec(
+    6,
+    type="yarn",
+    factor=4.0,
+    original_max_position_embeddings=8,
+    max_position_embeddings=32,
+    mscale=1.2,
+    mscale_all_dim=0.7,
+)
+SPEC = LatentAttentionSpec(
+    num_attention_heads=3,
+    qk_nope_head_dim=10,
+    qk_rope_head_dim=6,
+    v_head_dim=7,
+    kv_lora_rank=8,
+    scale=0.3,
+    q_lora_rank=12,
+    rope=RopeSpec(6, interleaved=True),
+)
+SPECS = {
+    "interleaved": SPEC,
+    "halves": replace(SPEC, rope=RopeSpec(6)),
+    "yarn": replace(SPEC, rope=YARN),
+    "biases": replace(SPEC, bias=True),
+    "no latent of queries": replace(SPEC, q_lora_rank=None),
+    "no latent of queries, biases": replace(SPEC, q_lora_rank=None, bias=True),
+}
+
+
+def layer_of(spec: LatentAttentionSpec, dtype: torch.dtype = torch.float64) -> LatentAttention:
+    torch.manual_seed(0)
+    layer = LatentAttention(HIDDEN, spec).to(dtype)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.normal_(std=p.shape[-1] ** -0.5 if p.dim() > 1 else 1.0)
+    return layer
+
+
+def sequences_of(spec: LatentAttentionSpec, shape: tuple[int, int], **options) -> Sequences:
+    sequences = Sequences.from_call(shape, torch.device("cpu"), **options)
+    sequences.prepare_rotary(spec.ropes)
+    return sequences
+
+
+def theirs_of(spec: LatentAttentionSpec):
+    modeling = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+    config = modeling.DeepseekV3Config(
+        hidden_size=HIDDEN,
+        num_attention_heads=spec.num_attention_heads,
+        num_key_value_heads=spec.num_attention_heads,
+        q_lora_rank=spec.q_lora_rank,
+        kv_lora_rank=spec.kv_lora_rank,
+        qk_nope_head_dim=spec.qk_nope_head_dim,
+        qk_rope_head_dim=spec.qk_rope_head_dim,
+        v_head_dim=spec.v_head_dim,
+        rope_interleave=spec.rope.interleaved,
+        attention_bias=spec.bias,
+    )
+    config._attn_implementation = "sdpa"  # whose softmax is in float64, which the eager one is not
+    layer = modeling.DeepseekV3Attention(config, 0)
+    layer.scaling = spec.scale
+    for name, norm in list(layer.named_children()):  # theirs compute in float32, whatever their input
+        if name.endswith("layernorm"):
+            setattr(layer, name, torch.nn.RMSNorm(norm.weight.shape, eps=norm.variance_epsilon))
+    return layer.double()
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_results_gradients_and_names_are_those_of_transformers(spec):
+    ours, theirs = layer_of(spec), theirs_of(spec)
+    forms = Layout(root="").weight_map(canonical_forms(ours))
+    written: dict[str, Tensor] = {}
+    for name, tensor in ours.state_dict().items():
+        written |= forms[name].write(tensor)
+    theirs.load_state_dict(written)  # all names, and no others
+
+    x = torch.randn(ROWS, LENGTH, HIDDEN, dtype=torch.float64, requires_grad=True)
+    tables = rotary_tables(spec.rope, torch.arange(LENGTH))
+    cos, sin = (torch.cat([table, table], -1).double().expand(ROWS, -1, -1) for table in tables)
+    mask = torch.full((LENGTH, LENGTH), -torch.inf, dtype=torch.float64).triu(1)
+    expected, _ = theirs(x, (cos, sin), mask[None, None])
+    found = ours(x.flatten(0, 1), sequences_of(spec, (ROWS, LENGTH))).view_as(expected)
+    # The references turn in float64 by the same tables; sums have at most 21 terms.
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+
+    upstream = torch.randn_like(expected)
+    expected.backward(upstream)
+    of_x, expected_of_x = torch.autograd.grad(found, x, upstream, retain_graph=True)[0], x.grad
+    torch.testing.assert_close(of_x, expected_of_x, rtol=1e-10, atol=1e-11)
+    gradients: dict[str, Tensor] = {}
+    names, parameters = zip(*ours.named_parameters(), strict=True)
+    for name, gradient in zip(names, torch.autograd.grad(found, parameters, upstream), strict=True):
+        gradients |= forms[name].write(gradient)
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-11)
+
+
+def test_the_norms_of_the_latents_have_the_eps_of_the_spec():
+    spec = replace(SPEC, norm=replace(SPEC.norm, eps=0.5))
+    x, sequences = torch.randn(LENGTH, HIDDEN, dtype=torch.float64), sequences_of(SPEC, (1, LENGTH))
+    layer, other = layer_of(spec), layer_of(SPEC)
+    assert not torch.allclose(layer(x, sequences), other(x, sequences))
+    for norm in (layer.q_a_layernorm, layer.kv_a_layernorm):
+        norm.eps = 1e-6
+    torch.testing.assert_close(layer(x, sequences), other(x, sequences), rtol=0, atol=0)
+
+
+def test_packed_documents_do_not_see_each_other():
+    layer = layer_of(SPEC)
+    x = torch.randn(12, HIDDEN, dtype=torch.float64)
+    found = layer(x, sequences_of(SPEC, (1, 12), cu_seqlens=torch.tensor([0, 5, 6, 12])))
+    alone = [layer(part, sequences_of(SPEC, (1, len(part)))) for part in x.split([5, 1, 6])]
+    torch.testing.assert_close(found, torch.cat(alone), rtol=1e-12, atol=1e-12)
+
+
+def test_without_positions_nothing_is_turned():
+    spec = replace(SPEC, rope=None)
+    layer, turning = layer_of(spec), layer_of(SPEC)
+    x = torch.randn(3, HIDDEN, dtype=torch.float64)
+    first = layer(x, sequences_of(spec, (1, 3)))
+    still = sequences_of(SPEC, (1, 3))
+    still.rotary[SPEC.rope] = torch.ones(3, 3), torch.zeros(3, 3)  # cosines and sines of no angle
+    torch.testing.assert_close(first, turning(x, still), rtol=1e-12, atol=1e-12)
+
+
+def test_values_reach_the_product_as_narrow_as_they_are(monkeypatch):
+    seen = []
+    attend = latent_attention.attend
+    monkeypatch.setattr(
+        latent_attention, "attend", lambda q, k, v, *rest: seen.append((q, k, v)) or attend(q, k, v, *rest)
+    )
+    layer_of(SPEC)(torch.randn(4, HIDDEN, dtype=torch.float64), sequences_of(SPEC, (1, 4)))
+    ((q, k, v),) = seen
+    assert [x.shape for x in (q, k, v)] == [(4, 3, 16), (4, 3, 16), (4, 3, 7)]
+    assert (
+        v.untyped_storage().nbytes() == 4 * 3 * (10 + 7) * 8
+    )  # beside the keys' unturned part, without a copy
+
+
+@pytest.mark.parametrize("spec", [SPEC, SPECS["no latent of queries"]], ids=["", "no latent of queries"])
+def test_generation_remembers_latents_and_gives_what_a_whole_pass_gives(spec):
+    layer = layer_of(spec)
+    x = torch.randn(7, HIDDEN, dtype=torch.float64)
+    room = layer.new_cache(1, 7, x.device, x.dtype)
+    assert [tuple(tensor.shape) for tensor in room] == [(1, 7, 8), (1, 7, 6)]
+    cache, found = KVCache([room], 1, x.device), []
+    for start, end in ((0, 5), (5, 6), (6, 7)):
+        positions = cache.reserve(torch.tensor([end - start]), end - start)
+        step = sequences_of(spec, (1, end - start), position_ids=positions)
+        step.cache = cache
+        found.append(layer(x[start:end], step))
+    expected = layer(x, sequences_of(spec, (1, 7)))
+    torch.testing.assert_close(torch.cat(found), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels are compiled")
+@pytest.mark.parametrize("documents", [None, torch.tensor([0, 5, 9])])
+def test_the_kernels_give_the_same(documents):
+    layer = layer_of(SPEC)
+    x = torch.randn(9, HIDDEN, dtype=torch.float64)
+    expected = layer(x, sequences_of(SPEC, (1, 9), cu_seqlens=documents))
+    with interpret():
+        found = layer.float()(x.float(), sequences_of(SPEC, (1, 9), cu_seqlens=documents))
+    # float32 against float64: sums of up to 21 terms in five products behind one another
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5 * expected.abs().max().item())

@@ -1,0 +1,62 @@
+"""Queries that grow with their positions."""
+
+import math
+
+import torch
+
+from liger_models.layers.attention.query_scale import scale_queries
+from liger_models.layers.attention.self_attention import Attention
+from liger_models.layers.sequences import Sequences
+from liger_models.layers.spec import AttentionSpec, QueryScaleSpec
+
+
+def test_the_factor_grows_by_the_logarithm_of_lengths_passed():
+    sequences = Sequences.from_call((1, 7), torch.device("cpu"), position_ids=torch.arange(5, 12)[None])
+    found = sequences.query_scale(QueryScaleSpec(beta=0.3, length=4))
+    lengths_passed = [1, 1, 1, 2, 2, 2, 2]  # of positions 5 to 11
+    assert found.tolist() == torch.tensor([1 + 0.3 * math.log(1 + n) for n in lengths_passed]).tolist()
+    assert sequences.query_scale(QueryScaleSpec(beta=0.3, length=4)) is found  # made once for all layers
+
+
+def test_positions_count_from_each_documents_start():
+    bounds = torch.tensor([0, 3, 9])
+    sequences = Sequences.from_call((1, 9), torch.device("cpu"), cu_seqlens=bounds)
+    found = sequences.query_scale(QueryScaleSpec(beta=1.0, length=2))
+    expected = [math.log(1 + n // 2) + 1 for n in [0, 1, 2, 0, 1, 2, 3, 4, 5]]
+    assert torch.allclose(found, torch.tensor(expected))
+
+
+def test_the_first_position_may_count_as_another():
+    sequences = Sequences.from_call((1, 5), torch.device("cpu"))
+    found = sequences.query_scale(QueryScaleSpec(beta=1.0, length=2, first=1))
+    assert torch.allclose(found, torch.tensor([math.log(1 + (n + 1) // 2) + 1 for n in range(5)]))
+
+
+def test_a_product_and_its_gradient_are_rounded_once():
+    spec, sequences = QueryScaleSpec(0.3, 2), Sequences.from_call((1, 9), torch.device("cpu"))
+    torch.manual_seed(0)
+    rows = torch.randn(9, 24, dtype=torch.bfloat16, requires_grad=True)
+    q, dy = rows[:, 4:20].unflatten(1, (2, 8)), torch.randn(9, 2, 8, dtype=torch.bfloat16)
+    found = scale_queries(q, spec, sequences)
+    factors = sequences.query_scale(spec)[:, None, None]
+    assert torch.equal(found, (q.float() * factors).bfloat16())
+    found.backward(dy)
+    assert torch.equal(rows.grad[:, 4:20], (dy.float() * factors).bfloat16().flatten(1))
+    assert scale_queries(q, None, sequences) is q
+
+
+def test_scores_and_nothing_else_are_multiplied():
+    """As if the token were asked with a sharper softmax: values and the dtype of the layer stay."""
+    spec = AttentionSpec(2, 1, 8, 8**-0.5)
+    torch.manual_seed(0)
+    plain = Attention(16, spec).double()
+    scaled = Attention(16, AttentionSpec(2, 1, 8, 8**-0.5, query_scale=QueryScaleSpec(0.5, 1))).double()
+    scaled.load_state_dict(plain.state_dict())
+    x = torch.randn(3, 16, dtype=torch.float64)
+    sequences = Sequences.from_call((1, 3), torch.device("cpu"))
+    found = scaled(x, sequences)
+    with torch.no_grad():  # position 2 alone: its query times the factor
+        factor = 1 + 0.5 * torch.log(torch.tensor(3.0)).double()
+        plain.qkv_proj.weight[:16] *= factor
+    torch.testing.assert_close(found[2], plain(x, sequences)[2], rtol=1e-6, atol=0)
+    assert found.dtype == torch.float64

@@ -1,0 +1,409 @@
+"""The memory of a training step is planned as it was measured; the levels chosen repeat the least work."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import torch
+
+import liger_models
+from liger_models.cli import main
+from liger_models.kernels.losses._linear_chunks import working_bytes
+from liger_models.layers.blocks import Block
+from liger_models.layers.memory.activation_memory import LEVELS
+from liger_models.layers.memory.plan import LADDERS, Step, StepMemory, largest, layer_costs, parse_budget
+
+GIB = 2**30
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
+LLAMA_1B = LLAMA_8B | {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
+QWEN3_30B_6 = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+}
+
+# Of `python -m benchmarks train` on one H200: config, batch, tokens a row, levels, peak GiB. AdamW there is
+# torch's, with both moments in bfloat16.
+MEASURED = [
+    (LLAMA_8B, 2, 4096, ["lean"] * 32, 71.2),
+    (LLAMA_8B, 4, 4096, ["lean"] * 32, 94.4),
+    (LLAMA_8B, 8, 4096, ["lean"] * 28 + ["checkpoint"] * 4, 133.3),
+    (LLAMA_8B, 8, 4096, ["checkpoint"] * 32, 64.0),
+    (LLAMA_1B, 8, 2048, ["lean"] * 16, 22.0),
+    (LLAMA_1B, 8, 2048, ["all"] * 16, 28.0),
+    (QWEN3_30B_6, 4, 4096, ["lean"] * 6, 33.9),
+]
+# And of two, with the parameters divided between them.
+MEASURED_ON_TWO = [
+    (2, 8192, ["lean"] * 32, 74.4),
+    (4, 8192, ["checkpoint"] * 32, 40.3),
+    (4, 8192, ["lean"] * 28 + ["checkpoint"] * 4, 112.6),
+    (4, 8192, ["lean"] * 26 + ["all"] * 6, 129.0),
+]
+
+
+# Of `python -m benchmarks long` on one H200, 4 layers: level, rows, tokens a row, where the optimizer's state
+# is, peak GiB. All heads ran at once then, and both norms' outputs were there while an MLP went back.
+MEASURED_LONG = [
+    ("checkpoint", 8, 8192, "device", 27.77),
+    ("tiled", 8, 8192, "device", 24.38),
+    ("offload", 8, 8192, "device", 24.19),
+    ("offload", 16, 32768, "host", 58.18),
+]
+
+
+def on_meta(config):
+    return liger_models.from_config(config, device="meta", dtype="bfloat16")
+
+
+@pytest.mark.parametrize(("config", "batch", "seq", "levels", "peak"), MEASURED)
+def test_the_planned_peak_is_within_five_percent_of_the_measured_one(config, batch, seq, levels, peak):
+    plan = StepMemory(on_meta(config), Step(batch, seq, optimizer_bytes=4)).plan(levels)
+    assert plan.peak / GIB == pytest.approx(peak, rel=0.05)
+    assert sum(plan.parts.values()) == plan.peak
+
+
+@pytest.mark.parametrize(("batch", "seq", "levels", "peak"), MEASURED_ON_TWO)
+def test_so_it_is_where_two_gpus_divide_the_parameters(batch, seq, levels, peak):
+    plan = StepMemory(on_meta(LLAMA_8B), Step(batch, seq, optimizer_bytes=4, gpus=2)).plan(levels)
+    assert plan.peak / GIB == pytest.approx(peak, rel=0.05)
+
+
+def test_so_it_is_where_two_gpus_divide_a_sequence():
+    """A layer of Llama-3-8B and both ends, 65,536 tokens."""
+    step = Step(1, 65536, optimizer_bytes=4, gpus=2, sequence_ranks=2)
+    plan = StepMemory(on_meta(LLAMA_8B | {"num_hidden_layers": 1}), step).plan(["lean"])
+    assert plan.peak / GIB == pytest.approx(12.87, rel=0.05)
+
+
+def test_layers_that_stay_whole_from_the_forward_pass_on_are_counted():
+    """The same step without that: 74.3 GiB."""
+    model = on_meta(LLAMA_8B)
+    model.gathered_once = True  # by parallelize(reshard_after_forward=False)
+    plan = StepMemory(model, Step(2, 8192, optimizer_bytes=4, gpus=2)).plan(["lean"] * 32)
+    assert plan.peak / GIB == pytest.approx(87.9, rel=0.05)
+
+
+@pytest.mark.parametrize(("level", "rows", "seq", "where", "peak"), MEASURED_LONG)
+def test_so_it_is_with_long_contexts(level, rows, seq, where, peak, monkeypatch):
+    monkeypatch.setattr(layer_costs, "LONG", 1 << 30)
+    monkeypatch.setattr(Block, "norms_made_late", lambda layer: 0)
+    step = Step(rows, seq, optimizer_on_host=where == "host")
+    plan = StepMemory(on_meta(LLAMA_8B | {"num_hidden_layers": 4}), step).plan([level] * 4)
+    assert plan.peak / GIB == pytest.approx(peak, rel=0.05)
+
+
+def test_heads_by_groups_take_less():
+    memory = StepMemory(on_meta(LLAMA_8B | {"num_hidden_layers": 2}), Step(1, 1 << 19))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_costs, "LONG", 1 << 30)
+        at_once = StepMemory(memory.model, memory.step).plan(["offload"] * 2).peak
+    assert memory.plan(["offload"] * 2).peak < at_once
+
+
+@pytest.mark.parametrize(
+    ("seq", "level", "optimizer_bytes", "where", "host"),
+    [(1 << 18, "tiled", 4, "device", 0), (1_250_000, "offload", 6, "host", 400)],
+)
+def test_a_whole_8b_has_room_for_long_contexts_on_one_h200(seq, level, optimizer_bytes, where, host):
+    """256k tokens with all on the GPU, of whose 139.8 GiB 95% are planned with; and 1.25 million with layers'
+    inputs and the optimizer's state in 400 GiB of the host.
+    """
+    on_host = where == "host"
+    step = Step(1, seq, optimizer_bytes, optimizer_on_host=on_host, optimizer_work=on_host * GIB)
+    plan = StepMemory(on_meta(LLAMA_8B), step).plan([level] * 32)
+    assert plan.peak < 0.95 * 139.8 * GIB
+    assert plan.host <= host * GIB
+
+
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
+
+
+def test_no_other_levels_that_fit_repeat_less():
+    memory = StepMemory(on_meta(LLAMA_1B | {"num_hidden_layers": 4}), Step(16, 2048))
+    plans = [memory.plan(levels) for levels in itertools.product(LADDERS[0], repeat=4)]
+    smallest = min(plan.peak for plan in plans)
+    of_a_layer = memory.plan(["checkpoint"] * 4).repeated / 4
+    for budget in sorted({plan.peak for plan in plans if plan.peak >= memory.choose_levels(0).peak}):
+        chosen = memory.choose_levels(budget)
+        best = min(plan.repeated for plan in plans if plan.peak <= budget)
+        assert chosen.fits
+        # One layer after the other is not always the very best, but never further from it than a layer.
+        assert best <= chosen.repeated <= best + of_a_layer
+    smallest = memory.plan(["offload"] * 4).peak
+    assert memory.choose_levels(smallest).fits
+    nothing_fits = memory.choose_levels(smallest // 2)
+    assert not nothing_fits.fits
+    assert nothing_fits.peak <= 1.05 * smallest
+
+
+def test_long_sequences_go_in_tiles_and_then_to_the_host():
+    memory = StepMemory(on_meta(LLAMA_1B | {"num_hidden_layers": 4}), Step(1, 1 << 17))
+    peaks = [memory.plan([level] * 4).peak for level in LEVELS]
+    assert peaks == sorted(peaks, reverse=True)
+    for i, level in enumerate(LEVELS[3:], 3):
+        chosen = memory.choose_levels(peaks[i - 1] - 1)
+        assert chosen.fits
+        assert level in chosen.levels
+        offloaded = chosen.levels.count("offload")
+        assert chosen.host == offloaded * (1 << 17) * 2048 * 2
+        assert bool(offloaded) == (level == "offload") == ("GiB of the host" in str(chosen))
+    # What is short is a tile as a whole, and no tile costs less than all tokens at once.
+    short = StepMemory(on_meta(LLAMA_1B), Step(1, 4096))
+    assert short.plan(["tiled"] * 16).peak == short.plan(["checkpoint"] * 16).peak
+
+
+def test_the_state_of_adapters_is_that_of_their_dtype():
+    model = liger_models.from_config(TINY, dtype="bfloat16", activation_memory="auto", memory_budget="1GiB")
+    model.requires_grad_(False)
+    adapter = model.layers[0].self_attn.adapter = torch.nn.Linear(64, 64, dtype=torch.float32)
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    model(ids, labels=ids)
+    assert model.fit_levels.plan.parts["optimizer"] == 8 * sum(p.numel() for p in adapter.parameters())
+
+
+def test_the_first_layers_give_up_what_they_keep_first():
+    memory = StepMemory(on_meta(LLAMA_1B), Step(8, 2048))
+    everything, least = memory.plan(["all"] * 16).peak, memory.plan(["checkpoint"] * 16).peak
+    for share in (0.2, 0.4, 0.6, 0.8):
+        levels = memory.choose_levels(int(least + share * (everything - least))).levels
+        places = [LEVELS.index(level) for level in levels]
+        assert places == sorted(places, reverse=True)
+
+
+def test_what_a_step_has_beside_its_model_counts():
+    model = on_meta(LLAMA_1B)
+    peak = {
+        name: StepMemory(model, step).plan(["lean"] * 16).peak
+        for name, step in {
+            "plain": Step(1, 4096, optimizer_bytes=4),
+            "master": Step(1, 4096, optimizer_bytes=6),
+            "accumulating": Step(1, 4096, optimizer_bytes=4, accumulates=True),
+            "adapters": Step(1, 4096, optimizer_bytes=8, lora_rank=16),
+            "quantised": Step(1, 4096, optimizer_bytes=8, lora_rank=16, weight_bytes=0.5),
+            "divided": Step(1, 4096, optimizer_bytes=4, gpus=8),
+        }.items()
+    }
+    elements = model.num_parameters()
+    assert peak["master"] - peak["plain"] == pytest.approx(2 * elements)
+    assert 0 < peak["accumulating"] - peak["plain"] <= 2 * elements
+    assert peak["quantised"] < peak["adapters"] < peak["plain"]
+    assert peak["divided"] < peak["plain"]
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_room_that_a_loss_takes_follows_from_its_chunks(trained):
+    few = working_bytes(1024, 4096, 128256, 2, trained)
+    dw = 128256 * 4096
+    assert few == 1024 * 4096 * 2 + 1024 * 128256 * 2 + (2 * dw if trained else 0)
+    many = working_bytes(1 << 17, 4096, 128256, 2, trained) - (1 << 17) * 4096 * 2
+    assert (4 * dw if trained else 0) < many <= (6 * dw if trained else 0) + (2 << 30)
+
+
+def run_step(model, tokens, seq=32):
+    ids = torch.randint(0, 131, (tokens // seq, seq), generator=torch.Generator().manual_seed(1))
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    return loss.detach()
+
+
+def test_auto_chooses_when_a_batch_is_there_and_again_for_a_larger_one():
+    torch.manual_seed(0)
+    model = liger_models.from_config(TINY, activation_memory="auto", memory_budget="3MiB")
+    plain = liger_models.from_config(TINY)
+    plain.load_state_dict(model.state_dict())
+    assert model.activation_memory == ("lean",) * 4
+    chosen = {}
+    for tokens in (32, 64, 1024, 64):
+        assert torch.equal(run_step(model, tokens), run_step(plain, tokens))
+        chosen[tokens] = [LEVELS.index(level) for level in model.activation_memory]
+    assert chosen[32] < chosen[1024] == chosen[64] == [5] * 4
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-7)
+    with torch.no_grad():
+        model.set_activation_memory("auto", "3MiB")
+        model(torch.zeros(1, 4, dtype=torch.int64))
+    assert model.fit_levels.plan is None  # nothing is kept without gradients
+    model.set_activation_memory("mlp")
+    assert model.fit_levels is None
+
+
+def test_what_was_chosen_is_said(caplog):
+    model = liger_models.from_config(TINY, activation_memory="auto", memory_budget="1MiB")
+    with caplog.at_level("INFO", "liger_models"):
+        run_step(model, 64)
+    assert "activation memory for 64 tokens: offload in layers 0 to 3" in caplog.text
+    assert "does not fit" in caplog.text
+
+
+def test_without_a_gpu_a_budget_is_needed():
+    model = liger_models.from_config(TINY, activation_memory="auto")
+    with pytest.raises(ValueError, match="give memory_budget in bytes"):
+        run_step(model, 32)
+
+
+def test_a_budget_is_bytes_or_a_share():
+    assert parse_budget(None) == (0.95, None)
+    assert parse_budget(0.8) == (0.8, None)
+    assert parse_budget("1.5 GiB") == (1.0, 3 * GIB // 2)
+    assert parse_budget("120GB") == (1.0, 120 * 10**9)
+    assert parse_budget(1 << 36) == (1.0, 1 << 36)
+    for bad in ("much", 0, "-3GiB"):
+        with pytest.raises(ValueError, match="expected bytes, text"):
+            parse_budget(bad)
+    with pytest.raises(ValueError, match="only the level 'auto' has a budget"):
+        liger_models.from_config(TINY, activation_memory="lean", memory_budget="1GiB")
+
+
+def test_the_largest_number_that_fits_is_found():
+    assert largest(lambda n: n <= 5) == 5
+    assert largest(lambda n: n <= 100_000) == pytest.approx(100_000, rel=1 / 200)
+    assert largest(lambda n: True, most=77) == 77
+    assert largest(lambda n: False) == 0
+
+
+def test_the_command_says_whether_it_fits_and_what_would(capsys):
+    arguments = ["plan", "llama-3.1-8b", "--batch", "8", "--seq", "4096", "--weights", "plain"]
+    assert main([*arguments, "--gpu", "H200", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["fits"]
+    assert report["peak"] <= report["budget"] < report["memory"]
+    assert report["by_level"]["checkpoint"]["context"] > report["by_level"]["lean"]["context"] > 4 * 4096
+    rows = report["by_level"]["checkpoint"]["batch"]
+    assert main([*arguments[:3], str(rows), *arguments[4:], "--gpu", "H200"]) == 0
+    assert "It fits: checkpoint in layers 0 to 31" in capsys.readouterr().out
+    assert main([*arguments[:3], str(8 * rows), *arguments[4:], "--gpu", "H200"]) == 1
+    assert "does NOT fit" in capsys.readouterr().out
+    adapters = ["--lora", "r=16", "--quantize", "nf4", "--batch", "1"]
+    assert main([*arguments, *adapters, "--gpu", "RTX4090"]) == 0
+
+
+def test_a_step_of_another_size_is_counted_as_a_new_one():
+    model = on_meta(LLAMA_1B)
+    counted = StepMemory(model, Step(1, 1, optimizer_on_host=True))
+    counted.choose_levels(10 * GIB)
+    for batch, seq, budget in ((2, 4096, 12 * GIB), (1, 1 << 18, 30 * GIB)):
+        fresh = StepMemory(model, Step(batch, seq, optimizer_on_host=True))
+        assert counted.resized(batch, seq).choose_levels(budget) == fresh.choose_levels(budget)
+
+
+def test_rows_that_gpus_divide_take_a_part_and_what_attention_exchanges(capsys):
+    model, tokens = on_meta(LLAMA_8B | {"num_hidden_layers": 1}), 8192
+    (alone,) = StepMemory(model, Step(1, tokens)).layers
+    for ranks, copies in ((2, 0), (16, 1)):  # of 8 heads of keys
+        (part,) = StepMemory(model, Step(1, ranks * tokens, sequence_ranks=ranks)).layers
+        more = {level: part.kept[level] - alone.kept[level] for level in LEVELS}
+        # The output of 32 heads as it came back, and copies of keys and values.
+        exchanged = 2 * tokens * 128 * (32 + 2 * 8 * copies)
+        assert more == {level: exchanged if level in ("all", "lean", "mlp") else 0 for level in LEVELS}
+    command = ["plan", "llama-3.1-8b", "--gpu", "H200", "--gpus", "8", "--sequence-parallel", "3"]
+    assert main(command) == 2
+    assert "--sequence-parallel 3 does not divide --gpus 8" in capsys.readouterr().err
+
+
+def test_what_is_on_the_host_is_not_on_the_gpu_and_must_fit_there(capsys):
+    model = on_meta(LLAMA_1B)
+    there, here = (StepMemory(model, Step(1, 1 << 17, optimizer_on_host=host)) for host in (True, False))
+    plans = there.plan(["offload"] * 16), here.plan(["offload"] * 16)
+    assert plans[1].peak - plans[0].peak == plans[1].parts["optimizer"] == 6 * model.num_parameters()
+    pinned = plans[0].host - plans[1].host
+    assert 6 * model.num_parameters() <= pinned <= 12 * model.num_parameters()  # powers of two
+    assert plans[1].host == 16 * (1 << 17) * 2048 * 2
+
+    arguments = ["plan", "llama-3.2-1b", "--gpu", "24GiB", "--optimizer-memory", "host", "--seq", "max"]
+    reports = {}
+    for host in ("1TiB", "24GiB", "1GiB"):
+        main([*arguments, "--host-memory", host, "--json"])
+        reports[host] = json.loads(capsys.readouterr().out)
+    assert reports["1TiB"]["seq"] > reports["24GiB"]["seq"]
+    assert reports["24GiB"]["fits"]
+    assert reports["24GiB"]["host"] <= 24 * GIB
+    assert not reports["1GiB"]["fits"]
+    main([*arguments[:-1], "65536"])
+    assert "pinned on the host" in capsys.readouterr().out
+
+
+def test_the_command_takes_a_config_file(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    for name in (tmp_path / "config.json", tmp_path):
+        assert main(["plan", str(name), "--gpu", "1GiB", "--seq", "64", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["num_parameters"] == on_meta(TINY).num_parameters()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--gpu", "Voodoo2"], "name its memory"),
+        (["--gpu", "H200", "--lora", "16"], "is not a setting"),
+        (["--gpu", "H200", "--quantize", "nf4"], "--quantize is for --lora"),
+        (["--gpu", "H200", "--host-memory", "much"], "expected a size such as 256GiB"),
+        (["--gpu", "H200", "--gpus", "2", "--optimizer-memory", "host"], "plan for one"),
+    ],
+)
+def test_the_command_refuses_what_it_cannot_plan(options, message, capsys):
+    assert main(["plan", "llama-demo", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("levels", LEVELS)
+@pytest.mark.parametrize(
+    "config", [LLAMA_1B, QWEN3_30B_6 | {"num_hidden_layers": 2}], ids=["llama", "qwen3_moe"]
+)
+def test_a_measured_step_takes_what_was_planned(config, levels):
+    model = liger_models.from_config(config, dtype="bfloat16", device="cuda", activation_memory=levels)
+    optimizer = liger_models.optim.AdamW(model.parameters(), lr=1e-5)
+    ids = torch.randint(0, 128256, (4, 2048), device="cuda")
+    plan = StepMemory(model, Step(4, 2048)).plan([levels] * len(model.layers))
+    before = torch.cuda.memory_allocated() - sum(p.nbytes for p in model.parameters())
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.cuda.max_memory_allocated() - before == pytest.approx(plan.peak, rel=0.05)
