@@ -30,10 +30,10 @@ def cpo_loss(
         chosen, rejected: log-probabilities of the sequences, [N]; by token for "ipo".
         nll: the chosen sequences' negative log-likelihood, a scalar, a mean over tokens.
         loss_type: "sigmoid", "hinge" (SLiC: arXiv:2305.10425) or "ipo" (arXiv:2310.12036).
-        label_smoothing: the probability that a pair is the wrong way round.
+        label_smoothing: the probability that a pair is the wrong way round, for "sigmoid".
 
     Raises:
-        ValueError: an unknown type, or shapes that do not fit.
+        ValueError: an unknown type, a probability that is none, or shapes that do not fit.
     """
     return margin_loss(chosen, rejected, nll, loss_type, beta, 0.0, alpha, label_smoothing, num_items)
 
@@ -43,6 +43,11 @@ def margin_loss(
 ) -> PreferenceLoss:
     """The loss of beta (chosen - rejected) - gamma."""
     check_sequences(chosen=chosen, rejected=rejected)
+    if not 0 <= label_smoothing < 1 or (label_smoothing and loss_type != "sigmoid"):
+        raise ValueError(
+            f"label_smoothing is {label_smoothing} with loss_type={loss_type!r}; expected 0, or with "
+            "sigmoid a number from 0 to below 1"
+        )
     logits = beta * (chosen - rejected) - gamma
     if loss_type == "sigmoid":
         losses = -(1 - label_smoothing) * logsigmoid(logits) - label_smoothing * logsigmoid(-logits)

@@ -30,6 +30,6 @@ def simpo_loss(
     the wrong way round.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: a label_smoothing that is no probability, or shapes that do not fit.
     """
     return margin_loss(chosen, rejected, nll, "sigmoid", beta, gamma, alpha, label_smoothing, num_items)

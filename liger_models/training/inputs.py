@@ -245,21 +245,25 @@ def load_beside(config: TrainConfig, world: World, tokenizer: TextTokenizer, nam
     gradients.
 
     Raises:
-        ConfigError: its tokenizer has another vocabulary.
+        ConfigError: its tokenizer has another vocabulary, or it has none.
         CheckpointError, HubError: it cannot be had.
     """
     import liger_models
     from liger_models.convert.checkpoints.hub import resolve
 
     folder = resolve(name)
-    if (folder / "tokenizer.json").is_file():
-        theirs, ours = (one.backend.get_vocab() for one in (TextTokenizer(folder), tokenizer))
-        if theirs != ours:
-            differ = sorted(token for token in {*theirs, *ours} if theirs.get(token) != ours.get(token))
-            raise ConfigError(
-                f"the tokenizer of {name} has another vocabulary than that of {config.model}: {len(differ)} "
-                f"tokens differ, {differ[0]!r} among them; choose a model of the same vocabulary"
-            )
+    if not (folder / "tokenizer.json").is_file():
+        raise ConfigError(
+            f"{name} has no tokenizer.json, by which its vocabulary could be compared with that of "
+            f"{config.model}; put the tokenizer's files beside its weights"
+        )
+    theirs, ours = (one.backend.get_vocab() for one in (TextTokenizer(folder), tokenizer))
+    if theirs != ours:
+        differ = sorted(token for token in {*theirs, *ours} if theirs.get(token) != ours.get(token))
+        raise ConfigError(
+            f"the tokenizer of {name} has another vocabulary than that of {config.model}: {len(differ)} "
+            f"tokens differ, {differ[0]!r} among them; choose a model of the same vocabulary"
+        )
     options: dict[str, Any] = {"device": world.device, "attention": config.attention, "shard": world.divide}
     dtype = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
     model = liger_models.from_hub(name, dtype=dtype, **options)

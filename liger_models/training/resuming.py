@@ -8,6 +8,7 @@ from typing import Any
 from liger_models.convert.checkpoints.hub import local_path
 from liger_models.convert.errors import ConfigError, DataError
 from liger_models.training.config import PLACES, TrainConfig
+from liger_models.training.objectives import OBJECTIVES
 from liger_models.training.run_folder import MANIFEST, check_output
 from liger_models.training.state import find_whole_checkpoint, read_state
 from liger_models.training.world import World
@@ -53,8 +54,9 @@ def check_resumed(
         DataError: the data have.
     """
     changed = config.differences(state["config"])
-    of_lora = () if config.lora is None else ("model",)  # which a checkpoint does not hold
-    of_model = ("dtype", "freeze", "weights", "moments", "lora", "quantize", *of_lora)
+    # Which a checkpoint does not hold: the model below adapters, and the reference.
+    beside = config.lora is not None or OBJECTIVES[config.objective].needs_reference
+    of_model = ("dtype", "freeze", "weights", "moments", "lora", "quantize", *(("model",) if beside else ()))
     for name in ("objective", "seq_len", "seed", *of_model):
         if name in changed:
             then, now = changed[name]

@@ -110,7 +110,7 @@ def parse_fields(
         messages, images = _take_images(where, messages, fields.get(IMAGES))
         return Record(where, PICTURED, (messages, images)) if images else Record(where, form, messages)
     if form in (PAIRS, LABELLED):
-        return Record(where, form, _judged(where, keys, fields))
+        return Record(where, form, _judged(where, keys, fields, counts))
     for key in keys:
         if not isinstance(fields[key], str):
             raise DataError(f"{where}: {key!r} is a {type(fields[key]).__name__}, expected a string")
@@ -142,7 +142,7 @@ def _with_common_prompt(fields: dict[str, Any]) -> dict[str, Any]:
     return {"prompt": chosen[:common], "chosen": chosen[common:], "rejected": rejected[common:]}
 
 
-def _judged(where: str, keys: list[str], fields: dict[str, Any]) -> tuple[Any, ...]:
+def _judged(where: str, keys: list[str], fields: dict[str, Any], counts: Counter[str]) -> tuple[Any, ...]:
     """The values of these keys: a prompt, and answers with something in them, or a label."""
     if "label" in keys and not isinstance(fields["label"], bool):
         raise DataError(
@@ -164,6 +164,14 @@ def _judged(where: str, keys: list[str], fields: dict[str, Any]) -> tuple[Any, .
         said = value if isinstance(value, str) else [m.get("content") or m.get("tool_calls") for m in value]
         if is_answer and not (said and said[-1]):
             raise DataError(f"{where}: {key!r} is empty: there is no answer to learn from")
+    prompt, answers = fields["prompt"], [fields[key] for key in texts if key != "prompt"]
+    if prompt and all(answer[: len(prompt)] == prompt for answer in answers):
+        if not isinstance(prompt, str):  # a text may well be what its answer begins with
+            raise DataError(
+                f"{where}: 'prompt' stands in {texts[1]!r} once more, and would be read twice; leave it out "
+                "of the answers"
+            )
+        counts["whose prompt stands in the answers once more"] += 1
     return tuple(fields[key] for key in keys)
 
 

@@ -24,6 +24,7 @@ class Distill(Objective):
 
     metrics: ClassVar[tuple[str, ...]] = ("divergence", "hard_loss")
     unit: ClassVar[str] = "per token"
+    above_zero: ClassVar[tuple[str, ...]] = ("temperature", "top_k")  # of beta zero is one end
 
     teacher: str = ""
     loss_type: str = "jsd"
@@ -36,8 +37,7 @@ class Distill(Objective):
     def __post_init__(self) -> None:
         if not self.teacher:
             raise ConfigError("distill needs a teacher; name a model of the same vocabulary with --teacher")
-        if self.beta:  # zero is one of its ends
-            super().__post_init__()
+        super().__post_init__()
         checked(lambda: self._lesson(nn.Identity()), "distill")
 
     def prepare(self, load: Callable[[str], nn.Module]) -> None:

@@ -7,6 +7,7 @@ before.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -46,6 +47,7 @@ class Objective:
         shares_prompts: whether it asks for the scores of answers alone, so that their prompt may be computed
             once.
         rewards: whether the model has a head of rewards and not one of tokens.
+        above_zero: options that must be, if it has them.
     """
 
     form: ClassVar[str | None] = None
@@ -54,16 +56,22 @@ class Objective:
     needs_reference: ClassVar[bool] = False
     shares_prompts: ClassVar[bool] = False
     rewards: ClassVar[bool] = False
+    above_zero: ClassVar[tuple[str, ...]] = ("beta", "temperature", "top_k")
 
     def __post_init__(self) -> None:
         """
         Raises:
-            ConfigError: an option that must be above zero is not.
+            ConfigError: an option that must be above zero is not, or a weight is below.
         """
-        for name in ("beta", "temperature", "top_k"):
+        for name in self.above_zero:
             value = getattr(self, name, 1)
-            if value is not None and not 0 < value < float("inf"):
+            if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"{name} is {value}; expected a number above 0")
+        for name in ("hard_weight", "nll_weight", "desirable_weight", "undesirable_weight", "centering"):
+            if not 0 <= getattr(self, name, 0) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)}; expected 0, or a number above it")
+        if not math.isfinite(margin := getattr(self, "margin", 0)):
+            raise ConfigError(f"margin is {margin}; expected a finite number")
 
     def prepare(self, load: Callable[[str], nn.Module]) -> None:
         """Before training; `load` gives a model by its name, without gradients, shared as the trained one."""

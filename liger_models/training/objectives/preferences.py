@@ -151,6 +151,10 @@ class SimPO(Preference):
     nll_weight: float = 0.0
     label_smoothing: float = 0.0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checked(lambda: simpo_loss(_NOTHING, _NOTHING, label_smoothing=self.label_smoothing), "simpo")
+
     def loss(self, batch: GroupBatch, log_probs: Tensor, counts: Counts) -> PreferenceLoss:
         lengths = labels_in_rows(batch).to(log_probs.device).sum(1)
         chosen, rejected = (log_probs.sum(1) / lengths).chunk(2)

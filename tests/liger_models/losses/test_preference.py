@@ -174,6 +174,14 @@ def test_what_does_not_go_together_is_refused(options, message):
         dpo_loss(*torch.zeros(4, 2), **options)
 
 
+@pytest.mark.parametrize(
+    "options", [{"label_smoothing": 1.5}, {"label_smoothing": 0.1, "loss_type": "hinge"}]
+)
+def test_a_smoothing_that_has_no_meaning_is_refused(options):
+    with pytest.raises(ValueError, match="or with sigmoid a number from 0"):
+        cpo_loss(*torch.zeros(2, 3), **options)
+
+
 WRONG = {
     "scores of tokens": lambda: dpo_loss(*torch.zeros(4, 3, 5)),
     "reference": lambda: dpo_loss(torch.zeros(3), torch.zeros(3), torch.zeros(3, 1), torch.zeros(3, 1)),

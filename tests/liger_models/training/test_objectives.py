@@ -67,8 +67,10 @@ def log_probs_of(model, ids, counted):
     return found[counted[1:]], found
 
 
-def expected_loss(name, run, reference, rows):
-    """The objective's definition on single sequences, without packing or micro-batches."""
+def expected_of(name, run, reference, rows):
+    """The loss of the objective's definition on single sequences, without packing or micro-batches, and what
+    is told of them.
+    """
     found = list(sequences(run, rows))
     scored = [[log_probs_of(run.model, *one) for one in two] for two, _ in found]
     with torch.no_grad():
@@ -81,19 +83,27 @@ def expected_loss(name, run, reference, rows):
         )
         nll = -torch.cat([two[0][0] for two in scored]).mean()
         types = {"sigmoid": 0.7, "apo_zero": 0.3, "sft": 0.5}
-        return of.dpo_loss(*sums.T, *before.T, beta=0.3, loss_type=types, nll=nll).loss
+        return told_of(of.dpo_loss(*sums.T, *before.T, beta=0.3, loss_type=types, nll=nll))
     sums, before = (
         torch.stack([torch.stack([one[0].sum() for one in two]) for two in both]) for both in (scored, before)
     )
     if name == "orpo":
         everything = torch.cat([two[0][1] for two in scored])
-        return of.orpo_loss(*means.T, -everything.mean(), beta=0.2).loss
+        return told_of(of.orpo_loss(*means.T, -everything.mean(), beta=0.2))
     if name == "simpo":
         answers = torch.cat([two[0][0] for two in scored])
-        return of.simpo_loss(*means.T, -answers.mean(), beta=1.5, gamma=0.4, alpha=0.5).loss
+        return told_of(of.simpo_loss(*means.T, -answers.mean(), beta=1.5, gamma=0.4, alpha=0.5))
     good = torch.tensor([good for _, good in found])
     kl = of.kto_kl(sums[:, 1].detach(), before[:, 1])
-    return of.kto_loss(sums[:, 0], before[:, 0], good, kl, beta=0.3, desirable_weight=0.8).loss
+    loss, rewards = of.kto_loss(sums[:, 0], before[:, 0], good, kl, beta=0.3, desirable_weight=0.8)
+    return loss, {"kl": kl, "good_reward": rewards[good].mean(), "bad_reward": rewards[~good].mean()}
+
+
+def told_of(result):
+    loss, chosen, rejected = result
+    wins = (chosen > rejected).double()
+    told = {"chosen_reward": chosen, "rejected_reward": rejected, "margin": chosen - rejected}
+    return loss, {name: x.mean() for name, x in (told | {"accuracy": wins}).items()}
 
 
 def shortened(answer, two, share):
@@ -122,7 +132,7 @@ def test_a_step_has_the_gradient_of_the_definition_over_all_its_micro_batches(
         for parameter in run.model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     stream = loop.Stream(run.documents, 96, run.config.seed)
-    expected = expected_loss(name, run, reference, stream.take(4))
+    expected, told = expected_of(name, run, reference, stream.take(4))
     gradients = torch.autograd.grad(expected, list(run.model.parameters()))
     kept = []
     run.optimizer.step = lambda: kept.extend(p.grad.clone() for p in run.model.parameters())
@@ -136,8 +146,7 @@ def test_a_step_has_the_gradient_of_the_definition_over_all_its_micro_batches(
     for found, wanted in zip(kept, gradients, strict=True):
         # float32's 6e-8 over sums of some 400 tokens, in two layers: 1e-5 of the largest entry.
         assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
-    assert outcome.told.keys() == set(run.objective.metrics)
-    assert None not in outcome.told.values()
+    assert outcome.told == {key: pytest.approx(x.item(), rel=1e-4, abs=1e-5) for key, x in told.items()}
 
 
 def test_preference_metrics_are_means_over_the_pairs_of_a_step(start):
@@ -167,7 +176,7 @@ def test_dft_weighs_each_token_with_its_probability(start):
 
 
 @pytest.mark.parametrize("name", ["dpo", "kto", "distill"])  # what others keep is kept by these
-def test_a_resumed_run_gives_the_same_bits(configured, run, losses, tmp_path, cache, name):
+def test_a_resumed_run_gives_the_same_bits(configured, run, losses, tmp_path, cache, teacher, name):
     options = {"output": tmp_path / "run", "save_every": 1, "keep": 0, "steps": 2, "eval_every": 0}
     whole = run(configured(name, **options))
     (tmp_path / "run" / "checkpoint-2").rename(tmp_path / "aside")
@@ -179,6 +188,9 @@ def test_a_resumed_run_gives_the_same_bits(configured, run, losses, tmp_path, ca
     assert told == [[r.get(n) for n in OBJECTIVES[name].metrics] for r in again.records]
     weights = [liger_models.from_hub(r.final, device="cpu").state_dict() for r in (whole, again)]
     assert all(torch.equal(a, b) for a, b in zip(*(w.values() for w in weights), strict=True))
+    if name == "dpo":  # the other model would be the reference of what goes on
+        with pytest.raises(ConfigError, match="was trained with model="):
+            run(configured(name, resume="auto", **options | {"model": teacher, "steps": 3}))
 
 
 def test_scores_of_the_reference_are_kept_and_belong_to_their_weights(start, cache, tiny_checkpoint, capsys):
@@ -261,6 +273,14 @@ GOOD = {"prompt": "a b", "chosen": "c", "rejected": "d"}
             "'images' beside prompt/chosen/rejected; images are trained on in 'messages' of objective sft",
         ),
         (GOOD | {"chosen": "word " * 60}, "its two answers with their prompts, and seq_len is 96"),
+        (
+            {
+                "prompt": [{"role": "user", "content": "x"}],
+                "chosen": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}],
+                "rejected": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "z"}],
+            },
+            "'prompt' stands in 'chosen' once more, and would be read twice",
+        ),
     ],
 )
 def test_a_pair_that_cannot_be_used_is_refused_with_its_line(start, jsonl, tmp_path, record, says):
@@ -268,6 +288,12 @@ def test_a_pair_that_cannot_be_used_is_refused_with_its_line(start, jsonl, tmp_p
     with pytest.raises(DataError, match=r"pairs\.jsonl, line 2") as error:
         start("orpo", data=(file,))
     assert says in str(error.value)
+
+
+def test_a_prompt_that_texts_repeat_is_told(start, jsonl, tmp_path):
+    twice = {"prompt": "a b", "chosen": "a b c", "rejected": "a b d"}
+    run = start("orpo", data=(jsonl(tmp_path / "pairs.jsonl", [GOOD, twice, GOOD | {"prompt": ""}]),))
+    assert run.documents.counts["whose prompt stands in the answers once more"] == 1
 
 
 def test_pairs_are_tokenized_beforehand_and_for_pairs_alone(start, judged, checkpoint, tmp_path):
@@ -356,6 +382,11 @@ def test_the_command_line_has_the_options_of_all_objectives_and_no_others():
         ("kto", {"loss_type": "dpo"}, "expected kto"),
         ("distill", {}, "needs a teacher"),
         ("distill", {"teacher": "x", "beta": 1.5}, "beta"),
+        ("distill", {"teacher": "x", "hard_weight": -1.0}, "hard_weight is -1.0; expected 0"),
+        ("kto", {"desirable_weight": -1.0}, "desirable_weight is -1.0; expected 0"),
+        ("reward", {"centering": float("nan")}, "centering is nan; expected 0"),
+        ("simpo", {"margin": float("inf")}, "margin is inf; expected a finite number"),
+        ("simpo", {"label_smoothing": 2.0}, "label_smoothing is 2.0 with loss_type='sigmoid'"),
         ("distill", {"teacher": "x", "temperature": -1.0, "top_k": 4}, "temperature is -1.0"),
         ("distill", {"teacher": "x", "loss_type": "cosine", "top_k": 4}, "cosine"),
     ],
@@ -382,6 +413,9 @@ def test_a_teacher_of_another_vocabulary_is_refused(start, teacher, tmp_path):
     file = tmp_path / "other" / "tokenizer.json"
     file.write_text(file.read_text().replace('"<|user|>"', '"<|human|>"'))
     with pytest.raises(ConfigError, match=r"has another vocabulary .*<\|human\|>"):
+        start("distill", {"teacher": str(tmp_path / "other")})
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"other has no tokenizer\.json, by which its vocabulary"):
         start("distill", {"teacher": str(tmp_path / "other")})
 
 
