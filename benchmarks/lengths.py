@@ -133,7 +133,7 @@ def _write(args: argparse.Namespace, device: torch.device, rows: list[dict[str, 
 
 def _measure(case: Case, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     cuda = device.type == "cuda"
-    config = config_of(args.model, None) | {"max_position_embeddings": max(case.tokens, 2048)}
+    config = config_of(args.model, seq=case.tokens)
     with_reference = case.method in ("dpo", "kto")
     side = _trl if case.side == "trl" else _ours
     torch.manual_seed(0)

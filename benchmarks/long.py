@@ -91,7 +91,7 @@ def _measure(case: Case, args: argparse.Namespace, device: torch.device) -> dict
 
     cuda = device.type == "cuda"
     before = torch.cuda.memory_allocated(device) if cuda else 0
-    config = config_of(args.model, case.layers) | {"max_position_embeddings": case.seq}
+    config = config_of(args.model, case.layers, case.seq)
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
     model = liger_models.from_config(config, activation_memory=case.level, **options).train()
     on_host = case.where == "host"

@@ -74,9 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     asked = args.configuration or map(configuration, CONFIGURATIONS)
     options = {"seq": args.seq, "warmup": args.warmup, "steps": args.steps, "profile": args.profile}
-    jobs = [chosen | options for chosen in asked]
+    jobs, config = [chosen | options for chosen in asked], config_of(args.model, args.layers, args.seq)
     rows = []
-    for row in measure_all(jobs, config_of(args.model, args.layers), args.processes, args.time_limit):
+    for row in measure_all(jobs, config, args.processes, args.time_limit):
         rows.append(row)
         _write(args, rows, show=len(rows) == len(jobs))
     return int(any(row["provider"] == "ours" and "tokens_per_second" not in row for row in rows))

@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _jobs(model: str, asked: Sequence[cases.Configuration], args: argparse.Namespace) -> list[Job]:
-    config = config_of(model, args.layers)
+    config = config_of(model, args.layers, args.seq)
     name = model if model in MODELS else Path(model).stem
     if args.layers:
         name += f" ({args.layers} layers)"

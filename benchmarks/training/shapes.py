@@ -87,7 +87,10 @@ MODELS: Mapping[str, dict[str, Any]] = {
 SEEING: Mapping[str, int] = {"qwen2.5-vl-7b": 20, "gemma-3-4b-it": 34, "llama-3.2-11b-vision": 20}
 
 
-def config_of(model: str, layers: int | None = None) -> dict[str, Any]:
-    """Of a name in `MODELS`, or of a file: a config.json, or {"config": ...}."""
+def config_of(model: str, layers: int | None = None, seq: int = 0) -> dict[str, Any]:
+    """Of a name in `MODELS`, or of a file: a config.json, or {"config": ...}; with room for `seq` tokens."""
     config = MODELS[model] if model in MODELS else read_config(Path(model))
-    return with_layers(config, layers) if layers else dict(config)
+    config = with_layers(config, layers) if layers else dict(config)
+    if config.get("max_position_embeddings", seq) < seq:
+        config["max_position_embeddings"] = seq
+    return config

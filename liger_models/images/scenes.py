@@ -34,6 +34,7 @@ Piece = Any  # int | Image | Video
 Document = Sequence[Piece]
 FIRST_OF_TEXT = 10  # ids below may be special
 PADDING, BETWEEN_STEPS = 9, 11
+WORD = 14  # of text in every family
 LEAST_SIDE, LEAST_PATCHES = 18, 96  # to which smaller images are filled up, so that calls can be joined
 
 
@@ -116,7 +117,7 @@ class Scenes:
         tokens: list[int] = []
         for piece in document:
             if isinstance(piece, int):
-                tokens += torch.randint(FIRST_OF_TEXT, self.vocab_size, (piece,)).tolist()
+                tokens += self._words(piece)
             elif isinstance(self.vision, TiledVisionSpec):
                 tokens.append(self.vision.image_id)
             else:
@@ -135,6 +136,11 @@ class Scenes:
         """Of each token 0, or 1 if it is of an image, 2 if of a video."""
         video_id = getattr(self.vision, "video_id", None)
         return (ids == self.vision.image_id).int() + 2 * (ids == (-1 if video_id is None else video_id)).int()
+
+    def _words(self, count: int) -> list[int]:
+        """Random ids, none of which stands for an image."""
+        ids = torch.randint(FIRST_OF_TEXT, self.vocab_size, (count,))
+        return ids.where(self.kinds(ids) == 0, WORD).tolist()
 
     def _kinds_keyword(self, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
         if self.vision.kinds is None:

@@ -47,6 +47,15 @@ def test_every_family_that_sees_takes_the_images(family, benchmarks, monkeypatch
     assert result["tokens_per_second"] > 0
 
 
+def test_no_random_word_stands_for_an_image(benchmarks):
+    from benchmarks.training import batches
+    from benchmarks.training.shapes import config_of
+
+    scenes = batches._scenes(config_of(MODEL) | {"image_token_id": 20, "video_token_id": 21})
+    scenes.vocab_size = 30
+    assert set(scenes.tokens([1000])) == {*range(10, 30)} - {20, 21}
+
+
 def test_tokens_of_images_count_and_padding_does_not(benchmarks):
     from benchmarks.training import batches
     from benchmarks.training.shapes import config_of

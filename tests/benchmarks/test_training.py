@@ -155,3 +155,5 @@ def test_every_shape_is_a_model_of_ours(benchmarks):
     assert billions["qwen2-0.5b"] == pytest.approx(0.494, abs=0.001)
     assert billions["deepseek-v3-2"] == pytest.approx(2 * 0.927 + 0.583 + 11.5, abs=0.1)
     assert config_of("llama-3-8b", layers=3)["num_hidden_layers"] == 3
+    assert config_of("llama-3-8b", seq=65536)["max_position_embeddings"] == 65536
+    assert config_of("llama-3-8b", seq=4096)["max_position_embeddings"] == 8192
