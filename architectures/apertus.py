@@ -1,5 +1,5 @@
 """Apertus (Swiss AI, 2025, arXiv:2509.14233): LLaMA with a plain MLP of xIELU, whose slopes are learned, and
-a norm of each head's query and key.
+QK-norm per head.
 """
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""Command R and R+ (Cohere, 2024): attention and MLP side by side behind one LayerNorm, neighbours turned
-together, scaled logits; in R+ a LayerNorm of each head's query and key.
+"""Command R and R+ (Cohere, 2024): attention and MLP in parallel after one LayerNorm, interleaved rotary,
+scaled logits; in R+ a LayerNorm of each head's query and key.
 """
 
 from dataclasses import replace
@@ -59,8 +59,8 @@ GRANTED = (
     variants={"layer_types": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}},
 )
 def cohere2(c: HFConfig) -> ModelSpec:
-    """Command R7B and A (Cohere, 2024): Command R with a window on three layers of four, and no positions on
-    the fourth.
+    """Command R7B and A (Cohere, 2024): Command R with a sliding window on three layers of four, and no
+    positions (NoPE) on the fourth.
     """
     norm = LayerNormSpec(eps=c.take_number("layer_norm_eps", 1e-5), bias=False)
     attn = attention(c, bias=c.take_flag("attention_bias", False), interleaved=True)

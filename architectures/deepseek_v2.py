@@ -1,5 +1,6 @@
-"""DeepSeek-V2 and V2-Lite (2024, arXiv:2405.04434): latent attention, experts weighed by their shares of all,
-chosen from the groups with the best ones, and one that all tokens share. The first layers have no experts.
+"""DeepSeek-V2 and V2-Lite (2024, arXiv:2405.04434): multi-head latent attention; experts chosen from the best
+groups, with softmax weights that are not renormalised, beside a shared expert. The first layers have no
+experts.
 """
 
 from liger_models.architectures.common import decoder, expert_layouts

@@ -1,4 +1,4 @@
-"""ERNIE 4.5, dense (Baidu, 2025): LLaMA that turns neighbours together, with one switch for all biases."""
+"""ERNIE 4.5, dense (Baidu, 2025): LLaMA with interleaved rotary, and one switch for all biases."""
 
 from liger_models.architectures.common import attention, decoder, mlp
 from liger_models.architectures.registry import register

@@ -1,5 +1,5 @@
-"""ERNIE 4.5 with experts (Baidu, 2025): ERNIE 4.5 in some of whose layers experts are chosen by a softmax in
-float32 and a correction bias, beside some that all tokens share.
+"""ERNIE 4.5 with experts (Baidu, 2025): ERNIE 4.5 with experts in some layers, chosen by a softmax in float32
+and a correction bias, beside shared experts.
 """
 
 from liger_models.architectures.common import attention, chosen_experts, decoder, expert_layouts, mlp

@@ -1,5 +1,5 @@
-"""Gemma (Gemma Team, 2024, arXiv:2403.08295): norms with weights around zero, gelu in the MLP, wide heads,
-and scaled embeddings, tied to the head.
+"""Gemma (Gemma Team, 2024, arXiv:2403.08295): zero-centred norm weights (1 + w), a GELU-gated MLP, wide
+heads, and scaled embeddings tied to the head.
 """
 
 from liger_models.architectures.common import attention, decoder, mlp

@@ -1,5 +1,6 @@
-"""Gemma 2 (Riviere et al., 2024, arXiv:2408.00118): norms before and after each branch, with weights around
-zero; soft caps on scores and logits; a window on every other layer; scaled embeddings, tied to the head.
+"""Gemma 2 (Riviere et al., 2024, arXiv:2408.00118): norms before and after each branch, with zero-centred
+weights; soft-capped scores and logits; a sliding window on every other layer; scaled embeddings tied to the
+head.
 """
 
 from dataclasses import replace

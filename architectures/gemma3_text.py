@@ -1,5 +1,5 @@
-"""Gemma 3 (Gemma Team, 2025, arXiv:2503.19786), its text models: as Gemma 2 with norms of queries and keys in
-place of soft caps, a window on five layers of six, and rotations of their own for those.
+"""Gemma 3 (Gemma Team, 2025, arXiv:2503.19786), its text models: Gemma 2 with QK-norm instead of soft caps,
+and a sliding window, with a rotary base of its own, on five layers of six.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
-"""Gemma 4 (Google DeepMind, 2026), its text models: as Gemma 3 with wider heads on layers of full attention,
-whose values may be their keys, norms of values too, rotations of a part of those heads' pairs, and a stored
-factor behind each layer; in the small ones inputs for each layer, and keys that later layers share; in others
-experts beside the MLP.
+"""Gemma 4 (Google DeepMind, 2026), its text models: Gemma 3 with wider heads, partial rotary and optionally
+keys as values on full-attention layers, norms of values too, and a stored scale after each layer; the small
+models have per-layer embeddings and share keys and values among later layers; others have experts beside the
+MLP.
 """
 
 from dataclasses import replace

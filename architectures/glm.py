@@ -1,6 +1,6 @@
-"""GLM-4-9B (GLM team, 2024, arXiv:2406.12793): neighbours turned together in half of each head, biases on
-queries, keys and values, and checkpoints that pack gate and up as we do. The models of 2025, `glm4`, have a
-norm behind each branch too.
+"""GLM-4-9B (GLM team, 2024, arXiv:2406.12793): interleaved rotary on half of each head, biases on queries,
+keys and values, and checkpoints that pack gate and up as we do. The models of 2025, `glm4`, have a norm
+after each branch too.
 """
 
 from dataclasses import replace
@@ -51,7 +51,7 @@ def glm(c: HFConfig) -> ModelSpec:
     **SHARED,
 )
 def glm4(c: HFConfig) -> ModelSpec:
-    """GLM-4-0414 (GLM team, 2025): GLM-4-9B with a norm behind each branch too."""
+    """GLM-4-0414 (GLM team, 2025): GLM-4-9B with a norm after each branch as well."""
     return model(c, "sandwich")
 
 

@@ -1,5 +1,5 @@
-"""GLM-4.5 to 4.7 (Zeng et al., 2025, arXiv:2508.06471): attention with grouped heads, of which half turns,
-and the experts of DeepSeek-V3. The first layers have no experts.
+"""GLM-4.5 to 4.7 (Zeng et al., 2025, arXiv:2508.06471): grouped-query attention with partial rotary, and the
+experts of DeepSeek-V3. The first layers have no experts.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash (Z.ai, 2026): the latent attention and the experts of DeepSeek-V3, of another size. A list
+"""GLM-4.7-Flash (Z.ai, 2026): the latent attention and the experts of DeepSeek-V3 at another size. A list
 says which layers have experts.
 """
 

@@ -1,5 +1,6 @@
-"""gpt-oss (OpenAI, 2025, arXiv:2508.10925): sinks, a window on every other layer, biases everywhere, and
-experts with a clamped activation, stored together with their inputs first and gate and up alternating.
+"""gpt-oss (OpenAI, 2025, arXiv:2508.10925): attention sinks, a sliding window on every other layer, biases
+everywhere, and experts with a clamped activation, whose checkpoints are stacked, transposed, and interleave
+gate and up.
 """
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""Granite 3 (IBM, 2024): LLaMA with multipliers of embeddings, scores and branches, and logits that are
-divided by a constant.
+"""Granite 3 (IBM, 2024): LLaMA with multipliers for embeddings, scores and branches, and logits divided by a
+constant.
 """
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""Granite 3 with experts (IBM, 2024): Granite whose MLPs are mixtures, with the softmax over the chosen ones
-alone; PowerMoE; and the form in which all tokens share one more expert.
+"""Granite 3 with experts (IBM, 2024): Granite with experts, weighted by a softmax over the chosen ones alone;
+PowerMoE; and the form with one more expert that all tokens share.
 """
 
 from dataclasses import replace
@@ -63,9 +63,7 @@ def granitemoe(c: HFConfig) -> ModelSpec:
     skip=SKIP,
 )
 def granitemoeshared(c: HFConfig) -> ModelSpec:
-    """Granite 3 with experts, one of them shared (IBM, 2025): beside the chosen experts one that all tokens
-    go through.
-    """
+    """Granite 3 with experts, one of them shared (IBM, 2025): a shared expert beside the chosen ones."""
     moe = experts(c)
     if size := c.take_count("shared_intermediate_size", 0, least=0):
         moe = replace(moe, shared_expert=MLPSpec(size, activation(c)))

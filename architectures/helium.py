@@ -1,4 +1,6 @@
-"""Helium 1 (Kyutai, 2025): LLaMA that turns neighbours together, its norms rounded behind their weights."""
+"""Helium 1 (Kyutai, 2025): LLaMA with interleaved rotary and norms that round after multiplying by their
+weights.
+"""
 
 from dataclasses import replace
 

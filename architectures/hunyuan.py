@@ -1,5 +1,5 @@
-"""Hunyuan, dense (Tencent, 2025): LLaMA with norms of each head's query and key behind the rotation, whose
-theta grows by a fixed `alpha` (NTK-aware scaling, bloc97 2023).
+"""Hunyuan, dense (Tencent, 2025): LLaMA with QK-norm per head after the rotary embedding, whose base grows by
+a fixed `alpha` (NTK-aware scaling, bloc97 2023).
 """
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""Hunyuan with experts (Tencent, 2025): Hunyuan in whose layers experts are chosen by a softmax in float32,
-beside one that all tokens share; layers may differ in how many they choose.
+"""Hunyuan with experts (Tencent, 2025): Hunyuan with experts chosen by a softmax in float32, beside a shared
+expert; layers may differ in how many experts a token has.
 """
 
 from typing import Any

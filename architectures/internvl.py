@@ -1,5 +1,5 @@
-"""InternVL 3 (Zhu et al., 2025, arXiv:2504.10479): a language model that sees tiles of one size, by an
-encoder with scaled branches, of whose patches four make a token.
+"""InternVL 3 (Zhu et al., 2025, arXiv:2504.10479): a language model that sees tiles of one size through an
+encoder with scaled branches; four patches make a token.
 """
 
 from dataclasses import replace

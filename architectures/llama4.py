@@ -1,5 +1,5 @@
-"""Llama 4 (Meta, 2025): Llama 4's text models with an encoder of square tiles, whose patches turn by row and
-column.
+"""Llama 4 (Meta, 2025): Llama 4's text models with an encoder of square tiles, with rotary embeddings by row
+and column.
 """
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""Llama 4, its text part (Meta, 2025): attention within chunks, and on every fourth layer to all tokens and
-without positions; experts whose inputs are weighted, beside one that all tokens share.
+"""Llama 4, its text part (Meta, 2025): chunked attention, with full attention without positions (NoPE) on
+every fourth layer; experts whose inputs are weighted, beside a shared expert.
 """
 
 from dataclasses import replace

@@ -1,5 +1,6 @@
-"""LLaVA 1.5 (Liu et al., 2023, arXiv:2310.03744): a language model that sees images of one size, by the lower
-layers of CLIP or SigLIP and two linear layers; or of all sizes, by Pixtral's encoder (arXiv:2410.07073).
+"""LLaVA 1.5 (Liu et al., 2023, arXiv:2310.03744): a language model that sees images of one size, through the
+lower layers of CLIP or SigLIP and two linear layers; or images of any size, through Pixtral's encoder
+(arXiv:2410.07073).
 """
 
 from dataclasses import replace

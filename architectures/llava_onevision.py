@@ -1,4 +1,4 @@
-"""LLaVA-OneVision (Li et al., 2024, arXiv:2408.03326): Qwen2 that sees images of any size through SigLIP, by
+"""LLaVA-OneVision (Li et al., 2024, arXiv:2408.03326): Qwen2 that sees images of any size through SigLIP, as
 tiles of one size side by side, and videos by frames.
 """
 

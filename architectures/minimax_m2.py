@@ -1,5 +1,5 @@
-"""MiniMax-M2 (MiniMax, 2025): experts chosen by sigmoid scores and a correction bias, a norm of the queries
-and one of the keys of all heads together, and the first part of each head turns.
+"""MiniMax-M2 (MiniMax, 2025): experts chosen by sigmoid scores and a correction bias, QK-norm over all heads
+together, and partial rotary.
 """
 
 from dataclasses import replace

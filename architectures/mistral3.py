@@ -1,4 +1,4 @@
-"""Mistral Small 3.1 (Mistral AI, 2025): Mistral, Ministral 3 or Mistral Small 4 that sees images of all sizes
+"""Mistral Small 3.1 (Mistral AI, 2025): Mistral, Ministral 3 or Mistral Small 4 that sees images of any size
 through Pixtral's encoder (arXiv:2410.07073).
 """
 

@@ -1,5 +1,5 @@
-"""Mistral Small 4 (Mistral AI, 2026): latent attention with queries that grow with their positions, and
-experts weighed by a softmax, beside some that all tokens share.
+"""Mistral Small 4 (Mistral AI, 2026): latent attention with queries that are scaled up with their positions,
+and experts weighted by a softmax, beside shared experts.
 """
 
 from dataclasses import replace

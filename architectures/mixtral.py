@@ -1,5 +1,5 @@
-"""Mixtral (Jiang et al., 2024, arXiv:2401.04088): Mistral whose MLPs are mixtures of experts, the weights of
-the chosen ones renormalised.
+"""Mixtral (Jiang et al., 2024, arXiv:2401.04088): Mistral with mixtures of experts for MLPs, the weights of
+the chosen experts renormalised.
 """
 
 from liger_models.architectures.common import attention, chosen_experts, decoder, expert_layouts

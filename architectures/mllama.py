@@ -1,5 +1,5 @@
-"""Llama 3.2 Vision (Meta, 2024): Llama 3.1 with further layers that attend to features of images, which are
-cut into tiles (arXiv:2407.21783, section 7).
+"""Llama 3.2 Vision (Meta, 2024): Llama 3.1 with additional cross-attention layers over features of images,
+which are cut into tiles (arXiv:2407.21783, section 7).
 """
 
 from liger_models.architectures.common import attention, decoder, mlp, take_only

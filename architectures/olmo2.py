@@ -1,5 +1,5 @@
-"""OLMo 2 (OLMo et al., 2024, arXiv:2501.00656): norms behind the branches and not before them, and of the
-queries and keys of all heads together.
+"""OLMo 2 (OLMo et al., 2024, arXiv:2501.00656): norms after the branches instead of before them, and QK-norm
+over all heads together.
 """
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""OLMo 3 (OLMo et al., 2025): OLMo 2 with a window on three layers of four, whose rotation is not stretched
-with that of the others.
+"""OLMo 3 (OLMo et al., 2025): OLMo 2 with a sliding window on three layers of four, whose rotary embedding is
+not stretched as that of the others is.
 """
 
 from dataclasses import replace

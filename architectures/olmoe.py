@@ -1,5 +1,5 @@
-"""OLMoE (Muennighoff et al., 2024, arXiv:2409.02060): LLaMA with experts, and a norm of the queries and one
-of the keys of all heads together.
+"""OLMoE (Muennighoff et al., 2024, arXiv:2409.02060): LLaMA with experts, and QK-norm over all heads
+together.
 """
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""Phi-1, Phi-1.5 and Phi-2 (Li et al., 2023, arXiv:2309.05463): attention and a plain MLP side by side behind
-one LayerNorm, biases everywhere, and only a part of each head turns.
+"""Phi-1, Phi-1.5 and Phi-2 (Li et al., 2023, arXiv:2309.05463): attention and a plain MLP in parallel behind
+one LayerNorm, biases everywhere, and partial rotary.
 """
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
 """Phi-3, Phi-3.5 and Phi-4 (Abdin et al., 2024, arXiv:2404.14219; 2412.08905): LLaMA whose checkpoints pack
-the projections as we do; longrope, and in Phi-4-mini only a part of each head turns.
+the projections as we do; longrope, and in Phi-4-mini partial rotary.
 """
 
 from liger_models.architectures.common import attention, decoder, longrope_alone, mlp

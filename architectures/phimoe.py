@@ -1,5 +1,5 @@
 """Phi-3.5-MoE (Microsoft, 2024, arXiv:2404.14219): Mixtral with LayerNorms, biases, longrope, and two experts
-a token, which are drawn at random in training.
+a token, which are drawn at random in training (SparseMixer-v2).
 """
 
 from dataclasses import replace

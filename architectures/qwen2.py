@@ -1,5 +1,5 @@
 """Qwen2, Qwen2.5 and QwQ (Yang et al., 2024, arXiv:2407.10671; 2412.15115): LLaMA with biases on queries,
-keys and values, and in some configs a sliding window over the upper layers.
+keys and values, and in some configs a sliding window on the upper layers.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL (Bai et al., 2025, arXiv:2502.13923): Qwen2.5 that sees images and videos of all sizes. Most
+"""Qwen2.5-VL (Bai et al., 2025, arXiv:2502.13923): Qwen2.5 that sees images and videos of any size. Most
 layers of its encoder look through windows, positions have three axes, and four patches make a token.
 """
 

@@ -1,5 +1,5 @@
-"""Qwen2 with experts (Yang et al., 2024, arXiv:2407.10671), Qwen1.5-MoE: beside the chosen experts a shared
-one, weighed by a gate, and a window on every other of the lower layers where the config asks for one.
+"""Qwen2 with experts (Yang et al., 2024, arXiv:2407.10671), Qwen1.5-MoE: a gated shared expert beside the
+chosen ones, and a sliding window on every other of the lower layers where the config asks for one.
 """
 
 from dataclasses import replace

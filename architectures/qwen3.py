@@ -1,5 +1,5 @@
-"""Qwen3 (Yang et al., 2025, arXiv:2505.09388), dense: a norm of each head's query and key before they are
-turned, and no biases.
+"""Qwen3 (Yang et al., 2025, arXiv:2505.09388), dense: QK-norm per head before the rotary embedding, and no
+biases.
 """
 
 from dataclasses import replace

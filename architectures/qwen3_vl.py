@@ -1,4 +1,4 @@
-"""Qwen3-VL (Bai et al., 2025, arXiv:2511.21631): Qwen3 that sees images and videos of all sizes. Axes take
+"""Qwen3-VL (Bai et al., 2025, arXiv:2511.21631): Qwen3 that sees images and videos of any size. Axes take
 turns over the pairs of a head, and features of lower layers of the encoder are added in the language model.
 """
 

@@ -1,4 +1,4 @@
-"""SmolLM3 (Hugging Face, 2025): LLaMA in which every fourth layer has no positions."""
+"""SmolLM3 (Hugging Face, 2025): LLaMA in which every fourth layer has no positions (NoPE)."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""VaultGemma (Google, 2025): Gemma 2 without norms behind the branches, trained with differential privacy."""
+"""VaultGemma (Google, 2025): Gemma 2 without norms after the branches, trained with differential privacy."""
 
 from liger_models.architectures.gemma2 import DEFAULTS, TINY, VARIANTS, capped
 from liger_models.architectures.registry import register

@@ -76,7 +76,7 @@ def models_table(families: Sequence[Architecture], repository: Path) -> str:
                 rows.append([words.name, words.traits, source(words), name, step])
         return markdown_table([first, "in a few words", "from", "model_type", "a training step"], rows)
 
-    return f"{table('family', False)}\n\n{table('that sees images', True)}"
+    return f"{table('family', False)}\n\n{table('multimodal family', True)}"
 
 
 def overview(families: Sequence[Architecture], repository: Path) -> str:
@@ -92,15 +92,16 @@ def overview(families: Sequence[Architecture], repository: Path) -> str:
                 *_state(read_card(family.model_type, repository)),
             ]
         )
-    header = ["family", "known sizes", "what they have", "layouts", "checked", "training step"]
+    header = ["family", "known sizes", "features", "layouts", "checked", "training step"]
     table = markdown_table(header, rows)
     return (
         f"{MADE}# Families\n\n"
-        "Made from the registry, the published configs and the cards. A card shows what was checked of a\n"
-        "family beside its reference in transformers, by the command `liger-models card FAMILY`; layouts\n"
-        "are the forms in which its checkpoints are found, and not every size has all that is named. A\n"
-        "training step is that of the smallest known size, with as many layers as fit one GPU, beside the\n"
-        "faster of transformers and transformers with liger-kernel, in their fastest settings.\n\n"
+        "Generated from the registry, the published configs and the cards. A card records what was\n"
+        "checked of a family against its reference in transformers, by the command `liger-models card\n"
+        "FAMILY`. Layouts are the forms in which its checkpoints are found; not every size has all of the\n"
+        "features named. A training step is that of the smallest known size, with as many layers as fit\n"
+        "on one GPU, relative to the faster of transformers and transformers with liger-kernel, each in\n"
+        "its fastest setting.\n\n"
         f"{table}\n"
     )
 
@@ -115,7 +116,7 @@ def card_page(family: Architecture, card: Card, repository: Path) -> str:
         f"- from: {source(words)}",
         f"- in config.json: `{family.model_type}`; in transformers: `{family.reference}`",
         f"- known sizes: {sizes(family, repository) or 'none'}",
-        f"- what they have: {', '.join(features_of_family(family, repository))}",
+        f"- features: {', '.join(features_of_family(family, repository))}",
         *([f"- presets: {', '.join(presets)}"] if presets else []),
     ]
     parts = [f"{MADE}# {words.name}", "\n".join(facts)]

@@ -95,21 +95,21 @@ def _experts(spec: ModelSpec) -> list[MoESpec]:
 
 
 FEATURES: Mapping[str, Any] = {
-    "grouped heads": lambda spec: any(
+    "grouped-query attention": lambda spec: any(
         a.num_key_value_heads < a.num_attention_heads for a in _attention(spec)
     ),
     "latent attention": lambda spec: any(isinstance(b.mixer, LatentAttentionSpec) for b in spec.blocks),
-    "a window": lambda spec: _windows(spec) == {True},
-    "windows on some layers": lambda spec: _windows(spec) == {True, False},
-    "attention in chunks": lambda spec: any(a.chunk for a in _attention(spec)),
-    "sinks": lambda spec: any(a.sinks for a in _attention(spec)),
-    "q/k norms": lambda spec: any(a.qk_norm for a in _attention(spec)),
-    "capped scores": lambda spec: any(a.softcap for a in _attention(spec)),
-    "capped logits": lambda spec: spec.logit_softcap is not None,
-    "biases on q, k, v": lambda spec: any(a.qkv_bias for a in _attention(spec)),
-    "layers without positions": lambda spec: any(not block.mixer.ropes for block in spec.blocks),
-    "neighbours turned": lambda spec: any(rope.interleaved for rope in spec.ropes),
-    "heads turned in part": lambda spec: any(a.rope and a.rope.dim < a.head_dim for a in _attention(spec)),
+    "sliding window": lambda spec: _windows(spec) == {True},
+    "sliding window on some layers": lambda spec: _windows(spec) == {True, False},
+    "chunked attention": lambda spec: any(a.chunk for a in _attention(spec)),
+    "attention sinks": lambda spec: any(a.sinks for a in _attention(spec)),
+    "QK-norm": lambda spec: any(a.qk_norm for a in _attention(spec)),
+    "attention soft-capping": lambda spec: any(a.softcap for a in _attention(spec)),
+    "logit soft-capping": lambda spec: spec.logit_softcap is not None,
+    "QKV biases": lambda spec: any(a.qkv_bias for a in _attention(spec)),
+    "layers without positions (NoPE)": lambda spec: any(not block.mixer.ropes for block in spec.blocks),
+    "interleaved rotary": lambda spec: any(rope.interleaved for rope in spec.ropes),
+    "partial rotary": lambda spec: any(a.rope and a.rope.dim < a.head_dim for a in _attention(spec)),
     **{
         rope_type: lambda spec, rope_type=rope_type: any(rope.type == rope_type for rope in spec.ropes)
         for rope_type in ("linear", "dynamic", "yarn", "longrope", "llama3")
@@ -117,10 +117,10 @@ FEATURES: Mapping[str, Any] = {
     "experts": lambda spec: bool(_experts(spec)),
     "shared experts": lambda spec: any(experts.shared_expert for experts in _experts(spec)),
     "LayerNorm": lambda spec: isinstance(spec.norm, LayerNormSpec),
-    "norms around each branch": lambda spec: any(b.topology == "sandwich" for b in spec.blocks),
-    "norms behind each branch": lambda spec: any(b.topology == "post_norm" for b in spec.blocks),
-    "parallel branches": lambda spec: any(b.topology.startswith("parallel") for b in spec.blocks),
-    "tied head": lambda spec: spec.tie_word_embeddings,
+    "sandwich norms": lambda spec: any(b.topology == "sandwich" for b in spec.blocks),
+    "post-norms": lambda spec: any(b.topology == "post_norm" for b in spec.blocks),
+    "parallel attention and MLP": lambda spec: any(b.topology.startswith("parallel") for b in spec.blocks),
+    "tied embeddings": lambda spec: spec.tie_word_embeddings,
     "images": lambda spec: spec.vision is not None,
     "videos": lambda spec: getattr(spec.vision, "video_id", None) is not None,
 }
