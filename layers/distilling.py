@@ -161,7 +161,8 @@ def _divergence(
     Raises:
         DataError: no ids, sequences that are divided over ranks, or two vocabularies.
     """
-    if input_ids is None or sequences.slice is not None or sequences.axes is not None:
+    shown = sequences.with_images or sequences.axes is not None  # which the teacher would not be
+    if input_ids is None or sequences.slice is not None or shown:
         raise DataError(
             "a teacher reads the ids of whole sequences: give input_ids and no images, and divide no "
             "sequence over ranks"

@@ -90,7 +90,8 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
                 token of a document do not count.
             attention_mask: [batch, seq], 0 at padding.
             position_ids: [batch, seq]; the default counts from 0 in every row, or in every document of
-                `cu_seqlens`.
+                `cu_seqlens`. Where positions have three axes, as those of Qwen's images, also [3, batch,
+                seq], or [4, batch, seq] with those that count tokens in front; the default are the images'.
             cu_seqlens: [n + 1] integers, the boundaries of packed documents in the flattened batch: documents
                 neither see nor predict one another. On the CPU it costs no synchronisation.
             parents: [n] integers, the number of the document that each of these continues, or -1: it sees

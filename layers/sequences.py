@@ -34,13 +34,14 @@ class Sequences:
     `shape` is the caller's (batch, seq); `kept` the flat positions of the T tokens in it (None: all of them).
     `cu_seqlens` [n + 1] int32 holds the documents' boundaries; None says that every row of `shape` is one
     document. `max_seqlen` is the longest document's length. `cache` is given in generation alone. `axes`
-    [A, T] are the positions of tokens that have several, and `spans` [2, T] int32 says where the span begins
-    and ends in which a token stands whose tokens all see one another (an image's, say; a token in none is a
-    span by itself). `tiles` are those of images that tokens see (`SeenTiles`), and `pads` [T] bool tokens of
-    padding that were not taken out, behind the others of their row, none of which sees another. `tree` says
-    which documents continue others (layers/tree.py). `bounds` is made by `document_bounds`, `rotary` by
-    `prepare_rotary`, `cut` by `chunks`. `router_logits` are noted by the layers of experts whose router has a
-    loss, and `routing` what all of them decided.
+    [A, T] are the positions of tokens that have several, `positions_given` says that a caller chose what
+    positions there are, and `spans` [2, T] int32 says where the span begins and ends in which a token stands
+    whose tokens all see one another (an image's, say; a token in none is a span by itself). `with_images`
+    says that images are shown, and `tiles` are those that tokens see (`SeenTiles`); `pads` [T] bool are
+    tokens of padding that were not taken out, behind the others of their row, none of which sees another.
+    `tree` says which documents continue others (layers/tree.py). `bounds` is made by `document_bounds`,
+    `rotary` by `prepare_rotary`, `cut` by `chunks`. `router_logits` are noted by the layers of experts whose
+    router has a loss, and `routing` what all of them decided.
 
     Of sequences that are divided over ranks (`divided`) the T tokens are those of this rank, `slice` says
     which, and `whole` is what the documents are read off, which lie across slices.
@@ -65,6 +66,8 @@ class Sequences:
         self.cache: KVCache | None = None
         self.bounds: Tensor | None = None
         self.axes: Tensor | None = None
+        self.positions_given = False
+        self.with_images = False
         self.spans: Tensor | None = None
         self._plain: Sequences | None = None
         self.tiles: Any = None
@@ -96,20 +99,34 @@ class Sequences:
         `attention_mask` [batch, seq] is 0 at padding. `cu_seqlens` [n + 1] bounds packed documents over the
         flattened tokens (on the CPU it costs no synchronisation), and `parents` [n] says which of them each
         continues, -1 for none. Position ids that start anew without `attention_mask` or `cu_seqlens` mark
-        packed documents too, as in transformers.
+        packed documents too, as in transformers. `position_ids` [3, batch, seq] are those on three axes, and
+        [4, batch, seq] has in front of them those that count tokens.
 
         Raises:
             DataError: shapes that do not fit, two descriptions of the documents at once, boundaries out of
                 order, documents that continue what they cannot.
         """
-        batch, seq = shape
-        total = batch * seq
         if attention_mask is not None and cu_seqlens is not None:
             raise DataError(
                 "got both attention_mask and cu_seqlens: the first is for padding, the second for packed rows"
             )
-        if position_ids is not None:
-            position_ids = _flat_positions(position_ids, shape)
+        counted, axes = (None, None) if position_ids is None else split_axes(position_ids, shape)
+        sequences = cls._from_call(shape, device, attention_mask, counted, cu_seqlens, parents)
+        sequences.take_positions(position_ids is not None, axes)
+        return sequences
+
+    @classmethod
+    def _from_call(
+        cls,
+        shape: tuple[int, int],
+        device: torch.device,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,  # [T]
+        cu_seqlens: Tensor | None,
+        parents: Sequence[int] | Tensor | None,
+    ) -> Sequences:
+        batch, seq = shape
+        total = batch * seq
         if parents is not None and cu_seqlens is None:
             raise DataError("parents names documents of cu_seqlens: give both")
         if cu_seqlens is not None:
@@ -202,6 +219,13 @@ class Sequences:
             return cls.from_call((len(lengths), lengths[0]), device)
         cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
         return cls.from_call((1, total), device, cu_seqlens=cu_seqlens)
+
+    def take_positions(self, given: bool, axes: Tensor | None) -> None:
+        """Note whether a caller chose the positions, and those on axes [A, batch * seq], if there are any."""
+        self.positions_given = given
+        if axes is not None:
+            self.axes = axes if self.kept is None else axes[:, self.kept]
+            self.longest_position = int(self.axes.max()) + 1
 
     def divided(self, group: Any) -> Sequences:
         """What this rank of a process group computes of it, see layers/sequence_parallel.py; without a group,
@@ -346,7 +370,7 @@ class Sequences:
         """Make the tables of every rotary setting in the model.
 
         Raises:
-            DataError: a position that the tables were not made for.
+            DataError: a position that the tables were not made for, or on axes that the model does not have.
         """
         for rope in ropes:
             limit = rope.position_limit
@@ -355,6 +379,11 @@ class Sequences:
                     f"position {self.longest_position - 1} is beyond the rotary tables: the config's "
                     f"max_position_embeddings is {limit}. Shorten the sequences, or load the model with a "
                     "longer context in its config (max_position_embeddings, with a rope_scaling that fits)."
+                )
+            if rope.axes is None and self.axes is not None and self.positions_given:
+                raise DataError(
+                    f"position_ids came on {len(self.axes)} axes, and the positions of this model "
+                    f"have one: expected the shape of the tokens, {self.shape}"
                 )
             positions = self.position_ids if rope.axes is None or self.axes is None else self.axes
             self.rotary[rope] = rotary_tables(rope, positions, self.longest_position)
@@ -401,6 +430,23 @@ def _with_cuts(cu_seqlens: Tensor, size: int, total: int) -> Tensor:
     starts = cu_seqlens[document] + size * (piece - (ends - counts)[document])
     starts = torch.where(piece < ends[-1], starts, total)
     return torch.cat([starts, starts.new_full((1,), total)]).to(torch.int32)
+
+
+def split_axes(position_ids: Tensor, shape: tuple[int, int]) -> tuple[Tensor | None, Tensor | None]:
+    """Of positions as a call has them those that count tokens, [T], and those on axes, [3, T].
+
+    Raises:
+        DataError: another shape, or dtype.
+    """
+    if position_ids.dim() != 3:
+        return _flat_positions(position_ids, shape), None
+    if len(position_ids) not in (3, 4):
+        raise DataError(
+            f"position_ids of three dimensions must be [3, batch, seq], or [4, batch, seq] with those of the "
+            f"text in front; found {tuple(position_ids.shape)}"
+        )
+    counted, *axes = [None] * (4 - len(position_ids)) + [_flat_positions(one, shape) for one in position_ids]
+    return counted, torch.stack([axis for axis in axes if axis is not None])
 
 
 def _flat_positions(position_ids: Tensor, shape: tuple[int, int]) -> Tensor:

@@ -136,6 +136,7 @@ class TiledVision(nn.Module):
             sight.checks = HostCopy(torch.stack([named.sum(), named.sum() * 0, named.sum() * 0]))
             return
         assert sight.seen is not None
+        sequences.with_images = True
         if sight.seen.shape[:2] != input_ids.shape:
             raise DataError(
                 f"cross_attention_mask must begin with the shape of the tokens, {tuple(input_ids.shape)}; "

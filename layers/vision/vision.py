@@ -172,10 +172,14 @@ class Vision(nn.Module):
             else:
                 wrong = (kinds != found).any()
             counts.append(wrong.long())
-        sight.kinds = found
+        sight.kinds, sequences.with_images = found, sight.pictures is not None
         if sight.pictures is not None and self.spec.spans == "images":
             sequences.spans = spans_of(sequences, found != TEXT)
-        if sight.pictures is not None and self.spec.positions is not None:
+        if sequences.axes is not None:  # which the caller chose
+            if sequences.cache is not None:
+                ahead = max(0, sequences.longest_position - sequences.shape[1])
+                _go_on_behind(sequences.cache, sequences.axes, ahead)
+        elif sight.pictures is not None and self.spec.positions is not None and not sequences.positions_given:
             rate, pictures = self.spec.positions.tokens_per_second, sight.pictures
             if self.spec.positions.steps_apart:
                 pictures = pictures.steps_apart()

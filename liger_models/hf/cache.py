@@ -18,6 +18,12 @@ from liger_models.layers.attention.cross_attention import SeenTiles
 from liger_models.layers.sequences import Sequences
 
 
+def knows_positions(cache: Cache | None) -> bool:
+    """Whether it holds images that take fewer positions than tokens, and tells those of what follows."""
+    _, shift, *_ = getattr(cache, "of_images", None) or (0, None)
+    return shift is not None
+
+
 class TransformersCache(KVCache):
     """One call's view of a cache of transformers, in which a batch keeps its shape [batch, seq], padding too.
 

@@ -44,7 +44,7 @@ from liger_models.layers.distilling import Distilling, TeacherCall, check_lesson
 from liger_models.layers.head import LMHead, LogitForm, loss_of_head, scores_of_head
 from liger_models.layers.model_output import CausalLMOutput, DistillationOutput, ScoreOutput
 from liger_models.layers.scoring import Scoring, check_score_call, score_output
-from liger_models.layers.sequences import IGNORE_INDEX, Sequences
+from liger_models.layers.sequences import IGNORE_INDEX, Sequences, split_axes
 from liger_models.layers.spec import ModelSpec, MoESpec
 
 
@@ -104,7 +104,8 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
                 layers have inputs of their own, by id.
             attention_mask: [batch, all tokens so far], 0 at padding.
             position_ids: [batch, seq]. Where they start anew, without an attention mask and a cache, a
-                document begins, which neither sees nor is seen by the one before.
+                document begins, which neither sees nor is seen by the one before. Of a model whose positions
+                have three axes also [3, batch, seq], or [4, batch, seq] with these in front.
             past_key_values: any cache of transformers.
             use_cache: make a cache. Default: the config's `use_cache` where no gradient is computed.
             output_hidden_states: also the input of each layer and the last output, [batch, seq, H] each.
@@ -222,15 +223,18 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         if attention_mask is not None and bool((attention_mask != 0).all()):
             attention_mask = None
         seen = int(past_key_values.get_seq_length())
-        if position_ids is None:
-            position_ids = torch.arange(seen, seen + shape[1], device=device)[None]
         if attention_mask is not None and seen == 0:
             sequences = Sequences.from_call(shape, device, attention_mask[:, : shape[1]], position_ids)
         else:
-            positions = position_ids.to(device).expand(shape).flatten()
+            given, axes = (None, None) if position_ids is None else split_axes(position_ids.to(device), shape)
+            positions = given
+            if positions is None:
+                positions = torch.arange(seen, seen + shape[1], device=device).repeat(shape[0])
             sequences = Sequences(shape, positions, int(positions.max()) + 1, shape[1])
+            sequences.take_positions(position_ids is not None, axes)
         sequences.cache = view = TransformersCache(past_key_values, sequences, attention_mask)
-        if view.shift is not None:  # of images, which take fewer positions than tokens
+        if view.shift is not None and not sequences.positions_given:
+            # Of images, which take fewer positions than tokens.
             sequences.position_ids = (
                 torch.arange(seen, view.longest, device=device) + view.shift[:, None]
             ).flatten()

@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.checkpoints.weight_map import Expr, Ref
+from liger_models.hf.cache import knows_positions
 from liger_models.hf.models import LigerForCausalLM
 from liger_models.hf.module_names import move_to_the_top
 
@@ -128,6 +129,17 @@ class LigerForConditionalGeneration(LigerForCausalLM):
             )
         whole: Any = super()
         return whole._expand_inputs_for_generation(expand_size, *args, **kwargs)
+
+    def _prepare_position_ids_for_generation(self, inputs_tensor: Any, model_kwargs: Any) -> Any:
+        """transformers' own, of text; None where images have positions on three axes, which are counted from
+        what the model and the cache are shown.
+        """
+        held = knows_positions(model_kwargs.get("past_key_values"))
+        shown = held or any(model_kwargs.get(name) is not None for name in PICTURES)
+        if shown and getattr(self.model.spec.vision, "positions", None) is not None:
+            return None
+        whole: Any = super()
+        return whole._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """transformers' own; a cache that holds the prompt holds its images."""

@@ -263,3 +263,12 @@ def test_two_pictures_need_text_between_them(make_pair, pairs_made):
 def test_a_keyword_that_is_not_known_is_refused(pair):
     with pytest.raises(TypeError, match="of_no_meaning"):
         pair.ours(**pair.scene([1, Image(4, 4), 2], [1, Video(1, 4, 4), 2]), of_no_meaning=torch.ones(1))
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mllama", "qwen2_5_vl"])
+def test_no_teacher_is_asked_about_images_that_it_does_not_see(family, make_pair, pairs_made):
+    pair = pairs_made.get(family) or pairs_made.setdefault(family, make_pair(family))
+    call = pair.scene([1, Image(4, 4), 3])
+    assert pair.ours.distill(pair.ours, **pair.scene([9])).loss.isfinite()
+    with pytest.raises(DataError, match="no images"):
+        pair.ours.distill(pair.ours, **call)

@@ -1,0 +1,82 @@
+"""Positions that a caller gives are the positions, where those of images have three axes too."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from pairs import beyond_bound, relative_distance, spec_of
+from scenes import DOCUMENTS, Image
+
+from liger_models.architectures import list_architectures
+from liger_models.convert.errors import DataError
+
+
+def with_axes(family):
+    return getattr(spec_of(family).vision, "positions", None) is not None
+
+
+OF_AXES = [family for family in list_architectures(sees=True) if with_axes(family)]
+
+
+def given(kind, ids):
+    """Positions that the model would not choose by itself."""
+    rows, length = ids.shape
+    counted = torch.arange(length).expand(rows, -1)
+    axes = torch.stack([counted // 2 + 1, counted % 7, 3 + counted // 3])
+    kinds = {"counted": 2 + counted, "of one row": 1 + counted[:1], "on axes": axes}
+    return kinds[kind] if kind in kinds else torch.cat([counted[None], axes])
+
+
+@pytest.mark.parametrize("kind", ["counted", "of one row", "on axes", "counted and on axes"])
+@pytest.mark.parametrize("family", OF_AXES)
+def test_given_positions_are_taken_as_the_reference_takes_them(kind, family, pair):
+    for call in (pair.batch(), pair.scene([21], [21])):
+        call["position_ids"] = given(kind, call["input_ids"])
+        expected = pair.run_reference(**call)
+        assert not beyond_bound(pair.run_ours(**call).distances(expected))
+
+
+@pytest.mark.parametrize("family", OF_AXES)
+def test_given_positions_beside_padding(family, pair):
+    call = pair.scene(*DOCUMENTS.values(), padding="left")
+    call["position_ids"] = given("on axes", call["input_ids"])
+    expected = pair.run_reference(**call)
+    assert not beyond_bound(pair.run_ours(**call).distances(expected, call["attention_mask"].bool()))
+
+
+def test_axes_that_a_model_does_not_have_are_refused(make_pair, pairs_made):
+    for family, positions in (("gemma3", torch.zeros(3, 1, 8)), ("qwen2_5_vl", torch.zeros(2, 1, 8))):
+        pair = pairs_made.get(family) or pairs_made.setdefault(family, make_pair(family))
+        with pytest.raises(DataError, match="position_ids"):
+            pair.ours(torch.full((1, 8), 20), position_ids=positions.long())
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl"])
+@pytest.mark.parametrize("way", ["as the model counts", "given"])
+def test_what_follows_a_cache_with_images_goes_on_behind_them(way, family, pair, hf, tmp_path):
+    """In transformers: the second half of a conversation beside the cache of the first is as without one."""
+    import transformers
+
+    pair.reference.save_pretrained(tmp_path)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
+    call = pair.scene([1, Image(6, 10), 2, Image(4, 4), 9])
+    del call["labels"]
+    theirs = pair.reference.model
+    names = ("input_ids", "image_grid_thw", "mm_token_type_ids")
+    axes, _ = theirs.get_rope_index(**{name: call[name] for name in names})
+    if way == "given":
+        call["position_ids"] = axes
+    length = call["input_ids"].shape[1] - 6
+    cut = {"input_ids", "mm_token_type_ids", "position_ids"} & call.keys()
+    first = {name: x[..., :length] if name in cut else x for name, x in call.items()}
+    with torch.no_grad():
+        expected = model(**call).logits[:, -6:]
+        cache = model(**first, use_cache=True).past_key_values
+        ids = call["input_ids"][:, length:]
+        for positions in (None, axes[..., length:]):
+            found = model(ids, past_key_values=copy.deepcopy(cache), position_ids=positions).logits
+            assert not beyond_bound({"logits": relative_distance(found, expected)})
+        moved = model(ids, past_key_values=copy.deepcopy(cache), position_ids=5 + axes[..., length:]).logits
+        assert relative_distance(moved, expected) > 1e-3
