@@ -83,6 +83,6 @@ def bars(
     axes.set_yticks(places, [name for name, _ in values], fontsize=9)
     axes.set_xlim(0, 1.12 * max(lengths))
     axes.invert_yaxis()
-    axes.set_title(heading, fontsize=10, loc="left")
+    figure.suptitle(heading, fontsize=10, x=0.01, ha="left")
     figure.savefig(path)
     return f"picture: {path}"
