@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
         f"{args.lr:g}; {time.perf_counter() - started:.0f} s."
     )
     rows = [_row(mode, curves) for mode in curves]
-    header = ["weights", "bytes a parameter", "held-out loss, before", "after", "fall", "from float32's"]
+    header = ["weights", "bytes per parameter", "held-out loss, before", "after", "fall", "from float32's"]
     table = [
         [
             row["mode"],

@@ -30,7 +30,7 @@ MODES: dict[str, tuple[dict[str, Any], int]] = {
     "master": ({"weights": "master"}, 18),
     "master, float32 moments": ({"weights": "master", "moments": "float32"}, 26),
 }
-ONE_BY_ONE = "master, a launch a tensor"
+ONE_BY_ONE = "master, one launch per tensor"
 TORCH = "torch, fused"
 
 
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
             print(" ".join(f"{value}" for value in row.values()), file=sys.stderr, flush=True)
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-    header = ["model", "AdamW", "bytes a parameter", "clipping, ms", "step, ms", "both", "of a copy"]
+    header = ["model", "AdamW", "bytes per parameter", "clipping, ms", "step, ms", "both", "of a copy"]
     table = [
         [
             row["model"],
