@@ -5,7 +5,8 @@
     positions   0 1 2 ... n-1   n n+1 ..   n n+1 ..   0 1 2 ... m-1   m m+1 ..
 
 A token of an answer sees what it would see if the row were its prompt and this answer alone; what answers add
-to the gradients of their prompt is summed. Windows and chunks count positions. A document predicts its own
+to the gradients of their prompt is summed. Windows and chunks count positions. What a prompt shows is seen
+once, and the tokens of an image may all see one another. A document predicts its own
 tokens alone: for a prompt to predict the first token of each answer, these begin with a copy of its last one,
 and it ends before that (liger_models/losses/shared_prompts.py).
 """
@@ -52,20 +53,20 @@ class Tree:
         lengths = [end - first for first, end in itertools.pairwise(bounds)]
         self.before = [0 if parent < 0 else lengths[parent] for parent in given]
         self.longest = max(map(sum, zip(lengths, self.before, strict=True)))
-        self._ranges: dict[tuple[int | None, int | None], KeyRanges] = {}
+        self._ranges: dict[tuple[int | None, int | None, bool], KeyRanges] = {}
 
     def on(self, device: torch.device) -> Tree:
         return Tree(self.bounds, self.parents, device)
 
-    def key_ranges(self, window: int | None, chunk: int | None) -> KeyRanges:
+    def key_ranges(self, window: int | None, chunk: int | None, spans: Tensor | None = None) -> KeyRanges:
         """What is seen (`kernels.tree_ranges`), made once for all layers that are alike."""
         window, chunk = (
             None if limit is None or limit >= self.longest else limit for limit in (window, chunk)
         )
-        limits = window, chunk
-        if limits not in self._ranges:
-            self._ranges[limits] = tree_ranges(self.bounds, self.parents, self.device, *limits)
-        return self._ranges[limits]
+        alike = window, chunk, spans is not None
+        if alike not in self._ranges:
+            self._ranges[alike] = tree_ranges(self.bounds, self.parents, self.device, window, chunk, spans)
+        return self._ranges[alike]
 
     def position_ids(self) -> Tensor:
         """[T]; they go on where the document ends that is continued."""
@@ -74,6 +75,18 @@ class Tree:
         both = torch.tensor([first, lengths], device="cpu").to(self.device, non_blocking=True)
         total = self.bounds[-1]
         return torch.arange(total, device=self.device) + both[0].repeat_interleave(both[1], output_size=total)
+
+    def continued(self) -> Tensor:
+        """Where the document begins and ends that each token's own continues, [2, T]; 0 and 0 of others."""
+        ends = [
+            (0, 0) if parent < 0 else (self.bounds[parent], self.bounds[parent + 1])
+            for parent in self.parents
+        ]
+        lengths = [end - first for first, end in itertools.pairwise(self.bounds)]
+        table = torch.tensor([*zip(*ends, strict=True), lengths], device="cpu").to(
+            self.device, non_blocking=True
+        )
+        return table[:2].repeat_interleave(table[2], dim=1, output_size=self.bounds[-1])
 
 
 def check_tree(spec: ModelSpec, sight: Any) -> None:
@@ -88,10 +101,12 @@ def check_tree(spec: ModelSpec, sight: Any) -> None:
                 f"layer {i} mixes tokens by {type(block.mixer).__name__}, which has one past for all that "
                 "follows: give each answer with its prompt as a document of its own, without parents"
             )
-    if sight is not None:
+    spans = None if sight is None else getattr(spec.vision, "spans", None)
+    if spans == "prefix" and (sight.pictures is not None or sight.kinds is not None):
         raise DataError(
-            "pictures have tokens that see ahead or positions of several axes, which documents that continue "
-            "others have not: give each answer with its prompt as a document of its own, without parents"
+            "in this model all tokens of a prompt see one another, its last one too, with which documents "
+            "that continue it begin: give each answer with its prompt as a document of its own, without "
+            "parents"
         )
 
 

@@ -86,9 +86,10 @@ def tree_ranges(
     device: torch.device,
     window: int | None = None,
     chunk: int | None = None,
+    spans: Tensor | None = None,
 ) -> KeyRanges:
     """What is seen causally where documents continue others: the document that a query's own continues, and
-    its own up to itself. Nothing waits for the device.
+    its own up to itself, or to the end of its span. Nothing waits for the device.
 
     Args:
         bounds: [documents + 1], where documents begin and end in the row.
@@ -96,8 +97,9 @@ def tree_ranges(
             and all that continue it follow it at once.
         window: how many tokens a query sees at the most, itself included.
         chunk: a query sees nothing before the last multiple of it.
+        spans: as of `key_ranges`, each within a document.
 
-    Both count positions, which in a document that continues another go on where that one ends.
+    Window and chunk count positions, which in a document that continues another go on where that one ends.
     """
     total, limited = bounds[-1], window is not None or chunk is not None
     own, parent, *answers = _of_each_token(bounds, parents, limited, device).unflatten(0, (-1, 2))
@@ -112,9 +114,10 @@ def tree_ranges(
         begun = position.div(chunk, rounding_mode="floor") * chunk
         first, beyond = torch.maximum(first, begun), torch.minimum(beyond, begun + chunk)
 
-    seen = torch.stack([start + (first - before).clamp(min=0), token + 1])
+    seen_from, seen_to = (token, token + 1) if spans is None else spans
+    seen = torch.stack([start + (first - before).clamp(min=0), seen_to])
     seen_before = _range(parent_start + first, parent_start + before)
-    seen_by_own = torch.stack([token, torch.minimum(end, start - before + beyond)])
+    seen_by_own = torch.stack([seen_from, torch.minimum(end, start - before + beyond)])
     reach = beyond - (end - start)  # so many tokens of each document that continues its own
     seen_by = [_range(a, torch.minimum(b, a + reach)) for a, b in answers]
     return KeyRanges(torch.cat([seen, seen_before]), torch.cat([seen_by_own, *seen_by]))

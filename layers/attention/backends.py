@@ -206,7 +206,7 @@ def _bounds(spec: AttentionSpec, sequences: Sequences) -> tuple[Tensor | KeyRang
     if not _by_ranges(spec, sequences):
         return sequences.document_bounds(), spec.window
     if sequences.tree is not None and spec.causal:
-        return sequences.tree.key_ranges(spec.window, spec.chunk), None
+        return sequences.tree.key_ranges(spec.window, spec.chunk, sequences.spans), None
     return sequences.key_ranges(spec.window, spec.causal, spec.whole_spans), None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ ON_HOST = frozenset(
 )
 _PLACES = ("image_position_ids", "video_position_ids")  # -1 where there is nothing
 _SEEN = "cross_attention_mask"
+OF_TOKENS = frozenset({_SEEN})
+"""What says something of each token of a conversation, and not of its images."""
 
 
 class Seen(NamedTuple):
@@ -38,11 +41,15 @@ class Seen(NamedTuple):
     images: dict[str, Tensor]
 
 
-def pack_seen(spec: Any, conversations: Sequence[Seen]) -> dict[str, Tensor]:
+def pack_seen(
+    spec: Any, conversations: Sequence[Seen], parents: Sequence[int] | None = None
+) -> dict[str, Tensor]:
     """The keywords of a call on all of them, end to end in one row: none where there is no image.
 
     Args:
         spec: a `VisionSpec` or `TiledVisionSpec`.
+        parents: the number of the one that each continues, or -1, as of a call. Where features are beside the
+            text, what continues another has no images of its own, and says which of that one's it sees.
     """
     pictured = [one.images for one in conversations if one.images]
     if not pictured:
@@ -54,7 +61,7 @@ def pack_seen(spec: Any, conversations: Sequence[Seen]) -> dict[str, Tensor]:
         for name in names
     }
     if tiled:
-        call[_SEEN] = _block_diagonal(spec, conversations)
+        call[_SEEN] = _block_diagonal(spec, conversations, parents or [-1] * len(conversations))
     elif spec.kinds is not None:
         call[spec.kinds] = torch.cat([kinds_of(spec, one) for one in conversations])[None]
     return call
@@ -71,6 +78,24 @@ def kinds_of(spec: Any, one: Seen) -> Tensor:
     return IMAGE * (one.ids == spec.image_id).long() + VIDEO * videos
 
 
+def said_of(spec: Any, ids: Tensor, learned: Tensor, shown: bool) -> Tensor:
+    """Which tokens [T] a model can be asked to say, [T] bool: not those of pictures, nor of what it sees as a
+    whole before it says anything, in a conversation that is `shown` some.
+    """
+    video_id = getattr(spec, "video_id", None)
+    said = (ids != spec.image_id) & (ids != (-1 if video_id is None else video_id))
+    prefix = shown and getattr(spec, "spans", None) == "prefix"
+    return said & learned.cummax(0).values if prefix else said
+
+
+def part_of(images: dict[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
+    """Of a conversation's images what belongs to its tokens from `start` on: all of them to the first, and to
+    others which of them they see.
+    """
+    own = {} if start else images
+    return own | ({_SEEN: images[_SEEN][:, start:stop]} if _SEEN in images else {})
+
+
 def _joined(tensors: list[Tensor], dim: int, name: str) -> Tensor:
     """Behind one another, filled up to the largest in all other dimensions."""
     sizes = [max(sizes) for sizes in zip(*(x.shape for x in tensors), strict=True)]
@@ -83,16 +108,17 @@ def _joined(tensors: list[Tensor], dim: int, name: str) -> Tensor:
     return torch.cat(filled, dim)
 
 
-def _block_diagonal(spec: TiledVisionSpec, conversations: Sequence[Seen]) -> Tensor:
+def _block_diagonal(spec: TiledVisionSpec, conversations: Sequence[Seen], parents: Sequence[int]) -> Tensor:
     """Which tiles each token sees, [1, T, images, tiles]: those of its own conversation."""
     own = [
         one.images[_SEEN][0, : len(one.ids)] if one.images else torch.zeros(len(one.ids), 0, spec.tiles)
         for one in conversations
     ]
-    tokens, images = sum(len(x) for x in own), sum(x.shape[1] for x in own)
-    seen = torch.zeros(1, tokens, images, spec.tiles, dtype=torch.long)
-    token = image = 0
-    for x in own:
+    begins = [0, *itertools.accumulate(x.shape[1] * (p < 0) for x, p in zip(own, parents, strict=True))]
+    seen = torch.zeros(1, sum(map(len, own)), begins[-1], spec.tiles, dtype=torch.long)
+    token = 0
+    for number, (x, parent) in enumerate(zip(own, parents, strict=True)):
+        image = begins[number if parent < 0 else parent]
         seen[0, token : token + len(x), image : image + x.shape[1]] = x
-        token, image = token + len(x), image + x.shape[1]
+        token += len(x)
     return seen

@@ -6,7 +6,8 @@ begin there too, at s:
     time = s + trunc(k * step),    row = s + i,    column = s + j
 
 for the token of its k-th step of time, i-th row and j-th column of merged patches; `step` is 1 for an image.
-What follows a picture stands at s + max(rows, columns). A document begins at 0.
+What follows a picture stands at s + max(rows, columns). A document begins at 0, or behind the one that it
+continues.
 
 All of it is computed on the device, without waiting for it: which tokens are pictures is known there alone.
 """
@@ -17,6 +18,7 @@ import itertools
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.layers.sequences import Sequences
@@ -66,6 +68,10 @@ def axis_positions(
     so_far = saved.cumsum(0)
     before_document = so_far[document] - saved[document]
     start = first - document - (so_far - torch.where(seen, saved[first], 0) - before_document)
+    if sequences.tree is not None:
+        beginning, end = sequences.tree.continued()
+        sums = F.pad(so_far, (1, 0))
+        start = start + end - beginning - (sums[end] - sums[beginning])
     step = place // (rows * columns)
     time = times[(first_time + step).clamp(0, len(times) - 1)]
     of_picture = torch.stack([time, place // columns % rows, place % columns])

@@ -32,6 +32,7 @@ from liger_models.layers.norm import make_norm
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import TiledVisionSpec
+from liger_models.layers.tree import Tree
 from liger_models.layers.vision.encoder import PatchEmbedding
 from liger_models.layers.vision.vision import trained_by_several
 
@@ -144,7 +145,7 @@ class TiledVision(nn.Module):
             )
         ratios, blocks = sight.pictures.ratios, None
         if sight.seen.device.type == "cpu" and sequences.host_bounds is not None:
-            blocks = _blocks(sight.seen[0].any(2), sequences.host_bounds)
+            blocks = _blocks(sight.seen[0].any(2), sequences.host_bounds, sequences.tree)
         seen = sight.seen.to(named.device, non_blocking=True)
         given = seen.flatten(2)
         reachable = torch.ones_like(given)
@@ -168,17 +169,20 @@ class TiledVision(nn.Module):
         sight.checks = HostCopy(torch.stack([named.sum(), (ratios > 0).sum(), wrong]))
 
     def _own_images(self, named: Tensor, ratios: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """Which images of its row belong to each token's document, [batch, seq, images]; and whether some
-        document has images that are in another row, a bool on the device.
+        """Which images of its row belong to each token's document, or to the one that this continues, [batch,
+        seq, images]; and whether some document has images that are in another row, a bool on the device.
         """
         bounds = sequences.document_bounds()
         assert bounds is not None  # there are boundaries
         before = F.pad(named.flatten().long().cumsum(0), (1, 0))  # images named in front of each token
-        first, end = before[bounds.long()].view(2, *named.shape, 1)
         there = ratios > 0
         number = torch.where(there, there.flatten().long().cumsum(0).view(ratios.shape) - 1, -1)[:, None]
-        own = (number >= first) & (number < end)
-        return own, (own.sum(2, keepdim=True) != end - first).any()
+        own, count = torch.zeros((), dtype=torch.bool, device=named.device), 0
+        for document in (bounds, None if sequences.tree is None else sequences.tree.continued()):
+            if document is not None:
+                first, end = before[document.long()].view(2, *named.shape, 1)
+                own, count = own | ((number >= first) & (number < end)), count + end - first
+        return own, (own.sum(2, keepdim=True) != count).any()
 
     def place(self, sight: TiledSight | None, embeds: Tensor) -> Tensor:
         """Embeddings [T, H] as they are: nothing stands in the text for images."""
@@ -255,9 +259,10 @@ def _in_blocks(blocks: Sequence[_Block], tokens: int, images: int) -> Tensor:
     return seen
 
 
-def _blocks(seen: Tensor, bounds: list[int]) -> list[_Block] | None:
+def _blocks(seen: Tensor, bounds: list[int], tree: Tree | None) -> list[_Block] | None:
     """Of documents with these bounds in one row, whose tokens see images [T, images] bool, on the host: first
-    token, end, first image and end of each. None: an image is seen by no token, or they are not in order.
+    token, end, first image and end of each. None: an image is seen by no token, they are not in order, or a
+    document that continues another has images of its own beside those of that one.
     """
     if not seen.any(0).all() or len(seen) != bounds[-1]:
         return None
@@ -265,7 +270,12 @@ def _blocks(seen: Tensor, bounds: list[int]) -> list[_Block] | None:
     ends = torch.bincount(document, minlength=len(bounds) - 1).cumsum(0).tolist()
     if bool((document.diff() < 0).any()):
         return None
-    images = zip([0, *ends], ends, strict=False)
+    images = list(zip([0, *ends], ends, strict=False))
+    for number, parent in enumerate([] if tree is None else tree.parents):
+        if parent >= 0:
+            if images[number][0] < images[number][1]:
+                return None
+            images[number] = images[parent]
     return [(*tokens, *own) for tokens, own in zip(itertools.pairwise(bounds), images, strict=True)]
 
 

@@ -97,7 +97,7 @@ class Preprocessor:
         tokenizer = self._processor.tokenizer
         try:
             made = self._processor(
-                images=[pictures],
+                images=[pictures] if pictures else None,
                 text=[_marked(text, spans)],
                 return_tensors="pt",
                 add_special_tokens=False,

@@ -162,8 +162,10 @@ def can_share_prompts(spec: ModelSpec, config: TrainConfig) -> bool:
         check_tree(spec, None)
     except DataError:
         return False
-    # Routers would count a prompt once, and these backends know no such documents.
-    return spec.router is None and config.attention not in ("sdpa", "varlen")
+    # Routers would count a prompt once, and these backends know no such documents; nor has a prompt that is
+    # seen as a whole a last token of its own.
+    prefix = getattr(spec.vision, "spans", None) == "prefix"
+    return spec.router is None and config.attention not in ("sdpa", "varlen") and not prefix
 
 
 def load_data(

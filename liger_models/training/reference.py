@@ -93,7 +93,7 @@ def _score(
     """The log-probabilities of a corpus' groups, [groups, 2] float32, which the processes share out."""
     from tqdm import tqdm
 
-    groups = Groups([Part(corpus)])
+    groups = Groups([Part(corpus)], model.spec.vision)
     groups.shares = shares
     rows, at_once = Stream(groups, config.seq_len, seed=0).epoch(0), world.data_size * config.batch_size
     found, training = torch.zeros(len(corpus), 2), model.training
@@ -114,7 +114,9 @@ def _score(
             own = taken[world.data_rank * config.batch_size :][: config.batch_size]
             # A shard of the model is everybody's: who has no rows left runs along with those of another.
             batch = groups.batch(own or taken[: config.batch_size]).to(world.device)
-            sums = objective.sums(batch, score_rows(model, batch).log_probs)
+            sums = torch.cat(
+                [objective.sums(call, score_rows(model, call).log_probs) for call in batch.calls()]
+            )
             if own:
                 found[groups.documents_of(own)] = sums.view(2, -1).T.cpu()
             bar.update(sum(map(len, taken)))

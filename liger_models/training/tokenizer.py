@@ -148,8 +148,9 @@ class TextTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return self.backend.decode(list(ids))
 
-    def render(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
-        """A conversation as the chat template writes it, and the character spans of what the assistant says.
+    def render(self, messages: list[dict[str, Any]], given: int = 0) -> tuple[str, list[tuple[int, int]]]:
+        """A conversation as the chat template writes it, and the character spans of what the assistant says
+        behind the first `given` messages.
 
         A turn is found by rendering the conversation up to it: it begins where the prefix with the
         generation prompt ends, and ends where the prefix with the turn does. That is precisely what a model
@@ -161,7 +162,7 @@ class TextTokenizer:
         text = self._apply(template, messages, False)
         spans = []
         for i, message in enumerate(messages):
-            if message.get("role") != "assistant":
+            if message.get("role") != "assistant" or i < given:
                 continue
             before = self._apply(template, messages[:i], True)
             through = self._apply(template, messages[: i + 1], False)

@@ -136,8 +136,10 @@ def test_what_is_no_tree_is_refused(given, message):
 
 def test_what_cannot_share_a_prompt_says_so(make_model):
     model = make_model(1)
-    with pytest.raises(DataError, match="pictures"):
-        check_tree(model.spec, object())
+    whole = replace(model.spec, vision=SimpleNamespace(spans="prefix"))
+    with pytest.raises(DataError, match="all tokens of a prompt see one another"):
+        check_tree(whole, SimpleNamespace(pictures=object(), kinds=None))
+    check_tree(whole, SimpleNamespace(pictures=None, kinds=None))
     recurrent = SimpleNamespace(blocks=(replace(model.spec.blocks[0], mixer=object()),))
     assert isinstance(recurrent.blocks[0], BlockSpec)
     with pytest.raises(DataError, match="layer 0 mixes tokens by object, which has one past"):

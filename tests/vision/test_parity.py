@@ -7,10 +7,12 @@ from __future__ import annotations
 import pytest
 import torch
 from pairs import beyond_bound
-from scenes import DOCUMENTS, Video
+from scenes import DOCUMENTS, OF_TOKENS, Image, Video
 
 from liger_models.architectures import find_architecture, list_architectures
+from liger_models.convert.errors import DataError
 from liger_models.layers.memory.activation_memory import LEVELS
+from liger_models.layers.vision.packing import Seen, pack_seen
 
 
 def compare(pair, call, positions=None):
@@ -53,6 +55,45 @@ def test_packed_documents_are_as_documents_alone(pair):
     torch.testing.assert_close(output.logits[0], torch.cat(results), rtol=1e-4, atol=1e-4)
     for name, gradient in expected.items():
         assert (output.gradients[name] - gradient).norm() <= 1e-5 * max(gradient.norm(), 1.0), name
+
+
+def test_a_prompt_with_images_is_computed_once_for_its_answers(pair):
+    """Beside each answer with its prompt as a document by itself."""
+    if getattr(pair.vision, "spans", None) == "prefix":
+        call = pair.scene([Image(4, 4), 6])
+        ends = torch.tensor([0, 5, call["input_ids"].shape[1]])
+        with pytest.raises(DataError, match="all tokens of a prompt see one another"):
+            pair.ours(**call, cu_seqlens=ends, parents=[-1, 0])
+        return
+    alone, shared, parents = [], [], []
+    for document in (*DOCUMENTS.values(), [2, Image(4, 6), 30]):
+        call = pair.scene(document)
+        prompt = call["input_ids"][0]
+        images = {name: x for name, x in call.items() if name not in OF_TOKENS}
+        parents += [-1, len(parents), len(parents)]
+        shared.append(Seen(prompt, torch.zeros_like(prompt).bool(), images))
+        for length in (7, 4):
+            answer, mask = torch.randint(10, 40, (length,)), {}
+            if (seen := images.get("cross_attention_mask")) is not None:  # what is said last sees all images
+                mask["cross_attention_mask"] = seen[:, -1:].expand(-1, length, -1, -1)
+            both = {name: torch.cat([images[name], x], 1) for name, x in mask.items()}
+            learned = torch.arange(length) > 0
+            shared.append(Seen(answer, learned, mask))
+            learned = torch.cat([shared[-2 if length == 7 else -3].learned, learned])
+            alone.append(Seen(torch.cat([prompt, answer]), learned, images | both))
+
+    def run(documents, **tree):
+        ids = torch.cat([document.ids for document in documents])
+        labels = ids.where(torch.cat([document.learned for document in documents]), -100)[None]
+        bounds = torch.tensor([0, *(len(document.ids) for document in documents)]).cumsum(0)
+        images = pack_seen(pair.vision, documents, **tree)
+        return pair.run_ours(input_ids=ids[None], labels=labels, cu_seqlens=bounds, **images, **tree)
+
+    found, expected = run(shared, parents=parents), run(alone)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
+    assert found.gradients.keys() == expected.gradients.keys()
+    for name, gradient in expected.gradients.items():
+        assert (found.gradients[name] - gradient).norm() <= 1e-5 * max(gradient.norm(), 1.0), name
 
 
 def test_every_level_of_activation_memory_gives_the_same_gradients(pair):

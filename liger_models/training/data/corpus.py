@@ -156,15 +156,23 @@ class Corpus:
 
     def images(self, start: int) -> dict[str, Tensor]:
         """What the processor gave of the images of the document in which this token stands, by the names of a
-        call's keywords; empty where it has none.
+        call's keywords; of a group by those of `join_images`; empty where it has none.
         """
         place = self.images_at(start)
+        return {} if place is None else load(self._image_bytes(*place))
+
+    def image_names(self, start: int) -> list[str]:
+        """The names of `images`, of which alone these are read."""
+        place = self.images_at(start)
         if place is None:
-            return {}
-        begin, end = place
+            return []
+        size = int.from_bytes(self._image_bytes(place[0], place[0] + 8), "little")
+        return [*json.loads(self._image_bytes(place[0] + 8, place[0] + 8 + size))]
+
+    def _image_bytes(self, begin: int, end: int) -> bytes:
         shard = bisect_right(self._image_shards, begin) - 1
         offset = self._image_shards[shard]
-        return load(self._images[shard][begin - offset : end - offset])
+        return self._images[shard][begin - offset : end - offset]
 
     def verify(self) -> None:
         """Raises DataError where the digest of what is there is not that of what was written."""

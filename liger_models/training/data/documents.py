@@ -63,6 +63,7 @@ class Counts(NamedTuple):
     labels: int
     groups: int = 0
     first_labels: int = 0  # those of the groups' first sequences
+    first_said: int = 0  # tokens of these that something precedes and that can be said, trained or not
     shared: Tensor | None = None  # tokens of each group that are computed once for both sequences
 
     @property

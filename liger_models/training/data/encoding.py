@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from liger_models.convert.errors import DataError
 from liger_models.training.data.pictured import PicturedEncoder
-from liger_models.training.data.records import LABELLED, LONG, PAIRS, PICTURED, Record, check_text
+from liger_models.training.data.records import LABELLED, LONG, PAIRS, Conversation, Record, check_text
 from liger_models.training.data.sources import OVERLAP
 from liger_models.training.tokenizer import TextTokenizer
 
@@ -28,7 +28,7 @@ class Encoded(NamedTuple):
     whole: bool
     more: bool = False
     images: bytes = b""
-    needed: int = 0  # of the ids, up to and with the last of an image
+    needed: tuple[int, ...] = ()  # of the ids of each sequence, up to and with the last of an image
     group: tuple[int, int] | None = None  # tokens of the first of two sequences, and whether it is good
 
 
@@ -52,12 +52,13 @@ class Encoder:
         """By kind, in order."""
         texts = iter(self.tokenizer.encode_batch([r.content for r in records if r.form == "text"]))
         pairs = iter(self._encode_pairs([r for r in records if r.form == "prompt/completion"]))
-        talks = iter(self._encode_talks([r for r in records if r.form == "messages"]))
-        shown = iter(self.pictured.encode([r for r in records if r.form == PICTURED]))
+        talks = iter(self._encode_talks([r for r in records if r.form == "messages" and not r.images]))
+        shown = iter(self.pictured.encode([(r, [r.content]) for r in records if r.images]))
         for record in records:
-            if record.form == PICTURED:
+            if record.images:
                 made = next(shown)
-                yield Encoded(record, made.ids, made.trained, True, images=made.images, needed=made.needed)
+                (one,) = made.sequences
+                yield Encoded(record, one.ids, one.trained, True, images=made.images, needed=(one.needed,))
                 continue
             if record.form == "text":
                 ids = next(texts)
@@ -77,15 +78,23 @@ class Encoder:
 
     def _groups(self, records: list[Record]) -> Iterator[Encoded]:
         """Each record's two sequences, one behind the other."""
-        wanted = [self._answers(record, records) for record in records]
-        found = iter(
-            self._encode_answers([(r, *one) for r, two in zip(records, wanted, strict=True) for one in two])
+        wanted = [(record, self._answers(record, records)) for record in records]
+        seen = [(r, [p.followed_by(a) for p, a in two]) for r, two in wanted if _have_images(two)]
+        shown = iter(self.pictured.encode(seen))
+        told = iter(
+            self._encode_answers([(r, *one) for r, two in wanted if not _have_images(two) for one in two])
         )
-        for record in records:
-            first, second = next(found), next(found)
+        for record, two in wanted:
+            images: dict[str, Any] = {}
+            if _have_images(two):
+                made = next(shown)
+                first, second = (sequence[:2] for sequence in made.sequences)
+                images = {"images": made.images, "needed": tuple(s.needed for s in made.sequences)}
+            else:
+                first, second = next(told), next(told)
             good = record.form == PAIRS or record.content[2]
-            ids, trained = first[0] + second[0], bytes(first[1] + second[1])
-            yield Encoded(record, ids, trained, whole=True, group=(len(first[0]), int(good)))
+            group = len(first[0]), int(good)
+            yield Encoded(record, first[0] + second[0], first[1] + second[1], True, group=group, **images)
 
     def _answers(self, record: Record, records: list[Record]) -> list[tuple[Any, Any]]:
         """The (prompt, answer) of each of its two sequences."""
@@ -105,7 +114,7 @@ class Encoder:
                 )
         return [(prompt, answer), (prompt, other)]
 
-    def _encode_answers(self, answers: list[tuple[Record, Any, Any]]) -> list[tuple[list[int], list[bool]]]:
+    def _encode_answers(self, answers: list[tuple[Record, Any, Any]]) -> list[tuple[list[int], bytes]]:
         """(record, prompt, answer) -> ids and marks."""
         texts, spans = [], []
         for record, prompt, answer in answers:
@@ -113,9 +122,9 @@ class Encoder:
                 texts.append(prompt + answer)
                 spans.append([(len(prompt), len(texts[-1]))])
                 continue
-            text, turns = self._rendered(record, [*prompt, *answer])
+            text, turns = self._rendered(record, prompt.followed_by(answer))
             texts.append(text)
-            spans.append(turns[sum(message["role"] == "assistant" for message in prompt) :])
+            spans.append(turns)
         is_text = [isinstance(prompt, str) for _, prompt, _ in answers]
         found = []
         for kind in (True, False):
@@ -131,7 +140,7 @@ class Encoder:
                 trained[-1] = True
             if ids:
                 trained[0] = False
-        return encoded
+        return [(ids, bytes(trained)) for ids, trained in encoded]
 
     def _long(self, record: Record) -> Iterator[Encoded]:
         mark, last = b"\0", 0
@@ -154,9 +163,10 @@ class Encoder:
             [text for text, _ in rendered], [spans for _, spans in rendered], add_special_tokens=False
         )
 
-    def _rendered(self, record: Record, messages: Any) -> tuple[str, list[tuple[int, int]]]:
+    def _rendered(self, record: Record, told: Conversation) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and the spans of what is learned."""
         try:
-            text, spans = self.tokenizer.render(messages)
+            text, spans = self.tokenizer.render(told.messages, told.given)
         except DataError as error:
             raise DataError(f"{record.where}: {error}") from error
         check_text(record.where, text)
@@ -188,8 +198,8 @@ def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
             batch, characters = [], 0
             continue
         batch.append(record)
-        if record.form == PICTURED:
-            characters += IMAGE_CHARACTERS * len(record.content[1])
+        if record.images:
+            characters += IMAGE_CHARACTERS * record.images
         else:
             characters += len(record.content) if record.form == "text" else 1000
         if len(batch) == BATCH_RECORDS or characters >= BATCH_CHARACTERS:
@@ -197,6 +207,11 @@ def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
             batch, characters = [], 0
     if batch:
         yield batch
+
+
+def _have_images(answers: list[tuple[Any, Any]]) -> bool:
+    """Whether a prompt or an answer has one."""
+    return any(isinstance(part, Conversation) and part.images for one in answers for part in one)
 
 
 def _kind_of(value: Any) -> str:

@@ -4,45 +4,61 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+import torch
 from safetensors.torch import save
+from torch import Tensor
 
 from liger_models.convert.errors import DataError
 from liger_models.images import Preprocessor, find_image
 from liger_models.images.files import ImageSource
-from liger_models.images.processor import Span
-from liger_models.training.data.records import Record, check_text
+from liger_models.images.processor import Shown, Span
+from liger_models.layers.vision.packing import OF_TOKENS
+from liger_models.training.data.records import Conversation, Record, check_text
 from liger_models.training.data.sources import Source
 from liger_models.training.tokenizer import TextTokenizer
 
 ALONE = 32  # so many conversations are done before other processes would have begun
 MOST_PROCESSES = 16
+BOTH, FIRST, SECOND = "both.", "first.", "second."  # of which conversation an image is
 
 
-class Made(NamedTuple):
-    """What becomes of a conversation: its ids, a byte for each that says whether it is trained, its images as
-    safetensors, and how many of the ids there must be for all images to be whole.
+class Tokens(NamedTuple):
+    """What becomes of a conversation: its ids, a byte for each that says whether it is trained, and how many
+    of the ids there must be for all images to be whole.
     """
 
     ids: list[int]
     trained: bytes
-    images: bytes
     needed: int
 
 
-class Work(NamedTuple):
+class Made(NamedTuple):
+    """What becomes of a record's conversations, and of their images, as safetensors (`join_images`)."""
+
+    sequences: list[Tokens]
+    images: bytes
+
+
+class Told(NamedTuple):
     """A conversation as the chat template wrote it."""
 
-    where: str
     text: str
     spans: list[Span]
     sources: list[ImageSource]
+
+
+class Work(NamedTuple):
+    """The conversations of a record."""
+
+    where: str
+    told: list[Told]
 
 
 class PicturedEncoder:
@@ -72,18 +88,18 @@ class PicturedEncoder:
         """What tells of each image file whether it is as it was."""
         return list(self.seen.values())
 
-    def encode(self, records: list[Record]) -> Iterator[Made]:
-        """What becomes of each.
+    def encode(self, records: list[tuple[Record, list[Conversation]]]) -> Iterator[Made]:
+        """What becomes of each, of which all conversations or some have images.
 
         Raises:
             DataError: an image cannot be had, or does not fit its text; it names file and line.
         """
         if records and self.images is None:
             raise DataError(
-                f"{records[0].where}: the conversation has images, and this model sees none; train one that "
-                "does (`liger-models list`), without --text-only, from a checkpoint with its processor"
+                f"{records[0][0].where}: the conversation has images, and this model sees none; train one "
+                "that does (`liger-models list`), without --text-only, from a checkpoint with its processor"
             )
-        work = [self._work(record) for record in records]
+        work = [self._work(*record) for record in records]
         cores = len(os.sched_getaffinity(0))
         alone = self.done < ALONE or cores == 1
         self.done += len(records)
@@ -104,22 +120,24 @@ class PicturedEncoder:
                 "machine run out of memory?"
             ) from error
 
-    def _work(self, record: Record) -> Work:
-        messages, named = record.content
+    def _work(self, record: Record, conversations: list[Conversation]) -> Work:
         try:
-            text, spans = self._rendered(messages)
-            check_text(record.where, text)
-            sources = [find_image(given, record.folder) for given in named]
-            for source in sources:
-                if isinstance(source, Path) and source not in self.seen and source.is_file():
-                    self.seen[source] = Source(str(source), source).identity()
+            return Work(record.where, [self._told(record, one) for one in conversations])
         except DataError as error:
             raise located(record.where, error) from error
-        return Work(record.where, text, spans, sources)
 
-    def _rendered(self, messages: list[dict[str, Any]]) -> tuple[str, list[Span]]:
+    def _told(self, record: Record, conversation: Conversation) -> Told:
+        text, spans = self._rendered(conversation.messages, conversation.given)
+        check_text(record.where, text)
+        sources = [find_image(given, record.folder) for given in conversation.images]
+        for source in sources:
+            if isinstance(source, Path) and source not in self.seen and source.is_file():
+                self.seen[source] = Source(str(source), source).identity()
+        return Told(text, spans, sources)
+
+    def _rendered(self, messages: list[dict[str, Any]], given: int) -> tuple[str, list[Span]]:
         """As the chat template writes it. Some templates pass over what is text and not a list of parts."""
-        text, spans = self.tokenizer.render(messages)
+        text, spans = self.tokenizer.render(messages, given)
         lost = [m for m in messages if isinstance(m.get("content"), str) and m["content"].strip() not in text]
         if lost:
             parts = [
@@ -128,7 +146,7 @@ class PicturedEncoder:
                 else m
                 for m in messages
             ]
-            text, spans = self.tokenizer.render(parts)
+            text, spans = self.tokenizer.render(parts, given)
         return text, spans
 
 
@@ -137,20 +155,54 @@ def located(where: str, error: DataError) -> DataError:
     return error if str(error).startswith(where) else DataError(f"{where}: {error}")
 
 
+def join_images(images: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """What a processor gave of the images of one conversation, or of two: by names that say of which; what
+    both have alike is there once.
+    """
+    if len(images) == 1:
+        return images[0]
+    first, second = images
+    alike = {name for name in first if name in second and torch.equal(first[name], second[name])}
+    joined = {f"{BOTH}{name}": first[name] for name in alike}
+    for prefix, own in ((FIRST, first), (SECOND, second)):
+        joined |= {f"{prefix}{name}": x for name, x in own.items() if name not in alike}
+    return joined
+
+
+def part_images(joined: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The inverse of `join_images`, of two conversations."""
+    return [
+        {name.partition(".")[2]: x for name, x in joined.items() if name.startswith((BOTH, own))}
+        for own in (FIRST, SECOND)
+    ]
+
+
+def are_alike(names: Iterable[str]) -> bool:
+    """Whether two conversations have the same images, by the names of `join_images`."""
+    return all(name.startswith(BOTH) or name.partition(".")[2] in OF_TOKENS for name in names)
+
+
 def _made(images: Preprocessor | None, work: Work) -> Made:
     assert images is not None
+    sequences, shown = [], []
     try:
-        shown = images(work.text, work.spans, work.sources)
-        places = images.image_places(shown.ids)
-        needed = 1 + int(places[-1]) if len(places) else 0
-        if needed == len(shown.ids):
-            raise DataError("nothing follows the last image, so that nothing is learned from it")
+        for one in work.told:
+            found = images(*one)
+            sequences.append(_tokens(found, images.image_places(found.ids)))
+            shown.append(found.images)
     except DataError as error:
         raise located(work.where, error) from error
+    return Made(sequences, save(join_images(shown)))
+
+
+def _tokens(shown: Shown, places: Tensor) -> Tokens:
+    needed = 1 + int(places[-1]) if len(places) else 0
+    if needed == len(shown.ids):
+        raise DataError("nothing follows the last image, so that nothing is learned from it")
     trained = shown.trained.clone()
     trained[0] = False
     trained[places] = False
-    return Made(shown.ids.tolist(), bytes(trained.tolist()), save(shown.images), needed)
+    return Tokens(shown.ids.tolist(), bytes(trained.tolist()), needed)
 
 
 # Of a process that makes them.
@@ -158,8 +210,6 @@ _own: list[Preprocessor] = []
 
 
 def _begin(images: Any) -> None:
-    import torch
-
     torch.set_num_threads(1)  # the processes are as many as there are cores
     _own[:] = [images]
 

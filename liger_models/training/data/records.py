@@ -10,7 +10,7 @@ Where answers are compared or judged:
     {"prompt": ..., "chosen": ..., "rejected": ...}    {"prompt": ..., "completion": ..., "label": true}
 
 of which prompt and answers are text, or both are messages. A pair of whole conversations needs no prompt:
-that is what they begin with in common.
+that is what they begin with in common. What stands in "images" beside them belongs to the prompt.
 
 Lines of JSON and rows of tables are read by the same rules, and refused in the same words.
 """
@@ -28,22 +28,42 @@ FORMS = ("text", "prompt/completion", "messages")
 PAIRS = "prompt/chosen/rejected"
 LABELLED = "prompt/completion/label"
 LONG = "long text"  # whose content is an iterator of overlapping blocks
-PICTURED = "messages with images"  # whose content is a pair: messages, and what names their images
 IMAGES = "images"  # a field beside messages
 VIDEOS = "videos"  # a field that other tools know
 PLACE = "<image>"  # in text, where an image of that field stands
 
 
+class Conversation(NamedTuple):
+    """Messages, in which {"type": "image"} is the place of an image; what names the images, in their order;
+    and how many of the messages are given: what the assistant says there is not learned.
+    """
+
+    messages: list[dict[str, Any]]
+    images: list[Any]
+    given: int = 0
+
+    def followed_by(self, answer: Conversation) -> Conversation:
+        """All of this is given."""
+        given = len(self.messages)
+        return Conversation(self.messages + answer.messages, self.images + answer.images, given)
+
+
 class Record(NamedTuple):
-    """One example and where it stands; `content` is a str, a (prompt, completion) pair or messages; of a pair
-    (prompt, chosen, rejected), and of what is labelled (prompt, completion, label). From `folder` go relative
-    paths.
+    """One example and where it stands; `content` is a str, a (prompt, completion) pair of str, or a
+    `Conversation`; of a pair (prompt, chosen, rejected), and of what is labelled (prompt, completion, label),
+    each a str or a `Conversation`. From `folder` go relative paths.
     """
 
     where: str
     form: str
     content: Any
     folder: Path = Path()
+
+    @property
+    def images(self) -> int:
+        """How many it has."""
+        parts = self.content if self.form in (PAIRS, LABELLED) else (self.content,)
+        return sum(len(part.images) for part in parts if isinstance(part, Conversation))
 
 
 def fields_of(forms: tuple[str, ...]) -> set[str]:
@@ -107,8 +127,7 @@ def parse_fields(
         raise DataError(f"{where}: {missing[0]!r} is missing; found {found}; expected {form}")
     if form == "messages":
         messages = _check_messages(where, fields["messages"])
-        messages, images = _take_images(where, messages, fields.get(IMAGES))
-        return Record(where, PICTURED, (messages, images)) if images else Record(where, form, messages)
+        return Record(where, form, _take_images(where, messages, fields.get(IMAGES)))
     if form in (PAIRS, LABELLED):
         return Record(where, form, _judged(where, keys, fields, counts))
     for key in keys:
@@ -122,10 +141,10 @@ def _check_shown(where: str, form: str, fields: dict[str, Any]) -> None:
     """Raises DataError for what would be shown beside this form, and cannot be."""
     if fields.get(VIDEOS):
         raise DataError(f"{where}: there are {VIDEOS!r}, {_INSTEAD_OF_VIDEOS}")
-    if fields.get(IMAGES) and form != "messages":
-        why = " of objective sft" if form in (PAIRS, LABELLED) else ""
+    judged = form in (PAIRS, LABELLED) and isinstance(fields.get("prompt", []), list)
+    if fields.get(IMAGES) and form != "messages" and not judged:
         raise DataError(
-            f"{where}: there are {IMAGES!r} beside {form}; images are trained on in 'messages'{why} alone"
+            f"{where}: there are {IMAGES!r} beside {form} of text; images are trained on in messages alone"
         )
 
 
@@ -153,14 +172,14 @@ def _judged(where: str, keys: list[str], fields: dict[str, Any], counts: Counter
     if len(set(kinds.values())) > 1 or not isinstance(fields["prompt"], str | list):
         found = ", ".join(f"{key!r} is a {kind}" for key, kind in kinds.items())
         raise DataError(f"{where}: {found}; expected a string each, or a list of messages each")
+    found_in = dict(fields)
     for key in texts:
         value, is_answer = fields[key], key != "prompt"
         if isinstance(value, str):
             check_text(where, value)
-        elif value or is_answer:
-            messages = _check_messages(where, value, key, answered=is_answer)
-            if _take_images(where, messages, None)[1]:
-                raise DataError(f"{where}: {key!r} has images, which are for objective sft; give text")
+        else:
+            messages = _check_messages(where, value, key, answered=is_answer) if value or is_answer else []
+            found_in[key] = _take_images(where, messages, None if is_answer else fields.get(IMAGES))
         said = value if isinstance(value, str) else [m.get("content") or m.get("tool_calls") for m in value]
         if is_answer and not (said and said[-1]):
             raise DataError(f"{where}: {key!r} is empty: there is no answer to learn from")
@@ -172,7 +191,7 @@ def _judged(where: str, keys: list[str], fields: dict[str, Any], counts: Counter
                 "of the answers"
             )
         counts["whose prompt stands in the answers once more"] += 1
-    return tuple(fields[key] for key in keys)
+    return tuple(found_in[key] for key in keys)
 
 
 def check_text(where: str, text: str) -> None:
@@ -210,12 +229,8 @@ def _check_messages(
     return messages
 
 
-def _take_images(
-    where: str, messages: list[dict[str, Any]], listed: Any
-) -> tuple[list[dict[str, Any]], list[Any]]:
-    """The messages with {"type": "image"} for each image and {"type": "text"} for what stands between, and
-    what names the images, in their order.
-    """
+def _take_images(where: str, messages: list[dict[str, Any]], listed: Any) -> Conversation:
+    """The messages, and where there are images with {"type": "text"} for what stands between them."""
     if listed is not None and not isinstance(listed, list):
         raise DataError(f"{where}: {IMAGES!r} is {abbreviate(listed)}; expected a list")
     column = listed or []
@@ -232,7 +247,7 @@ def _take_images(
             + (_INSTEAD_OF_VIDEOS if "video" in other[0] else "and only images are trained on")
         )
     if not column and not kinds & {"image", "image_url"}:
-        return messages, []
+        return Conversation(messages, [])
     messages, images = [dict(message) for message in messages], []
     waiting = iter(column)
     for number, message in enumerate(messages):
@@ -269,7 +284,7 @@ def _take_images(
             f"{where}: {IMAGES!r} has {len(column)} images, and {left} of them have no place in the "
             f'messages: each needs {PLACE!r} in a text, or a part {{"type": "image"}}'
         )
-    return messages, images
+    return Conversation(messages, images)
 
 
 def _image_of(where: str, number: int, part: dict[str, Any], waiting: Any) -> Any:

@@ -314,11 +314,7 @@ class _Builder:
                 continue
             record, ids, trained, whole, more, images, needed, _ = encoded
             if whole and self.length is not None and len(ids) > self.length + 1:
-                if needed > self.length:
-                    raise DataError(
-                        f"{record.where}: the example's last image ends at position {needed}, and would be "
-                        f"cut at seq_len {self.length}; raise --seq-len, or take smaller images"
-                    )
+                _check_cut(record, needed, self.length, f"seq_len {self.length}")
                 self.writer.counts["truncated"] += 1
                 ids, trained = ids[: self.length + 1], trained[: self.length + 1]
             self._note_largest(record, ids)
@@ -331,8 +327,7 @@ class _Builder:
             self.open = more
             if not more:
                 self.writer.end(whole, images)
-                if images:
-                    self.writer.counts["images"] += len(record.content[1])
+                self._count_images(record)
 
     def _add_group(self, encoded: Encoded, group: tuple[int, int]) -> None:
         record, ids, trained = encoded[:3]
@@ -340,6 +335,7 @@ class _Builder:
         halves = [(ids[:first], trained[:first]), (ids[first:], trained[first:])]
         if self.length is not None:
             half = self.length // 2
+            _check_cut(record, encoded.needed, half, f"half of seq_len {self.length}")
             if any(len(ids) > half for ids, _ in halves):
                 self.writer.counts["truncated"] += 1
             halves = [(ids[:half], trained[:half]) for ids, trained in halves]
@@ -352,10 +348,27 @@ class _Builder:
             self.writer.counts["with two answers that are alike"] += 1
         for half_ids, half_trained in halves:
             self.writer.extend(half_ids, half_trained)
-        self.writer.end(whole=True, group=(len(halves[0][0]), good))
+        self.writer.end(True, encoded.images, (len(halves[0][0]), good))
+        self._count_images(record)
+
+    def _count_images(self, record: Record) -> None:
+        if record.images:
+            self.writer.counts["images"] += record.images
 
     def _note_largest(self, record: Record, ids: list[int]) -> None:
         largest = max(ids, default=0)
         if largest > self.writer.extremes["token"].value:
             name = self.tokenizer.backend.id_to_token(largest) or ""
             self.writer.note("token", Extreme(largest, record.where, name), self.limits)
+
+
+def _check_cut(record: Record, needed: tuple[int, ...], length: int, name: str) -> None:
+    """
+    Raises:
+        DataError: an image is cut off with what is beyond this length.
+    """
+    if needed and max(needed) > length:
+        raise DataError(
+            f"{record.where}: the example's last image ends at position {max(needed)}, and would be cut at "
+            f"{name}; raise --seq-len, or take smaller images"
+        )

@@ -54,7 +54,7 @@ class KTO(Objective):
         model.eval()
         ratios = [torch.zeros(0, device=device)]
         for batch, counts in batches:
-            strangers = batch.to(device).half(1)
+            strangers = batch.half(1).to(device)
             ratio = score_rows(model, strangers).log_probs.sum(1) - strangers.reference
             ratios += [ratio] if counts else []
         model.train(training)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.losses import PreferenceLoss, dpo_loss, orpo_loss, sequence_log_probs, simpo_loss
-from liger_models.training.data import IGNORE, PAIRS, Counts, GroupBatch
+from liger_models.training.data import PAIRS, Counts, GroupBatch
 from liger_models.training.objectives.objective import (
     Objective,
     Share,
@@ -120,21 +120,20 @@ class DPO(Preference):
 
 @dataclass
 class ORPO(Preference):
-    """losses/orpo_loss.py: the odds of both answers, and the likelihood of the chosen one with its prompt."""
+    """losses/orpo_loss.py: the odds of both answers, and the likelihood of the chosen one with the text of
+    its prompt.
+    """
 
     beta: float = 0.1
 
     def labels(self, batch: GroupBatch) -> Tensor:
-        following = batch.input_ids.roll(-1, dims=1)
-        following[0, batch.cu_seqlens[1:].long() - 1] = IGNORE
         cut = int(batch.cu_seqlens[len(batch.good)])
-        return torch.cat([following[:, :cut], batch.shift_labels[:, cut:]], 1)
+        return torch.cat([batch.following[:, :cut], batch.shift_labels[:, cut:]], 1)
 
     def loss(self, batch: GroupBatch, log_probs: Tensor, counts: Counts) -> PreferenceLoss:
         counted = labels_in_rows(batch).to(log_probs.device)
         chosen, rejected = ((log_probs * counted).sum(1) / counted.sum(1)).chunk(2)
-        tokens = int(counts.lengths[: counts.groups].sum()) - counts.groups
-        nll = -log_probs.chunk(2)[0].sum() / tokens
+        nll = -log_probs.chunk(2)[0].sum() / counts.first_said
         return orpo_loss(chosen, rejected, nll, beta=self.beta, num_items=counts.groups)
 
 

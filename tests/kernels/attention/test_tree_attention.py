@@ -8,7 +8,7 @@ import torch
 from attention_forms import operands
 from kernel_operations import in_float64, run_with_gradients
 
-from liger_models.kernels import attention, document_bounds, tree_ranges
+from liger_models.kernels import attention, document_bounds, key_ranges, tree_ranges
 
 module = importlib.import_module("liger_models.kernels.attention.flash_attention")
 
@@ -19,8 +19,17 @@ PARENTS = (-1, 0, 0, 0, 0, -1, -1, 6, 6, 6, -1)
 BOUNDS = (0, *itertools.accumulate(LENGTHS))
 TOKENS = BOUNDS[-1]
 
+# Tokens that all see one another, as those of an image: over two tiles of a prompt, and in an answer.
+AHEAD = ((5, 21), (40, 44))
+SPANS = torch.arange(TOKENS).repeat(2, 1) + torch.tensor([[0], [1]])
+for first, end in AHEAD:
+    SPANS[:, first:end] = torch.tensor([[first], [end]])
+SPANS = SPANS.int()
+
 LIMITS = {
     "all": {},
+    "spans": {"spans": SPANS},
+    "spans and a window": {"spans": SPANS, "window": 9},
     "window": {"window": 9},
     "a window that reaches into every prompt": {"window": 30},
     "chunk": {"chunk": 16},
@@ -41,7 +50,7 @@ def rows_of(document):
     return [token for part in parts for token in range(BOUNDS[part], BOUNDS[part + 1])]
 
 
-def seen_by_hand(window=None, chunk=None):
+def seen_by_hand(window=None, chunk=None, spans=None):
     """[TOKENS, TOKENS] bool, from the positions of each document alone."""
     sees = torch.zeros(TOKENS, TOKENS, dtype=torch.bool)
     for document in range(len(LENGTHS)):
@@ -50,6 +59,8 @@ def seen_by_hand(window=None, chunk=None):
             first = 0 if window is None else max(0, position - window + 1)
             first = first if chunk is None else max(first, position // chunk * chunk)
             sees[query, rows[first : position + 1]] = True
+    for first, end in AHEAD if spans is not None else ():
+        sees[first:end, first:end] |= torch.ones(end - first, end - first).triu().bool()
     return sees
 
 
@@ -68,7 +79,12 @@ def one_by_one(limits, **options):
             if chunk is not None:
                 cuts = [*range(0, len(rows), chunk), len(rows)]
             given = options | {"window": limits.get("window"), "sinks": sinks}
-            alone = attention(q[rows], k[rows], v[rows], cu_seqlens=torch.tensor(cuts), **given)
+            given |= {"cu_seqlens": torch.tensor(cuts)}
+            if "spans" in limits:
+                bounds = document_bounds(given.pop("cu_seqlens"), len(rows))
+                spans = (SPANS[:, rows] + torch.arange(len(rows)) - torch.tensor(rows)).int()
+                given |= {"bounds": key_ranges(bounds, spans, given.pop("window"))}
+            alone = attention(q[rows], k[rows], v[rows], **given)
             for token, row in zip(rows, alone.unbind(), strict=True):
                 found.setdefault(token, row)
         return torch.stack([found[token] for token in range(TOKENS)])
@@ -86,12 +102,16 @@ def test_ranges_say_who_sees_whom_from_both_sides(limits):
         assert torch.equal(torch.stack(hits).sum(0), expected.long())  # once each: they do not overlap
     assert torch.equal(module.visible_keys(TOKENS, ranges, None, token.device), sees)
     # What every answer sees of a prompt is one range of queries, if nothing limits it.
-    assert len(ranges.of_keys) == (4 if not limits else 8)
+    assert len(ranges.of_keys) == (8 if {"window", "chunk"} & limits.keys() else 4)
     there = ranges.of_keys[::2] < ranges.of_keys[1::2]
     assert torch.equal(there.sort(0, descending=True).values, there)  # empty ones come last
 
 
-@pytest.mark.parametrize("limits", [{}, {"window": 30}, {"window": 9, "chunk": 16}], ids=str)
+@pytest.mark.parametrize(
+    "limits",
+    [{}, {"window": 30}, {"window": 9, "chunk": 16}, {"window": 9, "spans": SPANS}],
+    ids=["all", "window", "both", "spans"],
+)
 def test_a_tree_is_its_documents_one_by_one(limits, implementation, small_tiles, assert_near):
     inputs = operands(TOKENS, heads=1 if limits else 2, kv_heads=1, sinks=True)
     ranges = tree_ranges(BOUNDS, PARENTS, torch.device("cpu"), **limits)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drawn import write_checkpoint
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 import liger_models
@@ -118,6 +119,14 @@ def tiny_checkpoint(tmp_path_factory, tiny_shape, tokenizer_folder):
         return folder
 
     return make
+
+
+@pytest.fixture(scope="session")
+def seeing(tmp_path_factory):
+    """A checkpoint of Qwen2.5-VL's form with fresh weights, its tokenizer and its processor."""
+    folder = tmp_path_factory.mktemp("seeing") / "model"
+    write_checkpoint(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

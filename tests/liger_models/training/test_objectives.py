@@ -266,11 +266,11 @@ GOOD = {"prompt": "a b", "chosen": "c", "rejected": "d"}
                 "chosen": [{"role": "assistant", "content": "x"}],
                 "rejected": [{"role": "assistant", "content": "y"}],
             },
-            "'prompt' has images, which are for objective sft",
+            "the conversation has images, and this model sees none",
         ),
         (
             GOOD | {"images": ["a.png"]},
-            "'images' beside prompt/chosen/rejected; images are trained on in 'messages' of objective sft",
+            "'images' beside prompt/chosen/rejected of text; images are trained on in messages alone",
         ),
         (GOOD | {"chosen": "word " * 60}, "its two answers with their prompts, and seq_len is 96"),
         (
