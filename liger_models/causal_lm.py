@@ -223,14 +223,17 @@ class LigerCausalLM(CausalLM):
             top_p,
             top_k,
             attention_mask=attention_mask,
-            eos_token_id=self._special_id("eos_token_id") if eos_token_id is None else eos_token_id,
-            pad_token_id=self._special_id("pad_token_id") if pad_token_id is None else pad_token_id,
+            eos_token_id=self.special_id("eos_token_id") if eos_token_id is None else eos_token_id,
+            pad_token_id=self.special_id("pad_token_id") if pad_token_id is None else pad_token_id,
             seed=seed,
             on_token=on_token,
             **images,
         )
 
-    def _special_id(self, key: str) -> Any:
+    def special_id(self, key: str) -> Any:
+        """An id by its name in configs, as `eos_token_id`: one, a list, or None. The generation config goes
+        before the model's.
+        """
         path = self.source_folder / "generation_config.json" if self.source_folder else None
         if path is not None and path.is_file():
             value = json.loads(path.read_text(encoding="utf-8")).get(key)

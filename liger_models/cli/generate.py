@@ -94,13 +94,21 @@ def run(args: argparse.Namespace) -> None:
             args.max_new_tokens,
             args.temperature,
             args.top_p,
-            eos_token_id=tokenizer.eos_id,
+            eos_token_id=_ends(model.special_id("eos_token_id"), tokenizer.eos_id),
             seed=args.seed,
             on_token=show,
             **images,
         )
     finally:
         print()
+
+
+def _ends(of_model: Any, of_tokenizer: int | None) -> list[int]:
+    """The ids that end a text: those that the model names, which may end turns too, and the one that training
+    puts behind documents.
+    """
+    named = of_model if isinstance(of_model, list) else [of_model]
+    return sorted({end for end in (*named, of_tokenizer) if end is not None})
 
 
 def ask(

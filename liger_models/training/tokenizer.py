@@ -1,24 +1,25 @@
 """Text to token ids, and conversations to text, from a Hugging Face tokenizer's files.
 
-Read: tokenizer.json (the `tokenizers` format); bos and eos from tokenizer_config.json, else from config.json
-or generation_config.json; the chat template from chat_template.jinja, else from
-chat_template.json, where older processors have it, else from tokenizer_config.json.
+Read: tokenizer.json (the `tokenizers` format); bos and eos from tokenizer_config.json, else from
+special_tokens_map.json, config.json or generation_config.json; the chat template (chat_template.py) from
+chat_template.jinja, else from chat_template.json, where older processors have it, else from
+tokenizer_config.json.
 """
 
 from __future__ import annotations
 
 import bisect
-import datetime
 import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from liger_models.convert.errors import DataError, abbreviate
 from liger_models.images.processor import FILES as PROCESSOR_FILES
+from liger_models.training.chat_template import ChatTemplate
 
 # What a tokenizer is made of: these files travel with every checkpoint that a run writes.
 FILES = (
@@ -33,6 +34,9 @@ FILES = (
     # And, of a model that sees, its processor.
     *PROCESSOR_FILES,
 )
+
+NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+NOTHING: Mapping[str, Any] = {}
 
 BLOCKS = 8  # of a long text, encoded side by side
 SEAM = 16  # tokens on each side of the place where two of them are joined
@@ -63,7 +67,7 @@ class TextTokenizer:
         self.backend.no_truncation()  # both would lose or invent tokens without a word
         self.backend.no_padding()
         self.vocab_size = 1 + max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
-        self._config = self._json("tokenizer_config.json")
+        self._config = self._json("special_tokens_map.json") | self._json("tokenizer_config.json")
         self.bos_id = self._special("bos_token")
         self.eos_id = self._special("eos_token")
         self.pad_id = self._special("pad_token")
@@ -140,7 +144,8 @@ class TextTokenizer:
         said = older.get("chat_template") or self._config.get("chat_template")
         parts: list[Any] = [
             hashlib.sha256((self.folder / "tokenizer.json").read_bytes()).hexdigest(),
-            [self.bos_id, self.eos_id, self._config.get("bos_token"), self._config.get("eos_token")],
+            [self.bos_id, self.eos_id, *(self._config.get(key) for key in NAMED_TOKENS)],
+            self._config.get("extra_special_tokens"),
             template.read_bytes().hex() if template.is_file() else said,
         ]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
@@ -148,55 +153,23 @@ class TextTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return self.backend.decode(list(ids))
 
-    def render(self, messages: list[dict[str, Any]], given: int = 0) -> tuple[str, list[tuple[int, int]]]:
+    def render(
+        self, messages: list[dict[str, Any]], given: int = 0, options: Mapping[str, Any] = NOTHING
+    ) -> tuple[str, list[tuple[int, int]]]:
         """A conversation as the chat template writes it, and the character spans of what the assistant says
-        behind the first `given` messages.
-
-        A turn is found by rendering the conversation up to it: it begins where the prefix with the
-        generation prompt ends, and ends where the prefix with the turn does. That is precisely what a model
-        sees and must continue when it is used, and it includes the end-of-turn token. Raises DataError where
-        the template changes earlier turns when later ones come (so that no prefix of the text is a prefix of
-        the conversation).
+        behind the first `given` messages. `options` are further names that the template reads, as `tools`.
+        Raises DataError as `ChatTemplate` does.
         """
-        template = self._template
-        text = self._apply(template, messages, False)
-        spans = []
-        for i, message in enumerate(messages):
-            if message.get("role") != "assistant" or i < given:
-                continue
-            before = self._apply(template, messages[:i], True)
-            through = self._apply(template, messages[: i + 1], False)
-            if not (text.startswith(through) and through.startswith(before)):
-                raise DataError(
-                    f"the chat template of {self.folder} renders message {i} differently when later "
-                    "messages follow, so what the assistant said cannot be told apart; give one example "
-                    "for each assistant turn"
-                )
-            spans.append((len(before), len(through)))
-        return text, spans
+        return self._template.render(messages, given, options)
 
     def render_question(self, messages: list[dict[str, Any]]) -> str:
         """A conversation up to where the assistant is to answer, as the chat template writes it. Raises
         DataError as `render` does.
         """
-        return self._apply(self._template, messages, True)
-
-    def _apply(self, template: Any, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
-        try:
-            return template.render(
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-                bos_token=self._name("bos_token") or "",
-                eos_token=self._name("eos_token") or "",
-            )
-        except Exception as error:  # a template is a program: it may divide by zero, or fill the memory
-            raise DataError(
-                f"the chat template of {self.folder} refuses the conversation "
-                f"({type(error).__name__}: {error})"
-            ) from error
+        return self._template.question(messages, NOTHING)
 
     @functools.cached_property
-    def _template(self) -> Any:
+    def _template(self) -> ChatTemplate:
         file = self.folder / "chat_template.jinja"
         try:
             source: Any
@@ -223,30 +196,18 @@ class TextTokenizer:
                 "tokenizer of a chat model, add chat_template.jinja to the folder, or write "
                 "prompt/completion records"
             )
-        try:
-            import jinja2
-            from jinja2.sandbox import ImmutableSandboxedEnvironment
-        except ImportError as error:
-            raise DataError(
-                "`messages` need the jinja2 package for the chat template: pip install jinja2"
-            ) from error
+        return ChatTemplate(source, self._special_tokens(), self.folder)
 
-        def raise_exception(message: str) -> None:
-            raise jinja2.TemplateError(message)
-
-        # A template is data from elsewhere: it runs in the sandbox. Some write today's date into the system
-        # prompt; a run resumed tomorrow must see the same tokens, so "today" is the day that Llama's own
-        # templates fall back to.
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    def _special_tokens(self) -> dict[str, str]:
+        """Their names, by which templates read them."""
+        extra = self._config.get("extra_special_tokens")
+        named = {key: self._name(key) for key in NAMED_TOKENS}
+        named |= (
+            {key: name for key, name in extra.items() if isinstance(name, str)}
+            if isinstance(extra, dict)
+            else {}
         )
-        environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-        environment.globals["raise_exception"] = raise_exception
-        environment.globals["strftime_now"] = datetime.datetime(2024, 7, 26).strftime
-        try:
-            return environment.from_string(source)
-        except Exception as error:  # constants are computed as it is read
-            raise DataError(f"the chat template of {self.folder} is not valid: {error}") from error
+        return {"bos_token": "", "eos_token": "", **{key: name for key, name in named.items() if name}}
 
     def _name(self, key: str) -> str | None:
         value = self._config.get(key)

@@ -306,6 +306,23 @@ def test_generate_shows_whole_characters_and_no_special_tokens(checkpoint, capsy
     assert capsys.readouterr().out == "el pingüino 司寿\n"
 
 
+@pytest.mark.parametrize(("named", "ends"), [(None, [1]), (7, [1, 7]), ([7, 9], [1, 7, 9])])
+def test_generate_ends_where_the_model_says_and_where_documents_end(
+    checkpoint, tmp_path, monkeypatch, named, ends
+):
+    """The end of a turn is often no end of a document, and the tokenizer knows that of documents alone."""
+    given = []
+
+    def note(*_, eos_token_id, **options):
+        given.append(eos_token_id)
+
+    shutil.copytree(checkpoint, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
+    monkeypatch.setattr(LigerCausalLM, "generate", note)
+    assert main(["generate", str(tmp_path / "model"), "--prompt", "el"]) == 0
+    assert given == [ends]
+
+
 # -- what goes wrong
 
 

@@ -166,7 +166,7 @@ class Encoder:
     def _rendered(self, record: Record, told: Conversation) -> tuple[str, list[tuple[int, int]]]:
         """The text, and the spans of what is learned."""
         try:
-            text, spans = self.tokenizer.render(told.messages, told.given)
+            text, spans = self.tokenizer.render(told.messages, told.given, record.options)
         except DataError as error:
             raise DataError(f"{record.where}: {error}") from error
         check_text(record.where, text)

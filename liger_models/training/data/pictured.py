@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -127,7 +127,7 @@ class PicturedEncoder:
             raise located(record.where, error) from error
 
     def _told(self, record: Record, conversation: Conversation) -> Told:
-        text, spans = self._rendered(conversation.messages, conversation.given)
+        text, spans = self._rendered(conversation.messages, conversation.given, record.options)
         check_text(record.where, text)
         sources = [find_image(given, record.folder) for given in conversation.images]
         for source in sources:
@@ -135,9 +135,11 @@ class PicturedEncoder:
                 self.seen[source] = Source(str(source), source).identity()
         return Told(text, spans, sources)
 
-    def _rendered(self, messages: list[dict[str, Any]], given: int) -> tuple[str, list[Span]]:
+    def _rendered(
+        self, messages: list[dict[str, Any]], given: int, options: Mapping[str, Any]
+    ) -> tuple[str, list[Span]]:
         """As the chat template writes it. Some templates pass over what is text and not a list of parts."""
-        text, spans = self.tokenizer.render(messages, given)
+        text, spans = self.tokenizer.render(messages, given, options)
         lost = [m for m in messages if isinstance(m.get("content"), str) and m["content"].strip() not in text]
         if lost:
             parts = [
@@ -146,7 +148,7 @@ class PicturedEncoder:
                 else m
                 for m in messages
             ]
-            text, spans = self.tokenizer.render(parts, given)
+            text, spans = self.tokenizer.render(parts, given, options)
         return text, spans
 
 

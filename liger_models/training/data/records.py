@@ -2,6 +2,8 @@
 
     {"text": ...}    {"prompt": ..., "completion": ...}    {"messages": [{"role": ..., "content": ...}, ...]}
 
+Beside messages `tools` and `chat_template_kwargs` are what the chat template reads.
+
 Images stand in messages as parts {"type": "image", "image": ...}, or as {"type": "image"} or "<image>" whose
 images stand in "images" beside "messages". How one is named: liger_models/images/files.py.
 
@@ -19,10 +21,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from liger_models.convert.errors import DataError, abbreviate
+from liger_models.training.chat_template import OWN_NAMES
 
 FORMS = ("text", "prompt/completion", "messages")
 PAIRS = "prompt/chosen/rejected"
@@ -31,6 +35,8 @@ LONG = "long text"  # whose content is an iterator of overlapping blocks
 IMAGES = "images"  # a field beside messages
 VIDEOS = "videos"  # a field that other tools know
 PLACE = "<image>"  # in text, where an image of that field stands
+TOOLS, OPTIONS = "tools", "chat_template_kwargs"  # fields beside messages
+NOTHING: Mapping[str, Any] = {}
 
 
 class Conversation(NamedTuple):
@@ -51,13 +57,15 @@ class Conversation(NamedTuple):
 class Record(NamedTuple):
     """One example and where it stands; `content` is a str, a (prompt, completion) pair of str, or a
     `Conversation`; of a pair (prompt, chosen, rejected), and of what is labelled (prompt, completion, label),
-    each a str or a `Conversation`. From `folder` go relative paths.
+    each a str or a `Conversation`. From `folder` go relative paths. `options` is what the chat template reads
+    beside messages.
     """
 
     where: str
     form: str
     content: Any
     folder: Path = Path()
+    options: Mapping[str, Any] = NOTHING
 
     @property
     def images(self) -> int:
@@ -68,7 +76,7 @@ class Record(NamedTuple):
 
 def fields_of(forms: tuple[str, ...]) -> set[str]:
     """The fields that records of these forms may have."""
-    return {key for form in forms for key in form.split("/")} | {IMAGES, VIDEOS}
+    return {key for form in forms for key in form.split("/")} | {IMAGES, VIDEOS, TOOLS, OPTIONS}
 
 
 def parse_line(where: str, line: bytes, counts: Counter[str], forms: tuple[str, ...] = FORMS) -> Record:
@@ -96,15 +104,13 @@ def parse_row(
 
 
 def _without_nulls(value: Any) -> Any:
-    """Messages as they were before a table gave all of them the same fields."""
-    if not isinstance(value, list):
+    """Messages, and what is within them, as they were before a table gave all of a kind the same fields."""
+    if isinstance(value, list):
+        return [_without_nulls(one) for one in value]
+    if not isinstance(value, dict):
         return value
-    return [
-        {key: part for key, part in message.items() if part is not None or key == "content"}
-        if isinstance(message, dict)
-        else message
-        for message in value
-    ]
+    kept = {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return kept | {"content": None} if "role" in value and value.get("content", ...) is None else kept
 
 
 def parse_fields(
@@ -119,7 +125,9 @@ def parse_fields(
     form = fitting[0]
     keys = form.split("/")
     _check_shown(where, form, fields)
-    for key in fields.keys() - {*keys, IMAGES, VIDEOS}:
+    told = any(isinstance(fields.get(key), list) for key in keys)
+    options = _options(where, fields) if told else NOTHING
+    for key in fields.keys() - {*keys, IMAGES, VIDEOS, *((TOOLS, OPTIONS) if told else ())}:
         counts[f"fields {key!r} left aside"] += 1
     if form == PAIRS and "prompt" not in fields:
         fields = _with_common_prompt(fields)
@@ -127,14 +135,32 @@ def parse_fields(
         raise DataError(f"{where}: {missing[0]!r} is missing; found {found}; expected {form}")
     if form == "messages":
         messages = _check_messages(where, fields["messages"])
-        return Record(where, form, _take_images(where, messages, fields.get(IMAGES)))
+        return Record(where, form, _take_images(where, messages, fields.get(IMAGES)), options=options)
     if form in (PAIRS, LABELLED):
-        return Record(where, form, _judged(where, keys, fields, counts))
+        return Record(where, form, _judged(where, keys, fields, counts), options=options)
     for key in keys:
         if not isinstance(fields[key], str):
             raise DataError(f"{where}: {key!r} is a {type(fields[key]).__name__}, expected a string")
         check_text(where, fields[key])
     return Record(where, form, fields["text"] if form == "text" else (fields["prompt"], fields["completion"]))
+
+
+def _options(where: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """What a chat template reads beside messages. Raises DataError."""
+    options, tools = fields.get(OPTIONS) or {}, fields.get(TOOLS)
+    if not isinstance(options, dict) or any(key in options for key in (*OWN_NAMES, TOOLS)):
+        raise DataError(
+            f"{where}: {OPTIONS!r} is {abbreviate(options)}; expected an object without "
+            f"{', '.join((*OWN_NAMES, TOOLS))}"
+        )
+    if isinstance(tools, str):  # as tables hold what differs from row to row
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where}: {TOOLS!r} is text that is no JSON: {error}") from error
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise DataError(f"{where}: {TOOLS!r} is {abbreviate(tools)}; expected a list of objects")
+    return {**options, TOOLS: tools} if tools else options
 
 
 def _check_shown(where: str, form: str, fields: dict[str, Any]) -> None:

@@ -181,56 +181,10 @@ def test_only_what_the_assistant_says_is_trained(load, tokenizer):
     assert trained == "cd\n</s>\n fg</s>\n"
 
 
-def template_folder(tokenizer_folder, tmp_path, template):
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((tokenizer_folder / name).read_bytes())
-    (tmp_path / "chat_template.jinja").write_text(template)
-    return TextTokenizer(tmp_path)
-
-
-CHAT = [
-    {"role": "user", "content": "a"},
-    {"role": "assistant", "content": "b"},
-    {"role": "user", "content": "c"},
-    {"role": "assistant", "content": "d"},
-]
-
-
-def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer_folder, tmp_path):
-    template = "{% for m in messages %}{{ loop.revindex }}{{ m.content }}{% endfor %}"
-    with pytest.raises(DataError, match="message 1 differently"):
-        template_folder(tokenizer_folder, tmp_path, template).render(CHAT)
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{{ raise_exception('no system role') }}", "no system role"),
-        ("{% for %}", "not valid"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
-    ],
-)
-def test_a_template_that_fails_or_reaches_out_is_an_error(tokenizer_folder, tmp_path, template, message):
-    with pytest.raises(DataError, match=message):
-        template_folder(tokenizer_folder, tmp_path, template).render(CHAT)
-
-
-def test_a_template_may_leave_a_loop(tokenizer_folder, tmp_path):
-    template = "{% for m in messages %}{{ m.content }}{% if loop.first %}{% break %}{% endif %}{% endfor %}"
-    assert template_folder(tokenizer_folder, tmp_path, template).render(CHAT[:1])[0] == "a"
-
-
-def test_a_template_that_writes_the_date_gives_the_same_text_every_day(tokenizer_folder, tmp_path):
-    tokenizer = template_folder(
-        tokenizer_folder, tmp_path, "{{ strftime_now('%d %b %Y') }}{{ messages[0].content }}"
-    )
-    assert tokenizer.render(CHAT[:1])[0] == "26 Jul 2024a"
-
-
 def test_without_jinja2_messages_say_what_to_install(load, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(DataError, match="pip install jinja2"):
-        load([{"messages": CHAT}])
+        load([{"messages": [{"role": "assistant", "content": "a"}]}])
 
 
 def test_a_long_example_is_refused_and_cut_only_if_asked(load):

@@ -1,0 +1,242 @@
+"""Conversations are written as transformers writes them, and what is trained is what the assistant says."""
+
+import json
+
+import pytest
+
+from liger_models.convert.errors import DataError
+from liger_models.training.chat_template import ChatTemplate
+from liger_models.training.data import load_documents
+from liger_models.training.tokenizer import TextTokenizer
+
+CHAT = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "a b?"},
+    {"role": "assistant", "content": " cd\n"},
+    {"role": "user", "content": "e?"},
+    {"role": "assistant", "content": "fg"},
+]
+
+# Drops what was thought in earlier turns, as many do: no prefix of the text is a prefix of the conversation.
+MARKED = (
+    "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>"
+    "{%- if m.role == 'assistant' %}"
+    "{% generation %}{% if loop.last %}({{ m.reasoning_content }}){% endif %}{{ m.content }}</s>"
+    "{% endgeneration %}{% else %}{{ m.content }}</s>{% endif %}\n{% endfor %}"
+)
+
+
+def template_folder(tokenizer_folder, tmp_path, template):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((tokenizer_folder / name).read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(template)
+    return TextTokenizer(tmp_path)
+
+
+def said(template, messages, **options):
+    text, spans = ChatTemplate(template, {"bos_token": "<s>"}, "here").render(messages, 0, options)
+    return [text[begin:end] for begin, end in spans]
+
+
+def test_a_template_that_marks_what_the_assistant_says_is_believed():
+    assert said(MARKED, CHAT) == [" cd\n</s>", "()fg</s>"]
+    assert said(MARKED.replace("{% generation %}", "{%- generation -%}"), CHAT) == [" cd\n</s>", "()fg</s>"]
+
+
+def test_the_marks_are_those_of_transformers():
+    rendering = pytest.importorskip("transformers.utils.chat_template_utils")
+    texts, spans = rendering.render_jinja_template(
+        [CHAT], chat_template=MARKED, bos_token="<s>", return_assistant_tokens_mask=True
+    )
+    assert [texts[0][begin:end] for begin, end in spans[0]] == said(MARKED, CHAT)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% set x %}{% generation %}a{% endgeneration %}{% endset %}{{ x | length }}",
+        "{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}",
+    ],
+)
+def test_marks_that_cannot_be_followed_are_refused(template):
+    with pytest.raises(DataError, match="cannot be told apart"):
+        said(template, CHAT)
+
+
+def test_without_marks_a_template_that_rewrites_turns_is_refused_and_told_of_them():
+    template = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    with pytest.raises(DataError, match=r"message 2 differently .* marks it with {% generation %}"):
+        said(template, CHAT)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('no system role') }}", "no system role"),
+        ("{% for %}", "not valid"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+    ],
+)
+def test_a_template_that_fails_or_reaches_out_is_an_error(tokenizer_folder, tmp_path, template, message):
+    with pytest.raises(DataError, match=message):
+        template_folder(tokenizer_folder, tmp_path, template).render(CHAT)
+
+
+def test_a_template_may_leave_a_loop(tokenizer_folder, tmp_path):
+    template = "{% for m in messages %}{{ m.content }}{% if loop.first %}{% break %}{% endif %}{% endfor %}"
+    assert template_folder(tokenizer_folder, tmp_path, template).render(CHAT[1:2])[0] == "a b?"
+
+
+def test_a_template_that_writes_the_date_gives_the_same_text_every_day(tokenizer_folder, tmp_path):
+    tokenizer = template_folder(
+        tokenizer_folder, tmp_path, "{{ strftime_now('%d %b %Y') }}{{ messages[0].content }}"
+    )
+    assert tokenizer.render(CHAT[1:2])[0] == "26 Jul 2024a b?"
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("read", ["reasoning_content", "thinking"])
+def test_what_is_thought_is_written_whatever_its_name(name, read):
+    template = f"{{% for m in messages %}}[{{{{ m.{read} }}}}]{{{{ m.content }}}}{{% endfor %}}"
+    messages = [{"role": "assistant", "content": "b", name: "hm"}]
+    assert said(template, messages) == ["[hm]b"]
+
+
+def test_a_template_gets_what_transformers_gives_it(tokenizer_folder, tmp_path):
+    rendering = pytest.importorskip("transformers.utils.chat_template_utils")
+    template = (
+        "{{ [tools is defined, tools is none, documents is none, bos_token, pad_token, image_token] }}"
+        "{{ messages[0].content }}"
+    )
+    named = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "image_token": "<|image|>"}
+    [[expected], _] = rendering.render_jinja_template([CHAT[:1]], chat_template=template, **named)
+    tokenizer = template_folder(tokenizer_folder, tmp_path, template)
+    config = {"bos_token": "<s>", "extra_special_tokens": {"image_token": "<|image|>"}, "add_bos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "special_tokens_map.json").write_text(
+        json.dumps({"bos_token": "<x>", "eos_token": "</s>", "pad_token": {"content": "<pad>"}})
+    )
+    before, tokenizer = tokenizer.digest(), TextTokenizer(tmp_path)
+    assert tokenizer.render(CHAT[:1])[0] == expected
+    assert tokenizer.eos_id == tokenizer.backend.token_to_id("</s>")
+    assert tokenizer.digest() != before
+
+
+TEXT_ALONE = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+PASSES_OVER_LISTS = (
+    "{% for m in messages %}<{% if m.content is string %}{{ m.content }}{% endif %}>{% endfor %}"
+)
+READS_LISTS = (
+    "{% for m in messages %}<{% for p in m.content %}{{ p.text }}|{% endfor %}>{% endfor %}"  # as some do
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "written"),
+    [(TEXT_ALONE, "<a b><cd>"), (PASSES_OVER_LISTS, "<a b><cd>"), (READS_LISTS, "<a |b|><cd|>")],
+)
+def test_parts_of_text_are_not_lost_and_not_written_as_python_does(template, written):
+    def parts(*texts):
+        return [{"type": "text", "text": text} for text in texts]
+
+    messages = [
+        {"role": "user", "content": parts("a ", "b")},
+        {"role": "assistant", "content": parts("cd")},
+    ]
+    assert ChatTemplate(template, {}, "here").render(messages, 0, {})[0] == written
+
+
+# -- what stands beside messages
+
+TOOLS = [{"type": "function", "function": {"name": "look"}}]
+WITH_TOOLS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{{ mood }}"
+    "{% for m in messages %}<|{{ m.role }}|>{% generation %}"
+    "{{ m.content }}{% for c in m.tool_calls %}{{ c | tojson }}{% endfor %}"
+    "{% endgeneration %}</s>{% endfor %}"
+)
+
+
+@pytest.fixture
+def written(tokenizer_folder, tmp_path):
+    """The text that records become, and of it what is trained; and what was counted."""
+    tokenizer = template_folder(tokenizer_folder, tmp_path, WITH_TOOLS)
+
+    def load(path, **options):
+        documents = load_documents([str(path)], tokenizer, seq_len=200, vocab_size=320, **options)
+        corpus = documents.parts[0].corpus
+        ids, trained = corpus.read(0, int(corpus.starts[-1]))
+
+        def text(some):
+            return tokenizer.backend.decode(some.tolist(), skip_special_tokens=False)
+
+        return text(ids), text(ids[trained]), corpus.counts
+
+    return load
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)], ids=["list", "text"])
+def test_tools_and_other_names_reach_the_template(written, jsonl, tmp_path, tools):
+    record = {
+        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+        "tools": tools,
+        "chat_template_kwargs": {"mood": "good"},
+    }
+    jsonl(tmp_path / "data.jsonl", [record])
+    text, _, counts = written(tmp_path / "data.jsonl")
+    assert text.startswith(json.dumps(TOOLS) + "good<|user|>a</s>")
+    assert not [name for name in counts if "left aside" in name]
+
+
+@pytest.mark.parametrize(
+    ("beside", "message"),
+    [
+        ({"tools": "["}, "'tools' is text that is no JSON"),
+        ({"tools": ["look"]}, "expected a list of objects"),
+        ({"chat_template_kwargs": ["x"]}, "expected an object without messages"),
+        ({"chat_template_kwargs": {"messages": []}}, "expected an object without messages"),
+    ],
+)
+def test_what_cannot_stand_beside_messages_is_refused(written, jsonl, tmp_path, beside, message):
+    messages = [{"role": "assistant", "content": "b"}]
+    jsonl(tmp_path / "data.jsonl", [{"messages": messages, **beside}])
+    with pytest.raises(DataError, match=message):
+        written(tmp_path / "data.jsonl")
+
+
+def test_nulls_that_a_table_adds_within_messages_are_taken_out(written, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    calls = [{"name": "look", "arguments": {"at": "x"}}, {"name": "go", "arguments": {"to": "y"}}]
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "b", "tool_calls": [call]},
+            ]
+        }
+        for call in calls
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data.parquet")
+    text, _, _ = written(tmp_path / "data.parquet")
+    assert "null" not in text
+    assert all(json.dumps(call) in text for call in calls)
+
+
+def test_of_a_pair_the_answers_alone_are_trained_where_marks_stand_in_the_prompt_too(
+    written, jsonl, tmp_path
+):
+    prompt = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    record = {
+        "prompt": prompt,
+        "chosen": [{"role": "assistant", "content": "good"}],
+        "rejected": [{"role": "assistant", "content": "bad"}],
+    }
+    jsonl(tmp_path / "data.jsonl", [record])
+    _, trained, _ = written(tmp_path / "data.jsonl", form="prompt/chosen/rejected")
+    assert trained == "goodbad"
