@@ -21,12 +21,12 @@ class TokenEmbedding(nn.Embedding):
 
     def __init__(self, vocab_size: int, hidden_size: int, scale: float = 1.0, padding_idx: int | None = None):
         super().__init__(vocab_size, hidden_size, padding_idx)
-        self.scale = scale
+        self.embed_scale = scale  # by this name PEFT knows that what an adapter adds is scaled, too
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [...] -> [..., H]."""
-        x = super().forward(ids)
-        return x if self.scale == 1.0 else x * torch.full((), self.scale, dtype=x.dtype, device=x.device)
+        x, scale = super().forward(ids), self.embed_scale
+        return x if scale == 1.0 else x * torch.full((), scale, dtype=x.dtype, device=x.device)
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + ("" if self.scale == 1.0 else f", scale={self.scale:.6g}")
+        return super().extra_repr() + ("" if self.embed_scale == 1.0 else f", scale={self.embed_scale:.6g}")
