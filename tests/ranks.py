@@ -61,7 +61,8 @@ def run_ranks(
     environment = {**os.environ, "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a GPU's context would not survive a fork
     complaints = folder / "complaints"
-    ended = _told([environment, str(complaints), str(program), backend, str(folder), *arguments], seconds)
+    run = [environment, str(complaints), time.time() + seconds, str(program), backend, str(folder)]
+    ended = _told([*run, *arguments], seconds)
     assert ended == "0", f"{program.name} ended with {ended}\n{complaints.read_text()}"
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
 
@@ -73,9 +74,8 @@ def _told(run: list[Any], seconds: float) -> str:
     number = int(server.stdout.readline())  # of the process group of all ranks
     if wait([server.stdout], seconds):
         return server.stdout.readline().decode().strip()
+    time.sleep(2)  # the ranks say where they are
     with contextlib.suppress(ProcessLookupError):  # it has ended just now
-        os.killpg(number, signal.SIGUSR1)  # they say where they are
-        time.sleep(2)
         os.killpg(number, signal.SIGKILL)
     return f"{server.stdout.readline().decode().strip()}: not done in {seconds:g} s"
 
@@ -112,12 +112,11 @@ def _serve() -> None:
         print(os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]), file=answers, flush=True)
 
 
-def _be_all_ranks(program: str, backend: str, folder: str, *arguments: str) -> NoReturn:
+def _be_all_ranks(end: float, program: str, backend: str, folder: str, *arguments: str) -> NoReturn:
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)
     code = 1
     try:
-        code = _run_all(program, backend, Path(folder), *arguments)
+        code = _run_all(end, program, backend, Path(folder), *arguments)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -125,14 +124,14 @@ def _be_all_ranks(program: str, backend: str, folder: str, *arguments: str) -> N
         os._exit(code)
 
 
-def _run_all(program: str, backend: str, folder: Path, *arguments: str) -> int:
+def _run_all(end: float, program: str, backend: str, folder: Path, *arguments: str) -> int:
     torch.set_num_threads(1)
     sys.path.insert(0, str(Path(program).parent))
     results = runpy.run_path(program)["results"]
     context = multiprocessing.get_context("fork")
     ranks = int(os.environ["WORLD_SIZE"])
     children = [
-        context.Process(target=_be_a_rank, args=(results, backend, folder, rank, ranks, *arguments))
+        context.Process(target=_be_a_rank, args=(end, results, backend, folder, rank, ranks, *arguments))
         for rank in range(ranks)
     ]
     for child in children:
@@ -150,8 +149,16 @@ def _run_all(program: str, backend: str, folder: Path, *arguments: str) -> int:
 
 
 def _be_a_rank(
-    results: Callable[..., Any], backend: str, folder: Path, rank: int, ranks: int, *arguments: str
+    end: float,
+    results: Callable[..., Any],
+    backend: str,
+    folder: Path,
+    rank: int,
+    ranks: int,
+    *arguments: str,
 ) -> None:
+    # By a thread that needs nothing of Python's: a signal waits for a call of the GPU's driver to end.
+    faulthandler.dump_traceback_later(max(1.0, end - time.time()))
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     if backend == "nccl":
         torch.cuda.set_device(rank)
