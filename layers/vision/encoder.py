@@ -109,7 +109,7 @@ class VisionEncoder(nn.Module):
         if spec.norm_behind is not None:
             self.norm_behind = make_norm(spec.hidden_size, spec.norm_behind)
 
-    def forward(self, pictures: Pictures) -> list[Tensor]:
+    def forward(self, pictures: Pictures) -> tuple[Tensor, ...]:
         """What the projector reads, [P, D], or wider where it is of several layers; and what the layers at
         `deep` give, from the lowest on. In the order of the pictures' patches.
         """
@@ -144,13 +144,13 @@ class VisionEncoder(nn.Module):
             x = add_and_norm(self.norm_behind, x, residual)[0]
         else:
             x = x if residual is None else x + residual
-        made = [x, *(states[number] for number in sorted(self.spec.deep))]
+        made = x, *(states[number] for number in sorted(self.spec.deep))
         if self.class_token is not None and not self.spec.class_feature:
-            made = [self.class_token.dropped(x, len(lengths)) for x in made]
+            made = tuple(self.class_token.dropped(x, len(lengths)) for x in made)
         if order is None:
             return made
         back = order.argsort()
-        return [_by_blocks(x, back, merge) for x in made]
+        return tuple(_by_blocks(x, back, merge) for x in made)
 
     def _embedded(self, pictures: Pictures) -> Tensor:
         """What enters the blocks."""

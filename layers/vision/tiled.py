@@ -75,14 +75,14 @@ class TiledVision(nn.Module):
         self.encoder = TiledEncoder(spec, attention)
         self.projector = Linear(spec.width, hidden_size)
 
-    def forward(self, pictures: TiledImages) -> list[Tensor]:
+    def forward(self, pictures: TiledImages) -> tuple[Tensor, ...]:
         """The features of the images of each row, [batch, images * tiles * P, H]. An encoder that is frozen
         keeps nothing.
         """
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.encoder.parameters())
         with torch.set_grad_enabled(trained):
             made = self.encoder(pictures)
-        return [self.projector(x).unflatten(0, pictures.ratios.shape).flatten(1, 3) for x in made]
+        return tuple(self.projector(x).unflatten(0, pictures.ratios.shape).flatten(1, 3) for x in made)
 
     def ways_out(self) -> list[nn.Module]:
         """What stands between the encoder and the language model."""
@@ -317,7 +317,7 @@ class TiledEncoder(nn.Module):
         """All layers, in the order in which they run."""
         return cast(Any, [*self.local, *self.overall])
 
-    def forward(self, pictures: TiledImages) -> list[Tensor]:
+    def forward(self, pictures: TiledImages) -> tuple[Tensor, ...]:
         """[batch * images, tiles, P, (1 + taken layers) * D]."""
         spec, size = self.spec, self.spec.patches.size
         ratios = pictures.ratios.flatten().clamp(0, spec.ratios)
@@ -356,7 +356,7 @@ class TiledEncoder(nn.Module):
         x = x if residual is None else x + residual
         made = [x, torch.stack([taken[number] for number in spec.taken], dim=-1).flatten(1)]
         features = torch.cat(made, dim=1)[order.argsort()]
-        return [features.view(images, count, length, -1)[:, :, :patches_of_tile]]
+        return (features.view(images, count, length, -1)[:, :, :patches_of_tile],)
 
     def set_activation_memory(self, levels: str | Sequence[str]) -> None:
         """`set_levels` of all layers."""

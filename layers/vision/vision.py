@@ -90,7 +90,7 @@ class Vision(nn.Module):
         self.newline = Newline(hidden_size) if isinstance(spec.pictures, AnyresPictures) else None
         self.deep = nn.ModuleList([make(width, hidden_size, spec.deep_projector) for _ in spec.deep])
 
-    def forward(self, pictures: Pictures) -> list[Tensor]:
+    def forward(self, pictures: Pictures) -> tuple[Tensor, ...]:
         """The features of all pictures, [F, H], of the images, then of the videos; and those that the first
         layers of the language model add, as many. An encoder that is frozen keeps nothing.
         """
@@ -99,13 +99,13 @@ class Vision(nn.Module):
             made, whole = self.encoder(pictures), whole_blocks(pictures.grids, self.merge)
             if whole is not None:
                 whole = whole.nonzero()[:, 0].to(made[0].device, non_blocking=True)
-                made = [x[whole] for x in made]
+                made = tuple(x[whole] for x in made)
         last, *deep = made
         projectors = (self.deep[self.spec.deep.index(layer)] for layer in sorted(self.spec.deep))
         features = self.projector(last)
         if self.newline is not None and isinstance(pictures, TiledPictures):
             features = self.newline(features, pictures.taps, pictures.sizes)
-        return [features, *(project(x) for project, x in zip(projectors, deep, strict=True))]
+        return features, *(project(x) for project, x in zip(projectors, deep, strict=True))
 
     def ways_out(self) -> list[nn.Module]:
         """What stands between the encoder and the language model."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -48,14 +49,16 @@ def give_names(model: nn.Module, weight_map: Mapping[str, Expr]) -> tuple[dict[s
             wired = _join(homes[parent], name)
             within = holder
             while within not in at:  # modules of theirs that are none of ours: they hold others
-                made = _Around(leaf) if within == wired == holder else nn.Module()
+                made = _Around(leaf) if within == wired == holder else _Holder()
                 at[within] = made.train(model.training)
                 above, last = _cut(within)
                 children[above][last] = at[within]
                 within = above
             children[holder][leaf] = modules[path]
             if wired != home and not isinstance(at[holder], _Around):
-                _note(modules[parent], name, at[holder], leaf)
+                shared = _common([homes[parent], holder])
+                way = home.removeprefix(f"{shared}." if shared else "")
+                _note(modules[parent], name, at[shared], way)
     for home, module in at.items():
         if list(module._modules.items()) != list(children[home].items()):
             module._modules = dict(children[home])
@@ -71,18 +74,17 @@ def move_to_the_top(whole: Any, decoder: Any, head: str) -> None:
     none within another.
     """
     for owner in list(decoder.modules()):
-        for name, (holder, leaf) in vars(owner).get("_elsewhere", {}).items():
-            if (owner if holder is None else holder) is decoder:
-                owner._elsewhere[name] = (whole, leaf)
+        for name, (start, path) in vars(owner).get("_elsewhere", {}).items():
+            if (owner if start is None else start) is decoder:
+                owner._elsewhere[name] = (whole, path)
     modules, decoder._modules = decoder._modules, {}
     for name, module in modules.items():
         whole._modules[name] = module
         if name not in decoder._elsewhere:
             _note(decoder, name, whole, name)
     path, leaf = _cut(head)
-    holder = whole.get_submodule(path)
-    holder._modules[leaf] = whole._modules.pop("lm_head")
-    _note(whole, "lm_head", holder, leaf)
+    whole.get_submodule(path)._modules[leaf] = whole._modules.pop("lm_head")
+    _note(whole, "lm_head", whole, head)
 
 
 def hide_matrices(model: nn.Module, weight_map: Mapping[str, Expr]) -> None:
@@ -180,15 +182,52 @@ def _common(paths: Iterable[str]) -> str:
     return ".".join(level[0] for level in shared)
 
 
-def _note(owner: Any, name: str, holder: nn.Module, leaf: str) -> None:
-    """Let `owner.name` be the child `leaf` of `holder`, whatever stands there."""
+def _note(owner: Any, name: str, start: nn.Module, path: str) -> None:
+    """Let `owner.name` be what stands at this path from `start`: tools put modules of their own around any on
+    the way.
+    """
     if not isinstance(owner, _Renamed):
         kind: Any = type(owner)
         owner.__class__ = _renamed(kind)
         owner._elsewhere = {}
-    owner._elsewhere[name] = (None if holder is owner else holder, leaf)
+    owner._elsewhere[name] = (None if start is owner else start, path)
     if name not in vars(type(owner)):
         setattr(type(owner), name, property(functools.partial(_child, name=name)))
+
+
+class _Holder(nn.Module):
+    """Stands where transformers' own model has a module that ours does without. It holds others and is never
+    run: no hook on it would be, of which who puts one there is told. (Some tools put one on every module.)
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(f"{self._said}; call the model, or one of these")
+
+    @property
+    def _said(self) -> str:
+        return (
+            f"this module holds {', '.join(self._modules)}, as in transformers' own model, and is never run"
+        )
+
+    def _register(self, kind: str, *args: Any, **kwargs: Any) -> Any:
+        warnings.warn(f"{self._said}, nor are hooks on it: hook one of these", stacklevel=3)
+        return getattr(super(), kind)(*args, **kwargs)
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        return self._register("register_forward_hook", *args, **kwargs)
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        return self._register("register_forward_pre_hook", *args, **kwargs)
+
+    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        return self._register("register_full_backward_hook", *args, **kwargs)
+
+    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        return self._register("register_full_backward_pre_hook", *args, **kwargs)
 
 
 class _Around(nn.Module):
@@ -201,28 +240,21 @@ class _Around(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._modules[self._leaf](*args, **kwargs)  # type: ignore[misc]
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name.startswith("_"):
-                raise
-            return getattr(self._modules[self._leaf], name)
-
 
 class _Renamed:
     """A module some of whose children bear other names, or stand elsewhere.
 
     Attributes:
-        _elsewhere: by the name in the wiring, (what holds it, if not this module, its name there).
+        _elsewhere: by the name in the wiring, (from where, if not from this module, the path).
     """
 
     _elsewhere: dict[str, tuple[nn.Module | None, str]]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Module) and name in vars(self).get("_elsewhere", ()):
-            holder, leaf = self._elsewhere[name]
-            (self if holder is None else holder)._modules[leaf] = value  # type: ignore[union-attr]
+            start, path = self._elsewhere[name]
+            holder, leaf = _cut(path)
+            _at(self if start is None else start, holder)._modules[leaf] = value
         else:
             super().__setattr__(name, value)
 
@@ -247,11 +279,19 @@ def _empty(kind: Any) -> Any:
 def _child(module: Any, name: str) -> Any:
     if name in vars(module):  # None, where this one has no such part
         return vars(module)[name]
-    holder, leaf = module._elsewhere.get(name, (None, name))
-    try:
-        return (module if holder is None else holder)._modules[leaf]
-    except KeyError as error:
-        raise AttributeError(name) from error
+    start, path = module._elsewhere.get(name, (None, name))
+    return _at(module if start is None else start, path)
+
+
+def _at(module: Any, path: str) -> Any:
+    for step in path.split(".") if path else ():
+        if step in module._modules:
+            module = module._modules[step]
+        elif isinstance(module, _Renamed):
+            raise AttributeError(step)
+        else:  # what stands around one of ours gives what that has: in PEFT, of the copy that is trained
+            module = getattr(module, step)
+    return module
 
 
 def _cut(path: str) -> tuple[str, str]:

@@ -64,6 +64,43 @@ def test_adapters_are_those_of_transformers_own_model(family, part, pair, both, 
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "adapter" / name).read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("family", "part"),
+    [("qwen2_5_vl", "visual"), ("llama4", "multi_modal_projector"), ("mistral3", "patch_merger")],
+)
+def test_a_part_that_peft_trains_as_a_whole_is_the_one_that_runs(family, part, pair, both, tmp_path):
+    """Its copy, which PEFT puts around it, whatever the wiring reads that stands within or holds it."""
+    call = pair.scene(*DOCUMENTS.values())
+    config = peft.LoraConfig(r=3, target_modules=r".*language_model.*q_proj", modules_to_save=[part])
+    theirs, ours = (randomise_trained(peft.get_peft_model(model, config)) for model in both)
+    outputs = theirs(**call, use_cache=False).loss, ours(**call).loss
+    for loss in outputs:
+        loss.backward()
+    gradients = [
+        {n: p.grad for n, p in model.named_parameters() if p.requires_grad} for model in (theirs, ours)
+    ]
+    assert gradients[0].keys() == gradients[1].keys()
+    assert any(part in name for name in gradients[0])
+    distances = {n: relative_distance(gradients[1][n], g, 1e-2) for n, g in gradients[0].items()}
+    assert not beyond_bound({"loss": relative_distance(outputs[1], outputs[0]), **distances})
+    ours.merge_and_unload().save_pretrained(tmp_path / "merged")
+    again = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "merged").train()
+    assert not beyond_bound({"merged": relative_distance(again(**call).loss, outputs[0])})
+
+
+@pytest.mark.parametrize("family", ["gemma4"])
+def test_what_is_merged_stays_where_transformers_own_model_has_it(family, both, tmp_path):
+    """What Gemma 4 clips is a layer within another."""
+    from safetensors import safe_open
+
+    _, ours = both
+    config = peft.LoraConfig(r=3, target_modules="all-linear", exclude_modules=r".*patch_embed.*")
+    peft.get_peft_model(ours, config).merge_and_unload().save_pretrained(tmp_path / "merged")
+    files = (tmp_path / folder / "model.safetensors" for folder in ("theirs", "merged"))
+    names = [set(safe_open(file, "pt").keys()) for file in files]
+    assert names[0] == names[1]
+
+
 @pytest.mark.supports("models that see", "bitsandbytes, QLoRA on tower and language model")
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 def test_adapters_on_quantised_weights_are_those_of_transformers_own(family, pair, both, hf, tmp_path):
