@@ -144,9 +144,9 @@ class Block(nn.Module):
         """How many tensors [T, H] the branches keep of what they read, beside the norms' own inputs."""
         raise NotImplementedError
 
-    def norms_made_late(self) -> int:
-        """How many of the norms' outputs are not there while the MLP of a layer that runs again goes back."""
-        return max(0, self._branch_inputs("all") - self._branch_inputs("lean") - 1)
+    def norm_outputs(self) -> int:
+        """How many outputs of norms, [T, H], are kept at `all` alone."""
+        return self._branch_inputs("all") - self._branch_inputs("lean")
 
     def _noted_bytes(self, itemsize: int) -> int:
         """The router's choice, which the second run takes, and its logits, where the loss reads them."""

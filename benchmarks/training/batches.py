@@ -22,6 +22,7 @@ from liger_models.images.scenes import Document, Image, Scenes
 
 DATA = ("full", "padded", "packed")
 IMAGES = "images"  # of models that see
+MASKED = 0.75  # of a document's tokens: they are no labels
 # In patches, less what a projector could not merge; of Llama 3.2 Vision one tile, two and four.
 SMALL, MIDDLE, LARGE = Image(32, 32), Image(64, 50), Image(92, 66)
 
@@ -42,7 +43,7 @@ def make_batch(
         return {"input_ids": ids, "labels": ids}
     lengths = _lengths(batch, seq)
     documents = [torch.randint(vocab_size, (length,), generator=generator) for length in lengths]
-    labels = [ids.where(torch.arange(len(ids)) >= int(0.75 * len(ids)), -100) for ids in documents]
+    labels = [ids.where(torch.arange(len(ids)) >= int(MASKED * len(ids)), -100) for ids in documents]
     if data == "packed":
         positions = torch.cat([torch.arange(length) for length in lengths])
         row = {"input_ids": torch.cat(documents), "position_ids": positions, "labels": torch.cat(labels)}

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.training.batches import IMAGES, count_tokens, make_batch, rows_of
+from benchmarks.training.batches import IMAGES, MASKED, count_tokens, make_batch, rows_of
 from liger_models.architectures import find_architecture
 from liger_models.cards.published import layers_of_every_kind, with_layers
 from liger_models.kernels.optimizer.adamw import WEIGHTS
@@ -228,7 +228,8 @@ def _planned(model: Any, job: Job) -> float:
     from liger_models.layers.memory.plan import Step, StepMemory
 
     rows, seq, longest = rows_of(job.data, job.batch, job.seq)
-    step = Step(rows, seq, optimizer_bytes=job.state_bytes, longest=longest)
+    labels = 1.0 if job.data == "full" else 1 - MASKED
+    step = Step(rows, seq, optimizer_bytes=job.state_bytes, longest=longest, labels=labels)
     return StepMemory(model, step).plan(model.activation_memory).peak / 2**30
 
 

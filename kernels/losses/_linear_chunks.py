@@ -223,17 +223,27 @@ def _chunk_size(rows: int, row_bytes: int, sum_bytes: int, chunk_bytes: int) -> 
     return min(-(-size // 128) * 128, rows)
 
 
-def working_bytes(rows: int, hidden_size: int, vocab_size: int, itemsize: int, trained: bool = True) -> int:
+def working_bytes(
+    rows: int,
+    hidden_size: int,
+    vocab_size: int,
+    itemsize: int,
+    trained: bool = True,
+    labels: int | None = None,
+) -> int:
     """What a loss over `rows` tokens takes at its largest, dx and dW among it, with operands of `itemsize`
-    bytes an element; dW where the layer is trained.
+    bytes an element; dW where the layer is trained. So many of the tokens have `labels`; None: all.
     """
     row_bytes, elements = vocab_size * itemsize, vocab_size * hidden_size
     wide = 4 if itemsize < 4 else itemsize
     sum_bytes = elements * (wide - itemsize) if trained else 0
-    size = _chunk_size(rows, row_bytes, sum_bytes, CHUNK_BYTES if trained else FROZEN_CHUNK_BYTES)
-    dw = elements * (wide if size < rows else itemsize) if trained else 0
+    count = rows if labels is None else min(labels, rows)
+    size = _chunk_size(count, row_bytes, sum_bytes, CHUNK_BYTES if trained else FROZEN_CHUNK_BYTES)
+    dw = elements * (wide if size < count else itemsize) if trained else 0
     rounded = elements * itemsize if dw > elements * itemsize else 0
-    return rows * hidden_size * itemsize + dw + max(min(size, rows) * row_bytes, rounded)
+    # Of a chunk its logits, and as labels are left out, the tokens that have one, and their gradients.
+    chunk = min(size, count) * (row_bytes + 2 * hidden_size * itemsize)
+    return rows * hidden_size * itemsize + dw + max(chunk, rounded)
 
 
 def part_of(values: Tensor | None, chunk: slice | Tensor) -> Tensor | None:

@@ -140,6 +140,7 @@ class _Keep(torch.autograd.Function):
                 _add_gradients(sums[2 * i : 2 * i + 2], part, x_tile)
                 if dx is not None:
                     add_product(dx[tile], part, parameters[2 * i], first=i == 0)
+            del dz, part  # before what the next tile makes
         return dx, None, *(total.rounded() for total in sums)
 
 

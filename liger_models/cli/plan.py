@@ -39,6 +39,13 @@ def add_parser(subparsers) -> None:
     add("--gpu", required=True, metavar="GPU", help=f"{', '.join(GPUS)}, or its memory, such as 80GiB")
     add("--batch", type=_positive, default=1, metavar="N", help="rows on a GPU (default: %(default)s)")
     add("--seq", type=_tokens, default=4096, metavar="N", help="tokens in a row (%(default)s); max: the most")
+    add(
+        "--labels",
+        type=_share,
+        default=1.0,
+        metavar="SHARE",
+        help="of the tokens that have one (%(default)s)",
+    )
     add("--images", type=_count, default=0, metavar="N", help="in each row, their tokens among --seq's")
     add(
         "--image-size",
@@ -140,6 +147,7 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
             args.gpus,
             rank,
             QUANTISED[args.quantize] if args.quantize else None,
+            labels=args.labels,
             sequence_ranks=args.sequence_parallel,
             optimizer_on_host=on_host,
             optimizer_work=lane_bytes(per_element) if on_host else 0,
@@ -284,6 +292,12 @@ def _size_of_image(text: str) -> tuple[int, int]:
     if not by or not height.isdecimal() or not width.isdecimal() or not int(height) * int(width):
         raise argparse.ArgumentTypeError(f"expected height and width such as 1024x768, found {text}")
     return int(height), int(width)
+
+
+def _share(text: str) -> float:
+    if not 0 < (value := float(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, found {text}")
+    return value
 
 
 def _positive(text: str) -> int:

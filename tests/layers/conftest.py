@@ -17,7 +17,7 @@ from liger_models.kernels._dispatch import interpret
 from liger_models.layers.model import CausalLM
 from liger_models.layers.spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, MoESpec, NormSpec, RopeSpec
 
-sys.path.append(str(Path(__file__).parent))  # for score_calls, which lies beside it
+sys.path.append(str(Path(__file__).parent))  # for what lies beside it
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER = 61, 32, 4, 2, 16, 40
 

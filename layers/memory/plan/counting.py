@@ -13,7 +13,9 @@ from liger_models.kernels.losses._linear_chunks import working_bytes
 from liger_models.layers.blocks import Block
 from liger_models.layers.memory.activation_memory import ActivationMemory
 from liger_models.layers.memory.offload import host_bytes
+from liger_models.layers.memory.plan.gathered import Gathered
 from liger_models.layers.memory.plan.layer_costs import LayerCosts
+from liger_models.layers.memory.plan.own_parts import own_bytes, own_elements
 from liger_models.layers.memory.plan.pictures import NOTHING, Edges, Shown, edges_of
 from liger_models.layers.memory.plan.step import LADDERS, Plan, Step
 from liger_models.layers.spec import ModelSpec
@@ -62,8 +64,9 @@ class StepMemory:
         kept = [costs.kept[level] for costs, level in stages]
         moments = [
             *self._frozen_encoder(),
-            self._loss(kept),
+            self._loss(kept, levels),
             *self._backward(kept, levels),
+            self._embedding(),
             self._optimizer(),
         ]
         moment, parts = max(moments, key=lambda found: sum(found[1].values()))
@@ -107,19 +110,22 @@ class StepMemory:
 
     # -- the moments
 
-    def _loss(self, kept: list[int]) -> tuple[str, dict[str, int]]:
+    def _loss(self, kept: list[int], levels: Sequence[ActivationMemory]) -> tuple[str, dict[str, int]]:
         step, spec = self.step, self.model.spec
         trained = step.lora_rank == 0 and self.model.embed_tokens.weight.requires_grad
-        room = working_bytes(step.tokens, spec.hidden_size, spec.vocab_size, self.itemsize, trained)
+        sizes = step.tokens, spec.hidden_size, spec.vocab_size, self.itemsize
+        room = working_bytes(*sizes, trained, step.labelled)
         gradients = self.gradients if step.accumulates else 0
-        room += self._ends - self._given_back
+        # What the last norm takes and gives; and the last layer's input is needed first.
+        room += (2 + (levels[-1] == "offload")) * self._stream
+        room += 0 if self._gathered is None else self._gathered.at_the_loss()
         return "the loss", self._parts(self._beside_layers + sum(kept), room, gradients)
 
     def _frozen_encoder(self) -> list[tuple[str, dict[str, int]]]:
         """The forward pass of an encoder that keeps nothing, where no layer behind it has run."""
         if not self._encoder_costs or self.encoder:
             return []
-        room = max(costs.transient["lean"] + 3 * costs.stream for costs in self._encoder_costs)
+        room = max(costs.transient["lean"] + 2 * costs.stream for costs in self._encoder_costs)
         gradients = self.gradients if self.step.accumulates else 0
         return [("the encoder's forward pass", self._parts(self.step.shown.pixels, room, gradients))]
 
@@ -141,13 +147,20 @@ class StepMemory:
                 room = 2 * edges.projector + 3 * costs.stream
                 found.append(("backward of the projector", self._parts(left, room, gradients)))
             gradients += new * (of_layers[number] if number >= 0 else of_encoder[i])
-            room = costs.transient[levels[i]] + 3 * costs.stream
+            room = costs.transient[levels[i]]
+            if self._gathered is not None:
+                room += self._gathered.at_layer(i - first - len(self.model.layers))
             if levels[i] == "offload" and "offload" in levels[:i]:  # whose input is fetched
                 room += costs.stream
             name = f"layer {number}" if number >= 0 else f"layer {i} of the encoder"
             found.append((f"backward of {name}", self._parts(left, room, gradients)))
             left -= kept[i]
         return found
+
+    def _embedding(self) -> tuple[str, dict[str, int]]:
+        """Of a weight that the head shares two gradients, before they are added."""
+        second = self._trained_bytes(self.model.embed_tokens) if self._tied else 0
+        return "the embedding's gradient", self._parts(0, second, self.gradients)
 
     def _optimizer(self) -> tuple[str, dict[str, int]]:
         return "the optimizer's step", self._parts(
@@ -160,7 +173,7 @@ class StepMemory:
             "optimizer": 0 if self.step.optimizer_on_host else self._state,
             "gradients": gradients,
             "activations": activations,
-            "at work": transient + self._tables + self._gathered + self._dequantised,
+            "at work": transient + self._tables + self._dequantised,
         }
 
     # -- what they are made of
@@ -241,11 +254,6 @@ class StepMemory:
         """Bytes of the residual stream."""
         return self.step.tokens * self.model.spec.hidden_size * self.itemsize
 
-    @property
-    def _ends(self) -> int:
-        """The residual stream where a layer begins and ends, and its gradient."""
-        return 3 * self._stream
-
     @cached_property
     def _tied(self) -> bool:
         return self.model.spec.tie_word_embeddings
@@ -322,27 +330,19 @@ class StepMemory:
         return encoder, self._trained_bytes(vision) // gpus - sum(encoder), layers
 
     @cached_property
-    def _gathered(self) -> int:
-        """Divided parameters, whole: the layer at work and the next, with one layer's gradients; the
-        embedding and the head from the forward pass to the end. Or all of them, with a layer's gradients and
-        their sums.
-        """
-        if self.step.gpus == 1 and not any(hasattr(p, "to_local") for p in self.model.parameters()):
-            return 0
-        all_layers = [*self.model.layers]
-        if self.model.vision is not None:
-            all_layers += self.model.vision.encoder.layers
-        layers = [sum(map(_gathered_bytes, layer.parameters())) for layer in all_layers]
-        whole = sum(map(_gathered_bytes, self.model.parameters()))
-        return whole + 2 * max(layers) if self.model.gathered_once else whole + 3 * max(layers) - sum(layers)
-
-    @cached_property
-    def _given_back(self) -> int:
-        """Of what `_gathered` counts what is not there while the loss is made: the embedding, which has run.
-        (In the backward pass the head's gradient, on its way to the other processes, takes as much.)
-        """
-        whole = self._tied or self.model.gathered_once or not self._gathered
-        return 0 if whole else _gathered_bytes(self.model.embed_tokens.weight)
+    def _gathered(self) -> Gathered | None:
+        """Of a model whose parameters are divided."""
+        model, step = self.model, self.step
+        if step.gpus == 1 and not any(hasattr(p, "to_local") for p in model.parameters()):
+            return None
+        layers = [*([] if model.vision is None else model.vision.encoder.layers), *model.layers]
+        embedding = model.embed_tokens.weight
+        inside = {id(p) for layer in layers for p in layer.parameters()}
+        head: Any = getattr(model, "lm_head", None)
+        ends = [] if self._tied else [embedding, *([] if head is None else head.parameters())]
+        rest = [p for p in model.parameters() if id(p) not in inside | {id(p) for p in ends}]
+        own_head = None if self._tied else embedding  # of one size
+        return Gathered.of(layers, own_head, rest, step.gpus, not step.lora_rank, model.gathered_once)
 
     @cached_property
     def _dequantised(self) -> int:
@@ -360,7 +360,7 @@ class StepMemory:
 # What a plan counts once for all sizes of a batch.
 _OF_PARAMETERS = (
     *("_weights", "_adapter_elements", "_matrices", "_headless", "_trained", "_tied", "gradients"),
-    *("_own_gradients", "_trains", "_gathered", "_given_back", "_dequantised", "_state_on_host"),
+    *("_own_gradients", "_trains", "_gathered", "_dequantised", "_state_on_host"),
 )
 
 
@@ -378,29 +378,3 @@ def largest(fits: Callable[[int], bool], start: int = 1, most: int = 1 << 40) ->
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-def _local(p: Tensor) -> Tensor:
-    """What this process has of a parameter that is divided over several."""
-    return p.to_local() if hasattr(p, "to_local") else p
-
-
-def own_bytes(p: Tensor) -> int:
-    """Of a parameter, what this process has."""
-    return _local(p).nbytes
-
-
-def _gathered_bytes(p: Tensor) -> int:
-    """Of a parameter that is divided, when it is at work: of experts that ranks hold apart, these alone, and
-    nothing more than they are where nothing else divides them.
-    """
-    mesh: Any = getattr(p, "device_mesh", None)
-    names = getattr(mesh, "mesh_dim_names", None) or ()
-    if "experts" not in names:
-        return p.nbytes
-    return 0 if len(names) == 1 else p.nbytes // mesh.size(names.index("experts"))
-
-
-def own_elements(p: Tensor) -> int:
-    """Of a parameter, what this process has."""
-    return _local(p).numel()

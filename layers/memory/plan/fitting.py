@@ -14,7 +14,8 @@ from torch import nn
 from liger_models.convert.sizes import parse_size
 from liger_models.layers.memory.activation_memory import LEVELS
 from liger_models.layers.memory.offload import host_memory_left
-from liger_models.layers.memory.plan.counting import Planned, StepMemory, own_bytes, own_elements
+from liger_models.layers.memory.plan.counting import Planned, StepMemory
+from liger_models.layers.memory.plan.own_parts import own_bytes, own_elements
 from liger_models.layers.memory.plan.pictures import NOTHING, Shown, shown_by
 from liger_models.layers.memory.plan.step import Plan, Step
 from liger_models.layers.sequences import Sequences

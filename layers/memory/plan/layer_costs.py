@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from liger_models.layers.attention.backends import LONG
 from liger_models.layers.attention.cross_attention import CrossAttention
 from liger_models.layers.blocks import Block
 from liger_models.layers.experts.moe import MixtureOfExperts
 from liger_models.layers.memory import tiles
-from liger_models.layers.memory.activation_memory import LEVELS, RERUN, ActivationMemory
+from liger_models.layers.memory.activation_memory import LEVELS, RERUN, TILED, ActivationMemory
+from liger_models.layers.memory.plan.own_parts import whole_bytes
 from liger_models.layers.memory.plan.step import Step
 from liger_models.layers.sequence_parallel import exchange_bytes
 from liger_models.layers.spec import AttentionSpec, MoESpec
@@ -25,8 +28,8 @@ BYTES_MOVED = 3
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Of a layer, by level: what it keeps, what it needs beside that while its backward pass runs, and the
-    work of making again what it does not keep. Bytes, and operations; of all tokens of a step.
+    """Of a layer, by level: what it keeps, what it needs beside that and its gradients while its backward
+    pass runs, and the work of making again what it does not keep. Bytes, and operations; of a step's tokens.
     """
 
     kept: dict[ActivationMemory, int]
@@ -48,23 +51,13 @@ class LayerCosts:
         inner, last, rest = matrix_elements(layer)
         mixing = 4 * _attended(layer, step.longest or step.seq)
         again = OPERATIONS_A_BYTE * BYTES_MOVED * (kept["all"] - kept["lean"])
-        # Behind gate and up their product and its gradient, as wide as either.
-        product = tokens * itemsize * _inner_width(layer)
         whole = again + tokens * (2 * (inner + rest) + mixing)
         stream = tokens * itemsize * layer.hidden_size
-        of_second_run = kept["all"] - layer.norms_made_late() * stream
-        tiled, sums = _in_tiles(layer, of_second_run, step, itemsize)
+        moments = _Moments.of(layer, kept, step, itemsize)
+        sums = moments.moved
         return LayerCosts(
             kept,
-            {
-                "all": product,
-                "lean": 2 * product,
-                "mlp": 4 * product,
-                "checkpoint": of_second_run,
-                # The layer's own input is kept, or came back from the host.
-                "tiled": tiled - (stream if step.tokens > tiles.TILE else 0),
-                "offload": tiled,
-            },
+            {level: moments.largest(level) - kept[level] for level in LEVELS},
             {
                 "all": 0,
                 "lean": again,
@@ -98,21 +91,106 @@ def _kept_of_images(layer: Block, step: Step, itemsize: int) -> int:
     return seen + step.shown.read * mixer.image_bytes(itemsize)
 
 
-def _in_tiles(layer: Block, whole: int, step: Step, itemsize: int) -> tuple[int, int]:
-    """What a layer needs for its backward pass whose MLP runs in tiles and which else needs `whole`; and the
-    bytes of float32 sums that are moved. Experts are not in tiles.
+@dataclass(frozen=True)
+class _Moments:
+    """What is there of a layer in the moments of its backward pass in which that may be most. With S bytes of
+    the residual stream, P of what the MLP's last product multiplies, and of experts R rows in all:
+
+    | at work                 | beside what `lean` keeps, and the stream's gradient | gradients not made yet |
+    |-------------------------|-----------------------------------------------------|------------------------|
+    | the MLP's last product  | P and its gradient                                  | all but that product's |
+    | the products in front   | the norm's output and its gradient, S each          | those behind the MLP   |
+    | the experts' activation | that output, [R, H], and four times [R, I]          | all                    |
+    | the experts' input      | it, its gradient, [R, H], and two times [R, I]      | those behind them      |
+    | an MLP in tiles         | it, its gradient, a tile, sums in float32; no P     | all                    |
+    | attention               | see `_attention_work`; nothing of the MLP           | hardly any             |
+
+    What a level does not keep, it has made again by then, but for outputs of norms: at `all` they are there,
+    and a layer that runs again makes each when its product needs it.
+
+    Attributes:
+        lean: bytes that the layer keeps at that level.
+        mlp: and of these the MLP.
+        norms: of norms' outputs.
+        scaled: of the gradient of what the MLP adds to the stream, where that is scaled. (Where a norm is
+            behind the MLP, it takes the place of that norm's input.)
+        last, front: what the MLP's last product and those in front of it take, or the experts' activation and
+            their input, without the norm's output.
+        experts: whether it is these.
+        gradients: of the layer's parameters, all of which are counted beside this: those that there are of
+            them at `last` and at `front`, and all.
+        attention: what that takes.
+        tile: what a tile takes, with the sums; None: the MLP is not in tiles.
+        moved: bytes of sums that are moved.
+        accumulates: whether there are gradients of an earlier micro-batch, to which these are added.
     """
-    if step.tokens <= tiles.TILE or isinstance(layer.mlp, MixtureOfExperts):
-        return whole, 0
-    spec, elements = layer.mlp.spec, 0
-    if step.lora_rank == 0:
-        elements = sum(p.numel() for p in layer.mlp.parameters() if p.requires_grad)
-    # Of a tile: what stands before the activation, what comes out, and the gradients of both.
-    of_tiles = tiles.working_bytes(step.tokens, 4 * spec.intermediate_size, elements, itemsize)
-    rest = whole - step.tokens * layer.mlp.activation_bytes("all", itemsize)
-    # In attention the MLP's norm is done with, and the streams in front of it and behind it.
-    attention = rest - 4 * step.tokens * layer.hidden_size * itemsize + _attention_work(layer, step, itemsize)
-    return max(rest + of_tiles, attention), 8 * elements * -(-step.tokens // tiles.TILE)
+
+    lean: int
+    mlp: int
+    norms: int
+    stream: int
+    scaled: int
+    last: int
+    front: int
+    experts: bool
+    gradients: tuple[int, int, int]
+    attention: int
+    tile: int | None
+    moved: int
+    accumulates: bool
+
+    @staticmethod
+    def of(layer: Block, kept: dict[ActivationMemory, int], step: Step, itemsize: int) -> _Moments:
+        tokens, mlp = step.tokens, layer.mlp
+        experts = isinstance(mlp, MixtureOfExperts)
+        stream, product = (tokens * itemsize * width for width in (layer.hidden_size, _inner_width(layer)))
+        behind = _gradient_bytes((p for name, p in mlp.named_parameters() if "down_proj" in name), step)
+        of_mlp, whole = (_gradient_bytes(part.parameters(), step) for part in (mlp, layer))
+        last, front, tile, moved = 2 * product, stream, None, 0
+        if isinstance(mlp, MixtureOfExperts):
+            rows = mlp.spec.experts_per_token * stream
+            last, front, behind = rows + 4 * product, rows + 2 * product + stream, 0
+        elif tokens > tiles.TILE:
+            trained = sum(p.numel() for p in mlp.parameters() if p.requires_grad)
+            elements = 0 if step.lora_rank else trained
+            # What stands before the activation, what comes out, and that one's gradient.
+            tile = tiles.working_bytes(tokens, 4 * mlp.spec.intermediate_size, elements, itemsize)
+            moved = 8 * elements * -(-tokens // tiles.TILE)
+        return _Moments(
+            lean=kept["lean"],
+            mlp=tokens * mlp.activation_bytes("lean", itemsize),
+            norms=layer.norm_outputs() * stream,
+            stream=stream,
+            scaled=(layer.spec.residual_scale != 1.0) * stream,
+            last=last,
+            front=front,
+            experts=experts,
+            gradients=(behind, of_mlp, whole),
+            attention=_attention_work(layer, step, itemsize),
+            tile=tile,
+            moved=moved,
+            accumulates=step.accumulates,
+        )
+
+    def largest(self, level: ActivationMemory) -> int:
+        """Bytes, less the gradients that are not there yet."""
+        there, norm = self.lean + self.stream, self.stream
+        behind, of_mlp, whole = self.gradients
+        attention = self.lean - self.mlp + self.attention
+        if self.accumulates:  # all are there; and beside the sum what is added to it
+            of_mlp, whole = of_mlp - behind, 0
+        if level in TILED and self.tile is not None:
+            return max(there - self.mlp + self.stream + norm + self.scaled + self.tile - whole, attention)
+        if level == "all":
+            there, norm = there + self.norms, 0
+        last = there + self.last + self.scaled + (norm if self.experts or level == "mlp" else 0)
+        front = there + self.front + norm
+        return max(last + behind - whole, front + of_mlp - whole, attention)
+
+
+def _gradient_bytes(parameters: Iterable[Tensor], step: Step) -> int:
+    """As they are made, before processes that divide them have each a part."""
+    return 0 if step.lora_rank else sum(whole_bytes(p) for p in parameters if p.requires_grad)
 
 
 def _attention_work(layer: Block, step: Step, itemsize: int) -> int:
@@ -128,7 +206,7 @@ def _attention_work(layer: Block, step: Step, itemsize: int) -> int:
     if mixer.window is None and mixer.softcap is None and not mixer.sinks:
         by_head = 2 * itemsize if mixer.num_key_value_heads < mixer.num_attention_heads else 0
         sums = (4 + by_head) * mixer.q_size
-    if step.tokens > LONG:
+    if step.tokens > LONG and step.sequence_ranks == 1:
         sums //= mixer.num_key_value_heads
     return step.tokens * (gradients + sums)
 

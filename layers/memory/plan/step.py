@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,7 @@ class Step:
         lora_rank: of adapters on all linear layers, in float32, beside weights that are not trained; 0: none.
         weight_bytes: of an element of the layers' matrices, where they are quantised.
         longest: tokens of the longest document; None: `seq`.
+        labels: the share of the tokens that have one; the others are not in the loss.
         sequence_ranks: GPUs that divide these rows among them, a part of the tokens each.
         optimizer_on_host: whether the optimizer's state is in the host's memory.
         optimizer_work: bytes that the optimizer's step takes beside the state and the gradients.
@@ -44,6 +46,7 @@ class Step:
     lora_rank: int = 0
     weight_bytes: float | None = None
     longest: int | None = None
+    labels: float = 1.0
     sequence_ranks: int = 1
     optimizer_on_host: bool = False
     optimizer_work: int = 0
@@ -53,6 +56,11 @@ class Step:
     def tokens(self) -> int:
         """Of one GPU."""
         return -(-self.batch * self.seq // self.sequence_ranks)
+
+    @property
+    def labelled(self) -> int:
+        """Tokens of one GPU that have a label."""
+        return math.ceil(self.labels * self.tokens)
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ import json
 
 import pytest
 import torch
+from allocations import peak_of_a_step
 
 import liger_models
 from liger_models.cli import main
 from liger_models.kernels.losses._linear_chunks import working_bytes
-from liger_models.layers.blocks import Block
 from liger_models.layers.memory.activation_memory import LEVELS
 from liger_models.layers.memory.plan import LADDERS, Step, StepMemory, largest, layer_costs, parse_budget
 
@@ -57,33 +57,46 @@ QWEN3_30B_6 = {
     "tie_word_embeddings": False,
 }
 
-# Of `python -m benchmarks train` on one H200: config, batch, tokens a row, levels, peak GiB. AdamW there is
-# torch's, with both moments in bfloat16.
+QWEN3_30B = QWEN3_30B_6 | {"num_hidden_layers": 12}
+GEMMA_2B = {
+    "model_type": "gemma2",
+    "vocab_size": 256000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "sliding_window": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "query_pre_attn_scalar": 256,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+ONE_LAYER = LLAMA_8B | {"num_hidden_layers": 1}
+
+# Of `python -m benchmarks train` and `parallel` on H200s: config, batch, tokens a row, what else the step
+# has, levels, peak GiB. AdamW is torch's, with both moments in bfloat16, but for compensated weights.
 MEASURED = [
-    (LLAMA_8B, 2, 4096, ["lean"] * 32, 71.2),
-    (LLAMA_8B, 4, 4096, ["lean"] * 32, 94.4),
-    (LLAMA_8B, 8, 4096, ["lean"] * 28 + ["checkpoint"] * 4, 133.3),
-    (LLAMA_8B, 8, 4096, ["checkpoint"] * 32, 64.0),
-    (LLAMA_1B, 8, 2048, ["lean"] * 16, 22.0),
-    (LLAMA_1B, 8, 2048, ["all"] * 16, 28.0),
-    (QWEN3_30B_6, 4, 4096, ["lean"] * 6, 33.9),
-]
-# And of two, with the parameters divided between them.
-MEASURED_ON_TWO = [
-    (2, 8192, ["lean"] * 32, 74.4),
-    (4, 8192, ["checkpoint"] * 32, 40.3),
-    (4, 8192, ["lean"] * 28 + ["checkpoint"] * 4, 112.6),
-    (4, 8192, ["lean"] * 26 + ["all"] * 6, 129.0),
-]
-
-
-# Of `python -m benchmarks long` on one H200, 4 layers: level, rows, tokens a row, where the optimizer's state
-# is, peak GiB. All heads ran at once then, and both norms' outputs were there while an MLP went back.
-MEASURED_LONG = [
-    ("checkpoint", 8, 8192, "device", 27.77),
-    ("tiled", 8, 8192, "device", 24.38),
-    ("offload", 8, 8192, "device", 24.19),
-    ("offload", 16, 32768, "host", 58.18),
+    (LLAMA_8B, 8, 4096, {}, ["checkpoint"] * 32, 63.5),
+    (LLAMA_8B, 8, 4096, {}, ["lean"] * 28 + ["checkpoint"] * 4, 133.3),
+    (LLAMA_8B, 4, 4096, {}, ["lean"] * 32, 94.3),
+    (LLAMA_8B, 4, 4096, {"optimizer_bytes": 6}, ["lean"] * 32, 109.3),
+    (LLAMA_8B, 2, 4096, {}, ["lean"] * 32, 71.2),
+    (LLAMA_8B, 1, 3973, {"labels": 0.25}, ["lean"] * 32, 59.9),
+    (LLAMA_1B, 1, 10949, {"labels": 0.25}, ["lean"] * 16, 16.6),
+    (LLAMA_1B, 8, 2048, {}, ["lean"] * 16, 22.0),
+    (LLAMA_1B, 8, 2048, {}, ["all"] * 16, 28.0),
+    (ONE_LAYER, 1, 65536, {}, ["lean"], 18.0),
+    (QWEN3_30B_6, 4, 4096, {}, ["lean"] * 6, 33.9),
+    # Two GPUs, which divide the parameters, and then a sequence too.
+    (LLAMA_8B, 2, 8192, {"gpus": 2}, ["lean"] * 32, 74.3),
+    (LLAMA_8B, 4, 8192, {"gpus": 2}, ["lean"] * 28 + ["checkpoint"] * 4, 112.6),
+    (LLAMA_8B, 4, 8192, {"gpus": 2}, ["lean"] * 26 + ["all"] * 6, 129.0),
+    (QWEN3_30B, 4, 4096, {"gpus": 2}, ["lean"] * 12, 39.5),
+    (ONE_LAYER, 1, 65536, {"gpus": 2, "sequence_ranks": 2}, ["lean"], 12.9),
 ]
 
 
@@ -91,24 +104,11 @@ def on_meta(config):
     return liger_models.from_config(config, device="meta", dtype="bfloat16")
 
 
-@pytest.mark.parametrize(("config", "batch", "seq", "levels", "peak"), MEASURED)
-def test_the_planned_peak_is_within_five_percent_of_the_measured_one(config, batch, seq, levels, peak):
-    plan = StepMemory(on_meta(config), Step(batch, seq, optimizer_bytes=4)).plan(levels)
-    assert plan.peak / GIB == pytest.approx(peak, rel=0.05)
+@pytest.mark.parametrize(("config", "batch", "seq", "others", "levels", "peak"), MEASURED)
+def test_the_planned_peak_is_within_two_percent_of_the_measured_one(config, batch, seq, others, levels, peak):
+    plan = StepMemory(on_meta(config), Step(batch, seq, **{"optimizer_bytes": 4, **others})).plan(levels)
+    assert plan.peak / GIB == pytest.approx(peak, rel=0.02)
     assert sum(plan.parts.values()) == plan.peak
-
-
-@pytest.mark.parametrize(("batch", "seq", "levels", "peak"), MEASURED_ON_TWO)
-def test_so_it_is_where_two_gpus_divide_the_parameters(batch, seq, levels, peak):
-    plan = StepMemory(on_meta(LLAMA_8B), Step(batch, seq, optimizer_bytes=4, gpus=2)).plan(levels)
-    assert plan.peak / GIB == pytest.approx(peak, rel=0.05)
-
-
-def test_so_it_is_where_two_gpus_divide_a_sequence():
-    """A layer of Llama-3-8B and both ends, 65,536 tokens."""
-    step = Step(1, 65536, optimizer_bytes=4, gpus=2, sequence_ranks=2)
-    plan = StepMemory(on_meta(LLAMA_8B | {"num_hidden_layers": 1}), step).plan(["lean"])
-    assert plan.peak / GIB == pytest.approx(12.87, rel=0.05)
 
 
 def test_layers_that_stay_whole_from_the_forward_pass_on_are_counted():
@@ -116,16 +116,34 @@ def test_layers_that_stay_whole_from_the_forward_pass_on_are_counted():
     model = on_meta(LLAMA_8B)
     model.gathered_once = True  # by parallelize(reshard_after_forward=False)
     plan = StepMemory(model, Step(2, 8192, optimizer_bytes=4, gpus=2)).plan(["lean"] * 32)
-    assert plan.peak / GIB == pytest.approx(87.9, rel=0.05)
+    assert plan.peak / GIB == pytest.approx(87.9, rel=0.02)
 
 
-@pytest.mark.parametrize(("level", "rows", "seq", "where", "peak"), MEASURED_LONG)
-def test_so_it_is_with_long_contexts(level, rows, seq, where, peak, monkeypatch):
-    monkeypatch.setattr(layer_costs, "LONG", 1 << 30)
-    monkeypatch.setattr(Block, "norms_made_late", lambda layer: 0)
-    step = Step(rows, seq, optimizer_on_host=where == "host")
-    plan = StepMemory(on_meta(LLAMA_8B | {"num_hidden_layers": 4}), step).plan([level] * 4)
-    assert plan.peak / GIB == pytest.approx(peak, rel=0.05)
+# Configs, rows, tokens in each, and what else a step has.
+ALLOCATED = {
+    "a dense model": (LLAMA_8B | {"num_hidden_layers": 3}, 8, 4096, {}),
+    "one layer, long": (ONE_LAYER, 1, 1 << 16, {}),
+    "heads by groups": (LLAMA_8B | {"num_hidden_layers": 2}, 1, 1 << 18, {}),
+    "a tied head, a quarter of the labels": (LLAMA_1B | {"num_hidden_layers": 2}, 1, 40000, {"labels": 0.25}),
+    "experts": (QWEN3_30B_6 | {"num_hidden_layers": 2}, 4, 4096, {}),
+    "norms behind branches, windows": (GEMMA_2B, 4, 8192, {}),
+    "a sequence over two": (LLAMA_8B | {"num_hidden_layers": 2}, 1, 1 << 16, {"sequence_ranks": 2}),
+}
+
+
+@pytest.mark.parametrize("name", ALLOCATED)
+def test_a_plan_is_what_a_step_allocates(name):
+    """At all levels, to 0.2%: what is left out are vectors of a number a token, and norms' weights."""
+    config, batch, seq, others = ALLOCATED[name]
+    model = on_meta(config | {"max_position_embeddings": seq})
+    memory = StepMemory(model, Step(batch, seq, optimizer_bytes=0, **others))
+    for level in LEVELS:
+        model.set_activation_memory(level)
+        for p in model.parameters():
+            p.grad = None
+        found = peak_of_a_step(model, batch, seq, others.get("sequence_ranks", 1), others.get("labels", 1.0))
+        plan = memory.plan([level] * len(model.layers))
+        assert plan.peak - plan.parts["weights"] == pytest.approx(found, rel=2e-3), (level, plan.moment)
 
 
 def test_heads_by_groups_take_less():
@@ -187,7 +205,8 @@ def test_long_sequences_go_in_tiles_and_then_to_the_host():
     peaks = [memory.plan([level] * 4).peak for level in LEVELS]
     assert peaks == sorted(peaks, reverse=True)
     for i, level in enumerate(LEVELS[3:], 3):
-        chosen = memory.choose_levels(peaks[i - 1] - 1)
+        assert peaks[i] < peaks[i - 1]
+        chosen = memory.choose_levels(peaks[i])
         assert chosen.fits
         assert level in chosen.levels
         offloaded = chosen.levels.count("offload")
@@ -240,7 +259,8 @@ def test_what_a_step_has_beside_its_model_counts():
 def test_the_room_that_a_loss_takes_follows_from_its_chunks(trained):
     few = working_bytes(1024, 4096, 128256, 2, trained)
     dw = 128256 * 4096
-    assert few == 1024 * 4096 * 2 + 1024 * 128256 * 2 + (2 * dw if trained else 0)
+    chunk = 1024 * (4096 * 2 + 128256) * 2  # with its tokens and their gradients
+    assert few == 1024 * 4096 * 2 + chunk + (2 * dw if trained else 0)
     many = working_bytes(1 << 17, 4096, 128256, 2, trained) - (1 << 17) * 4096 * 2
     assert (4 * dw if trained else 0) < many <= (6 * dw if trained else 0) + (2 << 30)
 
@@ -276,8 +296,8 @@ def test_auto_chooses_when_a_batch_is_there_and_again_for_a_larger_one():
 def test_what_was_chosen_is_said(caplog):
     model = liger_models.from_config(TINY, activation_memory="auto", memory_budget="1MiB")
     with caplog.at_level("INFO", "liger_models"):
-        run_step(model, 64)
-    assert "activation memory for 64 tokens: offload in layers 0 to 3" in caplog.text
+        run_step(model, 1024)
+    assert "activation memory for 1,024 tokens: offload in layers 0 to 3" in caplog.text
     assert "does not fit" in caplog.text
 
 
@@ -316,7 +336,7 @@ def test_the_command_says_whether_it_fits_and_what_would(capsys):
     assert report["by_level"]["checkpoint"]["context"] > report["by_level"]["lean"]["context"] > 4 * 4096
     rows = report["by_level"]["checkpoint"]["batch"]
     assert main([*arguments[:3], str(rows), *arguments[4:], "--gpu", "H200"]) == 0
-    assert "It fits: checkpoint in layers 0 to 31" in capsys.readouterr().out
+    assert "It fits: checkpoint in layers 0 to 30, lean" in capsys.readouterr().out
     assert main([*arguments[:3], str(8 * rows), *arguments[4:], "--gpu", "H200"]) == 1
     assert "does NOT fit" in capsys.readouterr().out
     adapters = ["--lora", "r=16", "--quantize", "nf4", "--batch", "1"]

@@ -1,0 +1,37 @@
+"""Of a parameter, what this process has of it and what there is of it at work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+def own_bytes(p: Tensor) -> int:
+    """What this process has."""
+    return _local(p).nbytes
+
+
+def own_elements(p: Tensor) -> int:
+    """What this process has."""
+    return _local(p).numel()
+
+
+def gathered_bytes(p: Tensor) -> int:
+    """Of one that is divided, when it is at work: of experts that ranks hold apart, these alone, and nothing
+    more than they are where nothing else divides them.
+    """
+    mesh: Any = getattr(p, "device_mesh", None)
+    names = getattr(mesh, "mesh_dim_names", None) or ()
+    if "experts" not in names:
+        return p.nbytes
+    return 0 if len(names) == 1 else p.nbytes // mesh.size(names.index("experts"))
+
+
+def whole_bytes(p: Tensor) -> int:
+    """What its gradient takes when it is made: of what is gathered all, of what is not this process's own."""
+    return max(gathered_bytes(p), own_bytes(p))
+
+
+def _local(p: Any) -> Tensor:
+    return p.to_local() if hasattr(p, "to_local") else p
