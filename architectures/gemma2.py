@@ -46,7 +46,7 @@ def capped(c: HFConfig, topology: Topology) -> ModelSpec:
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6), offset=1.0, cast="gemma")
     attn = replace(
         attention(c, bias=c.take_flag("attention_bias", False)),
-        scale=c.take_number("query_pre_attn_scalar") ** -0.5,
+        scale=c.take_number("query_pre_attn_scalar", positive=True) ** -0.5,
         softcap=c.take_number("attn_logit_softcapping", None),
     )
     feed_forward = mlp(c, key="hidden_activation")

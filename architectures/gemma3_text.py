@@ -46,7 +46,7 @@ def gemma3_text(c: HFConfig) -> ModelSpec:
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6), offset=1.0, cast="gemma")
     attn = replace(
         attention(c, bias=c.take_flag("attention_bias", False), layer_type="full_attention", theta=1e6),
-        scale=c.take_number("query_pre_attn_scalar") ** -0.5,
+        scale=c.take_number("query_pre_attn_scalar", positive=True) ** -0.5,
         qk_norm=QKNormSpec(norm),
     )
     local = local_rope(c, attn.head_dim)

@@ -50,6 +50,7 @@ YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings":
         "clamped_elsewhere": {"swiglu_alpha": 1.5, "swiglu_limit": 1.0},
         "layer_types": {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
         "not_stretched": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+        "nothing_said_of_rotation": {"rope_parameters": {}},
     },
     unread=dict.fromkeys(("hidden_act", "initial_context_length"), "the reference does not read it"),
     skip={

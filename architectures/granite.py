@@ -7,7 +7,6 @@ from dataclasses import replace
 from liger_models.architectures.common import attention, decoder, mlp
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.convert.errors import ConfigError
 from liger_models.layers.spec import BlockSpec, MLPSpec, ModelSpec, MoESpec, NormSpec
 
 MULTIPLIERS = {
@@ -34,11 +33,9 @@ def multiplied(c: HFConfig, feed_forward: MLPSpec | MoESpec) -> ModelSpec:
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6))
     attn = replace(
         attention(c, bias=c.take_flag("attention_bias", False)),
-        scale=c.take_number("attention_multiplier", 1.0),
+        scale=c.take_number("attention_multiplier", 1.0, positive=True),
     )
-    divisor = c.take_number("logits_scaling", 1.0)
-    if divisor == 0:
-        raise ConfigError(f"{c.name}: logits_scaling divides the logits and must be above 0, found 0")
+    divisor = c.take_number("logits_scaling", 1.0, positive=True)
     block = BlockSpec(attn, feed_forward, norm, residual_scale=c.take_number("residual_multiplier", 1.0))
     return decoder(
         c,

@@ -160,15 +160,15 @@ class HFConfig:
         layers = "layers" if among is None else f"the {among} layers"
         return self._checked(key, value, good, f"a list of numbers of {layers}")
 
-    def take_number(self, key: str, default: Any = REQUIRED) -> Any:
-        """As `take`, of a key with a finite number of 0 or more.
+    def take_number(self, key: str, default: Any = REQUIRED, *, positive: bool = False) -> Any:
+        """As `take`, of a key with a finite number of 0 or more; above 0, where it must be `positive`.
 
         Raises:
             ConfigError: it is missing, or something else.
         """
         value = self.take(key, default)
-        good = is_finite(value) and value >= 0
-        return self._checked(key, value, good, "a finite number of 0 or more")
+        good = is_finite(value) and (value > 0 if positive else value >= 0)
+        return self._checked(key, value, good, f"a finite number {'above 0' if positive else 'of 0 or more'}")
 
     def take_flag(self, key: str, default: bool) -> bool:
         """As `take`, of a key that is true or false.

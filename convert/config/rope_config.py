@@ -122,7 +122,7 @@ def read_rope(
         "rope_theta": default_theta if theta is None else theta,
         "partial_rotary_factor": default_partial if partial is None else partial,
     }
-    if not new:
+    if new is None or (not new and scaling):
         return _normalise(c, "rope_scaling", scaling or default_scaling, defaults, extra)
 
     result = _normalise(c, "rope_parameters", new, defaults, extra)

@@ -61,6 +61,9 @@ REFUSED = {
         },
         r"short_factor must hold \d+ numbers, found 1",
     ),
+    "no_scale": ({"attention_multiplier": 0}, "attention_multiplier must be a finite number above 0"),
+    "no_logits": ({"logits_scaling": 0}, "logits_scaling must be a finite number above 0"),
+    "no_queries": ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a finite number above 0"),
     "mrope": (
         {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
         "mrope_section",
