@@ -107,7 +107,8 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
                 document begins, which neither sees nor is seen by the one before. Of a model whose positions
                 have three axes also [3, batch, seq], or [4, batch, seq] with these in front.
             past_key_values: any cache of transformers.
-            use_cache: make a cache. Default: the config's `use_cache` where no gradient is computed.
+            use_cache: make a cache. Default: the config's `use_cache`, where no gradient is computed and no
+                row holds several documents.
             output_hidden_states: also the input of each layer and the last output, [batch, seq, H] each.
             output_attentions: not supported.
             others: `pixel_values` and what else the processor of a family that sees gives beside ids;
@@ -129,12 +130,12 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
             )
         width = self.spec.hidden_size
         shape, _ = batch_shape(input_ids, inputs_embeds, width, ids_needed=self.needs_ids)
-        if past_key_values is None and self._wants_cache(use_cache):
-            past_key_values = DynamicCache(config=self.config)
         with_routers = self.wants_router_logits(others.pop("output_router_logits", None))
         others.pop("logits_to_keep", None)  # as TRL's distillation gives it to the base model, too
         sequences = others.pop("sequences", None)
         if sequences is None:
+            if past_key_values is None:
+                past_key_values = self.new_cache(use_cache, shape, attention_mask, position_ids, others)
             sequences = self.sequences(shape, attention_mask, position_ids, past_key_values, others)
         sight = None if self.vision is None else self.vision.take(others)
         _refuse_others(others)
@@ -220,9 +221,11 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
             raise ValueError(
                 "layers that run again would fill a cache twice: switch checkpointing off, or the cache"
             )
+        seen = int(past_key_values.get_seq_length())
+        if seen == 0 and self._are_documents(shape, attention_mask, position_ids):
+            raise DataError(_NO_CACHE)
         if attention_mask is not None and bool((attention_mask != 0).all()):
             attention_mask = None
-        seen = int(past_key_values.get_seq_length())
         if attention_mask is not None and seen == 0:
             sequences = Sequences.from_call(shape, device, attention_mask[:, : shape[1]], position_ids)
         else:
@@ -241,10 +244,37 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
             sequences.longest_position = view.longest + view.ahead
         return sequences
 
-    def _wants_cache(self, use_cache: bool | None) -> bool:
-        if use_cache is None:
-            return bool(self.config.get_text_config().use_cache) and not torch.is_grad_enabled()
-        return use_cache
+    def new_cache(
+        self,
+        use_cache: bool | None,
+        shape: tuple[int, int],
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        others: dict[str, Any],
+    ) -> Cache | None:
+        """A cache for what a call begins, if it wants one. Packed documents have none: what follows would see
+        all of them.
+        """
+        wanted = use_cache
+        if wanted is None:
+            wanted = bool(self.config.get_text_config().use_cache) and not torch.is_grad_enabled()
+        if not wanted:
+            return None
+        bounds = others.get("cu_seq_lens_q", others.get("cu_seqlens"))
+        if bounds is None and not self._are_documents(shape, attention_mask, position_ids):
+            return DynamicCache(config=self.config)
+        if use_cache:
+            raise DataError(_NO_CACHE)
+        return None
+
+    def _are_documents(
+        self, shape: tuple[int, int], attention_mask: Tensor | None, position_ids: Tensor | None
+    ) -> bool:
+        """Whether position ids say that a row holds several."""
+        if attention_mask is not None or position_ids is None:
+            return False
+        device = next(self.embed_tokens.parameters()).device
+        return Sequences.from_call(shape, device, None, position_ids).cu_seqlens is not None
 
 
 class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixin):
@@ -333,8 +363,8 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
             num_items = 1  # no label at all is no error: nothing is divided by their count
         if use_cache is None and with_labels:
             use_cache = False
-        if past_key_values is None and self.model._wants_cache(use_cache):
-            past_key_values = DynamicCache(config=self.config)
+        if past_key_values is None:
+            past_key_values = self.model.new_cache(use_cache, shape, attention_mask, position_ids, others)
         sequences = self.model.sequences(shape, attention_mask, position_ids, past_key_values, others)
         targets = targets_of(sequences, labels, shift_labels)
         check_lesson(distill, score, targets)
@@ -416,6 +446,13 @@ class LigerForSequenceClassification(GenericForSequenceClassification, LigerPreT
         self.model = self.base_class(config)
         self.score = nn.Linear(self.model.spec.hidden_size, self.num_labels, bias=False)
         self._begin()
+
+
+_NO_CACHE = (
+    "position_ids or cu_seqlens say that a row holds several documents, and what follows in a cache would "
+    "see all of them: leave past_key_values out, and use_cache too. If they are one document with positions "
+    "that jump, give an attention_mask of ones."
+)
 
 
 def spec_of(architecture: Architecture, config: Any) -> ModelSpec:

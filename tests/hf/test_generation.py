@@ -8,6 +8,8 @@ import pytest
 import torch
 from hf_pairs import BOUND, relative_distance
 
+from liger_models.convert.errors import DataError
+
 transformers = pytest.importorskip("transformers")
 
 NEW = 12  # with the prompt longer than the windows of the tiny configs
@@ -120,6 +122,41 @@ def test_a_cache_is_filled_call_by_call(make_both, prompts):
     assert first.past_key_values.get_seq_length() == 11
     found = torch.cat([first.logits, rest.logits], 1)
     assert relative_distance(found[mask.bool()], whole[mask.bool()]) <= BOUND
+
+
+PACKED = [5, 1, 5]
+
+
+@pytest.mark.parametrize(
+    "packing",
+    [
+        {"position_ids": torch.cat([torch.arange(length) for length in PACKED])[None]},
+        {"cu_seq_lens_q": torch.tensor([0, *PACKED]).cumsum(0)},
+    ],
+    ids=["position_ids", "cu_seq_lens_q"],
+)
+def test_packed_documents_do_not_see_one_another_where_no_gradient_is_computed(packing, make_both, prompts):
+    """There a cache is made unless a call says otherwise, and of what is packed it would be none."""
+    model, ids = make_both("llama").ours, prompts[0][:1]
+    with torch.no_grad():
+        expected = torch.cat([model(part).logits for part in ids.split(PACKED, 1)], 1)
+        found = model(ids, **packing)
+        hidden = model.model(ids, **packing).last_hidden_state
+    assert found.past_key_values is None
+    assert relative_distance(found.logits, expected) <= BOUND
+    assert relative_distance(model.lm_head(hidden), expected) <= BOUND
+    for asked in ({"use_cache": True}, {"past_key_values": transformers.DynamicCache(config=model.config)}):
+        with torch.no_grad(), pytest.raises((DataError, TypeError), match=r"several documents|cu_seq_lens_q"):
+            model(ids, **packing, **asked)
+
+
+def test_positions_that_jump_beside_a_mask_are_those_of_one_document(make_both, prompts):
+    model, ids = make_both("llama").ours, prompts[0][:1]
+    call = {"position_ids": 2 * torch.arange(11)[None], "attention_mask": torch.ones_like(ids)}
+    with torch.no_grad():
+        found, expected = model(ids, **call), model(ids, **call, use_cache=False)
+    assert found.past_key_values.get_seq_length() == 11
+    assert relative_distance(found.logits, expected.logits) <= BOUND
 
 
 def test_a_cache_takes_gradients_and_is_refused_under_checkpointing(make_both, prompts):

@@ -46,5 +46,5 @@ def test_a_tree_without_bounds_or_beside_a_cache_is_refused(make_both):
     batch = shared_prompts(ITEMS)
     with pytest.raises(DataError, match="give both"):
         model(batch["input_ids"], parents=batch["parents"])
-    with torch.no_grad(), pytest.raises(TypeError, match="cu_seqlens"):
+    with torch.no_grad(), pytest.raises(DataError, match="several documents"):
         model(batch["input_ids"], cu_seqlens=batch["cu_seqlens"], parents=batch["parents"], use_cache=True)
