@@ -22,11 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from liger_models.convert.checkpoints.shards import is_sharded, is_zero3
 from liger_models.convert.errors import DataError
 from liger_models.kernels import generalized_jsd, linear_cosine_distillation, linear_jsd
 from liger_models.kernels.losses._logit_tiles import check_temperature
 from liger_models.kernels.losses.divergence import jsd_kind
-from liger_models.layers.head import LMHead, LogitForm
+from liger_models.layers.head import LMHead, LogitForm, Product, in_one_call
 from liger_models.layers.memory.activation_memory import recompute
 from liger_models.layers.model_output import DistillationOutput
 from liger_models.layers.scoring import KnowsItsWrapper, refuse_beside_wrapper
@@ -246,21 +247,42 @@ def _in_chunks(
     """
     (head, hidden, form), (teacher_head, teacher_hidden, teacher_form) = student, teacher
     kept = (targets != IGNORE_INDEX).nonzero()[:, 0]
+    likeliest = lesson.top_k is not None
+    if not likeliest and any(is_sharded(p) or is_zero3(p) for p in teacher_head.parameters()):
+        raise DataError(
+            "the student's head has an adapter, or is no plain one, and the teacher's is sharded and would "
+            "be gathered for each piece of the backward pass, of which processes have unlike numbers; keep "
+            "the teacher whole in each process, leave the head without an adapter, or give top_k"
+        )
 
-    def summed(hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
-        logits = form(_wide(head(hidden)))
-        with torch.no_grad():
-            teacher_logits = teacher_form(_wide(teacher_head(teacher_hidden)))
-        if lesson.divergence == "cosine":
-            return (1 - F.cosine_similarity(logits, teacher_logits, dim=-1)).sum()
-        if lesson.top_k is not None:
-            pair = logits / lesson.temperature, teacher_logits / lesson.temperature
-            return top_k_divergence(*pair, lesson.top_k, lesson.beta).sum()
-        options: Any = {"beta": lesson.beta, "temperature": lesson.temperature}
-        return generalized_jsd(logits, teacher_logits, reduction="sum", **options)
+    @torch.no_grad()
+    def taught(product: Product, hidden: Tensor) -> Tensor:
+        return teacher_form(_wide(product(hidden)))
 
-    pieces = zip(hidden[kept].split(_CHUNK), teacher_hidden[kept].split(_CHUNK), strict=True)
-    return torch.stack([recompute(summed, *piece) for piece in pieces]).sum() / num_items
+    def taught_tokens(product: Product, hidden: Tensor) -> tuple[Tensor, ...]:
+        rows = ((taught(product, x) / lesson.temperature).log_softmax(-1) for x in hidden.split(_CHUNK))
+        tops = [log_p.topk(min(lesson.top_k or 1, log_p.shape[-1]), -1) for log_p in rows]
+        return tuple(torch.cat(columns) for columns in zip(*tops, strict=True))
+
+    def summed(product: Product, hidden: Tensor) -> Tensor:
+        def of_piece(hidden: Tensor, *known: Tensor) -> Tensor:
+            logits = form(_wide(product(hidden)))
+            if likeliest:
+                log_p, tokens = known
+                return top_k_divergence(logits / lesson.temperature, log_p, tokens, lesson.beta).sum()
+            teacher_logits = taught(teacher_head, *known)
+            if lesson.divergence == "cosine":
+                return (1 - F.cosine_similarity(logits, teacher_logits, dim=-1)).sum()
+            options: Any = {"beta": lesson.beta, "temperature": lesson.temperature}
+            return generalized_jsd(logits, teacher_logits, reduction="sum", **options)
+
+        pieces = zip(hidden.split(_CHUNK), *(x.split(_CHUNK) for x in known), strict=True)
+        return torch.stack([recompute(of_piece, *piece) for piece in pieces]).sum()
+
+    known = (teacher_hidden[kept],)
+    if likeliest:  # few numbers a token, so that the teacher is not asked again
+        known = in_one_call(teacher_head, *known, taught_tokens)
+    return in_one_call(head, hidden[kept], summed) / num_items
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -270,9 +292,10 @@ def _wide(x: Tensor) -> Tensor:
 _CHUNK = 1024  # tokens, whose logits are float32
 
 
-def top_k_divergence(logits: Tensor, teacher_logits: Tensor, k: int, beta: float) -> Tensor:
-    """The generalized JSD over the teacher's k likeliest tokens and the rest as one more.  2 [N, V] -> [N]"""
-    log_p, tokens = teacher_logits.log_softmax(-1).topk(min(k, logits.shape[-1]), -1)
+def top_k_divergence(logits: Tensor, log_p: Tensor, tokens: Tensor, beta: float) -> Tensor:
+    """The generalized JSD of logits [N, V] over the teacher's k likeliest tokens [N, k], which have
+    log-probabilities log_p, and the rest as one more.  [N]
+    """
     log_q = logits.gather(-1, tokens) - logits.logsumexp(-1, keepdim=True)
     return generalized_jsd(_with_rest(log_q), _with_rest(log_p), beta=beta, reduction="none")
 

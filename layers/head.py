@@ -112,15 +112,17 @@ def loss_of_head(
     kept = (labels != IGNORE_INDEX).nonzero()[:, 0]
     hidden, labels = hidden[kept], labels[kept]
 
-    def summed_loss(hidden: Tensor, labels: Tensor) -> Tensor:
-        product, cap = head(hidden), form.softcap
-        loss = cross_entropy(product, labels, reduction="sum", logit_scale=form.scale, softcap=cap)
-        assert isinstance(loss, Tensor)  # nothing else was asked for
-        return loss
+    def summed(product: Product, hidden: Tensor) -> Tensor:
+        def of_piece(hidden: Tensor, labels: Tensor) -> Tensor:
+            z, cap = product(hidden), form.softcap
+            loss = cross_entropy(z, labels, reduction="sum", logit_scale=form.scale, softcap=cap)
+            assert isinstance(loss, Tensor)  # nothing else was asked for
+            return loss
 
-    pieces = zip(hidden.split(_CHUNK), labels.split(_CHUNK), strict=True)
-    total = torch.stack([recompute(summed_loss, *piece) for piece in pieces]).sum()
-    return total / (len(labels) if num_items is None else num_items)
+        pieces = zip(hidden.split(_CHUNK), labels.split(_CHUNK), strict=True)
+        return torch.stack([recompute(of_piece, *piece) for piece in pieces]).sum()
+
+    return in_one_call(head, hidden, summed) / (len(labels) if num_items is None else num_items)
 
 
 def scores_of_head(
@@ -140,12 +142,15 @@ def scores_of_head(
     kept = (labels != IGNORE_INDEX).nonzero()[:, 0]
     options = {"logit_scale": form.scale, "softcap": form.softcap, **score.keywords()}
 
-    def scores(hidden: Tensor, labels: Tensor) -> tuple[Tensor | None, ...]:
-        return tuple(log_probs(head(hidden), labels, **options))
+    def scores(product: Product, hidden: Tensor) -> tuple[tuple[Tensor | None, ...], ...]:
+        def of_piece(hidden: Tensor, labels: Tensor) -> tuple[Tensor | None, ...]:
+            return tuple(log_probs(product(hidden), labels, **options))
 
-    # One piece at least, of no tokens: it tells what is asked for, and joins the result to the graph.
-    pieces = zip(hidden[kept].split(_CHUNK), labels[kept].split(_CHUNK), strict=True)
-    columns = zip(*(recompute(scores, *piece) for piece in pieces), strict=True)
+        # One piece at least, of no tokens: it tells what is asked for, and joins the result to the graph.
+        pieces = zip(hidden.split(_CHUNK), labels[kept].split(_CHUNK), strict=True)
+        return tuple(recompute(of_piece, *piece) for piece in pieces)
+
+    columns = zip(*in_one_call(head, hidden[kept], scores), strict=True)
 
     def placed(column: tuple[Tensor | None, ...]) -> Tensor | None:
         parts = [part for part in column if part is not None]
@@ -160,6 +165,25 @@ def scores_of_head(
     weighted_sum = (score.coefficients * found.log_probs).sum()
     constant = [None if column is None else column.detach() for column in found]
     return TokenScores(*constant)._replace(weighted_sum=weighted_sum)  # type: ignore[arg-type]
+
+
+Product = Callable[[Tensor], Tensor]
+
+
+def in_one_call(head: nn.Module, hidden: Tensor, function: Callable[[Product, Tensor], Any]) -> Any:
+    """What function(product, hidden) gives, within one call of the head, whose own forward `product` is.
+
+    Sharding frameworks gather parameters for a call, and exchange gradients behind it. So processes with more
+    pieces than others do not wait for these for ever.
+    """
+    others, product = vars(head).get("forward"), head.forward
+    head.forward = lambda hidden: function(product, hidden)  # type: ignore[method-assign]
+    try:
+        return head(hidden)
+    finally:
+        del head.forward
+        if others is not None:
+            head.forward = others  # type: ignore[method-assign]
 
 
 _CHUNK = 4096  # tokens, as many as make a matrix product run at full speed

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from score_calls import Wrapped
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from liger_models.convert.errors import DataError
+from liger_models.layers import distilling, head
 from liger_models.layers.distilling import Distillation
 from liger_models.layers.model import CausalLM
 from liger_models.layers.scoring import ScoreOptions
@@ -20,6 +23,32 @@ from liger_models.losses import kto_kl, top_entropy
 
 def loss_of(scores):
     return (scores.log_probs.sin() + scores.entropy**2).sum()  # what knows no coefficients beforehand
+
+
+def in_pieces(task: dict[str, Any], own: dict[str, Any], mesh: Any) -> dict[str, Any]:
+    """A head that something is wrapped around, and lessons of the likeliest tokens, go through the labels in
+    pieces, of which the ranks have unlike numbers.
+    """
+    head._CHUNK = distilling._CHUNK = 3
+    made = []
+    for state in (task["state"], task["teacher"]):
+        model = CausalLM(task["spec"])
+        model.load_state_dict(state)
+        model.lm_head = Wrapped(model.lm_head)
+        model.lm_head.load_state_dict({**model.lm_head.state_dict(), "added": task["added"]})
+        for part in (*model.layers, model.lm_head):
+            fully_shard(part, mesh=mesh)
+        made.append(fully_shard(model, mesh=mesh))
+    student, teacher = made
+    loss_of(student.score(**own, entropy=True)).backward()
+    student(**own, num_items_in_batch=20).loss.backward()
+    student.distill(teacher, **own, top_k=4, beta=0.3, num_items_in_batch=20).loss.backward()
+    found: dict[str, Any] = {"pieces": {name: p.grad.full_tensor() for name, p in student.named_parameters()}}
+    try:
+        student.distill(teacher, **own, num_items_in_batch=20)
+    except DataError as error:
+        found["whole rows"] = str(error)
+    return found
 
 
 def results(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
@@ -76,6 +105,7 @@ def results(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
     parallel(**own, distill=lesson, num_items_in_batch=20).loss.backward()
     found["taught, ddp"] = {name: p.grad for name, p in student.named_parameters()}
 
+    found |= in_pieces(task, own, mesh)
     values = torch.arange(3.0 + 2 * rank)  # 0 to 2, and 0 to 4
     found["kl"] = kto_kl(values, values - 1 - rank).item()
     found["top"] = top_entropy(values[None], torch.ones(1, len(values)), 0.4).sum().item()

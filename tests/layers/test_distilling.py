@@ -183,7 +183,7 @@ def test_the_likeliest_tokens_and_the_rest_are_compared_as_trl_does(beta):
     there = torch.ones_like(tokens, dtype=torch.bool)
     rows = [module._add_tail_bucket(x, there) for x in (logits.log_softmax(-1).gather(-1, tokens), log_p)]
     theirs = module._jsd_divergence(rows[0][0], rows[1][0], beta, rows[0][1]).sum(-1)
-    ours = distilling.top_k_divergence(logits, teacher, 7, beta)
+    ours = distilling.top_k_divergence(logits, log_p, tokens, beta)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     own, true = (torch.autograd.grad(x.sin().sum(), logits, retain_graph=True)[0] for x in (ours, theirs))
     torch.testing.assert_close(own, true, rtol=1e-4, atol=1e-6)

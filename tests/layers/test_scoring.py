@@ -197,6 +197,7 @@ def test_two_ranks_make_the_mean_of_the_gradients(model, tmp_path):
     teacher = CausalLM(model.spec)
     teacher.load_state_dict({name: p + 0.1 * torch.randn_like(p) for name, p in state.items()})
     task = {"spec": model.spec, "state": state, "teacher": teacher.state_dict(), "batch": task}
+    task["added"] = torch.randn(model.spec.hidden_size, model.spec.vocab_size) / 9
     torch.save(task, tmp_path / "task.pt")
     found = run_ranks(RANK, tmp_path)
 
@@ -207,9 +208,19 @@ def test_two_ranks_make_the_mean_of_the_gradients(model, tmp_path):
     model.zero_grad()
     model.distill(teacher, ids, labels, beta=0.3, hard_weight=0.2, num_items_in_batch=40).loss.backward()
     taught = {name: p.grad for name, p in model.named_parameters()}
+    for one in (model, teacher):
+        one.zero_grad()
+        one.lm_head = Wrapped(one.lm_head)
+        one.lm_head.added.data = task["added"]
+    (runpy.run_path(str(RANK))["loss_of"](model.score(ids, labels, entropy=True)) / 2).backward()
+    model(ids, labels=labels, num_items_in_batch=40).loss.backward()
+    model.distill(teacher, ids, labels, top_k=4, beta=0.3, num_items_in_batch=40).loss.backward()
+    pieces = {name: p.grad for name, p in model.named_parameters()}
     for rank, results in enumerate(found):
         assert "call the wrapper" in results["refusal"]
+        assert "give top_k" in results["whole rows"]
         wanted = {"ddp": of_scores, "fsdp": of_scores, "taught": taught, "taught, ddp": taught}
+        wanted["pieces"] = pieces
         for wrapper, expected in wanted.items():
             for name, gradient in expected.items():
                 distance = (results[wrapper][name] - gradient).norm()
