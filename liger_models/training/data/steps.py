@@ -30,19 +30,20 @@ def read_steps(
     """Steps without end, each of `size * accumulation` micro-batches of `batch_size` rows: `rank` has every
     `size`-th. For a GPU they lie in memory that it copies from by itself.
     """
-    # A thread of its own begins on the first GPU, where pinning would make it a context.
-    on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     documents = stream.documents
-    with on_device:
-        while True:
+    while True:
+        # A thread of its own begins on the first GPU, where pinning would make it a context. It is another
+        # thread that closes this: the choice must not outlast the work.
+        on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+        with on_device:
             rows = stream.take(size * accumulation * batch_size)
             mine = [rows[first : first + batch_size] for first in range(0, len(rows), batch_size)][rank::size]
             batches = [documents.batch(part) for part in mine]
             if device.type == "cuda":
                 batches = [batch.pinned() for batch in batches]
-            counts = documents.count(rows)
-            if isinstance(documents, Groups):
-                parts = (rows[first : first + batch_size] for first in range(0, len(rows), batch_size))
-                shared = [n for part in parts for n in documents.shared(part) if n]
-                counts = counts._replace(shared=torch.tensor(shared, dtype=torch.int64))
-            yield StepData(batches, counts, documents.have_images(rows), stream.position)
+        counts = documents.count(rows)
+        if isinstance(documents, Groups):
+            parts = (rows[first : first + batch_size] for first in range(0, len(rows), batch_size))
+            shared = [n for part in parts for n in documents.shared(part) if n]
+            counts = counts._replace(shared=torch.tensor(shared, dtype=torch.int64))
+        yield StepData(batches, counts, documents.have_images(rows), stream.position)

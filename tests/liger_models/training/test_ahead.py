@@ -1,10 +1,14 @@
 """Making the next while the last is used."""
 
+import itertools
 import threading
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from liger_models.training.data.ahead import ahead
+from liger_models.training.data.steps import read_steps
 
 
 def test_items_come_in_order_and_the_next_is_made_before_it_is_asked_for():
@@ -38,3 +42,30 @@ def test_who_leaves_early_leaves_no_thread():
     assert next(items) == 0
     items.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ahead")]
+
+
+def test_what_is_read_for_a_gpu_changes_no_thread_s_choice_of_one(monkeypatch):
+    """It is read in one thread and closed in another, which may be at work on a GPU of its own."""
+    chosen = []
+
+    class Choice:
+        def __init__(self, device):
+            self.device = device
+
+        def __enter__(self):
+            chosen.append(self.device)
+
+        def __exit__(self, *_):
+            chosen.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", Choice)
+    second = torch.device("cuda", 1)
+    documents = SimpleNamespace(
+        batch=lambda rows: SimpleNamespace(pinned=lambda: list(chosen)),
+        count=lambda rows: None,
+        have_images=lambda rows: False,
+    )
+    stream = SimpleNamespace(documents=documents, take=lambda count: [0] * count, position=None)
+    for step in itertools.islice(read_steps(stream, 1, 2, 0, 1, second), 2):
+        assert step.batches == [[second], [second]]
+        assert not chosen
