@@ -84,7 +84,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
 
 # Of those that see: how many layers of the language model fit 140 GB beside the whole encoder, with all
 # providers.
-SEEING: Mapping[str, int] = {"qwen2.5-vl-7b": 20, "gemma-3-4b-it": 34, "llama-3.2-11b-vision": 20}
+SEEING: Mapping[str, int] = {"qwen2.5-vl-7b": 28, "gemma-3-4b-it": 34, "llama-3.2-11b-vision": 24}
 
 
 def config_of(model: str, layers: int | None = None, seq: int = 0) -> dict[str, Any]:
