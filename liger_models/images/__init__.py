@@ -3,7 +3,7 @@
 a reference (path, bytes, data URL) -> picture -> the processor of transformers -> ids, marks, pixels
 """
 
-from liger_models.images.files import find_image, open_image
+from liger_models.images.files import Video, find_image, open_image
 from liger_models.images.processor import Preprocessor, Shown, find_preprocessor
 
-__all__ = ["Preprocessor", "Shown", "find_image", "find_preprocessor", "open_image"]
+__all__ = ["Preprocessor", "Shown", "Video", "find_image", "find_preprocessor", "open_image"]

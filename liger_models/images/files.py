@@ -5,6 +5,8 @@
     {"bytes": ..., "path": ...}        either, as tables of datasets have them
     a picture of Pillow                as datasets hand it out
 
+A video is its frames, each named as an image is, and how many of them there are a second.
+
 Nothing is fetched from the web: what stood at an address when a run began may be another thing tomorrow.
 """
 
@@ -16,11 +18,24 @@ import io
 import re
 import urllib.parse
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from liger_models.convert.errors import DataError, abbreviate
 
 ImageSource = Path | bytes
+
+
+class Video(NamedTuple):
+    """Frames, as they are named or as they are found, and how many of them there are a second."""
+
+    frames: list[Any]
+    fps: float
+
+    def found(self, folder: Path) -> Video:
+        """With frames as `find_image` finds them. Raises DataError as that does."""
+        return Video([find_image(frame, folder) for frame in self.frames], self.fps)
+
+
 _OF_PNG = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}={0,2}\s*")
 

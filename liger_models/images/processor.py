@@ -5,7 +5,7 @@ only before. Marks, a character each, go through it with the text: the tokenizer
 out again and remembers where they stood.
 
 Of processors the form that works with Pillow is taken, which needs no torchvision; where a family has none,
-torchvision must be installed.
+and for videos, torchvision must be installed.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.errors import ConfigError, DataError, UnsupportedModelError
-from liger_models.images.files import ImageSource, open_image
+from liger_models.images.files import ImageSource, Video, open_image
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import ModelSpec
 from liger_models.layers.vision import VISIONS
-from liger_models.layers.vision.packing import Seen, pack_seen
+from liger_models.layers.vision.packing import Seen, pack_seen, said_of
 
 FILES = (
     "preprocessor_config.json",
@@ -73,19 +73,19 @@ class Preprocessor:
     def digest(self) -> str:
         """Of all that decides what becomes of an image: the same digest, the same numbers."""
         parts: list[Any] = [repr(self.spec.vision)]
-        parts += [_version(name) for name in ("transformers", "pillow")]
+        parts += [_version(name) for name in ("transformers", "pillow", "torchvision")]
         for name in FILES:
             path = self.folder / name
             parts.append(path.read_bytes().hex() if path.is_file() else None)
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
-    def __call__(self, text: str, spans: Sequence[Span], sources: Sequence[ImageSource]) -> Shown:
-        """What the model reads of a text, as a chat template writes it, and its images.
+    def __call__(self, text: str, spans: Sequence[Span], sources: Sequence[ImageSource | Video]) -> Shown:
+        """What the model reads of a text, as a chat template writes it, and its images and videos.
 
         Args:
-            text: with the family's own mark where each image stands.
+            text: with the family's own mark where each image or video stands.
             spans: half-open, of characters; not overlapping, in their order.
-            sources: the images, in the order of the text.
+            sources: the images and videos, in the order of the text. Of a video all frames are shown.
 
         Raises:
             DataError: an image that cannot be read, or is smaller than a patch; images that do not fit the
@@ -93,21 +93,25 @@ class Preprocessor:
         """
         if BEGIN in text or END in text:
             raise DataError(f"the text has one of the characters {BEGIN!r} and {END!r}, which mark answers")
-        pictures = [self._checked(open_image(source), source) for source in sources]
-        tokenizer = self._processor.tokenizer
+        pictures = [self._opened(source) for source in sources if not isinstance(source, Video)]
+        videos = [self._frames(source) for source in sources if isinstance(source, Video)]
+        processor = self._processor_of_videos if videos else self._processor
+        tokenizer = processor.tokenizer
         try:
-            made = self._processor(
+            made = processor(
                 images=[pictures] if pictures else None,
                 text=[_marked(text, spans)],
                 return_tensors="pt",
                 add_special_tokens=False,
                 padding=False,
+                **_as_given(videos),
             )
         except DataError:
             raise
         except Exception as error:  # of the processor's own, whatever they are
+            found = f"{len(pictures)} images" + (f" and {len(videos)} videos" if videos else "")
             raise DataError(
-                f"the processor of {self.folder} refuses {len(pictures)} images beside this text "
+                f"the processor of {self.folder} refuses {found} beside this text "
                 f"({type(error).__name__}: {error})"
             ) from error
         images = {name: made[name] for name in made if name not in _OF_TOKENS}
@@ -142,12 +146,20 @@ class Preprocessor:
         self._vision.finish(sight)
 
     def image_places(self, ids: Tensor) -> Tensor:
-        """Where tokens of images stand among ids [T]: [n] int64."""
-        assert self.spec.vision is not None
-        return torch.eq(ids, self.spec.vision.image_id).nonzero()[:, 0]
+        """Where tokens of images and videos stand among ids [T]: [n] int64."""
+        said = said_of(self.spec.vision, ids, torch.zeros_like(ids), shown=False)
+        return (~said).nonzero()[:, 0]
 
-    def _checked(self, picture: Any, source: ImageSource) -> Any:
+    def _frames(self, video: Video) -> tuple[list[Any], float]:
+        frames = [self._opened(frame) for frame in video.frames]
+        if len(sizes := {frame.size for frame in frames}) > 1:
+            found = " and ".join(f"{width} times {height}" for width, height in sorted(sizes)[:2])
+            raise DataError(f"a video has frames of {found} pixels; expected one size")
+        return frames, video.fps
+
+    def _opened(self, source: ImageSource) -> Any:
         assert self.spec.vision is not None
+        picture = open_image(source)
         side = self.spec.vision.patches.size
         if min(picture.size) < side:
             name = "an image given as bytes" if isinstance(source, bytes) else f"the image {source}"
@@ -164,9 +176,11 @@ class Preprocessor:
 
     @functools.cached_property
     def _processor(self) -> Any:
-        processor = load_processor(self.folder)
-        processor.tokenizer = _Unmarking(processor.tokenizer)
-        return processor
+        return _unmarking(load_processor(self.folder))
+
+    @functools.cached_property
+    def _processor_of_videos(self) -> Any:
+        return _unmarking(load_processor(self.folder, videos=True))
 
 
 def find_preprocessor(folder: Path) -> Preprocessor | None:
@@ -182,12 +196,12 @@ def find_preprocessor(folder: Path) -> Preprocessor | None:
     return None if spec.vision is None else Preprocessor(folder, spec)
 
 
-def load_processor(folder: Path) -> Any:
+def load_processor(folder: Path, videos: bool = False) -> Any:
     """The processor of transformers in a folder, with the form of its image processor that needs no
-    torchvision, where there is one. It takes no videos.
+    torchvision, where there is one. It takes videos if that is asked for.
 
     Raises:
-        DataError: a package or a file is missing.
+        DataError: a package or a file is missing, or it knows no videos.
     """
     try:
         import transformers
@@ -209,25 +223,44 @@ def load_processor(folder: Path) -> Any:
             "wants torchvision: pip install torchvision"
         )
     tokenizer_class = _tokenizer_class(transformers, base)
+    if videos:
+        _check_videos(folder, base)
 
-    class WithoutVideos(base):  # type: ignore[valid-type, misc]
+    class Chosen(base):  # type: ignore[valid-type, misc]
         @classmethod
         def _get_arguments_from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> list[Any]:
             made = {
                 "image_processor": lambda: image_class.from_pretrained(name),
                 "tokenizer": lambda: tokenizer_class.from_pretrained(name),
             }
+            if videos:
+                made["video_processor"] = lambda: transformers.AutoVideoProcessor.from_pretrained(name)
             return [made.get(attribute, lambda: None)() for attribute in cls.get_attributes()]
 
         def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
             return None if argument is None else super().check_argument_for_proper_class(name, argument)
 
     try:
-        return WithoutVideos.from_pretrained(str(folder))
+        return Chosen.from_pretrained(str(folder))
     except Exception as error:  # of files that others wrote
         raise DataError(
             f"the processor in {folder} cannot be loaded ({type(error).__name__}: {error})"
         ) from error
+
+
+def _check_videos(folder: Path, processor_class: Any) -> None:
+    """
+    Raises:
+        DataError: this class of processors takes no videos, or what it needs is not installed.
+    """
+    instead = "give some frames of each, as images in their order"
+    if "video_processor" not in processor_class.get_attributes():
+        raise DataError(f"{processor_class.__name__} of {folder} takes no videos: {instead}")
+    if importlib.util.find_spec("torchvision") is None:
+        raise DataError(
+            "videos need torchvision, for which transformers has no processor of them without: pip install "
+            f"torchvision; or {instead}"
+        )
 
 
 def _named(folder: Path) -> dict[str, str]:
@@ -276,6 +309,33 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _as_given(videos: Sequence[tuple[list[Any], float]]) -> dict[str, Any]:
+    """Keywords of a processor by which all frames of videos are shown, at their times."""
+    if not videos:
+        return {}
+    import numpy
+
+    about = [
+        {
+            "total_num_frames": len(frames),
+            "fps": fps,
+            "duration": len(frames) / fps,
+            "frames_indices": list(range(len(frames))),
+            "width": frames[0].width,
+            "height": frames[0].height,
+        }
+        for frames, fps in videos
+    ]
+    pixels = [numpy.stack([numpy.asarray(frame) for frame in frames]) for frames, _ in videos]
+    return {"videos": pixels, "video_metadata": about, "do_sample_frames": False}
+
+
+def _unmarking(processor: Any) -> Any:
+    """The same with a tokenizer that takes marks out."""
+    processor.tokenizer = _Unmarking(processor.tokenizer)
+    return processor
 
 
 def _marked(text: str, spans: Sequence[Span]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 
@@ -12,7 +13,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 import liger_models
 from liger_models.architectures import find_architecture
 from liger_models.convert.errors import DataError
-from liger_models.images import Preprocessor
+from liger_models.images import Preprocessor, Video
+from liger_models.images.processor import load_processor
 from liger_models.layers.spec import VisionSpec
 from liger_models.layers.vision.packing import Seen, pack_seen
 
@@ -186,3 +188,65 @@ def test_kinds_of_tokens_are_those_of_the_processor(seeing):
     )
     name = preprocessor.spec.vision.kinds
     assert torch.equal(preprocessor.call(made)[name], given[name])
+
+
+VIDEOS = {
+    "qwen3_vl": ("Qwen3VL", {**QWEN, "size": {"shortest_edge": 64, "longest_edge": 4096}}, "<|video_pad|>"),
+    "gemma4": ("Gemma4", {"patch_size": 3, "pooling_kernel_size": 2, "max_soft_tokens": 70}, "<|video|>"),
+    "llava_onevision": ("LlavaOnevision", {"size": {"height": 10, "width": 10}}, "<video>"),
+    "internvl": ("InternVL", {"size": {"height": 13, "width": 13}}, "<video>"),
+}
+
+
+def test_frames_of_videos_are_what_the_familys_processor_makes_of_them(seeing, request):
+    """Beside an image, and packed behind another conversation."""
+    family = request.node.callspec.params["seeing"]
+    preprocessor, model, place = seeing
+    frames = [png((24, 18), (60 * i, 3, 3)) for i in range(4)]
+    video = Video(frames, 2.0)
+    if family not in VIDEOS:
+        with pytest.raises(DataError, match="takes no videos: give some frames of each"):
+            preprocessor("what?", [], [video])
+        return
+    name, settings, video_place = VIDEOS[family]
+    if family == "qwen3_vl":
+        settings.pop("min_pixels", None), settings.pop("max_pixels", None)
+    written = {"video_processor_type": f"{name}VideoProcessor", **settings}
+    (preprocessor.folder / "video_preprocessor_config.json").write_text(json.dumps(written))
+    if importlib.util.find_spec("torchvision") is None:
+        with pytest.raises(DataError, match="videos need torchvision"):
+            preprocessor("what?", [], [video])
+        return
+    image = png((20, 25), (3, 3, 250))
+    text = f"<s>{place}what?{video_place}what?red"
+    if family == "gemma4" and transformers.__version__ < "5.23":  # whose videos have another form
+        with pytest.raises(DataError, match="without num_frames_per_video"):
+            preprocessor(text, [], [image, video])
+        return
+    made = preprocessor(text, [(len(text) - 3, len(text))], [image, video])
+    assert made.trained.tolist() == [False] * (len(made.ids) - 1) + [True]
+    # That of Gemma 4 wants to hear, too.
+    load = load_processor if family == "gemma4" else transformers.AutoProcessor.from_pretrained
+    options = {"videos": True} if family == "gemma4" else {}
+    given = load(preprocessor.folder, **options)(
+        images=[[Image.open(io.BytesIO(image))]],
+        videos=[[Image.open(io.BytesIO(frame)) for frame in frames]],
+        video_metadata=[{"total_num_frames": 4, "fps": 2.0, "frames_indices": [0, 1, 2, 3]}],
+        do_sample_frames=False,
+        text=[text],
+        return_tensors="pt",
+        add_special_tokens=False,
+        padding=False,
+    )
+    assert torch.equal(made.ids, given["input_ids"][0])
+    for name, tensor in made.images.items():
+        if name != "pixel_values":  # of which the form for Pillow rounds otherwise
+            torch.testing.assert_close(tensor, torch.as_tensor(given[name]).to(tensor.dtype))
+    other = conversation(preprocessor, place, "red", image)
+    call = pack_seen(model.spec.vision, [Seen(*other), Seen(*made)])
+    ids = torch.cat([other.ids, made.ids])[None]
+    bounds = torch.tensor([0, len(other.ids), ids.shape[1]])
+    with torch.no_grad():
+        packed = model(ids, cu_seqlens=bounds, **call).logits[0, len(other.ids) :]
+        alone = model(made.ids[None], **preprocessor.call(made)).logits[0]
+    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)

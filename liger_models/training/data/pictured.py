@@ -16,7 +16,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from liger_models.convert.errors import DataError
-from liger_models.images import Preprocessor, find_image
+from liger_models.images import Preprocessor, Video, find_image
 from liger_models.images.files import ImageSource
 from liger_models.images.processor import Shown, Span
 from liger_models.layers.vision.packing import OF_TOKENS
@@ -51,7 +51,7 @@ class Told(NamedTuple):
 
     text: str
     spans: list[Span]
-    sources: list[ImageSource]
+    sources: list[ImageSource | Video]
 
 
 class Work(NamedTuple):
@@ -129,10 +129,14 @@ class PicturedEncoder:
     def _told(self, record: Record, conversation: Conversation) -> Told:
         text, spans = self._rendered(conversation.messages, conversation.given, record.options)
         check_text(record.where, text)
-        sources = [find_image(given, record.folder) for given in conversation.images]
-        for source in sources:
-            if isinstance(source, Path) and source not in self.seen and source.is_file():
-                self.seen[source] = Source(str(source), source).identity()
+        sources = [
+            given.found(record.folder) if isinstance(given, Video) else find_image(given, record.folder)
+            for given in conversation.images
+        ]
+        for found in sources:
+            for source in found.frames if isinstance(found, Video) else [found]:
+                if isinstance(source, Path) and source not in self.seen and source.is_file():
+                    self.seen[source] = Source(str(source), source).identity()
         return Told(text, spans, sources)
 
     def _rendered(

@@ -5,7 +5,8 @@
 Beside messages `tools` and `chat_template_kwargs` are what the chat template reads.
 
 Images stand in messages as parts {"type": "image", "image": ...}, or as {"type": "image"} or "<image>" whose
-images stand in "images" beside "messages". How one is named: liger_models/images/files.py.
+images stand in "images" beside "messages". How one is named: liger_models/images/files.py. A video is a part
+{"type": "video", "video": [frames], "fps": ...} that names its frames, and how many there are a second.
 
 Where answers are compared or judged:
 
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from liger_models.convert.errors import DataError, abbreviate
+from liger_models.images.files import Video
 from liger_models.training.chat_template import OWN_NAMES
 
 FORMS = ("text", "prompt/completion", "messages")
@@ -40,8 +42,9 @@ NOTHING: Mapping[str, Any] = {}
 
 
 class Conversation(NamedTuple):
-    """Messages, in which {"type": "image"} is the place of an image; what names the images, in their order;
-    and how many of the messages are given: what the assistant says there is not learned.
+    """Messages, in which {"type": "image"} is the place of an image and {"type": "video"} that of a video;
+    what names the images, and `Video`s, in their order; and how many of the messages are given: what the
+    assistant says there is not learned.
     """
 
     messages: list[dict[str, Any]]
@@ -69,9 +72,10 @@ class Record(NamedTuple):
 
     @property
     def images(self) -> int:
-        """How many it has."""
+        """How many it has, frames of videos among them."""
         parts = self.content if self.form in (PAIRS, LABELLED) else (self.content,)
-        return sum(len(part.images) for part in parts if isinstance(part, Conversation))
+        shown = [one for part in parts if isinstance(part, Conversation) for one in part.images]
+        return sum(len(one.frames) if isinstance(one, Video) else 1 for one in shown)
 
 
 def fields_of(forms: tuple[str, ...]) -> set[str]:
@@ -174,7 +178,10 @@ def _check_shown(where: str, form: str, fields: dict[str, Any]) -> None:
         )
 
 
-_INSTEAD_OF_VIDEOS = "and only images are trained on: give some frames of each, as images in their order"
+_INSTEAD_OF_VIDEOS = (
+    'and a video is its frames here: give a part {"type": "video", "video": [frames], "fps": ...} where it '
+    "stands, or some of its frames as images"
+)
 
 
 def _with_common_prompt(fields: dict[str, Any]) -> dict[str, Any]:
@@ -267,12 +274,12 @@ def _take_images(where: str, messages: list[dict[str, Any]], listed: Any) -> Con
         for part in message["content"]
         if isinstance(part, dict)
     }
-    if other := sorted(kinds & {"video", "audio", "video_url", "input_audio"}):
+    if other := sorted(kinds & {"audio", "video_url", "input_audio"}):
         raise DataError(
             f"{where}: a message has a part of type {other[0]!r}, "
-            + (_INSTEAD_OF_VIDEOS if "video" in other[0] else "and only images are trained on")
+            + (_INSTEAD_OF_VIDEOS if "video" in other[0] else "and only images and videos are trained on")
         )
-    if not column and not kinds & {"image", "image_url"}:
+    if not column and not kinds & {"image", "image_url", "video"}:
         return Conversation(messages, [])
     messages, images = [dict(message) for message in messages], []
     waiting = iter(column)
@@ -287,10 +294,10 @@ def _take_images(where: str, messages: list[dict[str, Any]], listed: Any) -> Con
         if not isinstance(content, list):
             continue
         for part in content:
-            if not isinstance(part, dict) or part.get("type") not in ("text", "image", "image_url"):
+            if not isinstance(part, dict) or part.get("type") not in ("text", "image", "image_url", "video"):
                 raise DataError(
                     f"{where}: message {number} has the part {abbreviate(part)}; expected an object of type "
-                    "'text' or 'image'"
+                    "'text', 'image' or 'video'"
                 )
             if part["type"] == "text":
                 if not isinstance(part.get("text"), str):
@@ -302,8 +309,11 @@ def _take_images(where: str, messages: list[dict[str, Any]], listed: Any) -> Con
                     f"{where}: message {number} of the assistant has an image, which a model that writes "
                     "text cannot learn to say; let it stand in what is asked"
                 )
-            images.append(_image_of(where, number, part, waiting))
-            parts.append({"type": "image"})
+            is_video = part["type"] == "video"
+            images.append(
+                _video_of(where, number, part) if is_video else _image_of(where, number, part, waiting)
+            )
+            parts.append({"type": "video" if is_video else "image"})
         message["content"] = parts
     if left := len(list(waiting)):
         raise DataError(
@@ -311,6 +321,18 @@ def _take_images(where: str, messages: list[dict[str, Any]], listed: Any) -> Con
             f'messages: each needs {PLACE!r} in a text, or a part {{"type": "image"}}'
         )
     return Conversation(messages, images)
+
+
+def _video_of(where: str, number: int, part: dict[str, Any]) -> Video:
+    frames, fps = part.get("video"), part.get("fps", part.get("sample_fps"))
+    if not isinstance(frames, list) or not frames:
+        raise DataError(f"{where}: message {number} has the video {abbreviate(frames)}, {_INSTEAD_OF_VIDEOS}")
+    if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < float("inf"):
+        raise DataError(
+            f"{where}: message {number} has a video whose 'fps' is {abbreviate(fps)}; expected how many of "
+            "its frames there are a second, by which models tell when something happens"
+        )
+    return Video(frames, float(fps))
 
 
 def _image_of(where: str, number: int, part: dict[str, Any], waiting: Any) -> Any:

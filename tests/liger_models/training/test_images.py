@@ -4,6 +4,7 @@ import base64
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -179,6 +180,63 @@ def test_answers_alone_are_trained(load):
         assert ids.count(WORDS.index("<|image_pad|>")) == features
 
 
+class VideoProcessor(dict):  # which processors can tell in their logs
+    """As that of transformers, for frames of a size that needs no other."""
+
+    temporal_patch_size, merge_size, model_input_names = 2, 2, ["pixel_values_videos", "video_grid_thw"]
+
+    def __init__(self, vision):
+        self.vision = vision
+
+    def __call__(self, videos, video_metadata, do_sample_frames, **options):
+        assert not do_sample_frames
+        made = [self.vision.cut(torch.from_numpy(video).permute(0, 3, 1, 2) / 255) for video in videos]
+        from transformers.video_utils import VideoMetadata
+
+        return {
+            "pixel_values_videos": torch.cat([patches for patches, _ in made]),
+            "video_grid_thw": torch.tensor([grid for _, grid in made]),
+            "video_metadata": [VideoMetadata(**about) for about in video_metadata],
+        }
+
+
+def test_videos_are_trained_by_their_frames(load, jsonl, tmp_path, monkeypatch):
+    """Beside images, in a row of their own and packed, at the times of their frames."""
+    _, model = load()
+    monkeypatch.setattr("liger_models.images.processor._check_videos", lambda *found: None)
+    made = VideoProcessor(model.vision)
+    monkeypatch.setattr("transformers.AutoVideoProcessor", SimpleNamespace(from_pretrained=lambda name: made))
+    monkeypatch.setattr(
+        "transformers.processing_utils.ProcessorMixin.check_argument_for_proper_class", lambda *found: None
+    )
+    for i, colour in enumerate(("red", "green", "blue")):
+        (tmp_path / f"{i}.png").write_bytes(png(colour, (24, 18)))
+    frames = {"type": "video", "video": ["0.png", "1.png", "2.png"], "fps": 4}
+    still = {"type": "image", "image": "0.png"}
+    question = {"role": "user", "content": [frames, still, {"type": "text", "text": "what?"}]}
+    both = {"messages": [question, {"role": "assistant", "content": "red"}]}
+    file = jsonl(tmp_path / "a.jsonl", [asked(frames, "red"), both, asked(still, "blue")])
+    documents, model = load(file)
+    assert documents.counts["images"] == 3 + 4 + 1
+    (row,) = Stream(documents, 512, 0).take(1)
+    batch, alone = documents.batch([row]), [documents.batch([[piece]]) for piece in row]
+    assert batch.images["video_grid_thw"].tolist() == [[2, 6, 8]] * 2
+    assert batch.images["second_per_grid_ts"].tolist() == [0.5] * 2  # two frames of a quarter of a second
+    assert batch.images["mm_token_type_ids"].eq(2).sum() == 2 * 24
+    labels = int((batch.shift_labels != -100).sum())
+
+    def loss(batch):
+        bounds = {"cu_seqlens": batch.cu_seqlens, "shift_labels": batch.shift_labels}
+        return model(batch.input_ids, num_items_in_batch=labels, **bounds, **batch.images).loss.item()
+
+    assert loss(batch) == pytest.approx(sum(map(loss, alone)), rel=1e-5)
+    (tmp_path / "1.png").write_bytes(png("green", (24, 24)))
+    with pytest.raises(
+        DataError, match=r"a\.jsonl, line 1: a video has frames of 24 times 18 and 24 times 24"
+    ):
+        load(file)
+
+
 def test_text_that_begins_within_a_document_has_no_images(load, conversations, tmp_path):
     (tmp_path / "a.txt").write_text("what? " * 200)
     documents, _ = load(conversations, tmp_path / "a.txt")
@@ -245,9 +303,17 @@ BAD = [
     bad("an image that is nowhere", asked({"type": "image"}, "red")),
     bad("2 of them have no place", asked({"type": "image"}, "red") | {"images": ["a.png"] * 3}, a=GOOD),
     bad("refuses 1 images", asked({"type": "image", "path": "a.png"}, "red", "<|image_pad|>"), a=GOOD),
-    bad("part of type 'video', .*frames of each", asked({"type": "video", "video": "a.mp4"}, "red")),
+    bad("the video 'a.mp4', and a video is its frames", asked({"type": "video", "video": "a.mp4"}, "red")),
+    bad(
+        "a video whose 'fps' is None; expected how many",
+        asked({"type": "video", "video": ["a.png"]}, "red"),
+    ),
     bad("part of type 'audio', and only images", asked({"type": "audio", "audio": "a.mp3"}, "red")),
-    bad("are 'videos', .*frames of each", asked({"type": "text", "text": "?"}, "red") | {"videos": ["a"]}),
+    bad(
+        "are 'videos', and a video is its frames",
+        asked({"type": "text", "text": "?"}, "red") | {"videos": ["a"]},
+    ),
+    bad("frame.png does not exist", asked({"type": "video", "video": ["frame.png"], "fps": 2}, "red")),
     bad("'images' beside prompt/completion", {"prompt": "?", "completion": "red", "images": ["a.png"]}),
     bad("'images' beside text", {"text": "<image> is red", "images": ["a.png"]}),
     bad(
