@@ -82,21 +82,20 @@ def train_with_trainer(folder: Path, batch: dict, device: str, **settings: Any) 
     """Two steps of Trainer. Under ZeRO-3 the arguments come before the model: its tensors are divided as they
     are read.
     """
-    arguments = transformers.TrainingArguments(
-        str(folder / "run"),
-        per_device_train_batch_size=2,
-        max_steps=2,
-        learning_rate=RATE,
-        lr_scheduler_type="constant",
-        optim="sgd",
-        max_grad_norm=0,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=device == "cpu",
-        **settings,
-    )
+    plain = {
+        "per_device_train_batch_size": 2,
+        "max_steps": 2,
+        "learning_rate": RATE,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "max_grad_norm": 0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": device == "cpu",
+    }
+    arguments = transformers.TrainingArguments(str(folder / "run"), **plain | settings)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     empty = sum(p.numel() == 0 for p in model.parameters())
     rows = [{name: value[i] for name, value in batch.items()} for i in range(len(batch["input_ids"]))]

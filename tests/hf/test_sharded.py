@@ -18,9 +18,11 @@ pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="torch was built without distributed"
 )
 
-# Tied and untied heads, both orders of norms, experts in two forms, sinks.
+# Tied and untied heads, both orders of norms, experts in two forms, sinks. DDP comes first: what accelerate
+# is told of FSDP stays in the process.
 CASES = {
     "ddp-llama": ("accelerate", {}),
+    "trainer-ddp-llama": ("trainer", {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}),
     "fsdp-llama": ("accelerate", {"fsdp": {}, "level": "mlp"}),
     "fsdp-gemma2": ("accelerate", {"fsdp": {"state_dict_type": "FULL_STATE_DICT"}}),
     "fsdp-gemma3_text": ("accelerate", {"fsdp": {"cpu_ram_efficient_loading": True}}),
@@ -75,7 +77,7 @@ def train_alone(model, batch, momentum):
 @pytest.mark.supports("FSDP2", "through accelerate", "through Trainer", "tied heads", "experts")
 @pytest.mark.supports("FSDP2", "save_state and load_state", "activation checkpointing", "export")
 @pytest.mark.supports("accelerate", "DDP", "FSDP2")
-@pytest.mark.supports("Trainer", "FSDP2")
+@pytest.mark.supports("Trainer", "DDP", "FSDP2")
 def test_two_ranks_train_as_one(make_both, four_rows, tmp_path, run_ranks):
     ranks, references = check(CASES, make_both, four_rows, tmp_path, run_ranks)
     for name, (way, _) in CASES.items():

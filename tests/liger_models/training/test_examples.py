@@ -1,27 +1,40 @@
 """The examples of post-training, shortened: what they show is there."""
 
 import importlib
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from liger_models import cli
+
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
+@pytest.fixture
+def examples(monkeypatch):
+    """Imports an example by its name. Its commands run in this process, which has torch already."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+
+    def run(*words):
+        assert cli.main(list(map(str, words))) == 0
+
+    monkeypatch.setattr(importlib.import_module("demo"), "liger_models", run)
+    yield importlib.import_module
+    for name in ("demo", "learn_a_preference"):
+        sys.modules.pop(name, None)  # which would keep what was set
+
+
 @pytest.mark.slow
-def test_a_small_model_learns_a_preference(tmp_path):
-    command = [sys.executable, EXAMPLES / "learn_a_preference.py", "--output", tmp_path, "--steps", "30"]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "the chosen answer more likely than before: 0% -> 100%" in done.stdout
+def test_a_small_model_learns_a_preference(examples, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["learn_a_preference.py", "--output", str(tmp_path), "--steps", "30"])
+    assert examples("learn_a_preference").main() == 0
+    assert "the chosen answer more likely than before: 0% -> 100%" in capsys.readouterr().out
     assert (tmp_path / "preferring" / "loss.png").is_file()
 
 
-def test_the_reward_of_grpo_in_a_loop_rises(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    rewards = importlib.import_module("grpo_in_a_loop").main(steps=25)
+def test_the_reward_of_grpo_in_a_loop_rises(examples):
+    rewards = examples("grpo_in_a_loop").main(steps=25)
     # By chance a place is right one time in twelve; the mean of five steps of 128 answers scatters by 0.03.
     assert sum(rewards[:3]) / 3 < 0.2
     assert sum(rewards[-5:]) / 5 > 0.35

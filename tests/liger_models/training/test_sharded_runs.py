@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -78,8 +79,11 @@ def runs(tmp_path_factory, settings_for, experts, judged):
         "reward": {"data": (judged["pairs"],), "shard": "full"},
         "distill": {"shard": "full", "objective_options": {"teacher": str(experts)}},
     }
+    if importlib.util.find_spec("peft"):
+        objectives["adapters"] = {"objective": "sft", "shard": "none", "lora": "r=4"}
+    few = {"seq_len": 96, "save_every": 0, "steps": 3, "batch_size": 2}
     for name, own in objectives.items():
-        own |= options | {"objective": name, "seq_len": 96, "save_every": 0, "steps": 3, "batch_size": 2}
+        objectives[name] = own = options | few | {"objective": name} | own
         alone = own | {"gradient_accumulation": 4, "shard": None, "data_cache": str(folder / "cache")}
         train(settings_for(folder / f"{name}_one", **alone))
     (folder / "begun_by_one").mkdir()
@@ -149,15 +153,17 @@ def test_two_ranks_train_as_one_process_however_the_model_is_shared(other, runs)
             assert a.get(key, 0) == pytest.approx(b.get(key, 0), rel=1e-4), key
 
 
-@pytest.mark.parametrize("objective", ["dpo", "kto", "reward", "distill"])
+@pytest.mark.parametrize("objective", ["dpo", "kto", "reward", "distill", "adapters"])
 def test_an_objective_is_a_mean_over_all_ranks(objective, runs):
     """Rounding as above. Ranks have unlike numbers of pairs, and of good answers; the reference's scores are
     computed by one process, and by two.
     """
     folder, outcomes = runs
+    if objective == "adapters":
+        pytest.importorskip("peft", reason="peft is not installed")
     lines = (folder / f"{objective}_one" / "metrics.jsonl").read_text().splitlines()
-    two = outcomes[0][{"dpo": 12, "kto": 13, "reward": 14, "distill": 15}[objective]]
-    told = {"kto": ("kl", "good_reward", "bad_reward"), "distill": ("divergence",)}
+    two = outcomes[0][{"dpo": 12, "kto": 13, "reward": 14, "distill": 15, "adapters": 16}[objective]]
+    told = {"kto": ("kl", "good_reward", "bad_reward"), "distill": ("divergence",), "adapters": ()}
     told = told.get(objective, ("margin", "accuracy"))
     for a, b in zip(map(json.loads, lines), two, strict=True):
         assert b["tokens"] == a["tokens"]

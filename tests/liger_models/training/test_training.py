@@ -229,15 +229,12 @@ def test_a_float16_checkpoint_asks_for_a_dtype(run, settings, tiny_checkpoint):
     run(settings(model=source, dtype="float32", steps=1))
 
 
-@pytest.mark.parametrize("lora", [None, "r=4"])
-def test_two_ranks_train_as_one_process_with_the_same_batch(lora, run, settings, losses, tmp_path):
+def test_two_ranks_train_as_one_process_with_the_same_batch(run, settings, tmp_path):
     """Two gloo processes under torchrun, each with the whole model and half the rows (DDP): every loss and
     every gradient's norm.
     """
-    if lora is not None:
-        pytest.importorskip("peft")
-    one = run(settings(gradient_accumulation=4, output=str(tmp_path / "one"), save_every=0, lora=lora))
-    options = {"output": str(tmp_path / "two"), "save_every": 0, "lora": lora, "shard": "none"}
+    one = run(settings(gradient_accumulation=4, output=str(tmp_path / "one"), save_every=0))
+    options = {"output": str(tmp_path / "two"), "save_every": 0, "shard": "none"}
     config = settings(gradient_accumulation=2, **options)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     subprocess.run(
