@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree
 
@@ -58,7 +59,20 @@ class DistillationOutput(CausalLMOutput):
 
 
 class ScoreOutput(ModelOutput):
-    """What `model.score` gives, [batch, seq - 1] or [batch, seq], each only if it was asked for."""
+    """What `model.score` gives, [batch, seq - 1] or [batch, seq], each only if it was asked for.
+
+    Raises:
+        TypeError: a wrapper rounds them: a loss would be one of other scores.
+    """
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16):
+            raise TypeError(
+                f"{name} would be rounded to {value.dtype}: the model is wrapped with an output_dtype (of "
+                "FSDP2's MixedPrecisionPolicy; accelerate sets one by itself), and scores are float32; make "
+                "that output_dtype torch.float32"
+            )
+        super().__setitem__(name, value)
 
     @property
     def log_probs(self) -> Tensor:

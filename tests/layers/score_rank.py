@@ -80,6 +80,12 @@ def results(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
             again = model.score(**own, coefficients=coefficients)
             found["weighted"] = again.weighted_sum.item(), (coefficients * again.log_probs).sum().item()
             found["dtypes"] = scores.log_probs.dtype, scores.entropy.dtype
+            policy = MixedPrecisionPolicy(output_dtype=torch.bfloat16)
+            rounding = fully_shard(CausalLM(task["spec"]), mesh=mesh, mp_policy=policy)
+            try:
+                rounding.score(**own)
+            except TypeError as error:
+                found["rounding"] = str(error)
             continue
         loss_of(scores).backward()
         if wrapper == "ddp":

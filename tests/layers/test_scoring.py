@@ -230,5 +230,6 @@ def test_two_ranks_make_the_mean_of_the_gradients(model, tmp_path):
         assert results["top"] == (1, 3)[rank]  # of 0 0 1 1 2 2 3 4 those above 1.2
         # Under a policy that casts what layers are given, coefficients and scores stay float32.
         assert results["dtypes"] == (torch.float32, torch.float32)
+        assert "log_probs would be rounded to torch.bfloat16" in results["rounding"]
         weighted, summed = results["weighted"]
         assert abs(weighted - summed) <= 1e-5 * abs(summed)
