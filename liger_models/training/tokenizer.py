@@ -46,7 +46,8 @@ class TextTokenizer:
     """The tokenizer in `folder`.
 
     Attributes: `vocab_size` (one more than the largest id), `bos_id` and `eos_id` (None where no file names
-    one). Raises DataError for a missing or unreadable tokenizer.json.
+    one), and `special_ids`, of all special tokens. Raises DataError for a missing or unreadable
+    tokenizer.json.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -71,6 +72,9 @@ class TextTokenizer:
         self.bos_id = self._special("bos_token")
         self.eos_id = self._special("eos_token")
         self.pad_id = self._special("pad_token")
+        added = self.backend.get_added_tokens_decoder()
+        named = {index for index in (self.bos_id, self.eos_id) if index is not None}
+        self.special_ids = frozenset(named.union(index for index, token in added.items() if token.special))
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, with the special tokens that the tokenizer itself adds (usually bos)."""

@@ -313,6 +313,8 @@ class _Builder:
                 self._add_group(encoded, encoded.group)
                 continue
             record, ids, trained, whole, more, images, needed, _ = encoded
+            if not self.open:
+                self._count_ends(record, ids, trained)
             if whole and self.length is not None and len(ids) > self.length + 1:
                 _check_cut(record, needed, self.length, f"seq_len {self.length}")
                 self.writer.counts["truncated"] += 1
@@ -355,6 +357,15 @@ class _Builder:
         if record.images:
             self.writer.counts["images"] += record.images
 
+    def _count_ends(self, record: Record, ids: list[int], trained: bytes) -> None:
+        """Count what is allowed, and hardly ever meant."""
+        bos = self.tokenizer.bos_id
+        if bos is not None and ids[:2] == [bos, bos]:
+            self.writer.counts["that begin with the token of a beginning twice"] += 1
+        unended = _answers_without_end(ids, trained, self.tokenizer.special_ids)
+        if record.form == "messages" and unended:
+            self.writer.counts["answers without a token that ends them"] += unended
+
     def _note_largest(self, record: Record, ids: list[int]) -> None:
         largest = max(ids, default=0)
         if largest > self.writer.extremes["token"].value:
@@ -372,3 +383,17 @@ def _check_cut(record: Record, needed: tuple[int, ...], length: int, name: str) 
             f"{record.where}: the example's last image ends at position {max(needed)}, and would be cut at "
             f"{name}; raise --seq-len, or take smaller images"
         )
+
+
+def _answers_without_end(ids: list[int], trained: bytes, special: frozenset[int]) -> int:
+    """How many runs of trained tokens have no special token among their last ones: who learns them does not
+    learn to stop.
+    """
+    count, stop, marks = 0, 0, trained + b"\0"
+    while stop := marks.find(b"\1\0", stop) + 1:
+        start = max(marks.rfind(b"\0", 0, stop) + 1, stop - _LAST)
+        count += special.isdisjoint(ids[start:stop])
+    return count
+
+
+_LAST = 3  # a line's end often follows that of a turn

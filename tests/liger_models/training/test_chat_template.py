@@ -240,3 +240,32 @@ def test_of_a_pair_the_answers_alone_are_trained_where_marks_stand_in_the_prompt
     jsonl(tmp_path / "data.jsonl", [record])
     _, trained, _ = written(tmp_path / "data.jsonl", form="prompt/chosen/rejected")
     assert trained == "goodbad"
+
+
+# -- what is allowed, and told of
+
+
+NO_ENDS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+ASKED = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "unended"),
+    [(NO_ENDS + ASKED, 2), (NO_ENDS.replace("{% endfor", "</s>\n\n{% endfor") + ASKED, 0)],
+)
+def test_answers_that_nothing_ends_are_counted(tokenizer_folder, tmp_path, jsonl, template, unended):
+    """Some templates begin the next turn and end none: a model that learns from them talks on."""
+    tokenizer = template_folder(tokenizer_folder, tmp_path, template)
+    jsonl(tmp_path / "data.jsonl", [{"messages": [*CHAT, {"role": "user", "content": "h"}]}])
+    documents = load_documents([str(tmp_path / "data.jsonl")], tokenizer, seq_len=200, vocab_size=320)
+    assert documents.counts["answers without a token that ends them"] == unended
+
+
+@pytest.mark.parametrize(
+    "record", [{"text": "<s>abc"}, {"prompt": "<s>abc", "completion": "d"}, {"text": "abc"}]
+)
+def test_a_beginning_that_is_written_out_and_added_once_more_is_counted(written, tmp_path, jsonl, record):
+    jsonl(tmp_path / "data.jsonl", [record])
+    _, _, counts = written(tmp_path / "data.jsonl")
+    told = counts["that begin with the token of a beginning twice"]
+    assert told == (0 if record == {"text": "abc"} else 1)
