@@ -34,7 +34,7 @@ from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import TiledVisionSpec
 from liger_models.layers.tree import Tree
 from liger_models.layers.vision.encoder import PatchEmbedding
-from liger_models.layers.vision.vision import trained_by_several
+from liger_models.layers.vision.vision import is_of_several
 
 
 class TiledImages:
@@ -199,11 +199,12 @@ class TiledVision(nn.Module):
         if cache is not None and cache.images is not None:
             images, sequences.tiles = cache.images
             return {IMAGES: images}
-        shared = trained_by_several(self.encoder, *self.ways_out())
+        # Layers of the language model read what it gives, and are trained where it is not, too.
+        shared = is_of_several(self.encoder, *self.ways_out(), trained=True)
         return self._beside_other_ranks(sequences) if shared else {}
 
     def _beside_other_ranks(self, sequences: Sequences) -> dict[str, Tensor]:
-        """Where several processes train, one without images has a blank one in each row, which no token sees:
+        """Where a model is of several processes, one without images has a blank one in each row, unseen:
         layers that read images go along, and add nothing.
         """
         spec, (rows, seq), device = self.spec, sequences.shape, sequences.device

@@ -200,10 +200,10 @@ class Vision(nn.Module):
         return torch.where(seen, features.to(embeds.dtype)[number], embeds)
 
     def _beside_other_ranks(self, embeds: Tensor) -> Tensor:
-        """Where several processes train, all go through the encoder in each step, or those that do would wait
-        for the others: one without pictures sees a blank one, which changes nothing.
+        """Where an encoder is of several processes, all go through it in each step, or those that do would
+        wait for the others: one without pictures sees a blank one, which changes nothing.
         """
-        if not trained_by_several(self.encoder, *self.ways_out()):
+        if not is_of_several(self.encoder, *self.ways_out()):
             return embeds
         features = self(blank_picture(self.spec, self.merge, embeds))
         return embeds + 0 * torch.stack([x.sum() for x in features]).sum().to(embeds.dtype)
@@ -254,9 +254,16 @@ def _go_on_behind(cache: KVCache, axes: Tensor, ahead: int) -> None:
     cache.shift, cache.ahead = largest + 1 - cache.lengths, ahead
 
 
-def trained_by_several(*modules: nn.Module) -> bool:
-    """Whether processes train these modules together, all of which must go through them in each step."""
-    parameters = (p for module in modules for p in module.parameters())
-    trained = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
+def is_of_several(*modules: nn.Module, trained: bool = False) -> bool:
+    """Whether all processes must go through these modules in each step: they train them together, or what is
+    behind them if it is `trained`; or they hold parts of them, which come together as one goes through.
+    """
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return trained and several and torch.distributed.get_world_size() > 1
+    if not several or torch.distributed.get_world_size() == 1:
+        return False
+    parameters = (p for module in modules for p in module.parameters())
+    if torch.is_grad_enabled() and (trained or any(p.requires_grad for p in parameters)):
+        return True
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(part, FSDPModule) for module in modules for part in module.modules())

@@ -26,6 +26,12 @@ def results(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
             loss.backward()
             gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
             found[family, wrapper] = (loss.item(), gradients)
+            model.zero_grad()
+            model.freeze("vision", "projector")
+            wrapped = nn.parallel.DistributedDataParallel(model) if wrapper == "ddp" else wrapped
+            wrapped(**calls[rank]).loss.backward()
+            with torch.no_grad():
+                found[family, wrapper, "judged"] = wrapped(**calls[rank]).loss.item()
     return found
 
 

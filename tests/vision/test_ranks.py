@@ -18,26 +18,31 @@ FAMILIES = ("gemma3", "mllama", "qwen2_5_vl", "qwen3_vl")
 
 
 def test_a_process_without_images_goes_along(make_pair, tmp_path):
-    """As one process with all rows, under DDP and FSDP2; nothing waits for ever."""
-    task, expected = {}, {}
+    """As one process with all rows, under DDP and FSDP2; nothing waits for ever, nor where the encoder is not
+    trained, or nothing is.
+    """
+    task, expected, counts = {}, {}, {}
     for family in FAMILIES:
         pair = make_pair(family)
         calls = [pair.scene([1, Image(4, 4), 3, Image(6, 4), 2]), pair.scene([12])]
-        labels = sum(int((call["labels"][:, 1:] != -100).sum()) for call in calls)
+        counts[family] = [int((call["labels"][:, 1:] != -100).sum()) for call in calls]
+        labels = sum(counts[family])
         state = {name: value.clone() for name, value in pair.ours.state_dict().items()}
         task[family] = (pair.config, state, calls, labels)
         pair.ours.zero_grad()
         losses = [pair.ours(**call, num_items_in_batch=labels).loss for call in calls]
         torch.stack(losses).sum().backward()
-        expected[family] = {name: p.grad for name, p in pair.ours.named_parameters()}, losses
+        expected[family] = {name: p.grad for name, p in pair.ours.named_parameters()}, losses, labels
     torch.save(task, tmp_path / "task.pt")
     found = run_ranks(RANK, tmp_path)
     for family in FAMILIES:
-        gradients, losses = expected[family]
+        gradients, losses, labels = expected[family]
         for wrapper in ("ddp", "fsdp"):
             for rank in (0, 1):
                 loss, own = found[rank][family, wrapper]
                 assert loss == pytest.approx(2 * losses[rank].item(), rel=1e-5)  # of the step's mean
+                alone = losses[rank].item() * labels / counts[family][rank]
+                assert found[rank][family, wrapper, "judged"] == pytest.approx(alone, rel=1e-5)
                 for name, gradient in gradients.items():
                     distance = (own[name] - gradient).norm()
                     assert distance <= 1e-5 * max(gradient.norm(), 1e-2), (family, wrapper, name)
