@@ -231,7 +231,8 @@ def _planned(model: Any, job: Job, sharing: str) -> float:
     from liger_models.layers.memory.plan import Step, StepMemory
 
     ranks = _sizes(sharing).get("sequence", 1)
-    plan = StepMemory(model, Step(job.batch, job.seq, ADAMW_BYTES, sequence_ranks=ranks))
+    state = ADAMW_BYTES if job.warmup + job.steps > 1 else 0  # the first step ends with making it
+    plan = StepMemory(model, Step(job.batch, job.seq, state, sequence_ranks=ranks))
     return plan.plan(model.activation_memory).peak / 2**30
 
 

@@ -103,11 +103,11 @@ class _AsCuDNN(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        q, k, v, *_ = ctx.saved_tensors
+        q, k, v, *held = ctx.saved_tensors
         gradients = tuple(torch.empty_like(x) for x in (q, k, v))
-        _ = q.new_empty(q.shape, dtype=torch.float32)
+        held.append(q.new_empty(q.shape, dtype=torch.float32))
         if q.shape[1] != k.shape[1]:
-            _ = _, torch.empty_like(q), torch.empty_like(q)
+            held += [torch.empty_like(q), torch.empty_like(q)]
         return gradients
 
 

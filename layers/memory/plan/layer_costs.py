@@ -103,7 +103,7 @@ class _Moments:
     | the experts' activation | that output, [R, H], and four times [R, I]          | all                    |
     | the experts' input      | it, its gradient, [R, H], and two times [R, I]      | those behind them      |
     | an MLP in tiles         | it, its gradient, a tile, sums in float32; no P     | all                    |
-    | attention               | see `_attention_work`; nothing of the MLP           | hardly any             |
+    | attention               | see `_attention_work`; nothing of the MLP           | those in front of it   |
 
     What a level does not keep, it has made again by then, but for outputs of norms: at `all` they are there,
     and a layer that runs again makes each when its product needs it.
@@ -118,7 +118,7 @@ class _Moments:
             their input, without the norm's output.
         experts: whether it is these.
         gradients: of the layer's parameters, all of which are counted beside this: those that there are of
-            them at `last` and at `front`, and all.
+            them at `last`, at `front` and when attention goes back, and all.
         attention: what that takes.
         tile: what a tile takes, with the sums; None: the MLP is not in tiles.
         moved: bytes of sums that are moved.
@@ -133,7 +133,7 @@ class _Moments:
     last: int
     front: int
     experts: bool
-    gradients: tuple[int, int, int]
+    gradients: tuple[int, int, int, int]
     attention: int
     tile: int | None
     moved: int
@@ -145,6 +145,7 @@ class _Moments:
         experts = isinstance(mlp, MixtureOfExperts)
         stream, product = (tokens * itemsize * width for width in (layer.hidden_size, _inner_width(layer)))
         behind = _gradient_bytes((p for name, p in mlp.named_parameters() if "down_proj" in name), step)
+        in_front = (p for name, p in layer.mixer.named_parameters() if "o_proj" not in name)  # type: ignore[attr-defined]
         of_mlp, whole = (_gradient_bytes(part.parameters(), step) for part in (mlp, layer))
         last, front, tile, moved = 2 * product, stream, None, 0
         if isinstance(mlp, MixtureOfExperts):
@@ -165,7 +166,7 @@ class _Moments:
             last=last,
             front=front,
             experts=experts,
-            gradients=(behind, of_mlp, whole),
+            gradients=(behind, of_mlp, whole - _gradient_bytes(in_front, step), whole),
             attention=_attention_work(layer, step, itemsize),
             tile=tile,
             moved=moved,
@@ -175,10 +176,10 @@ class _Moments:
     def largest(self, level: ActivationMemory) -> int:
         """Bytes, less the gradients that are not there yet."""
         there, norm = self.lean + self.stream, self.stream
-        behind, of_mlp, whole = self.gradients
-        attention = self.lean - self.mlp + self.attention
+        behind, of_mlp, all_behind, whole = self.gradients
         if self.accumulates:  # all are there; and beside the sum what is added to it
-            of_mlp, whole = of_mlp - behind, 0
+            of_mlp, all_behind, whole = of_mlp - behind, 0, 0
+        attention = self.lean - self.mlp + self.attention + all_behind - whole
         if level in TILED and self.tile is not None:
             return max(there - self.mlp + self.stream + norm + self.scaled + self.tile - whole, attention)
         if level == "all":
@@ -195,13 +196,16 @@ def _gradient_bytes(parameters: Iterable[Tensor], step: Step) -> int:
 
 def _attention_work(layer: Block, step: Step, itemsize: int) -> int:
     """The gradients of attention's output, queries, keys and values, and what `sdpa` takes to make them:
-    sums in float32, and keys' and values' gradients by query head.
+    sums in float32, and keys' and values' gradients by query head. Of ranks that exchange heads the output as
+    it came back is done with.
     """
     mixer: Any = layer.spec.mixer
     mixer = getattr(mixer, "attention", mixer)
     if not isinstance(mixer, AttentionSpec):
         return 0
     gradients = 2 * itemsize * (mixer.q_size + mixer.kv_size)
+    if step.sequence_ranks > 1:
+        gradients -= itemsize * mixer.q_size
     sums = 0
     if mixer.window is None and mixer.softcap is None and not mixer.sinks:
         by_head = 2 * itemsize if mixer.num_key_value_heads < mixer.num_attention_heads else 0

@@ -96,7 +96,11 @@ MEASURED = [
     (LLAMA_8B, 4, 8192, {"gpus": 2}, ["lean"] * 28 + ["checkpoint"] * 4, 112.6),
     (LLAMA_8B, 4, 8192, {"gpus": 2}, ["lean"] * 26 + ["all"] * 6, 129.0),
     (QWEN3_30B, 4, 4096, {"gpus": 2}, ["lean"] * 12, 39.5),
+    (QWEN3_30B, 4, 4096, {"gpus": 2}, ["all"] * 12, 40.8),
     (ONE_LAYER, 1, 65536, {"gpus": 2, "sequence_ranks": 2}, ["lean"], 12.9),
+    # A first step, at whose end the optimizer's state is made; and one with the state on the host.
+    (ONE_LAYER, 1, 524288, {"gpus": 2, "sequence_ranks": 2, "optimizer_bytes": 0}, ["offload"], 25.7),
+    (ONE_LAYER, 1, 524288, {"optimizer_bytes": 6, "optimizer_on_host": True}, ["offload"], 36.14),
 ]
 
 
@@ -127,7 +131,8 @@ ALLOCATED = {
     "a tied head, a quarter of the labels": (LLAMA_1B | {"num_hidden_layers": 2}, 1, 40000, {"labels": 0.25}),
     "experts": (QWEN3_30B_6 | {"num_hidden_layers": 2}, 4, 4096, {}),
     "norms behind branches, windows": (GEMMA_2B, 4, 8192, {}),
-    "a sequence over two": (LLAMA_8B | {"num_hidden_layers": 2}, 1, 1 << 16, {"sequence_ranks": 2}),
+    "a sequence over two": (ONE_LAYER, 1, 1 << 16, {"sequence_ranks": 2}),
+    "a long one": (LLAMA_8B | {"num_hidden_layers": 2}, 1, 1 << 18, {"sequence_ranks": 2}),
 }
 
 
