@@ -31,9 +31,6 @@ from liger_models.kernels.optimizer.adamw import (
 )
 from liger_models.kernels.optimizer.sum_of_squares import sum_of_squares
 
-# What the state of a parameter may hold.
-STATE_TENSORS = ("step", "exp_avg", "exp_avg_sq", "residue")
-
 MOMENTS = ("auto", "float32", "bfloat16")
 
 

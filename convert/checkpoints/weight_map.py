@@ -83,14 +83,6 @@ class Expr:
         for ref, start, stop, view in self.places(dest):
             fetch(ref.name, view, start, stop)
 
-    def read_rows(self, dest: Tensor, fetch: Fetch, start: int, stop: int) -> None:
-        """Fills `dest` with the rows [start, stop) of the native tensor, fetching only their elements.
-
-        Raises:
-            ValueError: `dest` has another shape than these rows.
-        """
-        Rows(self, start, stop).read_into(dest, fetch)
-
     def write(self, tensor: Tensor) -> dict[str, Tensor]:
         """The checkpoint tensors of a native one (or their gradients, from its gradient), by name: views of
         it, but for those that no strides describe, which are copies.

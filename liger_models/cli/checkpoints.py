@@ -31,9 +31,9 @@ def bytes_text(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-def print_table(rows: Sequence[Sequence[str]], indent: str = "  ") -> None:
-    """Left-aligned columns, as wide as their widest cell."""
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Indented, with left-aligned columns as wide as their widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print(indent + "  ".join(cells).rstrip())
+        print("  " + "  ".join(cells).rstrip())

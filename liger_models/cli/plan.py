@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from liger_models.layers.memory.plan import Plan, Shown
+    from liger_models.causal_lm import LigerCausalLM
+    from liger_models.layers.memory.plan import Plan, Shown, StepMemory
 
 # Memory that a program can have, in GiB, of GPUs by the names that people know them by: of H200 and H100 as
 # their driver says, of the others a little under what their makers state.
@@ -99,60 +100,13 @@ def run(args: argparse.Namespace) -> int:
 
 def plan(args: argparse.Namespace) -> dict[str, Any]:
     """All that the command shows, as JSON holds it."""
-    import torch
-
-    import liger_models
-    from liger_models.cli.inspect import find_config
     from liger_models.convert.errors import ConfigError
-    from liger_models.host_state import lane_bytes
     from liger_models.layers.memory.activation_memory import LEVELS
-    from liger_models.layers.memory.plan import NOTHING, Step, StepMemory, largest, shown_of_size
-    from liger_models.optim import state_bytes
-    from liger_models.training.inputs import freeze
-    from liger_models.training.lora import LoraSettings
+    from liger_models.layers.memory.plan import NOTHING, largest, shown_of_size
 
-    if args.quantize and not args.lora:
-        raise ConfigError("--quantize is for --lora: quantised weights are not trained")
-    if args.gpus > 1 and args.optimizer_memory == "host":
-        raise ConfigError(
-            f"--gpus {args.gpus} divide the optimizer's state with the model; --optimizer-memory host is for "
-            "one GPU, or for several that each have the whole model: plan for one"
-        )
-    if args.gpus % args.sequence_parallel:
-        raise ConfigError(
-            f"--sequence-parallel {args.sequence_parallel} does not divide --gpus {args.gpus}, of which its "
-            "GPUs are"
-        )
-    dtype = getattr(torch, args.dtype)
-    config = args.name if Path(args.name).is_file() else find_config(args.name)[0]
-    model = liger_models.from_config(config, device="meta", dtype=dtype, dropout=0.0)
+    model = _model(args)
     vision = model.spec.vision
-    if args.images and vision is None:
-        raise ConfigError(f"--images {args.images}: {args.name} sees none; leave it out")
-    if args.freeze:
-        freeze(model, tuple(args.freeze.split(",")))
-    rank = LoraSettings.parse(args.lora).r if args.lora else 0
-    # Adapters are in float32, and so are the moments of theirs.
-    per_element = state_bytes(
-        torch.float32 if rank else dtype, args.weights, "auto" if rank else args.moments
-    )
-    on_host = args.optimizer_memory == "host"
-    counted = StepMemory(
-        model,
-        Step(
-            args.batch,
-            1,
-            per_element,
-            args.accumulate,
-            args.gpus,
-            rank,
-            QUANTISED[args.quantize] if args.quantize else None,
-            labels=args.labels,
-            sequence_ranks=args.sequence_parallel,
-            optimizer_on_host=on_host,
-            optimizer_work=lane_bytes(per_element) if on_host else 0,
-        ),
-    )
+    counted = _step_memory(args, model)
     memory = int(_gib(args.gpu) * 2**30)
     budget = int(SHARE * memory)
     host_budget = None if args.host_memory is None else _size(args.host_memory)
@@ -163,7 +117,7 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
         return NOTHING if vision is None else shown_of_size(vision, args.images, height, width, rows)
 
     def planned(batch: int, seq: int, level: str) -> "Plan":
-        found: StepMemory = counted.resized(batch, seq, shown(batch))
+        found = counted.resized(batch, seq, shown(batch))
         if level == "auto":
             return found.choose_levels(budget, host_budget)
         return found.plan([level] * len(found.stages), budget, host_budget)  # type: ignore[list-item]
@@ -219,6 +173,69 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _model(args: argparse.Namespace) -> "LigerCausalLM":
+    """Without memory, and frozen in part; raises ConfigError where the options do not go together."""
+    import torch
+
+    import liger_models
+    from liger_models.cli.inspect import find_config
+    from liger_models.convert.errors import ConfigError
+    from liger_models.training.inputs import freeze
+
+    if args.quantize and not args.lora:
+        raise ConfigError("--quantize is for --lora: quantised weights are not trained")
+    if args.gpus > 1 and args.optimizer_memory == "host":
+        raise ConfigError(
+            f"--gpus {args.gpus} divide the optimizer's state with the model; --optimizer-memory host is for "
+            "one GPU, or for several that each have the whole model: plan for one"
+        )
+    if args.gpus % args.sequence_parallel:
+        raise ConfigError(
+            f"--sequence-parallel {args.sequence_parallel} does not divide --gpus {args.gpus}, of which its "
+            "GPUs are"
+        )
+    config = args.name if Path(args.name).is_file() else find_config(args.name)[0]
+    dtype = getattr(torch, args.dtype)
+    model = liger_models.from_config(config, device="meta", dtype=dtype, dropout=0.0)
+    if args.images and model.spec.vision is None:
+        raise ConfigError(f"--images {args.images}: {args.name} sees none; leave it out")
+    if args.freeze:
+        freeze(model, tuple(args.freeze.split(",")))
+    return model
+
+
+def _step_memory(args: argparse.Namespace, model: "LigerCausalLM") -> "StepMemory":
+    """Of rows of one token, yet to be resized."""
+    import torch
+
+    from liger_models.host_state import lane_bytes
+    from liger_models.layers.memory.plan import Step, StepMemory
+    from liger_models.optim import state_bytes
+    from liger_models.training.lora import LoraSettings
+
+    rank = LoraSettings.parse(args.lora).r if args.lora else 0
+    # Adapters are in float32, and so are the moments of theirs.
+    dtype, moments = (torch.float32, "auto") if rank else (getattr(torch, args.dtype), args.moments)
+    per_element = state_bytes(dtype, args.weights, moments)
+    on_host = args.optimizer_memory == "host"
+    return StepMemory(
+        model,
+        Step(
+            args.batch,
+            1,
+            per_element,
+            args.accumulate,
+            args.gpus,
+            rank,
+            QUANTISED[args.quantize] if args.quantize else None,
+            labels=args.labels,
+            sequence_ranks=args.sequence_parallel,
+            optimizer_on_host=on_host,
+            optimizer_work=lane_bytes(per_element) if on_host else 0,
+        ),
+    )
+
+
 def print_report(report: dict[str, Any]) -> None:
     from liger_models.cli.checkpoints import print_table
 
@@ -231,8 +248,7 @@ def print_report(report: dict[str, Any]) -> None:
         images = f" with {report['images']} images of {report['image_tokens']} tokens together in each row"
     print(
         f"{report['name']}, {report['num_parameters']:,} parameters: {report['batch']} x {report['seq']} "
-        f"tokens{images} on {gpus}, of whose {gib(report['memory'])} {gib(report['budget'])} are planned "
-        "with\n"
+        f"tokens{images} on {gpus}; the plan may use {gib(report['budget'])} of its {gib(report['memory'])}\n"
     )
     print("It fits:" if report["fits"] else "It does NOT fit:", report["summary"])
     print(f"\nAt its largest, in {report['moment']}")

@@ -30,7 +30,6 @@ from torch import Tensor
 from liger_models.losses.rows import check_tokens
 
 TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
-_CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 _BY_TOKENS_OF_STEP = ("dapo", "cispo", "vespo")
 
 

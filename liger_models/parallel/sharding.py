@@ -77,7 +77,7 @@ def parallelize(
         divide_sequences(model, meshes.sequence)
     groups = _groups(model)
     for name, modules in groups.items():
-        _check_dtypes(name, modules, compute_dtype)
+        _check_dtypes(name, modules)
     policy = MixedPrecisionPolicy(compute_dtype, _dtype_of_sums(meshes.data, compute_dtype))
     ignored: set[nn.Parameter] = set()
     if meshes.experts is not None:
@@ -157,7 +157,7 @@ def _groups(model: LigerCausalLM) -> dict[str, list[nn.Module]]:
     return parts | {"the model": [model]}
 
 
-def _check_dtypes(name: str, modules: list[nn.Module], compute_dtype: torch.dtype | None) -> None:
+def _check_dtypes(name: str, modules: list[nn.Module]) -> None:
     """FSDP2 adds up the gradients of a group in one buffer, of one dtype."""
     found = {p.dtype for module in modules for p in module.parameters() if p.requires_grad}
     if len(found) > 1:

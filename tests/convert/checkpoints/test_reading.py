@@ -16,7 +16,7 @@ from liger_models.convert.checkpoints.reading import (
     load_parameters,
     verify_roundtrip,
 )
-from liger_models.convert.checkpoints.weight_map import Cat, Ref
+from liger_models.convert.checkpoints.weight_map import Cat, Ref, Rows
 from liger_models.convert.errors import CheckpointError
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.int8, torch.bool]
@@ -101,7 +101,7 @@ def test_rows_are_read_alone(tmp_path):
             whole = expr.read(tensors.__getitem__)
             if whole.dim():
                 rows = torch.empty_like(whole[1:3])
-                expr.read_rows(rows, reader.read_into, min(1, len(whole)), min(3, len(whole)))
+                Rows(expr, min(1, len(whole)), min(3, len(whole))).read_into(rows, reader.read_into)
                 assert torch.equal(rows, whole[1:3])
         with pytest.raises(ValueError, match=r"elements \[0, 3\) of tensor 'norm.weight' of shape \(6,\)"):
             reader.read_into("norm.weight", torch.empty(4), 0, 3)

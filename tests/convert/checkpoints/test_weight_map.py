@@ -125,7 +125,7 @@ def test_reading_in_any_way_gives_one_tensor_and_writing_is_its_inverse(seed):
         start = rng.randint(0, native.shape[0])
         stop = rng.randint(start, native.shape[0])
         rows = torch.empty_like(native[start:stop])
-        expr.read_rows(rows, fetch_from(tensors), start, stop)
+        Rows(expr, start, stop).read_into(rows, fetch_from(tensors))
         assert torch.equal(rows, native[start:stop])
 
     if holds_all(expr):
@@ -160,20 +160,20 @@ def test_a_row_shard_fetches_only_its_rows():
     expr = Cat([Ref("q", (8, 4)), Ref("k", (2, 4)), Ref("v", (2, 4))])
     tensors = {name: torch.randn(shape) for name, shape in checkpoint_shapes({"w": expr}).items()}
     log = []
-    expr.read_rows(torch.empty(4, 4), fetch_from(tensors, log), 6, 10)
+    Rows(expr, 6, 10).read_into(torch.empty(4, 4), fetch_from(tensors, log))
     assert [entry[:3] for entry in log] == [("q", 24, 32), ("k", 0, 8)]
 
     experts = Stack([Ref(f"e{i}", (4, 4)) for i in range(8)])
     tensors = {f"e{i}": torch.randn(4, 4) for i in range(8)}
     log = []
-    experts.read_rows(torch.empty(2, 4, 4), fetch_from(tensors, log), 2, 4)
+    Rows(experts, 2, 4).read_into(torch.empty(2, 4, 4), fetch_from(tensors, log))
     assert [entry[:3] for entry in log] == [("e2", 0, 16), ("e3", 0, 16)]
 
 
 def test_rows_of_a_transposed_matrix_are_columns_of_its_tensor():
     tensor = torch.arange(12.0).view(3, 4)
     rows = torch.empty(2, 3)
-    permuted("a", (4, 3), "i o -> o i").read_rows(rows, fetch_from({"a": tensor}), 1, 3)
+    Rows(permuted("a", (4, 3), "i o -> o i"), 1, 3).read_into(rows, fetch_from({"a": tensor}))
     assert torch.equal(rows, tensor.t()[1:3])
 
 
@@ -201,7 +201,7 @@ def test_gate_and_up_that_alternate_are_taken_apart():
     assert torch.equal(bias, torch.cat([disk[:, 0, 0::2], disk[:, 0, 1::2]], dim=1))
     log = []
     shard = torch.empty(2, 2 * inner, hidden)
-    expr.read_rows(shard, fetch_from({"w": disk}, log), 1, 3)
+    Rows(expr, 1, 3).read_into(shard, fetch_from({"w": disk}, log))
     assert torch.equal(shard, native[1:])
     assert [entry[:3] for entry in log] == [("w", disk[0].numel(), disk.numel())]
 
@@ -216,7 +216,7 @@ def test_heads_that_hold_query_key_and_value_are_taken_apart():
     assert torch.equal(native, torch.cat([by_head[:, i].flatten(0, 1) for i in range(3)]))
     log = []
     keys = torch.empty(heads * dim, hidden)
-    expr.read_rows(keys, fetch_from({"w": disk}, log), heads * dim, 2 * heads * dim)
+    Rows(expr, heads * dim, 2 * heads * dim).read_into(keys, fetch_from({"w": disk}, log))
     assert torch.equal(keys, by_head[:, 1].flatten(0, 1))
     assert sum(stop - start for _, start, stop, _ in log) == keys.numel()
 
@@ -257,7 +257,7 @@ def test_parts_of_heads_of_unequal_sizes_are_a_cat_of_rows():
         (lambda: Ref("a", (2, 3)).write(torch.empty(3, 2)), ["'a'", "(3, 2)", "(2, 3)"]),
         (lambda: Stack([Ref("a", (2,))]).write(torch.empty(2, 2)), ["(2, 2)", "(1, 2)"]),
         (lambda: Cat([Ref("a", (2,))]).read_into(torch.empty(3), fetch_from({})), ["(3,)", "(2,)"]),
-        (lambda: Ref("a", (2,)).read_rows(torch.empty(2), fetch_from({}), 1, 3), ["[1, 3)", "'a'"]),
+        (lambda: Rows(Ref("a", (2,)), 1, 3).read_into(torch.empty(2), fetch_from({})), ["[1, 3)", "'a'"]),
         (lambda: Cat([]), ["at least one part"]),
     ],
 )
