@@ -27,7 +27,7 @@ from liger_models.convert.errors import DataError
 from liger_models.kernels import generalized_jsd, linear_cosine_distillation, linear_jsd
 from liger_models.kernels.losses._logit_tiles import check_temperature
 from liger_models.kernels.losses.divergence import jsd_kind
-from liger_models.layers.head import LMHead, LogitForm, Product, in_one_call
+from liger_models.layers.head import LMHead, LogitForm, Product, has_gathered_parts, in_one_call, in_pieces
 from liger_models.layers.memory.activation_memory import recompute
 from liger_models.layers.model_output import DistillationOutput
 from liger_models.layers.scoring import KnowsItsWrapper, refuse_beside_wrapper
@@ -248,19 +248,14 @@ def _in_chunks(
     (head, hidden, form), (teacher_head, teacher_hidden, teacher_form) = student, teacher
     kept = (targets != IGNORE_INDEX).nonzero()[:, 0]
     likeliest = lesson.top_k is not None
-    if not likeliest and any(is_sharded(p) or is_zero3(p) for p in teacher_head.parameters()):
-        raise DataError(
-            "the student's head has an adapter, or is no plain one, and the teacher's is sharded and would "
-            "be gathered for each piece of the backward pass, of which processes have unlike numbers; keep "
-            "the teacher whole in each process, leave the head without an adapter, or give top_k"
-        )
 
     @torch.no_grad()
     def taught(product: Product, hidden: Tensor) -> Tensor:
         return teacher_form(_wide(product(hidden)))
 
     def taught_tokens(product: Product, hidden: Tensor) -> tuple[Tensor, ...]:
-        rows = ((taught(product, x) / lesson.temperature).log_softmax(-1) for x in hidden.split(_CHUNK))
+        pieces = in_pieces(_CHUNK, hidden, together=has_gathered_parts(teacher_head))
+        rows = ((taught(product, *piece) / lesson.temperature).log_softmax(-1) for piece in pieces)
         tops = [log_p.topk(min(lesson.top_k or 1, log_p.shape[-1]), -1) for log_p in rows]
         return tuple(torch.cat(columns) for columns in zip(*tops, strict=True))
 
@@ -276,9 +271,11 @@ def _in_chunks(
             options: Any = {"beta": lesson.beta, "temperature": lesson.temperature}
             return generalized_jsd(logits, teacher_logits, reduction="sum", **options)
 
-        pieces = zip(hidden.split(_CHUNK), *(x.split(_CHUNK) for x in known), strict=True)
+        pieces = in_pieces(_CHUNK, hidden, *known, together=has_gathered_parts(head) or taught_again)
         return torch.stack([recompute(of_piece, *piece) for piece in pieces]).sum()
 
+    # For the backward pass, once a piece; where the teacher is sharded, it is gathered for that.
+    taught_again = not likeliest and any(is_sharded(p) or is_zero3(p) for p in teacher_head.parameters())
     known = (teacher_hidden[kept],)
     if likeliest:  # few numbers a token, so that the teacher is not asked again
         known = in_one_call(teacher_head, *known, taught_tokens)

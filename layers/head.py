@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from liger_models.convert.checkpoints.shards import is_zero3
 from liger_models.kernels import (
     TokenScores,
     cross_entropy,
@@ -119,7 +121,7 @@ def loss_of_head(
             assert isinstance(loss, Tensor)  # nothing else was asked for
             return loss
 
-        pieces = zip(hidden.split(_CHUNK), labels.split(_CHUNK), strict=True)
+        pieces = in_pieces(_CHUNK, hidden, labels, together=has_gathered_parts(head))
         return torch.stack([recompute(of_piece, *piece) for piece in pieces]).sum()
 
     return in_one_call(head, hidden, summed) / (len(labels) if num_items is None else num_items)
@@ -147,7 +149,7 @@ def scores_of_head(
             return tuple(log_probs(product(hidden), labels, **options))
 
         # One piece at least, of no tokens: it tells what is asked for, and joins the result to the graph.
-        pieces = zip(hidden.split(_CHUNK), labels[kept].split(_CHUNK), strict=True)
+        pieces = in_pieces(_CHUNK, hidden, labels[kept], together=has_gathered_parts(head))
         return tuple(recompute(of_piece, *piece) for piece in pieces)
 
     columns = zip(*in_one_call(head, hidden[kept], scores), strict=True)
@@ -184,6 +186,23 @@ def in_one_call(head: nn.Module, hidden: Tensor, function: Callable[[Product, Te
         del head.forward
         if others is not None:
             head.forward = others  # type: ignore[method-assign]
+
+
+def has_gathered_parts(head: nn.Module) -> bool:
+    """Whether parts of the head are gathered each time that they run, in a call of the whole too (ZeRO-3)."""
+    return any(is_zero3(p) for part in head.children() for p in part.parameters())
+
+
+def in_pieces(size: int, *columns: Tensor, together: bool) -> list[tuple[Tensor, ...]]:
+    """Columns of as many tokens in pieces of `size`, one at the least; `together`: in as many as the process
+    that has most of them, the last of which are empty.
+    """
+    count = max(1, -(-len(columns[0]) // size))
+    if together and dist.is_initialized():
+        most = torch.tensor(count, device=columns[0].device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        count = int(most)
+    return [tuple(column[i * size : (i + 1) * size] for column in columns) for i in range(count)]
 
 
 _CHUNK = 4096  # tokens, as many as make a matrix product run at full speed
