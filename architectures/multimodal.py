@@ -175,79 +175,39 @@ MULTIMODAL: dict[str, Multimodal] = {
 }
 """By `model_type`."""
 
+
+def _sizes(
+    vocab: int, hidden: int, intermediate: int, layers: int, heads: int, **others: int
+) -> dict[str, int]:
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        **others,
+    }
+
+
 # Sizes of the text families' config classes: published configs state only what differs from them.
-_SIZES_OF_QWEN = {
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 22016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-}
-_SIZES: dict[str, dict[str, Any]] = {
-    "qwen2": _SIZES_OF_QWEN,
-    "qwen3": _SIZES_OF_QWEN,
-    "gemma": {
-        "vocab_size": 256000,
-        "hidden_size": 3072,
-        "intermediate_size": 24576,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-    },
-    "gemma2": {
-        "vocab_size": 256000,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-    },
-    "gemma3_text": {
-        "vocab_size": 262208,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-    },
-    "gemma4_text": {
-        "vocab_size": 262144,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 8,
-    },
-    "llama": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-    },
-    "llama4_text": {
-        "vocab_size": 202048,
-        "hidden_size": 5120,
-        "intermediate_size": 8192,
-        "intermediate_size_mlp": 16384,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 40,
-    },
-    "mistral": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-    },
-    "mistral4": {
-        "vocab_size": 131072,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "moe_intermediate_size": 2048,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "kv_lora_rank": 256,
-        "qk_nope_head_dim": 64,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-    },
+_SIZES: dict[str, dict[str, int]] = {
+    "qwen2": _sizes(151936, 4096, 22016, 32, 32),
+    "qwen3": _sizes(151936, 4096, 22016, 32, 32),
+    "gemma": _sizes(256000, 3072, 24576, 28, 16),
+    "gemma2": _sizes(256000, 2304, 9216, 26, 8),
+    "gemma3_text": _sizes(262208, 2304, 9216, 26, 8),
+    "gemma4_text": _sizes(262144, 2304, 9216, 30, 8),
+    "llama": _sizes(32000, 4096, 11008, 32, 32),
+    "llama4_text": _sizes(202048, 5120, 8192, 48, 40, intermediate_size_mlp=16384),
+    "mistral": _sizes(32000, 4096, 14336, 32, 32),
+    "mistral4": _sizes(
+        *(131072, 4096, 12288, 36, 32),
+        moe_intermediate_size=2048,
+        kv_lora_rank=256,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+    ),
 }
 
 # Keys beside text_config that concern the towers, the way into them, or the multimodal model as a whole.
