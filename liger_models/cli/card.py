@@ -18,7 +18,7 @@ from pathlib import Path
 def add_parser(subparsers) -> None:
     parser = subparsers.add_parser(
         "card",
-        help="check a family beside transformers and write its card (in a checkout)",
+        help="check a family against transformers and write its card (in a checkout)",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -28,12 +28,12 @@ def add_parser(subparsers) -> None:
         "--only",
         action="append",
         metavar="CHECK",
-        help="of the checks only this one, such as training_step (repeatable)",
+        help="run only this check, such as training_step (repeatable)",
     )
     parser.add_argument(
         "--compiled",
         action="store_true",
-        help="of the training step: peers under torch.compile too, up to minutes for each",
+        help="for the training step: also peers under torch.compile, which takes up to minutes for each",
     )
     parser.add_argument(
         "--repository",

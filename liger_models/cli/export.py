@@ -6,23 +6,25 @@ import argparse
 def add_parser(subparsers) -> None:
     parser = subparsers.add_parser(
         "export",
-        help="write a Hugging Face checkpoint, in another dtype or other shards if asked",
+        help="write a Hugging Face checkpoint, if asked in another dtype or with other shards",
         description=__doc__,
     )
     parser.add_argument("src", metavar="SRC", help="hub id, checkpoint folder, or a training run's folder")
     parser.add_argument("out", metavar="OUT", help="the folder to write")
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights (default: the source's)"
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="dtype of the weights (default: the source's)",
     )
     parser.add_argument(
         "--max-shard-size",
         metavar="SIZE",
         type=size,
-        help="of a file, such as 5GB or 500MiB (default: the source's own files)",
+        help="largest file, such as 5GB or 500MiB (default: the same files as the source)",
     )
 
     parser.add_argument(
-        "--text-only", action="store_true", help="of a multimodal checkpoint, the language model alone"
+        "--text-only", action="store_true", help="take only the language model of a multimodal checkpoint"
     )
 
 

@@ -25,30 +25,34 @@ def add_parser(subparsers) -> None:
         action="append",
         default=[],
         metavar="PATH",
-        help="an image that the prompt is about, for a model that sees; may be given more than once "
+        help="an image that the prompt is about, for multimodal models; may be given more than once "
         "(needs the extra vision)",
     )
     parser.add_argument(
-        "--max-new-tokens", type=_positive, default=100, metavar="N", help="(default: %(default)s)"
+        "--max-new-tokens",
+        type=_positive,
+        default=100,
+        metavar="N",
+        help="most tokens to add (default: %(default)s)",
     )
     parser.add_argument(
         "--temperature",
         type=_temperature,
         default=0.0,
         metavar="T",
-        help="flattens the choice; 0 takes the likeliest token each time (default: %(default)s)",
+        help="sampling temperature; 0 always takes the likeliest token (default: %(default)s)",
     )
     parser.add_argument(
         "--top-p",
         type=_probability,
         default=1.0,
         metavar="P",
-        help="sample from the likeliest tokens that have this share (default: %(default)s)",
+        help="sample from the likeliest tokens whose probabilities reach this sum (default: %(default)s)",
     )
     parser.add_argument("--seed", type=_seed, metavar="N", help="makes the sampling repeatable")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
     parser.add_argument(
-        "--text-only", action="store_true", help="of a multimodal checkpoint, take the language model alone"
+        "--text-only", action="store_true", help="take only the language model of a multimodal checkpoint"
     )
     parser.add_argument("--device", help="such as cuda or cpu (default: a GPU if there is one)")
 

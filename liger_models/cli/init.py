@@ -15,12 +15,14 @@ def add_parser(subparsers) -> None:
         help="a folder with tokenizer.json: its vocabulary size and ids replace the preset's, and its files "
         "go along into OUT",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the random weights (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the random weights (default: %(default)s)"
+    )
     parser.add_argument(
         "--dtype",
         default="bfloat16",
         choices=("float32", "bfloat16", "float16"),
-        help="of the weights (default: %(default)s)",
+        help="dtype of the weights (default: %(default)s)",
     )
 
 

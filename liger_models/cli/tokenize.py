@@ -8,7 +8,7 @@ from typing import Any
 from liger_models.cli.train import OBJECTIVES, add_data
 
 DESCRIPTION = """\
-Tokenize data as `train` would, into the folder of caches where `train` finds it, or into a folder of its own:
+Tokenize data as `train` would, into the cache where `train` finds them, or into a folder of your choice:
   liger-models tokenize meta-llama/Llama-3.2-1B --data texts/ --output corpus
   liger-models train meta-llama/Llama-3.2-1B --data corpus ...
 Prints what was read, and how well it packs into rows of --seq-len.
@@ -26,11 +26,17 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add = parser.add_argument
     add("tokenizer", help="hub id of a model, or a folder with tokenizer.json")
     add_data(parser)
-    add("--output", metavar="FOLDER", help="write the corpus here, to be named by --data")
-    add("--seq-len", type=int, default=2048, metavar="N", help="tokens in a row (default: %(default)s)")
-    add("--objective", choices=OBJECTIVES, default="sft", help="that the data are for (default: %(default)s)")
+    add("--output", metavar="FOLDER", help="write the corpus to this folder, to be given to --data")
+    add("--seq-len", type=int, default=2048, metavar="N", help="tokens per row (default: %(default)s)")
+    add("--objective", choices=OBJECTIVES, default="sft", help="what the data are for (default: %(default)s)")
     add("--truncate", action="store_true", help="cut examples with a prompt at --seq-len")
-    add("--seed", type=int, default=0, metavar="N", help="of the order that is packed (default: 0)")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of the order in which rows are packed (default: 0)",
+    )
 
 
 def run(args: argparse.Namespace) -> None:

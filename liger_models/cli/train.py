@@ -8,13 +8,13 @@ import sys
 DESCRIPTION = """\
 Train a model on text (.txt, .md), JSONL (.jsonl, .jsonl.gz, .jsonl.zst), Parquet, or data sets of the hub
 (hf:OWNER/NAME[:CONFIG[:SPLIT]]). Each record is {"text": ...}, or {"prompt": ..., "completion": ...}, or
-{"messages": [{"role": ..., "content": ...}, ...]}; where there is a prompt, only the completion or what the
-assistant says is trained. Data are tokenized once, into files that are mapped into memory. Documents are
-packed into rows without padding, and do not see each other. More in docs/data.md.
+{"messages": [{"role": ..., "content": ...}, ...]}; where there is a prompt, only the completion, or what the
+assistant says, is trained on. Data are tokenized once, into memory-mapped files. Documents are packed into
+rows without padding, and do not see each other. More in docs/data.md.
 
 OUTPUT gets metrics.jsonl and metrics.csv, loss.png where matplotlib is installed, checkpoint-N folders to
-resume from, and final, the trained model as a Hugging Face checkpoint, or its adapter. On several GPUs, each
-with a part of the model (--shard):
+resume from, and final: the trained model as a Hugging Face checkpoint, or its adapter. On several GPUs, each
+holding a part of the model (--shard):
   torchrun --nproc-per-node 8 -m liger_models.cli train ...
 """
 
@@ -32,12 +32,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "model", help="hub id, folder with a Hugging Face checkpoint, or a preset (fresh weights; see `list`)"
     )
 
-    add("--text-only", action="store_true", help="of a multimodal checkpoint, train the language model alone")
+    add("--text-only", action="store_true", help="train only the language model of a multimodal checkpoint")
     add(
         "--freeze",
         default="",
         metavar="PARTS",
-        help="of a model that sees, parts that are not trained, joined by commas: vision, projector, "
+        help="parts of a multimodal model that are not trained, separated by commas: vision, projector, "
         "language; with --lora they get no adapters",
     )
     add(
@@ -47,6 +47,15 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="train without the dropout that the model's config asks for (default: refuse such a model)",
     )
 
+    _add_data_group(parser)
+    add_objective(parser)
+    _add_run(parser)
+    _add_optimizer(parser)
+    _add_adapters(parser)
+    _add_machine(parser)
+
+
+def _add_data_group(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("data")
     add = group.add_argument
     add_data(group)
@@ -55,56 +64,54 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         nargs="+",
         default=[],
         metavar="SOURCE",
-        help="held-out data, evaluated and never trained on",
+        help="held-out data for evaluation, never trained on",
     )
     add(
         "--eval-fraction",
         type=float,
         default=0.0,
         metavar="F",
-        help="or hold out this share of the documents",
+        help="or hold out this share of the documents for evaluation",
     )
     add("--tokenizer", metavar="FOLDER", help="folder with tokenizer.json (default: the model's own)")
-    add(
-        "--seq-len", type=int, default=2048, metavar="N", help="tokens in a packed row (default: %(default)s)"
-    )
+    add("--seq-len", type=int, default=2048, metavar="N", help="tokens per packed row (default: %(default)s)")
     add(
         "--truncate",
         action="store_true",
         help="cut examples with a prompt at --seq-len (default: refuse longer ones)",
     )
 
-    add_objective(parser)
 
+def _add_run(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the run")
     add = group.add_argument
     add("--output", required=True, metavar="FOLDER", help="where everything is written")
     length = group.add_mutually_exclusive_group(required=True)
-    length.add_argument("--steps", type=int, metavar="N", help="steps of the optimizer")
+    length.add_argument("--steps", type=int, metavar="N", help="optimizer steps")
     length.add_argument(
-        "--epochs", type=float, metavar="N", help="or passes over the data; may be a fraction"
+        "--epochs", type=float, metavar="N", help="or passes over the data, also fractions of one"
     )
-    add("--batch-size", type=int, default=1, metavar="N", help="rows in a micro-batch (default: %(default)s)")
+    add("--batch-size", type=int, default=1, metavar="N", help="rows per micro-batch (default: %(default)s)")
     add(
         "--gradient-accumulation",
         type=int,
         default=1,
         metavar="N",
-        help="micro-batches in a step, exact in the count of labels (default: %(default)s)",
+        help="micro-batches per step; the loss is the exact mean over their labels (default: %(default)s)",
     )
     add(
         "--seed",
         type=int,
         default=0,
         metavar="N",
-        help="of fresh weights and of the data's order (default: 0)",
+        help="seed of fresh weights and of the data's order (default: 0)",
     )
     add(
         "--eval-every",
         type=int,
         default=0,
         metavar="N",
-        help="steps between evaluations (default: at both ends)",
+        help="steps between evaluations (default: before the first and after the last step)",
     )
     add(
         "--save-every",
@@ -118,60 +125,61 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         type=int,
         default=2,
         metavar="N",
-        help="newest checkpoints that stay; 0: all (default: %(default)s)",
+        help="how many of the newest checkpoints to keep; 0: all (default: %(default)s)",
     )
     add(
         "--resume",
         nargs="?",
         const="auto",
         metavar="CHECKPOINT",
-        help="go on from OUTPUT's newest checkpoint, or from this one, as if never stopped",
+        help="continue from OUTPUT's newest checkpoint, or from this one, as if never stopped",
     )
 
     add(
         "--not-finite",
         choices=("stop", "skip"),
         default="stop",
-        help="of a step whose loss or gradient is not finite: stop, or skip it, up to nine in a row "
+        help="what to do with a step whose loss or gradient is not finite: stop, or skip up to nine in a row "
         "(default: %(default)s)",
     )
-    add("--log", metavar="NAMES", help="beside metrics.jsonl: tensorboard, wandb, or both, joined by a comma")
+    add("--log", metavar="NAMES", help="log also to tensorboard, wandb, or both, separated by a comma")
     add(
         "--profile",
         type=int,
         default=0,
         metavar="STEPS",
-        help="profile so many steps, after the first three, into OUTPUT/profile: a trace, and what its "
-        "kernels are for",
+        help="profile this many steps, after the first three, into OUTPUT/profile: a trace, and a table of "
+        "kernel times by purpose",
     )
 
-    group = parser.add_argument_group("optimizer (AdamW)")
-    add = group.add_argument
+
+def _add_optimizer(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("optimizer (AdamW)").add_argument
     add("--lr", type=float, default=3e-4, metavar="X", help="peak learning rate (default: %(default)s)")
     add(
         "--schedule",
         choices=("cosine", "linear", "constant"),
         default="cosine",
-        help="its course after warmup, to zero",
+        help="of the learning rate after warmup; the first two end at zero (default: %(default)s)",
     )
     add("--warmup", type=int, default=0, metavar="N", help="steps of linear warmup (default: %(default)s)")
     add(
-        "--weight-decay", type=float, default=0.1, metavar="X", help="on matrices only (default: %(default)s)"
+        "--weight-decay", type=float, default=0.1, metavar="X", help="of matrices only (default: %(default)s)"
     )
     add(
         "--clip",
         type=float,
         default=1.0,
         metavar="X",
-        help="largest gradient norm; 0: no clipping (default: %(default)s)",
+        help="clip the gradient to this norm; 0: no clipping (default: %(default)s)",
     )
 
     add(
         "--weights",
         choices=("master", "compensated", "stochastic", "plain"),
         default="master",
-        help="how bfloat16 weights are kept: with 16 further bits, with what rounding lost as a bfloat16, "
-        "rounded at random, or to the nearest, which loses small steps (default: %(default)s)",
+        help="how bfloat16 weights are kept: with 16 more bits, with the rounding error as a bfloat16, with "
+        "stochastic rounding, or rounded to nearest, which loses small steps (default: %(default)s)",
     )
     add(
         "--moments",
@@ -183,8 +191,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--optimizer-memory",
         choices=("device", "host"),
         default="device",
-        help="where AdamW's state is; host: each step streams it through the GPU, with the same bits "
-        "(default: %(default)s)",
+        help="where AdamW's state is kept; from the host each step streams it through the GPU, with the same "
+        "results (default: %(default)s)",
     )
 
     add(
@@ -192,67 +200,75 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         type=float,
         default=0.001,
         metavar="X",
-        help="of models that balance the load of their experts by a correction bias: its step, each step; "
-        "0: it stays (default: %(default)s)",
+        help="by how much each step moves the correction bias, in models that balance the load of experts "
+        "with one; 0: not at all (default: %(default)s)",
     )
 
-    group = parser.add_argument_group("adapters (LoRA; needs the extra lora)")
-    add = group.add_argument
+
+def _add_adapters(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("adapters (LoRA; needs the extra lora)").add_argument
     add(
         "--lora",
         nargs="?",
         const="",
         metavar="SETTINGS",
-        help="train low-rank adapters alone: r=16,alpha=32,targets=all-linear,dropout=0.0[,dora][,rslora], "
-        "of which each may be left out (these are the defaults); several targets are joined by +",
+        help="train only low-rank adapters: r=16,alpha=32,targets=all-linear,dropout=0.0[,dora][,rslora]; "
+        "each part may be left out (these are the defaults); several targets are joined by +",
     )
     add(
         "--quantize",
         choices=("nf4", "int8"),
-        help="the linear layers below them, to 4 bits (QLoRA) or 8 (needs the extra quantize)",
+        help="quantise the linear layers below the adapters to 4 bits (QLoRA) or 8 (needs the extra "
+        "quantize)",
     )
-    add("--merge", action="store_true", help="write OUTPUT/merged too, the model with the adapters in it")
+    add(
+        "--merge",
+        action="store_true",
+        help="also write OUTPUT/merged, the model with the adapters merged into it",
+    )
 
-    group = parser.add_argument_group("the machine")
-    add = group.add_argument
+
+def _add_machine(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("the machine").add_argument
     add(
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
         default="auto",
-        help="of weights and of what is saved (default: the checkpoint's; a preset: bfloat16 on a GPU)",
+        help="of weights and of what is saved (default: the checkpoint's; for presets bfloat16 on a GPU)",
     )
     add("--device", default="auto", help="cuda, cuda:1, cpu (default: a GPU if there is one)")
     add(
         "--activation-memory",
         choices=("all", "lean", "mlp", "checkpoint", "tiled", "offload", "auto"),
         default="lean",
-        help="what is kept for backward; auto: of each layer as much as fits (default: %(default)s)",
+        help="what is kept for the backward pass; auto: as much as fits (default: %(default)s)",
     )
     add(
         "--memory-budget",
         metavar="SIZE",
-        help="of a GPU, for auto: such as 120GiB, or a share of what is free (default: 0.95)",
+        help="memory of a GPU that auto may use: such as 120GiB, or a share of what is free (default: 0.95)",
     )
     add(
         "--shard",
         choices=("full", "hybrid", "none"),
-        help="how torchrun's processes share the model: each has a part of it (FSDP2), each node has all of "
-        "it, or each has all of it (DDP); a resumed run may choose another (default: full; with --lora none)",
+        help="how torchrun's processes share the model: each holds a part of it (FSDP2), each node holds all "
+        "of it, or each process does (DDP); a resumed run may choose another (default: full; with --lora "
+        "none)",
     )
     add(
         "--sequence-parallel",
         type=int,
         default=1,
         metavar="N",
-        help="so many processes share each row and exchange heads for attention: for rows that are too long "
-        "for one (default: %(default)s)",
+        help="this many processes share each row and exchange heads for attention, for rows that are too "
+        "long for one (default: %(default)s)",
     )
     add(
         "--expert-parallel",
         type=int,
         default=1,
         metavar="N",
-        help="so many processes share the experts of each layer, and tokens are sent to them (default: "
+        help="this many processes share the experts of each layer, and tokens are sent to them (default: "
         "%(default)s)",
     )
     add(
@@ -260,7 +276,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         type=float,
         default=600.0,
         metavar="SECONDS",
-        help="of several processes: in which each must come further, or all end, and name those that did not "
+        help="if one of several processes makes no progress for this long, all end and name it "
         "(default: %(default)g)",
     )
     add("--attention", default="auto", help="attention backend (default: %(default)s)")
@@ -268,28 +284,44 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 # By option: its type, what stands for its value, and what it is.
 OBJECTIVE_OPTIONS: dict[str, tuple[type, str, str]] = {
-    "beta": (float, "X", "of dpo, orpo, kto (0.1), simpo (2) and distill (0: KL(teacher || student), to 1)"),
+    "beta": (
+        float,
+        "X",
+        "for dpo, orpo, kto (0.1), simpo (2) and distill (0: KL(teacher || student), up to 1)",
+    ),
     "loss_type": (
         *(str, "NAME"),
-        "of dpo (sigmoid, hinge, ipo and others, or a sum: sigmoid=0.8+sft=1), kto (kto, apo_zero_unpaired), "
-        "distill (jsd, cosine) and sft (nll, dft)",
+        "for dpo (sigmoid, hinge, ipo and others, or a sum: sigmoid=0.8+sft=1), kto (kto, "
+        "apo_zero_unpaired), distill (jsd, cosine) and sft (nll, dft)",
     ),
     "label_smoothing": (
         float,
         "P",
-        "of dpo and simpo: the probability that a pair is the wrong way round (0)",
+        "for dpo and simpo: the probability that a pair is the wrong way round (0)",
     ),
-    "f_divergence": (str, "NAME", "of dpo: reverse_kl, forward_kl, js_divergence or alpha_divergence"),
-    "desensitize": (float, "X", "of dpo: what a longer answer has beyond the shorter one counts so much (1)"),
-    "margin": (float, "X", "of simpo (1) and reward (0): by how much the chosen answer should be above"),
-    "nll_weight": (float, "X", "of simpo: of the chosen answer's own loss (0)"),
-    "centering": (float, "X", "of reward: holds rewards around zero (0)"),
-    "desirable_weight": (float, "X", "of kto: of good answers (1)"),
-    "undesirable_weight": (float, "X", "of kto: of bad answers (1)"),
-    "teacher": (str, "MODEL", "of distill: hub id or folder of a model of the same vocabulary"),
-    "temperature": (float, "X", "of distill: divides both models' logits (1)"),
-    "top_k": (int, "K", "of distill: compare the teacher's likeliest tokens, and the rest as one (all)"),
-    "hard_weight": (float, "X", "of distill: of the labels' own loss beside the divergence (0)"),
+    "f_divergence": (
+        str,
+        "NAME",
+        "for dpo: reverse_kl (the default), forward_kl, js_divergence or alpha_divergence",
+    ),
+    "desensitize": (
+        float,
+        "X",
+        "for dpo: the weight of tokens by which one answer is longer than the other (1)",
+    ),
+    "margin": (float, "X", "for simpo (1) and reward (0): by how much the chosen answer should score higher"),
+    "nll_weight": (float, "X", "for simpo: the weight of the chosen answer's likelihood loss (0)"),
+    "centering": (float, "X", "for reward: the weight of a term that keeps rewards around zero (0)"),
+    "desirable_weight": (float, "X", "for kto: the weight of good answers (1)"),
+    "undesirable_weight": (float, "X", "for kto: the weight of bad answers (1)"),
+    "teacher": (str, "MODEL", "for distill: hub id or folder of a model with the same vocabulary"),
+    "temperature": (float, "X", "for distill: divides both models' logits (1)"),
+    "top_k": (
+        int,
+        "K",
+        "for distill: compare only the teacher's K likeliest tokens, and the rest as one (all)",
+    ),
+    "hard_weight": (float, "X", "for distill: the weight of the labels' own loss beside the divergence (0)"),
 }
 
 
@@ -303,8 +335,8 @@ def add_objective(parser: argparse.ArgumentParser) -> None:
         choices=OBJECTIVES,
         default="sft",
         help="what is minimised: dpo, orpo, simpo and reward read records of prompt, chosen and rejected; "
-        "kto of prompt, completion and label; the others those above (default: %(default)s). Its options, of "
-        "which one that it does not have is refused, with defaults in brackets:",
+        "kto those of prompt, completion and label; the others those above (default: %(default)s). Its "
+        "options follow, with defaults in brackets; one that it does not have is refused:",
     )
     for name, (kind, metavar, text) in OBJECTIVE_OPTIONS.items():
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
@@ -318,18 +350,18 @@ def add_data(group: argparse._ActionsContainer) -> None:
         required=True,
         metavar="[WEIGHT=]SOURCE",
         help=".txt, .md, .jsonl[.gz or .zst] and .parquet files, folders and patterns of them, hf: data "
-        "sets, - for JSON lines on standard input, or corpora; a weight is a share of tokens: 0.7=a.jsonl "
-        "0.3=b",
+        "sets, - for JSON lines on standard input, or corpora; a weight is a share of the tokens, as in "
+        "0.7=a.jsonl 0.3=b",
     )
     group.add_argument(
         "--data-cache",
         metavar="FOLDER",
-        help="where tokenized data are kept (default: liger_models/data in the user's folder of caches)",
+        help="where tokenized data are kept (default: liger_models/data in the user's cache folder)",
     )
     group.add_argument(
         "--verify-data",
         action="store_true",
-        help="compute the digests of all corpora anew (default: where files are younger than manifests)",
+        help="check the digests of all corpora (default: only where files are newer than their manifest)",
     )
 
 
