@@ -10,7 +10,7 @@ from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
 from liger_models.layers.spec import (
     BlockSpec,
-    FixedTable,
+    CubicTable,
     LayerNormSpec,
     MLPProjectorSpec,
     NormSpec,
@@ -86,7 +86,7 @@ def vision(v: HFConfig, projector: MLPProjectorSpec, image_id: int, state: int) 
         (block,) * state,
         projector,
         image_id,
-        position_table=FixedTable(size // patch) if placed else None,
+        position_table=CubicTable(size // patch) if placed else None,
         pictures=SquarePictures(size),
         norm_behind=LayerNormSpec(eps) if final else None,
         class_token="first",

@@ -121,6 +121,15 @@ class FixedTable:
 
 
 @dataclass(frozen=True)
+class CubicTable:
+    """As `FixedTable`, where pictures have `side` times `side` patches; for other squares the rows of patches
+    are stretched by cubic interpolation (InternVL).
+    """
+
+    side: int
+
+
+@dataclass(frozen=True)
 class AxesTable:
     """Two tables of `size` positions, by whose sum a patch stands in its column and in its row (Gemma 4)."""
 
@@ -154,7 +163,8 @@ class PaddedPictures:
 @dataclass(frozen=True)
 class SquarePictures:
     """A processor gives `pixel_values` [images, channels, size, size], whatever the images' own size (CLIP).
-    What is left over of `size` pixels behind whole patches is not looked at.
+    What is left over of `size` pixels behind whole patches is not looked at. Beside a `CubicTable` all images
+    of a call may have another size.
     """
 
     size: int
@@ -217,7 +227,7 @@ class VisionSpec:
     positions: TimeSpec | None = None
     windowed: tuple[int, ...] = ()
     window: int | None = None
-    position_table: StretchedTable | FixedTable | AxesTable | None = None
+    position_table: StretchedTable | FixedTable | CubicTable | AxesTable | None = None
     deep: tuple[int, ...] = ()
     pictures: PlacedPictures | GridPictures | PaddedPictures | SquarePictures | AnyresPictures = (
         GridPictures()

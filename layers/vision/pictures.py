@@ -24,6 +24,7 @@ from liger_models.convert.errors import DataError
 from liger_models.layers.spec import (
     AnyresPictures,
     AxesTable,
+    CubicTable,
     GridPictures,
     PaddedPictures,
     PatchSpec,
@@ -257,8 +258,8 @@ def _squares(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures
     given = _taken(keywords, "pixel_values")
     if not given:
         return None
-    assert isinstance(spec.pictures, SquarePictures)
-    values, size = given["pixel_values"], spec.pictures.size
+    values = given["pixel_values"]
+    size = _side_of_squares(spec, merge, values)
     expected = spec.patches.channels, size, size
     if values.dim() != 4 or tuple(values.shape[1:]) != expected or not values.is_floating_point():
         raise DataError(
@@ -272,6 +273,18 @@ def _squares(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures
         return None
     grids = [(1, side, side)] * len(values)
     return Pictures(torch.cat(patches), grids, len(values), beside=int(spec.class_feature))
+
+
+def _side_of_squares(spec: VisionSpec, merge: int, values: Tensor) -> int:
+    """In pixels: that which positions are made for; or where these are stretched that which is there, if its
+    patches make whole blocks.
+    """
+    assert isinstance(spec.pictures, SquarePictures)
+    if isinstance(spec.position_table, CubicTable) and values.dim() == 4:
+        patches = values.shape[-1] // spec.patches.size
+        if patches and patches % merge == 0:
+            return values.shape[-1]
+    return spec.pictures.size
 
 
 def _anyres(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:

@@ -1,6 +1,6 @@
 """Learned tables of positions: of pictures of one size, or stretched to the size of each picture.
 
-    x += table[place]                                           of one size
+    x += table[place]                                           of one size, or stretched by cubics to another
     x += table_x[column] + table_y[row]
     x += sum over four taps of weight * table[tap]              stretched
 
@@ -14,10 +14,11 @@ import functools
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_models.kernels._dispatch import at_least_float32
-from liger_models.layers.spec import AxesTable, FixedTable, StretchedTable, VisionSpec
+from liger_models.layers.spec import AxesTable, CubicTable, FixedTable, StretchedTable, VisionSpec
 from liger_models.layers.vision.pictures import Grid, places_of
 
 
@@ -26,9 +27,10 @@ def make_table(spec: VisionSpec) -> PositionTable | PositionsByAxes | None:
     match spec.position_table:
         case StretchedTable(side):
             return StretchedPositions(side**2, spec.hidden_size, side)
-        case FixedTable(side):
+        case FixedTable(side) | CubicTable(side) as table:
             rows = side**2 + (spec.class_token is not None)
-            return FixedPositions(rows, spec.hidden_size, side, int(spec.class_token == "first"))
+            kind = FixedPositions if isinstance(table, FixedTable) else CubicPositions
+            return kind(rows, spec.hidden_size, side, int(spec.class_token == "first"))
         case AxesTable(size):
             return PositionsByAxes(size, spec.hidden_size)
     return None
@@ -59,10 +61,28 @@ class FixedPositions(PositionTable):
         self.first = first
 
     def forward(self, grids: Sequence[Grid], merge: int) -> Tensor:
-        order = _rows(self.side, merge, self.first, len(self.weight))
-        if order is None:
-            return self.weight.repeat(len(grids), 1)
-        return self.weight[order.to(self.weight.device, non_blocking=True)].repeat(len(grids), 1)
+        return self._of_pictures(self.weight, self.side, len(grids), merge)
+
+    def _of_pictures(self, rows: Tensor, side: int, count: int, merge: int) -> Tensor:
+        order = _rows(side, merge, self.first, len(rows))
+        if order is not None:
+            rows = rows[order.to(rows.device, non_blocking=True)]
+        return rows.repeat(count, 1)
+
+
+class CubicPositions(FixedPositions):
+    """The same for squares of another size, all of one: in float32, whatever the table's dtype."""
+
+    def forward(self, grids: Sequence[Grid], merge: int) -> Tensor:
+        side = grids[0][1]
+        if side == self.side:
+            return super().forward(grids, merge)
+        before, patches, behind = at_least_float32(self.weight).split(
+            [self.first, self.side**2, len(self.weight) - self.first - self.side**2]
+        )
+        square = patches.T.unflatten(1, (self.side, self.side))[None]
+        stretched = F.interpolate(square, (side, side), mode="bicubic", align_corners=False)[0].flatten(1).T
+        return self._of_pictures(torch.cat([before, stretched, behind]), side, len(grids), merge)
 
 
 class StretchedPositions(PositionTable):

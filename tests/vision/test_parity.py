@@ -4,6 +4,8 @@ every parameter, of encoder, projector and language model, under the checkpoint'
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from pairs import beyond_bound
@@ -11,7 +13,9 @@ from scenes import DOCUMENTS, OF_TOKENS, Image, Video
 
 from liger_models.architectures import find_architecture, list_architectures
 from liger_models.convert.errors import DataError
+from liger_models.images.scenes import Scenes
 from liger_models.layers.memory.activation_memory import LEVELS
+from liger_models.layers.spec import SquarePictures
 from liger_models.layers.vision.packing import Seen, pack_seen
 
 
@@ -112,3 +116,12 @@ def test_every_level_of_activation_memory_gives_the_same_gradients(pair):
 def test_a_long_video_in_slow_steps(family, pair):
     """Whose positions run ahead of the number of its tokens."""
     assert not compare(pair, pair.scene([2, Video(5, 2, 2, 4.4), 3]))
+
+
+@pytest.mark.parametrize("side", [6, 8, 19])
+def test_squares_of_another_size_stand_at_stretched_positions(side, make_pair):
+    """Of 13 pixels, which make 4 times 4 patches, and one too few for another; smaller and larger ones."""
+    pair = make_pair("internvl")
+    vision = replace(pair.vision, pictures=SquarePictures(side))
+    scenes = Scenes(replace(pair.ours.spec, vision=vision), pair.config)
+    assert not compare(pair, scenes.make_even([[1, Image(4, 4), 9], [Image(4, 4), 3, Image(4, 4), 2]]))

@@ -37,7 +37,7 @@ def test_a_class_token_whose_patches_are_merged_makes_no_feature():
 
 @pytest.mark.parametrize("family", ["internvl", "gemma3", "llava", "paligemma", "llama4"])
 def test_tiles_have_the_size_that_the_encoder_was_trained_with(family, make_pair):
-    """Positions are stretched to no other size: the reference does so for InternVL alone."""
+    """Positions are stretched to no other size, but to squares of whole blocks of patches for InternVL."""
     pair = make_pair(family)
     call = pair.scene([1, Image(4, 4), 2])
     call["pixel_values"] = torch.nn.functional.pad(call["pixel_values"], (0, 3, 0, 3))
