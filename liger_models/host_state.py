@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_models.convert.checkpoints.shards import local_tensor
 from liger_models.kernels.optimizer.adamw import AdamWSettings, AdamWTensors, adamw
 
 # Elements in a bucket, whose copies take some milliseconds; a multiple of what a kernel reads at once.
@@ -57,10 +58,21 @@ def adamw_from_host(
         streams.finish()
 
 
-def state_on_host(tensor: Tensor, device: torch.device) -> Tensor:
-    """A parameter's state where this step finds it: on the host, in pinned memory if there is a GPU."""
-    tensor = tensor.cpu()
-    return tensor if device.type == "cpu" or tensor.is_pinned() else tensor.pin_memory()
+def room_on_host(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Room for a parameter's state where this step finds it: on the host, in pinned memory if the parameter
+    is on a GPU. Of a DTensor it is one too, divided as that is: each process has its part in its own memory.
+    """
+    return torch.empty_like(like, dtype=dtype, device="cpu", pin_memory=like.device.type != "cpu")
+
+
+def state_on_host(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """A parameter's state in such a place: as it is, if it lies there."""
+    here = local_tensor(tensor)
+    if here.device.type == "cpu" and (parameter.device.type == "cpu" or here.is_pinned()):
+        return tensor
+    room = room_on_host(parameter, tensor.dtype)
+    local_tensor(room).copy_(here)
+    return room
 
 
 def lane_bytes(state_bytes: float) -> int:

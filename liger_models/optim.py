@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from liger_models.host_state import adamw_from_host, state_on_host
+from liger_models.host_state import adamw_from_host, room_on_host, state_on_host
 from liger_models.kernels.optimizer.adamw import (
     RESIDUE_DTYPES,
     WEIGHTS,
@@ -57,7 +57,7 @@ class AdamW(torch.optim.Optimizer):
             fairly, but not with the bits of the whole.
         state_device: "cpu" keeps the state in the host's memory, pinned, and streams it through the GPU in
             each step: see liger_models/host_state.py. The bits are the same; a step then waits for the
-            device. None: where the parameters are.
+            device. Of DTensors each rank holds the state of its shards. None: where the parameters are.
 
     The learning rate of a group may change between steps, the names of its other settings are "betas", "eps",
     "weight_decay", "weights", "moments" and "seed". The state of a parameter is exp_avg, exp_avg_sq and step,
@@ -67,7 +67,7 @@ class AdamW(torch.optim.Optimizer):
     device; unlike torch's fused AdamW the gradients are not changed.
 
     Raises:
-        ValueError: a setting out of its range; parameters whose memory has gaps; a state_device for DTensors.
+        ValueError: a setting out of its range; parameters whose memory has gaps.
         TypeError: parameters of another dtype; a learning rate that is a tensor.
     """
 
@@ -100,11 +100,6 @@ class AdamW(torch.optim.Optimizer):
         _check_settings(group)
         for parameter in group["params"]:
             _check_parameter(parameter)
-            if self.state_device and _is_dtensor(parameter):
-                raise ValueError(
-                    "state_device was given, and a parameter is divided over processes, whose state is "
-                    "divided with it; leave it out, and let FSDP2 hold both by its CPUOffloadPolicy"
-                )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -209,7 +204,7 @@ class AdamW(torch.optim.Optimizer):
         """A part of the state where it belongs."""
         if self.state_device is None or name == "step":
             return value.to(parameter.device)
-        return state_on_host(value, parameter.device)
+        return state_on_host(value, parameter)
 
     def _tensors(self, parameter: Tensor, group: dict[str, Any], place: int) -> AdamWTensors:
         if not self.state[parameter]:
@@ -232,8 +227,9 @@ class AdamW(torch.optim.Optimizer):
         """A moment or a residue before the first step, laid out in memory as the parameter."""
         if self.state_device is None:
             return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
-        pinned = parameter.device.type != "cpu"
-        return torch.empty_like(parameter, dtype=dtype, device="cpu", pin_memory=pinned).zero_()
+        room = room_on_host(parameter, dtype)
+        _local(room).zero_()
+        return room
 
 
 def _check_settings(group: dict[str, Any]) -> None:

@@ -184,11 +184,6 @@ def _model(args: argparse.Namespace) -> "LigerCausalLM":
 
     if args.quantize and not args.lora:
         raise ConfigError("--quantize is for --lora: quantised weights are not trained")
-    if args.gpus > 1 and args.optimizer_memory == "host":
-        raise ConfigError(
-            f"--gpus {args.gpus} divide the optimizer's state with the model; --optimizer-memory host is for "
-            "one GPU, or for several that each have the whole model: plan for one"
-        )
     if args.gpus % args.sequence_parallel:
         raise ConfigError(
             f"--sequence-parallel {args.sequence_parallel} does not divide --gpus {args.gpus}, of which its "

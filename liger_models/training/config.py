@@ -176,11 +176,6 @@ class TrainConfig:
                 f"shard is {self.shard!r}, and adapters are trained with the whole model in each process; "
                 "choose shard 'none', or none of it"
             )
-        if self.optimizer_memory == "host" and self.sharding != "none":
-            raise ConfigError(
-                f"optimizer_memory is 'host', and shard {self.shard!r} divides the optimizer's state with "
-                "the model; choose shard 'none', or none of it, or optimizer_memory 'device'"
-            )
         if self.expert_parallel > 1 and self.sharding == "none":
             raise ConfigError(
                 f"expert_parallel is {self.expert_parallel}, and the rest of the model is whole in each "
@@ -197,8 +192,7 @@ class TrainConfig:
     @property
     def sharding(self) -> str:
         """How several processes share the model."""
-        whole = self.lora is not None or self.optimizer_memory == "host"
-        return self.shard or ("none" if whole else "full")
+        return self.shard or ("none" if self.lora is not None else "full")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -258,7 +258,7 @@ def _read(reader: CheckpointReader, info: TensorInfo, parameter: Tensor, device:
     """
     if not is_sharded(parameter) or info.shape != tuple(parameter.shape):
         return reader.read(info.name).to(device or parameter.device)
-    value = torch.empty_like(parameter, dtype=info.dtype)
+    value = torch.empty_like(parameter, dtype=info.dtype, device=device)
     local, part = local_part(value, Ref(info.name, info.shape))
     part.read_into(local, reader.read_into)
     return value

@@ -1,6 +1,6 @@
 """One rank of test_optim.py: the same training with fully_shard and in one process, both by this rank.
 
-Gives norms and parameters by the form of weights.
+Gives norms and parameters by the form of weights and where the optimizer's state is.
 """
 
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from liger_models.optim import AdamW
 
 STEPS = 4
+FORMS = (("stochastic", None), ("master", None), ("master", "cpu"))  # of weights, and where the state is
 
 
 def network() -> nn.Module:
@@ -24,11 +25,11 @@ def network() -> nn.Module:
     return nn.Sequential(*layers).to(torch.bfloat16)
 
 
-def build(weights: str, mesh) -> tuple[nn.Module, AdamW]:
+def build(weights: str, mesh, place: str | None = None) -> tuple[nn.Module, AdamW]:
     model = network()
     if mesh is not None:
         fully_shard(model, mesh=mesh)
-    return model, AdamW(model.parameters(), lr=1e-2, weights=weights, seed=3)
+    return model, AdamW(model.parameters(), lr=1e-2, weights=weights, seed=3, state_device=place)
 
 
 def train(model: nn.Module, optimizer: AdamW, steps: range) -> list[float]:
@@ -54,19 +55,19 @@ def full(model: nn.Module) -> dict[str, torch.Tensor]:
 def results(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (ranks,))
     found = {}
-    for weights in ("stochastic", "master"):
+    for weights, place in FORMS:
         alone, optimizer = build(weights, None)
         expected_norms = train(alone, optimizer, range(STEPS))
-        sharded, optimizer = build(weights, mesh)
+        sharded, optimizer = build(weights, mesh, place)
         norms = train(sharded, optimizer, range(STEPS))
 
-        stopped, optimizer = build(weights, mesh)
+        stopped, optimizer = build(weights, mesh, place)
         train(stopped, optimizer, range(2))
         state = get_optimizer_state_dict(stopped, optimizer)
-        again = AdamW(stopped.parameters(), lr=1e-2, weights=weights, seed=3)
+        again = AdamW(stopped.parameters(), lr=1e-2, weights=weights, seed=3, state_device=place)
         set_optimizer_state_dict(stopped, again, state)
         train(stopped, again, range(2, STEPS))
-        found[weights] = {
+        found[f"{weights} {place}"] = {
             "norms": norms,
             "expected norms": expected_norms,
             "sharded": full(sharded),

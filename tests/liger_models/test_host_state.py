@@ -107,11 +107,27 @@ def test_other_devices_are_refused():
         AdamW(network("cpu", BF16).parameters(), state_device="cuda")
 
 
-def test_divided_parameters_are_refused(monkeypatch):
-    monkeypatch.setattr("liger_models.optim._is_dtensor", lambda tensor: True)
-    monkeypatch.setattr("liger_models.optim._local", lambda tensor: tensor)
-    with pytest.raises(ValueError, match="divided over processes"):
-        AdamW(network("cpu", BF16).parameters(), state_device="cpu")
+@pytest.mark.gpu
+def test_the_state_of_shards_is_on_the_host_too(tmp_path):
+    """Of FSDP2 with one process; with two, on CPUs, see test_optim.py."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    meeting = (tmp_path / "meeting").as_uri()
+    torch.distributed.init_process_group("nccl", init_method=meeting, rank=0, world_size=1)
+    try:
+        straight, model = network("cuda", BF16), fully_shard(network("cuda", BF16))
+        train(straight, AdamW(groups(straight), lr=1e-2), 4)
+        first, second = (AdamW(groups(model), lr=1e-2, state_device="cpu") for _ in range(2))
+        train(model, first, 2)
+        set_optimizer_state_dict(model, second, get_optimizer_state_dict(model, first))
+        train(model, second, 2, first=2)
+        for expected, p in zip(straight.parameters(), model.parameters(), strict=True):
+            assert torch.equal(p.full_tensor(), expected)
+            state = [value.to_local() for name, value in second.state[p].items() if name != "step"]
+            assert all(value.is_pinned() and value.device.type == "cpu" for value in state)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.gpu

@@ -348,7 +348,7 @@ def test_a_sparse_gradient_is_refused():
 def test_two_ranks_with_fsdp2_have_the_bits_of_one_process(tmp_path):
     """Both ranks see the same batches, so that the mean of their gradients is each one's."""
     results = run_ranks(RANK, tmp_path)
-    for weights in ("stochastic", "master"):
+    for weights in ("stochastic None", "master None", "master cpu"):
         for one in (result[weights] for result in results):
             assert one["norms"] == pytest.approx(one["expected norms"], rel=1e-6)
             for name, parameter in one["expected"].items():

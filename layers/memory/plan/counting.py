@@ -301,7 +301,7 @@ class StepMemory:
         """As it is pinned: each of its tensors takes a power of two."""
         if not self.step.optimizer_on_host:
             return 0
-        sizes = [own_bytes(p) for p in self.model.parameters() if p.requires_grad]
+        sizes = [-(-own_bytes(p) // self.step.gpus) for p in self.model.parameters() if p.requires_grad]
         return int(self._state * sum(1 << (size - 1).bit_length() for size in sizes) / max(1, sum(sizes)))
 
     def _trained_bytes(self, module: Any) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -380,6 +381,10 @@ def test_what_is_on_the_host_is_not_on_the_gpu_and_must_fit_there(capsys):
     assert 6 * model.num_parameters() <= pinned <= 12 * model.num_parameters()  # powers of two
     assert plans[1].host == 16 * (1 << 17) * 2048 * 2
 
+    divided = StepMemory(model, replace(there.step, gpus=4)).plan(["offload"] * 16)
+    assert divided.parts["optimizer"] == 0
+    assert divided.host - plans[1].host == pytest.approx(pinned / 4, rel=0.01)
+
     arguments = ["plan", "llama-3.2-1b", "--gpu", "24GiB", "--optimizer-memory", "host", "--seq", "max"]
     reports = {}
     for host in ("1TiB", "24GiB", "1GiB"):
@@ -389,7 +394,7 @@ def test_what_is_on_the_host_is_not_on_the_gpu_and_must_fit_there(capsys):
     assert reports["24GiB"]["fits"]
     assert reports["24GiB"]["host"] <= 24 * GIB
     assert not reports["1GiB"]["fits"]
-    main([*arguments[:-1], "65536"])
+    main([*arguments[:-1], "65536", "--gpus", "2"])
     assert "pinned on the host" in capsys.readouterr().out
 
 
@@ -407,7 +412,6 @@ def test_the_command_takes_a_config_file(tmp_path, capsys):
         (["--gpu", "H200", "--lora", "16"], "is not a setting"),
         (["--gpu", "H200", "--quantize", "nf4"], "--quantize is for --lora"),
         (["--gpu", "H200", "--host-memory", "much"], "expected a size such as 256GiB"),
-        (["--gpu", "H200", "--gpus", "2", "--optimizer-memory", "host"], "plan for one"),
     ],
 )
 def test_the_command_refuses_what_it_cannot_plan(options, message, capsys):
