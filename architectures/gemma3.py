@@ -48,7 +48,7 @@ def gemma3(c: HFConfig) -> ModelSpec:
     if not merge or (side // merge) ** 2 != tokens:
         raise ConfigError(
             f"{c.name}: mm_tokens_per_image is {tokens}, to which {side} times {side} patches of an image "
-            "cannot be pooled"
+            f"cannot be pooled; expected the square of {side} // n for a whole n"
         )
     for key in ("boi_token_index", "eoi_token_index"):
         c.take(key, None)  # which the processor places

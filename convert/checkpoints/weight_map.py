@@ -124,7 +124,10 @@ class Cat(Expr):
             raise ValueError("Cat needs at least one part")
         first = self.parts[0]
         if not 0 <= self.dim < len(first.shape):
-            raise ValueError(f"Cat along dim {self.dim} of {_describe(first)}, which has shape {first.shape}")
+            raise ValueError(
+                f"Cat along dim {self.dim} of {_describe(first)}, which has shape {first.shape}; expected a "
+                "dimension of it"
+            )
         for part in self.parts[1:]:
             if _without(part.shape, self.dim) != _without(first.shape, self.dim):
                 raise ValueError(

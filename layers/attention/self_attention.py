@@ -49,9 +49,12 @@ class Attention(nn.Module):
         super().__init__()
         self.spec, self.layer, self.backend = spec, layer, backend
         if spec.values_are_keys and spec.qk_norm is None:
-            raise ValueError("values are keys as they were before their norm, and this spec has no qk_norm")
+            raise ValueError(
+                "values_are_keys takes keys as they were before their norm, and this spec has no qk_norm; "
+                "give it one"
+            )
         if spec.rope is not None and spec.rope.halves and spec.qk_norm is None:
-            raise ValueError("halves of a head turn by themselves beside a norm of queries and keys alone")
+            raise ValueError("a RopeSpec with halves needs an AttentionSpec with qk_norm; give it one")
         parts = {"q_proj": spec.q_size, "k_proj": spec.kv_size}
         if not spec.values_are_keys:
             parts["v_proj"] = spec.kv_size

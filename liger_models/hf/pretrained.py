@@ -360,7 +360,10 @@ class LigerPreTrainedModel(PreTrainedModel):
 
         loaded = super().load_adapter(peft_model_id, adapter_name, *args, **kwargs)
         if wrong := sorted({*loaded.unexpected_keys, *loaded.missing_keys}):
-            raise CheckpointError(f"{peft_model_id}: the adapter and the model differ in {wrong[:4]}")
+            raise CheckpointError(
+                f"{peft_model_id}: the adapter and the model differ in {wrong[:4]}; make the model as it was "
+                "when the adapter was trained (projections split or not), or use liger_models.hf.load_adapter"
+            )
         take_usual_order(self, adapter_name or "default")
         return loaded
 

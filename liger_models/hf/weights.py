@@ -307,7 +307,10 @@ def _known(full_name: str, names: Mapping[str, Any]) -> tuple[str, str]:
         step, _, name = name.partition(".")
         prefix += f"{step}."
         if not name:
-            raise CheckpointError(f"{full_name} is no tensor that a checkpoint of this model has packed")
+            raise CheckpointError(
+                f"{full_name} belongs to no tensor that we pack; expected a name that ends in one of "
+                f"{', '.join(sorted(names)[:4])} ..."
+            )
     return prefix, name
 
 
