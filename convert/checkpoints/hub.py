@@ -19,6 +19,7 @@ from liger_models.convert.checkpoints.safetensors_header import DTYPES
 from liger_models.convert.errors import CheckpointError, HubError, LigerModelsError, abbreviate
 
 ALLOW_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+ADAPTER_CONFIG = "adapter_config.json"
 # Subfolders hold other formats of the same weights, and so do the files of this name.
 IGNORE_PATTERNS = ["*/*", "consolidated*"]
 
@@ -47,6 +48,7 @@ def resolve(
     """
     folder = local_path(name_or_path)
     if folder.exists() or isinstance(name_or_path, Path) or _looks_like_a_path(name_or_path):
+        _refuse_adapter(folder, folder)
         if not (folder / "config.json").is_file():
             state = "has no config.json" if folder.is_dir() else "is not a folder"
             raise CheckpointError(
@@ -71,6 +73,7 @@ def resolve(
     except _client_errors() as error:
         raise _explained(error, "download", repo_id, revision) from error
     folder = Path(snapshot)
+    _refuse_adapter(folder, repo_id)
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(
             f"{repo_id}: the repository has no safetensors weights at its top level; pickles (*.bin, "
@@ -80,6 +83,21 @@ def resolve(
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{repo_id}: the repository has no config.json; expected a language model")
     return folder
+
+
+def _refuse_adapter(folder: Path, name: object) -> None:
+    """Others load the model that an adapter names, and apply the adapter: weights alone are another model."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        beside = (folder / "config.json").is_file()
+        raise CheckpointError(
+            f"{name}: holds an adapter of PEFT ({ADAPTER_CONFIG})"
+            + (
+                f" beside a model; remove {ADAPTER_CONFIG} if the model's weights are meant as they are"
+                if beside
+                else ", and no model"
+            )
+            + "; to have it in the weights, load both with PEFT and save what merge_and_unload() gives"
+        )
 
 
 def local_path(name: str | Path, error: type[LigerModelsError] = CheckpointError) -> Path:

@@ -420,6 +420,17 @@ def test_a_path_to_nothing_is_not_looked_up_on_the_hub(name):
         resolve(name)
 
 
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_folder_with_an_adapter_is_no_model(tmp_path, beside):
+    """Others load the model that the adapter names, and apply it."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    if beside:
+        (tmp_path / "config.json").write_text("{}")
+    told = "beside a model; remove adapter_config.json if" if beside else "and no model; to have it"
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}: holds an adapter of PEFT.*{told}"):
+        resolve(tmp_path)
+
+
 def test_a_folder_without_config_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=f"{tmp_path}: has no config.json"):
         resolve(tmp_path)
