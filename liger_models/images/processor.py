@@ -27,6 +27,7 @@ from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import ModelSpec
 from liger_models.layers.vision import VISIONS
 from liger_models.layers.vision.packing import Seen, pack_seen, said_of
+from liger_models.spans import Span, tokens_within
 
 FILES = (
     "preprocessor_config.json",
@@ -37,7 +38,6 @@ FILES = (
 """What a processor is made of beside its tokenizer."""
 
 BEGIN, END = "\U0010fffd", "\U0010fffc"  # of private use: no text has them
-Span = tuple[int, int]
 
 
 class Shown(NamedTuple):
@@ -45,7 +45,7 @@ class Shown(NamedTuple):
 
     Attributes:
         ids: [T] int64.
-        trained: which of them end in one of the spans, [T] bool.
+        trained: which of them stand in one of the spans, [T] bool.
         images: the keywords of a call that hold the pictures, without those that say what each token is.
     """
 
@@ -117,10 +117,7 @@ class Preprocessor:
         images = {name: made[name] for name in made if name not in _OF_TOKENS}
         images = {name: x if isinstance(x, Tensor) else torch.as_tensor(x) for name, x in images.items()}
         ids = made["input_ids"][0]
-        ends = torch.as_tensor(tokenizer.ends)
-        trained = torch.zeros(len(ids), dtype=torch.bool)
-        for start, stop in tokenizer.spans:
-            trained |= (start < ends) & (ends <= stop)
+        trained = torch.tensor(tokens_within(tokenizer.offsets, tokenizer.spans), dtype=torch.bool)
         shown = Shown(ids, trained, images)
         self.check(shown)
         return shown
@@ -347,14 +344,14 @@ def _marked(text: str, spans: Sequence[Span]) -> str:
 
 
 class _Unmarking:
-    """A tokenizer that takes marks out of its text first, and notes the spans between them and where its
-    tokens end.
+    """A tokenizer that takes marks out of its text first, and notes the spans between them and the characters
+    of its tokens.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.spans: list[Span] = []
-        self.ends: list[int] = []
+        self.offsets: list[Span] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["tokenizer"], name)
@@ -369,7 +366,7 @@ class _Unmarking:
             clean += said + rest
         made = self.tokenizer([clean], return_offsets_mapping=True, **options)
         (offsets,) = made.pop("offset_mapping")
-        self.ends = [end for _, end in torch.as_tensor(offsets).tolist()]
+        self.offsets = [(start, end) for start, end in torch.as_tensor(offsets).tolist()]
         return made
 
 

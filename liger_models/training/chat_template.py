@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from liger_models.convert.errors import DataError
+from liger_models.spans import Span
 
 Message = dict[str, Any]
-Span = tuple[int, int]
 
 # Names of what the assistant thinks, in data and in templates: the first is the one that most of these read.
 REASONING = ("reasoning_content", "thinking", "reasoning")

@@ -19,6 +19,7 @@ from typing import Any
 
 from liger_models.convert.errors import DataError, abbreviate
 from liger_models.images.processor import FILES as PROCESSOR_FILES
+from liger_models.spans import tokens_within
 from liger_models.training.chat_template import ChatTemplate
 
 # What a tokenizer is made of: these files travel with every checkpoint that a run writes.
@@ -128,17 +129,10 @@ class TextTokenizer:
         *,
         add_special_tokens: bool,
     ) -> list[tuple[list[int], list[bool]]]:
-        """Of each text the ids, and which of them end inside one of its half-open character `spans`.
-
-        A token belongs where it ends: byte-level tokenizers report a token's leading space, and all of a
-        token that is only spaces, as empty, so that its start says nothing.
-        """
+        """Of each text the ids, and which of them stand in one of its half-open character `spans`."""
         encodings = self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
         return [
-            (
-                encoding.ids,
-                [any(start < end <= stop for start, stop in mine) for _, end in encoding.offsets],
-            )
+            (encoding.ids, tokens_within(encoding.offsets, mine))
             for encoding, mine in zip(encodings, spans, strict=True)
         ]
 

@@ -18,8 +18,9 @@ from torch import Tensor
 from liger_models.convert.errors import DataError
 from liger_models.images import Preprocessor, Video, find_image
 from liger_models.images.files import ImageSource
-from liger_models.images.processor import Shown, Span
+from liger_models.images.processor import Shown
 from liger_models.layers.vision.packing import OF_TOKENS
+from liger_models.spans import Span
 from liger_models.training.data.records import Conversation, Record, check_text
 from liger_models.training.data.sources import Source
 from liger_models.training.tokenizer import TextTokenizer

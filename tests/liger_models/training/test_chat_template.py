@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tokenizers import AddedToken
 
 from liger_models.convert.errors import DataError
 from liger_models.training.chat_template import ChatTemplate
@@ -240,6 +241,25 @@ def test_of_a_pair_the_answers_alone_are_trained_where_marks_stand_in_the_prompt
     jsonl(tmp_path / "data.jsonl", [record])
     _, trained, _ = written(tmp_path / "data.jsonl", form="prompt/chosen/rejected")
     assert trained == "goodbad"
+
+
+def test_an_end_of_turn_that_takes_the_line_break_behind_it_is_trained(tokenizer_folder, tmp_path):
+    """As Phi-3's does: its characters go on behind what is marked, and the token itself is within. So it is
+    in transformers, which finds no token of an answer that begins with a space.
+    """
+    tokenizer = template_folder(tokenizer_folder, tmp_path, MARKED)
+    tokenizer.backend.add_special_tokens([AddedToken("</s>", rstrip=True)])
+    chat = [{**message, "content": message["content"].strip()} for message in CHAT]
+    text, spans = tokenizer.render(chat)
+    [(ids, trained)] = tokenizer.encode_spans([text], [spans], add_special_tokens=False)
+    learned = [index for index, mark in zip(ids, trained, strict=True) if mark]
+    assert tokenizer.backend.decode(learned, skip_special_tokens=False) == "cd</s>()fg</s>"
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend, bos_token="<s>")
+    made = theirs.apply_chat_template(
+        chat, chat_template=MARKED, return_assistant_tokens_mask=True, return_dict=True
+    )
+    assert (made["input_ids"], made["assistant_masks"]) == (ids, [int(mark) for mark in trained])
 
 
 # -- what is allowed, and told of
