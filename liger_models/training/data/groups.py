@@ -185,11 +185,13 @@ class Groups(Documents):
         return part_images(corpus.images(piece.start - base))
 
     def _keywords(self, seen: list[Seen], parents: list[int]) -> tuple[dict[str, Tensor], ...]:
-        """Of a call on these documents, or of two, each on half of them."""
-        calls = [seen]
-        if any(part.corpus.form == LABELLED for part in self.parts):
-            calls = [seen[: len(seen) // 2], seen[len(seen) // 2 :]]
-        return tuple({} if self.vision is None else pack_seen(self.vision, call, parents) for call in calls)
+        """Of a call on these documents, or of two, each on half of them, which continue none."""
+        labelled, half = any(part.corpus.form == LABELLED for part in self.parts), len(seen) // 2
+        if self.vision is None:
+            return ({},) * (1 + labelled)
+        if labelled:
+            return tuple(pack_seen(self.vision, side) for side in (seen[:half], seen[half:]))
+        return (pack_seen(self.vision, seen, parents),)
 
     def documents_of(self, rows: Iterable[Row]) -> list[int]:
         """The numbers of the groups of rows in their corpora, in the order of `batch`."""

@@ -1,0 +1,99 @@
+"""Two answers to a prompt with images, as `train` reads them of a corpus: in every family that sees their
+scores are those of each answer with its prompt by itself, whether the prompt is computed once or twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from safetensors.torch import save
+from scenes import OF_TOKENS, Image
+
+from liger_models.layers.vision.packing import Seen, pack_seen
+from liger_models.training.data import groups
+from liger_models.training.data.corpus import Corpus, written_corpus
+from liger_models.training.data.documents import Part
+from liger_models.training.data.packing import Piece
+from liger_models.training.data.pictured import join_images
+from liger_models.training.data.records import LABELLED, PAIRS
+from liger_models.training.objectives.objective import score_rows
+
+PROMPTS = ([2, Image(4, 6), 3, Image(4, 4), 25], [14], [Image(2, 4), 9])
+LENGTHS = (4, 7)
+
+
+def sequences_of(pair):
+    """Of each prompt its two sequences; and a pair of which the second alone has an image, in its answer."""
+    found = []
+    for prompt in PROMPTS:
+        call = pair.scene(prompt)
+        ids = call["input_ids"][0]
+        images = {name: x for name, x in call.items() if name not in OF_TOKENS}
+        two = []
+        for length in LENGTHS:
+            learned = torch.arange(len(ids) + length) >= len(ids)
+            own = dict(images)
+            if (seen := images.get("cross_attention_mask")) is not None:
+                behind = seen[:, -1:].expand(-1, length, -1, -1)
+                own["cross_attention_mask"] = torch.cat([seen, behind], 1)
+            two.append(Seen(torch.cat([ids, torch.randint(10, 40, (length,))]), learned, own))
+        found.append(two)
+    answer = pair.scene([3, Image(4, 4), 6])
+    ids = answer["input_ids"][0]
+    learned = torch.arange(len(ids)) >= len(ids) - 3
+    images = {name: x for name, x in answer.items() if name not in OF_TOKENS}
+    found.append([Seen(torch.cat([ids[:3], torch.randint(10, 40, (3,))]), torch.arange(6) >= 3, {})])
+    found[-1].append(Seen(ids, learned, images))
+    return found
+
+
+def written(folder, found, form):
+    """The corpus of these groups, and a row of all of them."""
+    with written_corpus(folder, 200, 1 << 20, form) as writer:
+        for two in found:
+            for one in two:
+                writer.extend(one.ids.tolist(), bytes(one.learned.tolist()))
+            images = save(join_images([one.images for one in two])) if any(one.images for one in two) else b""
+            writer.end(True, images, (len(two[0].ids), 1))
+    corpus = Corpus(folder)
+    return corpus, [Piece(*bounds) for bounds in itertools.pairwise(corpus.starts.tolist())]
+
+
+def alone(pair, one):
+    """The score of a sequence in a call by itself."""
+    labels = one.ids.where(one.learned, -100)[None]
+    images = pack_seen(pair.vision, [one])
+    return pair.ours.score(one.ids[None], labels=labels, **images).log_probs.sum()
+
+
+@torch.no_grad()
+def test_scores_are_those_of_each_sequence_by_itself(pair, tmp_path, monkeypatch):
+    monkeypatch.setattr(groups, "SPARED", 0.0)
+    found = sequences_of(pair)
+    expected = torch.stack([alone(pair, two[side]) for side in (0, 1) for two in found])
+    corpus, row = written(tmp_path / "pairs", found, PAIRS)
+    for shares in (False, getattr(pair.vision, "spans", None) != "prefix"):
+        documents = groups.Groups([Part(corpus)], pair.vision)
+        documents.shares = shares
+        batch = documents.batch([row])
+        prompts = [len(two[0].ids) - LENGTHS[0] for two in found[:3]]
+        spared = sum(prompts) - 3 if shares else 0  # but for each one's last token
+        assert batch.input_ids.numel() == corpus.starts[-1] - spared
+        scores = score_rows(pair.ours, batch).log_probs.sum(1)
+        torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-4)
+        said = batch.following[0, : int(batch.cu_seqlens[4])] != -100
+        assert shares or said.sum() == documents.count([row]).first_said
+    image_ids = {pair.vision.image_id, getattr(pair.vision, "video_id", None)}
+    assert not image_ids & set(batch.following[0].tolist())
+
+
+@torch.no_grad()
+def test_halves_of_what_is_labelled_are_calls_by_themselves(pair, tmp_path):
+    found = sequences_of(pair)
+    corpus, row = written(tmp_path / "labelled", found, LABELLED)
+    batch = groups.Groups([Part(corpus)], pair.vision).batch([row])
+    for side, half in enumerate(batch.calls()):
+        expected = torch.stack([alone(pair, two[side]) for two in found])
+        scores = score_rows(pair.ours, half).log_probs.sum(1)
+        torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-4)
