@@ -35,7 +35,7 @@ from liger_models.layers.sequences import IGNORE_INDEX, Sequences
 
 
 class Distillation:
-    """What a call of the student shall learn from a teacher: its keyword `distill`.
+    """What the student learns from a teacher in one call: the keyword `distill` of the model.
 
     Args:
         teacher: a model of liger_models with the student's vocabulary, here or in transformers.

@@ -23,17 +23,17 @@ from liger_models.layers.sequences import Sequences
 
 
 class ScoreOptions:
-    """Which scores a call of the model shall give in the place of a loss: its keyword `score`.
+    """Which scores a call of the model returns instead of a loss: its keyword `score`.
 
     Args:
         temperature: divides the logits.
         entropy: also the entropy of each token's distribution.
         top1: also whether the label is the largest logit, the first of equal ones.
         log_sum_sq_probs: also the logarithm of the sum of the squared probabilities.
-        coefficients: of the shape of the scores; then `weighted_sum`, the sum of coefficients * log_probs,
-            has the gradients, and they are made in the forward pass: up to a quarter less work in the head,
-            where tokens fill several chunks. For losses that know their gradients before the scores: a
-            negative log-likelihood, or a policy gradient on fresh samples, whose ratios are one.
+        coefficients: in the shape of the scores. Gradients then flow through `weighted_sum`, the sum of
+            coefficients * log_probs, and are computed in the forward pass, which saves up to a quarter of
+            the head's work where tokens fill several chunks. For losses whose gradients are known before the
+            scores: a negative log-likelihood, or a policy gradient on fresh samples, whose ratios are one.
 
     Not a dataclass: sharding frameworks that cast a call's arguments would round the coefficients in one.
     """

@@ -31,16 +31,16 @@ from liger_models.layers.spec import ModelSpec
 
 
 class LigerCausalLM(CausalLM):
-    """A causal language model with its config. Made by `from_hub` and `from_config`, not by hand.
+    """A causal language model with its config. Use `from_hub` or `from_config` to make one.
 
     Attributes:
         architecture: the family, as registered.
         config: the keys of config.json as attributes.
         carried: patterns (with `*`) of checkpoint tensors that the model does not use and an export repeats.
-        source: what the checkpoint looked like that it was read from; None for fresh weights, and for
-            the text part of a multimodal checkpoint.
+        source: the form of the checkpoint that it was read from; None for fresh weights, and for the text
+            part of a multimodal checkpoint.
         left_out: the names of the tensors of a multimodal checkpoint that were not read.
-        source_folder: where that checkpoint lies.
+        source_folder: the folder of that checkpoint.
     """
 
     # What transformers' Trainer and accelerate ask of a model: that the loss takes num_items_in_batch and
@@ -97,16 +97,16 @@ class LigerCausalLM(CausalLM):
     ) -> None:
         """Write a Hugging Face checkpoint that transformers and vLLM read.
 
-        A model that was read from a checkpoint goes out as it came: tensor names, dtypes, division into
+        A model that was read from a checkpoint is written as it was read: tensor names, dtypes, division into
         files, config, generation config, tokenizer and chat template. An existing checkpoint in `folder` is
-        replaced in one step, when the new one is whole. A model that is sharded over processes (FSDP2) is
-        saved by all of them together: its tensors are gathered one at a time, and the first process writes.
+        replaced in one step, once the new one is complete. If the model is sharded over processes (FSDP2),
+        all of them must call this: tensors are gathered one at a time, and the first process writes.
 
         Args:
-            folder: where to.
-            max_shard_size: of one file, in bytes or as "5GB" (10^9) or "5GiB". Default: the source's
+            folder: where to write.
+            max_shard_size: largest file, in bytes or as "5GB" (10^9) or "5GiB". Default: the source's
                 division, or 5 GB.
-            dtype: of the tensors, as torch.bfloat16 or "bfloat16"; "parameters" is what each has in memory.
+            dtype: of the tensors, torch.bfloat16 or "bfloat16"; "parameters" is what each has in memory.
                 Default: the source's, or what each has in memory.
 
         Raises:
@@ -214,7 +214,9 @@ class LigerCausalLM(CausalLM):
         on_token: Callable[[Tensor], None] | None = None,
         **images: Any,
     ) -> Tensor:
-        """`liger_models.generation.generate`; the special ids default to those of the generation config."""
+        """Continue each prompt [batch, seq] of a batch: [batch, seq + new]. See
+        `liger_models.generation.generate`; the special ids default to those of the generation config.
+        """
         return generate(
             self,
             input_ids,

@@ -41,8 +41,8 @@ class ClassifierOutput(ModelOutput):
 
 
 class LigerSequenceClassifier(LigerCausalLM):
-    """A decoder with a head of labels, which is called `score` in checkpoints. Made by `from_hub` and
-    `from_config`: of a config whose architecture is one, or with `labels`.
+    """A decoder with a classification head, which is called `score` in checkpoints. `from_hub` and
+    `from_config` make one from a config whose architecture is a classifier's, or with `labels=`.
     """
 
     def __init__(

@@ -60,34 +60,34 @@ def from_hub(
         token: hub token; True or None for the stored login.
         cache_dir: the hub's cache.
         local_files_only: take the repository from the cache, without a network.
-        dtype: of all parameters. "auto" rounds nothing: the matrices get the narrowest that holds those of
-            the checkpoint, and a norm or a bias which the checkpoint has in a wider one keeps that.
+        dtype: of all parameters. "auto" rounds nothing: the matrices get the narrowest dtype that holds the
+            checkpoint's exactly, and norms and biases that the checkpoint has in a wider one keep it.
         device: of the parameters; by default torch's default device.
         attention: the attention backend, see layers/attention/backends.py.
         activation_memory: what is kept for the backward pass, see layers/memory/activation_memory.py. "auto"
-            chooses for each layer, when the first batch is there, so that the step fits in `memory_budget`.
+            chooses a level for each layer when the first batch arrives, so that a step fits `memory_budget`.
         memory_budget: bytes of the GPU, text such as "120GiB", or a share; by default 0.95 of what is free.
-        projections: "fused" computes query, key and value in one product, and gate and up; "split" gives each
-            a layer under the checkpoint's name, for LoRA libraries and quantisers, at some cost in speed. See
-            `split_projections` and `fuse_projections` of the model.
-        shard: called with the model before it has memory, to divide it over processes, as by `fully_shard` of
-            torch.distributed.fsdp on each layer and on the model. Each process then reads its own rows alone.
-            FSDP2 wants parameters of one dtype: name one, if the checkpoint mixes them.
-        text_only: of a multimodal checkpoint load the language model alone, and warn of what is left out,
-            which `left_out` of the model names. What is saved from it is a checkpoint of that language model.
-            The types that this is known of are in architectures/multimodal.py.
-        labels: make a `LigerSequenceClassifier` with so many labels of a language model, 1 for rewards: its
-            head is fresh, and that of tokens left out. A checkpoint of a classifier is one without this.
-        dropout: 0.0 trains without the dropout that a config asks for, which is not supported and refused
-            where this is None. It makes no difference to a model that does not train.
-        ignore_config_keys: keys of config.json that are unknown and known not to matter.
+        projections: "fused" computes query, key and value in one product, and gate and up in another; "split"
+            makes each a layer with the checkpoint's name, for LoRA libraries and quantisers, which is
+            slightly slower. See the model's `split_projections` and `fuse_projections`.
+        shard: called with the model before it has memory, to divide it over processes: `parallelize`, or
+            `fully_shard` of torch.distributed.fsdp on each layer and on the model. Each process then reads
+            only its own rows. FSDP2 needs parameters of one dtype: name one if the checkpoint mixes them.
+        text_only: load only the language model of a multimodal checkpoint, and warn of what is left out; the
+            model's `left_out` lists it. `save_pretrained` then writes a checkpoint of that language model.
+            The types for which this works are in architectures/multimodal.py.
+        labels: turn a language model into a `LigerSequenceClassifier` with this many labels, 1 for rewards:
+            a fresh head replaces the language model's. Not needed for checkpoints of classifiers.
+        dropout: 0.0 trains without the dropout that a config asks for. None refuses such a config, since
+            dropout is not supported. It makes no difference to a model that is not trained.
+        ignore_config_keys: unknown keys of config.json that are known not to matter.
 
     Raises:
         UnsupportedModelError: no architecture of this `model_type`.
         ConfigError: a key of config.json is missing, unknown or has a value that cannot be honoured; or the
             dtype or the device cannot.
         CheckpointError: a file or a tensor is missing, extra, misshapen or damaged.
-        HubError: the repository, or the hub, cannot be had.
+        HubError: the repository or the hub cannot be reached.
     """
     from liger_models.convert.checkpoints.hub import resolve
 
@@ -163,8 +163,8 @@ def from_config(
         dtype: of the parameters; "auto" takes the config's, or float32.
         device, attention, activation_memory, memory_budget, projections, text_only, labels, dropout,
             ignore_config_keys: as for `from_hub`.
-        shard: as for `from_hub`. Processes with the same seed make the parts of one model: of fused
-            projections, the one that a single process makes.
+        shard: as for `from_hub`. Processes with the same seed make the parts of one model; with fused
+            projections it is the one that a single process would make.
 
     Raises:
         UnsupportedModelError, ConfigError: as for `from_hub`.

@@ -48,23 +48,23 @@ class AdamW(torch.optim.Optimizer):
         params: parameters, or groups of them with settings of their own, as for every torch optimizer;
             float32, bfloat16 or float64, on any devices, DTensors too (FSDP2): each rank updates its shard.
         lr, betas, eps, weight_decay: as in torch.optim.AdamW.
-        weights: how bfloat16 weights are kept: "master", "compensated", "stochastic" or "plain". Float32
-            weights are float32, whatever it says.
+        weights: how bfloat16 weights are kept: "master", "compensated", "stochastic" or "plain", see
+            docs/optimizer.md. It makes no difference to float32 weights.
         moments: the dtype of both moments: "auto" (the parameter's), "float32" or "bfloat16".
-        seed: of the random bits with which is rounded. They are a function of seed, step, the parameter's
-            place among `params` and the element's place in the parameter: a resumed run draws the same, and
-            so does every shard of a DTensor that is cut along its first dimension. Other cuts are rounded as
-            fairly, but not with the bits of the whole.
-        state_device: "cpu" keeps the state in the host's memory, pinned, and streams it through the GPU in
-            each step: see liger_models/host_state.py. The bits are the same; a step then waits for the
+        seed: of the random bits for stochastic rounding. They are a function of the seed, the step, the
+            parameter's place among `params` and the element's place in the parameter: a resumed run draws the
+            same bits, and so does every shard of a DTensor that is cut along its first dimension. Other cuts
+            are rounded just as fairly, but not with the bits of the whole.
+        state_device: "cpu" keeps the state in pinned host memory and streams it through the GPU in each step:
+            see liger_models/host_state.py. The results are bit for bit the same; a step then waits for the
             device. Of DTensors each rank holds the state of its shards. None: where the parameters are.
 
-    The learning rate of a group may change between steps, the names of its other settings are "betas", "eps",
+    A group's learning rate may change between steps; its other settings are called "betas", "eps",
     "weight_decay", "weights", "moments" and "seed". The state of a parameter is exp_avg, exp_avg_sq and step,
     as in torch's fused AdamW, and for bfloat16 weights "residue": what rounding lost.
 
-    With torch.amp.GradScaler the scale and the skipping of steps are the kernel's, without waiting for the
-    device; unlike torch's fused AdamW the gradients are not changed.
+    With torch.amp.GradScaler the kernel unscales and skips steps, without waiting for the device; unlike in
+    torch's fused AdamW the gradients are not changed.
 
     Raises:
         ValueError: a setting out of its range; parameters whose memory has gaps.

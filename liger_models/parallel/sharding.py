@@ -37,23 +37,22 @@ def parallelize(
 ) -> LigerCausalLM:
     """Divide a model over processes, in place, by `fully_shard` of torch.distributed.fsdp (FSDP2).
 
-    The model is called, trained and saved as before, by all processes together, each with rows of its own, or
-    where `mesh` divides sequences, those of one with the same rows: layers/sequence_parallel.py. These count
-    as one process below.
-    Gradients are means over the processes, added up in float32 (or what is as good: `_dtype_of_sums`): a loss
-    over all labels of a step is
+    All processes call, train and save the model together, each with its own rows; where `mesh` divides
+    sequences, the processes of one sequence are given the same rows (layers/sequence_parallel.py) and count
+    as one process below. Gradients are means over the processes, summed in float32 (or in a dtype that gives
+    the same bits: `_dtype_of_sums`), so the loss over all labels of a step is
     `model(..., num_items_in_batch=labels / processes).loss`. Optimizers, `clip_grad_norm` and checkpoints see
     DTensors; make the optimizer afterwards. Given to `from_hub` or `from_config` as `shard`, it divides the
-    model before it has memory, and each process reads or makes its own rows alone.
+    model before it has memory, and each process reads or makes only its own rows.
 
     Args:
         model: on the meta device, or whole and the same in every process, on the mesh's device.
         mesh: of torch's, ("shard",) or ("replicate", "shard"); or sizes; default: all processes share all
             parameters.
-        compute_dtype: what parameters and the inputs of layers are cast to while they are at work, such as
+        compute_dtype: to which parameters and the inputs of layers are cast for the computation, such as
             torch.bfloat16 for float32 parameters. Default: their own.
-        reshard_after_forward: whether layers are gathered again for the backward pass. False keeps the whole
-            parameters from the forward pass on, and gathers once.
+        reshard_after_forward: whether layers are given back after the forward pass and gathered again for the
+            backward pass. False gathers once, and keeps whole parameters in between.
 
     Returns:
         The model.
