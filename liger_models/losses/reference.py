@@ -23,11 +23,16 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     """While it lasts, PEFT's adapters in the model add nothing: it is the reference of its own training.
 
     Raises:
-        ValueError: there are no adapters, or some are merged into the weights.
+        ValueError: there are no adapters, some are merged into the weights, or something else is trained, too
+            (PEFT's bias="all").
     """
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
-    if not layers or any(getattr(layer, "merged", False) for layer in layers):
+    below = ("base_layer.", "original_module.")
+    added = {p for layer in layers for name, p in layer.named_parameters() if not name.startswith(below)}
+    others = [name for name, p in model.named_parameters() if p.requires_grad and p not in added]
+    if not layers or others or any(getattr(layer, "merged", False) for layer in layers):
         found = "some of its adapters are merged" if layers else "it has no adapters"
+        found = f"{others[0]} is trained beside its adapters" if layers and others else found
         raise ValueError(
             f"the model cannot be its own reference: {found}. Give the reference as a model of its own, or "
             "score with the model before it is trained"

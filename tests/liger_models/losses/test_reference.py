@@ -53,6 +53,14 @@ def test_a_model_without_adapters_or_with_merged_ones_is_refused(model):
         pass
 
 
+def test_a_model_of_which_more_than_adapters_is_trained_is_refused(model):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["o_proj"], bias="all")
+    adapted = peft.inject_adapter_in_model(config, model)
+    with pytest.raises(ValueError, match=r"\.bias is trained beside its adapters"), without_adapters(adapted):
+        pass
+
+
 def test_kept_scores_belong_to_the_adapters_that_were_switched_on(model, tmp_path):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["o_proj"], init_lora_weights=False)
