@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_models.layers.spec import ModelSpec
 from liger_models.losses.rows import sequence_log_probs
 from liger_models.losses.shared_prompts import SharedPrompts
 
@@ -71,7 +72,8 @@ def reference_log_probs(
     model.eval()
     try:
         for batch in batches:
-            key = "" if path is None else f"{weights}.{_digest(batch)}"
+            order = repr(batch.answers) if isinstance(batch, SharedPrompts) else ""
+            key = "" if path is None else f"{weights}.{_digest(batch, order)}"
             if key not in known or path is None:
                 scores = model.score(**batch).log_probs
                 rows = batch.rows(scores) if isinstance(batch, SharedPrompts) else scores
@@ -93,15 +95,18 @@ def _settings(model: nn.Module) -> str:
         for name, layer in model.named_modules()
         if hasattr(layer, "_disable_adapters")
     ]
-    return f"{getattr(model, 'spec', None)!r} {adapters!r}"
+    specs = [module.spec for module in model.modules() if isinstance(getattr(module, "spec", 0), ModelSpec)]
+    return f"{specs!r} {adapters!r}"
 
 
 def _digest(tensors: Mapping[str, Any], settings: str = "") -> str:
-    """A digest of names, dtypes, shapes and values."""
+    """A digest of names, dtypes, shapes and values; and of what is no tensor, but for None."""
     digest = hashlib.sha256(settings.encode())
-    for name in sorted(tensors):
+    for name in sorted(name for name, value in tensors.items() if value is not None):
         tensor = tensors[name]
-        if isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor):
+            digest.update(f"{name} {tensor.tolist() if hasattr(tensor, 'tolist') else tensor!r}".encode())
+        else:
             digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
             flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
             digest.update(memoryview(flat.numpy()))  # type: ignore[arg-type]

@@ -76,13 +76,14 @@ class SharedPrompts(Mapping[str, Tensor]):
     parents, which may stay on the CPU.
 
     Attributes:
+        answers: of each row of `rows` the token before its first one, and its length.
         counted: [answers, longest] bool, which places of `rows` have a label.
     """
 
     def __init__(self, inputs: Mapping[str, Tensor], answers: Sequence[tuple[int, int]]):
-        self._inputs, self._answers = dict(inputs), list(answers)
+        self._inputs, self.answers = dict(inputs), list(answers)
         device = self._inputs["input_ids"].device
-        starts, lengths = torch.tensor(self._answers, device="cpu").unbind(1)
+        starts, lengths = torch.tensor(self.answers, device="cpu").unbind(1)
         place = torch.arange(int(lengths.max()), device="cpu")
         counted = place < lengths[:, None]
         # The score of an answer's first token stands where its document begins.
@@ -92,7 +93,7 @@ class SharedPrompts(Mapping[str, Tensor]):
     def to(self, device: torch.device | str) -> SharedPrompts:
         """The same with ids and labels on that device; boundaries are read on the CPU."""
         moved = {name: self._inputs[name].to(device) for name in ("input_ids", "labels")}
-        return SharedPrompts(self._inputs | moved, self._answers)
+        return SharedPrompts(self._inputs | moved, self.answers)
 
     def rows(self, scores: Tensor) -> Tensor:
         """Scores [1, T - 1], or [1, T] of labels that came shifted, as rows of the answers: [answers,

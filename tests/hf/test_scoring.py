@@ -11,6 +11,7 @@ from randomised import randomise_trained
 
 import liger_models
 from liger_models.kernels.losses.log_probs import log_probs_plain
+from liger_models.losses import reference_log_probs
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -62,6 +63,15 @@ def test_an_adapter_around_the_head_counts(make_both, batch):  # which TRL's fus
     (head,) = (p for name, p in ours.named_parameters() if "lm_head.lora_B" in name)
     (gradient,) = torch.autograd.grad(scores.log_probs.sin().sum(), head)
     assert relative_distance(gradient, torch.autograd.grad(truth.log_probs.sin().sum(), head)[0]) <= BOUND
+
+
+def test_kept_scores_of_the_reference_belong_to_its_config(make_both, batch, tmp_path):
+    ours = make_both("llama").ours
+    other = type(ours).from_pretrained(ours.name_or_path, rms_norm_eps=0.5)
+    assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), other.parameters(), strict=True))
+    for model in (ours, other):
+        (kept,) = reference_log_probs(model, [batch], tmp_path / "reference.safetensors")
+        assert torch.equal(kept, reference_log_probs(model, [batch])[0])
 
 
 def test_routers_tell_what_they_add_to_a_loss(make_both, batch):

@@ -7,7 +7,12 @@ import torch
 
 import liger_models
 from liger_models.architectures import find_architecture
-from liger_models.losses import reference_log_probs, sequence_log_probs, without_adapters
+from liger_models.losses import (
+    reference_log_probs,
+    sequence_log_probs,
+    shared_prompts,
+    without_adapters,
+)
 
 
 @pytest.fixture
@@ -78,6 +83,17 @@ def test_kept_scores_belong_to_the_adapters_that_were_switched_on(model, tmp_pat
     adapted.layers[0].mixer.o_proj.scaling["default"] *= 2
     assert not torch.equal(with_them, without)
     assert not torch.equal(with_them, same_without_a_file())
+
+
+def test_kept_scores_belong_to_all_that_a_call_is_given(model, tmp_path):
+    row = torch.randint(model.spec.vocab_size, (1, 14))
+    call = {"input_ids": row, "labels": row, "cu_seqlens": torch.tensor([0, 8, 14])}
+    items = [([5, 9, 2], [[7, 8, 1], [4, 1]]), ([6, 3], [[3, 1], [2, 2, 1]])]
+    calls = [call, call | {"temperature": 0.5}, call | {"parents": [-1, 0]}]
+    calls += [shared_prompts(items), shared_prompts(items, by_rank=True)]
+    for given in calls:
+        (kept,) = reference_log_probs(model, [given], tmp_path / "reference.safetensors")
+        assert torch.equal(kept, reference_log_probs(model, [given])[0])
 
 
 def test_reference_scores_are_kept_in_a_file_for_these_weights_and_batches(model, tmp_path):
