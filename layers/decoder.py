@@ -155,9 +155,10 @@ class Decoder(nn.Module):
 
     def seeing_parameters(self) -> Iterator[nn.Parameter]:
         """Those that only images reach: the encoder, the way from there, layers that read features."""
-        seeing = [layer for layer in self.layers if IMAGES in layer.reads]
-        for module in (*seeing, *([] if self.vision is None else [self.vision])):
-            yield from module.parameters()
+        seeing: list[Any] = [layer for layer in self.layers if IMAGES in layer.reads]
+        if self.vision is not None:
+            seeing += [self.vision.encoder, *self.vision.ways_out()]
+        yield from {id(p): p for module in seeing for p in module.parameters()}.values()
 
     @property
     def needs_ids(self) -> bool:

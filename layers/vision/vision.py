@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from liger_models.convert.checkpoints.shards import is_zero3
 from liger_models.convert.errors import DataError
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.attention.cache import KVCache
@@ -87,6 +88,8 @@ class Vision(nn.Module):
         self.encoder = VisionEncoder(spec, attention)
         width, make = spec.hidden_size, PROJECTORS[type(spec.projector)]
         self.projector = make(width * max(len(spec.taken), 1), hidden_size, spec.projector)
+        # Read by name: in transformers' order of modules some stand elsewhere.
+        self._parts_of_projector = tuple(name for name, _ in self.projector.named_children())
         self.newline = Newline(hidden_size) if isinstance(spec.pictures, AnyresPictures) else None
         self.deep = nn.ModuleList([make(width, hidden_size, spec.deep_projector) for _ in spec.deep])
 
@@ -109,7 +112,8 @@ class Vision(nn.Module):
 
     def ways_out(self) -> list[nn.Module]:
         """What stands between the encoder and the language model."""
-        found = (self.projector, self.newline, self.deep)
+        of_projector = (getattr(self.projector, name) for name in self._parts_of_projector)
+        found = (self.projector, *of_projector, self.newline, self.deep)
         return [module for module in found if module is not None]
 
     def cut(self, picture: Tensor) -> tuple[Tensor, Grid]:
@@ -206,6 +210,8 @@ class Vision(nn.Module):
         if not is_of_several(self.encoder, *self.ways_out()):
             return embeds
         features = self(blank_picture(self.spec, self.merge, embeds))
+        if not any(x.requires_grad for x in features):
+            return embeds
         return embeds + 0 * torch.stack([x.sum() for x in features]).sum().to(embeds.dtype)
 
     def ids_of_text(self, sight: Sight, ids: Tensor, instead: int) -> Tensor:
@@ -266,4 +272,6 @@ def is_of_several(*modules: nn.Module, trained: bool = False) -> bool:
         return True
     from torch.distributed.fsdp import FSDPModule
 
-    return any(isinstance(part, FSDPModule) for module in modules for part in module.modules())
+    parts = [part for module in modules for part in module.modules()]
+    gathered = any(is_zero3(p) for part in parts for p in part.parameters(recurse=False))
+    return gathered or any(isinstance(part, FSDPModule) for part in parts)

@@ -31,7 +31,7 @@ from liger_models.convert.errors import CheckpointError
 from liger_models.hf.merged import merged_tensors
 from liger_models.hf.module_names import refuse_ambiguous
 from liger_models.hf.quantization import give_layers_to_quantise, is_quantised
-from liger_models.hf.unread import unread_in
+from liger_models.hf.unread import leave_unread, unread_in
 from liger_models.hf.weights import (
     CheckpointConverter,
     Groups,
@@ -101,7 +101,9 @@ class LigerPreTrainedModel(PreTrainedModel):
                 "modules. Load it whole and let accelerate, Trainer or torch's fully_shard divide it, or "
                 "read the rows of each process alone: liger_models.from_hub(..., shard=...)"
             )
-        return super().from_pretrained(*args, **kwargs)
+        loaded = super().from_pretrained(*args, **kwargs)
+        leave_unread((loaded[0] if isinstance(loaded, tuple) else loaded).decoder)
+        return loaded
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
         """A config from which transformers' own model was made says how that runs its experts; ours run in
@@ -261,6 +263,7 @@ class LigerPreTrainedModel(PreTrainedModel):
     def freeze(self, *parts: str) -> None:
         """`layers.Decoder.freeze`: train the other parts alone, of "vision", "projector" and "language"."""
         Decoder.freeze(self.decoder, *parts)
+        leave_unread(self.decoder)
         head = self.get_output_embeddings()
         if self.decoder is not self and head is not None:
             head.requires_grad_("language" not in parts)

@@ -82,6 +82,15 @@ def carry_unread(model: Any, theirs: nn.Module) -> None:
     model.unread = {name.removeprefix("model."): Ref(name, shape) for name, shape in shapes.items()}
 
 
+def leave_unread(decoder: Any) -> None:
+    """Let what nothing reads need no gradient, for which DDP would wait: transformers' loader says that every
+    tensor needs one.
+    """
+    own = dict(decoder.named_parameters())
+    for name in decoder.unread.keys() & own.keys():
+        own[name].requires_grad_(False)
+
+
 def unread_in(decoder: Any, layout: Layout) -> dict[str, Ref]:
     """Where a layout has the tensors that nothing reads."""
     return {name: Ref(_name_in(decoder, layout, ref.name), ref.shape) for name, ref in decoder.unread.items()}

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import pickle
 
 import pytest
@@ -124,6 +125,38 @@ def test_modules_bear_the_names_of_transformers_own(pair, ours):
         name.removesuffix(".linear") for name in found
     }
     assert not {name for name in differ if not any(part in name for part in known)}
+
+
+PARTS = ("vision", "projector", "language")
+
+
+@pytest.mark.parametrize("frozen", [*itertools.combinations(PARTS, 1), *itertools.combinations(PARTS, 2), ()])
+def test_parts_that_train_are_those_of_the_native_model(frozen, pair, ours):
+    """Whichever module of transformers' own model a part's layers stand in."""
+    native, layout = copy.deepcopy(pair.ours), ours.model.own_layout
+    found = []
+    for model in (ours, native):
+        model.freeze(*frozen)
+        own = dict(model.named_parameters())
+        trains = {n: own[n].requires_grad for n in model.weight_map(layout) if n in own}
+        refs = {n: e.refs() for n, e in model.weight_map(layout).items() if n in own}
+        found.append({ref.name: trains[n] for n in refs for ref in refs[n]})
+    ours.freeze()
+    assert {name: found[0][name] for name in found[1]} == found[1]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llava", "llava_onevision"])
+def test_what_nothing_reads_needs_no_gradient(family, pair, folders):
+    """For which DDP would wait; nor when parts are chosen that train."""
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folders(pair))
+    assert model.model.unread
+    for parts in ((), ("language",), ("vision", "projector")):
+        if parts:
+            model.freeze(*parts)
+        model.zero_grad()
+        model(**pair.scene(*DOCUMENTS.values())).loss.backward()
+        assert {p.requires_grad for p in model.parameters()} == {True, False}
+        assert not [n for n, p in model.named_parameters() if p.requires_grad != (p.grad is not None)]
 
 
 def test_a_keyword_that_the_family_does_not_know_is_refused_by_name(pair, ours):

@@ -209,10 +209,10 @@ class StepMemory:
         """Whether the encoder is trained, and whether the way from there into the language model."""
         if self.model.vision is None:
             return False, False
-        encoder = list(self.model.vision.encoder.parameters())
-        own = {id(p) for p in encoder}
-        way = [p for p in self.model.vision.parameters() if id(p) not in own]
-        return any(p.requires_grad for p in encoder), any(p.requires_grad for p in way)
+        vision = self.model.vision
+        way = {id(p): p for module in vision.ways_out() for p in module.parameters()}
+        encoder = (p for p in vision.encoder.parameters() if id(p) not in way)
+        return any(p.requires_grad for p in encoder), any(p.requires_grad for p in way.values())
 
     @cached_property
     def _edges(self) -> Edges:
@@ -274,8 +274,9 @@ class StepMemory:
     def _matrices(self) -> list[Tensor]:
         vision, modules = self.model.vision, list(self.model.layers)
         if vision is not None:
-            modules += [*vision.encoder.layers, *(m for m in vision.children() if m is not vision.encoder)]
-        return [p for module in modules for p in module.parameters() if p.ndim == 2]
+            modules += [*vision.encoder.layers, *vision.ways_out()]
+        found = {id(p): p for module in modules for p in module.parameters()}
+        return [p for p in found.values() if p.ndim == 2]
 
     @cached_property
     def _headless(self) -> int:
