@@ -177,7 +177,7 @@ def print_report(report: dict[str, Any]) -> None:
     )
     layers = len(spec["blocks"])
     print(f"\nActivations kept for the backward pass, by --activation-memory ({layers} layers)")
-    rows = [("level", "a token and layer", "a token", "8192 tokens")]
+    rows = [("level", "per token and layer", "per token", "8192 tokens")]
     for level, total in memory["activations_per_token"].items():
         rows.append((level, *map(bytes_text, (total / layers, total, total * 8192))))
     print_table(rows)
