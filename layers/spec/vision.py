@@ -175,8 +175,9 @@ class AnyresPictures:
     """A processor gives `pixel_values` [images, tiles, channels, size, size], of each image the whole, and
     behind that, of the one image of a row, tiles of it in the best of `resolutions`, (height, width) in
     pixels; with `image_sizes` [images, 2] and `batch_num_images` [rows]. Of videos it gives
-    `pixel_values_videos` [videos, frames, channels, size, size]. How features become tokens, those of `most`
-    tiles at the most, is in layers/vision/anyres.py (LLaVA-OneVision).
+    `pixel_values_videos` [videos, frames, channels, size, size]; those of several lengths stand behind one
+    another, [frames, channels, size, size], with `num_frames_per_video` [videos]. How features become tokens,
+    those of `most` tiles at the most, is in layers/vision/anyres.py (LLaVA-OneVision).
     """
 
     size: int

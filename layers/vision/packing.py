@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_models.layers.spec import TiledVisionSpec
+from liger_models.layers.spec import AnyresPictures, TiledVisionSpec
 from liger_models.layers.vision.positions import IMAGE, VIDEO
 
 # What is read on the host: to hand it over on a device would cost a synchronisation.
@@ -23,6 +23,7 @@ ON_HOST = frozenset(
 )
 _PLACES = ("image_position_ids", "video_position_ids")  # -1 where there is nothing
 _SEEN = "cross_attention_mask"
+_VIDEOS, _FRAMES = "pixel_values_videos", "num_frames_per_video"
 OF_TOKENS = frozenset({_SEEN})
 """What says something of each token of a conversation, and not of its images."""
 
@@ -55,11 +56,9 @@ def pack_seen(
     if not pictured:
         return {}
     tiled = isinstance(spec, TiledVisionSpec)
-    names = sorted({name for images in pictured for name in images} - {_SEEN})
-    call = {
-        name: _joined([images[name] for images in pictured if name in images], int(tiled), name)
-        for name in names
-    }
+    call = _frames_apart(spec, [images[_VIDEOS] for images in pictured if _VIDEOS in images])
+    for name in sorted({name for images in pictured for name in images} - {_SEEN, *call}):
+        call[name] = _joined([images[name] for images in pictured if name in images], int(tiled), name)
     if tiled:
         call[_SEEN] = _block_diagonal(spec, conversations, parents or [-1] * len(conversations))
     elif spec.kinds is not None:
@@ -94,6 +93,18 @@ def part_of(images: dict[str, Tensor], start: int, stop: int) -> dict[str, Tenso
     """
     own = {} if start else images
     return own | ({_SEEN: images[_SEEN][:, start:stop]} if _SEEN in images else {})
+
+
+def _frames_apart(spec: Any, videos: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Videos [videos, frames, ...] of several lengths as frames behind one another, and how many each has;
+    nothing, where they have one length or their frames stand so in any case.
+    """
+    if not isinstance(getattr(spec, "pictures", None), AnyresPictures):
+        return {}
+    lengths = [len(video) for one in videos for video in one]
+    if len(set(lengths)) < 2:
+        return {}
+    return {_VIDEOS: torch.cat([one.flatten(0, 1) for one in videos]), _FRAMES: torch.tensor(lengths)}
 
 
 def _joined(tensors: list[Tensor], dim: int, name: str) -> Tensor:

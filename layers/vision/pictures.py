@@ -288,18 +288,34 @@ def _side_of_squares(spec: VisionSpec, merge: int, values: Tensor) -> int:
 
 
 def _anyres(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
-    given = _taken(keywords, "pixel_values", "image_sizes", "batch_num_images", "pixel_values_videos")
+    images_alone = "pixel_values", "image_sizes", "batch_num_images"
+    given = _taken(keywords, *images_alone, "pixel_values_videos", "num_frames_per_video")
     side = _anyres_side(spec)
     tiles, taps = _tiles_of_images(spec, given)
     images = len(tiles)
     if "pixel_values_videos" in given:
-        _check_tiles("pixel_values_videos", "frames", given["pixel_values_videos"], spec)
-        tiles += list(given["pixel_values_videos"])
+        tiles += _frames_of_videos(spec, given["pixel_values_videos"], given.get("num_frames_per_video"))
         taps += [of_video(side, len(video)) for video in tiles[images:]]
     if not tiles:
         return None
     patches = [_cut(tile, (1, side, side), merge, spec.patches.size) for tile in torch.cat(tiles)]
     return TiledPictures(torch.cat(patches), side, taps, [len(tile) for tile in tiles], images)
+
+
+def _frames_of_videos(spec: VisionSpec, values: Tensor, counts: Any) -> list[Tensor]:
+    """The frames of each video, [frames, channels, size, size]: of videos of one length, or of several by
+    `counts`.
+    """
+    if counts is None:
+        _check_tiles("pixel_values_videos", "frames", values, spec)
+        return list(values)
+    _check_tiles("pixel_values_videos", "1", values[:, None], spec)
+    lengths = torch.as_tensor(counts).flatten().tolist()
+    if sum(lengths) != len(values):
+        raise DataError(
+            f"num_frames_per_video is {lengths}, {sum(lengths)} frames together; found {len(values)}"
+        )
+    return list(values.split(lengths))
 
 
 def _anyres_side(spec: VisionSpec) -> int:

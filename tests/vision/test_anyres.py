@@ -8,8 +8,11 @@ import itertools
 
 import pytest
 import torch
+from scenes import OF_TOKENS, Video
 
+from liger_models.convert.errors import DataError
 from liger_models.layers.vision.anyres import Newline, best_resolution, of_tiles
+from liger_models.layers.vision.packing import Seen, pack_seen
 
 RESOLUTIONS = [(h, w) for h in (10, 20, 30) for w in (10, 20, 40)]
 
@@ -29,3 +32,24 @@ def test_the_tokens_of_every_size_are_the_references(make_pair):
         taps = of_tiles(3, h // 10, w // 10, height, width, 3)
         found = newline(features.flatten(0, 1), [taps], [features[..., 0].numel()])
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_videos_of_several_lengths_are_packed_frame_by_frame(make_pair):
+    pair = make_pair("llava_onevision")
+    calls = [pair.scene(document) for document in ([3, Video(2, 4, 4), 4], [2, Video(3, 4, 4), 5], [6])]
+    seen = []
+    for call in calls:
+        call.pop("batch_num_images", None)  # of no image
+        images = {name: x for name, x in call.items() if name not in OF_TOKENS}
+        seen.append(Seen(call["input_ids"][0], call["labels"][0] != -100, images))
+    packed = pack_seen(pair.vision, seen)
+    assert packed["num_frames_per_video"].tolist() == [2, 3]
+    ids = torch.cat([one.ids for one in seen])[None]
+    bounds = torch.tensor([0, *(len(one.ids) for one in seen)]).cumsum(0)
+    with torch.no_grad():
+        together = pair.ours(ids, cu_seqlens=bounds, **packed).logits
+        alone = [pair.ours(**{**call, "labels": None}).logits for call in calls]
+        torch.testing.assert_close(together, torch.cat(alone, 1), rtol=1e-4, atol=1e-5)
+        packed["num_frames_per_video"] += 1
+        with pytest.raises(DataError, match=r"num_frames_per_video is \[3, 4\], 7 frames together; found 5"):
+            pair.ours(ids, cu_seqlens=bounds, **packed)

@@ -242,7 +242,7 @@ def test_frames_of_videos_are_what_the_familys_processor_makes_of_them(seeing, r
     for name, tensor in made.images.items():
         if name != "pixel_values":  # of which the form for Pillow rounds otherwise
             torch.testing.assert_close(tensor, torch.as_tensor(given[name]).to(tensor.dtype))
-    other = conversation(preprocessor, place, "red", image)
+    other = preprocessor(f"<s>{video_place}what?", [], [Video(frames[:2], 2.0)])
     call = pack_seen(model.spec.vision, [Seen(*other), Seen(*made)])
     ids = torch.cat([other.ids, made.ids])[None]
     bounds = torch.tensor([0, len(other.ids), ids.shape[1]])
