@@ -6,7 +6,8 @@ A step's memory is largest in one of these moments:
 |----------------------|-------------------------------------------------------------------------------------|
 | the loss             | what every layer keeps, a chunk of logits, the head's gradient                      |
 | backward of a layer  | what it and the layers before it keep, what it makes again, the gradients behind it |
-| the optimizer's step | all gradients                                                                       |
+| the embedding's      | all gradients, and of a weight that the head shares a second one                    |
+| the optimizer's step | all gradients, and what of a state on the host is at work                           |
 
 `choose_levels` begins with everything kept, and while the largest is above the budget gives up, in one layer
 after the other, what costs the least work for each byte that it saves: down to `checkpoint`; if that does not

@@ -25,6 +25,7 @@ _log = logging.getLogger("liger_models")
 
 class FittingLevels:
     """Chooses a decoder's levels when it first meets a batch to train on, and again when one has more tokens.
+    A label is counted for each of them.
 
     Args:
         budget: what the process may take of the GPU: bytes, text such as "120GiB", or a share up to 1 of what

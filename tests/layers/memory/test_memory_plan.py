@@ -116,6 +116,21 @@ def test_the_planned_peak_is_within_two_percent_of_the_measured_one(config, batc
     assert sum(plan.parts.values()) == plan.peak
 
 
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+@pytest.mark.parametrize(("level", "peak"), [("lean", 39.2), ("all", 40.7)])
+def test_so_it_is_where_two_gpus_divide_the_experts(level, peak):
+    """On parameters that say themselves how they are divided, of the first of two processes."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model = liger_models.parallelize(on_meta(QWEN3_30B), liger_models.ParallelDims(experts=2))
+        plan = StepMemory(model, Step(4, 4096, optimizer_bytes=4)).plan([level] * 12)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert plan.peak / GIB == pytest.approx(peak, rel=0.02)
+
+
 def test_layers_that_stay_whole_from_the_forward_pass_on_are_counted():
     """The same step without that: 74.3 GiB."""
     model = on_meta(LLAMA_8B)
