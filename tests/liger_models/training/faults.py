@@ -99,14 +99,21 @@ def break_runs(kind: str, moments: int, rng: random.Random, folder: Path, whole:
         for checkpoint in found:
             verify(checkpoint)
         last = int(found[-1].name.split("-")[1]) if found else 0
-        if set(outcome["codes"]) == {0}:
+        # Who is killed when the run is over takes nobody along.
+        codes = [
+            code for rank, code in enumerate(outcome["codes"]) if (kind, rank) != ("die", outcome["victim"])
+        ]
+        over = set(codes) == {0}
+        if over:
             told["finished before"] += 1
         else:
             told["faults"] += 1
             told["from checkpoint"].append(last)
             told["seconds to the end of all"] = max(told["seconds to the end of all"], outcome["after"])
             check_words(kind, outcome)
-        if last >= STEPS - 2 or set(outcome["codes"]) == {0}:  # there is little left to disturb
+        if over:
+            assert (folder / "broken" / "final").is_dir(), outcome
+        if last >= STEPS - 2 or over:  # there is little left to disturb
             finish(folder)
     return told
 
