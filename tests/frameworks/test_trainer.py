@@ -6,21 +6,12 @@ import warnings
 
 import pytest
 import torch
+from trainer_parts import PLAIN, ROWS, make_rows
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-ROWS, LENGTH = 8, 12
-
-
-def rows():
-    """Sequences with very different counts of labels, as fine-tuning has them."""
-    generator = torch.Generator().manual_seed(0)
-    for row in range(ROWS):
-        ids = torch.randint(3, 61, (LENGTH,), generator=generator)
-        labels = ids.clone()
-        labels[: 10 - 3 * (row % 4)] = -100
-        yield {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+VOCABULARY = 61
 
 
 @pytest.fixture
@@ -30,23 +21,12 @@ def train(tmp_path):
     """
 
     def run(model, batch_size=ROWS, **settings):
-        arguments = transformers.TrainingArguments(
-            output_dir=str(tmp_path / "run"),
-            per_device_train_batch_size=batch_size,
-            gradient_accumulation_steps=ROWS // batch_size,
-            max_steps=2,
-            learning_rate=0.05,
-            lr_scheduler_type="constant",
-            optim="sgd",
-            max_grad_norm=0,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=True,
-            **settings,
-        )
-        data = list(rows())
+        batches = {
+            "per_device_train_batch_size": batch_size,
+            "gradient_accumulation_steps": ROWS // batch_size,
+        }
+        arguments = transformers.TrainingArguments(str(tmp_path / "run"), **PLAIN | batches | settings)
+        data = list(make_rows(VOCABULARY))
         trainer = transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=data)
         trainer.train()
         return trainer
@@ -98,7 +78,9 @@ def test_label_smoothing_equals_that_of_transformers_own_model(make_both, train)
 
 def test_evaluation_has_the_loss_of_the_model(make_model, train):
     trainer = train(make_model())
-    batch = {name: torch.stack([row[name] for row in rows()]) for name in ("input_ids", "labels")}
+    batch = {
+        name: torch.stack([row[name] for row in make_rows(VOCABULARY)]) for name in ("input_ids", "labels")
+    }
     with torch.no_grad():
         expected = trainer.model(**batch).loss.item()
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
@@ -106,7 +88,9 @@ def test_evaluation_has_the_loss_of_the_model(make_model, train):
 
 def test_bf16_trains_as_under_autocast(make_model, train):
     model = make_model()
-    batch = {name: torch.stack([row[name] for row in rows()]) for name in ("input_ids", "labels")}
+    batch = {
+        name: torch.stack([row[name] for row in make_rows(VOCABULARY)]) for name in ("input_ids", "labels")
+    }
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         expected = model(**batch).loss.item()
     assert losses(train(model, bf16=True))[0] == pytest.approx(expected, abs=1e-3)  # the order of the rows

@@ -8,35 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hf_pairs import BOUND, relative_distance
+from trainer_parts import LENGTH, PLAIN, ROWS, make_rows
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-ROWS, LENGTH = 8, 12
-
-
-def rows():
-    """Sequences with very different counts of labels, as fine-tuning has them."""
-    generator = torch.Generator().manual_seed(0)
-    for row in range(ROWS):
-        ids = torch.randint(3, 131, (LENGTH,), generator=generator)
-        labels = ids.clone()
-        labels[: 10 - 3 * (row % 4)] = -100
-        yield {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
-
-
-PLAIN = {
-    "max_steps": 2,
-    "learning_rate": 0.05,
-    "lr_scheduler_type": "constant",
-    "optim": "sgd",
-    "max_grad_norm": 0,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "use_cpu": True,
-}
+VOCABULARY = 131
 
 
 @pytest.fixture
@@ -49,7 +26,7 @@ def make_trainer(tmp_path):
             "gradient_accumulation_steps": ROWS // batch_size,
         }
         arguments = transformers.TrainingArguments(str(tmp_path / name), **{**PLAIN, **batches, **settings})
-        data = list(rows())
+        data = list(make_rows(VOCABULARY))
         return transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=data, **dict(more))
 
     return make
@@ -126,7 +103,10 @@ def assert_same_parameters(both):
 def test_bf16_is_autocast(make_both, make_trainer):
     both = make_both("llama")
     trainer = make_trainer(both.ours, batch_size=8, bf16=True)
-    batch = {name: torch.stack([row[name] for row in rows()]) for name in next(rows())}
+    batch = {
+        name: torch.stack([row[name] for row in make_rows(VOCABULARY)])
+        for name in next(make_rows(VOCABULARY))
+    }
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         expected = both.ours.train()(**batch).loss.item()
     trainer.train()

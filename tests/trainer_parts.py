@@ -1,0 +1,30 @@
+"""What tests of transformers' Trainer train on, and its settings for plain gradient descent."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+ROWS, LENGTH = 8, 12
+PLAIN = {
+    "max_steps": 2,
+    "learning_rate": 0.05,
+    "lr_scheduler_type": "constant",
+    "optim": "sgd",
+    "max_grad_norm": 0,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+}
+
+
+def make_rows(vocab_size: int) -> Iterator[dict[str, Tensor]]:
+    """Sequences with very different counts of labels, as fine-tuning has them."""
+    generator = torch.Generator().manual_seed(0)
+    for row in range(ROWS):
+        ids = torch.randint(3, vocab_size, (LENGTH,), generator=generator)
+        labels = ids.clone()
+        labels[: 10 - 3 * (row % 4)] = -100
+        yield {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
