@@ -50,8 +50,8 @@ class PolicyOptions:
     Attributes:
         loss_type: one of `TYPES`.
         level: "token" or "sequence": of what ratios are.
-        low, high: the bounds of clipping, 1 - low and 1 + high; high is low's by default. For "cispo", high
-            is the largest ratio itself.
+        low, high: the bounds of clipping, 1 - low and 1 + high; high is low's by default. "cispo" needs high,
+            which is the largest ratio itself, such as 5: 1 or more.
         delta: the largest ratio where A is negative, above 1 + high (two-sided clipping: INTELLECT-2, 2025,
             arXiv:2505.07291).
         beta: the weight of the KL term.
@@ -82,6 +82,8 @@ class PolicyOptions:
             raise ValueError(f"level is {self.level!r}; expected 'token' or 'sequence'")
         if self.loss_type == "vespo" and self.level != "token":
             raise ValueError("vespo makes the ratios of sequences itself: leave level at 'token'")
+        if self.loss_type == "cispo" and not (self.high is not None and self.high >= 1):
+            raise ValueError(f"high is {self.high}, which for cispo is the largest ratio: expected 1 or more")
         if (self.loss_type == "dr_grpo") is (self.length is None):
             raise ValueError(
                 f"loss_type={self.loss_type!r}, length={self.length}: dr_grpo alone needs a length"

@@ -40,20 +40,19 @@ def kto_loss(
 
     Args:
         log_probs, reference: log-probabilities of the answers, [N]; the reference's are constants.
-        desirable: whether each is good, [N].
+        desirable: whether each is good, [N] bool.
         kl: as `kto_kl` gives it: KTO. None: apo_zero_unpaired.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes that do not fit, or numbers (1 and 0, or 1 and -1?) for what is good.
     """
     check_sequences(log_probs=log_probs, reference=reference, desirable=desirable)
+    if desirable.dtype != torch.bool:
+        raise ValueError(f"desirable is {desirable.dtype}; expected torch.bool, such as `labels > 0`")
     ratio = log_probs - reference.detach()
     beyond = ratio if kl is None else ratio - kl.detach()
-    good = desirable.bool()
-    losses = (
-        torch.where(good, desirable_weight, undesirable_weight)
-        * torch.where(good, -beta * beyond, beta * beyond).sigmoid()
-    )
+    weights = torch.where(desirable, desirable_weight, undesirable_weight)
+    losses = weights * torch.where(desirable, -beta * beyond, beta * beyond).sigmoid()
     return KTOLoss(mean_of(losses, num_items), beta * ratio.detach())
 
 

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from liger_models.losses.rows import check_tokens
+
 
 def group_advantages(rewards: Tensor, group_size: int, scale: str = "group") -> Tensor:
     """Rewards [N] of answers, group after group, less their group's mean (GRPO: arXiv:2402.03300, sec. 4.1).
@@ -49,8 +51,10 @@ def rloo_advantages(rewards: Tensor, group_size: int, normalize: bool = False) -
 
 
 def _groups(rewards: Tensor, group_size: int) -> Tensor:
-    if rewards.dim() != 1 or group_size < 1 or len(rewards) % group_size:
-        raise ValueError(f"rewards have shape {list(rewards.shape)}; expected [N], groups of {group_size}")
+    if rewards.dim() != 1 or group_size < 2 or len(rewards) % group_size:
+        raise ValueError(
+            f"rewards have shape {list(rewards.shape)}; expected [N], groups of {group_size}, of two at least"
+        )
     return rewards.float().view(-1, group_size)
 
 
@@ -79,11 +83,14 @@ def sampler_ratio(
     gives nan, the ratio is one.
 
     Raises:
-        ValueError: an unknown mode.
+        ValueError: an unknown mode, bounds between which there is nothing, or shapes that do not fit.
     """
     level, _, rule = mode.partition("_")
     if level not in ("token", "sequence") or rule not in ("truncate", "mask"):
         raise ValueError(f"unknown mode {mode!r}; expected token or sequence, with _truncate or _mask")
+    if low is not None and high is not None and not low < high:
+        raise ValueError(f"found low={low}, high={high}; expected low below high")
+    check_tokens(old_log_probs, sampler_log_probs=sampler_log_probs, counted=counted)
     difference = ((old_log_probs - sampler_log_probs) * counted).nan_to_num(nan=0.0)
     if level == "sequence":
         difference = difference.sum(1, keepdim=True)
@@ -102,7 +109,13 @@ def on_policy(
 ) -> Tensor:
     """Which sequences count, [N, 1]: those with an advantage [N] from zero on, and those whose mean
     log p_sampler - log p over their tokens is at most `threshold` (DeepSeek-V3.2: arXiv:2512.02556, eq. 9).
+
+    Raises:
+        ValueError: shapes that do not fit.
     """
+    check_tokens(log_probs, sampler_log_probs=sampler_log_probs, counted=counted)
+    if advantages.shape != log_probs.shape[:1]:
+        raise ValueError(f"found advantages {list(advantages.shape)}; expected one a sequence, [N]")
     drift = ((sampler_log_probs - log_probs).nan_to_num(nan=0.0) * counted).sum(1)
     near = drift / counted.sum(1).clamp(min=1) <= threshold
     return (near | (advantages >= 0)).unsqueeze(1)
@@ -114,7 +127,13 @@ def top_entropy(
 ) -> Tensor:
     """Which tokens [N, seq] are among the `share` of largest entropy of all ranks' tokens that count (Wang et
     al., 2025, arXiv:2506.01939).
+
+    Raises:
+        ValueError: a share that is none, or shapes that do not fit.
     """
+    check_tokens(entropy, counted=counted)
+    if not 0 <= share <= 1:
+        raise ValueError(f"share is {share}; expected a number from 0 to 1")
     counted = counted.bool()
     everywhere = _of_all_ranks(entropy[counted].float(), group)
     if not everywhere.numel():

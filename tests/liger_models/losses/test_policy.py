@@ -218,6 +218,8 @@ def test_uneven_parts_of_a_step_make_its_mean(name, samples, assert_same):
         ({"loss_type": "dr_grpo"}, "needs a length"),
         ({"length": 7}, "needs a length"),
         ({"delta": 1.1}, "more than 1 \\+ high"),
+        ({"loss_type": "cispo"}, "for cispo is the largest ratio"),
+        ({"loss_type": "cispo", "high": 0.28}, "for cispo is the largest ratio"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options, message):
@@ -233,6 +235,9 @@ WRONG = {
     "kept": lambda zeros: grpo_loss(zeros, zeros[:, 0], zeros, kept=zeros[0]),
     "returns": lambda zeros: value_loss(zeros, zeros[:, :1], zeros),
     "weights": lambda zeros: sft_loss(zeros, zeros, weights=zeros[0]),
+    "sampler": lambda zeros: sampler_ratio(zeros, zeros[:1], zeros),
+    "drift": lambda zeros: on_policy(zeros, zeros[:, :1], zeros[:, 0], zeros, 0.1),
+    "entropy": lambda zeros: top_entropy(zeros, zeros[:1], 0.5),
 }
 
 
@@ -245,6 +250,21 @@ def test_tokens_are_never_paired_with_others(name):
 def test_whole_answers_are_never_paired_with_others():
     with pytest.raises(ValueError, match="expected one number a sequence"):
         rloo_loss(torch.zeros(3), torch.zeros(3, 1))
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda zeros: on_policy(zeros, zeros, zeros, zeros, 0.1), "expected one a sequence"),
+        (lambda zeros: top_entropy(zeros, zeros, 20.0), "from 0 to 1"),
+        (lambda zeros: sampler_ratio(zeros, zeros, zeros, low=4.0), "low below high"),
+        (lambda zeros: group_advantages(zeros[0], 1), "of two at least"),
+        (lambda zeros: rloo_advantages(zeros[0], 1), "of two at least"),
+    ],
+)
+def test_what_would_weigh_all_tokens_wrongly_is_refused(made, message):
+    with pytest.raises(ValueError, match=message):
+        made(torch.zeros(3, 3))
 
 
 def test_a_kl_term_needs_a_reference(samples):

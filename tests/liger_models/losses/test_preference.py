@@ -191,7 +191,7 @@ WRONG = {
     "pairs": lambda: orpo_loss(torch.zeros(3), torch.zeros(1), torch.zeros(())),
     "cpo": lambda: cpo_loss(torch.zeros(3, 1), torch.zeros(3)),
     "simpo": lambda: simpo_loss(torch.zeros(3), torch.zeros(3, 3)),
-    "good": lambda: kto_loss(torch.zeros(3), torch.zeros(3), torch.ones(3, 1)),
+    "good": lambda: kto_loss(torch.zeros(3), torch.zeros(3), torch.ones(3, 1).bool()),
     "strangers": lambda: kto_kl(torch.zeros(3), torch.zeros(3, 1)),
     "logits": lambda: reward_loss(torch.zeros(3, 1), torch.zeros(3, 1), torch.zeros(3)),
 }
@@ -290,6 +290,11 @@ def test_kto_is_trls(name, assert_same):
         undesirable_weight=0.7,
     )
     assert_same(ours.loss, theirs, leaf)
+
+
+def test_numbers_do_not_tell_what_is_good():
+    with pytest.raises(ValueError, match=r"expected torch\.bool"):  # -1 is no False
+        kto_loss(torch.zeros(2), torch.zeros(2), torch.tensor([1, -1]))
 
 
 def test_the_kl_term_is_never_below_zero():
