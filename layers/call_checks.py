@@ -11,6 +11,7 @@ from torch import Tensor
 from liger_models.convert.errors import DataError
 from liger_models.layers.host_copy import HostCopy
 from liger_models.layers.sequences import IGNORE_INDEX, Sequences
+from liger_models.layers.spec import ModelSpec
 
 _INTEGERS = (torch.int64, torch.int32)  # what an embedding and the kernels take
 
@@ -84,6 +85,24 @@ def refuse_unknown(keywords: Mapping[str, Any]) -> None:
                 f"forward() got {name}=..., which this model does not know and would ignore; "
                 "help(liger_models.layers.model.CausalLM.forward) tells what it takes"
             )
+
+
+def check_windows(spec: ModelSpec, extent: int) -> None:
+    """Of rows with padding between their tokens, the longest of which has this extent.
+
+    Raises:
+        DataError: the window, or the chunks, of some layer are shorter: they count tokens here, side by side,
+            and places in the row in others' models, where padding counts too.
+    """
+    mixers = [block.mixer for block in spec.blocks]
+    sizes = [getattr(mixer, name, None) for mixer in mixers for name in ("window", "chunk")]
+    shortest = min((size for size in sizes if size is not None), default=extent)
+    if shortest < extent:
+        raise DataError(
+            f"attention_mask has zeros between the tokens of a row, over {extent} places, and this model has "
+            f"windows or chunks of {shortest}, which would count the tokens alone: move all padding to the "
+            "ends of the rows"
+        )
 
 
 class CallChecks:

@@ -21,6 +21,7 @@ from liger_models.layers.blocks import (
     own_input,
     run_block,
 )
+from liger_models.layers.call_checks import check_windows
 from liger_models.layers.eager import not_compiled
 from liger_models.layers.embedding import TokenEmbedding
 from liger_models.layers.memory.activation_memory import RERUN, ActivationMemory, set_levels
@@ -83,6 +84,8 @@ class Decoder(nn.Module):
         """
         if sequences.tree is not None:
             check_tree(self.spec, sight)
+        if sequences.torn:
+            check_windows(self.spec, sequences.torn)
         if self.vision is not None and sight is not None:
             self.vision.prepare(sight, sequences, input_ids)
         if self.fit_levels is not None and torch.is_grad_enabled():

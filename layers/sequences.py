@@ -39,7 +39,8 @@ class Sequences:
     whose tokens all see one another (an image's, say; a token in none is a span by itself). `with_images`
     says that images are shown, and `tiles` are those that tokens see (`SeenTiles`); `pads` [T] bool are
     tokens of padding that were not taken out, behind the others of their row, none of which sees another.
-    `tree` says which documents continue others (layers/tree.py). `bounds` is made by `document_bounds`,
+    `tree` says which documents continue others (layers/tree.py). `torn` is the extent of the longest row that
+    had padding between its tokens, and not only around them. `bounds` is made by `document_bounds`,
     `rotary` by `prepare_rotary`, `cut` by `chunks`. `router_logits` are noted by the layers of experts whose
     router has a loss, and `routing` what all of them decided.
 
@@ -74,6 +75,7 @@ class Sequences:
         self.pads: Tensor | None = None
         self.tree: Tree | None = None
         self.host_bounds: list[int] | None = None
+        self.torn = 0
         self.ranges: dict[tuple[int | None, bool, bool], KeyRanges] = {}
         self.rotary: dict[RopeSpec, tuple[Tensor, Tensor]] = {}
         self.query_scales: dict[QueryScaleSpec, Tensor] = {}
@@ -133,10 +135,14 @@ class Sequences:
             return cls._packed(shape, device, cu_seqlens, position_ids, parents)
         if attention_mask is not None:
             _check_mask(attention_mask, shape)
-            lengths = attention_mask.bool().sum(1)
-            counts = lengths.tolist()
+            mask = attention_mask.bool()
+            lengths = mask.sum(1)
+            counts, extents = torch.stack([lengths, _extents(mask)]).tolist()
             if sum(counts) < total:
-                return cls._padded(shape, device, attention_mask.bool(), lengths, counts, position_ids)
+                sequences = cls._padded(shape, device, mask, lengths, counts, position_ids)
+                torn = (extent for extent, count in zip(extents, counts, strict=True) if extent > count)
+                sequences.torn = max(torn, default=0)
+                return sequences
         if position_ids is None:
             positions = torch.arange(seq, device=device).repeat(batch)
             return cls(shape, positions, seq, seq)
@@ -258,7 +264,7 @@ class Sequences:
         """The same documents for another model, whose layers have noted nothing yet."""
         positions = self.position_ids, self.longest_position, self.max_seqlen
         fresh = Sequences(self.shape, *positions, self.cu_seqlens, self.kept)
-        fresh.tree = self.tree
+        fresh.tree, fresh.torn = self.tree, self.torn
         return fresh
 
     @property
@@ -417,6 +423,13 @@ class Sequences:
         # document.
         shifted[self.cu_seqlens[1:].long() - 1] = IGNORE_INDEX
         return shifted
+
+
+def _extents(mask: Tensor) -> Tensor:
+    """How many places of each row of a mask [batch, seq] lie from its first token to its last, [batch]."""
+    places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    last, before_end = (places * mask).amax(1), (places * mask.flip(1)).amax(1)
+    return (last + before_end - mask.shape[1]).clamp(min=0)
 
 
 def _with_cuts(cu_seqlens: Tensor, size: int, total: int) -> Tensor:

@@ -172,6 +172,7 @@ def _documents(ids: Tensor, attention_mask: Tensor | None) -> tuple[Sequences, T
     sequences = Sequences.from_call((batch, length), ids.device, attention_mask)
     if sequences.cu_seqlens is None:
         return sequences, torch.full((batch,), length, dtype=torch.long, device=ids.device)
+    sequences.torn = 0  # positions count the tokens alone, as windows do
     lengths = sequences.cu_seqlens.diff().long()
     if bool((lengths == 0).any()):
         raise DataError("a prompt of the batch is empty: its attention_mask is 0 everywhere")

@@ -6,11 +6,12 @@ import contextlib
 
 import pytest
 import torch
-from pairs import RefusedByReference, Run, changed, reference_config, spec_of
+from pairs import RefusedByReference, Run, changed, reference_config, relative_distance, spec_of
 from variants import left_out, nulls, rope_types, skipped, untried_keys, variants
 
 import liger_models
 from liger_models.architectures import find_architecture, list_architectures
+from liger_models.convert.errors import DataError
 
 
 def every(table):
@@ -159,6 +160,27 @@ def test_padding_changes_nothing_for_the_tokens(side, pair, failures):
     ours, reference = pair.run_ours(**call), pair.run_reference(**call)
     assert not failures(ours.distances(reference, positions=mask))
     assert ours.logits[~mask].count_nonzero() == 0
+
+
+def test_padding_between_tokens_is_refused_where_windows_would_count_on_without_it(pair, failures):
+    """Those of the reference count the places of padding too."""
+    mask = torch.ones(2, 19, dtype=torch.long)
+    mask[0, 5:9] = mask[1, 12:14] = mask[1, 0] = 0
+    call = {"input_ids": pair.batch()["input_ids"], "attention_mask": mask}
+    shorter = [block.mixer for block in pair.ours.spec.blocks if windowed(block.mixer)]
+    with (
+        torch.no_grad(),
+        pytest.raises(DataError, match="19 places") if shorter else contextlib.nullcontext(),
+    ):
+        ours = pair.ours(**call).logits[mask.bool()]
+        theirs = pair.reference(**call, use_cache=False).logits[mask.bool()]
+        assert not failures({"logits": relative_distance(ours, theirs)})
+    mask[0, 5:9] = mask[1, 12:14] = 1
+    pair.ours(**call)
+
+
+def windowed(mixer):
+    return any((getattr(mixer, name, None) or 19) < 19 for name in ("window", "chunk"))
 
 
 with_router_loss = pytest.mark.parametrize(
