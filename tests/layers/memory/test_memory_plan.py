@@ -99,6 +99,7 @@ MEASURED = [
     (QWEN3_30B, 4, 4096, {"gpus": 2}, ["lean"] * 12, 39.5),
     (QWEN3_30B, 4, 4096, {"gpus": 2}, ["all"] * 12, 40.8),
     (ONE_LAYER, 1, 65536, {"gpus": 2, "sequence_ranks": 2}, ["lean"], 12.9),
+    (LLAMA_8B | {"num_hidden_layers": 4}, 8, 8192, {"optimizer_bytes": 6}, ["tiled"] * 4, 23.0),
     # A first step, at whose end the optimizer's state is made; and one with the state on the host.
     (ONE_LAYER, 1, 524288, {"gpus": 2, "sequence_ranks": 2, "optimizer_bytes": 0}, ["offload"], 25.7),
     (ONE_LAYER, 1, 524288, {"optimizer_bytes": 6, "optimizer_on_host": True}, ["offload"], 36.14),
