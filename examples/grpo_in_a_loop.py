@@ -1,10 +1,10 @@
-"""GRPO in a plain loop: a model from nothing learns to do as it is told, by reward alone.
+"""GRPO in a plain loop: a model with fresh weights learns to follow instructions from rewards alone.
 
     python examples/grpo_in_a_loop.py
 
-It is asked for a digit and for how often: [digit, times, :]. What it answers is checked, and nobody shows it
-an answer: the reward is the share of its six places that hold what they should, the digit so many times and
-then dots. Eight answers to each question are sampled; each is better or worse than its group.
+A question is [digit, times, :]; the right answer repeats the digit that many times and fills up with dots.
+The model is never shown an answer: its own are checked, and the reward is the share of its six places that
+are right. Eight answers to each question are sampled, and each is compared with its group.
 """
 
 import sys

@@ -2,8 +2,8 @@
 
     python examples/learn_a_preference.py
 
-Answers, three of four of them rude -> a tokenizer, a fresh LLaMA -> fine-tuning, after which it is mostly
-rude -> DPO on pairs, the polite answer chosen -> what it says now to questions that no pair was about.
+Answers, three in four of them rude -> a tokenizer and a fresh LLaMA -> fine-tuning, after which it is mostly
+rude -> DPO on pairs whose polite answer is chosen -> what it now answers to questions that were in no pair.
 
 Every command that it prints is one that a user types.
 """

@@ -2,8 +2,8 @@
 
     python examples/learn_to_see.py out
 
-Pictures of several sizes are drawn, cut into patches and packed behind one another, with a question and its
-answer each. `out` is a checkpoint that transformers reads; where it is installed, it gives the same answers.
+Pictures of several sizes are drawn, cut into patches and packed one after another, each with a question and
+its answer. `out` is a checkpoint that transformers reads; where it is installed, it gives the same answers.
 """
 
 import itertools

@@ -1,5 +1,5 @@
-"""Fine-tune a checkpoint on several GPUs in a loop of one's own: each process has a part of the parameters
-(FSDP2), reads that part alone, and trains on rows of its own. Data and `out` are as in train_in_a_loop.py.
+"""Fine-tune a checkpoint on several GPUs in a loop of one's own: each process holds a part of the parameters
+(FSDP2), reads only that part, and trains on its own rows. Data and `out` are as in train_in_a_loop.py.
 
     torchrun --nproc-per-node=8 examples/train_on_eight_gpus.py meta-llama/Llama-3.2-1B data.jsonl out
 """

@@ -2,8 +2,8 @@
 
     python examples/train_with_trainer.py meta-llama/Llama-3.2-1B data.jsonl out
 
-data.jsonl holds one {"prompt": ..., "completion": ...} a line; the loss is that of the completions. `out` is
-a checkpoint of transformers.
+data.jsonl holds one {"prompt": ..., "completion": ...} per line; only completions are trained on. `out`
+becomes a Hugging Face checkpoint.
 """
 
 import json

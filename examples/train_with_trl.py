@@ -2,9 +2,9 @@
 
     python examples/train_with_trl.py meta-llama/Llama-3.2-1B data.jsonl out
 
-data.jsonl holds one {"prompt": ..., "completion": ...} a line; the loss is that of the completions. The
+data.jsonl holds one {"prompt": ..., "completion": ...} per line; only completions are trained on. The
 adapter in `out/adapter` bears the usual names (q_proj, k_proj, ...) and loads on transformers' own model,
-too; `out/merged` is a checkpoint of transformers.
+too; `out/merged` is a Hugging Face checkpoint.
 """
 
 import sys

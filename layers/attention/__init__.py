@@ -1,1 +1,1 @@
-"""Attention in its kinds, the backends that compute it, and what turns, scales and remembers its keys."""
+"""The kinds of attention, the backends that compute it, rotary tables, QK-norm and the key/value cache."""

@@ -1,1 +1,1 @@
-"""What a training step keeps in memory, and how it is made less: recipes, tiles, the host; and the plan."""
+"""What a training step keeps in memory, how to keep less (recipes, tiles, the host), and the plan of it."""

@@ -1,1 +1,1 @@
-"""Linear layers: plain, several in one, with low-rank paths beside them, and with clipped inputs."""
+"""Linear layers: plain, several packed into one, with low-rank paths (LoRA), and with clipped inputs."""
