@@ -35,8 +35,9 @@ class Sequences:
     `cu_seqlens` [n + 1] int32 holds the documents' boundaries; None says that every row of `shape` is one
     document. `max_seqlen` is the longest document's length. `cache` is given in generation alone. `axes`
     [A, T] are the positions of tokens that have several, `positions_given` says that a caller chose what
-    positions there are, and `spans` [2, T] int32 says where the span begins and ends in which a token stands
-    whose tokens all see one another (an image's, say; a token in none is a span by itself). `with_images`
+    positions there are, and `begin_anew` that they alone tell the documents. `spans` [2, T] int32 says where
+    the span begins and ends in which a token stands whose tokens all see one another (an image's, say; a
+    token in none is a span by itself). `with_images`
     says that images are shown, and `tiles` are those that tokens see (`SeenTiles`); `pads` [T] bool are
     tokens of padding that were not taken out, behind the others of their row, none of which sees another.
     `tree` says which documents continue others (layers/tree.py). `torn` is the extent of the longest row that
@@ -67,7 +68,7 @@ class Sequences:
         self.cache: KVCache | None = None
         self.bounds: Tensor | None = None
         self.axes: Tensor | None = None
-        self.positions_given = False
+        self.positions_given = self.begin_anew = False
         self.with_images = False
         self.spans: Tensor | None = None
         self._plain: Sequences | None = None
@@ -115,6 +116,7 @@ class Sequences:
         counted, axes = (None, None) if position_ids is None else split_axes(position_ids, shape)
         sequences = cls._from_call(shape, device, attention_mask, counted, cu_seqlens, parents)
         sequences.take_positions(position_ids is not None, axes)
+        sequences.begin_anew = cu_seqlens is None and sequences.host_bounds is not None
         return sequences
 
     @classmethod

@@ -149,8 +149,11 @@ def both_rope_spellings(raw: Mapping[str, Any]) -> dict[str, Any]:
     new = raw.get("rope_parameters")
     if is_nested(new):
         full, sliding = new.get("full_attention"), new.get("sliding_attention")
-        if any("partial_rotary_factor" in of_type for of_type in (full, sliding) if of_type):
+        types = [of_type for of_type in (full, sliding) if of_type]
+        if any("partial_rotary_factor" in of_type for of_type in types):
             return {}  # which the old one cannot say of one type alone
+        if any(of_type.get("rope_type") == "proportional" for of_type in types):
+            return {}  # which is younger than the old one: who finds both reads that alone, and fails
         old = _old_rope_spelling(full) if full else {}
         return {**old, "rope_local_base_freq": sliding["rope_theta"]} if sliding else old
     if new:

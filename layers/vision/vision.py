@@ -179,6 +179,12 @@ class Vision(nn.Module):
         sight.kinds, sequences.with_images = found, sight.pictures is not None
         if sight.pictures is not None and self.spec.spans == "images":
             sequences.spans = spans_of(sequences, found != TEXT)
+        if sequences.begin_anew and sequences.axes is None and sight.pictures and self.spec.positions:
+            raise DataError(
+                "position_ids [batch, seq] begin anew, as those of packed documents, and are not those of "
+                "images, which have three axes: give cu_seqlens (cu_seq_lens_q in transformers) in their "
+                "place, or [4, batch, seq] with the positions on the axes behind these"
+            )
         if sequences.axes is not None:  # which the caller chose
             if sequences.cache is not None:
                 ahead = max(0, sequences.longest_position - sequences.shape[1])

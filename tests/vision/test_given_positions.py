@@ -53,6 +53,24 @@ def test_axes_that_a_model_does_not_have_are_refused(make_pair, pairs_made):
             pair.ours(torch.full((1, 8), 20), position_ids=positions.long())
 
 
+def test_documents_that_begin_anew_say_their_images_positions(make_pair, pairs_made):
+    """Positions that count the tokens of packed documents are not those of images."""
+    pair = pairs_made.get("qwen2_5_vl") or pairs_made.setdefault("qwen2_5_vl", make_pair("qwen2_5_vl"))
+    alone = [pair.scene([1, Image(6, 10), 2]), pair.scene([5, Image(4, 4), 3])]
+    lengths, call = [one["input_ids"].shape[1] for one in alone], pair.pack(alone)
+    bounds = torch.tensor([0, lengths[0], sum(lengths)])
+    counted = torch.cat([torch.arange(length) for length in lengths])[None]
+    with pytest.raises(DataError, match="begin anew"):
+        pair.ours(**call, position_ids=counted)
+    names = ("input_ids", "image_grid_thw", "mm_token_type_ids")
+    theirs = pair.reference.model
+    axes = torch.cat([theirs.get_rope_index(**{n: one[n] for n in names})[0] for one in alone], -1)
+    with torch.no_grad():
+        expected = pair.ours(**call, cu_seqlens=bounds).loss
+        found = pair.ours(**call, position_ids=torch.cat([counted[None], axes])).loss
+    assert not beyond_bound({"loss": relative_distance(found, expected)})
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl"])
 @pytest.mark.parametrize("way", ["as the model counts", "given"])
 def test_what_follows_a_cache_with_images_goes_on_behind_them(way, family, pair, hf, tmp_path):

@@ -127,6 +127,18 @@ def test_modules_bear_the_names_of_transformers_own(pair, ours):
     assert not {name for name in differ if not any(part in name for part in known)}
 
 
+def test_hidden_states_are_those_of_the_reference(pair, ours):
+    if not hasattr(pair.reference, "model"):
+        pytest.skip("the reference tells the hidden states of its language model alone")
+    call = pair.batch()
+    del call["labels"]
+    with torch.no_grad():
+        models = (pair.reference, ours)
+        expected, found = (m.model(**call, output_hidden_states=True).hidden_states for m in models)
+    distances = {f"{i}": relative_distance(*both) for i, both in enumerate(zip(found, expected, strict=True))}
+    assert not beyond_bound(distances)
+
+
 PARTS = ("vision", "projector", "language")
 
 

@@ -357,6 +357,19 @@ def test_a_nested_config_made_from_nothing_bears_both_spellings():
         assert rope(out, layer_type) == rope(old_only, layer_type) == rope(raw, layer_type)
 
 
+def test_a_rope_type_younger_than_the_old_spelling_is_told_in_the_new_one_alone():
+    """Gemma 4's, whose text part is a checkpoint of its own when it is saved."""
+    transformers = pytest.importorskip("transformers")
+    full, local = (
+        {"rope_type": "proportional", "rope_theta": 1e6},
+        {"rope_type": "default", "rope_theta": 1e4},
+    )
+    raw = {"model_type": "x", "rope_parameters": {"full_attention": full, "sliding_attention": local}}
+    out = export_config(raw, dtype="float32", source=False)
+    assert not out.keys() & {"rope_scaling", "rope_theta", "rope_local_base_freq"}
+    assert transformers.Gemma4TextConfig(**out).rope_parameters == raw["rope_parameters"]
+
+
 # ------------------------------------------------------------------------- values of a type that none has
 
 WRONG = ["4096", [4096], {"a": 1}, True, -1, 0, 4096.5, float("nan"), float("inf"), 10**400, "x" * 10_000]
