@@ -3,7 +3,7 @@
 Read: tokenizer.json (the `tokenizers` format); bos and eos from tokenizer_config.json, else from
 special_tokens_map.json, config.json or generation_config.json; the chat template (chat_template.py) from
 chat_template.jinja, else from chat_template.json, where older processors have it, else from
-tokenizer_config.json.
+tokenizer_config.json; others by name beside it.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ FILES = (
 )
 
 NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+MORE_TEMPLATES = "additional_chat_templates"  # a folder of templates by name
 NOTHING: Mapping[str, Any] = {}
 
 BLOCKS = 8  # of a long text, encoded side by side
@@ -75,6 +76,7 @@ class TextTokenizer:
         self.pad_id = self._special("pad_token")
         added = self.backend.get_added_tokens_decoder()
         named = {index for index in (self.bos_id, self.eos_id) if index is not None}
+        self._templates: dict[str, ChatTemplate] = {}
         self.special_ids = frozenset(named.union(index for index, token in added.items() if token.special))
 
     def encode(self, text: str) -> list[int]:
@@ -145,6 +147,7 @@ class TextTokenizer:
             [self.bos_id, self.eos_id, *(self._config.get(key) for key in NAMED_TOKENS)],
             self._config.get("extra_special_tokens"),
             template.read_bytes().hex() if template.is_file() else said,
+            [[path.name, path.read_bytes().hex()] for path in self._more_templates()],
         ]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
@@ -158,16 +161,32 @@ class TextTokenizer:
         behind the first `given` messages. `options` are further names that the template reads, as `tools`.
         Raises DataError as `ChatTemplate` does.
         """
-        return self._template.render(messages, given, options)
+        return self._template(options).render(messages, given, options)
 
     def render_question(self, messages: list[dict[str, Any]]) -> str:
         """A conversation up to where the assistant is to answer, as the chat template writes it. Raises
         DataError as `render` does.
         """
-        return self._template.question(messages, NOTHING)
+        return self._template(NOTHING).question(messages, NOTHING)
+
+    def _template(self, options: Mapping[str, Any]) -> ChatTemplate:
+        """The default one, or that for tools, where they are given and there is one."""
+        with_tools = bool(options.get("tools")) and "tool_use" in self._sources
+        name = "tool_use" if with_tools else "default"
+        if name not in self._templates:
+            source = self._sources.get(name)
+            if not source:
+                raise DataError(
+                    f"`messages` need a chat template and the tokenizer in {self.folder} has none; use the "
+                    "tokenizer of a chat model, add chat_template.jinja to the folder, or write "
+                    "prompt/completion records"
+                )
+            self._templates[name] = ChatTemplate(source, self._special_tokens(), self.folder)
+        return self._templates[name]
 
     @functools.cached_property
-    def _template(self) -> ChatTemplate:
+    def _sources(self) -> dict[str, str]:
+        """The chat templates by name; most tokenizers have "default" alone."""
         file = self.folder / "chat_template.jinja"
         try:
             source: Any
@@ -176,25 +195,24 @@ class TextTokenizer:
             else:
                 older = self._json("chat_template.json").get("chat_template")
                 source = older or self._config.get("chat_template")
-            if isinstance(source, list):  # several templates by name
-                source = {entry["name"]: entry["template"] for entry in source}.get("default")
+            named = {entry["name"]: entry["template"] for entry in source} if isinstance(source, list) else {}
+            more = {path.stem: path.read_text(encoding="utf-8") for path in self._more_templates()}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"the chat template of {self.folder} cannot be read ({type(error).__name__}: {error}); "
                 "expected text, or a list of objects with name and template"
             ) from error
-        if source and not isinstance(source, str):
-            raise DataError(
-                f"the chat template of {self.folder} is {abbreviate(source)}, expected text; correct "
-                "tokenizer_config.json"
-            )
-        if not source:
-            raise DataError(
-                f"`messages` need a chat template and the tokenizer in {self.folder} has none; use the "
-                "tokenizer of a chat model, add chat_template.jinja to the folder, or write "
-                "prompt/completion records"
-            )
-        return ChatTemplate(source, self._special_tokens(), self.folder)
+        sources = (named if isinstance(source, list) else {"default": source} if source else {}) | more
+        for found in sources.values():
+            if not isinstance(found, str):
+                raise DataError(
+                    f"the chat template of {self.folder} is {abbreviate(found)}, expected text; correct "
+                    "tokenizer_config.json"
+                )
+        return sources
+
+    def _more_templates(self) -> list[Path]:
+        return sorted((self.folder / MORE_TEMPLATES).glob("*.jinja"))
 
     def _special_tokens(self) -> dict[str, str]:
         """Their names, by which templates read them."""

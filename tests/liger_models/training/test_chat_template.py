@@ -189,6 +189,25 @@ def test_tools_and_other_names_reach_the_template(written, jsonl, tmp_path, tool
     assert not [name for name in counts if "left aside" in name]
 
 
+@pytest.mark.parametrize("form", ["list", "folder"])
+def test_a_template_for_tools_is_taken_where_there_are_tools(tokenizer_folder, tmp_path, form):
+    tokenizer = template_folder(tokenizer_folder, tmp_path, "one {{ messages[0].content }}")
+    other = "two {{ messages[0].content }}"
+    before = tokenizer.digest()
+    if form == "folder":
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(other)
+    else:
+        (tmp_path / "chat_template.jinja").unlink()
+        named = {"default": "one {{ messages[0].content }}", "tool_use": other}
+        templates = [{"name": name, "template": template} for name, template in named.items()]
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    tokenizer = TextTokenizer(tmp_path)
+    assert tokenizer.render(CHAT[:1])[0] == "one be brief"
+    assert tokenizer.render(CHAT[:1], options={"tools": TOOLS})[0] == "two be brief"
+    assert tokenizer.digest() != before
+
+
 @pytest.mark.parametrize(
     ("beside", "message"),
     [
