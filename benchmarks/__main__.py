@@ -3,7 +3,7 @@
     python -m benchmarks [ops]    kernels beside liger-kernel, torch.compile and eager PyTorch
     python -m benchmarks tune     other tile sizes of our kernels beside the chosen ones
     python -m benchmarks train    a training step beside transformers, and transformers with liger-kernel
-    python -m benchmarks see      a training step of models that see, beside the same
+    python -m benchmarks see      a training step of vision-language models, beside the same
     python -m benchmarks long     peak memory of training steps with long contexts, beside what was planned
     python -m benchmarks lengths  the longest sequences of DPO, KTO, GRPO and SFT, beside TRL
     python -m benchmarks lora     a training step with LoRA beside transformers and PEFT

@@ -1,4 +1,4 @@
-"""A training step of models that see: tokens a second and peak memory, beside transformers with liger-kernel.
+"""A training step of vision-language models: tokens a second and peak memory, beside liger-kernel.
 
 Rows of a batch are `--seq` tokens of text with images of three sizes; the fourth of four rows has two. Where
 that makes rows of other lengths transformers pads them; here nothing that is padding is computed. Encoder,
@@ -21,11 +21,11 @@ from benchmarks.training.pool import measure_all
 from benchmarks.training.shapes import SEEING, config_of
 from benchmarks.training.step import Job, Result, check_provider
 
-SUMMARY = "a training step of models that see, beside transformers with liger-kernel"
+SUMMARY = "a training step of vision-language models, beside transformers with liger-kernel"
 CONFIGURATIONS = ("ours:lean", "transformers+liger:none")
 HEADER = ("model", "provider", "activation memory", "tokens/s", "ours is", "peak GiB", "of its memory", "ms")
 MARKS = "<!-- images: python -m benchmarks see -->", "<!-- end of images -->"
-TITLE = "Models that see"
+TITLE = "Vision-language models"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -41,7 +41,7 @@ TOOLS: dict[str, tuple[str, ...]] = {
     "bitsandbytes": ("bitsandbytes", "peft", "transformers"),
     "torchao": ("torchao", "transformers"),
     "vLLM": ("transformers",),
-    "models that see": ("transformers", "peft", "trl", "bitsandbytes"),
+    "vision-language models": ("transformers", "peft", "trl", "bitsandbytes"),
     "Axolotl, LLaMA-Factory, ms-swift, oumi": ("transformers",),
 }
 

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> None:
         ]
     )
     seeing = [find_architecture(name) for name in liger_models.list_architectures(sees=True)]
-    print("Of models that see images:")
+    print("Vision-language models:")
     print_table([(family.model_type, about(family).name, family.reference) for family in seeing])
     print("Presets, for fresh models (`init`, `train`):")
     rows = []

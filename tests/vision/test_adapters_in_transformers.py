@@ -42,7 +42,7 @@ def compare(theirs, ours, call):
     )
 
 
-@pytest.mark.supports("models that see", "PEFT, LoRA on each part")
+@pytest.mark.supports("vision-language models", "PEFT, LoRA on each part")
 @pytest.mark.parametrize(
     ("family", "part"),
     [("qwen2_5_vl", "language"), ("qwen2_5_vl", "tower"), *((name, "all") for name in SEVERAL)],
@@ -101,7 +101,7 @@ def test_what_is_merged_stays_where_transformers_own_model_has_it(family, both, 
     assert names[0] == names[1]
 
 
-@pytest.mark.supports("models that see", "bitsandbytes, QLoRA on tower and language model")
+@pytest.mark.supports("vision-language models", "bitsandbytes, QLoRA on tower and language model")
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 def test_adapters_on_quantised_weights_are_those_of_transformers_own(family, pair, both, hf, tmp_path):
     pytest.importorskip("bitsandbytes")

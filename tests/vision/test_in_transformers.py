@@ -71,7 +71,7 @@ def run(model, **call) -> Run:
     return Run(output.loss, output.logits, by_checkpoint_names(model))
 
 
-@pytest.mark.supports("models that see", "loss and gradients")
+@pytest.mark.supports("vision-language models", "loss and gradients")
 def test_logits_loss_and_every_gradient_are_the_references(pair, ours):
     """Of images of several sizes, videos and none, padded, with another count to divide by."""
     assert type(ours).__name__ == f"Liger{pair.architecture.reference}"
@@ -82,7 +82,7 @@ def test_logits_loss_and_every_gradient_are_the_references(pair, ours):
     assert not beyond_bound(found.distances(expected, call["attention_mask"].bool()))
 
 
-@pytest.mark.supports("models that see", "checkpoints byte for byte, to native models and back")
+@pytest.mark.supports("vision-language models", "checkpoints byte for byte, to native models and back")
 def test_files_are_the_references_and_the_native_models(pair, ours, folders, tmp_path):
     ours.save_pretrained(tmp_path / "ours")
     name = "model.safetensors"
@@ -100,7 +100,7 @@ def test_files_are_the_references_and_the_native_models(pair, ours, folders, tmp
         assert not beyond_bound({"logits": relative_distance(found, logits)})
 
 
-@pytest.mark.supports("models that see", "generate")
+@pytest.mark.supports("vision-language models", "generate")
 def test_what_is_generated_is_what_the_reference_generates(pair, ours):
     """Of rows of several lengths, with images, videos and none."""
     call = pair.scene(*DOCUMENTS.values(), padding="left")

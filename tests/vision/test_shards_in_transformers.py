@@ -17,7 +17,7 @@ FAMILIES = ("qwen2_5_vl", "gemma3")
 
 
 @pytest.mark.slow
-@pytest.mark.supports("models that see", "FSDP2, with a bfloat16 policy")
+@pytest.mark.supports("vision-language models", "FSDP2, with a bfloat16 policy")
 def test_two_ranks_train_as_one(make_pair, tmp_path):
     """One has images and a video, whose seconds the policy must not round; the other text alone."""
     import liger_models.hf

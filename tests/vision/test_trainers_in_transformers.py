@@ -55,7 +55,7 @@ def read(folder):
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.supports("models that see", "Trainer, train, evaluate, resume")
+@pytest.mark.supports("vision-language models", "Trainer, train, evaluate, resume")
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 def test_trainer_trains_evaluates_and_resumes(family, pair, both, tmp_path):
     """With several images in a row, some rows without, and gradients of two batches added up."""
@@ -144,7 +144,7 @@ def pixels_of(image: str) -> torch.Tensor:
     return 0.1 * torch.randn(3, int(image), int(image), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.supports("models that see", "TRL, SFT, DPO")
+@pytest.mark.supports("vision-language models", "TRL, SFT, DPO")
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 @pytest.mark.parametrize("way", ["SFT", "DPO"])
 def test_trl_trains_with_images(way, family, pair, both, tmp_path):
