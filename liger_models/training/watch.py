@@ -64,6 +64,7 @@ class Watch:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
+        self._first_is_done = False  # with it its store ends
 
     def __enter__(self) -> Watch:
         if self._world.size > 1:
@@ -134,7 +135,11 @@ class Watch:
             self._tell()
             told = self._read()
         except RuntimeError as error:
-            return f"process 0 is dead or stopped: its store does not answer ({_first_line(error)})"
+            if not self._first_is_done:
+                return f"process 0 is dead or stopped: its store does not answer ({_first_line(error)})"
+            told = {self._world.rank: self._mine}  # who is left looks after himself
+        else:
+            self._first_is_done = told[0].done
         now = time.monotonic()
         for rank, other in told.items():
             if other.error is not None and rank != self._world.rank:

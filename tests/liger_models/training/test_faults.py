@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+import time
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+from liger_models.training import watch
 
 FAULTS = Path(__file__).with_name("faults.py")
 
@@ -28,3 +34,33 @@ def test_the_others_end_and_name_it_and_the_run_goes_on_with_the_same_bits():
         "hang",
         "fail",
     ]
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_a_first_process_that_is_done_is_not_called_dead(done):
+    """Its store ends with it; who is left then looks after itself."""
+
+    class Store(dict):
+        gone = False
+
+        def set(self, name, value):
+            if self.gone:
+                raise RuntimeError("Broken pipe")
+            self[name] = value
+
+        def multi_get(self, names):
+            return [self[name] for name in names]
+
+    mine = watch.Watch(SimpleNamespace(size=2, rank=1, main=False), patience=0.2)
+    mine._store = Store({"0": json.dumps(asdict(watch._Told(done=done)))})
+    now = time.monotonic()
+    mine._seen, mine._moved = {0: (-1, now), 1: (-1, now)}, (-1, now)
+    mine.mark("the end of the run")
+    assert mine._judge() is None
+    mine._store.gone = True
+    if not done:
+        assert mine._judge().startswith("process 0 is dead or stopped: its store does not answer")
+        return
+    assert mine._judge() is None
+    time.sleep(0.3)
+    assert mine._judge().startswith("process 1 hangs for 0.2 s at: the end of the run")
