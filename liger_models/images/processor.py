@@ -10,6 +10,7 @@ and for videos, torchvision must be installed.
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import importlib.metadata
@@ -66,9 +67,10 @@ class Preprocessor:
     def __init__(self, folder: str | Path, spec: ModelSpec) -> None:
         assert spec.vision is not None
         self.folder, self.spec = Path(folder), spec
+        self._open: dict[ImageSource, Any] = {}  # what the last conversation showed, which the next may show
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder, "spec": self.spec}
+        return {"folder": self.folder, "spec": self.spec, "_open": {}}
 
     def digest(self) -> str:
         """Of all that decides what becomes of an image: the same digest, the same numbers."""
@@ -93,7 +95,11 @@ class Preprocessor:
         """
         if BEGIN in text or END in text:
             raise DataError(f"the text has one of the characters {BEGIN!r} and {END!r}, which mark answers")
-        pictures = [self._opened(source) for source in sources if not isinstance(source, Video)]
+        alone = [source for source in sources if not isinstance(source, Video)]
+        self._open = {
+            one: self._open[one] if one in self._open else self._opened(one) for one in dict.fromkeys(alone)
+        }
+        pictures = [self._open[source] for source in alone]
         videos = [self._frames(source) for source in sources if isinstance(source, Video)]
         processor = self._processor_of_videos if videos else self._processor
         tokenizer = processor.tokenizer
@@ -173,7 +179,9 @@ class Preprocessor:
 
     @functools.cached_property
     def _processor(self) -> Any:
-        return _unmarking(load_processor(self.folder))
+        processor = _unmarking(load_processor(self.folder))
+        processor.image_processor = _Remembering(processor.image_processor)
+        return processor
 
     @functools.cached_property
     def _processor_of_videos(self) -> Any:
@@ -341,6 +349,29 @@ def _marked(text: str, spans: Sequence[Span]) -> str:
         pieces += [text[last:start], BEGIN, text[start:stop], END]
         last = stop
     return "".join(pieces) + text[last:]
+
+
+class _Remembering:
+    """An image processor that gives once more what it gave last, for the same pictures: two answers to a
+    prompt show what the prompt does.
+    """
+
+    def __init__(self, image_processor: Any) -> None:
+        self.image_processor = image_processor
+        self.last: tuple[Any, Any, Any] = None, None, None  # the call in brief, its pictures, what it gave
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["image_processor"], name)
+
+    def __call__(self, images: Any, **options: Any) -> Any:
+        brief = _identities(images), repr(sorted(options.items(), key=lambda option: option[0]))
+        if self.last[0] != brief:
+            self.last = brief, images, self.image_processor(images, **options)
+        return copy.copy(self.last[2])  # of which processors take parts out
+
+
+def _identities(images: Any) -> Any:
+    return [_identities(one) for one in images] if isinstance(images, list | tuple) else id(images)
 
 
 class _Unmarking:

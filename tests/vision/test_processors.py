@@ -175,6 +175,29 @@ def test_images_that_do_not_fit_their_text_are_refused(seeing):
         preprocessor(place, [], [png((too_small, 30), (9, 9, 9))])
 
 
+def test_images_that_the_next_conversation_shows_again_are_processed_once(seeing, monkeypatch):
+    """As two answers to a prompt show them; others are not."""
+    preprocessor, _, place = seeing
+    red, blue = png((31, 22), (250, 3, 3)), png((20, 25), (3, 3, 250))
+    afresh = Preprocessor(preprocessor.folder, preprocessor.spec)
+    expected = conversation(afresh, place, "blue red", red, blue)
+    conversation(preprocessor, place, "red", red, blue)
+    counted, kind = [], type(preprocessor._processor.image_processor.image_processor)
+    process = kind.__call__
+    monkeypatch.setattr(
+        kind, "__call__", lambda *given, **options: counted.append(given) or process(*given, **options)
+    )
+    found = conversation(preprocessor, place, "blue red", red, blue)
+    assert torch.equal(found.ids, expected.ids)
+    assert found.images.keys() == expected.images.keys()
+    assert all(torch.equal(found.images[name], x) for name, x in expected.images.items())
+    assert not counted
+    other = conversation(preprocessor, place, "red", blue, blue)
+    assert len(counted) == 1
+    expected = conversation(afresh, place, "red", blue, blue)
+    assert all(torch.equal(other.images[name], x) for name, x in expected.images.items())
+
+
 def test_kinds_of_tokens_are_those_of_the_processor(seeing):
     preprocessor, _, place = seeing
     if not isinstance(preprocessor.spec.vision, VisionSpec) or preprocessor.spec.vision.kinds is None:
