@@ -188,17 +188,16 @@ def capped_scores(products, scale, softcap, FLOAT32: tl.constexpr):
     if softcap is None:
         scores = products * (scale * 1.4426950408889634)
         slope = 1.0
-    elif FLOAT32:
-        tanh = _tanh(products * (scale / softcap))
+    else:
+        if FLOAT32:
+            tanh = _tanh(products * (scale / softcap))
+        else:
+            # Weights are rounded to 16 bits: tanh(x) = 2 / (1 + exp(-2x)) - 1 is near enough and takes half
+            # the time of the exact form. So does the root squared beside a division.
+            root = tl.rsqrt(0.5 + 0.5 * tl.exp2(products * (scale / softcap * -2.8853900817779268)))
+            tanh = root * root - 1.0
         scores = tanh * (softcap * 1.4426950408889634)
         slope = 1.0 - tanh * tanh
-    else:
-        # Weights are rounded to 16 bits: tanh(x) = 2 h - 1, h = 1 / (1 + exp(-2x)), is near enough and takes
-        # half the time of the exact form. So does the root squared beside a division.
-        root = tl.rsqrt(1.0 + tl.exp2(products * (scale / softcap * -2.8853900817779268)))
-        h = root * root
-        scores = h * (softcap * 2.8853900817779268) - softcap * 1.4426950408889634
-        slope = 4.0 * h - 4.0 * h * h
     return scores, slope
 
 
