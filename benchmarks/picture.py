@@ -20,6 +20,7 @@ _PEERS = {  # colour and mark
     "SDPA": ("#2a9d8f", "s"),
     "FlexAttention": ("#e9a03b", "^"),
     "varlen": ("#7b5ea7", "v"),
+    "flash-attn-4": ("#b5838d", "P"),
 }
 
 

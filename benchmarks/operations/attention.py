@@ -1,7 +1,8 @@
-"""Attention over documents of one length, and of several, beside torch's three implementations.
+"""Attention over documents of one length, and of several, beside torch's three implementations and
+flash-attn-4's.
 
-Ours and varlen are told where documents begin; the others take equal documents as rows, and FlexAttention
-unequal ones by a mask.
+Ours and varlen are told where documents begin; the others take equal documents as rows, FlexAttention
+unequal ones by a mask, and flash-attn-4 as varlen does.
 
 Work is counted by the scores that a query may see: the forward pass has two products of them, the backward
 pass five, since it makes the scores again (Dao, 2022, arXiv:2205.14135, appendix B). Of the seven four are
@@ -25,7 +26,7 @@ from torch import Tensor
 from benchmarks.operations.core import Case, Cost, Provider, Tensors, Unavailable, normal, operation
 from liger_models import kernels
 
-PROVIDERS = ("ours", "SDPA", "FlexAttention", "varlen")
+PROVIDERS = ("ours", "SDPA", "FlexAttention", "varlen", "flash-attn-4")
 DIMS = "documents x length x heads x kv heads x head size"
 PACKED_DIMS = DIMS.replace("length", "mean length")
 LATENT_DIMS = f"{DIMS} x value size"
@@ -100,7 +101,13 @@ def _attention(shape, dtype, device, packed=False, windowed=False, softcap=None,
     q = q * (1.0 if softcap is None else softcap / 2)
     leaves = (q, k, v, normal((heads,), dtype, device) + log(length)) if sinks else (q, k, v)
     scores = 2 * form.visible_scores() * heads
-    builders = {"ours": _ours, "SDPA": _sdpa, "FlexAttention": _flex_attention, "varlen": _varlen}
+    builders = {
+        "ours": _ours,
+        "SDPA": _sdpa,
+        "FlexAttention": _flex_attention,
+        "varlen": _varlen,
+        "flash-attn-4": _flash_attn,
+    }
     return Case(
         leaves,
         (dout,),
@@ -142,6 +149,29 @@ def _varlen(form: _Form) -> Provider:
     cu_seqlens = form.cu_seqlens()
     bounds = cu_seqlens, cu_seqlens, max(form.lengths), max(form.lengths)
     return Provider(lambda q, k, v: varlen_attn(q, k, v, *bounds, **options))
+
+
+def _flash_attn(form: _Form) -> Provider:
+    """With gradients of the same bits in every run."""
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    if not form.equal_heads:
+        raise Unavailable("takes values of the keys' size alone, where heads share keys")
+    options = {"causal": True, "softcap": form.softcap or 0.0, "deterministic": True}
+    if form.window is not None:
+        options["window_size"] = (form.window - 1, 0)
+    rows = len(form.lengths)
+    if not form.equal:
+        for of in ("q", "k"):
+            options |= {f"cu_seqlens_{of}": form.cu_seqlens(), f"max_seqlen_{of}": max(form.lengths)}
+
+    def attend(q, k, v, sinks=None):
+        if not form.equal:
+            return flash_attn_varlen_func(q, k, v, learnable_sink=sinks, **options)[0]
+        q, k, v = (x.unflatten(0, (rows, -1)) for x in (q, k, v))
+        return flash_attn_func(q, k, v, learnable_sink=sinks, **options)[0].flatten(0, 1)
+
+    return Provider(attend)
 
 
 def _flex_attention(form: _Form) -> Provider:

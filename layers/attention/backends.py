@@ -13,6 +13,7 @@ Soft cap and sinks: see kernels/attention/flash_attention.py.
 |----------|--------------------------------------|-------------------------------------------------------|
 | `sdpa`   | equal documents without a window     | torch's scaled_dot_product_attention, cuDNN first     |
 | `varlen` | documents, windows; a GPU, 16 bits   | torch.nn.attention.varlen (FlashAttention 2)          |
+| `flash`  | all but soft caps and spans; Hopper  | FlashAttention 4, if asked for: flash.py              |
 | `triton` | all, in heads of up to 512           | our own kernel: kernels/attention/                    |
 | `masked` | documents, windows; memory T^2       | scaled_dot_product_attention with a mask              |
 | `eager`  | all; memory T^2 heads                | the plain twin: the formula above                     |
@@ -89,13 +90,14 @@ from liger_models.kernels.attention.flash_attention import (
     attention_weights,
 )
 from liger_models.kernels.attention.visible_keys import visible_keys
+from liger_models.layers.attention.flash import flash_attention
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import AttentionSpec
 
-AttentionBackend = Literal["auto", "sdpa", "varlen", "triton", "masked", "eager"]
-BACKENDS: tuple[AttentionBackend, ...] = ("auto", "sdpa", "varlen", "triton", "masked", "eager")
+AttentionBackend = Literal["auto", "sdpa", "varlen", "flash", "triton", "masked", "eager"]
+BACKENDS: tuple[AttentionBackend, ...] = ("auto", "sdpa", "varlen", "flash", "triton", "masked", "eager")
 
-_WITH_TREES = ("triton", "masked", "eager")
+WITH_TREES = ("triton", "masked", "eager")
 _UNMASKED = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -144,7 +146,7 @@ def attend(
     sequences = _as_seen(spec, sequences)
     if backend == "auto":
         backend = _choose(q, k, v, spec, sequences)
-    if sequences.tree is not None and backend not in _WITH_TREES:
+    if sequences.tree is not None and backend not in WITH_TREES:
         raise ValueError(
             f"attention={backend!r} has no documents that continue others; use 'auto' or 'triton'"
         )
@@ -152,6 +154,8 @@ def attend(
         return _one_by_one(q, k, v, spec, sequences, backend, sinks)
     if backend == "triton":
         return _triton(q, k, v, spec, sequences, sinks)
+    if backend == "flash":
+        return flash_attention(q, k, v, spec, sequences, sinks)
     if backend == "eager":
         return attend_plain(q, k, v, spec, sequences, sinks)
     if backend not in ("sdpa", "varlen", "masked"):

@@ -12,6 +12,7 @@ from liger_models.classifier import LigerSequenceClassifier
 from liger_models.convert.checkpoints.hub import local_path
 from liger_models.convert.errors import ConfigError, DataError
 from liger_models.images import Preprocessor
+from liger_models.layers.attention.backends import WITH_TREES
 from liger_models.layers.spec import ModelSpec
 from liger_models.layers.tree import check_tree
 from liger_models.optim import state_bytes
@@ -162,10 +163,10 @@ def can_share_prompts(spec: ModelSpec, config: TrainConfig) -> bool:
         check_tree(spec, None)
     except DataError:
         return False
-    # Routers would count a prompt once, and these backends know no such documents; nor has a prompt that is
+    # Routers would count a prompt once, and not every backend knows such documents; nor has a prompt that is
     # seen as a whole a last token of its own.
     prefix = getattr(spec.vision, "spans", None) == "prefix"
-    return spec.router is None and config.attention not in ("sdpa", "varlen") and not prefix
+    return spec.router is None and config.attention in ("auto", *WITH_TREES) and not prefix
 
 
 def load_data(

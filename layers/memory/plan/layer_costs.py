@@ -196,8 +196,8 @@ def _gradient_bytes(parameters: Iterable[Tensor], step: Step) -> int:
 
 def _attention_work(layer: Block, step: Step, itemsize: int) -> int:
     """The gradients of attention's output, queries, keys and values, and what `sdpa` takes to make them:
-    sums in float32, and keys' and values' gradients by query head. Of ranks that exchange heads the output as
-    it came back is done with.
+    sums in float32, and keys' and values' gradients by query head; or `flash`, sums of all three. Of ranks that
+    exchange heads the output as it came back is done with.
     """
     mixer: Any = layer.spec.mixer
     mixer = getattr(mixer, "attention", mixer)
@@ -207,6 +207,8 @@ def _attention_work(layer: Block, step: Step, itemsize: int) -> int:
     if step.sequence_ranks > 1:
         gradients -= itemsize * mixer.q_size
     sums = 0
+    if getattr(layer.mixer, "backend", "auto") == "flash":
+        return step.tokens * (gradients + 4 * (mixer.q_size + 2 * mixer.kv_size))
     if mixer.window is None and mixer.softcap is None and not mixer.sinks:
         by_head = 2 * itemsize if mixer.num_key_value_heads < mixer.num_attention_heads else 0
         sums = (4 + by_head) * mixer.q_size

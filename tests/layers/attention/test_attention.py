@@ -200,10 +200,10 @@ def test_sdpa_refuses_what_it_cannot_do(form, window):
 def test_an_unknown_backend_is_refused(make_model):
     spec, sequences = heads(1, None), sequences_of("rows")
     _, qkv = random_qkv(sequences.num_tokens, spec)
-    with pytest.raises(ValueError, match=r"'flash'.*choose one of auto"):
-        attend(*qkv, spec, sequences, "flash")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"'flash'.*choose one of auto"):
-        make_model(attention="flash")
+    with pytest.raises(ValueError, match=r"'fast'.*choose one of auto"):
+        attend(*qkv, spec, sequences, "fast")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"'fast'.*choose one of auto"):
+        make_model(attention="fast")
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "varlen", "masked"])

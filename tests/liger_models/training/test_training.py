@@ -175,7 +175,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_weights_take_harm(st
         ({"schedule": "cosinus"}, "'cosinus'; expected one of cosine, linear, constant"),
         ({"lr": 0.0}, "lr is 0.0; expected a number above 0"),
         ({"lr": math.nan}, "lr is nan"),
-        ({"attention": "flash"}, "attention is 'flash'; expected one of auto, sdpa"),
+        ({"attention": "fast"}, "attention is 'fast'; expected one of auto, sdpa"),
         ({"activation_memory": "leen"}, "activation_memory is 'leen'; expected one of all, lean"),
         ({"seed": 2**63}, "expected a number of 64 bits"),
         ({"steps": None, "epochs": math.inf}, "epochs is inf"),
