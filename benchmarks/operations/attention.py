@@ -155,8 +155,6 @@ def _flash_attn(form: _Form) -> Provider:
     """With gradients of the same bits in every run."""
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
-    if not form.equal_heads:
-        raise Unavailable("takes values of the keys' size alone, where heads share keys")
     options = {"causal": True, "softcap": form.softcap or 0.0, "deterministic": True}
     if form.window is not None:
         options["window_size"] = (form.window - 1, 0)
@@ -171,7 +169,7 @@ def _flash_attn(form: _Form) -> Provider:
         q, k, v = (x.unflatten(0, (rows, -1)) for x in (q, k, v))
         return flash_attn_func(q, k, v, learnable_sink=sinks, **options)[0].flatten(0, 1)
 
-    return Provider(attend)
+    return Provider(attend, note="the tanh of its soft cap has 11 bits" if form.softcap else "")
 
 
 def _flex_attention(form: _Form) -> Provider:

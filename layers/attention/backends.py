@@ -13,7 +13,7 @@ Soft cap and sinks: see kernels/attention/flash_attention.py.
 |----------|--------------------------------------|-------------------------------------------------------|
 | `sdpa`   | equal documents without a window     | torch's scaled_dot_product_attention, cuDNN first     |
 | `varlen` | documents, windows; a GPU, 16 bits   | torch.nn.attention.varlen (FlashAttention 2)          |
-| `flash`  | all but soft caps and spans; Hopper  | FlashAttention 4, if asked for: flash.py              |
+| `flash`  | causal, no soft cap; Hopper, 16 bits | FlashAttention 4, if asked for: flash.py              |
 | `triton` | all, in heads of up to 512           | our own kernel: kernels/attention/                    |
 | `masked` | documents, windows; memory T^2       | scaled_dot_product_attention with a mask              |
 | `eager`  | all; memory T^2 heads                | the plain twin: the formula above                     |

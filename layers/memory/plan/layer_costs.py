@@ -196,8 +196,8 @@ def _gradient_bytes(parameters: Iterable[Tensor], step: Step) -> int:
 
 def _attention_work(layer: Block, step: Step, itemsize: int) -> int:
     """The gradients of attention's output, queries, keys and values, and what `sdpa` takes to make them:
-    sums in float32, and keys' and values' gradients by query head; or `flash`, sums of all three. Of ranks that
-    exchange heads the output as it came back is done with.
+    sums in float32, and keys' and values' gradients by query head; or `flash`, sums of all three. Of ranks
+    that exchange heads the output as it came back is done with.
     """
     mixer: Any = layer.spec.mixer
     mixer = getattr(mixer, "attention", mixer)
