@@ -118,6 +118,16 @@ def test_other_divergences_are_trls(divergence, name, assert_same):
     assert_same(ours.loss, trl_dpo(mask, log_probs, reference, [name], **theirs), leaf)
 
 
+def test_large_ratios_of_an_alpha_divergence_are_trls(assert_same):
+    mask, log_probs, leaf = rows()
+    reference = -400 * torch.arange(2.0 * PAIRS)  # exp of half of it is no float32 any more
+    ours = ours_dpo(mask, log_probs, reference, f_divergence="alpha_divergence", f_alpha=1.5)
+    theirs = {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 1.5}
+    expected = trl_dpo(mask, log_probs, reference, ["sigmoid"], **theirs)
+    assert expected.isfinite()
+    assert_same(ours.loss, expected, leaf)
+
+
 def test_weighted_sums_of_types_are_trls(assert_same):
     mask, log_probs, leaf = rows()
     reference = -3 * torch.rand(2 * PAIRS)
