@@ -71,7 +71,7 @@ def generate(
     if seed is not None:
         generator = torch.Generator(device=input_ids.device).manual_seed(seed)
 
-    _check_prompts(model, input_ids)
+    _check_prompts(model, input_ids, attention_mask)
     batch, seq = input_ids.shape
     room = seq + max_new_tokens
     step: Decoding | None = None
@@ -150,10 +150,15 @@ def _tables(model: CausalLM, longest: int) -> tuple[int, ...]:
     return tuple(effective_length(rope, longest) for rope in model.spec.ropes if rope.depends_on_length)
 
 
-def _check_prompts(model: CausalLM, input_ids: Tensor) -> None:
+def _check_prompts(model: CausalLM, input_ids: Tensor, attention_mask: Tensor | None) -> None:
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         raise DataError(
             f"prompts must have the shape [batch, seq] and hold a token, found {tuple(input_ids.shape)}"
+        )
+    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+        raise DataError(
+            f"attention_mask must have the shape of the prompts, {tuple(input_ids.shape)}; found "
+            f"{tuple(attention_mask.shape)}"
         )
     if any(map(is_sharded, model.parameters())):
         raise UnsupportedModelError(
@@ -166,7 +171,7 @@ def _check_prompts(model: CausalLM, input_ids: Tensor) -> None:
 def _documents(ids: Tensor, attention_mask: Tensor | None) -> tuple[Sequences, Tensor]:
     """The prompts, and what was added to them, as packed documents; and their lengths [batch]."""
     batch, length = ids.shape
-    if attention_mask is not None and attention_mask.dim() == 2:  # else it is refused
+    if attention_mask is not None:
         added = attention_mask.new_ones(batch, length - attention_mask.shape[1])
         attention_mask = torch.cat([attention_mask, added], dim=1)
     sequences = Sequences.from_call((batch, length), ids.device, attention_mask)

@@ -224,6 +224,13 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         seen = int(past_key_values.get_seq_length())
         if seen == 0 and self._are_documents(shape, attention_mask, position_ids):
             raise DataError(_NO_CACHE)
+        if attention_mask is not None and (
+            len(attention_mask) != shape[0] or attention_mask.shape[1] < seen + shape[1]
+        ):
+            raise DataError(
+                f"attention_mask must be of all tokens so far, [{shape[0]}, {seen + shape[1]}], those in the "
+                f"cache too; found {list(attention_mask.shape)}"
+            )
         if attention_mask is not None and bool((attention_mask != 0).all()):
             attention_mask = None
         if attention_mask is not None and seen == 0:

@@ -302,6 +302,13 @@ def test_an_empty_prompt_in_a_batch_is_refused(make_pair):
         generate(pair.ours, prompts(pair), 4, attention_mask=mask)
 
 
+@pytest.mark.parametrize("shape", [(2, 4), (2, 12), (1, 9), (2, 1, 9, 9), (9,)], ids=str)
+def test_a_mask_of_another_shape_than_the_prompts_is_refused(shape, make_pair):
+    model = make_pair("llama").ours
+    with pytest.raises(DataError, match=r"shape of the prompts, \(2, 9\)"):
+        generate(model, torch.ones(2, 9, dtype=torch.long), 2, attention_mask=torch.ones(shape))
+
+
 def test_more_positions_than_the_tables_hold_are_refused(make_pair):
     pair = make_pair("llama", {"max_position_embeddings": 32})
     assert generate(pair.ours, prompts(pair), 24).shape == (3, 33)  # the last token is never read

@@ -159,6 +159,16 @@ def test_positions_that_jump_beside_a_mask_are_those_of_one_document(make_both, 
     assert relative_distance(found.logits, expected.logits) <= BOUND
 
 
+@pytest.mark.parametrize("shape", [(2, 5), (2, 10), (1, 11)], ids=str)
+def test_a_mask_of_the_new_tokens_alone_is_refused_beside_a_cache(shape, make_both, prompts):
+    """transformers takes such a mask for that of the first tokens."""
+    model, ids = make_both("llama").ours, prompts[0]
+    with torch.no_grad():
+        cache = model(ids[:, :6]).past_key_values
+        with pytest.raises(DataError, match=r"of all tokens so far, \[2, 11\]"):
+            model(ids[:, 6:], past_key_values=cache, attention_mask=torch.ones(shape))
+
+
 def test_a_cache_takes_gradients_and_is_refused_under_checkpointing(make_both, prompts):
     """As prefix tuning has it."""
     model = make_both("llama").ours.train()
