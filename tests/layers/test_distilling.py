@@ -172,6 +172,9 @@ def test_trls_divergence_of_hidden_states_is_ours(pair):
             temperature=1.5,
         )
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        own, true = (torch.autograd.grad(x, [*student.lm_head.parameters()]) for x in (ours, theirs))
+        for a, b in zip(own, true, strict=True):
+            assert (a - b).norm() <= 1e-5 * b.norm()
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
