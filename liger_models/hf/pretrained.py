@@ -133,7 +133,10 @@ class LigerPreTrainedModel(PreTrainedModel):
         if decoder is self:
             layout = _OfBase(**vars(layout))
         expressions = layout.weight_map(decoder.forms).items()
-        weight_map = weight_map_of_parts(decoder, {decoder.names[name]: expr for name, expr in expressions})
+        named, holder = {decoder.names[name]: e for name, e in expressions}, decoder
+        if self.model_at_the_top:
+            holder = self
+        weight_map = weight_map_of_parts(holder, named)
         weight_map |= unread_in(decoder, layout)
         if decoder is self or self.model_at_the_top:
             return weight_map

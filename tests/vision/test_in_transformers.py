@@ -10,6 +10,7 @@ import itertools
 import pickle
 
 import pytest
+import safetensors
 import torch
 from pairs import Run, beyond_bound, relative_distance
 from scenes import DOCUMENTS, Image
@@ -125,6 +126,18 @@ def test_modules_bear_the_names_of_transformers_own(pair, ours):
         name.removesuffix(".linear") for name in found
     }
     assert not {name for name in differ if not any(part in name for part in known)}
+
+
+@pytest.mark.parametrize("family", ["llama4", "gemma3"])
+def test_a_model_with_split_projections_takes_its_own_state(family, pair, ours, folders):
+    """Also where transformers' own model has the decoder's modules beside one another at the top."""
+    model = copy.deepcopy(ours)
+    model.split_projections()
+    state = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    given = {name for name, _ in model.checkpoint_tensors()}
+    assert given == set(safetensors.safe_open(folders(pair) / "model.safetensors", "pt").keys())
 
 
 def test_hidden_states_are_those_of_the_reference(pair, ours):
