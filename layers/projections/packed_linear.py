@@ -138,8 +138,8 @@ def packed_weights(model: nn.Module, weight_map: WeightMap) -> tuple[list[str], 
 
 def weight_map_of_parts(model: nn.Module, weight_map: WeightMap) -> dict[str, Expr]:
     """The weight map of a model, some of whose packed projections are split, from that of the fused one."""
-    split = {
-        plain_path(path): module.parts
+    split = {  # also within what PEFT keeps beside the copy that it trains
+        plain_path(path).replace(".original_module.", "."): module.parts
         for path, module in model.named_modules()
         if isinstance(module, SplitProjections)
     }

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 
 import pytest
+import safetensors.torch
 import torch
 from pairs import beyond_bound, relative_distance
 from randomised import randomise_trained
@@ -83,7 +84,11 @@ def test_a_part_that_peft_trains_as_a_whole_is_the_one_that_runs(family, part, p
     assert any(part in name for name in gradients[0])
     distances = {n: relative_distance(gradients[1][n], g, 1e-2) for n, g in gradients[0].items()}
     assert not beyond_bound({"loss": relative_distance(outputs[1], outputs[0]), **distances})
+    sent = {name: tensor.clone() for name, tensor in ours.base_model.model.checkpoint_tensors()}
     ours.merge_and_unload().save_pretrained(tmp_path / "merged")
+    written = safetensors.torch.load_file(tmp_path / "merged" / "model.safetensors")
+    assert sent.keys() == written.keys()
+    assert not beyond_bound({name: relative_distance(sent[name], x) for name, x in written.items()})
     again = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "merged").train()
     assert not beyond_bound({"merged": relative_distance(again(**call).loss, outputs[0])})
 
