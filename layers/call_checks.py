@@ -80,7 +80,8 @@ def refuse_unknown(keywords: Mapping[str, Any]) -> None:
         TypeError: a keyword that asks for something, by name.
     """
     for name, value in keywords.items():
-        if not (value is None or value is False or (name == "return_dict" and value is True)):
+        nothing = {"return_dict": (False, True), "is_causal": (True,)}.get(name, (False,))
+        if value is not None and not any(value is one for one in nothing):
             raise TypeError(
                 f"forward() got {name}=..., which this model does not know and would ignore; "
                 "help(liger_models.layers.model.CausalLM.forward) tells what it takes"

@@ -153,6 +153,13 @@ def test_in_a_pickle_a_family_is_its_name(family):
     assert pickle.loads(pickle.dumps(changed)).carried is len
 
 
+def test_tokens_that_see_ahead_are_refused(family):
+    """Every reference lets them where its config says is_causal: false."""
+    assert spec_of(family, {"is_causal": True}) == spec_of(family, {"is_causal": None}) == spec_of(family, {})
+    with pytest.raises(ConfigError, match=r"is_causal: False \(tokens that see ahead"):
+        spec_of(family, {"is_causal": False})
+
+
 def test_a_key_that_a_family_does_not_know_is_named(family):
     with pytest.raises(ConfigError, match="attention_is_odd"):
         spec_of(family, {"attention_is_odd": 3})

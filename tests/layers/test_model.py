@@ -193,6 +193,13 @@ def test_a_keyword_that_asks_for_what_is_not_there_is_refused_by_name(name, make
     make_model()(ids, **{name: None}, return_dict=True)
 
 
+def test_a_call_that_is_not_to_be_causal_is_refused(make_model, ids):
+    """In transformers that lets tokens see ahead: a False that asks for something."""
+    make_model()(ids, is_causal=True)
+    with pytest.raises(TypeError, match="is_causal"):
+        make_model()(ids, is_causal=False)
+
+
 @pytest.mark.parametrize("count", [0, -3, 0.0, float("nan")])
 @pytest.mark.parametrize("form", [float, torch.tensor])
 def test_a_count_of_items_that_is_not_above_zero_is_refused(form, count, make_model, ids):
