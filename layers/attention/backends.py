@@ -35,38 +35,7 @@ takes `triton` in place of `sdpa` where torch has no kernel of cuDNN's: the othe
 keys and values for every query head.
 On a CPU `masked` and `eager` take packed documents one by one, and T is a document's length.
 
-Measured on an H200 with torch 2.11 and Triton 3.6, 32,768 tokens, bfloat16, milliseconds forward; forward and
-backward. 32 + 8 heads of 128 and documents of 4096 tokens, if nothing else is said; "packed" have lengths
-from half of that to one and a half:
-
-|                     | `sdpa`      | `triton`    | `varlen`    | FlexAttention |
-|---------------------|-------------|-------------|-------------|---------------|
-| causal              | 2.02; 8.15  | 2.17; 9.9   | 3.51; 13.4  | 3.16; 11.7    |
-| documents of 512    | 0.36; 2.21  | 0.53; 2.65  | 1.07; 3.58  | 0.66; 3.29    |
-| 16 + 8 heads of 256 | 1.85; 9.93  | 2.37; 16.6  | 3.82; 15.7  | 4.12; 25.3    |
-| packed              |             | 2.43; 11.4  | 3.98; 14.9  | 3.83; 13.4    |
-| packed, 512         |             | 0.68; 3.17  | 1.19; 3.97  | 0.96; 4.41    |
-| window of 1024      |             | 1.11; 5.1   | 2.02; 7.26  | 1.69; 6.62    |
-| soft cap            |             | 2.90; 13.1  |             | 8.73; 31.0    |
-| sinks               |             | 2.19; 10.0  |             | 3.12; 11.8    |
-
-These five of `triton` were measured after the others, in one run: its tiles come by the copy engine (TMA),
-which gives the same bits in 2 to 8% less time. Smaller tiles of keys, taken since, save 0.4 ms more packed.
-
-With DeepSeek-V3's 128 heads of 192, values of 128 and 8,192 tokens `sdpa` (cuDNN) takes 2.4; 10.1, and with
-values padded to 192, 2.9; 16.4. `triton`, which also does them packed, takes 3.3; 17. With 16 + 4 heads of
-512 `triton` takes 4.9; 27, where torch's only fused kernel takes 4.4; 42 and 3.4 times the memory. These of
-`triton` were measured with one of its tiles chosen anew at a time, and not yet with all of them together.
-
-cuDNN by its own Python frontend (1.18 and 1.32, cuDNN 9.19), with documents as a batch of ragged rows and
-plans kept by classes of sizes, takes 2.1; 9.3 packed, 0.5; 2.9 packed in documents of 512, 1.0; 4.5 with the
-window, and 1.9; 11.6 packed in heads of 256. It is not taken: of documents among which were empty ones, as
-classes of sizes need, it gave wrong gradients of queries and NaN in those of keys; heads of 80 without
-causality ended in an illegal instruction; sums in a fixed order take 21 ms and 37 GiB, where `triton` gives
-the same bits at any time; and a class of sizes takes 0.1 to 2.6 s to plan.
-
-With heads of 256 `triton` is 6% behind `varlen` in training, and 38% ahead forward alone. In float32 it is
-chosen because it is exact and keeps no mask of T^2, not by its time.
+What each takes, and what else was tried, is in docs/benchmarks.md.
 """
 
 from __future__ import annotations
