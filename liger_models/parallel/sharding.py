@@ -58,11 +58,18 @@ def parallelize(
         The model.
 
     Raises:
+        TypeError: the model is none of `from_hub` or `from_config`, or is wrapped.
         ConfigError: sizes that do not fit the processes, or there is no process group.
         UnsupportedModelError: the model is divided already, has quantised weights, or mixes dtypes in what
             is trained of a layer.
         ValueError: the processes of a sequence cannot share a layer's heads.
     """
+    if not isinstance(model, LigerCausalLM):
+        raise TypeError(
+            "parallelize divides a model of liger_models.from_hub or from_config, and was given a "
+            f"{type(model).__module__}.{type(model).__name__}; divide one of transformers' classes by "
+            "accelerate, or by torch's fully_shard on each layer and on the model, and wrap afterwards"
+        )
     if any(is_sharded(p) for p in model.parameters()):
         raise UnsupportedModelError("the model is divided over processes already; parallelize it once")
     for name, p in model.named_parameters():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from torch import nn
 
 import liger_models
 from liger_models.architectures import find_architecture
@@ -42,3 +43,8 @@ def test_without_processes_one_is_told_to_start_them():
     model = liger_models.from_config(find_architecture("llama").tiny)
     with pytest.raises(ConfigError, match="start the program with torchrun"):
         liger_models.parallelize(model)
+
+
+def test_a_model_of_another_library_is_refused():
+    with pytest.raises(TypeError, match=r"given a torch\.nn\.modules\.linear\.Linear; divide one of transf"):
+        liger_models.parallelize(nn.Linear(2, 2))
