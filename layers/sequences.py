@@ -33,17 +33,16 @@ class Sequences:
 
     `shape` is the caller's (batch, seq); `kept` the flat positions of the T tokens in it (None: all of them).
     `cu_seqlens` [n + 1] int32 holds the documents' boundaries; None says that every row of `shape` is one
-    document. `max_seqlen` is the longest document's length. `cache` is given in generation alone. `axes`
-    [A, T] are the positions of tokens that have several, `positions_given` says that a caller chose what
+    document. `max_seqlen` is the longest document's length. `cache` is given in generation alone. `axes` [A,
+    T] are the positions of tokens that have several, `positions_given` says that a caller chose what
     positions there are, and `begin_anew` that they alone tell the documents. `spans` [2, T] int32 says where
     the span begins and ends in which a token stands whose tokens all see one another (an image's, say; a
-    token in none is a span by itself). `with_images`
-    says that images are shown, and `tiles` are those that tokens see (`SeenTiles`); `pads` [T] bool are
-    tokens of padding that were not taken out, behind the others of their row, none of which sees another.
-    `tree` says which documents continue others (layers/tree.py). `torn` is the extent of the longest row that
-    had padding between its tokens, and not only around them. `bounds` is made by `document_bounds`,
-    `rotary` by `prepare_rotary`, `cut` by `chunks`. `router_logits` are noted by the layers of experts whose
-    router has a loss, and `routing` what all of them decided.
+    token in none is a span by itself). `with_images` says that images are shown, and `tiles` are those that
+    tokens see (`SeenTiles`); `pads` [T] bool are tokens of padding that were not taken out, behind the others
+    of their row, none of which sees another. `tree` says which documents continue others (layers/tree.py).
+    `torn` is the extent of the longest row that had padding between its tokens, and not only around them.
+    `bounds` is made by `document_bounds`, `rotary` by `prepare_rotary`, `cut` by `chunks`. `router_logits`
+    are noted by the layers of experts whose router has a loss, and `routing` what all of them decided.
 
     Of sequences that are divided over ranks (`divided`) the T tokens are those of this rank, `slice` says
     which, and `whole` is what the documents are read off, which lie across slices.

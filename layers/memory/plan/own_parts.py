@@ -6,15 +6,17 @@ from typing import Any
 
 from torch import Tensor
 
+from liger_models.convert.checkpoints.shards import local_tensor
+
 
 def own_bytes(p: Tensor) -> int:
     """What this process has."""
-    return _local(p).nbytes
+    return local_tensor(p).nbytes
 
 
 def own_elements(p: Tensor) -> int:
     """What this process has."""
-    return _local(p).numel()
+    return local_tensor(p).numel()
 
 
 def gathered_bytes(p: Tensor) -> int:
@@ -31,7 +33,3 @@ def gathered_bytes(p: Tensor) -> int:
 def whole_bytes(p: Tensor) -> int:
     """What its gradient takes when it is made: of what is gathered all, of what is not this process's own."""
     return max(gathered_bytes(p), own_bytes(p))
-
-
-def _local(p: Any) -> Tensor:
-    return p.to_local() if hasattr(p, "to_local") else p
