@@ -22,6 +22,7 @@ Message = dict[str, Any]
 
 # Names of what the assistant thinks, in data and in templates: the first is the one that most of these read.
 REASONING = ("reasoning_content", "thinking", "reasoning")
+NOTHING: Mapping[str, Any] = {}  # that a template reads beside messages
 OWN_NAMES = ("messages", "add_generation_prompt")  # which no record may give
 BEGIN, END = "\ufdd0", "\ufdd1"  # no characters: Unicode keeps them for the inside of programs
 _TAG = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")

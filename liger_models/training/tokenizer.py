@@ -20,7 +20,7 @@ from typing import Any
 from liger_models.convert.errors import DataError, abbreviate
 from liger_models.images.processor import FILES as PROCESSOR_FILES
 from liger_models.spans import tokens_within
-from liger_models.training.chat_template import ChatTemplate
+from liger_models.training.chat_template import NOTHING, ChatTemplate
 
 # What a tokenizer is made of: these files travel with every checkpoint that a run writes.
 FILES = (
@@ -38,7 +38,6 @@ FILES = (
 
 NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 MORE_TEMPLATES = "additional_chat_templates"  # a folder of templates by name
-NOTHING: Mapping[str, Any] = {}
 
 BLOCKS = 8  # of a long text, encoded side by side
 SEAM = 16  # tokens on each side of the place where two of them are joined

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from liger_models.convert.errors import DataError, abbreviate
 from liger_models.images.files import Video
-from liger_models.training.chat_template import OWN_NAMES
+from liger_models.training.chat_template import NOTHING, OWN_NAMES
 
 FORMS = ("text", "prompt/completion", "messages")
 PAIRS = "prompt/chosen/rejected"
@@ -38,7 +38,6 @@ IMAGES = "images"  # a field beside messages
 VIDEOS = "videos"  # a field that other tools know
 PLACE = "<image>"  # in text, where an image of that field stands
 TOOLS, OPTIONS = "tools", "chat_template_kwargs"  # fields beside messages
-NOTHING: Mapping[str, Any] = {}
 
 
 class Conversation(NamedTuple):
