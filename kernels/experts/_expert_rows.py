@@ -131,7 +131,8 @@ def _spread_rows_kernel(x, position, rows, x_stride, width, TOP_K: tl.constexpr,
     value = tl.load(x + token * x_stride + column, mask)
     for slot in tl.static_range(TOP_K):
         row = tl.load(position + token * TOP_K + slot).to(tl.int64)
-        tl.store(rows + row * width + column, value, mask & (row >= 0))
+        # As mask & (row >= 0), which Triton 3.9's interpreter refuses: a block mask and a scalar.
+        tl.store(rows + row * width + column, value, column < tl.where(row >= 0, width, 0))
 
 
 @jit
@@ -142,7 +143,8 @@ def _sum_slots_kernel(rows, weights, position, y, width, TOP_K: tl.constexpr, BL
     total = tl.zeros((BLOCK,), tl.float32)
     for slot in tl.static_range(TOP_K):
         row = tl.load(position + token * TOP_K + slot).to(tl.int64)
-        value = tl.load(rows + row * width + column, mask & (row >= 0), 0.0).to(tl.float32)
+        row_mask = column < tl.where(row >= 0, width, 0)  # mask & (row >= 0)
+        value = tl.load(rows + row * width + column, row_mask, 0.0).to(tl.float32)
         if weights is not None:
             value *= tl.load(weights + token * TOP_K + slot, row >= 0, 0.0).to(tl.float32)
         total += value
