@@ -32,9 +32,12 @@ class HFConfig:
         name: where the config came from, for messages.
         most_layers: no model that can be meant is deeper. The number of tensors in the checkpoint, where
             there is one: each layer has at least one.
+        complete: the object that the config comes from fills in every default (transformers'), so a rotary
+            setting that is missing was lost on the way.
     """
 
     most_layers = 10_000
+    complete = False
 
     def __init__(
         self,
@@ -97,7 +100,9 @@ class HFConfig:
 
     def with_raw(self, raw: Mapping[str, Any]) -> "HFConfig":
         """Another config from the same place, of which no key is taken."""
-        return HFConfig(copy.deepcopy(dict(raw)), self.name, tuple(self._ignored), self._dropout)
+        other = HFConfig(copy.deepcopy(dict(raw)), self.name, tuple(self._ignored), self._dropout)
+        other.complete = self.complete
+        return other
 
     def part(self, key: str) -> "HFConfig":
         """The config that stands under `key`, whose keys `finish` looks at too.

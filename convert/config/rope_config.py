@@ -73,6 +73,7 @@ class Keys(Protocol):
     name: str
     model_type: str
     raw: dict[str, Any]
+    complete: bool
 
     def take(self, key: str, default: Any = ...) -> Any: ...
 
@@ -118,6 +119,11 @@ def read_rope(
         new = new[layer_type]
         _check_object(c, f"{layer_type} of rope_parameters", new)
 
+    settings = new or scaling or {}
+    if theta is None:
+        _refuse_lost(c, "rope_theta", settings, default_theta)
+    if partial is None and default_partial != 1.0:
+        _refuse_lost(c, "partial_rotary_factor", settings, default_partial)
     defaults = {
         "rope_theta": default_theta if theta is None else theta,
         "partial_rotary_factor": default_partial if partial is None else partial,
@@ -142,6 +148,20 @@ def read_rope(
             "remove the one that is wrong"
         )
     return result
+
+
+def _refuse_lost(c: Keys, key: str, settings: Mapping[str, Any], default: float) -> None:
+    """Refuse rotary settings that replaced the checkpoint's own and do not repeat `key`: the family's default
+    is hardly what the checkpoint was trained with. A null is refused too: the references cannot run with it.
+    """
+    null = key in settings or c.raw.get(key, default) is None
+    if settings.get(key) is None and (c.complete or null):
+        raise ConfigError(
+            f"{c.name}: the rotary settings {abbreviate(dict(settings))} have no {key}; expected a number, and "
+            f"the default of {c.model_type!r}, {default:g}, may not be the checkpoint's. Settings that are "
+            f"given to from_pretrained replace all of the checkpoint's: repeat its {key} among them, as in "
+            f"rope_parameters={{..., {key!r}: ...}}"
+        )
 
 
 def both_rope_spellings(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -469,7 +469,9 @@ def spec_of(architecture: Architecture, config: Any) -> ModelSpec:
         ConfigError: it asks for what the family does not have.
     """
     raw = {key: value for key, value in config.to_dict().items() if key != "quantization_config"}
-    return architecture.spec(HFConfig.load(raw))
+    read = HFConfig.load(raw)
+    read.complete = True
+    return architecture.spec(read)
 
 
 def _labels_of_all(labels: Tensor, kept: int | Tensor, shape: tuple[int, int]) -> Tensor:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from hf_pairs import BOUND, gradients, relative_distance
 
 import liger_models
+from liger_models.convert.errors import ConfigError
 
 transformers = pytest.importorskip("transformers")
 
@@ -335,3 +336,30 @@ def test_a_config_of_transformers_own_model_makes_ours_too(make_both, hf):
     config._experts_implementation = "grouped_mm"
     assert isinstance(transformers.AutoModelForCausalLM.from_config(config), hf.LigerForCausalLM)
     assert isinstance(hf.classes_of("qwen3_moe").causal_lm(config), hf.LigerForCausalLM)
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "lost"),
+    [
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "rope_theta"),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}, "rope_theta"),
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": None}}, "rope_theta"),
+        ("llama", {"rope_parameters": None}, "rope_theta"),
+        ("glm", {"rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}, "partial_rotary_factor"),
+    ],
+)
+def test_rotary_settings_that_replace_the_checkpoints_and_lack_one_of_them_are_refused(
+    family, given, lost, make_both
+):
+    folder = make_both(family).folder
+    with pytest.raises(ConfigError, match=f"have no {lost}"):
+        transformers.AutoModelForCausalLM.from_pretrained(folder, **given)
+
+
+def test_rotary_settings_that_replace_the_checkpoints_and_repeat_its_theta_are_taken(make_both):
+    folder = make_both("llama").folder
+    given = {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}
+    for name in ("rope_scaling", "rope_parameters"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **{name: dict(given)})
+        rope = model.model.spec.blocks[0].mixer.rope
+        assert (rope.type, rope.factor, rope.theta) == ("linear", 4.0, 5e5)

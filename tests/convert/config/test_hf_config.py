@@ -283,6 +283,22 @@ def test_rotary_settings_that_cannot_be_honoured_are_refused(settings, message):
         rope({**BASE, "rope_scaling": settings})
 
 
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
+        {"rope_theta": None},
+        {"rope_theta": None, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0, "rope_theta": None}},
+        {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": None}}},
+    ],
+)
+def test_a_null_theta_is_not_replaced_by_the_default(raw):
+    layer_type = "full_attention" if "full_attention" in raw.get("rope_parameters", ()) else None
+    with pytest.raises(ConfigError, match=r"have no rope_theta; expected a number.*'rope_theta': \.\.\."):
+        rope({"model_type": "llama", "max_position_embeddings": 4096, **raw}, layer_type)
+
+
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"model_type": 5}', '{"model_type": ["llama"]}'])
 def test_a_file_that_is_no_config_is_refused(text, tmp_path):
     (tmp_path / "config.json").write_text(text)
