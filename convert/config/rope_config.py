@@ -157,9 +157,9 @@ def _refuse_lost(c: Keys, key: str, settings: Mapping[str, Any], default: float)
     null = key in settings or c.raw.get(key, default) is None
     if settings.get(key) is None and (c.complete or null):
         raise ConfigError(
-            f"{c.name}: the rotary settings {abbreviate(dict(settings))} have no {key}; expected a number, and "
-            f"the default of {c.model_type!r}, {default:g}, may not be the checkpoint's. Settings that are "
-            f"given to from_pretrained replace all of the checkpoint's: repeat its {key} among them, as in "
+            f"{c.name}: the rotary settings {abbreviate(dict(settings))} have no {key}; expected a number, "
+            f"and the default of {c.model_type!r}, {default:g}, may not be the checkpoint's. Settings given "
+            f"to from_pretrained replace all of the checkpoint's: repeat its {key} among them, as in "
             f"rope_parameters={{..., {key!r}: ...}}"
         )
 
@@ -237,6 +237,13 @@ def _normalise(
         if value is not None:
             value = _plain(_checked(c, where, key, value, (bool,) if isinstance(default, bool) else _NUMBER))
         out[key] = value
+    if rope_type == "longrope" and out["factor"] > 1 and out["attention_factor"] == out["factor"]:
+        raise ConfigError(
+            f"{c.name}: {where} has attention_factor {out['factor']:g}, equal to the factor by which the "
+            "context grows, and queries and keys would both be scaled by it; some exports of Phi-3.5 write "
+            "this by mistake. Remove attention_factor, or set it to null: the paper's formula, "
+            "sqrt(1 + log(factor) / log(original_max_position_embeddings)), then gives it"
+        )
     if extra:
         beside = [key for key in extra if key in rest]
         out["extra"] = {key: _checked(c, where, key, rest.pop(key), _NUMBER) for key in beside}

@@ -283,6 +283,21 @@ def test_rotary_settings_that_cannot_be_honoured_are_refused(settings, message):
         rope({**BASE, "rope_scaling": settings})
 
 
+@pytest.mark.parametrize("stated", [{"factor": 4.0}, {}])  # the ratio of both lengths is 4, too
+def test_longrope_whose_attention_factor_is_its_factor_is_refused(stated):
+    """Such exports scale every score by the square of the factor: 1024 in place of 1.42, of Phi-3.5."""
+    raw = old_spelling("longrope")
+    raw["rope_scaling"] |= {**stated, "attention_factor": 4}
+    with pytest.raises(
+        ConfigError, match=r"attention_factor 4, equal to the factor.*Remove attention_factor"
+    ):
+        rope(raw)
+    raw["rope_scaling"]["attention_factor"] = 1.19
+    assert rope(raw)["attention_factor"] == 1.19
+    without_stretch = {"factor": 1.0, "attention_factor": 1.0}
+    assert rope({**raw, "rope_scaling": raw["rope_scaling"] | without_stretch})["attention_factor"] == 1.0
+
+
 @pytest.mark.parametrize(
     "raw",
     [
