@@ -5,13 +5,13 @@ Batches are of bounded size, so that the tokenizer's own threads are busy and wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from liger_models.convert.errors import DataError
 from liger_models.training.data.pictured import PicturedEncoder
 from liger_models.training.data.records import LABELLED, LONG, PAIRS, Conversation, Record, check_text
-from liger_models.training.data.sources import OVERLAP
+from liger_models.training.data.sources import BLOCK, LONG_TEXT, OVERLAP
 from liger_models.training.tokenizer import TextTokenizer
 
 BATCH_RECORDS = 1024  # enough to keep the tokenizer's threads busy
@@ -191,22 +191,45 @@ def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
     batch: list[Record] = []
     characters = 0
     for record in records:
+        size = _characters(record)
+        if size > LONG_TEXT and record.form == "text":
+            record = record._replace(form=LONG, content=_blocks(record.content))
         if record.form == LONG:
             if batch:
                 yield batch
             yield [record]
             batch, characters = [], 0
             continue
+        if size > LONG_TEXT:
+            raise DataError(
+                f"{record.where}: the example has {size:,} characters, and is tokenized as a whole; expected "
+                f"at most {LONG_TEXT:,}"
+            )
         batch.append(record)
-        if record.images:
-            characters += IMAGE_CHARACTERS * record.images
-        else:
-            characters += len(record.content) if record.form == "text" else 1000
+        characters += size + IMAGE_CHARACTERS * record.images
         if len(batch) == BATCH_RECORDS or characters >= BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
     if batch:
         yield batch
+
+
+def _blocks(text: str) -> Iterator[str]:
+    """A long text in blocks, each of which begins with the last `OVERLAP` characters of the one before."""
+    return (text[max(0, start - OVERLAP) : start + BLOCK] for start in range(0, len(text), BLOCK))
+
+
+def _characters(value: Any) -> int:
+    """How many there are in a record, without its images."""
+    if isinstance(value, Record):
+        return _characters(value.content) + _characters(value.options)
+    if isinstance(value, Conversation):
+        return _characters(value.messages)
+    if isinstance(value, Mapping):
+        return sum(map(_characters, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(_characters, value))
+    return len(value) if isinstance(value, str) else 0
 
 
 def _have_images(answers: list[tuple[Any, Any]]) -> bool:

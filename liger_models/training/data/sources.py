@@ -17,6 +17,8 @@ from __future__ import annotations
 import glob
 import gzip
 import hashlib
+import io
+import itertools
 import os
 import re
 import sys
@@ -40,7 +42,12 @@ WEIGHT = re.compile(r"((?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)=(.+)", re.DOTALL)
 ROWS = 1024  # of a table at once
 LONG_TEXT = 1 << 25  # bytes of a file that is not read as a whole
 BLOCK, OVERLAP = 1 << 20, 1 << 13  # characters
-PACKED = 1 << 16  # bytes of a .zst file at once, which may become a thousand times as many
+# A few bytes of a packed file can stand for gigabytes.
+PACKED = 1 << 9  # bytes of a .zst file unpacked at once: at most 16 MiB, since 4 bytes give 128 KiB at most
+LONGEST_LINE = 1 << 27  # bytes
+BLANK_LINES = 1 << 16  # in a row
+EXPANSION, FREE_EXPANSION = 1000, 1 << 28  # largest ratio, and the bytes below which none is too large
+BATCH_BYTES = 1 << 26  # of the rows of a table that are held at once, on average
 
 
 def split_weights(names: Iterable[str]) -> tuple[list[str], list[float] | None]:
@@ -182,14 +189,45 @@ def _blocks(path: Path, advance: Advance) -> Iterator[str]:
 
 
 def _read_lines(
-    where: str, lines: Iterable[bytes], counts: Counter[str], advance: Advance, forms: Forms
+    where: str,
+    lines: BinaryIO | io.BufferedIOBase,
+    counts: Counter[str],
+    advance: Advance,
+    forms: Forms,
+    packed_size: int | None = None,
 ) -> Iterator[Record]:
-    for number, line in enumerate(lines, 1):
+    """Records of JSON lines; of a packed file, `packed_size` is its size."""
+    blank = done = 0
+    for number in itertools.count(1):
+        line = lines.readline(LONGEST_LINE + 1)
+        if not line:
+            return
+        place = f"{where}, line {number}"
+        if len(line) > LONGEST_LINE:
+            raise DataError(
+                f"{place}: longer than {LONGEST_LINE:,} bytes; expected one record per line. Split it, or "
+                "give a long text as a .txt file"
+            )
+        done += len(line)
+        _check_expansion(place, done, packed_size)
         if line.strip():
-            yield parse_line(f"{where}, line {number}", line, counts, forms)
+            blank = 0
+            yield parse_line(place, line, counts, forms)
         else:
+            blank += 1
             counts["blank lines"] += 1
+            if blank > BLANK_LINES:
+                raise DataError(f"{place}: more than {BLANK_LINES:,} blank lines in a row; expected records")
         advance(len(line))
+
+
+def _check_expansion(where: str, unpacked: int, packed: int | None) -> None:
+    """Raises DataError where a packed file of `packed` bytes has become more than any real data would."""
+    if packed is not None and unpacked > max(FREE_EXPANSION, EXPANSION * packed):
+        raise DataError(
+            f"{where}: a file of {packed:,} bytes has become {unpacked:,}, more than {EXPANSION:,} times as "
+            "many; if that is meant, unpack it first"
+        )
 
 
 def _read_jsonl(path: Path, counts: Counter[str], advance: Advance, forms: Forms) -> Iterator[Record]:
@@ -207,15 +245,17 @@ def _read_gzip(path: Path, counts: Counter[str], advance: Advance, forms: Forms)
             done = packed.tell()
 
         try:
-            yield from _read_lines(str(path), lines, counts, told, forms)
+            yield from _read_lines(str(path), lines, counts, told, forms, path.stat().st_size)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise DataError(f"{path} cannot be unpacked ({error}); it is damaged, or no gzip file") from error
 
 
 def _read_zstandard(path: Path, counts: Counter[str], advance: Advance, forms: Forms) -> Iterator[Record]:
     with path.open("rb") as packed:
-        lines = _split_lines(_unpacked(path, packed, advance))
-        yield from _read_lines(str(path), lines, counts, lambda _: None, forms)
+        pieces = _Pieces(_unpacked(path, packed, advance))
+        with io.BufferedReader(pieces, 1 << 20) as lines:
+            size = path.stat().st_size
+            yield from _read_lines(str(path), lines, counts, lambda _: None, forms, size)
 
 
 def _unpacked(path: Path, packed: BinaryIO, advance: Advance) -> Iterator[bytes]:
@@ -243,13 +283,24 @@ def _unpacked(path: Path, packed: BinaryIO, advance: Advance) -> Iterator[bytes]
         raise DataError(f"{path} cannot be unpacked (it ends within a frame); it is damaged")
 
 
-def _split_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    rest = b""
-    for block in blocks:
-        *lines, rest = (rest + block).split(b"\n")
-        yield from lines
-    if rest:
-        yield rest
+class _Pieces(io.RawIOBase):
+    """A file whose content comes in pieces."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self.pieces, self.left = pieces, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self.left:
+            piece = next(self.pieces, None)
+            if piece is None:
+                return 0
+            self.left = memoryview(piece)
+        count = min(len(buffer), len(self.left))
+        buffer[:count], self.left = self.left[:count], self.left[count:]
+        return count
 
 
 def _read_stdin(name: str, counts: Counter[str], advance: Advance, forms: Forms) -> Iterator[Record]:
@@ -266,22 +317,66 @@ def _read_parquet(path: Path, counts: Counter[str], advance: Advance, forms: For
         from pyarrow import ArrowException, parquet
     except ImportError as error:
         raise DataError(f"{path} needs pyarrow: pip install 'liger_models[data]'") from error
+    size = path.stat().st_size
     try:
         with parquet.ParquetFile(path) as file:
             columns, fields = file.schema_arrow.names, fields_of(forms)
+            count = file.metadata.num_rows
             for column in columns:
-                if column not in fields and file.metadata.num_rows:
-                    counts[f"fields {column!r} left aside"] += file.metadata.num_rows
+                if column not in fields and count:
+                    counts[f"fields {column!r} left aside"] += count
             chosen = [column for column in columns if column in fields]
-            if not chosen and file.metadata.num_rows:
+            if not chosen and count:
                 raise DataError(f"{path} has the columns {', '.join(columns)}; expected {', '.join(forms)}")
-            share = path.stat().st_size / max(1, file.metadata.num_rows)
-            rows = (row for batch in file.iter_batches(ROWS, columns=chosen) for row in batch.to_pylist())
-            for number, row in enumerate(rows, 1):
-                yield parse_row(f"{path}, row {number}", row, counts, forms)
+            texts, rows = _how_to_read(file)
+        share, done = size / max(1, count), 0
+        # A text that stands there once for thousands of rows is held once: tables are read in their own
+        # encoding, and made into objects row by row.
+        with parquet.ParquetFile(path, read_dictionary=texts) as file:
+            batches = (  # of each row group by itself: Arrow joins no dictionaries within lists
+                batch
+                for group in range(file.num_row_groups)
+                for batch in file.iter_batches(rows, [group], columns=chosen)
+            )
+            values = (row for batch in batches for row in zip(*batch.columns, strict=True))
+            for number, row in enumerate(values, 1):
+                where = f"{path}, row {number}"
+                record = {name: value.as_py() for name, value in zip(chosen, row, strict=True)}
+                done += _size(record)
+                _check_expansion(where, done, size)
+                yield parse_row(where, record, counts, forms)
                 advance(int(number * share) - int((number - 1) * share))
     except (ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read as Parquet ({error})") from error
+
+
+def _how_to_read(file: Any) -> tuple[list[str], int]:
+    """The columns of a Parquet file to read as dictionaries of their values, and how many rows at once."""
+    about, most, rows = file.metadata, 0.0, ROWS
+    texts = {
+        column.path
+        for column in (about.schema.column(i) for i in range(len(about.schema)))
+        if column.physical_type == "BYTE_ARRAY"
+    }
+    for number in range(about.num_row_groups):
+        group = about.row_group(number)
+        most = max(most, group.total_byte_size / max(1, group.num_rows))
+        for i in range(group.num_columns):
+            column = group.column(i)
+            # Arrow does not read these as dictionaries, and one that leaves out common beginnings expands.
+            if column.path_in_schema in texts and any(name.startswith("DELTA") for name in column.encodings):
+                texts.remove(column.path_in_schema)
+                rows = ROWS // 64
+    return sorted(texts), max(1, min(rows, int(BATCH_BYTES / max(1.0, most))))
+
+
+def _size(value: Any) -> int:
+    """Characters and bytes in a value."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, dict):
+        value = value.values()
+    return sum(map(_size, value)) if isinstance(value, Iterable) else 8
 
 
 _READERS: dict[str, Callable[[Path, Counter[str], Advance, Forms], Iterator[Record]]] = {
