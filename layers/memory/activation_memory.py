@@ -62,7 +62,7 @@ class _Kept:
         self.version = tensor._version
 
     def get(self) -> Tensor:
-        check_version(self.tensor, self.tensor._version, self.version)
+        check_version(self.tensor.shape, self.tensor._version, self.version)
         return self.tensor
 
 
@@ -156,21 +156,45 @@ _callers_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def recompute(function: Callable[..., Any], *args: Any) -> Any:
-    """Run `function(*args)`, keep its inputs alone, and run it again in the backward pass.
+    """Run `function(*args)`, keep only its inputs, and run it again in the backward pass.
 
     torch's own checkpoint, which stops the second run at the last tensor that backward needs: a matrix
-    product at the end of `function` is not repeated. The second run raises RuntimeError if an input was
-    modified in place since the first began; one that carries a recipe is made again for it, and may be.
+    product at the end of `function` is not repeated. Only autograd holds the inputs, so that within another
+    `recompute` they are freed with its first run. Without gradients, `function` just runs.
+
+    Raises:
+        RuntimeError: in the backward pass, if an input was modified in place since the first run began. An
+            input that carries a recipe may be: it is made again.
     """
-    kept = [arg for arg in args if isinstance(arg, Tensor) and not isinstance(_would_keep(arg), Recipe)]
-    versions = [(tensor, tensor._version) for tensor in kept]
+    if not torch.is_grad_enabled():
+        return function(*args)
+    if torch.compiler.is_compiling():
+        return run_again(function, *args)
+    tensors = [arg for arg in args if isinstance(arg, Tensor) and not arg.is_inference()]
+    versions = [_Version(tensor) for tensor in tensors if not isinstance(_would_keep(tensor), Recipe)]
 
     def run(*args: Any) -> Any:
-        for tensor, version in versions:
-            check_version(tensor, tensor._version, version)
+        for version in versions:
+            version.check()
         return function(*args)
 
     return run_again(run, *args)
+
+
+class _Version:
+    """The version counter of a tensor, without its memory: detached tensors share the counter, and keep it
+    when they are given other data.
+    """
+
+    __slots__ = ("expected", "shape", "witness")
+
+    def __init__(self, tensor: Tensor):
+        self.expected, self.shape = tensor._version, tensor.shape
+        self.witness = tensor.detach()
+        self.witness.data = tensor.new_empty(0)
+
+    def check(self) -> None:
+        check_version(self.shape, self.witness._version, self.expected)
 
 
 def run_again(function: Callable[..., Any], *args: Any) -> Any:
@@ -229,11 +253,11 @@ def _made(kept: Tensor | _PlaceOf) -> Tensor:
     return kept.recipe.get() if isinstance(kept, _PlaceOf) else kept
 
 
-def check_version(tensor: Tensor, found: int, expected: int) -> None:
-    """Raise RuntimeError if somebody has written into a tensor since it was at version `expected`."""
+def check_version(shape: Sequence[int], found: int, expected: int) -> None:
+    """Raise RuntimeError if a tensor of this shape has been written into since version `expected`."""
     if found != expected:
         raise RuntimeError(
-            f"a tensor of shape {tuple(tensor.shape)} needed for the backward pass was modified in place: it "
+            f"a tensor of shape {tuple(shape)} needed for the backward pass was modified in place: it "
             f"is at version {found}, expected {expected}. Change a copy of it, or change it after "
             "backward()."
         )

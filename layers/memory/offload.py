@@ -100,7 +100,7 @@ class _OnHost:
         assert tensor is not None
         self.release()
         # Some of an edit may have been copied, and some not.
-        check_version(tensor, self._edited, self._version)
+        check_version(tensor.shape, self._edited, self._version)
         if (before := self._before()) is not None:
             before.fetch()
         return tensor.detach().requires_grad_(self._requires_grad)

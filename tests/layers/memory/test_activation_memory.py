@@ -8,14 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+from live_bytes import LiveBytes
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from liger_models.kernels._dispatch import interpret
-from liger_models.layers.memory.activation_memory import _RECIPES, LEVELS, RERUN, carry_recipe, keep_recipes
+from liger_models.layers.memory import tiles
+from liger_models.layers.memory.activation_memory import (
+    _RECIPES,
+    LEVELS,
+    RERUN,
+    carry_recipe,
+    keep_recipes,
+    recompute,
+)
 from liger_models.layers.norm import LigerRMSNorm
 
 MIXED = ["checkpoint", "lean", "mlp"]
@@ -386,27 +394,6 @@ def test_wrong_levels_are_refused(levels, message, make_model):
 # -- bytes
 
 
-class Storages(TorchDispatchMode):
-    """Every storage that an operation returns, so that the living ones can be counted."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.dtype != torch.uint8:  # the host's buffers
-                storage = tensor.untyped_storage()
-                # A weak reference keeps the address from being used again, so it names the storage.
-                self.seen.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
-        return out
-
-    def living_bytes(self) -> int:
-        gc.collect()
-        return sum(nbytes for reference, nbytes in self.seen.values() if not reference.expired())
-
-
 def bytes_a_layer(make_model, level, **options) -> float:
     """What one more layer keeps of a token, in bytes: the difference between four layers and two."""
     living = []
@@ -414,13 +401,11 @@ def bytes_a_layer(make_model, level, **options) -> float:
     ids = torch.randint(0, 61, (1, tokens))
     for layers in (2, 4):
         model = make_model(layers, activation_memory=level, **options)
-        owned = [p.untyped_storage()._cdata for p in model.parameters()]
         model(ids[:, :1])  # what is made once for all models, such as rotary frequencies
-        with Storages() as storages:
+        with LiveBytes(model.parameters()) as live:
             loss = model(ids, labels=ids).loss
-        for address in owned:
-            storages.seen.pop(address, None)
-        living.append(storages.living_bytes())
+            gc.collect()
+        living.append(live.now)
         del loss
     return (living[1] - living[0]) / 2 / tokens
 
@@ -452,6 +437,63 @@ def test_of_a_layer_that_runs_again_the_first_norm_is_gone_while_the_mlp_goes_ba
 
 def test_checkpoint_keeps_the_layer_input_alone(make_model):
     assert bytes_a_layer(make_model, "checkpoint") == 4 * 32
+
+
+@pytest.mark.parametrize(("level", "streams"), [("tiled", 1), ("offload", 0)])
+def test_an_mlp_that_runs_tile_by_tile_through_autograd_keeps_nothing_more(
+    level, streams, make_model, monkeypatch
+):
+    """As with adapters or hooks in it: each tile is recomputed within the layer, which is recomputed too."""
+    monkeypatch.setattr(tiles, "TILE", 8)
+
+    def hooked(*args, **options):
+        model = make_model(*args, **options)
+        for module in model.modules():
+            module.register_forward_hook(lambda *_: None)
+        return model
+
+    assert bytes_a_layer(hooked, level) == streams * 4 * 32
+
+
+def test_of_one_recompute_within_another_nothing_is_kept():
+    x = torch.randn(100, requires_grad=True)
+
+    def outer(x: Tensor) -> Tensor:
+        return recompute(torch.sin, x * 2).sum()
+
+    with LiveBytes([x]) as live:
+        y = recompute(outer, x)
+        assert live.now == y.nbytes
+        y.backward()
+        assert live.now == y.nbytes + x.nbytes
+    torch.testing.assert_close(x.grad, 2 * torch.cos(2 * x.detach()))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_an_input_of_one_recompute_within_another_that_is_edited_raises(inside):
+    """The second run of the inner one would read what the first left."""
+    x = torch.randn(5, requires_grad=True)
+
+    def outer(x: Tensor) -> Tensor:
+        made = x * 2
+        y = recompute(lambda made: made.mul_(1.5).sin() if inside else made.sin(), made)
+        if not inside:
+            with torch.no_grad():
+                made.mul_(3)
+        return y.cos()
+
+    y = recompute(outer, x)
+    with pytest.raises(RuntimeError, match="modified in place"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_a_function_runs_once(without):
+    calls = []
+    with without():
+        y = recompute(lambda x: calls.append(x) or x * 2, torch.ones(3))
+    assert len(calls) == 1
+    assert y.tolist() == [2.0, 2.0, 2.0]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
