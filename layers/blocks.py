@@ -453,7 +453,8 @@ def run_block(
     """
     offload.settle()
     lean = torch.is_grad_enabled()
-    if layer.activation_memory in RERUN and lean:
+    # A second run of a layer that fills a cache would fill it twice.
+    if layer.activation_memory in RERUN and lean and sequences.cache is None:
         # The sum is taken in front of the layer, so that one tensor is kept and not two.
         again = offload.recompute if layer.activation_memory == "offload" else recompute
         return again(layer, x if residual is None else x + residual, None, sequences, *read)

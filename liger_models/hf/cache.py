@@ -24,6 +24,28 @@ def knows_positions(cache: Cache | None) -> bool:
     return shift is not None
 
 
+class UnfilledCache(Cache):
+    """What a step of training returns in place of a cache that nobody asked for but the config.
+
+    Without it, a decoding loop that passes `past_key_values` on would silently see its last token alone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """
+        Raises:
+            DataError: always.
+        """
+        raise DataError(
+            "this cache is from a training step, which fills none unless it is asked to: call the model with "
+            "use_cache=True, in evaluation mode (model.eval()), or without labels"
+        )
+
+    update = get_mask_sizes = get_seq_length  # type: ignore[assignment]
+
+
 class TransformersCache(KVCache):
     """One call's view of a cache of transformers, in which a batch keeps its shape [batch, seq], padding too.
 

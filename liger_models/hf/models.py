@@ -33,7 +33,7 @@ from liger_models.convert.checkpoints.layout import Layout, canonical_forms
 from liger_models.convert.checkpoints.weight_map import Expr, Ref
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import DataError
-from liger_models.hf.cache import TransformersCache
+from liger_models.hf.cache import TransformersCache, UnfilledCache
 from liger_models.hf.module_names import give_names, hide_matrices
 from liger_models.hf.pretrained import LigerPreTrainedModel
 from liger_models.hf.unread import carry_unread, own_layout, own_skeleton
@@ -107,8 +107,8 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
                 document begins, which neither sees nor is seen by the one before. Of a model whose positions
                 have three axes also [3, batch, seq], or [4, batch, seq] with these in front.
             past_key_values: any cache of transformers.
-            use_cache: make a cache. Default: the config's `use_cache`, where no gradient is computed and no
-                row holds several documents.
+            use_cache: fill a cache. Default: the config's `use_cache`, unless a row holds several documents.
+                A step of training then fills none, and returns an `UnfilledCache`: see `new_cache`.
             output_hidden_states: also the input of each layer and the last output, [batch, seq, H] each.
             output_attentions: not supported.
             others: `pixel_values` and what else the processor of a family that sees gives beside ids;
@@ -120,7 +120,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         Raises:
             DataError: shapes that do not fit, ids outside the vocabulary, positions beyond the rotary tables.
             ValueError: attention weights are asked for, router logits of a model without experts, or a cache
-                under gradient checkpointing.
+                in training under gradient checkpointing.
             TypeError: a keyword that asks for what is not there.
         """
         text = self.config.get_text_config()
@@ -134,9 +134,9 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         others.pop("logits_to_keep", None)  # as TRL's distillation gives it to the base model, too
         sequences = others.pop("sequences", None)
         if sequences is None:
-            if past_key_values is None:
-                past_key_values = self.new_cache(use_cache, shape, attention_mask, position_ids, others)
-            sequences = self.sequences(shape, attention_mask, position_ids, past_key_values, others)
+            sequences, past_key_values = self.begin(
+                shape, attention_mask, position_ids, past_key_values, use_cache, others
+            )
         sight = None if self.vision is None else self.vision.take(others)
         _refuse_others(others)
         sequences.router_logits.asked_for = with_routers
@@ -195,6 +195,24 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
     def _experts(self) -> MoESpec | None:
         return next((block.mlp for block in self.spec.blocks if isinstance(block.mlp, MoESpec)), None)
 
+    def begin(
+        self,
+        shape: tuple[int, int],
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        past_key_values: Cache | None,
+        use_cache: bool | None,
+        others: dict[str, Any],
+        with_labels: bool = False,
+    ) -> tuple[Sequences, Cache | None]:
+        """The documents of a call, with the view of its cache, and the cache that the call returns."""
+        if past_key_values is None:
+            new = self.new_cache(shape, attention_mask, position_ids, use_cache, others, with_labels)
+            past_key_values, filled = new, None if isinstance(new, UnfilledCache) else new
+        else:
+            filled = past_key_values
+        return self.sequences(shape, attention_mask, position_ids, filled, others), past_key_values
+
     def sequences(
         self,
         shape: tuple[int, int],
@@ -217,11 +235,12 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
                 for name in ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"):
                     others.pop(name, None)  # the same documents in other words
             return Sequences.from_call(shape, device, attention_mask, position_ids, bounds, parents)
-        if torch.is_grad_enabled() and self.is_gradient_checkpointing:
-            raise ValueError(
-                "layers that run again would fill a cache twice: switch checkpointing off, or the cache"
-            )
         seen = int(past_key_values.get_seq_length())
+        if torch.is_grad_enabled() and self.training and self.is_gradient_checkpointing:
+            raise ValueError(
+                "gradient checkpointing cannot recompute layers that fill a cache: disable checkpointing, or "
+                "leave out use_cache and past_key_values"
+            )
         if seen == 0 and self._are_documents(shape, attention_mask, position_ids):
             raise DataError(_NO_CACHE)
         if attention_mask is not None and (
@@ -253,26 +272,37 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
 
     def new_cache(
         self,
-        use_cache: bool | None,
         shape: tuple[int, int],
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
+        use_cache: bool | None,
         others: dict[str, Any],
+        with_labels: bool = False,
     ) -> Cache | None:
-        """A cache for what a call begins, if it wants one. Packed documents have none: what follows would see
-        all of them.
+        """The cache that a first call fills.
+
+        None for packed documents, since later tokens would attend to all of them. Where only the config asks
+        for a cache, a step of training fills none either, because the keys and values would outlive the step:
+        if gradients are enabled and at least two hold of training mode, labels and gradient checkpointing.
+        Using the `UnfilledCache` that it returns is an error.
+
+        Raises:
+            DataError: `use_cache` is true, and a row holds several documents.
         """
         wanted = use_cache
         if wanted is None:
-            wanted = bool(self.config.get_text_config().use_cache) and not torch.is_grad_enabled()
+            wanted = bool(self.config.get_text_config().use_cache)
         if not wanted:
             return None
-        bounds = others.get("cu_seq_lens_q", others.get("cu_seqlens"))
-        if bounds is None and not self._are_documents(shape, attention_mask, position_ids):
-            return DynamicCache(config=self.config)
-        if use_cache:
-            raise DataError(_NO_CACHE)
-        return None
+        packed = any(others.get(name) is not None for name in ("cu_seq_lens_q", "cu_seqlens", "parents"))
+        if packed or self._are_documents(shape, attention_mask, position_ids):
+            if use_cache:
+                raise DataError(_NO_CACHE)
+            return None
+        signs = self.training, with_labels, self.is_gradient_checkpointing
+        if use_cache is None and torch.is_grad_enabled() and sum(signs) > 1:
+            return UnfilledCache()
+        return DynamicCache(config=self.config)
 
     def _are_documents(
         self, shape: tuple[int, int], attention_mask: Tensor | None, position_ids: Tensor | None
@@ -368,11 +398,11 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
             bounds = others.get("cu_seq_lens_q", others.get("cu_seqlens"))
             check_score_call(labels, shift_labels, bounds, shape[0], num_items, return_logits)
             num_items = 1  # no label at all is no error: nothing is divided by their count
-        if use_cache is None and with_labels:
-            use_cache = False
-        if past_key_values is None:
-            past_key_values = self.model.new_cache(use_cache, shape, attention_mask, position_ids, others)
-        sequences = self.model.sequences(shape, attention_mask, position_ids, past_key_values, others)
+        if score is not None or distill is not None:
+            use_cache = False  # their outputs have no cache
+        sequences, past_key_values = self.model.begin(
+            shape, attention_mask, position_ids, past_key_values, use_cache, others, with_labels
+        )
         targets = targets_of(sequences, labels, shift_labels)
         check_lesson(distill, score, targets)
         checks = CallChecks(None, targets, self.lm_head_width(), num_items)

@@ -169,6 +169,67 @@ def test_a_mask_of_the_new_tokens_alone_is_refused_beside_a_cache(shape, make_bo
             model(ids[:, 6:], past_key_values=cache, attention_mask=torch.ones(shape))
 
 
+def decode(model, ids, steps=4, **first):
+    """Greedy tokens of a loop that passes the cache on, as users write it."""
+    output, tokens = model(ids, **first), []
+    for _ in range(steps):
+        tokens.append(output.logits[:, -1:].argmax(-1))
+        output = model(tokens[-1], past_key_values=output.past_key_values)
+    return torch.cat(tokens, 1)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3"])
+@pytest.mark.parametrize("call", ["gradients", "labels", "training", "checkpointing", "asked for"])
+def test_a_loop_without_no_grad_sees_all_tokens(call, family, make_both, prompts):
+    model, ids = make_both(family).ours, prompts[0]
+    expected = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=4,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )[:, 11:]
+    first = {}
+    if call in ("labels", "asked for"):
+        first["labels"] = ids
+    if call == "checkpointing":
+        model.gradient_checkpointing_enable()
+    if call in ("training", "asked for"):
+        model.train()
+    if call == "asked for":
+        first |= {"use_cache": True, "return_logits": True}
+    assert torch.equal(decode(model, ids, **first), expected)
+
+
+def test_a_step_of_training_fills_a_cache_only_if_it_is_asked_to(make_both, prompts):
+    model, ids = make_both("llama").ours.train(), prompts[0]
+    for calls in ({"labels": ids}, {"labels": ids, "use_cache": None}):
+        cache = model(ids, **calls).past_key_values
+        with pytest.raises(DataError, match=r"training step.*use_cache=True"):
+            model(ids[:, :1], past_key_values=cache)
+    assert model(ids, labels=ids, use_cache=True).past_key_values.get_seq_length() == 11
+    assert model(ids, labels=ids, use_cache=False).past_key_values is None
+    model.config.use_cache = False
+    assert model(ids, labels=ids).past_key_values is None
+    model.config.use_cache = True
+    model.gradient_checkpointing_enable()
+    cache = model(ids).past_key_values
+    with pytest.raises(DataError, match=r"training step.*use_cache=True"):
+        model(ids[:, :1], past_key_values=cache)
+
+
+def test_gradients_pass_through_a_cache(make_both, prompts):
+    model, ids = make_both("gemma2").ours, prompts[0]
+    whole = model(ids, use_cache=False).logits[:, 6:]
+    first = model(ids[:, :6])
+    parts = model(ids[:, 6:], past_key_values=first.past_key_values).logits
+    expected, found = (
+        torch.autograd.grad(x.square().mean(), list(model.parameters())) for x in (whole, parts)
+    )
+    assert max(map(relative_distance, found, expected)) <= BOUND
+
+
 def test_a_cache_takes_gradients_and_is_refused_under_checkpointing(make_both, prompts):
     """As prefix tuning has it."""
     model = make_both("llama").ours.train()
@@ -184,5 +245,5 @@ def test_a_cache_takes_gradients_and_is_refused_under_checkpointing(make_both, p
     (gradient,) = torch.autograd.grad(loss(), [prefix])
     assert gradient.any()
     model.gradient_checkpointing_enable()
-    with pytest.raises(ValueError, match="fill a cache twice"):
+    with pytest.raises(ValueError, match="cannot recompute layers that fill a cache"):
         loss()
