@@ -11,7 +11,6 @@ it or mean two things.
 import json
 import math
 import os
-import stat
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from liger_models.convert.errors import CheckpointError, abbreviate
+from liger_models.convert.regular_file import open_regular
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -72,15 +72,9 @@ def open_file(path: Path) -> int:
         CheckpointError: it cannot be opened, or is a folder, a named pipe, a socket or a device.
     """
     try:
-        # Without the flag, opening a named pipe waits for its writer.
-        mode = os.stat(path).st_mode
-        if stat.S_ISREG(mode):
-            return os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"{path}: cannot be opened ({reason}); download it again") from error
-    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
-    raise CheckpointError(f"{path}: is {kinds.get(stat.S_IFMT(mode), 'a device')}, expected a file")
+        return open_regular(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be opened ({error.strerror}); download it again") from error
 
 
 def parse_header(fd: int, path: Path) -> FileHeader:

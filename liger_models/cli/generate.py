@@ -7,6 +7,8 @@ appears.
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from liger_models.cli.train import add_max_image_pixels, use_max_image_pixels
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -28,6 +30,7 @@ def add_parser(subparsers) -> None:
         help="an image that the prompt is about, for multimodal models; may be given more than once "
         "(needs the extra vision)",
     )
+    add_max_image_pixels(parser)
     parser.add_argument(
         "--max-new-tokens",
         type=_positive,
@@ -73,6 +76,7 @@ def run(args: argparse.Namespace) -> None:
         args.prompt.encode()
     except UnicodeEncodeError as error:
         raise DataError("the prompt is not valid text in the terminal's encoding") from error
+    use_max_image_pixels(args)
     folder = find_checkpoint(args.name)
     tokenizer = TextTokenizer(folder)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from liger_models.cli.train import OBJECTIVES, add_data
+from liger_models.cli.train import OBJECTIVES, add_data, use_max_image_pixels
 
 DESCRIPTION = """\
 Tokenize data as `train` would, into the cache where `train` finds them, or into a folder of your choice:
@@ -51,6 +51,7 @@ def run(args: argparse.Namespace) -> None:
 
     if args.seq_len < 1:
         raise ConfigError(f"seq_len is {args.seq_len}; expected a whole number of 1 or more")
+    use_max_image_pixels(args)
     folder = Path(args.tokenizer).expanduser()
     tokenizer = TextTokenizer(folder if (folder / "tokenizer.json").is_file() else resolve(args.tokenizer))
     # Whether its ids have a place in a model is for `train` to see.

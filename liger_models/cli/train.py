@@ -363,6 +363,33 @@ def add_data(group: argparse._ActionsContainer) -> None:
         action="store_true",
         help="check the digests of all corpora (default: only where files are newer than their manifest)",
     )
+    add_max_image_pixels(group)
+
+
+def add_max_image_pixels(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--max-image-pixels",
+        type=int,
+        metavar="N",
+        help="read images of up to this many pixels (default: Pillow's limit, 89,478,485)",
+    )
+
+
+def use_max_image_pixels(args: argparse.Namespace) -> None:
+    """
+    Raises:
+        ConfigError: it is no number of pixels.
+    """
+    from liger_models.convert.errors import ConfigError
+    from liger_models.images.files import allow_pixels
+
+    if args.max_image_pixels is None:
+        return
+    if args.max_image_pixels < 1:
+        raise ConfigError(
+            f"max_image_pixels is {args.max_image_pixels}; expected a whole number of 1 or more"
+        )
+    allow_pixels(args.max_image_pixels)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -371,6 +398,7 @@ def run(args: argparse.Namespace) -> int:
     from liger_models.training import TrainConfig, TrainingInterrupted, train
     from liger_models.training.world import World
 
+    use_max_image_pixels(args)
     of_objective = {name: getattr(args, name) for name in OBJECTIVE_OPTIONS}
     of_objective = {name: value for name, value in of_objective.items() if value is not None}
     names = [f.name for f in fields(TrainConfig) if f.name != "objective_options"]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from liger_models.convert.errors import DataError
 from liger_models.images import Preprocessor, Video, find_image
-from liger_models.images.files import ImageSource
+from liger_models.images.files import ImageSource, allow_pixels, most_pixels
 from liger_models.images.processor import Shown
 from liger_models.layers.vision.packing import OF_TOKENS
 from liger_models.spans import Span
@@ -111,7 +111,10 @@ class PicturedEncoder:
             # Neither torch's threads nor the tokenizer's survive a fork.
             context = multiprocessing.get_context("spawn")
             self.pool = ProcessPoolExecutor(
-                min(cores, MOST_PROCESSES), mp_context=context, initializer=_begin, initargs=(self.images,)
+                min(cores, MOST_PROCESSES),
+                mp_context=context,
+                initializer=_begin,
+                initargs=(self.images, most_pixels()),
             )
         try:
             yield from self.pool.map(_made_there, work)
@@ -216,8 +219,9 @@ def _tokens(shown: Shown, places: Tensor) -> Tokens:
 _own: list[Preprocessor] = []
 
 
-def _begin(images: Any) -> None:
+def _begin(images: Any, pixels: int | None) -> None:
     torch.set_num_threads(1)  # the processes are as many as there are cores
+    allow_pixels(pixels)
     _own[:] = [images]
 
 

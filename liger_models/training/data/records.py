@@ -59,14 +59,14 @@ class Conversation(NamedTuple):
 class Record(NamedTuple):
     """One example and where it stands; `content` is a str, a (prompt, completion) pair of str, or a
     `Conversation`; of a pair (prompt, chosen, rejected), and of what is labelled (prompt, completion, label),
-    each a str or a `Conversation`. From `folder` go relative paths. `options` is what the chat template reads
-    beside messages.
+    each a str or a `Conversation`. Relative paths go from `folder`; None: it may name no file. `options` is
+    what the chat template reads beside messages.
     """
 
     where: str
     form: str
     content: Any
-    folder: Path = Path()
+    folder: Path | None = Path()
     options: Mapping[str, Any] = NOTHING
 
     @property

@@ -31,6 +31,7 @@ from typing import Any, BinaryIO
 
 from liger_models.convert.checkpoints.hub import local_path
 from liger_models.convert.errors import DataError
+from liger_models.convert.regular_file import open_regular
 from liger_models.training.data.records import FORMS, LONG, Record, fields_of, parse_line, parse_row
 
 Advance = Callable[[int], object]
@@ -91,7 +92,7 @@ class Source:
             found = {"name": self.full_name(), "size": status.st_size, "time": status.st_mtime_ns}
             if known and all(known.get(key) == value for key, value in found.items()):
                 return known
-            with self.path.open("rb") as file:
+            with os.fdopen(open_regular(self.path), "rb") as file:
                 return found | {"sha256": hashlib.file_digest(file, "sha256").hexdigest()}
         if self.name.startswith(HUB):
             return {"name": self.name, "commit": _commit(self.name)}
@@ -417,7 +418,8 @@ def _read_hub(name: str, counts: Counter[str], advance: Advance, forms: Forms) -
         raise DataError(f"{name} needs datasets: pip install 'liger_models[data]'") from error
     repository, config, split = _hub_parts(name)
     try:
-        rows = iter(load_dataset(repository, config, split=split, revision=_commit(name), streaming=True))
+        data = load_dataset(repository, config, split=split, revision=_commit(name), streaming=True)
+        rows = iter(data.decode(False))  # decoding would open whatever file of this machine a row names
     except Exception as error:
         raise DataError(f"{name} cannot be opened ({type(error).__name__}: {error})") from error
     number = 0
@@ -431,5 +433,26 @@ def _read_hub(name: str, counts: Counter[str], advance: Advance, forms: Forms) -
                 f"{name}, row {number + 1}: cannot be read ({type(error).__name__}: {error})"
             ) from error
         number += 1
-        yield parse_row(f"{name}, row {number}", row, counts, forms)
+        where = f"{name}, row {number}"
+        yield parse_row(where, _with_bytes(where, row, repository), counts, forms)._replace(folder=None)
         advance(1)
+
+
+def _with_bytes(where: str, value: Any, repository: str) -> Any:
+    """A value of a row of a data set, with the bytes of images that are named as the data set's own files."""
+    if isinstance(value, list):
+        return [_with_bytes(where, one, repository) for one in value]
+    if not isinstance(value, dict):
+        return value
+    path = value.get("path")
+    if value.keys() != {"bytes", "path"} or value["bytes"] is not None or not isinstance(path, str):
+        return {key: _with_bytes(where, one, repository) for key, one in value.items()}
+    if not path.split("::")[-1].startswith(f"hf://datasets/{repository}@"):
+        return value  # which is then refused as a file of this machine
+    import fsspec
+
+    try:
+        with fsspec.open(path, "rb") as file:
+            return {"bytes": file.read(), "path": None}
+    except Exception as error:  # of the network, of the hub, of an archive
+        raise DataError(f"{where}: {path} cannot be read ({type(error).__name__}: {error})") from error

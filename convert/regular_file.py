@@ -1,0 +1,25 @@
+"""Opening files that somebody else named: regular ones alone."""
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+
+def open_regular(path: Path) -> int:
+    """Opens a regular file for reading, and nothing that a read could wait for or never see the end of.
+
+    Raises:
+        OSError: it cannot be opened, or is a folder, a named pipe, a socket or a device.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except ValueError as error:  # a null byte in its name
+        raise OSError(errno.EINVAL, str(error), str(path)) from error
+    if not stat.S_ISREG(mode):
+        kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
+        kind = kinds.get(stat.S_IFMT(mode), "a device")
+        raise OSError(errno.EINVAL, f"it is {kind}, expected a file", str(path))
+    return os.open(
+        path, os.O_RDONLY | os.O_NONBLOCK
+    )  # by now it may be a pipe, which would wait for a writer
