@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ def load_adapter(model: nn.Module, folder: str | Path, **options: Any) -> Any:
     """
     import peft
 
-    from liger_models.hf.expert_adapters import stack_single_experts
+    from liger_models.hf.expert_adapters import stack_single_experts, stacks_by_names
 
     config = json.loads((Path(folder) / CONFIG).read_text(encoding="utf-8"))
     tensors = load_file(Path(folder) / TENSORS)
@@ -97,19 +97,24 @@ def load_adapter(model: nn.Module, folder: str | Path, **options: Any) -> Any:
         config["target_parameters"] = [*(config.get("target_parameters") or []), parameter]
         _note_rank(config, parameter, rank, scale)
     parameters = _onto_parameters(model, config, tensors)
-    if (made or parameters) and not options.get("is_trainable"):
-        config["lora_dropout"] = 0.0  # which adapters of parameters cannot have
     targets = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in tensors}
     if config.get("target_parameters"):
         stacks = {path for path, module in model.named_modules() if isinstance(module, Experts)}
         stacks |= {parameter.rpartition(".")[0] for parameter in parameters}
         targets = {path for path in targets if path.partition(".base_layer")[0] not in stacks}
+    others = [name for name in config.get("target_parameters") or () if not _is_weight_of(name, targets)]
     for path, parts in packed.items():
         paths = {part: _beside(path, part) for part in parts}
         if targets & set(paths.values()):
             targets = targets - set(paths.values()) | {path}
             _pack(path, {paths[part]: rows for part, rows in parts.items()}, config, tensors)
-    config["target_modules"] = sorted(targets)  # whole paths: no pattern finds a part by chance
+    # Dense layers and shared experts that PEFT would take for stacks if they were among its modules.
+    by_name = stacks_by_names(model, {path.rpartition(".")[2] for path in targets})[0]
+    mistaken = {path for path in targets if path.rpartition(".")[2] in by_name}
+    config["target_parameters"] = [*others, *sorted(f"{path}.weight" for path in mistaken)] or None
+    config["target_modules"] = sorted(targets - mistaken)  # whole paths: no pattern finds a part by chance
+    if (made or parameters or mistaken) and not options.get("is_trainable"):
+        config["lora_dropout"] = 0.0  # which adapters of parameters cannot have
     config["exclude_modules"] = None
     with tempfile.TemporaryDirectory() as packed_folder:
         _write(Path(packed_folder), config, tensors)
@@ -120,14 +125,20 @@ def load_adapter(model: nn.Module, folder: str | Path, **options: Any) -> Any:
     return adapted
 
 
+def _is_weight_of(parameter: str, layers: Collection[str]) -> bool:
+    """Whether a target parameter, a path or the end of one, is the weight of one of these layers."""
+    stem, _, kind = parameter.rpartition(".")
+    return kind == "weight" and any(f".{path}".endswith(f".{stem}") for path in layers)
+
+
 def _refuse_names_of_experts(adapted: Any, adapter_name: str) -> None:
     """An adapter of dense layers or shared experts whose names mean stacks to PEFT would load elsewhere."""
-    from liger_models.hf.expert_adapters import names_of_stacks
+    from liger_models.hf.expert_adapters import stacks_by_names
 
     model = adapted.get_base_model()
     for path, parts in _packed(model).items():
         has_adapter = adapter_name in getattr(model.get_submodule(path), "lora_A", ())
-        if has_adapter and (taken := sorted(names_of_stacks(model, parts))):
+        if has_adapter and (taken := sorted(stacks_by_names(model, parts)[0])):
             raise CheckpointError(
                 f"{path}: under the usual names ({', '.join(taken)}) PEFT would take this adapter for one of "
                 f"the experts, in transformers' own {model.config.model_type} as here. Save it with "

@@ -15,6 +15,7 @@ of gate and up together have A stacked and B block-diagonal. Exact; a part witho
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -45,17 +46,40 @@ def keep_usual_order(model: Any) -> None:
             _install(wrapper, name, _usual_order(model, [weight_map[name] for weight_map in maps]))
 
 
-def names_of_stacks(model: Any, names: Collection[str]) -> set[str]:
+def stacks_by_names(model: Any, names: Collection[str]) -> tuple[set[str], set[str]]:
     """Those of these names of layers that PEFT takes for stacks of experts, in families whose experts were
-    layers in transformers 4: also where a dense layer or shared experts bear them.
+    layers in transformers 4, also where a dense layer or shared experts bear them; and the parameters that
+    it then adapts, as it names them.
     """
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
     except ImportError:  # an older one, which looks for layers of these names
-        return set()
+        return set(), set()
     config = LoraConfig(target_modules=list(names))
     convert_peft_config_for_transformers(config, model, None)
-    return set(names) - set(config.target_modules or ())
+    return set(names) - set(config.target_modules or ()), set(config.target_parameters or ())
+
+
+def warn_of_layers_left_out(model: Any) -> None:
+    """Warn of linear layers whose names PEFT was given as targets and took for stacks of experts alone, so
+    that they have no adapter.
+    """
+    layers = {path: module for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+    bare = {path for path in layers if not {"base_layer", "lora_A", "lora_B"} & set(path.split("."))}
+    taken, parameters = stacks_by_names(model, {path.rpartition(".")[2] for path in bare})
+    trained = [config for config in model.peft_config.values() if not config.inference_mode]
+    if not any(parameters & set(getattr(config, "target_parameters", None) or ()) for config in trained):
+        return
+    left_out = sorted(path for path in bare if path.rpartition(".")[2] in taken)
+    if left_out:
+        shared = ".".join(left_out[-1].split(".")[-2:])
+        warnings.warn(
+            f"{len(left_out)} linear layers ({left_out[0]}, ..., {left_out[-1]}) have no adapter: in "
+            f"{model.config.model_type} PEFT takes {', '.join(sorted(taken))} for the stacks of experts "
+            f"alone. To adapt these layers too, name their weights: "
+            f"LoraConfig(target_parameters=['{shared}.weight', ...])",
+            stacklevel=2,
+        )
 
 
 def stack_single_experts(

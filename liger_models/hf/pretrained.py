@@ -326,7 +326,10 @@ class LigerPreTrainedModel(PreTrainedModel):
             _refuse_patch(value)
         super().__setattr__(name, value)
         if name == "peft_config":  # PEFT's last word when it has put adapters into the model
+            from liger_models.hf.expert_adapters import warn_of_layers_left_out
+
             self._meet_adapters()
+            warn_of_layers_left_out(self)
 
     def get_submodule(self, target: str) -> nn.Module:
         """As of any module. PEFT asks for this name where it puts learned prompts in front of a model, and

@@ -9,7 +9,8 @@ whatever reads adapters reads them. The weights below may be quantised (liger_mo
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,8 @@ class LoraSettings:
     Attributes:
         r: the rank of the adapters.
         alpha: what they are scaled by, over r (over its root with `rslora`). Default: 2 r.
-        targets: the linear layers that get one: "all-linear" (all but the head, and but those whose names
-            mean stacks of experts to PEFT), or ends of their names in the checkpoint, such as "q_proj",
-            joined by +.
+        targets: the linear layers that get one: "all-linear" (all but the head), or ends of their names in
+            the checkpoint, such as "q_proj", joined by +.
         dropout: of the adapters' input.
         dora: with a magnitude for each row (Liu et al., 2024, arXiv:2402.09353).
         rslora: scaled by alpha / sqrt(r) (Kalajdzievski, 2023, arXiv:2312.03732).
@@ -110,15 +110,17 @@ class Adapters:
         self.model, self._peft = model, peft
         # One of labels is trained whole, and saved beside the adapters.
         self.head = model.lm_head if isinstance(model, LigerSequenceClassifier) else None
-        self.names = _targets(model, settings.targets, frozen)
-        last = {name.rpartition(".")[2] for name in self.names.values()}
+        self.names, parameters = _targets(model, settings, frozen)
+        whole = {path: name for path, name in self.names.items() if path not in parameters}
+        last = {_leaf(name) for name in whole.values()}
         self.config = peft.LoraConfig(
             r=settings.r,
             lora_alpha=settings.scaling_alpha,
             lora_dropout=settings.dropout,
             use_dora=settings.dora,
             use_rslora=settings.rslora,
-            target_modules=sorted(last) if settings.targets == ALL else settings.targets.split("+"),
+            target_modules=sorted(last if settings.targets == ALL else _stated(settings.targets, whole)),
+            target_parameters=[f"{name}.weight" for name in parameters.values()] or None,
             task_type="CAUSAL_LM" if self.head is None else "SEQ_CLS",
             modules_to_save=None if self.head is None else [HEAD.removesuffix(".")],
             base_model_name_or_path=base,
@@ -126,7 +128,11 @@ class Adapters:
         model.requires_grad_(False)
         torch.manual_seed(seed)
         # A list would be of endings: `layers.0.mlp.down_proj` is one of an encoder's layer too.
-        own = {"target_modules": "|".join(map(re.escape, self.names)), "modules_to_save": None}
+        own = {
+            "target_modules": "|".join(map(re.escape, self.names)),
+            "target_parameters": None,
+            "modules_to_save": None,
+        }
         here = peft.LoraConfig(**{**self._options(), **own})
         config = model.config
         del model.config  # by which PEFT would look for experts under the names of dense layers
@@ -213,9 +219,14 @@ def import_peft() -> Any:
     return peft
 
 
-def _targets(model: LigerCausalLM, targets: str, frozen: Sequence[str]) -> dict[str, str]:
+def _targets(
+    model: LigerCausalLM, settings: LoraSettings, frozen: Sequence[str]
+) -> tuple[dict[str, str], dict[str, str]]:
     """The layers that get an adapter: their names in the model, and in a checkpoint. A head that is the
     embedding is none: an adapter would make two of them. Nor has a frozen part any.
+
+    Second, those among them that PEFT must be given as parameters: dense MLPs and shared experts whose names
+    it takes for stacks of experts if they are among its target modules.
     """
     weight_map = model.weight_map()
     named: dict[str, str] = {}
@@ -225,27 +236,55 @@ def _targets(model: LigerCausalLM, targets: str, frozen: Sequence[str]) -> dict[
             named[path] = expr.name.removesuffix(".weight")
     of_frozen = {m for part in frozen for module in model.parts()[part] for m in module.modules()}
     named = {path: name for path, name in named.items() if model.get_submodule(path) not in of_frozen}
-    from liger_models.hf.expert_adapters import names_of_stacks
+    from liger_models.hf.expert_adapters import stacks_by_names
 
-    stacks = names_of_stacks(model, {name.rpartition(".")[2] for name in named.values()})
-    if targets == ALL:
-        others = {path: name for path, name in named.items() if name.rpartition(".")[2] not in stacks}
-        return {path: name for path, name in others.items() if path != "lm_head"}
-    wanted = [target for target in targets.split("+") if target]
+    stacks = stacks_by_names(model, {_leaf(name) for name in named.values()})[0]
+    parameters = {path: name for path, name in named.items() if _leaf(name) in stacks}
+    refused = [path for path in parameters if _is_no_parameter_of_peft(model, path, settings)]
+    if settings.targets == ALL:
+        if refused:
+            warnings.warn(
+                f"{len(refused)} layers ({refused[0]}, ...) get no adapter: {_ONLY_AS_PARAMETERS}",
+                stacklevel=4,
+            )
+        named = {path: name for path, name in named.items() if path not in refused and path != "lm_head"}
+        return named, {path: name for path, name in parameters.items() if path in named}
+    wanted = [target for target in settings.targets.split("+") if target]
     chosen: dict[str, str] = {}
     for target in wanted or [""]:
         fitting = {path: name for path, name in named.items() if f".{name}".endswith(f".{target}")}
         if not fitting or not target:
-            ends = sorted({name.rpartition(".")[2] for name in named.values()})
+            ends = sorted({_leaf(name) for name in named.values()})
             raise ConfigError(
-                f"targets={targets}: no linear layer is called {target!r}; this model has {', '.join(ends)}, "
-                f"or give {ALL}"
+                f"targets={settings.targets}: no linear layer is called {target!r}; this model has "
+                f"{', '.join(ends)}, or give {ALL}"
             )
-        if taken := sorted({name.rpartition(".")[2] for name in fitting.values()} & stacks):
-            family = model.config.to_dict()["model_type"]
+        if taken := [path for path in fitting if path in refused]:
             raise ConfigError(
-                f"targets={targets}: in {family} PEFT takes {', '.join(taken)} for stacks of experts, so "
-                "that nobody would read an adapter of layers of that name; leave it out"
+                f"targets={settings.targets}: {taken[0]} cannot have this adapter: {_ONLY_AS_PARAMETERS}"
             )
         chosen |= fitting
-    return {path: name for path, name in named.items() if path in chosen}
+    named = {path: name for path, name in named.items() if path in chosen}
+    return named, {path: name for path, name in parameters.items() if path in named}
+
+
+def _is_no_parameter_of_peft(model: LigerCausalLM, path: str, settings: LoraSettings) -> bool:
+    """Whether PEFT cannot read the adapter of this layer as that of a parameter."""
+    quantised = type(model.get_submodule(path).weight) is not nn.Parameter
+    return bool(settings.dropout) or settings.dora or quantised
+
+
+def _stated(targets: str, whole: Mapping[str, str]) -> list[str]:
+    """The targets by which PEFT finds the layers that are given to it as modules."""
+    last = {_leaf(name) for name in whole.values()}
+    return [target for target in targets.split("+") if _leaf(target) in last]
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+_ONLY_AS_PARAMETERS = (
+    "in models of this type PEFT takes that name for stacks of experts, so such layers can be adapted only "
+    "as parameters, which PEFT does without dropout, without DoRA and on weights that are not quantised"
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import liger_models
 from liger_models.layers.experts.moe import Experts
 from liger_models.layers.memory.activation_memory import LEVELS
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 FAMILIES = ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"]  # gpt-oss has another order and other axes
@@ -220,3 +221,35 @@ def test_shared_experts_whose_names_mean_stacks_to_peft_are_not_saved_under_them
     hf.save_adapter(ours, tmp_path / "usual")
     theirs = peft.PeftModel.from_pretrained(both.reference, tmp_path / "usual").eval()
     assert relative_distance(theirs(**batch).loss, ours(**batch).loss) <= BOUND
+
+
+def test_linear_layers_that_peft_takes_for_stacks_are_named_in_a_warning_that_says_how_to_adapt_them(
+    make_both, batch, tmp_path, hf
+):
+    """PEFT leaves dense MLPs and shared experts without a word, in transformers' own models as in ours."""
+    both = make_both("deepseek_v3", projections="split")
+    settings = {"r": 3, "target_modules": "all-linear", "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    with pytest.warns(UserWarning, match="9 linear layers .*have no adapter") as warned:
+        adapted = peft.get_peft_model(both.ours, peft.LoraConfig(**settings))
+    assert any("'shared_experts.up_proj.weight'" in str(warning.message) for warning in warned)
+    adapted.unload()
+
+    places = [
+        f"{owner}.{name}_proj" for owner in ("shared_experts", "0.mlp") for name in ("gate", "up", "down")
+    ]
+    parameters = [f"{place}.weight" for place in places]
+    config = peft.LoraConfig(**settings, target_parameters=parameters)
+    theirs = peft.get_peft_model(both.reference, config).eval()
+    theirs.save_pretrained(tmp_path / "adapter")
+    seen = batch["attention_mask"].bool()
+    expected = theirs(**batch).logits[seen]
+    again = type(both.ours).from_pretrained(both.folder)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*have no adapter")
+        ours = peft.PeftModel.from_pretrained(again, tmp_path / "adapter", is_trainable=True).eval()
+    assert relative_distance(ours(**batch).logits[seen], expected) <= BOUND
+    for projections in ("split", "fused"):
+        hf.register(projections)
+        fresh = transformers.AutoModelForCausalLM.from_pretrained(both.folder)
+        ours = hf.load_adapter(fresh, tmp_path / "adapter").eval()
+        assert relative_distance(ours(**batch).logits[seen], expected) <= BOUND

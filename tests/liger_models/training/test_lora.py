@@ -107,7 +107,8 @@ def distance(found, expected):
         ("llama", "r=3,dora"),
         ("phi3", "r=4"),
         ("starcoder2", "r=4"),
-        ("deepseek_v3", "r=4"),  # without dense MLPs and shared experts, whose names PEFT takes for experts'
+        ("deepseek_v3", "r=4"),  # dense MLPs and shared experts have names that PEFT takes for experts'
+        ("deepseek_v3", "r=4,targets=o_proj+down_proj"),
     ],
 )
 def test_a_run_is_that_of_transformers_and_peft(family, lora, checkpoints, settings, run):
@@ -136,10 +137,21 @@ def test_a_run_is_that_of_transformers_and_peft(family, lora, checkpoints, setti
     assert not (result.final / "model.safetensors").exists()
 
 
-def test_names_that_mean_stacks_of_experts_to_peft_are_no_targets(checkpoints, settings, run):
-    folder = checkpoints("deepseek_v3")
-    with pytest.raises(ConfigError, match=r"deepseek_v3 PEFT takes down_proj for stacks of experts"):
-        run(settings(model=str(folder), lora="r=4,targets=o_proj+down_proj"))
+def test_all_linear_layers_of_deepseek_v3_are_adapted(checkpoints, settings):
+    adapters = Run(settings(model=str(checkpoints("deepseek_v3")), lora="r=4"), World("cpu")).adapters
+    adapted = {name.partition("layers.")[2] for name in adapters.names.values()}
+    assert {f"0.mlp.{name}_proj" for name in ("gate", "up", "down")} <= adapted
+    assert {f"1.mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")} <= adapted
+
+
+@pytest.mark.parametrize("option", ["dropout=0.1", "dora"])
+def test_layers_that_peft_could_not_adapt_as_parameters_are_named(option, checkpoints, settings):
+    folder = str(checkpoints("deepseek_v3"))
+    with pytest.warns(UserWarning, match=r"6 layers \(.*mlp.*\) get no adapter: .*without dropout"):
+        adapters = Run(settings(model=folder, lora=f"r=4,{option}"), World("cpu")).adapters
+    assert not any(".mlp." in name for name in adapters.names)
+    with pytest.raises(ConfigError, match=r"down_proj cannot have this adapter: .*stacks of experts"):
+        Run(settings(model=folder, lora=f"r=4,targets=o_proj+down_proj,{option}"), World("cpu"))
 
 
 def test_the_rest_of_the_model_stays(checkpoint, settings, run):
