@@ -6,7 +6,7 @@ input_ids [batch, seq] -> tokens [T] -> hidden [T, H] -> blocks -> norm -> hidde
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,14 @@ from liger_models.layers.tree import check_tree
 from liger_models.layers.vision import VISIONS
 
 
+class _Levels(NamedTuple):
+    """A choice of levels, and what chooses them again for a larger batch."""
+
+    layers: tuple[ActivationMemory, ...]
+    encoder: tuple[ActivationMemory, ...]
+    fit_levels: FittingLevels | None
+
+
 class Decoder(nn.Module):
     """Embeddings, blocks and a final norm, which `make_decoder` gives to any module.
 
@@ -46,6 +54,8 @@ class Decoder(nn.Module):
     embed_tokens: nn.Embedding
     fit_levels: FittingLevels | None = None
     gathered_once = False
+    _before_checkpointing: _Levels | None = None  # while a trainer has it enabled
+    _disabled_levels: tuple[_Levels, ...] = ()  # for each time that a trainer has disabled it, until enabled
 
     def make_decoder(self, spec: ModelSpec, attention: AttentionBackend = "auto") -> None:
         """The parts of a spec.
@@ -202,9 +212,7 @@ class Decoder(nn.Module):
         set_levels(self.layers, levels)
         if "offload" not in self.activation_memory:
             drop_unused_buffers()
-        self._levels_before_checkpointing = self.activation_memory
-        layers = () if self.vision is None else self.vision.encoder.layers
-        self._levels_of_encoder = tuple(layer.activation_memory for layer in layers)
+        self._before_checkpointing, self._disabled_levels = None, ()
 
     def activation_checkpointing_enable(
         self,
@@ -212,8 +220,12 @@ class Decoder(nn.Module):
         every_n_layers: int = 1,
         offload: bool = False,
     ) -> None:
-        """Level `checkpoint`, or to `offload` the level `offload`, for the first of every `every_n_layers`
-        layers, as trainers switch it on.
+        """Recompute layers in the backward pass, as trainers switch it on: level `checkpoint`, or with
+        `offload` the level `offload`, for the first of every `every_n_layers` layers.
+
+        What `set_activation_memory` chose and recomputes already stays: a layer at `tiled` or `offload`, and
+        "auto". After `gradient_checkpointing_disable` the levels come back that it found, lists too: trainers
+        disable and enable around the pass of a reference model.
 
         `use_reentrant` and `preserve_rng_state` may be anything: the results are those of a run without
         checkpointing whatever they say.
@@ -228,16 +240,23 @@ class Decoder(nn.Module):
                 f"found {found}; of the options of checkpointing only use_reentrant, preserve_rng_state, "
                 "every_n_layers (1 or more) and offload are known"
             )
-        before, of_encoder = self._levels_before_checkpointing, self._levels_of_encoder
-        chosen = "offload" if offload else "checkpoint"
+        if every_n_layers == 1 and not offload:
+            if self._disabled_levels:
+                *earlier, last = self._disabled_levels
+                self._disabled_levels = tuple(earlier)
+                return self._restore_levels(last)
+            if self.fit_levels is not None:
+                return
+        before = self._before_checkpointing or self._chosen_levels()
 
-        def some(levels: Sequence[str]) -> list[str]:
-            return [level if i % every_n_layers else chosen for i, level in enumerate(levels)]
+        def some(levels: Sequence[ActivationMemory]) -> tuple[ActivationMemory, ...]:
+            return tuple(
+                level if i % every_n_layers else "offload" if offload else _recomputed(level)
+                for i, level in enumerate(levels)
+            )
 
-        self.set_activation_memory(some(before))
-        if self.vision is not None:
-            self.vision.encoder.set_activation_memory(some(of_encoder))
-        self._levels_before_checkpointing, self._levels_of_encoder = before, of_encoder
+        self._restore_levels(_Levels(some(before.layers), some(before.encoder), None))
+        self._before_checkpointing, self._disabled_levels = before, ()
 
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, **options: Any
@@ -246,11 +265,26 @@ class Decoder(nn.Module):
         self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
 
     def gradient_checkpointing_disable(self) -> None:
-        """Back to the levels that were chosen before."""
-        before, of_encoder = self._levels_before_checkpointing, self._levels_of_encoder
+        """Back to what was chosen before checkpointing was enabled. Levels of layers that were recomputed by
+        choice stay.
+        """
+        if self.is_gradient_checkpointing:
+            self._disabled_levels += (self._chosen_levels(),)
+        if self._before_checkpointing is not None:
+            self._restore_levels(self._before_checkpointing)
+
+    def _chosen_levels(self) -> _Levels:
+        encoder = () if self.vision is None else self.vision.encoder.layers
+        of_encoder = tuple(layer.activation_memory for layer in encoder)
+        return _Levels(self.activation_memory, of_encoder, self.fit_levels)
+
+    def _restore_levels(self, chosen: _Levels) -> None:
+        set_levels(self.layers, chosen.layers)
         if self.vision is not None:
-            self.vision.encoder.set_activation_memory(of_encoder)
-        self.set_activation_memory(before)
+            self.vision.encoder.set_activation_memory(chosen.encoder)
+        self.fit_levels = chosen.fit_levels
+        if "offload" not in self.activation_memory:
+            drop_unused_buffers()
 
     activation_checkpointing_disable = gradient_checkpointing_disable
 
@@ -258,6 +292,10 @@ class Decoder(nn.Module):
     def is_gradient_checkpointing(self) -> bool:
         """Whether some layer runs again as a whole in the backward pass."""
         return any(level in RERUN for level in self.activation_memory)
+
+
+def _recomputed(level: ActivationMemory) -> ActivationMemory:
+    return level if level in RERUN else "checkpoint"
 
 
 _OF_LANGUAGE = ("embed_tokens", "layers", "per_layer_inputs", "norm", "lm_head")

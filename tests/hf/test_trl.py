@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from liger_models.architectures import find_architecture, list_architectures
+from liger_models.layers.memory import tiles
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -175,6 +176,27 @@ def test_selective_checkpointing_is_refused(make_both, tokenizer, tmp_path):
     trainer = make_trainer(CASES["sft"]._replace(options=selective), model, tokenizer, tmp_path)
     with pytest.raises(ValueError, match="only use_reentrant, preserve_rng_state, every_n_layers"):
         trainer.train()
+
+
+@pytest.mark.parametrize("way", ["dpo", "kto", "grpo", "rloo"])
+def test_a_pass_of_the_reference_leaves_the_levels_of_activation_memory(
+    way, make_both, tokenizer, tmp_path, monkeypatch
+):
+    """TRL disables and enables checkpointing around it. Here tokens are more than a tile: layers that ran in
+    tiles must run so again in the backward pass.
+    """
+    monkeypatch.setattr(tiles, "TILE", 8)
+    model = make_both("llama", projections="split", pad_token_id=0, eos_token_id=1).ours
+    model.set_activation_memory(levels := ("tiled", "lean", "offload")[-len(model.activation_memory) :])
+    case = CASES[way]._replace(options={**CASES[way].options, "gradient_checkpointing": False})
+    adapter = peft.LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM")
+    passes, choose = [], type(model).gradient_checkpointing_disable
+    monkeypatch.setattr(
+        type(model), "gradient_checkpointing_disable", lambda model: (passes.append(1), choose(model))[1]
+    )
+    make_trainer(case, model, tokenizer, tmp_path, peft_config=adapter).train()
+    assert passes
+    assert model.activation_memory == levels
 
 
 # Families whose logits are capped, and whose routers add to the loss, as TRL's trainers ask for by default.

@@ -383,6 +383,65 @@ def test_checkpointing_can_be_switched_on_and_off(make_model):
     assert model.activation_memory == tuple(MIXED)
 
 
+@pytest.mark.parametrize("levels", ["tiled", "offload", MIXED], ids=str)
+def test_disabling_and_enabling_again_restores_the_levels(levels, make_model):
+    """As trainers do around the pass of a reference model, one within another too."""
+    model = make_model(activation_memory=levels)
+    chosen = model.activation_memory
+    for _ in range(2):
+        model.gradient_checkpointing_disable()
+    for _ in range(2):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        assert model.activation_memory == chosen
+    assert model.is_gradient_checkpointing
+
+
+def test_what_was_enabled_comes_back_and_a_new_choice_forgets_it(make_model):
+    model = make_model(activation_memory=MIXED)
+    model.activation_checkpointing_enable(every_n_layers=2, offload=True)
+    enabled = model.activation_memory
+    assert enabled == ("offload", "lean", "offload")
+    model.gradient_checkpointing_disable()
+    assert model.activation_memory == tuple(MIXED)
+    model.gradient_checkpointing_enable()
+    assert model.activation_memory == enabled
+    model.gradient_checkpointing_disable()
+    model.set_activation_memory("lean")
+    model.gradient_checkpointing_enable()
+    assert model.activation_memory == ("checkpoint",) * 3
+
+
+@pytest.mark.parametrize("level", ["tiled", "offload"])
+def test_enabling_leaves_layers_that_are_recomputed_already(level, make_model):
+    model = make_model(activation_memory=[level, "lean", level])
+    model.gradient_checkpointing_enable()
+    assert model.activation_memory == (level, "checkpoint", level)
+    model.gradient_checkpointing_disable()
+    assert model.activation_memory == (level, "lean", level)
+
+
+def test_auto_survives_enabling_and_disabling(make_model):
+    """It chooses for itself which layers are recomputed; options of a trainer take its place for a while."""
+    model = make_model()
+    model.set_activation_memory("auto", memory_budget="1KiB")
+    chooses = model.fit_levels
+    model.gradient_checkpointing_enable()
+    assert model.fit_levels is chooses
+    ids = torch.randint(0, 61, (16, 60))
+    model(ids, labels=ids).loss.backward()
+    chosen = model.activation_memory
+    assert model.is_gradient_checkpointing  # nothing fits
+    model.gradient_checkpointing_disable()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert model.fit_levels is chooses
+    assert model.activation_memory == chosen
+    model.activation_checkpointing_enable(every_n_layers=2)
+    assert model.fit_levels is None
+    model.activation_checkpointing_disable()
+    assert model.fit_levels is chooses
+    assert model.activation_memory == chosen
+
+
 @pytest.mark.parametrize(
     ("levels", "message"), [("leen", "'leen'.*lean"), (["lean"] * 2, "got 2 .* for 3 layers")]
 )
