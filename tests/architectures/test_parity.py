@@ -59,9 +59,13 @@ def test_every_key_that_a_family_reads_has_an_effect_in_one_of_its_configs(famil
 def test_the_row_of_padding_has_the_references_gradient(pad, tied, family, make_pair, failures):
     """None from its lookup; from a tied head it has one. If padding is the end token, every batch has it."""
     pair = make_pair(family, {"pad_token_id": pad, "tie_word_embeddings": tied})
-    batch = pair.batch()
-    batch["input_ids"][:, ::3] = pad % pair.vocab_size
-    assert not failures(pair.distances(**batch))
+
+    def draw():
+        batch = pair.batch()
+        batch["input_ids"][:, ::3] = pad % pair.vocab_size
+        return batch
+
+    assert not failures(pair.distances(**pair.clear(draw)))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -77,7 +81,7 @@ DOCUMENTS = {"cu_seqlens": torch.tensor([0, 7, 26, 38])}
 @pytest.mark.parametrize("packing", [{}, DOCUMENTS], ids=["rows", "packed"])
 def test_every_level_of_activation_memory_gives_the_same_bits(packing, pair):
     levels = ["mlp", "checkpoint"] * len(pair.ours.layers)
-    call = {**pair.batch(), **packing}
+    call = pair.clear(lambda: {**pair.batch(), **packing})
     expected = pair.run_ours(**call)
     try:
         for level in ("all", "mlp", "checkpoint", levels[: len(pair.ours.layers)]):
@@ -133,8 +137,10 @@ def test_embeddings_in_place_of_ids_agree(pair, failures):
     """Beside them, where the layers have inputs of their own by id."""
     batch = pair.batch()
     given = batch if pair.ours.needs_ids else {"labels": batch["labels"]}
-    embeds = torch.randn(2, 19, pair.hidden_size, requires_grad=True)
-    distances = pair.distances(inputs_embeds=embeds, **given)
+    call = pair.clear(
+        lambda: {"inputs_embeds": torch.randn(2, 19, pair.hidden_size, requires_grad=True), **given}
+    )
+    distances = pair.distances(**call)
     assert "inputs_embeds" in distances
     assert not failures(distances)
 
@@ -143,15 +149,15 @@ def test_given_position_ids_agree(family, pair, failures):
     if skipped(family, "positions", "given"):
         pytest.skip(find_architecture(family).skip["positions:given"])
     positions = torch.arange(19) + torch.tensor([[5], [31]])
-    assert not failures(pair.distances(**pair.batch(), position_ids=positions))
+    assert not failures(pair.distances(**pair.clear(lambda: {**pair.batch(), "position_ids": positions})))
 
 
 def test_position_ids_may_jump_where_a_mask_is_given(family, pair, failures):
     if skipped(family, "positions", "given"):
         pytest.skip(find_architecture(family).skip["positions:given"])
     positions = (2 * torch.arange(19))[None].expand(2, 19)
-    ones = torch.ones(2, 19, dtype=torch.long)
-    assert not failures(pair.distances(**pair.batch(), position_ids=positions, attention_mask=ones))
+    given = {"position_ids": positions, "attention_mask": torch.ones(2, 19, dtype=torch.long)}
+    assert not failures(pair.distances(**pair.clear(lambda: {**pair.batch(), **given})))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -192,9 +198,10 @@ with_router_loss = pytest.mark.parametrize(
 def test_the_loss_of_routers_of_packed_documents_is_that_of_padded_rows(name, make_pair, failures):
     pair = make_pair(name, {"output_router_logits": True})
     lengths = [7, 1, 11]
-    ids = torch.randint(0, pair.vocab_size, (sum(lengths),))
     bounds = torch.tensor([0, *lengths]).cumsum(0)
-    ours = pair.run_ours(input_ids=ids[None], labels=ids[None], cu_seqlens=bounds)
+    call = pair.clear(lambda: {**pair.batch(rows=1), "cu_seqlens": bounds})
+    ids = call["input_ids"][0]
+    ours = pair.run_ours(**{**call, "labels": ids[None]})
     padded, mask = (torch.zeros(3, 11, dtype=torch.long) for _ in range(2))
     for row, document in enumerate(ids.split(lengths)):
         padded[row, : len(document)], mask[row, : len(document)] = document, 1
@@ -237,16 +244,16 @@ def test_the_loss_of_routers_leaves_padding_out(name, make_pair, failures):
 
 def padded(pair, side):
     """Where the tokens are, and a call with rows of three lengths."""
-    batch = pair.batch(rows=3)
     mask = torch.ones(3, 19, dtype=torch.bool)
     for row, padding in enumerate((0, 6, 11)):
-        where = slice(0, padding) if side == "left" else slice(19 - padding, 19)
-        mask[row, where] = False
+        mask[row, slice(0, padding) if side == "left" else slice(19 - padding, 19)] = False
+    call = pair.clear(lambda: {**pair.batch(rows=3), "attention_mask": mask.long()})
+    for row, padding in enumerate((0, 6, 11)):
         # The reference lets a padding token predict the first token after it. Ours does not, so that label
         # is taken out of the comparison.
-        batch["labels"][row, padding if side == "left" else 0] = -100
-    batch["labels"][~mask] = -100
-    return mask, {**batch, "attention_mask": mask.long()}
+        call["labels"][row, padding if side == "left" else 0] = -100
+    call["labels"][~mask] = -100
+    return mask, call
 
 
 def test_a_padding_token_predicts_nothing(pair):
@@ -264,21 +271,22 @@ def test_a_padding_token_predicts_nothing(pair):
 @pytest.mark.parametrize("form", ["cu_seqlens", "position_ids"])
 def test_packed_documents_agree_with_documents_run_alone(form, pair, failures):
     lengths = [7, 1, 11, 12, 7]  # two rows of 19; a document never spans two rows in the reference's form
-    ids = torch.randint(0, pair.vocab_size, (2, 19))
-    labels = ids.clone()
-    labels[0, 2] = -100
     if form == "cu_seqlens":
         packing = {"cu_seqlens": torch.tensor([0, *lengths]).cumsum(0)}
     else:
         positions = torch.cat([torch.arange(length) for length in lengths])
         packing = {"position_ids": positions.view(2, 19)}
-    ours = pair.run_ours(input_ids=ids, labels=labels, **packing)
+    call = pair.clear(lambda: {**pair.batch(), **packing})
+    ids = call["input_ids"]
+    call["labels"] = labels = ids.clone()
+    labels[0, 2] = -100
+    ours = pair.run_ours(**call)
     assert not failures(ours.distances(pair.run_reference_by_document(ids, labels, lengths)))
 
 
 def test_documents_may_span_rows_and_be_empty(pair, failures):
     lengths = [0, 25, 0, 13, 0]
-    batch = pair.batch()
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
-    ours = pair.run_ours(**batch, cu_seqlens=cu_seqlens)
-    assert not failures(ours.distances(pair.run_reference_by_document(**batch, lengths=lengths)))
+    call = pair.clear(lambda: {**pair.batch(), "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0)})
+    ours = pair.run_ours(**call)
+    expected = pair.run_reference_by_document(call["input_ids"], call["labels"], lengths)
+    assert not failures(ours.distances(expected))

@@ -1,0 +1,69 @@
+"""Keep the inputs of comparisons clear of ties of routers. At a tie rounding decides: another CPU chooses
+another expert, and every result is different by percents.
+
+    with clear_of_ties(1e-5):           # TieError if a change of 1e-5 of a token's scores changes its experts
+        model(ids)
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+moe = importlib.import_module("liger_models.layers.experts.moe")
+
+
+class TieError(AssertionError):
+    """A router's choice is within rounding of another one: choose other inputs."""
+
+
+@contextmanager
+def clear_of_ties(margin: float) -> Iterator[None]:
+    """Check every choice of experts within: it must stay as it is when each logit of a token changes by
+    `margin` times the norm of the token's logits, in the worst direction.
+    """
+    route, decide = moe.route, moe.decide
+
+    def checked_route(logits: Tensor, top_k: int, **options: Any) -> Any:
+        routing = route(logits, top_k, **options)
+        if options.get("experts") is None and len(logits):
+            with torch.no_grad():
+                experts = routing[1].long()
+                change = margin * logits.norm(dim=-1, keepdim=True)
+                against = logits + change.expand_as(logits).scatter(-1, experts, -change.expand_as(experts))
+                others = route(against, top_k, **options)[1].long()
+            _refuse(others.sort(-1).values != experts.sort(-1).values)
+        return routing
+
+    def checked_decide(scores: Tensor, jitter: float, draws: Any) -> Any:
+        decision = decide(scores, jitter, draws)
+        experts, change = decision[0].long(), margin * scores.norm(dim=-1, keepdim=True)
+        left = scores
+        for i in range(2):  # the formula stands in layers/experts/sparse_mixer.py
+            best = left.max(-1, keepdim=True).values
+            size = torch.maximum(scores.abs(), best)
+            to_bound = ((best - scores) - 2 * jitter * size).abs()
+            _refuse((to_bound <= 2 * (1 + jitter) * change) & (scores != best))
+            keys = [left]
+            if draws is not None:
+                keys.append(left.masked_fill(~decision[2][:, i], -torch.inf) - draws[i][0].log())
+            for key in keys:
+                first, second = key.topk(2).values.split(1, dim=-1)
+                _refuse(first - second <= 2 * change)
+            left = left.scatter(-1, experts[:, i : i + 1], -torch.inf)
+        return decision
+
+    with mock.patch.object(moe, "route", checked_route), mock.patch.object(moe, "decide", checked_decide):
+        yield
+
+
+def _refuse(near: Tensor) -> None:
+    if near.any():
+        tokens = near.flatten(1).any(-1).nonzero().flatten().tolist()
+        raise TieError(f"the experts of tokens {tokens} are near a tie: choose other inputs (another seed)")
