@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from liger_models.convert.errors import DataError
 from liger_models.kernels import TokenScores
+from liger_models.kernels.losses._logit_tiles import check_temperature
 from liger_models.layers.model_output import ScoreOutput
 from liger_models.layers.sequences import Sequences
 
@@ -26,7 +27,7 @@ class ScoreOptions:
     """Which scores a call of the model returns instead of a loss: its keyword `score`.
 
     Args:
-        temperature: divides the logits.
+        temperature: divides the logits; one number for all tokens.
         entropy: also the entropy of each token's distribution.
         top1: also whether the label is the largest logit, the first of equal ones.
         log_sum_sq_probs: also the logarithm of the sum of the squared probabilities.
@@ -34,6 +35,10 @@ class ScoreOptions:
             coefficients * log_probs, and are computed in the forward pass, which saves up to a quarter of
             the head's work where tokens fill several chunks. For losses whose gradients are known before the
             scores: a negative log-likelihood, or a policy gradient on fresh samples, whose ratios are one.
+
+    Raises:
+        TypeError: a tensor of temperatures.
+        ValueError: a temperature that is not positive.
 
     Not a dataclass: sharding frameworks that cast a call's arguments would round the coefficients in one.
     """
@@ -46,6 +51,7 @@ class ScoreOptions:
         log_sum_sq_probs: bool = False,
         coefficients: Tensor | None = None,
     ):
+        check_temperature(temperature)
         self.temperature, self.coefficients = temperature, coefficients
         self.entropy, self.top1, self.log_sum_sq_probs = entropy, top1, log_sum_sq_probs
 
@@ -149,6 +155,7 @@ class Scoring(KnowsItsWrapper):
         Raises:
             RuntimeError: the model is inside DistributedDataParallel, which would not average the gradients,
                 or behind the learned prompts of a PeftModel: call these, with score=ScoreOptions(...).
+            TypeError: a tensor of temperatures.
             DataError: no labels; else as `forward`.
         """
         refuse_beside_wrapper(self, "score=ScoreOptions(...)")

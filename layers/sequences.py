@@ -242,7 +242,7 @@ class Sequences:
             return self
         if self.tree is not None:
             raise DataError("documents that continue others cannot be divided over ranks: leave out parents")
-        part = copy.copy(self)
+        part = self._copy()
         part._whole = self
         part.slice = Slice(group, self.num_tokens)
         part.position_ids = part.slice.of(self.position_ids)
@@ -279,7 +279,7 @@ class Sequences:
         if device == self.device:
             return self
         if device not in self._elsewhere:
-            there = self._elsewhere[device] = copy.copy(self)
+            there = self._elsewhere[device] = self._copy()
             for name in ("position_ids", "cu_seqlens", "kept", "bounds", "axes", "spans", "pads"):
                 tensor = getattr(self, name)
                 setattr(there, name, None if tensor is None else tensor.to(device))
@@ -288,9 +288,15 @@ class Sequences:
             }
             there.tiles = None if self.tiles is None else self.tiles.to(device)
             there.tree = None if self.tree is None else self.tree.on(device)
-            there.query_scales, there.ranges, there._plain = {}, {}, None
             there._whole = None if self._whole is None else self._whole.on(device)
         return self._elsewhere[device]
+
+    def _copy(self) -> Sequences:
+        """A copy that shares the tensors and what layers note, and caches for itself what is made lazily."""
+        copied = copy.copy(self)
+        copied.rotary, copied._plain = dict(self.rotary), None
+        copied.ranges, copied.query_scales, copied.cut, copied._elsewhere = {}, {}, {}, {}
+        return copied
 
     @property
     def num_tokens(self) -> int:
@@ -341,8 +347,8 @@ class Sequences:
             return self
         if self._plain is None:
             self.document_bounds()
-            self._plain = copy.copy(self)
-            self._plain.spans, self._plain.ranges, self._plain.cut = None, {}, {}
+            self._plain = self._copy()
+            self._plain.spans = None
         return self._plain
 
     def chunks(self, size: int) -> Sequences:

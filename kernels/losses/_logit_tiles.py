@@ -49,7 +49,14 @@ def check_softcap(softcap: float | None, name: str = "softcap") -> None:
 
 
 def check_temperature(temperature: float) -> None:
-    """Raise ValueError for a temperature that is not positive."""
+    """Raise TypeError for a tensor of temperatures, and ValueError for one that is not positive."""
+    if isinstance(temperature, Tensor):
+        learned = " that requires a gradient" if temperature.requires_grad else ""
+        raise TypeError(
+            f"temperature is a tensor of shape {tuple(temperature.shape)}{learned}; expected one number for "
+            "all tokens: temperatures for each row or token, and gradients of a temperature, are not "
+            "supported. Pass float(temperature), or call once for each group of rows that share one"
+        )
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; expected a positive number")
 

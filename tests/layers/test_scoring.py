@@ -13,7 +13,7 @@ from score_calls import CALLS, Wrapped
 from torch import nn
 
 from liger_models.convert.errors import DataError
-from liger_models.kernels.losses.log_probs import log_probs_plain
+from liger_models.kernels.losses.log_probs import log_probs, log_probs_plain
 from liger_models.layers import head as head_module
 from liger_models.layers.model import CausalLM
 from liger_models.layers.scoring import ScoreOptions
@@ -175,6 +175,24 @@ def test_what_cannot_be_scored_is_refused(change, message, model):
     ids, labels = batch(model)
     with pytest.raises(DataError, match=message):
         model.score(**({"input_ids": ids, "labels": labels} | change))
+
+
+@pytest.mark.parametrize(
+    ("temperature", "message"),
+    [
+        (torch.tensor([0.5, 1.0, 2.0]), r"temperature is a tensor of shape \(3,\); expected one number"),
+        (torch.tensor(0.5, requires_grad=True), r"requires a gradient; .*float\(temperature\)"),
+    ],
+)
+def test_a_tensor_of_temperatures_is_refused_by_name(temperature, message, model):
+    """It would be divided by as a plain number, without its gradient."""
+    ids, labels = batch(model)
+    with pytest.raises(TypeError, match=message):
+        model.score(ids, labels, temperature=temperature)
+    with pytest.raises(TypeError, match=message):
+        ScoreOptions(temperature=temperature)
+    with pytest.raises(TypeError, match=message):
+        log_probs(torch.randn(3, 7), torch.tensor([1, 2, 3]), temperature=temperature)
 
 
 def test_options_may_come_to_forward_as_well(model):

@@ -7,7 +7,7 @@ import torch
 
 from liger_models.convert.errors import DataError
 from liger_models.layers.sequences import Sequences
-from liger_models.layers.spec import RopeSpec
+from liger_models.layers.spec import QueryScaleSpec, RopeSpec
 
 CPU = torch.device("cpu")
 
@@ -181,6 +181,46 @@ def test_positions_beyond_the_tables_are_refused():
 
 def test_dynamic_tables_have_no_end():
     read((1, 99)).prepare_rotary((RopeSpec(4, type="dynamic", factor=2.0, max_position_embeddings=8),))
+
+
+def tensors_within(value, seen):
+    """Every tensor that an object of ours holds, at whatever depth."""
+    if id(value) in seen:
+        return
+    seen[id(value)] = value
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from (x for item in value.values() for x in tensors_within(item, seen))
+    elif isinstance(value, (tuple, list)):
+        yield from (x for item in value for x in tensors_within(item, seen))
+    elif type(value).__module__.startswith("liger_models."):
+        yield from tensors_within({k: v for k, v in vars(value).items() if k != "_elsewhere"}, seen)
+
+
+def make_everything(sequences, size, window):
+    """All that layers make lazily, as each kind of layer asks for it."""
+    sequences.document_bounds()
+    sequences.query_scale(QueryScaleSpec(0.1, 4))
+    sequences.key_ranges(window, causal=False)
+    sequences.key_ranges(window, causal=True)
+    sequences.without_spans().chunks(size).document_bounds()
+    sequences.without_spans().key_ranges(window, causal=True)
+
+
+def test_what_layers_make_lazily_is_on_their_own_device():
+    """As in a model that is divided over devices: layers on each in turn read and make the same things."""
+    spans = torch.stack([torch.arange(9), torch.arange(9) + 1]).int()
+    for first, second in (("cpu", "meta"), ("meta", "cpu")):
+        sequences = read((1, 9), cu_seqlens=torch.tensor([0, 4, 9]))
+        sequences.spans = spans
+        sequences.prepare_rotary((RopeSpec(dim=4),))
+        for device in (first, second, "meta"):
+            there = sequences.on(torch.device(device))
+            make_everything(there, 2, 3)
+            assert {tensor.device.type for tensor in tensors_within(there, {})} == {device}
+        plain = sequences.without_spans().on(torch.device("meta"))
+        assert plain.spans is None
 
 
 def test_a_layer_on_another_device_reads_copies_and_notes_in_the_same_place():
