@@ -3,7 +3,6 @@ generation."""
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -24,6 +23,7 @@ from liger_models.convert.checkpoints.writing import (
 )
 from liger_models.convert.config.model_config import ModelConfig, export_config
 from liger_models.convert.errors import CheckpointError, ConfigError
+from liger_models.convert.json_file import read_json
 from liger_models.generation import generate
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.model import CausalLM
@@ -238,7 +238,7 @@ class LigerCausalLM(CausalLM):
         """
         path = self.source_folder / "generation_config.json" if self.source_folder else None
         if path is not None and path.is_file():
-            value = json.loads(path.read_text(encoding="utf-8")).get(key)
+            value = read_json(path).get(key)
             if value is not None:
                 return value
         return getattr(self.config, key, None)

@@ -7,7 +7,6 @@ widen that.
 """
 
 import errno
-import json
 import os
 import tempfile
 import warnings
@@ -16,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from liger_models.convert.checkpoints.safetensors_header import DTYPES
-from liger_models.convert.errors import CheckpointError, HubError, LigerModelsError, abbreviate
+from liger_models.convert.errors import CheckpointError, ConfigError, HubError, LigerModelsError, abbreviate
+from liger_models.convert.json_file import read_json
 
 ALLOW_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 ADAPTER_CONFIG = "adapter_config.json"
@@ -143,6 +143,7 @@ def read_headers(
 
     Raises:
         CheckpointError: the repository has no safetensors weights.
+        ConfigError: its config.json is no JSON object.
         HubError: as for `resolve`.
     """
     from huggingface_hub import HfApi
@@ -151,7 +152,7 @@ def read_headers(
     try:
         with tempfile.TemporaryDirectory() as cache:
             config = api.hf_hub_download(repo_id, "config.json", revision=revision, cache_dir=cache)
-            raw = json.loads(Path(config).read_text(encoding="utf-8"))
+            raw = read_json(Path(config), ConfigError)
         names = api.list_repo_files(repo_id, revision=revision)
         weights = [n for n in names if fnmatchcase(n, "*.safetensors") and not _ignored(n)]
         headers = [api.parse_safetensors_file_metadata(repo_id, n, revision=revision) for n in weights]

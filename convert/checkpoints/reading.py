@@ -31,7 +31,6 @@ from liger_models.convert.checkpoints.safetensors_header import (
     TensorInfo,
     open_file,
     parse_header,
-    parse_json,
 )
 from liger_models.convert.checkpoints.shards import local_part, shape_of
 from liger_models.convert.checkpoints.tensor_bytes import (
@@ -43,6 +42,7 @@ from liger_models.convert.checkpoints.tensor_bytes import (
 )
 from liger_models.convert.checkpoints.weight_map import WeightMap
 from liger_models.convert.errors import CheckpointError, abbreviate
+from liger_models.convert.json_file import parse_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

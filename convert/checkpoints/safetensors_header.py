@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from liger_models.convert.errors import CheckpointError, abbreviate
+from liger_models.convert.json_file import parse_json
 from liger_models.convert.regular_file import open_regular
 
 DTYPES: dict[str, torch.dtype] = {
@@ -135,36 +136,6 @@ def build_header(
             f"{MAX_HEADER_BYTES}; choose a smaller max_shard_size"
         )
     return struct.pack("<Q", len(text)) + text
-
-
-def parse_json(text: bytes, what: str) -> dict[str, Any]:
-    """A JSON object in UTF-8, without a byte order mark, that names no key twice; `what` begins the message.
-
-    Raises:
-        CheckpointError: it is something else.
-    """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        out: dict[str, Any] = {}
-        for name, value in pairs:
-            if name in out:
-                raise CheckpointError(f"{what} names {name!r} twice")
-            out[name] = value
-        return out
-
-    try:
-        # json.loads guesses the encoding of bytes, and takes UTF-16 and 32, which other readers refuse.
-        parsed = json.loads(text.decode(), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{what} is not valid JSON ({error}); download it again") from error
-    if not isinstance(parsed, dict):
-        raise CheckpointError(f"{what} must be a JSON object, found {type(parsed).__name__}")
-    if rb"\u" in text:  # only so can half of a pair stand in UTF-8
-        try:
-            json.dumps(parsed, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise CheckpointError(f"{what} holds half of a surrogate pair, which no text can") from error
-    return parsed
 
 
 def _parse_entry(name: str, entry: Any, path: Path, data_start: int) -> TensorInfo:

@@ -12,13 +12,13 @@ because a setting that is quietly ignored gives a model that is quietly wrong.
 """
 
 import copy
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from liger_models.convert.config.rope_config import is_finite, is_nested, read_rope
 from liger_models.convert.errors import ConfigError, abbreviate
+from liger_models.convert.json_file import read_json
 
 REQUIRED: Any = object()
 
@@ -76,26 +76,15 @@ class HFConfig:
                 refuses unless it is 0.
 
         Raises:
-            ConfigError: the file is missing or is not a JSON object, or `model_type` is missing.
+            ConfigError: the file is missing or is not a JSON object, names a key twice, or `model_type` is
+                missing.
         """
         if isinstance(path_or_dict, Mapping):
             return cls(copy.deepcopy(dict(path_or_dict)), "config", ignore_config_keys, dropout)
         path = Path(path_or_dict)
         if path.is_dir():
             path = path / "config.json"
-        try:
-            if path.exists() and not path.is_file():  # a pipe or a device might never end
-                raise OSError("it is no file")
-            raw = json.loads(path.read_text(encoding="utf-8"))
-            json.dumps(raw, ensure_ascii=False).encode()  # half of a surrogate pair could not be told of
-        except OSError as error:
-            raise ConfigError(
-                f"{path}: cannot be read ({error.strerror or error}); expected the config.json of a model"
-            ) from error
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}: is not valid JSON ({error})") from error
-        if not isinstance(raw, dict):
-            raise ConfigError(f"{path}: expected a JSON object, found {type(raw).__name__}")
+        raw = read_json(path, ConfigError)
         return cls(raw, str(path), ignore_config_keys, dropout)
 
     def with_raw(self, raw: Mapping[str, Any]) -> "HFConfig":
@@ -173,7 +162,10 @@ class HFConfig:
         """
         value = self.take(key, default)
         good = is_finite(value) and (value > 0 if positive else value >= 0)
-        return self._checked(key, value, good, f"a finite number {'above 0' if positive else 'of 0 or more'}")
+        expected = f"a finite number {'above 0' if positive else 'of 0 or more'}"
+        if type(value) in (int, float) and value >= 2**63:
+            expected += ", below 2^63"
+        return self._checked(key, value, good, expected)
 
     def take_flag(self, key: str, default: bool) -> bool:
         """As `take`, of a key that is true or false.

@@ -6,7 +6,6 @@ Old: `rope_theta`, `rope_scaling` and `partial_rotary_factor` at the top level. 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol, TypeGuard
 
@@ -63,6 +62,7 @@ _ROPE_ALIASES = {"su": "longrope", "mrope": "default"}
 _THETA_KEYS = ("rope_theta", "rotary_emb_base")
 _PARTIAL_KEYS = ("partial_rotary_factor", "rotary_pct")
 _NO_EFFECT = frozenset({"finetuned"})
+_SHARES = frozenset({"partial_rotary_factor"})
 # What frequencies and lengths are divided by, or whose logarithm is taken.
 _POSITIVE = frozenset({"rope_theta", "factor", "original_max_position_embeddings"})
 
@@ -284,14 +284,16 @@ def _checked(c: Keys, where: str, key: str, value: Any, kinds: tuple[type, ...])
         raise ConfigError(f"{c.name}: {key} of {where} must be {expected}, found {abbreviate(value)}")
     if kinds in (_NUMBER, (int,)) and value < 0:
         raise ConfigError(f"{c.name}: {key} of {where} must not be negative, found {abbreviate(value)}")
+    if key in _SHARES and value > 1:
+        raise ConfigError(f"{c.name}: {key} of {where} must be at most 1, found {abbreviate(value)}")
     if key in _POSITIVE and value == 0:
         raise ConfigError(f"{c.name}: {key} of {where} must be above 0")
     return value
 
 
 def is_finite(value: Any) -> bool:
-    """Whether this is a number that a float can hold: NaN, infinities and 1 with 400 zeros are none."""
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+    """Whether this is a number below 2^63: torch takes no larger whole ones, and no model needs them."""
+    return type(value) in (int, float) and abs(value) < 2**63
 
 
 def _check_object(c: Keys, where: str, value: Any) -> None:

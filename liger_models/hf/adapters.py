@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.checkpoints.weight_map import Ref
 from liger_models.convert.errors import CheckpointError
+from liger_models.convert.json_file import read_json
 from liger_models.layers.experts.moe import Experts
 from liger_models.layers.projections.packed_linear import PackedLinear
 
@@ -89,7 +90,7 @@ def load_adapter(model: nn.Module, folder: str | Path, **options: Any) -> Any:
 
     from liger_models.hf.expert_adapters import stack_single_experts, stacks_by_names
 
-    config = json.loads((Path(folder) / CONFIG).read_text(encoding="utf-8"))
+    config = read_json(Path(folder) / CONFIG)
     tensors = load_file(Path(folder) / TENSORS)
     packed = _packed(model)
     made = stack_single_experts(model, tensors, functools.partial(_scale, config))

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.errors import ConfigError, DataError, UnsupportedModelError
+from liger_models.convert.json_file import read_json
 from liger_models.images.files import ImageSource, Video, open_image
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import ModelSpec
@@ -276,9 +277,9 @@ def _named(folder: Path) -> dict[str, str]:
         if not path.is_file():
             continue
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = read_json(path, DataError)
             content = {**content, **(content.get("image_processor") or {})}
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        except TypeError as error:
             raise DataError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
         found |= {key: content[key] for key in _CLASSES if content.get(key)}
     if not found:

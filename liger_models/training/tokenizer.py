@@ -1,9 +1,9 @@
 """Text to token ids, and conversations to text, from a Hugging Face tokenizer's files.
 
-Read: tokenizer.json (the `tokenizers` format); bos and eos from tokenizer_config.json, else from
-special_tokens_map.json, config.json or generation_config.json; the chat template (chat_template.py) from
-chat_template.jinja, else from chat_template.json, where older processors have it, else from
-tokenizer_config.json; others by name beside it.
+Read: tokenizer.json (the `tokenizers` format); bos and eos from tokenizer_config.json (where it has no
+added_tokens_decoder, first from special_tokens_map.json), else from config.json or generation_config.json;
+the chat template (chat_template.py) from chat_template.jinja, else from chat_template.json, where older
+processors have it, else from tokenizer_config.json; others by name beside it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_models.convert.errors import DataError, abbreviate
+from liger_models.convert.json_file import read_json
 from liger_models.images.processor import FILES as PROCESSOR_FILES
 from liger_models.spans import tokens_within
 from liger_models.training.chat_template import NOTHING, ChatTemplate
@@ -69,7 +70,10 @@ class TextTokenizer:
         self.backend.no_truncation()  # both would lose or invent tokens without a word
         self.backend.no_padding()
         self.vocab_size = 1 + max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
-        self._config = self._json("special_tokens_map.json") | self._json("tokenizer_config.json")
+        self._config = self._json("tokenizer_config.json")
+        if "added_tokens_decoder" not in self._config:
+            # An older folder, in which transformers lets this file go before the config.
+            self._config |= self._json("special_tokens_map.json")
         self.bos_id = self._special("bos_token")
         self.eos_id = self._special("eos_token")
         self.pad_id = self._special("pad_token")
@@ -252,10 +256,4 @@ class TextTokenizer:
         path = self.folder / name
         if not path.is_file():
             return {}
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise DataError(f"{path} is not valid JSON: {error}") from error
-        if not isinstance(content, dict):
-            raise DataError(f"{path} must be a JSON object, found {abbreviate(content)}")
-        return content
+        return read_json(path, DataError)

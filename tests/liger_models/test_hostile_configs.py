@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import liger_models
+from liger_models.architectures import find_architecture
 from liger_models.convert.errors import CheckpointError, ConfigError, LigerModelsError
 
 SHAPE = {
@@ -94,6 +95,49 @@ def test_huge_numbers_are_clear_errors(load_with, key, value):
     assert small or key in str(error.value) or "not valid JSON" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "error"),
+    [
+        ("rms_norm_eps", "1" + "0" * 30, "rms_norm_eps must be a finite number of 0 or more, below 2"),
+        ("rms_norm_eps", "1e300", "rms_norm_eps must be a finite number of 0 or more, below 2"),
+        ("rope_theta", "1e308", "rope_theta of .* must be a number"),
+        ("rope_scaling", '{"type": "linear", "factor": 1' + "0" * 30 + "}", "factor of rope_scaling must be"),
+        ("partial_rotary_factor", "1e308", "must be a number"),
+        ("partial_rotary_factor", "1.5", "partial_rotary_factor of .* must be at most 1, found 1.5"),
+    ],
+)
+def test_numbers_that_no_model_has_are_refused(load_with, key, value, error):
+    with pytest.raises(ConfigError, match=error):
+        load_with(**{key: value})
+
+
+def test_a_family_whose_heads_turn_in_part_refuses_more_than_the_whole():
+    tiny = find_architecture("glm").tiny
+    for share in (1.5, 1e308):
+        rope = tiny["rope_parameters"] | {"partial_rotary_factor": share}
+        with pytest.raises(ConfigError, match="partial_rotary_factor of rope_parameters must be"):
+            liger_models.from_config(tiny | {"rope_parameters": rope}, device="meta")
+
+
+def test_a_key_that_stands_twice_is_refused(checkpoint, tmp_path):
+    """Python takes the last one, other readers the first."""
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes(
+            (checkpoint / name).read_bytes() if (checkpoint / name).exists() else b"{}"
+        )
+    liger_models.from_hub(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 1, "eos_token_id": 2}')
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: names 'eos_token_id' twice"):
+        liger_models.from_hub(tmp_path).special_id("eos_token_id")
+    text = json.dumps(SHAPE | {"rope_theta": 1e4})
+    (tmp_path / "config.json").write_text(text[:-1] + ', "rope_theta": 5e5}')
+    with pytest.raises(ConfigError, match=r"config\.json: names 'rope_theta' twice"):
+        liger_models.from_hub(tmp_path)
+    (tmp_path / "config.json").write_text(text[:-1] + ', "rope_parameters": {"factor": 1, "factor": 2}}')
+    with pytest.raises(ConfigError, match=r"config\.json: names 'factor' twice"):
+        liger_models.from_hub(tmp_path)
+
+
 def test_sizes_whose_product_overflows_are_clear_errors(load_with):
     most = str(2**31 - 1)
     with pytest.raises((ConfigError, CheckpointError), match=r"other shapes|cannot be laid out"):
@@ -102,6 +146,6 @@ def test_sizes_whose_product_overflows_are_clear_errors(load_with):
 
 @pytest.mark.parametrize("text", [r'"\ud800"', r'{"\udfff": 1}', r'["x\ud800"]'])
 def test_text_that_cannot_be_printed_is_refused(load_with, text):
-    with pytest.raises(ConfigError, match="surrogates not allowed") as error:
+    with pytest.raises(ConfigError, match="holds half of a surrogate pair") as error:
         load_with(architectures=text)
     str(error.value).encode()

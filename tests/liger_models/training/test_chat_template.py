@@ -112,10 +112,10 @@ def test_a_template_gets_what_transformers_gives_it(tokenizer_folder, tmp_path):
     named = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "image_token": "<|image|>"}
     [[expected], _] = rendering.render_jinja_template([CHAT[:1]], chat_template=template, **named)
     tokenizer = template_folder(tokenizer_folder, tmp_path, template)
-    config = {"bos_token": "<s>", "extra_special_tokens": {"image_token": "<|image|>"}, "add_bos_token": True}
+    config = {"bos_token": "<x>", "extra_special_tokens": {"image_token": "<|image|>"}, "add_bos_token": True}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "special_tokens_map.json").write_text(
-        json.dumps({"bos_token": "<x>", "eos_token": "</s>", "pad_token": {"content": "<pad>"}})
+        json.dumps({"bos_token": "<s>", "eos_token": "</s>", "pad_token": {"content": "<pad>"}})
     )
     before, tokenizer = tokenizer.digest(), TextTokenizer(tmp_path)
     assert tokenizer.render(CHAT[:1])[0] == expected

@@ -1,0 +1,50 @@
+"""Tokenizer folders of every age name the special tokens that transformers reads from them."""
+
+import json
+import shutil
+
+import pytest
+
+from liger_models.convert.errors import DataError
+from liger_models.training.tokenizer import TextTokenizer
+
+USER = "<|user|>"
+CASES = {
+    "no map": ({"eos_token": "</s>"}, None),
+    "a map goes before the config": ({"eos_token": "</s>"}, {"eos_token": USER}),
+    "a map of objects": ({"eos_token": "</s>"}, {"eos_token": {"content": USER, "lstrip": False}}),
+    "a null in the map": ({"eos_token": "</s>", "bos_token": "<s>"}, {"bos_token": None}),
+    "a map alone": ({}, {"eos_token": USER}),
+    "a newer config goes before the map": (
+        {"eos_token": "</s>", "added_tokens_decoder": {"1": {"content": "</s>", "special": True}}},
+        {"eos_token": USER},
+    ),
+    "a newer config is all there is": (
+        {"added_tokens_decoder": {"1": {"content": "</s>", "special": True}}},
+        {"eos_token": USER},
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "special"), CASES.values(), ids=CASES)
+def test_special_tokens_are_those_that_transformers_reads(tokenizer_folder, tmp_path, config, special):
+    transformers = pytest.importorskip("transformers")
+    folder = shutil.copytree(tokenizer_folder, tmp_path / "tokenizer")
+    config = {**config, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    if special is not None:
+        (folder / "special_tokens_map.json").write_text(json.dumps(special))
+    expected = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    found = TextTokenizer(folder)
+    assert (found.bos_id, found.eos_id) == (expected.bos_token_id, expected.eos_token_id)
+    named = {"bos_token": "", "eos_token": "", **expected.special_tokens_map}
+    assert found._special_tokens() == named
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_a_key_that_stands_twice_is_refused(tokenizer_folder, tmp_path, name):
+    folder = shutil.copytree(tokenizer_folder, tmp_path / "tokenizer")
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    (folder / name).write_text('{"eos_token": "</s>", "eos_token": "<s>"}')
+    with pytest.raises(DataError, match=f"{name}: names 'eos_token' twice"):
+        TextTokenizer(folder)
