@@ -57,6 +57,19 @@ class Decoder(nn.Module):
     _before_checkpointing: _Levels | None = None  # while a trainer has it enabled
     _disabled_levels: tuple[_Levels, ...] = ()  # for each time that a trainer has disabled it, until enabled
 
+    def _replicate_for_data_parallel(self) -> Any:
+        """Called by torch.nn.DataParallel on each module that it copies.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "torch.nn.DataParallel copies a model each step into modules without parameters, which models "
+            "here do not support; Trainer uses it when its process sees several GPUs. Start one process "
+            "for each GPU (torchrun --nproc-per-node N script.py, or accelerate launch), or let the "
+            "process see one GPU (CUDA_VISIBLE_DEVICES=0)"
+        )
+
     def make_decoder(self, spec: ModelSpec, attention: AttentionBackend = "auto") -> None:
         """The parts of a spec.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 import torch.nn.functional as F
 from hf_pairs import BOUND, relative_distance
 from trainer_parts import LENGTH, PLAIN, ROWS, make_rows
+
+import liger_models
+from liger_models.architectures import find_architecture
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -261,3 +265,23 @@ def test_accelerates_bf16_is_autocast(make_both, batch):
     theirs = accelerator.prepare(both.reference.train())(**batch).loss
     # Products of bfloat16 round 2^-9 of their terms; over a dozen tokens that is less than 2^-7 of a loss.
     assert relative_distance(found.loss, theirs) <= 2**-7
+
+
+@pytest.mark.parametrize("kind", ["transformers", "adapted", "native"])
+def test_data_parallel_of_one_process_names_what_to_do(kind, make_both, monkeypatch):
+    """Trainer wraps a model in it when its process sees several GPUs. Copies between GPUs are those of a CPU
+    here: what is called on the modules is torch's own.
+    """
+    model = make_both("llama").ours
+    if kind == "native":
+        model = liger_models.from_config(find_architecture("llama").tiny, device="cpu")
+    if kind == "adapted":
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["o_proj"]))
+
+    def copies(tensors, devices, detach=False):
+        return [[tensor.clone() for tensor in tensors] for _ in devices]
+
+    monkeypatch.setattr(sys.modules["torch.nn.parallel.replicate"], "_broadcast_coalesced_reshape", copies)
+    with pytest.raises(RuntimeError, match=r"DataParallel.*torchrun.*CUDA_VISIBLE_DEVICES"):
+        torch.nn.parallel.replicate(model, [0, 1])
