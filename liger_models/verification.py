@@ -120,14 +120,12 @@ def verify_numbers(folder: Path) -> Comparison:
 def _call_of(spec: ModelSpec, folder: Path) -> tuple[dict[str, Any], int]:
     """Random rows of one length, and how many images stand in them."""
     length = min(LENGTH, spec.position_limit or LENGTH)
+    generator = torch.Generator().manual_seed(0)
     if spec.vision is None:
-        generator = torch.Generator().manual_seed(0)
         ids = torch.randint(spec.vocab_size, (ROWS, length), generator=generator)
         return {"input_ids": ids, "labels": ids}, 0
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        documents = documents_with_images(spec)
-        call = Scenes(spec, HFConfig.load(folder).raw).make_even(documents)
+    documents = documents_with_images(spec)
+    call = Scenes(spec, HFConfig.load(folder).raw, generator).make_even(documents)
     return call, sum(isinstance(piece, Image) for document in documents for piece in document)
 
 

@@ -350,9 +350,10 @@ def check_parameters(parameters: Mapping[str, Tensor], weight_map: WeightMap) ->
 
 
 def _progress_bar(total: int, enabled: bool) -> Any:
-    from tqdm import tqdm
+    from liger_models.convert.progress import ProgressBar
 
-    return tqdm(total=total, unit="B", unit_scale=True, desc="loading", delay=1.0, disable=not enabled)
+    options = {"unit": "B", "unit_scale": True, "desc": "loading", "delay": 1.0}
+    return ProgressBar(total=total, disable=not enabled, **options)
 
 
 # -------------------------------------------------------------------------------------------------- verifying

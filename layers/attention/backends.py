@@ -11,11 +11,11 @@ Soft cap and sinks: see kernels/attention/flash_attention.py.
 
 | backend  | does                                 | what it is                                            |
 |----------|--------------------------------------|-------------------------------------------------------|
-| `sdpa`   | equal documents without a window     | torch's scaled_dot_product_attention, cuDNN first     |
+| `sdpa`   | equal documents without a window     | torch's own kernels, cuDNN first: fused.py            |
 | `varlen` | documents, windows; a GPU, 16 bits   | torch.nn.attention.varlen (FlashAttention 2)          |
 | `flash`  | causal, no soft cap; Hopper, 16 bits | FlashAttention 4, if asked for: flash.py              |
 | `triton` | all, in heads of up to 512           | our own kernel: kernels/attention/                    |
-| `masked` | documents, windows; memory T^2       | scaled_dot_product_attention with a mask              |
+| `masked` | documents, windows; memory T^2       | torch's own kernels with a mask: fused.py             |
 | `eager`  | all; memory T^2 heads                | the plain twin: the formula above                     |
 
 `auto` chooses, of those that can do what is asked:
@@ -42,14 +42,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from liger_models.kernels import KeyRanges, attention
 from liger_models.kernels._dispatch import use_triton
@@ -60,6 +57,7 @@ from liger_models.kernels.attention.flash_attention import (
 )
 from liger_models.kernels.attention.visible_keys import visible_keys
 from liger_models.layers.attention.flash import flash_attention
+from liger_models.layers.attention.fused import cudnn_takes, masked_attention, unmasked_attention
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import AttentionSpec
 
@@ -67,14 +65,6 @@ AttentionBackend = Literal["auto", "sdpa", "varlen", "flash", "triton", "masked"
 BACKENDS: tuple[AttentionBackend, ...] = ("auto", "sdpa", "varlen", "flash", "triton", "masked", "eager")
 
 WITH_TREES = ("triton", "masked", "eager")
-_UNMASKED = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
-# cuDNN's backward has given NaN with a mask for some lengths, so it is not asked.
-_MASKED = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def attend(
@@ -216,8 +206,7 @@ def attend_cached(
     q = q.unflatten(0, sees.shape[:2]).transpose(1, 2)  # [batch, heads, new, dim]
     keys, values, sees = keys.transpose(1, 2), values.transpose(1, 2), sees[:, None].to(q.device)
     if _is_plain_softmax(spec):
-        with sdpa_kernel(_MASKED) if q.is_cuda and not torch.compiler.is_compiling() else nullcontext():
-            out = _grouped_sdpa(q, keys, values, spec, sees)
+        out = _grouped_sdpa(q, keys, values, spec, sees)
     else:
         groups = (spec.num_key_value_heads, -1)
         new = q.shape[2]
@@ -240,7 +229,11 @@ def _choose(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Seq
     if sequences.tree is not None:
         return "triton" if ours else "masked" if plain else "eager"
     usual = q.shape[-1] == v.shape[-1] <= 256
-    if plain and _is_unmasked(spec, sequences) and (usual or not ours or _cudnn_takes(q, k, v, sequences)):
+    if (
+        plain
+        and _is_unmasked(spec, sequences)
+        and (usual or not ours or _cudnn_takes(q, k, v, spec, sequences))
+    ):
         return "sdpa"
     if ours:
         return "triton"
@@ -250,12 +243,9 @@ def _choose(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Seq
     return "eager"
 
 
-def _cudnn_takes(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> bool:
+def _cudnn_takes(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Sequences) -> bool:
     q, k, v = (x.unflatten(0, sequences.shape).transpose(1, 2) for x in (q, k, v))
-    grouped = q.shape[1] != k.shape[1]
-    return q.is_cuda and torch.backends.cuda.can_use_cudnn_attention(
-        torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, grouped)
-    )
+    return cudnn_takes(q, k, v, spec.causal)
 
 
 def _is_plain_softmax(spec: AttentionSpec) -> bool:
@@ -277,12 +267,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Seque
     # Views all the way: [T, heads, dim] -> [batch, heads, seq, dim] without a copy, also out of a packed
     # q|k|v row.
     q, k, v = (x.unflatten(0, sequences.shape).transpose(1, 2) for x in (q, k, v))
-    if q.is_cuda and not torch.compiler.is_compiling():
-        with sdpa_kernel(_UNMASKED, set_priority=True):
-            out = _grouped_sdpa(q, k, v, spec, None)
-    else:
-        out = _grouped_sdpa(q, k, v, spec, None)
-    return out.transpose(1, 2).flatten(0, 1)
+    return _grouped_sdpa(q, k, v, spec, None).transpose(1, 2).flatten(0, 1)
 
 
 def _triton(
@@ -302,12 +287,7 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Seq
     else:
         mask = visible(spec, sequences)
     q, k, v = (x.unflatten(0, rows).transpose(1, 2) for x in (q, k, v))
-    if q.is_cuda and not torch.compiler.is_compiling():
-        with sdpa_kernel(_MASKED):
-            out = _grouped_sdpa(q, k, v, spec, mask)
-    else:
-        out = _grouped_sdpa(q, k, v, spec, mask)
-    return out.transpose(1, 2).flatten(0, 1)
+    return _grouped_sdpa(q, k, v, spec, mask).transpose(1, 2).flatten(0, 1)
 
 
 def _beside_padding(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Sequences) -> Tensor:
@@ -323,9 +303,7 @@ def _beside_padding(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequen
     pads = sequences.pads.view(sequences.shape)
     mask = ~(pads[:, None, :, None] & pads[:, None, None, :])
     q, k, v = (x.unflatten(0, sequences.shape).transpose(1, 2) for x in (q, k, v))
-    with sdpa_kernel(_MASKED) if q.is_cuda and not torch.compiler.is_compiling() else nullcontext():
-        out = _grouped_sdpa(q, k, v, spec, mask)
-    return out.transpose(1, 2).flatten(0, 1)
+    return _grouped_sdpa(q, k, v, spec, mask).transpose(1, 2).flatten(0, 1)
 
 
 def _boundaries_are_at_hand(q: Tensor, sequences: Sequences) -> bool:
@@ -363,17 +341,16 @@ def _grouped_sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, mask: Te
     if groups > 1 and q.shape[2] == 1 and mask is not None:
         # One query sees what the others of its group see: they are so many queries of one head.
         q = q.unflatten(1, (spec.num_key_value_heads, groups)).squeeze(3)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scale)
+        out = masked_attention(q, k, v, mask, spec.scale)
         return out.flatten(1, 2).unsqueeze(2)
     unusual = mask is not None or q.dtype == torch.float32 or q.shape[-1] != v.shape[-1] or q.shape[-1] > 256
     if groups > 1 and unusual:
         # The kernels that take a mask, float32 or heads like these do not know grouped heads, and the
         # fallback would keep all the scores.
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        groups = 1
-    return F.scaled_dot_product_attention(
-        q, k, v, mask, is_causal=mask is None and spec.causal, scale=spec.scale, enable_gqa=groups > 1
-    )
+    if mask is not None:
+        return masked_attention(q, k, v, mask, spec.scale)
+    return unmasked_attention(q, k, v, spec.scale, spec.causal)
 
 
 def _aligned(x: Tensor) -> Tensor:

@@ -10,14 +10,12 @@ in one row each meets its own images alone: the work is the sum of theirs, not t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from liger_models.layers.attention.backends import AttentionBackend
+from liger_models.layers.attention.fused import masked_attention
 from liger_models.layers.memory.activation_memory import ActivationMemory
 from liger_models.layers.norm import make_norm
 from liger_models.layers.projections.linear import Linear
@@ -113,8 +111,7 @@ class CrossAttention(nn.Module):
         groups = self.spec.num_attention_heads // self.spec.num_key_value_heads
         k, v = (y.repeat_interleave(groups, dim=2).transpose(1, 2) for y in (k, v))
         mask = mask.repeat_interleave(k.shape[2] // mask.shape[2], dim=2)[:, None]
-        with sdpa_kernel(_MASKED) if q.is_cuda and not torch.compiler.is_compiling() else nullcontext():
-            out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, scale=self.spec.scale)
+        out = masked_attention(q.transpose(1, 2), k, v, mask, self.spec.scale)
         return out.transpose(1, 2)
 
     def new_cache(
@@ -139,6 +136,3 @@ class CrossAttention(nn.Module):
     def extra_repr(self) -> str:
         spec = self.spec
         return f"heads={spec.num_attention_heads}/{spec.num_key_value_heads}, head_dim={spec.head_dim}"
-
-
-_MASKED = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

@@ -101,10 +101,8 @@ class Workshop:
         """Random ids, with images among them where the family sees."""
         if self.spec.vision is None:
             return {"input_ids": self.random_ids(rows, length)}
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(2)
-            documents = documents_with_images(self.spec)
-            call = Scenes(self.spec, self.architecture.tiny).make_even((documents * rows)[:rows])
+        scenes = Scenes(self.spec, self.architecture.tiny, torch.Generator().manual_seed(2))
+        call = scenes.make_even((documents_with_images(self.spec) * rows)[:rows])
         return {name: x for name, x in call.items() if name != "labels"}
 
     @cached_property

@@ -6,7 +6,7 @@
 
 A document is a list of pieces: a number stands for so many tokens of text, anything else for a picture, whose
 size is in patches, and to be a multiple of what the projector merges. A family whose images have one size
-gives them that one. Random numbers are torch's, of its default generator.
+gives them that one.
 """
 
 from __future__ import annotations
@@ -73,11 +73,12 @@ class Scenes:
     Args:
         spec: the model's.
         config: its config.json.
+        generator: of the random numbers, on the CPU; torch's default one if None.
     """
 
-    def __init__(self, spec: ModelSpec, config: Mapping[str, Any]):
+    def __init__(self, spec: ModelSpec, config: Mapping[str, Any], generator: torch.Generator | None = None):
         self.vision: Any = spec.vision
-        self.vocab_size, self.config = spec.vocab_size, config
+        self.vocab_size, self.config, self.generator = spec.vocab_size, config, generator
 
     def make(self, documents: Sequence[Document], padding: str = "right") -> dict[str, Any]:
         """A call of a batch whose rows are these documents, with images for videos where none are known.
@@ -139,8 +140,11 @@ class Scenes:
 
     def _words(self, count: int) -> list[int]:
         """Random ids, none of which stands for an image."""
-        ids = torch.randint(FIRST_OF_TEXT, self.vocab_size, (count,))
+        ids = torch.randint(FIRST_OF_TEXT, self.vocab_size, (count,), generator=self.generator)
         return ids.where(self.kinds(ids) == 0, WORD).tolist()
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator)
 
     def _kinds_keyword(self, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
         if self.vision.kinds is None:
@@ -171,7 +175,7 @@ class Scenes:
         ratios, filled = torch.zeros(rows, most).long(), torch.zeros(rows, most, spec.tiles).long()
         seen = torch.zeros(*ids.shape, most, spec.tiles).long()
         size = spec.image_size
-        pixels = 0.1 * torch.randn(rows, most, spec.tiles, spec.patches.channels, size, size)
+        pixels = 0.1 * self._normal(rows, most, spec.tiles, spec.patches.channels, size, size)
         filled[..., 0] = 1
         for row, own in enumerate(images):
             starts = (ids[row] == spec.image_id).nonzero()[:, 0].tolist()
@@ -198,7 +202,7 @@ class Scenes:
                 call[grids] = torch.tensor(own)
                 patches = int(call[grids].prod(1).sum())
                 # Small beside the eps of the norms, so that these matter.
-                call[pixels] = 0.1 * torch.randn(patches, self.vision.patches.width)
+                call[pixels] = 0.1 * self._normal(patches, self.vision.patches.width)
         videos = [piece.seconds for piece in pieces if isinstance(piece, Video)]
         timed = self.vision.positions is not None and self.vision.positions.tokens_per_second
         return call | ({"second_per_grid_ts": torch.tensor(videos)} if videos and timed else {})
@@ -208,7 +212,7 @@ class Scenes:
         size, grids = self.vision.patches.size, torch.tensor([self._grid(image)[1:] for image in pieces])
         sizes = grids * size + torch.tensor([1, 0])
         canvas = (max(LEAST_SIDE, int(side) + 1) * size for side in grids.amax(0))
-        pixels = 0.1 * torch.randn(len(pieces), self.vision.patches.channels, *canvas)
+        pixels = 0.1 * self._normal(len(pieces), self.vision.patches.channels, *canvas)
         return {"pixel_values": pixels, "image_sizes": sizes}
 
     def _placed(self, pieces: list[Piece]) -> dict[str, Any]:
@@ -223,7 +227,7 @@ class Scenes:
             if not own:
                 continue
             pictures = [(h, w) for t, h, w in own for _ in range(t)]
-            call[pixels] = 0.5 + 0.1 * torch.randn(len(pictures), most, self.vision.patches.width)
+            call[pixels] = 0.5 + 0.1 * self._normal(len(pictures), most, self.vision.patches.width)
             call[ids] = torch.full((len(pictures), most, 2), -1)
             for places, (h, w) in zip(call[ids], pictures, strict=True):
                 row, column = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
@@ -234,7 +238,7 @@ class Scenes:
 
     def _squares(self, pieces: list[Piece]) -> dict[str, Any]:
         size = self.vision.pictures.size
-        return {"pixel_values": 0.1 * torch.randn(len(pieces), self.vision.patches.channels, size, size)}
+        return {"pixel_values": 0.1 * self._normal(len(pieces), self.vision.patches.channels, size, size)}
 
     def _anyres(self, pieces: list[Piece]) -> dict[str, Any]:
         """Images with tiles to spare."""
@@ -243,10 +247,10 @@ class Scenes:
         images = [piece for piece in pieces if isinstance(piece, Image)]
         videos = [piece for piece in pieces if isinstance(piece, Video)]
         if images:
-            call["pixel_values"] = 0.1 * torch.randn(len(images), 9, *shape)
+            call["pixel_values"] = 0.1 * self._normal(len(images), 9, *shape)
             call["image_sizes"] = torch.tensor([[image.height * 3, image.width * 3] for image in images])
         if videos:
-            call["pixel_values_videos"] = 0.1 * torch.randn(len(videos), videos[0].steps, *shape)
+            call["pixel_values_videos"] = 0.1 * self._normal(len(videos), videos[0].steps, *shape)
         return call
 
     def _of_tiles(self, piece: Image | Video, images: int) -> list[int]:

@@ -58,6 +58,7 @@ from liger_models.training.metrics import (
 from liger_models.training.objectives import make_objective
 from liger_models.training.optimizer import build_adamw, learning_rate
 from liger_models.training.profiling import StepProfiler
+from liger_models.training.random_numbers import random_states, restored_random_states, seed_generators
 from liger_models.training.reference import add_reference
 from liger_models.training.resuming import check_resumed, find_checkpoint
 from liger_models.training.run_folder import abandon_after, locked
@@ -120,6 +121,7 @@ def train(config: TrainConfig) -> TrainResult:
     with (
         lock,
         World(config.device, *shares) as world,
+        restored_random_states(world.device),
         Watch(world, config.hang_timeout) as watch,
     ):
         run = Run(config, world, watch)
@@ -146,7 +148,7 @@ class Run:
         # Before a device is touched: of what cannot be used one learns at once.
         spec = read_spec(config, self.tokenizer, checkpoint)
         self.documents, self.held_out = load_data(config, world, spec, self.tokenizer)
-        torch.manual_seed(config.seed)  # fresh weights are the same in every rank
+        seed_generators(config.seed, world.device)  # fresh weights are the same in every rank
         loaded = load_model(config, world, self.tokenizer, checkpoint)
         self.model, self.adapters, self.flops, self.size = loaded
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -270,7 +272,7 @@ class Run:
         config, world = self.config, self.world
         number = self.progress.step + 1
         self.watch.mark(f"step {number}, reading its data")
-        data, put_back = next(self.steps), states.random_states(world.device)
+        data, put_back = next(self.steps), random_states(world.device)
         sums = self.tally.zeros()
         self.objective.begin_step(self.model, ((batch, True) for batch in data.batches), world.device)
         for k, batch in enumerate(data.batches):

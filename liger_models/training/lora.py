@@ -24,6 +24,7 @@ from liger_models.convert.checkpoints.reading import CheckpointReader
 from liger_models.convert.checkpoints.weight_map import Ref
 from liger_models.convert.errors import CheckpointError, ConfigError
 from liger_models.quantization import dequantised
+from liger_models.training.random_numbers import seed_generators
 
 ALL = "all-linear"
 TENSORS = "adapter_model.safetensors"
@@ -126,7 +127,7 @@ class Adapters:
             base_model_name_or_path=base,
         )
         model.requires_grad_(False)
-        torch.manual_seed(seed)
+        seed_generators(seed, next(model.parameters()).device)
         # A list would be of endings: `layers.0.mlp.down_proj` is one of an encoder's layer too.
         own = {
             "target_modules": "|".join(map(re.escape, self.names)),

@@ -91,7 +91,7 @@ def _score(
     shares: bool,
 ) -> Tensor:
     """The log-probabilities of a corpus' groups, [groups, 2] float32, which the processes share out."""
-    from tqdm import tqdm
+    from liger_models.convert.progress import ProgressBar
 
     groups = Groups([Part(corpus)], model.spec.vision)
     groups.shares = shares
@@ -100,7 +100,7 @@ def _score(
     model.eval()
     with (
         aside,
-        tqdm(
+        ProgressBar(
             desc="reference",
             total=len(corpus),
             unit="group",

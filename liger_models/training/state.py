@@ -239,19 +239,6 @@ def restore(
     return Progress(state["step"], state["tokens"], Position(**state["position"]))
 
 
-def random_states(device: torch.device) -> Callable[[], None]:
-    """What puts torch's random numbers back to where they stand now."""
-    on_host = torch.get_rng_state()
-    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def put_back() -> None:
-        torch.set_rng_state(on_host)
-        if on_device is not None:
-            torch.cuda.set_rng_state(on_device, device)
-
-    return put_back
-
-
 def _read(reader: CheckpointReader, info: TensorInfo, parameter: Tensor, device: str | None) -> Tensor:
     """A tensor of a parameter's state, on `device` or where the parameter is; of one that is divided over
     processes what this one has of it.

@@ -171,12 +171,12 @@ class World:
 
     @contextlib.contextmanager
     def bar(self, total: int, done: int) -> Iterator[Any]:
-        from tqdm import tqdm
+        from liger_models.convert.progress import ProgressBar
 
         terminal: TextIO = sys.stderr
         # In a log file every redraw is a line: let them come seldom.
         interval = 0.2 if terminal.isatty() else 10.0
-        with tqdm(
+        with ProgressBar(
             total=total,
             initial=done,
             unit="step",

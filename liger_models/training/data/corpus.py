@@ -26,7 +26,6 @@ import hashlib
 import json
 import mmap
 import sys
-import warnings
 from array import array
 from bisect import bisect_right
 from collections import Counter
@@ -222,23 +221,20 @@ def is_corpus(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
-def _memory_of(path: Path, size: int) -> mmap.mmap | bytes:
+def _memory_of(path: Path, size: int, access: int = mmap.ACCESS_READ) -> mmap.mmap | bytes:
     if path.stat().st_size != size:
         raise DataError(f"{path} has {path.stat().st_size:,} bytes, expected {size:,}: it is damaged")
     if size == 0:
         return b""
     with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+        return mmap.mmap(file.fileno(), size, access=access)
 
 
 def _mapped(path: Path, dtype: torch.dtype, count: int) -> Tensor:
-    """The file as a tensor, without numpy; torch.from_file asks for memory that could be written to."""
-    memory = _memory_of(path, count * dtype.itemsize)
-    if not memory:
-        return torch.empty(0, dtype=dtype)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*not writable")  # nor does anybody write
-        return torch.frombuffer(memory, dtype=dtype)
+    """The file as a tensor, without numpy."""
+    # torch warns of memory that cannot be written; nobody writes, and what were written would be a copy.
+    memory = _memory_of(path, count * dtype.itemsize, mmap.ACCESS_COPY)
+    return torch.frombuffer(memory, dtype=dtype) if memory else torch.empty(0, dtype=dtype)
 
 
 # ------------------------------------------------------------------------------------------------- writing

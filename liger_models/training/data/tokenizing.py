@@ -265,10 +265,10 @@ class Request:
 
     @contextlib.contextmanager
     def _bar(self) -> Iterator[Advance]:
-        from tqdm import tqdm
+        from liger_models.convert.progress import ProgressBar
 
         files = all(source.path for source in self.sources)
-        with tqdm(
+        with ProgressBar(
             desc="tokenizing",
             total=sum(source.size() for source in self.sources) if files else None,
             unit="B" if files else "row",

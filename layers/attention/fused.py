@@ -1,0 +1,92 @@
+"""Attention by torch's own kernels, each called as its operator.
+
+`scaled_dot_product_attention` chooses a kernel by flags and an order of preference that all code in the
+process shares. `torch.nn.attention.sdpa_kernel` changes them while it runs, and its `set_priority` can leave
+them changed for good: torch puts cuDNN first at the first attention on a GPU, and a context entered before
+that restores the order from before, which slows down every other model in the process. So the wanted kernel
+is called directly, and nothing is set. Whether it can run is asked of torch, which also knows what the user
+has disabled.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_efficient_attention
+
+_16_BITS = (torch.bfloat16, torch.float16)
+_ALIGNMENT = 8  # elements: rows of a mask in the memory-efficient kernel start at a multiple
+
+
+def unmasked_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
+    """Attention without a mask, by cuDNN where it can run, else by whichever kernel torch chooses.
+
+    Args:
+        q: [batch, heads, queries, dim]; k, v: [batch, kv_heads, keys, dim], or values of another size.
+        scale: factor of the scores.
+        causal: whether a query sees only the keys up to its own position.
+
+    Returns:
+        [batch, heads, queries, the size of v's heads].
+    """
+    if q.is_cuda and not torch.compiler.is_compiling():
+        q, k, v = _under_autocast(q, k, v)
+        if cudnn_takes(q, k, v, causal):
+            keep = _is_differentiated(q, k, v)
+            return torch._scaled_dot_product_cudnn_attention(
+                q, k, v, None, keep, 0.0, causal, False, scale=scale
+            )[0]
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Attention with a mask, never by cuDNN, whose backward has given NaN with a mask for some lengths.
+
+    Args:
+        q: [batch, heads, queries, dim]; k, v: [batch, heads, keys, dim], or values of another size.
+        mask: bool, true where a query sees a key; broadcast to [batch, heads, queries, keys].
+        scale: factor of the scores.
+
+    Returns:
+        [batch, heads, queries, the size of v's heads].
+    """
+    if not q.is_cuda or torch.compiler.is_compiling():
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+    q, k, v = _under_autocast(q, k, v)
+    if q.dtype not in _16_BITS:  # which cuDNN does not take
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+    bias = _bias(mask, q, k)
+    if can_use_efficient_attention(SDPAParams(q, k, v, bias, 0.0, False, False)):
+        keep = _is_differentiated(q, k, v)
+        return torch._scaled_dot_product_efficient_attention(q, k, v, bias, keep, 0.0, False, scale=scale)[0]
+    return torch._scaled_dot_product_attention_math(q, k, v, bias, 0.0, False, scale=scale)[0]
+
+
+def cudnn_takes(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
+    """Whether cuDNN can run attention without a mask on these, and is not disabled; shapes as above."""
+    grouped = q.shape[1] != k.shape[1]
+    return q.is_cuda and can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, causal, grouped))
+
+
+def _bias(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """The mask as what is added to scores, 0 or -inf [batch, heads, queries, keys], in aligned rows."""
+    keys = mask.shape[-1]
+    rows = q.new_zeros(*mask.shape[:-1], -(-keys // _ALIGNMENT) * _ALIGNMENT)
+    return rows[..., :keys].masked_fill_(~mask, -math.inf).expand(*q.shape[:3], k.shape[2])
+
+
+def _is_differentiated(*operands: Tensor) -> bool:
+    """Whether there will be a backward pass, which needs the log-sum-exp of the scores."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in operands)
+
+
+def _under_autocast(*operands: Tensor) -> tuple[Tensor, ...]:
+    """The operands as autocast casts them for scaled_dot_product_attention, but not for its kernels."""
+    if not torch.is_autocast_enabled("cuda"):
+        return operands
+    dtype = torch.get_autocast_dtype("cuda")
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in operands)

@@ -1,0 +1,99 @@
+"""What other code in the process can see is the same before, during and after each use of the library."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PACKAGE = ("kernels", "convert", "layers", "architectures", "liger_models")
+# Functions that change what a process shares, and the files that may call them.
+CHANGES = {
+    "sdpa_kernel": set(),
+    "catch_warnings": set(),
+    "simplefilter": set(),
+    "filterwarnings": set(),
+    "fork_rng": set(),
+    "putenv": set(),
+    "set_start_method": set(),
+    "set_default_dtype": set(),
+    "set_default_device": set(),
+    "set_float32_matmul_precision": set(),
+    "use_deterministic_algorithms": set(),
+    "set_num_threads": {"liger_models/training/data/pictured.py"},  # in processes of its own
+    "manual_seed": {"liger_models/training/random_numbers.py", "liger_models/cli/init.py"},
+}
+PROCESS = Path(__file__).with_name("neighbour_process.py")
+
+# What a step may do, and why. Anything else fails.
+CALLED = {
+    # A run is stopped by signals, and draws fresh weights and dropout from torch's generators: both are put
+    # back at its end.
+    "train": {"signal", "set_rng_state", "setstate"},
+    # transformers' own from_pretrained makes every model under its dtype.
+    "transformers": {"_set_default_dtype"},
+    # torch's checkpoint runs a layer again with the random numbers of the first run, for its dropout.
+    **{level: {"fork_rng", "set_rng_state"} for level in ("mlp", "checkpoint", "tiled", "offload")},
+}
+
+
+@pytest.fixture(scope="module")
+def told(tiny_checkpoint, tmp_path_factory):
+    """For each use, in a process of its own, what it left changed and which setters it called."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("matplotlib")
+    folder = tmp_path_factory.mktemp("neighbour")
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": "abc def " * n}) + "\n" for n in range(1, 30)))
+    output = str(folder / "run")
+    command = [sys.executable, str(PROCESS), str(tiny_checkpoint()), str(data), output]
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(Path(output + ".json").read_text())
+
+
+def test_nothing_is_left_changed_in_the_process(told):
+    assert {step: found["left"] for step, found in told.items() if found["left"]} == {}
+
+
+def test_nothing_is_changed_for_a_moment_either(told):
+    excess = {step: set(found["called"]) - CALLED.get(step, set()) for step, found in told.items()}
+    assert {step: names for step, names in excess.items() if names} == {}
+
+
+def calls(tree):
+    """The name of each function that is called, and whether as that of a generator made there."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            owner = getattr(node.func, "value", None)
+            name = getattr(node.func, "attr", None) or getattr(node.func, "id", None)
+            yield name, isinstance(owner, ast.Call)  # torch.Generator().manual_seed(0)
+
+
+def test_no_module_calls_what_changes_the_process():
+    """On a GPU too, whose code does not run here."""
+    found = [
+        (name, path.relative_to(ROOT).as_posix())
+        for part in PACKAGE
+        for path in sorted((ROOT / part).rglob("*.py"))
+        for name, own in calls(ast.parse(path.read_text(encoding="utf-8")))
+        if name in CHANGES and not own
+    ]
+    assert [(name, path) for name, path in found if path not in CHANGES[name]] == []
+
+
+def test_no_module_writes_the_environment():
+    found = []
+    for part in PACKAGE:
+        for path in sorted((ROOT / part).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                written = isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)
+                if written and ast.unparse(node.value) == "os.environ":
+                    found.append(path.name)
+    assert found == []
