@@ -11,11 +11,9 @@ What a batch is: `benchmarks/training/batches.py`. Tokens a second count tokens 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 from typing import Any
@@ -25,7 +23,7 @@ import torch
 from benchmarks.report import machine, markdown_table, publish
 from benchmarks.train import MODELS
 from benchmarks.training.batches import DATA, count_tokens, make_batch
-from benchmarks.training.step import mark, milliseconds
+from benchmarks.training.peer import summary, time_steps
 from liger_models.quantization import METHODS, quantise
 
 SUMMARY = "a training step with LoRA beside transformers and PEFT, and with liger-kernel"
@@ -145,25 +143,11 @@ def _train(job: dict[str, Any]) -> dict[str, Any]:
         batch, tokens = make_batch(*asked, device), count_tokens(*asked)
         if cuda:
             torch.cuda.reset_peak_memory_stats(device)
-        losses, marks = [], [mark(cuda)]
-        for _ in range(job["warmup"] + job["steps"]):
-            loss = model(**batch).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            losses.append(loss.detach())
-            marks.append(mark(cuda))
-        if cuda:
-            torch.cuda.synchronize(device)
+        times, losses = time_steps(model, optimizer, batch, job["warmup"], job["steps"], device)
     except torch.OutOfMemoryError:
         return {"note": "out of memory"}
-    steps = [milliseconds(*pair) for pair in itertools.pairwise(marks)][job["warmup"] :]
-    step = statistics.median(steps)
     return {
-        "tokens_per_second": 1e3 * tokens / step,
-        "step_ms": step,
-        "step_ms_low": min(steps),
-        "step_ms_high": max(steps),
+        **summary(times, tokens),
         "peak_gib": torch.cuda.max_memory_allocated(device) / 2**30 if cuda else None,
         "first_loss": losses[0].item(),
         "loss": losses[-1].item(),

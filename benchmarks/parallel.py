@@ -23,6 +23,7 @@ import torch
 from benchmarks.ranks import be_a_rank, result, started, write
 from benchmarks.report import machine, markdown_table, publish
 from benchmarks.training import step
+from benchmarks.training.peer import fused_adamw, in_one_line, summary, time_steps
 from benchmarks.training.shapes import MODELS, config_of
 from benchmarks.training.step import Job, Result, check_provider
 from liger_models.training.profiling import table
@@ -152,7 +153,7 @@ def _main(task: dict[str, Any], folder: Path) -> None:
         try:
             found = _measure(job, sharing, device)
         except NotImplementedError as lacking:  # of all processes
-            found = {"note": step.in_one_line(lacking)}
+            found = {"note": in_one_line(lacking)}
         of_all: list[Any] = [None] * ranks
         dist.all_gather_object(of_all, found)
         slowest = max(of_all, key=lambda found: found.get("step_ms", 0))
@@ -170,11 +171,12 @@ def _measure(job: Job, sharing: str, device: torch.device) -> Result:
     torch.manual_seed(0)
     cuda = device.type == "cuda"
     model = _build(job, sharing, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=cuda)
+    optimizer = fused_adamw(model, device)
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    times, losses = step.time_steps(job, model, optimizer, device)
-    rate = step.summary(job, times)
+    batch = step.make_job_batch(job, device)
+    times, losses = time_steps(model, optimizer, batch, job.warmup, job.steps, device)
+    rate = summary(times, step.count_job_tokens(job))
     # Those that have one sequence together were given the same rows.
     rate["tokens_per_second"] /= _sizes(sharing).get("sequence", 1)
     result = {

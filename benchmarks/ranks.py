@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.training.peer import in_one_line
 from benchmarks.training.shapes import ROOT
-from benchmarks.training.step import in_one_line
 
 Processes = Sequence[subprocess.Popen[bytes]]
 

@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.report import machine, markdown_table, publish, renew
 from benchmarks.training.batches import IMAGES
+from benchmarks.training.check import check_alone
 from benchmarks.training.pool import measure_all
 from benchmarks.training.shapes import SEEING, config_of
 from benchmarks.training.step import Job, Result, check_provider
@@ -72,7 +73,10 @@ def run(args: argparse.Namespace) -> int:
     for job, result in measure_all(groups, args.device, args.time_limit, args.ahead):
         results[jobs.index(job)] = result
         _write(args, [(jobs[i], results[i]) for i in sorted(results)])
-    text = (Path(args.out) / "see.md").read_text().strip()
+    rows, checks = [(jobs[i], results[i]) for i in sorted(results)], []
+    if args.device[0].startswith("cuda"):
+        checks = check_alone(rows, args.device[0], args.time_limit)
+    text = _write(args, rows, checks)
     print(text, flush=True)
     if args.page:
         renew(Path(args.page), MARKS, TITLE, text)
@@ -99,19 +103,21 @@ def _configuration(text: str) -> tuple[str, str]:
     return provider, memory
 
 
-def _write(args: argparse.Namespace, rows: Sequence[tuple[Job, Result]]) -> None:
+def _write(args: argparse.Namespace, rows: Sequence[tuple[Job, Result]], checks: Sequence[str] = ()) -> str:
     """The report so far: what is killed leaves what it had."""
     about = (
         f"{machine(torch.device(args.device[0]), 'transformers', 'liger-kernel')}. bfloat16 weights and "
         f"fused AdamW, {args.batch} rows of {args.seq} tokens of text with images of three sizes; median of "
-        f"{args.steps} steps."
+        f"{args.steps} steps, each provider in a process of its own."
     )
     first: dict[str, Result] = {}
     for job, result in rows:
         first.setdefault(job.model, result)
     lines = [_line(job, result, first[job.model]) for job, result in rows]
     records = [{k: v for k, v in {**asdict(job), **result}.items() if k != "config"} for job, result in rows]
-    publish(args.out, "see", f"{about}\n\n{markdown_table(HEADER, lines)}", records, show=False)
+    text = "\n\n".join([about, markdown_table(HEADER, lines), *checks])
+    publish(args.out, "see", text, records, show=False)
+    return text
 
 
 def _line(job: Job, result: Result, first: Result) -> list[str]:

@@ -6,9 +6,10 @@ What is measured, and how, is in `benchmarks/training`. That memory does not suf
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from benchmarks.report import machine, markdown_table, publish, renew
 from benchmarks.training import cases
 from benchmarks.training.batches import DATA
+from benchmarks.training.check import check_alone
 from benchmarks.training.pool import measure_all
 from benchmarks.training.shapes import MODELS, config_of
 from benchmarks.training.step import Job, Result, check_provider
@@ -66,10 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         type=_configuration,
         metavar="PROVIDER:MEMORY:BATCH[:DATA]",
-        help="repeatable. PROVIDER: ours[+split|+compile][+WEIGHTS], or transformers[+liger][+compile]"
-        f"[+ATTENTION][+EXPERTS]. WEIGHTS: our AdamW, {', '.join(WEIGHTS)}. MEMORY: for ours a level of "
-        "activation memory, auto, or 'lean,checkpoint=4' (all lean, the last 4 layers checkpoint); for the "
-        f"others none or checkpoint. DATA: {', '.join(DATA)}. "
+        help="repeatable. PROVIDER: ours[+split|+compile][+WEIGHTS], or transformers[+liger][+kernels]"
+        f"[+compile][+ATTENTION][+EXPERTS]. WEIGHTS: our AdamW, {', '.join(WEIGHTS)}. MEMORY: for ours a "
+        "level of activation memory, auto, or 'lean,checkpoint=4' (all lean, the last 4 layers checkpoint); "
+        f"for the others none or checkpoint. DATA: {', '.join(DATA)}. "
         f"Default: {' '.join(CONFIGURATIONS)}",
     )
     parser.add_argument(
@@ -78,9 +80,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="in place of these the cases of docs/performance.md, with ratios and a picture",
     )
     parser.add_argument(
+        "--case", action="append", metavar="NAME", help="of --cases, repeatable: a name or a pattern"
+    )
+    parser.add_argument(
         "--page", metavar="FILE", help="with --cases: renew this page's table and the picture beside it"
     )
-    parser.add_argument("--seq", type=int, default=4096, help="tokens a sequence (%(default)s)")
+    parser.add_argument("--readme", metavar="FILE", help="with --cases: renew the summary in this file")
+    parser.add_argument(
+        "--read", action="append", metavar="FILE", help="repeatable: measure nothing, read such JSON files"
+    )
+    parser.add_argument(
+        "--seq", type=int, default=4096, help="tokens a sequence, but of --cases (%(default)s)"
+    )
     parser.add_argument("--warmup", type=int, default=3, help="steps before the timed ones (%(default)s)")
     parser.add_argument("--steps", type=int, default=6, help="timed steps (%(default)s)")
     parser.add_argument("--profile", action="store_true", help="also say what the kernels of a step are for")
@@ -100,33 +111,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.cases:
-        groups = [_jobs(model, found, args) for model, found in cases.groups()]
+    if args.read:
+        report = Report.read(args.read)
     else:
-        asked = args.configuration or [_configuration(text) for text in CONFIGURATIONS]
-        groups = [_jobs(model, asked, args) for model in args.model or [DEFAULT]]
+        report = Report(_machine(args), args.warmup, args.steps)
+        measure(args, report)
+    text = _write(args, report)
+    print(text, flush=True)
+    if args.page:
+        print(cases.draw(report.rows, report.machine, Path(args.page).with_name(cases.PICTURE)), flush=True)
+    failed = [job for job, result in report.rows if result.get("note", "").startswith("failed") and job.ours]
+    return 1 if failed else 0
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    """Everything asked for, and whether a peer alone takes as long."""
+    if args.cases:
+        asked = cases.groups(args.case or ("*",))
+        groups = [_jobs(model, seq, found, args) for model, seq, found in asked]
+    else:
+        found = args.configuration or [_configuration(text) for text in CONFIGURATIONS]
+        groups = [_jobs(model, args.seq, found, args) for model in args.model or [DEFAULT]]
     results: dict[int, Result] = {}
     jobs = [job for group in groups for job in group]
     ahead = args.device[0].startswith("cuda") and len(jobs) > 1
     for job, result in measure_all(groups, args.device, args.time_limit, ahead, args.within):
         results[jobs.index(job)] = result
-        _write(args, [(jobs[i], results[i]) for i in sorted(results)])
-    rows = [(jobs[i], results[i]) for i in sorted(results)]
-    print((Path(args.out) / f"{_name(args)}.md").read_text(), flush=True)
-    if args.page:
-        print(cases.draw(rows, _machine(args), Path(args.page).with_name(cases.PICTURE)), flush=True)
-    failed = [job for job, result in rows if result.get("note", "").startswith("failed") and job.ours]
-    return 1 if failed else 0
+        report.rows = [(jobs[i], results[i]) for i in sorted(results)]
+        _write(args, report)
+    if args.device[0].startswith("cuda"):
+        report.checks = check_alone(report.rows, args.device[0], args.time_limit)
 
 
-def _jobs(model: str, asked: Sequence[cases.Configuration], args: argparse.Namespace) -> list[Job]:
-    config = config_of(model, args.layers, args.seq)
+def _jobs(model: str, seq: int, asked: Sequence[cases.Configuration], args: argparse.Namespace) -> list[Job]:
+    config = config_of(model, args.layers, seq)
     name = model if model in MODELS else Path(model).stem
     if args.layers:
         name += f" ({args.layers} layers)"
     jobs = []
     for provider, memory, batch, data in asked:
-        sizes = {"batch": batch, "seq": args.seq, "warmup": args.warmup, "steps": args.steps}
+        sizes = {"batch": batch, "seq": seq, "warmup": args.warmup, "steps": args.steps}
         jobs.append(Job(name, config, provider, memory, profile=args.profile, data=data, **sizes))
     return jobs
 
@@ -155,17 +179,65 @@ def _name(args: argparse.Namespace) -> str:
     return "-".join(["train", *(model if model in MODELS else Path(model).stem for model in models)])
 
 
-def _write(args: argparse.Namespace, rows: Sequence[tuple[Job, Result]]) -> None:
+@dataclass
+class Report:
+    """What one run measured, or several on one machine.
+
+    Attributes:
+        machine: and the versions of what ran.
+        warmup, steps: those before the timed ones, and those.
+        rows: jobs with their results.
+        checks: what `check_alone` found.
+    """
+
+    machine: str
+    warmup: int
+    steps: int
+    rows: Sequence[tuple[Job, Result]] = ()
+    checks: Sequence[str] = ()
+
+    @staticmethod
+    def read(files: Sequence[str]) -> Report:
+        """Of files that `write` wrote.
+
+        Raises:
+            ValueError: they are not of one machine and its versions.
+        """
+        found = [json.loads(Path(file).read_text()) for file in files]
+        if len({one["machine"] for one in found}) > 1:
+            raise ValueError(f"{', '.join(files)} are not of one machine with the same versions")
+        rows = [(Job(config={}, **row["job"]), row["result"]) for one in found for row in one["rows"]]
+        checks = [line for one in found for line in one["checks"]]
+        return Report(found[0]["machine"], found[0]["warmup"], found[0]["steps"], rows, checks)
+
+    def write(self, file: Path) -> None:
+        rows = []
+        for job, result in self.rows:
+            fields = asdict(job)
+            del fields["config"]
+            rows.append({"job": fields, "result": dict(result)})
+        others = {"machine": self.machine, "warmup": self.warmup, "steps": self.steps}
+        file.write_text(json.dumps({**others, "checks": list(self.checks), "rows": rows}, indent=1) + "\n")
+
+
+def _write(args: argparse.Namespace, report: Report) -> str:
     """The report so far: what is killed leaves what it had."""
-    about = f"{_machine(args)}. bfloat16 weights and fused AdamW; median of {args.steps} steps."
+    rows = report.rows
+    about = f"{report.machine}. bfloat16 weights and fused AdamW; median of {report.steps} steps, each "
+    about += "provider in a process of its own."
     found = cases.table(rows) if args.cases else markdown_table(HEADER, [_line(*row) for row in rows])
-    parts = [about, found]
+    parts = [about, found, *report.checks]
     parts += [text for job, result in rows if (text := _kernels(job, result))]
+    text, name = "\n\n".join(parts), _name(args)
     fields = [{**asdict(job), **result} for job, result in rows]
     records = [{k: v for k, v in row.items() if k not in ("config", "kernels")} for row in fields]
-    publish(args.out, _name(args), "\n\n".join(parts), records, show=False)
+    publish(args.out, name, text, records, show=False)
+    report.write(Path(args.out) / f"{name}.json")
     if args.page:
-        renew(Path(args.page), (cases.BEGIN, cases.END), "A training step on one GPU", "\n\n".join(parts))
+        renew(Path(args.page), (cases.BEGIN, cases.END), "A training step on one GPU", text)
+    if args.readme:
+        renew(Path(args.readme), cases.SUMMARY_MARKS, "Measured", cases.summary(rows))
+    return text
 
 
 def _machine(args: argparse.Namespace) -> str:

@@ -5,8 +5,10 @@ A case is ours first and then its peers, on the same model and data; a ratio is 
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.report import bars, markdown_table
 from benchmarks.training.step import Job, Result
@@ -26,19 +28,38 @@ HEADER = (
     "ms",
 )
 BEGIN, END = "<!-- training step: python -m benchmarks train --cases -->", "<!-- end of the training step -->"
+SUMMARY_MARKS = "<!-- measured: python -m benchmarks train --cases -->", "<!-- end of measured -->"
 PICTURE = "performance.png"
-LARGE, SMALL = "llama-3-8b", "llama-3.2-1b"
+LARGE, SMALL, EXPERTS = "llama-3-8b", "llama-3.2-1b", "qwen3-30b-a3b-6"
 
-CASES: Mapping[str, tuple[str, tuple[Configuration, ...]]] = {
-    "8B, 8 x 4096, as much kept as fits": (
+
+class Case(NamedTuple):
+    """Ours first, then its peers.
+
+    Attributes:
+        model: one of `shapes.MODELS`.
+        configurations: of each provider.
+        seq: tokens a sequence.
+        summary: what the README calls the case; None leaves it out there.
+    """
+
+    model: str
+    configurations: tuple[Configuration, ...]
+    seq: int = 4096
+    summary: str | None = None
+
+
+CASES: Mapping[str, Case] = {
+    "8B, 8 x 4096, as much kept as fits": Case(
         LARGE,
         (
             ("ours", "auto", 8, "full"),
             ("transformers+liger", "checkpoint", 8, "full"),
             ("transformers", "checkpoint", 8, "full"),
         ),
+        summary="Llama-3-8B, 8 x 4096",
     ),
-    "8B, 8 x 4096, checkpointed": (
+    "8B, 8 x 4096, checkpointed": Case(
         LARGE,
         (
             ("ours", "checkpoint", 8, "full"),
@@ -46,48 +67,68 @@ CASES: Mapping[str, tuple[str, tuple[Configuration, ...]]] = {
             ("transformers", "checkpoint", 8, "full"),
         ),
     ),
-    "8B, 4 x 4096, nothing recomputed": (
+    "8B, 4 x 4096, nothing recomputed": Case(
         LARGE,
         (("ours", "lean", 4, "full"), ("transformers+liger", "none", 4, "full")),
+        summary="Llama-3-8B, 4 x 4096",
     ),
-    "8B, 4 x 4096, stochastic weights": (
-        LARGE,
-        (("ours+stochastic", "lean", 4, "full"), ("ours+plain", "lean", 4, "full")),
+    "1B, 8 x 2048, nothing recomputed": Case(
+        SMALL,
+        (
+            ("ours", "lean", 8, "full"),
+            ("transformers+liger", "none", 8, "full"),
+            ("transformers", "none", 8, "full"),
+        ),
+        seq=2048,
+        summary="Llama-3.2-1B, 8 x 2048",
     ),
-    "8B, 4 x 4096, compensated weights": (
-        LARGE,
-        (("ours+compensated", "lean", 4, "full"), ("ours+plain", "lean", 4, "full")),
+    "1B, 16 documents, 75% masked": Case(
+        SMALL,
+        (
+            ("ours", "lean", 16, "packed"),
+            ("transformers+liger+varlen", "none", 16, "packed"),
+            ("transformers+liger", "none", 16, "padded"),
+            ("transformers+liger", "none", 16, "packed"),
+        ),
+        summary="Llama-3.2-1B, 16 documents",
     ),
-    "8B, 4 documents, 75% masked": (
+    "8B, 4 documents, 75% masked": Case(
         LARGE,
         (
             ("ours", "lean", 4, "packed"),
+            ("transformers+liger+varlen", "none", 4, "packed"),
             ("transformers+liger", "none", 4, "padded"),
             ("transformers+liger", "none", 4, "packed"),
         ),
     ),
-    "1B, 16 documents, 75% masked": (
-        SMALL,
+    "Qwen3-30B-A3B, 6 layers, 4 x 4096": Case(
+        EXPERTS,
         (
-            ("ours", "lean", 16, "packed"),
-            ("transformers+liger", "none", 16, "padded"),
-            ("transformers+liger", "none", 16, "packed"),
-            ("transformers+liger+flex_attention", "none", 16, "packed"),
+            ("ours", "lean", 4, "full"),
+            ("transformers+liger+sdpa+grouped_mm", "none", 4, "full"),
+            ("transformers+liger+sdpa", "none", 4, "full"),
+            ("transformers+sdpa+grouped_mm", "none", 4, "full"),
         ),
+        summary="Qwen3-30B-A3B's shape, 6 layers, 4 x 4096",
+    ),
+    "8B, 4 x 4096, stochastic weights": Case(
+        LARGE,
+        (("ours+stochastic", "lean", 4, "full"), ("ours+plain", "lean", 4, "full")),
+    ),
+    "8B, 4 x 4096, compensated weights": Case(
+        LARGE,
+        (("ours+compensated", "lean", 4, "full"), ("ours+plain", "lean", 4, "full")),
     ),
 }
 
 
-def groups() -> list[tuple[str, list[Configuration]]]:
-    """All cases' configurations, each once and by model, those that are asked for first first. Transformers
-    alone needs a process in which liger-kernel has changed nothing; FlexAttention compiles for minutes.
-    """
-    each = dict.fromkeys((model, one) for model, configurations in CASES.values() for one in configurations)
-    found: dict[tuple[int, str], list[Configuration]] = {}
-    for model, one in each:
-        place = 2 if "flex_attention" in one[0] else int(one[0] == "transformers")
-        found.setdefault((place, model), []).append(one)
-    return [(model, found[place, model]) for place, model in sorted(found, key=lambda key: key[0])]
+def groups(patterns: Sequence[str] = ("*",)) -> list[tuple[str, int, list[Configuration]]]:
+    """Of the cases with such names each configuration once, by model and length, in the cases' order."""
+    found: dict[tuple[str, int], dict[Configuration, None]] = {}
+    for name, case in CASES.items():
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+            found.setdefault((case.model, case.seq), {}).update(dict.fromkeys(case.configurations))
+    return [(model, seq, [*configurations]) for (model, seq), configurations in found.items()]
 
 
 def table(rows: Rows) -> str:
@@ -110,15 +151,52 @@ def draw(rows: Rows, title: str, path: Path) -> str:
     return bars(path, f"Tokens a second of ours over those of a peer\n{title}", ratios, ".2f", line=1)
 
 
+def summary(rows: Rows) -> str:
+    """The README's table: the cases that have a name there, ours and its fastest peers."""
+    lines = []
+    for case, ours, peers in _measured(rows):
+        name = CASES[case].summary
+        kinds = {"transformers+liger": None, "transformers": None}
+        fastest = [
+            max((peer for peer in peers if _kind(peer) == kind), key=_speed, default=None) for kind in kinds
+        ]
+        for row in [ours, *fastest] if name is not None and _speed(ours) else []:
+            if row is not None and _speed(row):
+                lines.append(_summary_line(name, row, ours))
+                name = ""
+    return markdown_table(SUMMARY_HEADER, lines)
+
+
+SUMMARY_HEADER = ("a training step of", "", "activation memory", "tokens/s", "ours is", "peak GiB")
+
+
+def _kind(row: tuple[Job, Result]) -> str:
+    return "transformers" + "+liger" * ("liger" in row[0].options)
+
+
+def _summary_line(name: str | None, row: tuple[Job, Result], ours: tuple[Job, Result]) -> list[str]:
+    job, result = row
+    memory = {"none": "no checkpointing", "checkpoint": "checkpointing"}
+    kept = f"`{job.memory}`" if job.ours else memory[job.memory]
+    if job.data != "full":
+        kept += f", {job.data}"
+    speed, peak = f"{_speed(row):,.0f}", f"{result['peak_gib']:.1f}" if result["peak_gib"] else "-"
+    if job.ours:
+        return [name or "", "**liger_models**", kept, f"**{speed}**", "", peak]
+    provider = "transformers + liger-kernel" if "liger" in job.options else "transformers"
+    return [name or "", provider, kept, speed, f"{_speed(ours) / _speed(row):.2f} x", peak]
+
+
 def _measured(rows: Rows) -> list[tuple[str, tuple[Job, Result], Rows]]:
     found = {
-        (job.model, job.provider, job.memory, job.batch, job.data): (job, result) for job, result in rows
+        (job.model, job.seq, job.provider, job.memory, job.batch, job.data): (job, result)
+        for job, result in rows
     }
     measured = []
-    for case, (model, wanted) in CASES.items():
-        there = [found.get((model, *configuration)) for configuration in wanted]
+    for name, case in CASES.items():
+        there = [found.get((case.model, case.seq, *one)) for one in case.configurations]
         if there[0] is not None:
-            measured.append((case, there[0], [row for row in there[1:] if row is not None]))
+            measured.append((name, there[0], [row for row in there[1:] if row is not None]))
     return measured
 
 

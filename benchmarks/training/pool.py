@@ -1,9 +1,9 @@
-"""Jobs measured by processes of their own, one at a time on a device and all devices at once.
+"""Jobs measured each in a process of its own, one at a time on a device and all devices at once.
 
-A process imports once and measures many jobs. What liger-kernel changes in transformers' model stays changed,
-so a job for that model without it, or with less of it, gets a new process; so does the next job after one
-that broke down or took too long, which becomes a note. On a GPU everything is compiled before anything is
-timed, on all cores at once.
+A library that ran before may have changed what torch chooses, or transformers' model, so no process measures
+two jobs. The next one imports while a job runs. On a GPU everything is compiled before anything is timed, on
+all cores at once; a process that compiles does so for many jobs, but none after a job for which liger-kernel
+changed more of a model. A job that broke down or took too long becomes a note.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from benchmarks.training.peer import in_one_line
+from benchmarks.training.shapes import ROOT
 from benchmarks.training.step import Job, Result
 
 # A GPU's context does not survive a fork.
@@ -57,7 +60,7 @@ def measure_all(
     # One tile size for each of liger-kernel's products of experts: to time them all takes minutes.
     os.environ.setdefault("LIGER_FUSED_MOE_AUTOTUNE", "0")
     peers = any(not job.ours for group in groups for job in group)
-    workers = [Worker(device, peers) for device in devices]  # they import meanwhile
+    workers = [Worker(device, peers, once=True) for device in devices]  # they import meanwhile
     if ahead:
         # FlexAttention's takes minutes, which all others would wait for.
         patient = math.isinf(within)
@@ -69,8 +72,7 @@ def measure_all(
         work = _each(jobs, helpers, _SECONDS_AHEAD, end, ahead=True)
         for _ in _with_bar(work, jobs, "compiling"):
             pass
-    ordered = [sorted(group, key=_changes) for group in groups]
-    yield from _with_bar(_each(ordered, workers, time_limit, end, ahead=False), groups, "measuring")
+    yield from _with_bar(_each(groups, workers, time_limit, end, ahead=False), groups, "measuring")
 
 
 def _changes(job: Job) -> int:
@@ -103,11 +105,13 @@ def _each(
     def serve(worker: Worker) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                for job in waiting.get_nowait():
-                    left = end - time.monotonic()
+                group = waiting.get_nowait()
+                for number, job in enumerate(group, 1):
+                    left, last = end - time.monotonic(), number == len(group) and waiting.empty()
                     late = {"note": "no time was left for it"}
-                    done.put((job, worker.do(job, min(time_limit, left), ahead) if left > 0 else late))
-        worker.end()
+                    limit = min(time_limit, left)
+                    done.put((job, worker.do(job, limit, ahead, last) if left > 0 else late))
+        worker.close()
 
     for worker in workers:
         threading.Thread(target=serve, args=(worker,), daemon=True).start()
@@ -116,22 +120,30 @@ def _each(
 
 
 class Worker:
-    """A process with one device; and the next one, where one can no longer be used."""
+    """A process with one device; and the next one, where one can no longer be used, or with `once` for each
+    job.
+    """
 
-    def __init__(self, device: str, peers: bool) -> None:
-        self._arguments = device, peers
+    def __init__(self, device: str, peers: bool, once: bool = False) -> None:
+        self._arguments, self._once = (device, peers), once
+        self._next: tuple[Any, Any] | None = None
         self._begin()
 
-    def do(self, job: Job, time_limit: float, ahead: bool) -> Result:
-        """A job's result; where the process breaks down or has to be stopped, a note."""
+    def do(self, job: Job, time_limit: float, ahead: bool, last: bool = False) -> Result:
+        """A job's result; where the process breaks down or has to be stopped, a note. After the `last` no
+        other process is needed.
+        """
         model_type, changes = job.config["model_type"], _changes(job)
         time_limit += _SECONDS_TO_COMPILE * job.under_compile
-        if not job.ours and self._changed.get(model_type, 0) > changes:
+        used = self._once and bool(self._changed)
+        if used or (not job.ours and self._changed.get(model_type, 0) > changes):
             self._begin_anew()
         self._changed[model_type] = max(changes, self._changed.get(model_type, 0))
         try:
             self._pipe.recv()  # it has imported
             self._pipe.send((job, ahead))
+            if self._once and not last:
+                self._next = self._start()
             if not self._pipe.poll(time_limit):
                 self._begin_anew()
                 return {"note": f"stopped after {time_limit:.3g} s"}
@@ -149,12 +161,23 @@ class Worker:
         self._process.kill()
         self._process.join()
 
+    def close(self) -> None:
+        """End it, and the one that would come next."""
+        self.end()
+        if self._next is not None:
+            self._next[0].kill()
+
+    def _start(self) -> tuple[Any, Any]:
+        pipe, theirs = _SPAWN.Pipe()
+        process = _SPAWN.Process(target=_work, args=(theirs, *self._arguments), daemon=True)
+        process.start()
+        theirs.close()
+        return process, pipe
+
     def _begin(self) -> None:
         self._changed: dict[str, int] = {}  # by liger-kernel, of transformers' models
-        self._pipe, theirs = _SPAWN.Pipe()
-        self._process = _SPAWN.Process(target=_work, args=(theirs, *self._arguments), daemon=True)
-        self._process.start()
-        theirs.close()
+        self._process, self._pipe = self._next or self._start()
+        self._next = None
 
     def _begin_anew(self) -> None:
         self.end()
@@ -183,12 +206,15 @@ def _work(pipe: Any, device: str, peers: bool) -> None:
                 if not ahead:  # else it comes again
                     told = f"{job.model} {job.provider}: {traceback.format_exc()[-1500:]}"
                     print(told, file=sys.stderr, flush=True)
-                result = {"note": f"{_BROKEN}: {type(error).__name__}: {step.in_one_line(error)}"}
+                result = {"note": f"{_BROKEN}: {type(error).__name__}: {in_one_line(error)}"}
             pipe.send(result)
 
 
 def _import_peers() -> None:
-    """They take seconds; without them their jobs say so."""
+    """They take seconds; without them their jobs say so. transformers looks for a package called kernels,
+    which is not ours in the checkout: what is installed comes first.
+    """
+    sys.path.sort(key=lambda path: Path(path or ".").resolve() == ROOT)
     with contextlib.suppress(ImportError):
         import transformers
 

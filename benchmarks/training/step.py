@@ -5,38 +5,42 @@ optimizer step and zero_grad; the steps are timed by device events with no waiti
 untimed. A provider is a library and what is chosen of it:
 
     ours[+split|+compile][+WEIGHTS]
-    transformers[+liger][+compile][+ATTENTION][+EXPERTS]
+    transformers[+liger][+kernels][+compile][+ATTENTION][+EXPERTS]
 
 WEIGHTS takes our AdamW in place of torch's, and says how it keeps the weights (`liger_models.optim.AdamW`).
 ATTENTION and EXPERTS are values of transformers' `attn_implementation` and `experts_implementation` (`loop`
 is what it calls eager); without them it chooses for itself. With an EXPERTS, liger-kernel leaves the experts
-to transformers.
+to transformers. `varlen` is torch's FlashAttention 2 over documents, which flash_attention_2 would be, and
+`kernels` is `use_kernels=True`. What builds and times a peer is in `peer.py`.
 """
 
 from __future__ import annotations
 
-import copy
 import gc
-import inspect
-import itertools
-import statistics
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from benchmarks.training.batches import IMAGES, MASKED, count_tokens, make_batch, rows_of
+from benchmarks.training.peer import (
+    OPTIONS,
+    build_peer,
+    document_bounds,
+    fused_adamw,
+    in_one_line,
+    summary,
+    time_steps,
+    train_step,
+)
 from liger_models.architectures import find_architecture
 from liger_models.cards.published import layers_of_every_kind, with_layers
 from liger_models.kernels.optimizer.adamw import WEIGHTS
 from liger_models.optim import AdamW, state_bytes
 from liger_models.training.profiling import by_class
 
-LIBRARIES = {"ours": {"split", "compile", *WEIGHTS}, "transformers": {"liger", "compile"}}
-ATTENTION = ("sdpa", "flex_attention", "eager")
-EXPERTS = {"grouped_mm": "grouped_mm", "batched_mm": "batched_mm", "loop": "eager"}
+LIBRARIES: Mapping[str, Set[str]] = {"ours": {"split", "compile", *WEIGHTS}, "transformers": OPTIONS}
 
 Result = Mapping[str, Any]
 
@@ -103,9 +107,7 @@ class Job:
 def check_provider(provider: str) -> None:
     """Raises ValueError."""
     library, *options = provider.split("+")
-    known = LIBRARIES.get(library, set())
-    if library == "transformers":
-        known = known | {*ATTENTION, *EXPERTS}
+    known: Set[str] = LIBRARIES.get(library, set())
     if library not in LIBRARIES or not set(options) <= known:
         raise ValueError(
             f"no provider is called {provider!r}; expected for instance ours, ours+split, transformers+liger "
@@ -144,7 +146,7 @@ def compile_ahead(job: Job, device: torch.device) -> Result:
         if job.memory.startswith("auto"):  # of so few layers all would be kept
             job = replace(job, memory="lean")
         model = build(job, config, device)
-        model(**_batch(job, device)).loss.backward()
+        model(**make_job_batch(job, device)).loss.backward()
         if job.weights is not None:
             AdamW(model.parameters(), weights=job.weights).step()
         return {}
@@ -157,17 +159,17 @@ def _measure(job: Job, device: torch.device, before: int) -> Result:
     torch.manual_seed(0)
     cuda = device.type == "cuda"
     model = build(job, job.config, device)
-    # One optimizer kernel for all; without it eight gigabytes of temporaries would be measured.
     if job.weights is None:
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=cuda)
+        optimizer = fused_adamw(model, device)
     else:
         optimizer = AdamW(model.parameters(), lr=1e-5, weights=job.weights)
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    times, losses = time_steps(job, model, optimizer, device)
+    batch = make_job_batch(job, device)
+    times, losses = time_steps(model, optimizer, batch, job.warmup, job.steps, device)
     peak = (torch.cuda.max_memory_allocated(device) - before) / 2**30 if cuda else None
     return {
-        **summary(job, times),
+        **summary(times, count_job_tokens(job)),
         "peak_gib": peak,
         "planned_gib": _planned(model, job) if job.ours and job.data != IMAGES else None,
         "first_loss": losses[0].item(),
@@ -177,50 +179,22 @@ def _measure(job: Job, device: torch.device, before: int) -> Result:
     }
 
 
-def time_steps(
-    job: Job, model: Any, optimizer: torch.optim.Optimizer, device: torch.device
-) -> tuple[list[float], list[torch.Tensor]]:
-    """Milliseconds of each timed step, and the losses of all steps."""
-    cuda = device.type == "cuda"
-    losses, marks = [], [mark(cuda)]
-    batch = _batch(job, device)
-    for _ in range(job.warmup + job.steps):
-        losses.append(_step(model, optimizer, batch))
-        marks.append(mark(cuda))
-    if cuda:
-        torch.cuda.synchronize(device)
-    return [milliseconds(a, b) for a, b in itertools.pairwise(marks)][job.warmup :], losses
-
-
-def summary(job: Job, times: list[float]) -> Result:
-    """The rate of one device, and the spread of its steps."""
-    median = statistics.median(times)
-    return {
-        "tokens_per_second": 1e3 * count_tokens(job.data, job.batch, job.seq, job.config) / median,
-        "step_ms": median,
-        "step_ms_low": min(times),
-        "step_ms_high": max(times),
-    }
-
-
-def _batch(job: Job, device: torch.device) -> dict[str, torch.Tensor]:
+def make_job_batch(job: Job, device: torch.device) -> dict[str, Any]:
     """Pixels are in the dtype of the weights, as some encoders of transformers want them."""
     batch = make_batch(job.data, job.batch, job.seq, job.config, device)
+    if "varlen" in job.options:
+        batch |= document_bounds(batch)
     return {name: x.bfloat16() if name.startswith("pixel_values") else x for name, x in batch.items()}
 
 
-def _step(model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    loss = model(**batch).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return loss.detach()
+def count_job_tokens(job: Job) -> int:
+    return count_tokens(job.data, job.batch, job.seq, job.config)
 
 
 def kernels(job: Job, model: Any, optimizer: torch.optim.Optimizer, device: torch.device) -> Any:
     """What those of one more step are for."""
-    batch = _batch(job, device)
-    return by_class(lambda: _step(model, optimizer, batch), device.type == "cuda")
+    batch = make_job_batch(job, device)
+    return by_class(lambda: train_step(model, optimizer, batch), device.type == "cuda")
 
 
 def _planned(model: Any, job: Job) -> float:
@@ -252,62 +226,9 @@ def build(job: Job, config: Mapping[str, Any], device: torch.device) -> Any:
         if job.memory.startswith("auto"):
             gib = job.memory.partition("=")[2]
             model.set_activation_memory("auto", f"{gib}GiB" if gib else None, job.state_bytes)
-    else:
-        model = _transformers_model(job, config, device)
-    return torch.compile(model) if job.under_compile else model
-
-
-def _transformers_model(job: Job, config: Mapping[str, Any], device: torch.device) -> Any:
-    import transformers
-
-    settings = copy.deepcopy(dict(config)) | {"use_cache": False}
-    if "text_config" in settings:
-        settings["text_config"]["use_cache"] = False
-    model_type = settings.pop("model_type")
-    reference = getattr(transformers, find_architecture(model_type).reference, None)
-    if reference is None:
-        raise NotImplementedError(f"transformers {transformers.__version__} does not have {model_type}")
-    experts = next((EXPERTS[name] for name in EXPERTS if name in job.options), None)
-    if "liger" in job.options:
-        _patch(model_type, with_experts=experts is None)
-    hf_config = reference.config_class(**settings)
-    hf_config._attn_implementation = next((name for name in ATTENTION if name in job.options), None)
-    if experts is not None:
-        hf_config._experts_implementation = experts
-    try:
-        with device:
-            model = reference._from_config(hf_config, dtype=torch.bfloat16)
-    except (ValueError, ImportError) as error:  # an implementation that the model does not have
-        raise NotImplementedError(in_one_line(error)) from error
-    if job.memory == "checkpoint":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    elif job.memory != "none":
-        raise ValueError(f"memory is {job.memory!r}; {job.provider} has none and checkpoint")
-    return model.train()
-
-
-def in_one_line(error: Exception) -> str:
-    """Its first sentence, not too long."""
-    first = (str(error).strip().splitlines() or ["no message"])[0]
-    return first.partition(". ")[0][:160]
-
-
-def _patch(model_type: str, with_experts: bool) -> None:
-    """Let liger-kernel change transformers' model, for the rest of the process's life."""
-    try:
-        import liger_kernel.transformers as liger
-    except ImportError:
-        raise NotImplementedError("liger-kernel is not installed") from None
-    apply = getattr(liger, f"apply_liger_kernel_to_{model_type}", None)
-    if apply is None:
-        raise NotImplementedError(f"liger-kernel does not have {model_type}")
-    has_choice = "swiglu" in inspect.signature(apply).parameters
-    try:
-        apply(**({} if with_experts or not has_choice else {"swiglu": False}))
-    except ImportError as error:  # of what this transformers no longer has
-        raise NotImplementedError(
-            f"liger-kernel does not fit this transformers: {in_one_line(error)}"
-        ) from None
+        return torch.compile(model) if job.under_compile else model
+    reference = find_architecture(config["model_type"]).reference
+    return build_peer(config, reference, job.options, job.memory, device)
 
 
 def free(device: torch.device) -> None:
@@ -327,17 +248,3 @@ def levels(memory: str, num_layers: int) -> str | list[str]:
         return memory
     level, (other, count) = memory.split(",")[0], memory.split(",")[1].split("=")
     return [level] * (num_layers - int(count)) + [other] * int(count)
-
-
-def mark(cuda: bool):
-    """A moment of the device, or of the processor."""
-    if not cuda:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def milliseconds(start, end) -> float:
-    """Between two marks, the second of which was reached."""
-    return start.elapsed_time(end) if isinstance(start, torch.cuda.Event) else 1e3 * (end - start)

@@ -43,10 +43,11 @@ def test_the_cases_of_a_page_are_renewed_with_their_ratios_and_their_picture(
         ("transformers+sdpa", "none", 2, "padded"),
         ("transformers+sdpa", "none", 2, "packed"),
     )
-    monkeypatch.setattr(cases, "CASES", {"tiny documents": ("tiny", asked)})
+    case = cases.Case("tiny", asked, seq=64, summary="a tiny model")
+    monkeypatch.setattr(cases, "CASES", {"tiny documents": case})
     page = tmp_path / "performance.md"
     page.write_text(f"# Performance\n\nBefore.\n\n{cases.BEGIN}\nold\n{cases.END}\n\nBehind.\n")
-    arguments = ["--warmup", "1", "--steps", "2", "--device", "cpu", "--seq", "64", "--page", str(page)]
+    arguments = ["--warmup", "1", "--steps", "2", "--device", "cpu", "--page", str(page)]
     assert benchmarks.__main__.main(["train", "--cases", *arguments, "--out", str(tmp_path)]) == 0
     text = page.read_text()
     assert text.startswith("# Performance\n\nBefore.\n")
@@ -61,17 +62,91 @@ def test_the_cases_of_a_page_are_renewed_with_their_ratios_and_their_picture(
     assert float(rows[3][4].removesuffix(" x")) == pytest.approx(ours / padded, rel=0.01, abs=0.006)
     assert (tmp_path / cases.PICTURE).read_bytes().startswith(b"\x89PNG")
 
+    # What was measured elsewhere makes the same page, and the README's table with each kind's fastest peer.
+    page.write_text(f"{cases.BEGIN}\n{cases.END}\n")
+    readme = tmp_path / "README.md"
+    readme.write_text(f"# A project\n\n{cases.SUMMARY_MARKS[0]}\n{cases.SUMMARY_MARKS[1]}\n")
+    read = ["--read", str(tmp_path / "train-cases.json"), "--page", str(page), "--readme", str(readme)]
+    assert benchmarks.__main__.main(["train", "--cases", *read, "--out", str(tmp_path / "again")]) == 0
+    assert rows == [line.split(" | ") for line in page.read_text().splitlines() if " | " in line]
+    table = [line for line in readme.read_text().splitlines() if line.startswith("|")]
+    assert len(table) == 4
+    assert "| a tiny model | **liger_models** | `lean`, packed |" in table[2]
+    assert table[3].startswith("|  | transformers | no checkpointing, ")
 
-def test_what_was_asked_for_comes_first_and_what_compiles_for_minutes_last(benchmarks):
+
+def test_each_configuration_of_the_cases_is_measured_once_and_cases_can_be_chosen(benchmarks):
     from benchmarks.training import cases
 
-    groups = cases.groups()
-    assert [(model, len(found)) for model, found in groups][2:] == [(cases.LARGE, 1), (cases.SMALL, 1)]
-    assert groups[2][1][0][0] == "transformers"
-    assert "flex_attention" in groups[3][1][0][0]
-    found = [(model, one) for model, of_model in groups for one in of_model]
+    found = [(model, seq, one) for model, seq, ones in cases.groups() for one in ones]
     assert len(found) == len(set(found))
-    assert set(found) == {(model, one) for model, ones in cases.CASES.values() for one in ones}
+    everything = {(case.model, case.seq, one) for case in cases.CASES.values() for one in case.configurations}
+    assert set(found) == everything
+    chosen = cases.groups(["1B, 8*", "1B, 16*"])
+    assert [(model, seq) for model, seq, _ in chosen] == [(cases.SMALL, 2048), (cases.SMALL, 4096)]
+
+
+def test_every_job_is_measured_in_a_process_of_its_own(benchmarks, monkeypatch):
+    from benchmarks.training import pool
+
+    processes, do = [], pool.Worker.do
+
+    def noted(self, *args):
+        result = do(self, *args)
+        processes.append(self._process.pid)
+        return result
+
+    monkeypatch.setattr(pool.Worker, "do", noted)
+    jobs = [job(), job("ours+split")]
+    found = list(pool.measure_all([jobs], ["cpu"], time_limit=60, ahead=False))
+    assert [one for one, _ in found] == jobs
+    assert len(set(processes)) == 2
+
+
+def test_a_peer_is_measured_again_in_a_process_without_ours(benchmarks, capfd):
+    pytest.importorskip("transformers")
+    from benchmarks.training.check import _sentence, check_alone
+
+    peer = replace(job("transformers+sdpa", "none"), warmup=1, steps=3, batch=2, data="padded")
+    (sentence,) = check_alone([(job(), {"step_ms": 1.0}), (peer, {"step_ms": 1e9})], "cpu", 120)
+    assert "process without liger_models" in sentence
+    assert "THEY DIFFER" in sentence
+    assert check_alone([(job(), {"step_ms": 1.0})], "cpu", 60) == []
+    assert _sentence(peer, 101.9, {"step_ms": 100.0}).endswith("(+1.9%); they agree.")
+    assert "THEY DIFFER" in _sentence(peer, 102.1, {"step_ms": 100.0})
+
+
+def test_packed_documents_run_without_padding_in_the_peer(benchmarks, monkeypatch):
+    """Each document as if it were alone; the kernel is one of a GPU's, and stands here for the formula."""
+    pytest.importorskip("transformers")
+    import torch
+    import torch.nn.attention.varlen as varlen
+
+    from benchmarks.training import peer
+    from benchmarks.training.step import make_job_batch
+
+    def by_hand(q, k, v, cu, cu_k, longest, longest_k, scale=None, window_size=(-1, -1), enable_gqa=False):
+        assert window_size == (-1, 0)
+        assert int(cu.diff().max()) == longest == longest_k
+        groups, out = q.shape[1] // k.shape[1], []
+        for start, end in zip(cu[:-1].tolist(), cu_k[1:].tolist(), strict=True):
+            one = [x[None, start:end].transpose(1, 2) for x in (q, k, v)]
+            one[1:] = [x.repeat_interleave(groups, 1) for x in one[1:]]
+            seen = torch.nn.functional.scaled_dot_product_attention(*one, is_causal=True, scale=scale)
+            out.append(seen[0].transpose(0, 1))
+        return torch.cat(out)
+
+    monkeypatch.setattr(varlen, "varlen_attn", by_hand)
+    config, device = dict(find_architecture("llama").tiny), torch.device("cpu")
+    asked = replace(job("transformers+varlen", "none"), batch=3, seq=64, data="packed")
+    batch = make_job_batch(asked, device)
+    losses = {}
+    for options in ({"varlen"}, {"sdpa"}):
+        torch.manual_seed(0)
+        model = peer.build_peer(config, "LlamaForCausalLM", options, "none", device).eval()
+        own = batch if "varlen" in options else {name: batch[name] for name in list(batch)[:3]}
+        losses[next(iter(options))] = model(**own).loss.item()
+    assert losses["varlen"] == pytest.approx(losses["sdpa"], rel=2e-2)  # bfloat16, another order of sums
 
 
 def test_what_takes_too_long_is_stopped_and_the_next_one_goes_on(benchmarks):
@@ -125,14 +200,6 @@ def test_what_is_compiled_has_more_time_and_begins_first(benchmarks, monkeypatch
         worker.do(one, 60, ahead=True)
     assert limits == [60, 60 + pool._SECONDS_TO_COMPILE]
     assert sorted(jobs, key=pool._longest_first) == jobs[::-1]
-
-
-def test_jobs_are_ordered_so_that_few_processes_are_needed(benchmarks):
-    from benchmarks.training.pool import _changes
-
-    providers = ["transformers+liger", "ours", "transformers+liger+loop", "transformers+sdpa"]
-    ordered = sorted((job(provider, "none") for provider in providers), key=_changes)
-    assert [one.provider for one in ordered] == [providers[1], providers[3], providers[2], providers[0]]
 
 
 @pytest.mark.parametrize("provider", ["theirs", "ours+sdpa", "transformers+split", "transformers+fast"])

@@ -1,0 +1,78 @@
+"""The check of a run by itself: a peer's step alone, in a process that has never imported anything of ours,
+takes as long as measured, within 2%.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.training.shapes import ROOT
+from benchmarks.training.step import Job, Result, count_job_tokens, make_job_batch
+from liger_models.architectures import find_architecture
+
+TOLERANCE = 0.02
+Rows = Sequence[tuple[Job, Result]]
+
+
+def check_alone(rows: Rows, device: str, time_limit: float) -> list[str]:
+    """A sentence for each model: how the step of its first peer compares. Empty if no peer was measured."""
+    firsts: dict[str, tuple[Job, Result]] = {}
+    for job, result in rows:
+        if not job.ours and not job.under_compile and "step_ms" in result:
+            firsts.setdefault(job.model, (job, result))
+    return [
+        _sentence(job, result["step_ms"], _alone(job, device, time_limit)) for job, result in firsts.values()
+    ]
+
+
+def _sentence(job: Job, measured: float, alone: dict[str, Any]) -> str:
+    size = f"{job.batch} x {job.seq}" if job.data == "full" else f"{job.batch} {job.data}"
+    name = f"{job.model}, {job.provider} {job.memory}, {size}"
+    if "step_ms" not in alone:
+        return f"Check of {name} in a process without liger_models: {alone['note']}."
+    apart = measured / alone["step_ms"] - 1
+    verdict = "they agree" if abs(apart) <= TOLERANCE else "THEY DIFFER: do not trust the ratios above"
+    times = f"{alone['step_ms']:.1f} ms, as measured {measured:.1f} ms ({apart:+.1%})"
+    return f"Check of {name} in a process without liger_models: {times}; {verdict}."
+
+
+def _alone(job: Job, device: str, time_limit: float) -> dict[str, Any]:
+    """Its times, or a note."""
+    asked = {
+        "config": dict(job.config),
+        "reference": find_architecture(job.config["model_type"]).reference,
+        "options": sorted(job.options),
+        "memory": job.memory,
+        "batch": make_job_batch(job, torch.device("cpu")),
+        "tokens": count_job_tokens(job),
+        "warmup": job.warmup,
+        "steps": job.steps,
+        "device": device,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "asked.pt"
+        torch.save(asked, file)
+        command = [sys.executable, str(Path(__file__).with_name("alone.py")), str(file)]
+        environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+        environment["PYTHONPATH"] = os.pathsep.join(
+            path for path in sys.path if Path(path or ".").resolve() != ROOT
+        )
+        try:
+            done = subprocess.run(
+                command, cwd=folder, env=environment, capture_output=True, text=True, timeout=time_limit
+            )
+        except subprocess.TimeoutExpired:
+            return {"note": f"stopped after {time_limit:.3g} s"}
+    if done.returncode:
+        print(done.stderr[-3000:], file=sys.stderr, flush=True)
+        return {"note": f"failed: {(done.stderr.strip().splitlines() or ['no message'])[-1][:160]}"}
+    return json.loads(done.stdout.splitlines()[-1])

@@ -1,0 +1,187 @@
+"""transformers' model for a training step, and the step's time.
+
+Nothing of ours is imported here: `alone.py` runs the same code in a process that has never seen it.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import statistics
+import time
+from collections.abc import Mapping, Set
+from typing import Any
+
+import torch
+
+ATTENTION = ("sdpa", "flex_attention", "eager", "varlen")
+EXPERTS = {"grouped_mm": "grouped_mm", "batched_mm": "batched_mm", "loop": "eager", "sonicmoe": "sonicmoe"}
+OPTIONS = {"liger", "compile", "kernels", *ATTENTION, *EXPERTS}
+
+
+def build_peer(
+    config: Mapping[str, Any], reference: str, options: Set[str], memory: str, device: torch.device
+) -> Any:
+    """The class `reference` of transformers with fresh random weights in bfloat16.
+
+    Args:
+        config: its config.json.
+        reference: the class.
+        options: as in the name of a provider (`step.py`).
+        memory: none or checkpoint.
+        device: where it is.
+
+    Raises:
+        NotImplementedError: this transformers, or liger-kernel, does not have it.
+    """
+    import transformers
+
+    settings = copy.deepcopy(dict(config)) | {"use_cache": False}
+    if "text_config" in settings:
+        settings["text_config"]["use_cache"] = False
+    model_type = settings.pop("model_type")
+    found = getattr(transformers, reference, None)
+    if found is None:
+        raise NotImplementedError(f"transformers {transformers.__version__} does not have {model_type}")
+    experts = next((EXPERTS[name] for name in EXPERTS if name in options), None)
+    if "liger" in options:
+        _patch(model_type, with_experts=experts is None)
+    if "varlen" in options:
+        _register_varlen()
+    hf_config = found.config_class(**settings)
+    hf_config._attn_implementation = next((name for name in ATTENTION if name in options), None)
+    if experts is not None:
+        hf_config._experts_implementation = experts
+    try:
+        with device:
+            model = found._from_config(hf_config, dtype=torch.bfloat16)
+        if "kernels" in options:  # of the hub, in place of the model's own layers
+            model.train().set_use_kernels(True)
+    except (ValueError, ImportError) as error:  # an implementation that the model does not have
+        raise NotImplementedError(in_one_line(error)) from error
+    if memory == "checkpoint":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    elif memory != "none":
+        raise ValueError(
+            f"memory is {memory!r}; {'+'.join(['transformers', *sorted(options)])} has none and checkpoint"
+        )
+    model.train()
+    return torch.compile(model) if "compile" in options else model
+
+
+def _patch(model_type: str, with_experts: bool) -> None:
+    """Let liger-kernel change transformers' model, for the rest of the process's life."""
+    try:
+        import liger_kernel.transformers as liger
+    except ImportError:
+        raise NotImplementedError("liger-kernel is not installed") from None
+    apply = getattr(liger, f"apply_liger_kernel_to_{model_type}", None)
+    if apply is None:
+        raise NotImplementedError(f"liger-kernel does not have {model_type}")
+    has_choice = "swiglu" in inspect.signature(apply).parameters
+    try:
+        apply(**({} if with_experts or not has_choice else {"swiglu": False}))
+    except ImportError as error:  # of what this transformers no longer has
+        raise NotImplementedError(
+            f"liger-kernel does not fit this transformers: {in_one_line(error)}"
+        ) from None
+
+
+def document_bounds(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Where documents in one row begin, and the longest, as transformers passes them to FlashAttention."""
+    places = batch["position_ids"][0] == 0
+    starts = places.nonzero()[:, 0].int()
+    cu = torch.cat([starts, starts.new_tensor([len(places)])])
+    longest = int(cu.diff().max())
+    return {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": longest, "max_length_k": longest}
+
+
+def _register_varlen() -> None:
+    """Let transformers run packed documents without padding by torch's own FlashAttention 2."""
+    from torch.nn.attention.varlen import varlen_attn
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
+
+    gqa: dict[str, Any] = (
+        {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    )
+
+    def attend(module, query, key, value, attention_mask, scaling=None, **kwargs):
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # [T, heads, dim]
+        bounds = (
+            kwargs["cu_seq_lens_q"],
+            kwargs["cu_seq_lens_k"],
+            kwargs["max_length_q"],
+            kwargs["max_length_k"],
+        )
+        out = varlen_attn(q, k, v, *bounds, scale=scaling, window_size=(-1, 0), **gqa)
+        return out.unflatten(0, (query.shape[0], -1)), None
+
+    AttentionInterface.register("varlen", attend)
+    AttentionMaskInterface.register("varlen", flash_attention_mask)
+
+
+def in_one_line(error: Exception) -> str:
+    """Its first sentence, not too long."""
+    first = (str(error).strip().splitlines() or ["no message"])[0]
+    return first.partition(". ")[0][:160]
+
+
+def fused_adamw(model: Any, device: torch.device) -> torch.optim.Optimizer:
+    """torch's AdamW, one kernel for all: without it eight gigabytes of temporaries would be measured."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
+
+
+def train_step(
+    model: Any, optimizer: torch.optim.Optimizer, batch: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    loss = model(**batch).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.detach()
+
+
+def time_steps(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    batch: Mapping[str, torch.Tensor],
+    warmup: int,
+    steps: int,
+    device: torch.device,
+) -> tuple[list[float], list[torch.Tensor]]:
+    """Milliseconds of each timed step, and the losses of all steps."""
+    cuda = device.type == "cuda"
+    losses, marks = [], [mark(cuda)]
+    for _ in range(warmup + steps):
+        losses.append(train_step(model, optimizer, batch))
+        marks.append(mark(cuda))
+    if cuda:
+        torch.cuda.synchronize(device)
+    return [milliseconds(a, b) for a, b in itertools.pairwise(marks)][warmup:], losses
+
+
+def summary(times: list[float], tokens: int) -> dict[str, float]:
+    """The rate of one device, and the spread of its steps."""
+    median = statistics.median(times)
+    return {
+        "tokens_per_second": 1e3 * tokens / median,
+        "step_ms": median,
+        "step_ms_low": min(times),
+        "step_ms_high": max(times),
+    }
+
+
+def mark(cuda: bool):
+    """A moment of the device, or of the processor."""
+    if not cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def milliseconds(start, end) -> float:
+    """Between two marks, the second of which was reached."""
+    return start.elapsed_time(end) if isinstance(start, torch.cuda.Event) else 1e3 * (end - start)
