@@ -103,8 +103,9 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """The normalised output of the last block, [T, H], from [batch, seq] ids or [batch, seq, H]
         embeddings; from both where layers have inputs of their own. To a list `inputs_of_layers` the residual
-        stream in front of each layer is added, [T, H] each, without what images add there. `sight` is what a
-        model with `vision` is shown.
+        stream in front of each layer is added, [batch, seq, H] each and zero at padding, without what images
+        add there; the layers read it from there, so that gradients pass through it. `sight` is what a model
+        with `vision` is shown.
         """
         if sequences.tree is not None:
             check_tree(self.spec, sight)
@@ -130,14 +131,17 @@ class Decoder(nn.Module):
         offload = Offload()
         for number, layer in enumerate(self.layers):
             if inputs_of_layers is not None and number == 0:
-                inputs_of_layers.append(x)
+                inputs_of_layers.append(sequences.unpack(x))
+                x = sequences.pack(inputs_of_layers[-1])
             if IMAGES not in layer.reads or IMAGES in handed:
                 read = [handed[name] for name in layer.reads]
                 x, residual, *made = run_block(layer, x, residual, sequences, *read, offload=offload)
                 handed.update(zip(layer.makes, made, strict=True))
             if inputs_of_layers is not None and number + 1 < len(self.layers):
                 x, residual = x if residual is None else x + residual, None
-                inputs_of_layers.append(x)  # without what images add, as transformers has it
+                # Without what images add, as transformers has it.
+                inputs_of_layers.append(sequences.unpack(x))
+                x = sequences.pack(inputs_of_layers[-1])
             if self.vision is not None and sight is not None:
                 x = self.vision.add(sight, number, x)
         return add_and_norm(self.norm, x, residual)[0]

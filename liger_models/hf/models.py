@@ -109,7 +109,8 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
             past_key_values: any cache of transformers.
             use_cache: fill a cache. Default: the config's `use_cache`, unless a row holds several documents.
                 A step of training then fills none, and returns an `UnfilledCache`: see `new_cache`.
-            output_hidden_states: also the input of each layer and the last output, [batch, seq, H] each.
+            output_hidden_states: also the input of each layer and the last output, [batch, seq, H] each, from
+                which the output is computed: `retain_grad` works on them.
             output_attentions: not supported.
             others: `pixel_values` and what else the processor of a family that sees gives beside ids;
                 `cu_seq_lens_q`, or `cu_seqlens`, [n + 1], the bounds of packed documents, and `parents` [n],
@@ -166,7 +167,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         output: dict[str, Any] = {
             "last_hidden_state": last,
             "past_key_values": past_key_values,
-            "hidden_states": None if inner is None else (*map(sequences.unpack, inner), last),
+            "hidden_states": None if inner is None else (*inner, last),
         }
         routers = sequences.router_logits.take()
         if not with_routers:

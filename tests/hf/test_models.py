@@ -153,6 +153,22 @@ def test_hidden_states_of_the_layers(family, make_both, batch):
     assert max(relative_distance(f[seen], e[seen]) for f, e in zip(found, expected, strict=True)) <= BOUND
 
 
+@pytest.mark.parametrize("level", ["lean", "checkpoint"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_every_hidden_state_has_its_gradient(family, level, make_both, batch):
+    both, results = make_both(family), []
+    both.ours.set_activation_memory(level)
+    for model in (both.reference, both.ours):
+        output = model(**batch, output_hidden_states=True, use_cache=False)
+        for hidden in output.hidden_states:
+            hidden.retain_grad()
+        output.loss.backward()
+        results.append([hidden.grad for hidden in output.hidden_states])
+    assert all(grad is not None for grads in results for grad in grads)
+    seen = batch["attention_mask"].bool()
+    assert max(relative_distance(f[seen], e[seen]) for e, f in zip(*results, strict=True)) <= BOUND
+
+
 def test_what_is_not_there_is_refused(make_both, batch):
     model = make_both("llama").ours
     with pytest.raises(ValueError, match="attention weights are never made"):
