@@ -295,6 +295,7 @@ class LigerPreTrainedModel(PreTrainedModel):
             self.decoder, activation_checkpointing_kwargs, every_n_layers, offload
         )
         if getattr(self, "_hf_peft_config_loaded", False):
+            self.disable_input_require_grads()  # it would lose sight of hooks that are there already
             self.enable_input_require_grads()
 
     def gradient_checkpointing_enable(
@@ -306,6 +307,8 @@ class LigerPreTrainedModel(PreTrainedModel):
     def gradient_checkpointing_disable(self) -> None:
         """Back to the levels that were chosen before."""
         Decoder.gradient_checkpointing_disable(self.decoder)
+        if getattr(self, "_hf_peft_config_loaded", False):
+            self.disable_input_require_grads()
 
     activation_checkpointing_disable = gradient_checkpointing_disable
 
@@ -318,6 +321,8 @@ class LigerPreTrainedModel(PreTrainedModel):
     @property
     def is_gradient_checkpointing(self) -> bool:
         return any(level in RERUN for level in self.activation_memory)
+
+    is_activation_checkpointing = is_gradient_checkpointing
 
     # -- adapters, and what others put into the model
 

@@ -219,6 +219,8 @@ def test_activation_memory_changes_no_gradient(level, make_both, batch):
     if level == "checkpoint":
         model.gradient_checkpointing_enable({"use_reentrant": False})
         assert model.is_gradient_checkpointing
+        assert model.is_activation_checkpointing
+        assert model.model.is_activation_checkpointing
     else:
         model.set_activation_memory(level)
     model(**batch).loss.backward()
@@ -226,6 +228,18 @@ def test_activation_memory_changes_no_gradient(level, make_both, batch):
         torch.testing.assert_close(p.grad, expected[name], rtol=0, atol=0, msg=name)
     model.gradient_checkpointing_disable()
     assert not model.is_gradient_checkpointing
+    assert not model.is_activation_checkpointing
+
+
+def test_disabling_checkpointing_removes_the_hooks_of_input_gradients(make_both, batch):
+    """Which enabling registers where adapters were loaded by transformers, each time."""
+    model = make_both("llama").ours
+    model._hf_peft_config_loaded = True
+    model.activation_checkpointing_enable()
+    model.gradient_checkpointing_enable()
+    assert model.get_input_embeddings().requires_grad_(False)(batch["input_ids"]).requires_grad
+    model.activation_checkpointing_disable()
+    assert not model.get_input_embeddings()(batch["input_ids"]).requires_grad
 
 
 @pytest.mark.supports("transformers", "NEFTune")
