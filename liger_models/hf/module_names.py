@@ -189,7 +189,7 @@ def _note(owner: Any, name: str, start: nn.Module, path: str) -> None:
     if not isinstance(owner, _Renamed):
         kind: Any = type(owner)
         owner.__class__ = _renamed(kind)
-        owner._elsewhere = {}
+    vars(owner).setdefault("_elsewhere", {})  # which one made from a renamed class does not have yet
     owner._elsewhere[name] = (None if start is owner else start, path)
     if name not in vars(type(owner)):
         setattr(type(owner), name, property(functools.partial(_child, name=name)))
@@ -279,7 +279,7 @@ def _empty(kind: Any) -> Any:
 def _child(module: Any, name: str) -> Any:
     if name in vars(module):  # None, where this one has no such part
         return vars(module)[name]
-    start, path = module._elsewhere.get(name, (None, name))
+    start, path = vars(module).get("_elsewhere", {}).get(name, (None, name))
     return _at(module if start is None else start, path)
 
 
