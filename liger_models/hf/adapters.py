@@ -1,4 +1,5 @@
-"""LoRA adapters of PEFT on packed projections, in files under the usual names.
+"""LoRA adapters of PEFT on packed projections, in files under the usual names. Files of other adapters are
+PEFT's own.
 
 A packed projection is one layer, and so has one adapter: W + s B A, with W = cat(W_q, W_k, W_v) by rows.
 
@@ -63,6 +64,8 @@ def save_adapter(model: Any, folder: str | Path, adapter_name: str = "default") 
             rows = [whole] * len(parts) if kind == "lora_A.weight" else whole.split(list(parts.values()))
             for part, tensor in zip(parts, rows, strict=True):
                 tensors[f"base_model.model.{_beside(path, part)}.{kind}"] = tensor.clone()
+    if not _is_lora(config):
+        return
     parts_by_name: dict[str, list[str]] = {}  # not every layer has all of them
     for path, parts in packed.items():
         found = parts_by_name.setdefault(path.rpartition(".")[2], [])
@@ -88,10 +91,29 @@ def load_adapter(model: nn.Module, folder: str | Path, **options: Any) -> Any:
     """
     import peft
 
-    from liger_models.hf.expert_adapters import stack_single_experts, stacks_by_names
-
     config = read_json(Path(folder) / CONFIG)
     tensors = load_file(Path(folder) / TENSORS)
+    if _is_lora(config):
+        _convert(model, config, tensors, bool(options.get("is_trainable")))
+        with tempfile.TemporaryDirectory() as converted:
+            _write(Path(converted), config, tensors)
+            adapted = peft.PeftModel.from_pretrained(model, converted, **options)
+    else:
+        adapted = peft.PeftModel.from_pretrained(model, folder, **options)
+    expected = peft.get_peft_model_state_dict(adapted, adapter_name=options.get("adapter_name", "default"))
+    if wrong := sorted(expected.keys() ^ tensors.keys()):
+        raise CheckpointError(f"{folder}: the adapter and the model differ in {wrong[:4]}")
+    return adapted
+
+
+def _is_lora(config: Mapping[str, Any]) -> bool:
+    return config.get("peft_type", "LORA") == "LORA"
+
+
+def _convert(model: Any, config: dict[str, Any], tensors: dict[str, Tensor], is_trainable: bool) -> None:
+    """Turn a LoRA adapter under the usual names into one of this model."""
+    from liger_models.hf.expert_adapters import stack_single_experts, stacks_by_names
+
     packed = _packed(model)
     made = stack_single_experts(model, tensors, functools.partial(_scale, config))
     for parameter, (rank, scale) in made.items():
@@ -114,16 +136,9 @@ def load_adapter(model: nn.Module, folder: str | Path, **options: Any) -> Any:
     mistaken = {path for path in targets if path.rpartition(".")[2] in by_name}
     config["target_parameters"] = [*others, *sorted(f"{path}.weight" for path in mistaken)] or None
     config["target_modules"] = sorted(targets - mistaken)  # whole paths: no pattern finds a part by chance
-    if (made or parameters or mistaken) and not options.get("is_trainable"):
+    if (made or parameters or mistaken) and not is_trainable:
         config["lora_dropout"] = 0.0  # which adapters of parameters cannot have
     config["exclude_modules"] = None
-    with tempfile.TemporaryDirectory() as packed_folder:
-        _write(Path(packed_folder), config, tensors)
-        adapted = peft.PeftModel.from_pretrained(model, packed_folder, **options)
-    expected = peft.get_peft_model_state_dict(adapted, adapter_name=options.get("adapter_name", "default"))
-    if wrong := sorted(expected.keys() ^ tensors.keys()):
-        raise CheckpointError(f"{folder}: the adapter and the model differ in {wrong[:4]}")
-    return adapted
 
 
 def _is_weight_of(parameter: str, layers: Collection[str]) -> bool:

@@ -11,7 +11,7 @@ libraries around it ask of a model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,7 @@ from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import DataError
 from liger_models.hf.cache import TransformersCache, UnfilledCache
 from liger_models.hf.module_names import give_names, hide_matrices
-from liger_models.hf.pretrained import LigerPreTrainedModel
+from liger_models.hf.pretrained import LigerPreTrainedModel, keep_initialized
 from liger_models.hf.unread import carry_unread, own_layout, own_skeleton
 from liger_models.kernels import load_balancing_loss
 from liger_models.layers.call_checks import CallChecks, batch_shape, refuse_unknown, targets_of
@@ -57,6 +57,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
     own_layout: Layout  # that of the modules of transformers' own model, and of ours
     # Tensors that are carried along, by their names here: as transformers' own has them.
     unread: dict[str, Ref]
+    initializers: dict[type, Callable[[nn.Module], None]]  # of their modules, by type
 
     def __init__(self, config: Any):
         super().__init__(config)
@@ -68,6 +69,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         self.note_forms()
         self.layouts = self.architecture.layouts
         self.names, self.unread = {name: name for name in self.forms}, {}
+        self.initializers = {}
         theirs = own_skeleton(self.architecture, config) if self.vision is not None else None
         self.own_layout = own_layout(self, theirs)
         self.names, self.ambiguous = give_names(self, self.weight_map(self.own_layout))
@@ -343,6 +345,7 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
             with torch.device("meta"):
                 head = LMHead(new_embeddings.in_features, new_embeddings.out_features)
             head.weight, head.bias = new_embeddings.weight, new_embeddings.bias
+            keep_initialized(new_embeddings, head)
             new_embeddings = head
         self.lm_head = new_embeddings
 
@@ -367,11 +370,11 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
                 what follows a position that is kept is the next label.
             logits_to_keep: make logits of the last so many positions only, or of these positions (numbers
                 in ascending order, or a mask); 0: of all.
-            others: `shift_labels` [batch, seq], shifted already; `score`, `ScoreOptions`, for what the method
-                `score` returns in the place of all below; `distill`, `Distillation`, for that of the method
-                `distill`; `num_items_in_batch`, by which the summed
-                loss is divided; `return_logits`, or `skip_logits`: whether logits come beside the loss (by
-                default in evaluation, where metrics may want them, and not in training);
+            others: `shift_labels` [batch, seq], shifted already, which take precedence over `labels`;
+                `score`, `ScoreOptions`, for what the method `score` returns in the place of all below;
+                `distill`, `Distillation`, for that of the method `distill`; `num_items_in_batch`, by which
+                the summed loss is divided; `return_logits`, or `skip_logits`: whether logits come beside the
+                loss (by default in evaluation, where metrics may want them, and not in training);
                 `output_router_logits`, by default the config's: the load balancing loss is part of the loss.
 
         Returns:
@@ -387,6 +390,8 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
         return_logits = others.pop("return_logits", None)
         skip_logits = others.pop("skip_logits", None)
         distill, teaching = others.pop("distill", None), others.pop("teaching", None)
+        if shift_labels is not None:
+            labels = None  # as in transformers
         if teaching is not None:
             return self._teach(input_ids, teaching)
         with_routers = self.model.wants_router_logits(others.pop("output_router_logits", None))

@@ -35,6 +35,7 @@ from liger_models.hf.unread import leave_unread, unread_in
 from liger_models.hf.weights import (
     CheckpointConverter,
     Groups,
+    as_checkpoint,
     convert_state_dict,
     groups_of,
     refuse_lost_adapters,
@@ -104,6 +105,15 @@ class LigerPreTrainedModel(PreTrainedModel):
         loaded = super().from_pretrained(*args, **kwargs)
         leave_unread((loaded[0] if isinstance(loaded, tuple) else loaded).decoder)
         return loaded
+
+    @staticmethod
+    def _load_pretrained_model(model: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        """transformers' own, which reads state dicts of checkpoints alone. `model.state_dict()` may have
+        other shapes under the same names (gpt-oss).
+        """
+        if state_dict is not None:
+            state_dict = as_checkpoint(model, state_dict)
+        return PreTrainedModel._load_pretrained_model(model, state_dict, *args, **kwargs)
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
         """A config from which transformers' own model was made says how that runs its experts; ours run in
@@ -237,7 +247,9 @@ class LigerPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         ours = type(module).__module__.startswith("liger_models.")
-        if isinstance(module, nn.Linear | nn.Embedding) or not ours:
+        if initialize := self.decoder.initializers.get(type(module)):
+            initialize(module)
+        elif isinstance(module, nn.Linear | nn.Embedding) or not ours:
             super()._init_weights(module)
         elif not isinstance(module, PreTrainedModel) and hasattr(module, "reset_parameters"):
             reset: Any = module.reset_parameters
@@ -259,7 +271,9 @@ class LigerPreTrainedModel(PreTrainedModel):
         if type(value) is nn.Embedding:
             with torch.device("meta"):
                 ours = TokenEmbedding(spec.num_ids, spec.hidden_size, spec.embed_scale, spec.padding_idx)
-            ours.weight, value = value.weight, ours
+            ours.weight = value.weight
+            keep_initialized(value, ours)
+            value = ours
         decoder.embed_tokens, decoder.spec = value, spec
         decoder.note_forms()
 
@@ -390,6 +404,11 @@ class LigerPreTrainedModel(PreTrainedModel):
         if mode and getattr(self, "peft_config", None):  # adapters that were added later, in other layers
             self._meet_adapters()
         return super().train(mode)
+
+
+def keep_initialized(module: nn.Module, ours: nn.Module) -> None:
+    """Mark a module that replaces another as initialised if that was: `post_init` then passes over it."""
+    ours._is_hf_initialized = getattr(module, "_is_hf_initialized", False)  # type: ignore[assignment]
 
 
 class _OfBase(Layout):

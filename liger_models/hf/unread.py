@@ -9,6 +9,7 @@ is there, and a checkpoint goes out whole.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModel
+from transformers import AutoModel, PreTrainedModel
 
 from liger_models.architectures import Architecture
 from liger_models.convert.checkpoints.layout import Layout
@@ -78,8 +79,19 @@ def carry_unread(model: Any, theirs: nn.Module) -> None:
     own.add(model.own_layout.name("lm_head.weight"))
     shapes = {name: tensor.shape for name, tensor in theirs.state_dict().items() if name not in own}
     for path, module in _unread_modules(theirs, "", shapes.keys()):
+        model.initializers |= _initializers(theirs, path, module)
         _place(model, path.removeprefix("model."), module)
     model.unread = {name.removeprefix("model."): Ref(name, shape) for name, shape in shapes.items()}
+
+
+def _initializers(theirs: nn.Module, path: str, module: nn.Module) -> dict[type, Any]:
+    """What initialises modules of theirs, by their types: `_init_weights` of the model that they are in."""
+    steps = path.split(".")
+    around = [theirs.get_submodule(".".join(steps[:i])) for i in range(len(steps))]
+    owner = [holder for holder in around if isinstance(holder, PreTrainedModel)][-1]
+    alone = copy.copy(owner)  # its config alone counts
+    alone._modules, alone._parameters = {}, {}
+    return {type(part): functools.partial(type(owner)._init_weights, alone) for part in module.modules()}
 
 
 def leave_unread(decoder: Any) -> None:

@@ -215,10 +215,6 @@ class WriteGroups(ConversionOps):
         return ReadGroups(self.groups)
 
 
-_Fitting = tuple[dict[str, tuple[int, ...]], list[Group]]
-"""Shapes of native tensors, and the groups that fit what is there."""
-
-
 def convert_state_dict(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
     """A hook in front of `load_state_dict`: a state dict of a checkpoint's names becomes one of native names.
 
@@ -231,28 +227,55 @@ def convert_state_dict(model: nn.Module, state_dict: dict[str, Any], prefix: str
             that may be either.
     """
     given = {name.removeprefix(prefix): x for name, x in state_dict.items() if name.startswith(prefix)}
+    _native, stored = _groups_found(groups_of(model), given)
+    for fitting in stored:
+        tensors = {name: state_dict.pop(prefix + name) for name in fitting[0].shapes}
+        state_dict |= {prefix + name: tensor for name, tensor in fitting[0].read(tensors).items()}
+
+
+def as_checkpoint(model: Any, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict of native names as one of a checkpoint; one of a checkpoint stays as it is.
+
+    Raises:
+        CheckpointError: as `convert_state_dict`.
+    """
+    groups = groups_of(model)
+    native, stored = _groups_found(groups, state_dict)
+    converted = dict(state_dict)
+    if not stored:
+        to_write = groups.in_layout(model.layouts[0]).of_native
+        for fitting in native:
+            group = to_write[next(iter(fitting[0].natives))][0]
+            tensors = {name: converted.pop(name) for name in group.natives}
+            converted |= group.write(tensors)
+    return converted
+
+
+def _groups_found(groups: Groups, given: Mapping[str, Any]) -> tuple[list[list[Group]], list[list[Group]]]:
+    """(groups that a state dict holds under native names, groups that it holds as a checkpoint does), each in
+    the layouts that fit. A group that may be either is what the others are, or native if there are none.
+    """
     shapes = {name: tuple(x.shape) for name, x in given.items() if isinstance(x, Tensor)}.items()
-    native: list[_Fitting] = []
-    stored: list[_Fitting] = []
-    either: list[_Fitting] = []
-    for candidates in {id(found[0]): found for found in groups_of(model).of_native.values()}.values():
+    native, stored, either = [], [], []
+    for candidates in {id(found[0]): found for found in groups.of_native.values()}.values():
         fitting = [group for group in candidates if group.shapes.items() <= shapes]
         natives = {name: expr.shape for name, expr in candidates[0].natives.items()}
         if natives.items() <= shapes:
-            (either if fitting else native).append((natives, fitting))
+            if fitting:
+                either.append(fitting)
+            else:
+                native.append(candidates)
         elif fitting:
-            stored.append((natives, fitting))
+            stored.append(fitting)
         elif not any(name in given for name in natives):  # else torch tells of it
             _refuse_parts(candidates, given)
     if native and stored and either:
+        ours, theirs, unclear = native[0][0].natives, stored[0][0].shapes, either[0][0].natives
         raise CheckpointError(
-            f"the state dict holds {next(iter(native[0][0]))} as this model has it, and "
-            f"{next(iter(stored[0][1][0].shapes))} as a checkpoint has it, so {next(iter(either[0][0]))} may "
-            "be either; give all of one kind"
+            f"the state dict holds {next(iter(ours))} as this model has it, and {next(iter(theirs))} as a "
+            f"checkpoint has it, so {next(iter(unclear))} may be either; give all of one kind"
         )
-    for _shapes, fitting in stored + either * bool(stored):
-        tensors = {name: state_dict.pop(prefix + name) for name in fitting[0].shapes}
-        state_dict |= {prefix + name: tensor for name, tensor in fitting[0].read(tensors).items()}
+    return (native, stored + either) if stored else (native + either, stored)
 
 
 def _refuse_parts(candidates: Sequence[Group], given: Mapping[str, Any]) -> None:

@@ -60,10 +60,11 @@ def test_the_loss_is_divided_by_the_given_count(how, make_both, batch):
     both = make_both("llama")
     if how == "shift_labels":
         batch["shift_labels"] = F.pad(batch.pop("labels")[:, 1:], (0, 1), value=-100)
-    labels = {"labels": batch["shift_labels"]} if how == "shift_labels" else {}  # it wants both
+    labels = {"labels": batch["input_ids"]} if how == "shift_labels" else {}  # it wants both
     expected = both.reference(**batch, **labels, num_items_in_batch=40)
-    found = both.ours(**batch, num_items_in_batch=torch.tensor(40))
-    assert relative_distance(found.loss, expected.loss) <= BOUND
+    for given in ({}, labels):  # beside shift_labels others do not count
+        found = both.ours(**batch, **given, num_items_in_batch=torch.tensor(40))
+        assert relative_distance(found.loss, expected.loss) <= BOUND
 
 
 def test_logits_come_with_a_loss_in_evaluation_and_not_in_training(make_both, batch):
@@ -279,6 +280,27 @@ def test_resized_vocabularies(size, tied, make_both, batch):
     both.ours.save_pretrained(both.folder)
     again = transformers.AutoModelForCausalLM.from_pretrained(both.folder)
     assert torch.equal(again(**batch).loss, both.ours(**batch).loss)
+
+
+def test_a_resized_head_and_embedding_are_not_initialised_again(make_both):
+    model = make_both("llama", tie_word_embeddings=False).ours
+    model.resize_token_embeddings(140)
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.post_init()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("projections", ["fused", "split"])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_a_models_own_state_dict_makes_another(family, projections, make_both):
+    """gpt-oss's experts have one name here and in checkpoints, where they are transposed."""
+    model = make_both(family, projections=projections).ours
+    expected = model.state_dict()
+    again = type(model).from_pretrained(None, config=model.config, state_dict=expected)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.state_dict().items())
+    stored = dict(model.checkpoint_tensors())
+    again = type(model).from_pretrained(None, config=model.config, state_dict=stored)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.state_dict().items())
 
 
 def test_plain_layers_in_place_of_embedding_and_head_keep_what_the_family_does(make_both, batch):

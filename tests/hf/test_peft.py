@@ -228,6 +228,25 @@ def test_experts_by_parameter(make_both, batch):
     assert all(p.grad.any() for p in ours.parameters() if p.requires_grad)
 
 
+@pytest.mark.supports("PEFT", "IA3")
+def test_ia3_on_split_projections_is_the_references(make_both, batch, tmp_path, hf):
+    both, results = make_both("llama", projections="split"), []
+    for model in (both.reference, both.ours):
+        settings = {"target_modules": USUAL, "feedforward_modules": ["gate_proj", "down_proj"]}
+        adapted = peft.get_peft_model(model, peft.IA3Config(task_type="CAUSAL_LM", **settings))
+        loss = randomise_trained(adapted).eval()(**batch).loss
+        loss.backward()
+        results.append((loss, {n: p.grad for n, p in adapted.named_parameters() if p.requires_grad}))
+    (expected, truth), (found, ours) = results
+    assert relative_distance(found, expected) <= BOUND
+    assert truth.keys() == ours.keys()
+    assert max(relative_distance(ours[name], truth[name]) for name in truth) <= BOUND
+    hf.save_adapter(adapted, tmp_path / "ia3")
+    fresh = type(both.ours).from_pretrained(both.folder)
+    again = hf.load_adapter(fresh, tmp_path / "ia3").eval()
+    assert torch.equal(again(**batch).loss, found)
+
+
 @pytest.mark.supports("PEFT", "prompt tuning")
 def test_prompt_tuning_puts_its_tokens_in_front(make_both, batch):
     both = make_both("llama")

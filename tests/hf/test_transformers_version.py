@@ -25,6 +25,7 @@ USED = {
     "modeling_utils": {
         "PreTrainedModel.post_init": (),
         "PreTrainedModel._init_weights": ("module",),
+        "PreTrainedModel._load_pretrained_model": ("model", "state_dict"),
         "PreTrainedModel._tied_weights_keys": (),
         "PreTrainedModel._no_split_modules": (),
         "PreTrainedModel._skip_keys_device_placement": (),
