@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_models.convert.errors import DataError
 from liger_models.layers.host_copy import HostCopy
@@ -51,6 +51,22 @@ def batch_shape(
     if 0 in given.shape[:2]:
         raise DataError(f"the batch holds no token: its shape is {tuple(given.shape)}")
     return (given.shape[0], given.shape[1]), given.device
+
+
+def refuse_float16_training(model: nn.Module, hidden: Tensor) -> None:
+    """Refuse to train with a residual stream in float16.
+
+    Raises:
+        TypeError: `hidden`, the embeddings, are in float16, and parameters are trained.
+    """
+    training = hidden.dtype == torch.float16 and model.training and torch.is_grad_enabled()
+    if training and any(p.requires_grad for p in model.parameters()):
+        raise TypeError(
+            "this model is trained with weights in float16, whose largest number is 65504: in some families "
+            "(Gemma 3 among them) hidden states exceed it, and the loss becomes NaN, with adapters on frozen "
+            "weights too. Load the weights in bfloat16 or float32, as in from_pretrained(..., "
+            "dtype=torch.bfloat16); to evaluate them in float16, call model.eval() or use torch.no_grad()"
+        )
 
 
 def targets_of(sequences: Sequences, labels: Tensor | None, shift_labels: Tensor | None) -> Tensor | None:

@@ -38,7 +38,13 @@ from liger_models.hf.module_names import give_names, hide_matrices
 from liger_models.hf.pretrained import LigerPreTrainedModel, keep_initialized
 from liger_models.hf.unread import carry_unread, own_layout, own_skeleton
 from liger_models.kernels import load_balancing_loss
-from liger_models.layers.call_checks import CallChecks, batch_shape, refuse_unknown, targets_of
+from liger_models.layers.call_checks import (
+    CallChecks,
+    batch_shape,
+    refuse_float16_training,
+    refuse_unknown,
+    targets_of,
+)
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.distilling import Distilling, TeacherCall, check_lesson, learn
 from liger_models.layers.head import LMHead, LogitForm, loss_of_head, scores_of_head
@@ -124,7 +130,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
             DataError: shapes that do not fit, ids outside the vocabulary, positions beyond the rotary tables.
             ValueError: attention weights are asked for, router logits of a model without experts, or a cache
                 in training under gradient checkpointing.
-            TypeError: a keyword that asks for what is not there.
+            TypeError: a keyword that asks for what is not there, or training with hidden states in float16.
         """
         text = self.config.get_text_config()
         if text.output_attentions if output_attentions is None else output_attentions:
@@ -148,6 +154,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
             assert input_ids is not None
             # With its batch and padding, as hooks on the embedding (NEFTune) expect it.
             inputs_embeds = self.embed_tokens(input_ids.clamp(0, self.spec.num_ids - 1))
+        refuse_float16_training(self, inputs_embeds)
         if output_hidden_states is None:
             output_hidden_states = text.output_hidden_states
         inner: list[Tensor] | None = [] if output_hidden_states else None

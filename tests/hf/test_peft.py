@@ -269,3 +269,18 @@ def test_prompt_tuning_puts_its_tokens_in_front(make_both, batch):
     expected = both.reference(batch["input_ids"]).logits[:, :-1].log_softmax(-1)
     expected = expected.gather(2, batch["labels"][:, 1:, None]).squeeze(2)
     assert relative_distance(scores, expected) <= BOUND
+
+
+@pytest.mark.parametrize("adapted", [True, False])
+def test_training_in_float16_is_refused_and_evaluation_is_not(adapted, make_both, batch):
+    """Hidden states of Gemma 3 exceed 65504: NaN, with float32 adapters on frozen weights too."""
+    model = make_both("gemma3_text").ours.half()
+    if adapted:
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["o_proj"]))
+    assert model.eval()(**batch).loss.isfinite()
+    model.train()
+    with pytest.raises(TypeError, match=r"weights in float16.*dtype=torch\.bfloat16"):
+        model(**batch)
+    with torch.no_grad():
+        assert model(**batch).loss.isfinite()
+    assert model.bfloat16()(**batch).loss.isfinite()
