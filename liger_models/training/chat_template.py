@@ -3,30 +3,71 @@
 A template is a program in Jinja's language that comes with a tokenizer. It gets what transformers'
 `apply_chat_template` gives it: `messages`, `tools`, `documents`, `add_generation_prompt` and the names of the
 special tokens.
+
+A conversation is rendered once, whole, with strings that keep their origins (origins.py). An answer is what
+the template writes in its loop's iteration for a message of the assistant, from the end of the generation
+prompt on: what the model is given there is never learned. Behind the last message, what the template adds is
+part of the answer too, unless it also comes before a generation prompt. What `{% generation %}` encloses
+decides where a template has it.
 """
 
 from __future__ import annotations
 
-import datetime
-import functools
-import itertools
-import json
 import re
-from collections.abc import Mapping
-from typing import Any
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from liger_models.convert.errors import DataError
 from liger_models.spans import Span
+from liger_models.training.answers import (
+    CALLS,
+    CONTENT,
+    REASONING,
+    Message,
+    Piece,
+    answers_of,
+    dropped_of,
+    end_of_given,
+    joined,
+    pieces_of,
+    says_something,
+    texts_of,
+    with_reasoning,
+)
+from liger_models.training.origins import LOST, SEVERAL, Trace, Traced
+from liger_models.training.template_program import environment, tracing_environment
 
-Message = dict[str, Any]
-
-# Names of what the assistant thinks, in data and in templates: the first is the one that most of these read.
-REASONING = ("reasoning_content", "thinking", "reasoning")
 NOTHING: Mapping[str, Any] = {}  # that a template reads beside messages
 OWN_NAMES = ("messages", "add_generation_prompt")  # which no record may give
-BEGIN, END = "\ufdd0", "\ufdd1"  # no characters: Unicode keeps them for the inside of programs
 _TAG = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
 _TAIL = 20  # characters by which a text is found
+
+
+class Rendering(NamedTuple):
+    """A conversation as text.
+
+    Attributes:
+        text: what transformers' apply_chat_template gives.
+        spans: characters that are learned.
+        dropped: what the template left out of the answers that are learned, each a kind of "reasoning",
+            "tool calls" and "text".
+    """
+
+    text: str
+    spans: list[Span]
+    dropped: list[str]
+
+
+def merged(renderings: Iterable[Rendering]) -> list[Rendering]:
+    """Renderings without those with which the next one begins: there it learns what both do."""
+    kept: list[Rendering] = []
+    for one in renderings:
+        if kept and one.text.startswith(kept[-1].text):
+            before = kept.pop()
+            one = Rendering(one.text, [*before.spans, *one.spans], [*before.dropped, *one.dropped])
+        kept.append(one)
+    return kept
 
 
 class ChatTemplate:
@@ -43,93 +84,89 @@ class ChatTemplate:
 
     def __init__(self, source: str, tokens: Mapping[str, str], where: object) -> None:
         self.tokens, self.where = tokens, where
-        self.says_what_is_said = bool(_TAG.search(source))
-        environment = _environment()
-        self._marks: list[str] = environment.generation_marks
+        self.marks_answers = bool(_TAG.search(source))
+        self._tracing = tracing_environment()
+        self._lock = threading.Lock()  # of what is traced
         try:
-            self._program = environment.from_string(source)
+            self._plain = environment().from_string(source)
+            self._traced = self._tracing.from_string(source)
         except Exception as error:  # constants are computed as it is read
             raise DataError(f"the chat template of {where} is not valid: {error}") from error
 
-    def render(
-        self, messages: list[Message], given: int, options: Mapping[str, Any]
-    ) -> tuple[str, list[Span]]:
-        """A conversation, and the character spans of what the assistant says in it behind the first `given`
-        messages.
+    def render(self, messages: list[Message], given: int, options: Mapping[str, Any]) -> Rendering:
+        """A conversation, with the answers behind the first `given` messages.
 
-        A template that marks them, with `{% generation %}`, is believed. In others a turn is found by
-        rendering the conversation up to it: it begins where the prefix with the generation prompt ends, and
-        ends where the prefix with the turn does. That is precisely what a model sees and must continue when
-        it is used, and it includes the end-of-turn token.
+        Content that is text and content that is a list of texts are put into the other form where the
+        template passes over the form that is given.
 
         Raises:
-            DataError: the template refuses the conversation, or it changes earlier turns when later ones
-                come, so that no prefix of the text is a prefix of the conversation.
+            DataError: the template refuses the conversation, or an answer cannot be followed through it.
         """
-        text = self._write(messages, options, False)
-        if _is_written_otherwise(messages, text):
-            messages = [_as_text(message) for message in messages]
-            text = self._write(messages, options, False)
-        if self.says_what_is_said:
-            return text, self._marked(messages, given, options, text)
-        spans = []
-        for i, message in enumerate(messages):
-            if message.get("role") != "assistant" or i < given:
-                continue
-            before = self._write(messages[:i], options, True)
-            through = self._write(messages[: i + 1], options, False)
-            if not (text.startswith(through) and through.startswith(before)):
-                raise DataError(
-                    f"the chat template of {self.where} renders message {i} differently when later "
-                    "messages follow, or when it is to come, so what the assistant said cannot be told "
-                    "apart; give one example for each assistant turn, or a template that marks it with "
-                    "{% generation %} and {% endgeneration %}"
-                )
-            spans.append((len(before), len(through)))
-        return text, spans
+        with self._lock:
+            messages, text = self._readable(messages, options)
+            pieces, plain = list(pieces_of(text)), str.__str__(text)
+            if self.marks_answers:
+                spans = list(self._marked(messages, given, pieces))
+            else:
+                self._check_origins(messages, plain, pieces, options)
+                answers = (number for number in answers_of(messages) if number >= given)
+                spans = [span for n in answers for span in self._turn(messages, n, plain, pieces, options)]
+        return Rendering(plain, joined(spans), list(dropped_of(messages, given, text)))
 
     def question(self, messages: list[Message], options: Mapping[str, Any]) -> str:
         """A conversation up to where the assistant is to answer. Raises DataError as `render` does."""
-        return self._write(messages, options, True)
+        return self._write(self._plain, messages, options, True)
 
-    def _marked(
-        self, messages: list[Message], given: int, options: Mapping[str, Any], text: str
-    ) -> list[Span]:
-        spans = self._all_marked(messages, options, text)
-        if not any(message.get("role") == "assistant" for message in messages[:given]):
-            return spans
-        before = self._write(messages[:given], options, False)
-        earlier = self._all_marked(messages[:given], options, before)
-        if spans[: len(earlier)] != earlier or any(before[a:b] != text[a:b] for a, b in earlier):
-            raise DataError(
-                f"the chat template of {self.where} renders what the assistant says in the prompt "
-                "differently when an answer follows, so that the two cannot be told apart; leave earlier "
-                "answers out"
-            )
-        return spans[len(earlier) :]
+    # ------------------------------------------------------------------------------------------ rendering
 
-    def _all_marked(self, messages: list[Message], options: Mapping[str, Any], text: str) -> list[Span]:
-        self._marks[:] = BEGIN, END
-        try:
-            pieces = re.split(f"([{BEGIN}{END}])", self._write(messages, options, False))
-        finally:
-            self._marks[:] = "", ""
-        written, marks = pieces[::2], pieces[1::2]
-        if "".join(written) != text or marks != [BEGIN, END] * (len(marks) // 2):
-            raise DataError(
-                f"the chat template of {self.where} marks with {{% generation %}} what it then changes, or "
-                "marks within marks, so what the assistant said cannot be told apart; let the tags enclose "
-                "text as it is written"
-            )
-        ends = list(itertools.accumulate(map(len, written)))
-        return list(zip(ends[::2], ends[1::2], strict=False))  # the last piece ends the text
+    def _readable(self, messages: list[Message], options: Mapping[str, Any]) -> tuple[list[Message], Traced]:
+        """The messages in the first form that the template reads, and their text."""
+        forms = [messages]
+        for form in (_as_text, _as_parts):
+            if (other := list(map(form, messages))) != messages:
+                forms.append(other)
+        found: tuple[list[Message], Traced] | None = None
+        failure: DataError | None = None
+        for form in forms:
+            try:
+                plain = self._write(self._plain, form, options, False)
+            except DataError as error:
+                failure = failure or error
+                continue
+            traced = self._trace(form, options)
+            if plain != str.__str__(traced):
+                raise self._lost("gives another text when the origins of its characters are followed")
+            if not _passes_over(form, traced):
+                found = form, traced
+                break
+            found = found or (form, traced)
+        if found is None:
+            assert failure is not None
+            raise failure
+        return found
 
-    def _write(self, messages: list[Message], options: Mapping[str, Any], add_generation_prompt: bool) -> str:
+    def _trace(
+        self, messages: list[Message], options: Mapping[str, Any], add_generation_prompt: bool = False
+    ) -> Traced:
+        """The text with its origins. A question has those of its loop alone."""
+        messages = list(map(with_reasoning, messages))
+        trace = Trace(answers=answers_of(messages))
+        if not add_generation_prompt:
+            messages = [_with_origins(trace, number, message) for number, message in enumerate(messages)]
+        trace.hold(messages)
+        self._tracing.trace = trace
+        text = self._write(self._traced, messages, options, add_generation_prompt)
+        assert isinstance(text, Traced)
+        return text
+
+    def _write(
+        self, program: Any, messages: list[Message], options: Mapping[str, Any], add_generation_prompt: bool
+    ) -> str:
         given = {**self.tokens, "tools": None, "documents": None, **options}
         try:
-            return self._program.render(
+            text: str = program.render(
                 given,
-                messages=list(map(_with_reasoning, messages)),
+                messages=list(map(with_reasoning, messages)) if program is self._plain else messages,
                 add_generation_prompt=add_generation_prompt,
             )
         except Exception as error:  # a template is a program: it may divide by zero, or fill the memory
@@ -137,78 +174,194 @@ class ChatTemplate:
                 f"the chat template of {self.where} refuses the conversation "
                 f"({type(error).__name__}: {error})"
             ) from error
+        return text
+
+    def _lost(self, what: str) -> DataError:
+        return DataError(
+            f"the chat template of {self.where} {what}, so what the assistant said cannot be told apart; "
+            "enclose that in {% generation %} and {% endgeneration %}"
+        )
+
+    # -------------------------------------------------------------------------------------------- answers
+
+    def _turn(
+        self,
+        messages: list[Message],
+        number: int,
+        text: str,
+        pieces: list[Piece],
+        options: Mapping[str, Any],
+    ) -> Iterator[Span]:
+        """What is learned of an answer."""
+        own = [piece for piece in pieces if piece.place == number]
+        if not own:
+            return  # the template passes over the message
+        said = [k for k, piece in enumerate(own) if _is_said(piece, number)]
+        if not said and says_something(messages[number]):
+            return  # nor is an end learned of which the template leaves out all that it ends
+        first = said[0] if said else len(own)
+        others = [k for k, piece in enumerate(own) if piece.source and not _is_said(piece, number)]
+        if others and others[-1] > first:
+            other, field = own[others[-1]].source
+            raise self._lost(
+                f"writes the {field} of message {other} within what the assistant says in {number}"
+            )
+        turn = "".join(text[piece.start : piece.stop] for piece in own)
+        before = sum(piece.stop - piece.start for piece in own[:first])
+        skip = end_of_given(turn, before, self._given(messages, number, options))
+        if not skip and before:  # a header that is not given here, as after a tool's result, is one still
+            skip = end_of_given(turn, before, self._given(messages[:0], 0, options))
+        if others:
+            skip = max(skip, sum(piece.stop - piece.start for piece in own[: others[-1] + 1]))
+        yield from self._stop(messages, number, text, own, options)
+        for piece in own:
+            length = piece.stop - piece.start
+            if skip < length:
+                yield piece.start + skip, piece.stop
+            skip = max(0, skip - length)
+        if number == len(messages) - 1:
+            end = max(piece.stop for piece in pieces if piece.place is not None)
+            rest = text[end:]
+            if rest and not self._tail(messages, options).startswith(rest):
+                yield end, len(text)
+
+    def _stop(
+        self,
+        messages: list[Message],
+        number: int,
+        text: str,
+        own: list[Piece],
+        options: Mapping[str, Any],
+    ) -> Iterator[Span]:
+        """The token that ends a call where the template writes it with the tool's result, as Gemma 4's does:
+        what it adds to the call if nothing follows.
+        """
+        if not messages[number].get(CALLS) or number == len(messages) - 1:
+            return
+        end = own[0].stop
+        for piece in own:
+            end = piece.stop if piece.start == end else end
+        turn = text[own[0].start : end]
+        try:
+            alone = self._trace(messages[: number + 1], options)
+        except DataError:  # a template may refuse a conversation without a result
+            return
+        last = "".join(alone[piece.start : piece.stop] for piece in pieces_of(alone) if piece.place == number)
+        added = last.removeprefix(turn)
+        if added and len(added) < len(last) and text.startswith(added, end):
+            yield end, end + len(added)
+
+    def _given(self, messages: list[Message], number: int, options: Mapping[str, Any]) -> str:
+        """The generation prompt of an answer. A template may refuse what comes before it alone."""
+        asked: list[Any] = ["?", [{"type": "text", "text": "?"}]]
+        failure: DataError | None = None
+        for question in (
+            *(messages[:stop] for stop in (number, number + 1) if messages[:stop]),
+            *([{"role": "user", "content": content}] for content in asked),
+        ):
+            try:
+                return self._tail(question, options)
+            except DataError as error:
+                failure = failure or error
+        assert failure is not None
+        raise failure
+
+    def _tail(self, messages: list[Message], options: Mapping[str, Any]) -> str:
+        """What the template writes behind the last message before an answer."""
+        text = self._trace(messages, options, add_generation_prompt=True)
+        written = [piece.stop for piece in pieces_of(text) if piece.place is not None]
+        if not written:
+            raise self._lost("has no loop over the messages")
+        return str.__str__(text)[max(written) :]
+
+    def _marked(self, messages: list[Message], given: int, pieces: list[Piece]) -> Iterator[Span]:
+        """What the template marks behind the first `given` messages."""
+        earlier = bool(answers_of(messages[:given]))
+        for piece in pieces:
+            if not piece.marked:
+                continue
+            if earlier and piece.place is None:
+                raise DataError(
+                    f"the chat template of {self.where} marks answers outside of a loop over the messages, "
+                    "so those of the prompt cannot be told apart; leave earlier answers out"
+                )
+            if not earlier or (piece.place is not None and piece.place >= given):
+                yield piece.start, piece.stop
+
+    def _check_origins(
+        self, messages: list[Message], text: str, pieces: list[Piece], options: Mapping[str, Any]
+    ) -> None:
+        """Raises DataError where an answer was written and its origin, or its place, is not known."""
+        for number in answers_of(messages):
+            mine = [piece for piece in pieces if piece.source and piece.source[0] == number]
+            mixed = [piece for piece in mine if piece.source[1].startswith(LOST)]
+            if mixed:
+                name = mixed[0].source[1].removeprefix(LOST).strip()
+                raise self._lost(f"mixes message {number}, of the assistant, with other text in {name!r}")
+            for field in (CONTENT, REASONING[0]):
+                places = {piece.place for piece in mine if piece.source[1] in (field, SEVERAL)}
+                if places and number not in places:
+                    raise self._lost(
+                        f"writes message {number}, of the assistant, outside of its iteration in a loop over "
+                        "the messages"
+                    )
+                value = with_reasoning(messages[number]).get(field)
+                if places or not isinstance(value, str) or not value.strip():
+                    continue
+                template = "".join(text[piece.start : piece.stop] for piece in pieces if not piece.source)
+                if value.strip() in template:  # by chance, or without its origin?
+                    names = REASONING if field in REASONING else (field,)
+                    other = [*messages]
+                    other[number] = {**messages[number], **dict.fromkeys(names, value + value)}
+                    if self._write(self._plain, other, options, False) != text:
+                        raise self._lost(
+                            f"writes message {number}, of the assistant, in a way that cannot be followed"
+                        )
 
 
-def _with_reasoning(message: Message) -> Message:
-    """What is thought stands under each name that templates read: under another it would be lost."""
-    thought = next((message[key] for key in REASONING if message.get(key) is not None), None)
-    return message if thought is None else {"thinking": thought, **message, "reasoning_content": thought}
+def _is_said(piece: Piece, number: int) -> bool:
+    """Whether it is text of this answer; some carry what tools gave."""
+    return bool(piece.source) and piece.source[0] == number and piece.source[1] != "tool_responses"
 
 
-def _texts(message: Message) -> list[str]:
-    """Of a message whose content is a list of text alone, the parts."""
-    parts = message.get("content")
-    if not isinstance(parts, list) or not all(
-        isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts
-    ):
-        return []
-    return [part["text"] for part in parts]
+def _with_origins(trace: Trace, number: int, message: Message) -> Message:
+    def traced(value: Any, field: str) -> Any:
+        if isinstance(value, str):
+            return trace.of(value, (number, field))
+        if isinstance(value, dict):
+            return {key: traced(item, field) for key, item in value.items()}
+        return [traced(item, field) for item in value] if isinstance(value, list) else value
+
+    return {
+        key: value if key == "role" else traced(value, REASONING[0] if key in REASONING else key)
+        for key, value in message.items()
+    }
 
 
-def _is_written_otherwise(messages: list[Message], text: str) -> bool:
-    """Whether a template that expects text has been given a list: it passes over it, or writes it as Python
+def _passes_over(messages: list[Message], text: Traced) -> bool:
+    """Whether the template expects content of another form: it leaves text out, or writes a list as Python
     does.
     """
-    return any(
-        str(message["content"]) in text or any(part.strip()[-_TAIL:] not in text for part in texts)
-        for message in messages
-        if (texts := _texts(message))
-    )
+    written = {source for _, (source, _, _) in text.runs}
+    for number, message in enumerate(messages):
+        content = message.get(CONTENT)
+        if isinstance(content, str):
+            if content.strip() and (number, CONTENT) not in written:
+                return True
+            continue
+        texts = texts_of(message)
+        if texts and (str(content) in text or any(part.strip()[-_TAIL:] not in text for part in texts)):
+            return True
+    return False
 
 
 def _as_text(message: Message) -> Message:
-    texts = _texts(message)
-    return {**message, "content": "".join(texts)} if texts else message
+    texts = texts_of(message)
+    return {**message, CONTENT: "".join(texts)} if texts else message
 
 
-def _environment() -> Any:
-    """What templates run in: a sandbox, since they are data from elsewhere."""
-    try:
-        import jinja2
-        from jinja2.ext import Extension
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError as error:
-        raise DataError(
-            "`messages` need the jinja2 package for the chat template: pip install jinja2"
-        ) from error
-
-    class GenerationTags(Extension):
-        """`{% generation %}...{% endgeneration %}`, which transformers has added to the language."""
-
-        tags = {"generation"}  # noqa: RUF012 (as its base class has it)
-
-        def __init__(self, environment: Any) -> None:
-            super().__init__(environment)
-            environment.extend(generation_marks=["", ""])
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.CallBlock(self.call_method("_enclosed"), [], [], body).set_lineno(line)
-
-        def _enclosed(self, caller: Any) -> str:
-            begin, end = self.environment.generation_marks  # type: ignore[attr-defined]
-            return begin + caller() + end
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    # Some write today's date into the system prompt; a run resumed tomorrow must see the same tokens, so
-    # "today" is the day that Llama's own templates fall back to.
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTags]
-    )
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = datetime.datetime(2024, 7, 26).strftime
-    return environment
+def _as_parts(message: Message) -> Message:
+    content = message.get(CONTENT)
+    if not isinstance(content, str):
+        return message
+    return {**message, CONTENT: [{"type": "text", "text": content}]}

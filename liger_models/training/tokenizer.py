@@ -21,7 +21,7 @@ from liger_models.convert.errors import DataError, abbreviate
 from liger_models.convert.json_file import read_json
 from liger_models.images.processor import FILES as PROCESSOR_FILES
 from liger_models.spans import tokens_within
-from liger_models.training.chat_template import NOTHING, ChatTemplate
+from liger_models.training.chat_template import NOTHING, ChatTemplate, Rendering
 
 # What a tokenizer is made of: these files travel with every checkpoint that a run writes.
 FILES = (
@@ -159,10 +159,10 @@ class TextTokenizer:
 
     def render(
         self, messages: list[dict[str, Any]], given: int = 0, options: Mapping[str, Any] = NOTHING
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """A conversation as the chat template writes it, and the character spans of what the assistant says
-        behind the first `given` messages. `options` are further names that the template reads, as `tools`.
-        Raises DataError as `ChatTemplate` does.
+    ) -> Rendering:
+        """A conversation as the chat template writes it, with the answers after the first `given` messages.
+        `options` are further names that the template reads, as `tools`. Raises DataError as `ChatTemplate`
+        does.
         """
         return self._template(options).render(messages, given, options)
 

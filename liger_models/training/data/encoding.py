@@ -5,12 +5,21 @@ Batches are of bounded size, so that the tokenizer's own threads are busy and wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from liger_models.convert.errors import DataError
-from liger_models.training.data.pictured import PicturedEncoder
-from liger_models.training.data.records import LABELLED, LONG, PAIRS, Conversation, Record, check_text
+from liger_models.training.chat_template import Rendering, merged
+from liger_models.training.data.pictured import PicturedEncoder, Tokens
+from liger_models.training.data.records import (
+    LABELLED,
+    LONG,
+    PAIRS,
+    TRAIN_ON,
+    Conversation,
+    Record,
+    check_text,
+)
 from liger_models.training.data.sources import BLOCK, LONG_TEXT, OVERLAP
 from liger_models.training.tokenizer import TextTokenizer
 
@@ -30,17 +39,20 @@ class Encoded(NamedTuple):
     images: bytes = b""
     needed: tuple[int, ...] = ()  # of the ids of each sequence, up to and with the last of an image
     group: tuple[int, int] | None = None  # tokens of the first of two sequences, and whether it is good
+    dropped: Sequence[str] = ()  # what the chat template left out of its answers
 
 
 class Encoder:
     """Records to ids and marks, a batch at a time."""
 
-    def __init__(self, tokenizer: TextTokenizer, pictured: PicturedEncoder) -> None:
-        self.tokenizer, self.pictured = tokenizer, pictured
+    def __init__(
+        self, tokenizer: TextTokenizer, pictured: PicturedEncoder, train_on: str = TRAIN_ON[0]
+    ) -> None:
+        self.tokenizer, self.pictured, self.train_on = tokenizer, pictured, train_on
         self.last_answer: Any = None  # of what is labelled
 
     def encode(self, records: Iterator[Record]) -> Iterator[list[Encoded]]:
-        for batch in _batches(records):
+        for batch in _batches(self._examples(records)):
             if batch[0].form == LONG:
                 yield from ([piece] for piece in self._long(batch[0]))
             elif batch[0].form in (PAIRS, LABELLED):
@@ -48,17 +60,36 @@ class Encoder:
             else:
                 yield list(self._batch(batch))
 
+    def _examples(self, records: Iterator[Record]) -> Iterator[Record]:
+        """Conversations as one example or several, rendered if they have no images; other records as they
+        are.
+        """
+        for record in records:
+            if record.form != "messages":
+                yield record
+                continue
+            _check_size(record, _characters(record))
+            told = record.content.examples(self.train_on)
+            parts: list[Any] = told
+            if not record.images:
+                parts = merged([self._rendered(record, one) for one in told])
+            for part in parts:
+                yield record._replace(content=part)
+
     def _batch(self, records: list[Record]) -> Iterator[Encoded]:
         """By kind, in order."""
         texts = iter(self.tokenizer.encode_batch([r.content for r in records if r.form == "text"]))
         pairs = iter(self._encode_pairs([r for r in records if r.form == "prompt/completion"]))
-        talks = iter(self._encode_talks([r for r in records if r.form == "messages" and not r.images]))
+        talks = iter(
+            self._encode_talks([r.content for r in records if r.form == "messages" and not r.images])
+        )
         shown = iter(self.pictured.encode([(r, [r.content]) for r in records if r.images]))
         for record in records:
             if record.images:
                 made = next(shown)
                 (one,) = made.sequences
-                yield Encoded(record, one.ids, one.trained, True, images=made.images, needed=(one.needed,))
+                images = {"images": made.images, "needed": (one.needed,), "dropped": one.dropped}
+                yield Encoded(record, one.ids, one.trained, True, **images)
                 continue
             if record.form == "text":
                 ids = next(texts)
@@ -74,7 +105,8 @@ class Encoder:
                 trained[-1] = True
             if ids:
                 trained[0] = False
-            yield Encoded(record, ids, bytes(trained), whole=True)
+            dropped = record.content.dropped if record.form == "messages" else ()
+            yield Encoded(record, ids, bytes(trained), whole=True, dropped=dropped)
 
     def _groups(self, records: list[Record]) -> Iterator[Encoded]:
         """Each record's two sequences, one behind the other."""
@@ -88,13 +120,20 @@ class Encoder:
             images: dict[str, Any] = {}
             if _have_images(two):
                 made = next(shown)
-                first, second = (sequence[:2] for sequence in made.sequences)
-                images = {"images": made.images, "needed": tuple(s.needed for s in made.sequences)}
+                first, second = made.sequences
+                images = {"images": made.images, "needed": (first.needed, second.needed)}
             else:
                 first, second = next(told), next(told)
             good = record.form == PAIRS or record.content[2]
-            group = len(first[0]), int(good)
-            yield Encoded(record, first[0] + second[0], first[1] + second[1], True, group=group, **images)
+            yield Encoded(
+                record,
+                first.ids + second.ids,
+                first.trained + second.trained,
+                True,
+                group=(len(first.ids), int(good)),
+                dropped=[*first.dropped, *(second.dropped if record.form == PAIRS else ())],
+                **images,
+            )
 
     def _answers(self, record: Record, records: list[Record]) -> list[tuple[Any, Any]]:
         """The (prompt, answer) of each of its two sequences."""
@@ -114,17 +153,19 @@ class Encoder:
                 )
         return [(prompt, answer), (prompt, other)]
 
-    def _encode_answers(self, answers: list[tuple[Record, Any, Any]]) -> list[tuple[list[int], bytes]]:
-        """(record, prompt, answer) -> ids and marks."""
-        texts, spans = [], []
+    def _encode_answers(self, answers: list[tuple[Record, Any, Any]]) -> list[Tokens]:
+        """Of each (record, prompt, answer)."""
+        texts, spans, dropped = [], [], []
         for record, prompt, answer in answers:
             if isinstance(prompt, str):
                 texts.append(prompt + answer)
                 spans.append([(len(prompt), len(texts[-1]))])
+                dropped.append([])
                 continue
-            text, turns = self._rendered(record, prompt.followed_by(answer))
-            texts.append(text)
-            spans.append(turns)
+            rendering = self._rendered(record, prompt.followed_by(answer))
+            texts.append(rendering.text)
+            spans.append(rendering.spans)
+            dropped.append(rendering.dropped)
         is_text = [isinstance(prompt, str) for _, prompt, _ in answers]
         found = []
         for kind in (True, False):
@@ -140,7 +181,10 @@ class Encoder:
                 trained[-1] = True
             if ids:
                 trained[0] = False
-        return [(ids, bytes(trained)) for ids, trained in encoded]
+        return [
+            Tokens(ids, bytes(trained), 0, lost)
+            for (ids, trained), lost in zip(encoded, dropped, strict=True)
+        ]
 
     def _long(self, record: Record) -> Iterator[Encoded]:
         mark, last = b"\0", 0
@@ -157,20 +201,18 @@ class Encoder:
         spans = [[(len(r.content[0]), len(text))] for r, text in zip(records, texts, strict=True)]
         return self.tokenizer.encode_spans(texts, spans, add_special_tokens=True)
 
-    def _encode_talks(self, records: list[Record]) -> list[tuple[list[int], list[bool]]]:
-        rendered = [self._rendered(record, record.content) for record in records]
+    def _encode_talks(self, renderings: list[Rendering]) -> list[tuple[list[int], list[bool]]]:
         return self.tokenizer.encode_spans(
-            [text for text, _ in rendered], [spans for _, spans in rendered], add_special_tokens=False
+            [one.text for one in renderings], [one.spans for one in renderings], add_special_tokens=False
         )
 
-    def _rendered(self, record: Record, told: Conversation) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and the spans of what is learned."""
+    def _rendered(self, record: Record, told: Conversation) -> Rendering:
         try:
-            text, spans = self.tokenizer.render(told.messages, told.given, record.options)
+            rendering = self.tokenizer.render(told.messages, told.given, record.options)
         except DataError as error:
             raise DataError(f"{record.where}: {error}") from error
-        check_text(record.where, text)
-        return text, spans
+        check_text(record.where, rendering.text)
+        return rendering
 
     def _close(self, ids: list[int]) -> int:
         """Append eos unless the tokenizer did; returns how many tokens that took."""
@@ -200,11 +242,7 @@ def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
             yield [record]
             batch, characters = [], 0
             continue
-        if size > LONG_TEXT:
-            raise DataError(
-                f"{record.where}: the example has {size:,} characters, and is tokenized as a whole; expected "
-                f"at most {LONG_TEXT:,}"
-            )
+        _check_size(record, size)
         batch.append(record)
         characters += size + IMAGE_CHARACTERS * record.images
         if len(batch) == BATCH_RECORDS or characters >= BATCH_CHARACTERS:
@@ -212,6 +250,14 @@ def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
             batch, characters = [], 0
     if batch:
         yield batch
+
+
+def _check_size(record: Record, size: int) -> None:
+    if size > LONG_TEXT:
+        raise DataError(
+            f"{record.where}: the example has {size:,} characters, and is tokenized as a whole; expected "
+            f"at most {LONG_TEXT:,}"
+        )
 
 
 def _blocks(text: str) -> Iterator[str]:

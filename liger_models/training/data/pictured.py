@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -32,12 +32,13 @@ BOTH, FIRST, SECOND = "both.", "first.", "second."  # of which conversation an i
 
 class Tokens(NamedTuple):
     """What becomes of a conversation: its ids, a byte for each that says whether it is trained, and how many
-    of the ids there must be for all images to be whole.
+    of the ids there must be for all images to be whole; and what the template left out of its answers.
     """
 
     ids: list[int]
     trained: bytes
     needed: int
+    dropped: list[str]
 
 
 class Made(NamedTuple):
@@ -48,11 +49,12 @@ class Made(NamedTuple):
 
 
 class Told(NamedTuple):
-    """A conversation as the chat template wrote it."""
+    """A conversation as the chat template wrote it (chat_template.Rendering), and its images."""
 
     text: str
     spans: list[Span]
     sources: list[ImageSource | Video]
+    dropped: list[str]
 
 
 class Work(NamedTuple):
@@ -131,8 +133,8 @@ class PicturedEncoder:
             raise located(record.where, error) from error
 
     def _told(self, record: Record, conversation: Conversation) -> Told:
-        text, spans = self._rendered(conversation.messages, conversation.given, record.options)
-        check_text(record.where, text)
+        rendering = self.tokenizer.render(conversation.messages, conversation.given, record.options)
+        check_text(record.where, rendering.text)
         sources = [
             given.found(record.folder) if isinstance(given, Video) else find_image(given, record.folder)
             for given in conversation.images
@@ -141,23 +143,7 @@ class PicturedEncoder:
             for source in found.frames if isinstance(found, Video) else [found]:
                 if isinstance(source, Path) and source not in self.seen and source.is_file():
                     self.seen[source] = Source(str(source), source).identity()
-        return Told(text, spans, sources)
-
-    def _rendered(
-        self, messages: list[dict[str, Any]], given: int, options: Mapping[str, Any]
-    ) -> tuple[str, list[Span]]:
-        """As the chat template writes it. Some templates pass over what is text and not a list of parts."""
-        text, spans = self.tokenizer.render(messages, given, options)
-        lost = [m for m in messages if isinstance(m.get("content"), str) and m["content"].strip() not in text]
-        if lost:
-            parts = [
-                {**m, "content": [{"type": "text", "text": m["content"]}]}
-                if isinstance(m.get("content"), str)
-                else m
-                for m in messages
-            ]
-            text, spans = self.tokenizer.render(parts, given, options)
-        return text, spans
+        return Told(rendering.text, rendering.spans, sources, rendering.dropped)
 
 
 def located(where: str, error: DataError) -> DataError:
@@ -197,22 +183,22 @@ def _made(images: Preprocessor | None, work: Work) -> Made:
     sequences, shown = [], []
     try:
         for one in work.told:
-            found = images(*one)
-            sequences.append(_tokens(found, images.image_places(found.ids)))
+            found = images(one.text, one.spans, one.sources)
+            sequences.append(_tokens(found, images.image_places(found.ids), one.dropped))
             shown.append(found.images)
     except DataError as error:
         raise located(work.where, error) from error
     return Made(sequences, save(join_images(shown)))
 
 
-def _tokens(shown: Shown, places: Tensor) -> Tokens:
+def _tokens(shown: Shown, places: Tensor, dropped: list[str]) -> Tokens:
     needed = 1 + int(places[-1]) if len(places) else 0
     if needed == len(shown.ids):
         raise DataError("nothing follows the last image, so that nothing is learned from it")
     trained = shown.trained.clone()
     trained[0] = False
     trained[places] = False
-    return Tokens(shown.ids.tolist(), bytes(trained.tolist()), needed)
+    return Tokens(shown.ids.tolist(), bytes(trained.tolist()), needed, dropped)
 
 
 # Of a process that makes them.

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from liger_models.convert.errors import DataError, abbreviate
 from liger_models.images.files import Video
+from liger_models.training.answers import ASSISTANT
 from liger_models.training.chat_template import NOTHING, OWN_NAMES
 
 FORMS = ("text", "prompt/completion", "messages")
@@ -38,6 +39,7 @@ IMAGES = "images"  # a field beside messages
 VIDEOS = "videos"  # a field that other tools know
 PLACE = "<image>"  # in text, where an image of that field stands
 TOOLS, OPTIONS = "tools", "chat_template_kwargs"  # fields beside messages
+TRAIN_ON = ("all", "last", "each")  # answers of a conversation
 
 
 class Conversation(NamedTuple):
@@ -49,6 +51,20 @@ class Conversation(NamedTuple):
     messages: list[dict[str, Any]]
     images: list[Any]
     given: int = 0
+
+    def examples(self, train_on: str) -> list[Conversation]:
+        """This conversation with all answers to learn, or its "last" alone; or for "each" answer the
+        conversation that ends with it.
+        """
+        answers = [n for n, message in enumerate(self.messages) if message["role"] == ASSISTANT]
+        if train_on == "all":
+            return [self]
+        if train_on == "last":
+            return [self._replace(given=answers[-1])]
+        return [
+            Conversation(self.messages[: n + 1], self.images[: _shown(self.messages[: n + 1])], n)
+            for n in answers
+        ]
 
     def followed_by(self, answer: Conversation) -> Conversation:
         """All of this is given."""
@@ -75,6 +91,12 @@ class Record(NamedTuple):
         parts = self.content if self.form in (PAIRS, LABELLED) else (self.content,)
         shown = [one for part in parts if isinstance(part, Conversation) for one in part.images]
         return sum(len(one.frames) if isinstance(one, Video) else 1 for one in shown)
+
+
+def _shown(messages: list[dict[str, Any]]) -> int:
+    """How many images and videos have a place in messages."""
+    parts = (part for m in messages if isinstance(m.get("content"), list) for part in m["content"])
+    return sum(isinstance(part, dict) and part.get("type") in ("image", "video") for part in parts)
 
 
 def fields_of(forms: tuple[str, ...]) -> set[str]:

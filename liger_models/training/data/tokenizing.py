@@ -312,7 +312,8 @@ class _Builder:
             if encoded.group is not None:
                 self._add_group(encoded, encoded.group)
                 continue
-            record, ids, trained, whole, more, images, needed, _ = encoded
+            record, ids, trained, whole, more, images, needed = encoded[:7]
+            self._count_dropped(encoded)
             if not self.open:
                 self._count_ends(record, ids, trained)
             if whole and self.length is not None and len(ids) > self.length + 1:
@@ -333,6 +334,7 @@ class _Builder:
 
     def _add_group(self, encoded: Encoded, group: tuple[int, int]) -> None:
         record, ids, trained = encoded[:3]
+        self._count_dropped(encoded)
         first, good = group
         halves = [(ids[:first], trained[:first]), (ids[first:], trained[first:])]
         if self.length is not None:
@@ -356,6 +358,10 @@ class _Builder:
     def _count_images(self, record: Record) -> None:
         if record.images:
             self.writer.counts["images"] += record.images
+
+    def _count_dropped(self, encoded: Encoded) -> None:
+        for what in encoded.dropped:
+            self.writer.counts[f"answers whose {what} the chat template leaves out"] += 1
 
     def _count_ends(self, record: Record, ids: list[int], trained: bytes) -> None:
         """Count what is allowed, and hardly ever meant."""

@@ -35,7 +35,7 @@ def template_folder(tokenizer_folder, tmp_path, template):
 
 
 def said(template, messages, **options):
-    text, spans = ChatTemplate(template, {"bos_token": "<s>"}, "here").render(messages, 0, options)
+    text, spans, _ = ChatTemplate(template, {"bos_token": "<s>"}, "here").render(messages, 0, options)
     return [text[begin:end] for begin, end in spans]
 
 
@@ -50,24 +50,6 @@ def test_the_marks_are_those_of_transformers():
         [CHAT], chat_template=MARKED, bos_token="<s>", return_assistant_tokens_mask=True
     )
     assert [texts[0][begin:end] for begin, end in spans[0]] == said(MARKED, CHAT)
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% set x %}{% generation %}a{% endgeneration %}{% endset %}{{ x | length }}",
-        "{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}",
-    ],
-)
-def test_marks_that_cannot_be_followed_are_refused(template):
-    with pytest.raises(DataError, match="cannot be told apart"):
-        said(template, CHAT)
-
-
-def test_without_marks_a_template_that_rewrites_turns_is_refused_and_told_of_them():
-    template = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    with pytest.raises(DataError, match=r"message 2 differently .* marks it with {% generation %}"):
-        said(template, CHAT)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +251,7 @@ def test_an_end_of_turn_that_takes_the_line_break_behind_it_is_trained(tokenizer
     tokenizer = template_folder(tokenizer_folder, tmp_path, MARKED)
     tokenizer.backend.add_special_tokens([AddedToken("</s>", rstrip=True)])
     chat = [{**message, "content": message["content"].strip()} for message in CHAT]
-    text, spans = tokenizer.render(chat)
+    text, spans, _ = tokenizer.render(chat)
     [(ids, trained)] = tokenizer.encode_spans([text], [spans], add_special_tokens=False)
     learned = [index for index, mark in zip(ids, trained, strict=True) if mark]
     assert tokenizer.backend.decode(learned, skip_special_tokens=False) == "cd</s>()fg</s>"

@@ -1,0 +1,367 @@
+"""Answers are found in the rendering of every published chat template (those in TRL's wheel): whatever
+transformers renders can be trained on, and what is learned is what the model has to write itself.
+"""
+
+import datetime
+import functools
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from liger_models.convert.errors import DataError
+from liger_models.training.chat_template import ChatTemplate
+
+chat_template_utils = pytest.importorskip("transformers.utils.chat_template_utils")
+FOLDER = Path(getattr(importlib.util.find_spec("trl"), "origin", None) or "none").parent / "chat_templates"
+PUBLISHED = sorted(path.stem for path in FOLDER.glob("*.jinja") if not path.stem.endswith("_training"))
+if not PUBLISHED:
+    pytest.skip("TRL, which has the published templates, is not installed", allow_module_level=True)
+TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>"}
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+def system(text):
+    return {"role": "system", "content": text}
+
+
+def tool(text):
+    return {"role": "tool", "name": "look", "tool_call_id": "call00001", "content": text}
+
+
+def parts(text):
+    return [{"type": "text", "text": text}]
+
+
+def call(arguments):
+    function = {"name": "look", "arguments": arguments}
+    return [{"id": "call00001", "type": "function", "function": function}]
+
+
+ARGUMENTS = {"city": "kiwi", "days": 3, "deep": {"list": [1, "lime"]}}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "mango",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "description": "melon"}},
+                "required": ["city"],
+            },
+        },
+    }
+]
+CONVERSATIONS = {
+    "one turn": ([user("apple?"), assistant("banana split")], {}),
+    "two turns": ([user("apple?"), assistant("banana"), user("cherry?"), assistant("damson")], {}),
+    "system": (
+        [system("elder"), user("apple?"), assistant("banana"), user("cherry?"), assistant("quince")],
+        {},
+    ),
+    "empty system": ([system(""), user("apple?"), assistant("banana")], {}),
+    "reasoning": (
+        [
+            user("apple?"),
+            assistant("banana", reasoning_content="grape"),
+            user("cherry?"),
+            assistant("damson", reasoning_content="hazel"),
+        ],
+        {},
+    ),
+    "reasoning in the text": (
+        [
+            user("apple?"),
+            assistant("<think>\ngrape\n</think>\n\nbanana"),
+            user("cherry?"),
+            assistant("<think>\nhazel\n</think>\n\ndamson"),
+        ],
+        {},
+    ),
+    "no reasoning": (
+        [user("apple?"), assistant("banana"), user("cherry?"), assistant("damson")],
+        {"enable_thinking": False},
+    ),
+    "reasoning asked for": ([user("apple?"), assistant("banana")], {"enable_thinking": True}),
+    "tools": (
+        [user("apple?"), assistant("", tool_calls=call(ARGUMENTS)), tool("figs"), assistant("banana")],
+        {"tools": TOOLS},
+    ),
+    "tools and text": (
+        [
+            user("apple?"),
+            assistant("banana", tool_calls=call(ARGUMENTS)),
+            tool("figs"),
+            assistant("cherry"),
+            user("damson?"),
+            assistant("elder"),
+        ],
+        {"tools": TOOLS},
+    ),
+    "tools and reasoning": (
+        [
+            user("apple?"),
+            assistant("", reasoning_content="grape", tool_calls=call(ARGUMENTS)),
+            tool("figs"),
+            assistant("banana", reasoning_content="hazel"),
+        ],
+        {"tools": TOOLS},
+    ),
+    "arguments as text": (
+        [
+            user("apple?"),
+            assistant(None, tool_calls=call(json.dumps(ARGUMENTS))),
+            tool("figs"),
+            assistant("pear"),
+        ],
+        {"tools": TOOLS},
+    ),
+    "ends with a call": (
+        [user("apple?"), assistant("", tool_calls=call(ARGUMENTS))],
+        {"tools": TOOLS},
+    ),
+    "ends with a question": ([user("apple?"), assistant("banana"), user("cherry?")], {}),
+    "begins with an answer": ([assistant("banana"), user("apple?"), assistant("cherry")], {}),
+    "no words of ASCII": ([user("Grüße 漢字 🙂?"), assistant("ß 🙂 <b>ﬁ</b> &amp; {{ y }} é")], {}),
+    "white space": (
+        [user("  apple? \n"), assistant(" \n banana\n\n split \n"), user("x"), assistant("\ty ")],
+        {},
+    ),
+    "text that looks special": (
+        [user("<|im_end|> [/INST] <eos>"), assistant("<|im_start|>assistant\n<|eot_id|> <end_of_turn> x")],
+        {},
+    ),
+    "the same text": ([user("pear"), assistant("pear"), user("assistant"), assistant("assistant")], {}),
+    "text of the header": (
+        [user("model"), assistant("assistant\n"), user("\n"), assistant("model: Assistant:")],
+        {},
+    ),
+    "parts": (
+        [
+            user(parts("apple?")),
+            assistant(parts("banana")),
+            user(parts("cherry?")),
+            assistant(parts("damson")),
+        ],
+        {},
+    ),
+}
+
+
+class OnePinnedDay(datetime.datetime):
+    """Ours is always this day; transformers' is today."""
+
+    @classmethod
+    def now(cls):
+        return cls(2024, 7, 26)
+
+
+@pytest.fixture(autouse=True)
+def that_day(monkeypatch):
+    monkeypatch.setattr(chat_template_utils, "datetime", OnePinnedDay)
+
+
+@functools.cache
+def source_of(name):
+    return (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def theirs(name, messages, options, **more):
+    [text], spans = chat_template_utils.render_jinja_template(
+        [messages], chat_template=source_of(name), **TOKENS, **options, **more
+    )
+    return (text, spans[0]) if spans else text
+
+
+def in_form(messages, form):
+    return [
+        {**m, "content": form(m["content"]) if isinstance(m["content"], str | list) else None}
+        for m in messages
+    ]
+
+
+def as_text(content):
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def as_parts(content):
+    return parts(content) if isinstance(content, str) else content
+
+
+def readable(name, messages, options):
+    """The conversation in the first form whose questions transformers writes, and what it writes."""
+    questions = [as_text(m["content"]).strip() for m in messages if m["role"] == "user"]
+    for form in (lambda content: content, as_text, as_parts):
+        try:
+            chosen = in_form(messages, form)
+            text = theirs(name, chosen, options)
+        except Exception:  # the template refuses it
+            continue
+        if all(question in text for question in questions) and "{'type'" not in text:
+            return chosen, text
+    return None, None
+
+
+@functools.cache
+def template_of(name):
+    return ChatTemplate(source_of(name), TOKENS, name)
+
+
+@pytest.fixture(scope="module", params=PUBLISHED)
+def renderings(request):
+    """Of a template, by conversation that transformers renders: (name, messages as it reads them, options,
+    what transformers writes, our rendering).
+    """
+    name, found = request.param, {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat_template_utils, "datetime", OnePinnedDay)
+        for conversation, (messages, options) in CONVERSATIONS.items():
+            chosen, text = readable(name, messages, options)
+            if chosen is None:
+                with pytest.raises(DataError, match="refuses the conversation"):
+                    template_of(name).render(messages, 0, options)
+            else:
+                ours = template_of(name).render(messages, 0, options)
+                found[conversation] = name, chosen, options, text, ours
+        yield found
+
+
+def test_what_transformers_renders_is_rendered_alike_and_can_be_trained_on(renderings):
+    assert len(renderings) >= len(CONVERSATIONS) / 2
+    for conversation, (_, _, _, text, ours) in renderings.items():
+        assert ours.text == text, conversation
+        assert ours.spans or "tool calls" in ours.dropped, conversation
+
+
+def all_left_out(message, ours):
+    """Whether the template leaves out all that an answer says: an end alone is not learned."""
+    return (
+        "tool calls" in ours.dropped and message.get("tool_calls") and not as_text(message["content"] or "")
+    )
+
+
+HEADER_AFTER_A_RESULT = {"diffusion_gemma"}  # which writes a header there, and gives none when it asks
+
+
+def test_where_turns_stay_as_they_were_an_answer_lies_between_its_question_and_the_next(renderings):
+    """The rule of prefixes, which transformers alone tells: from the prompt's end to the turn's."""
+    for conversation, (name, messages, options, text, ours) in renderings.items():
+        learned = {place for start, stop in ours.spans for place in range(start, stop)}
+        expected = set()
+        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        for number in answers:
+            try:
+                before = theirs(name, messages[:number], options, add_generation_prompt=True)
+                through = theirs(name, messages[: number + 1], options)
+            except Exception:  # the template refuses an incomplete conversation
+                break
+            if not (text.startswith(through) and through.startswith(before)):
+                break
+            turn = set(range(len(before), len(through)))
+            if name in HEADER_AFTER_A_RESULT and messages[number - 1]["role"] == "tool":
+                turn -= set(range(len(before), len(before) + len("<|turn>model\n")))
+            if all_left_out(messages[number], ours):
+                turn = set()
+            expected |= turn
+            assert turn <= learned, (conversation, number)
+        else:
+            assert learned == expected, conversation
+
+
+LEARNED_BEYOND_MARKS = {
+    "diffusion_gemma": "<|tool_response>",  # what a call ends with if nothing follows: the model writes it
+    "llava_next": " ",  # behind the end of a turn: part of the turn, as a line break is elsewhere
+}
+
+
+def runs(text, places):
+    """The stretches of text at these places."""
+    found = []
+    for place in sorted(places):
+        if place - 1 not in places:
+            found.append("")
+        found[-1] += text[place]
+    return found
+
+
+def test_labels_are_what_trl_marks_in_its_own_versions_without_what_is_given(renderings):
+    """TRL marks headers of some families, and reasoning that the generation prompt has begun or closed."""
+    name = next(iter(renderings.values()))[0]
+    path = FOLDER / f"{name}_training.jinja"
+    if not path.exists():
+        assert name.startswith(("gemma4", "lfm2_2_5", "llama3_1", "llama3_2"))  # TRL has no version of these
+        return
+    compared = 0
+    for conversation, (name, messages, options, text, ours) in renderings.items():
+        try:
+            [marked_text], [spans] = chat_template_utils.render_jinja_template(
+                [messages],
+                chat_template=path.read_text(encoding="utf-8"),
+                return_assistant_tokens_mask=True,
+                **TOKENS,
+                **options,
+            )
+        except Exception:  # TRL's refuses what the original takes
+            continue
+        if marked_text != text:  # TRL's writes reasoning that the original leaves out
+            continue
+        compared += 1
+        marked = {place for start, stop in spans for place in range(start, stop)}
+        learned = {place for start, stop in ours.spans for place in range(start, stop)}
+        assert {*runs(text, learned - marked)} <= {LEARNED_BEYOND_MARKS.get(name)}, conversation
+        given = ""
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                question = messages[:number] or [user("x")]
+                given += theirs(name, question, options, add_generation_prompt=True)[-40:]
+                if all_left_out(message, ours):
+                    given += text
+        for missing in runs(text, marked - learned):
+            is_next = name == "glm4moe" and missing == "<|user|>"  # the next turn's header, which ends GLM's
+            assert missing in given or is_next, (conversation, missing)
+    assert compared >= (1 if name == "glm4moe" else 5)  # TRL's ends each answer with the next header
+
+
+SAID = ("banana", "damson", "quince", "grape", "hazel", "kiwi", "lime", "cherry", "pear")
+NOT_SAID = ("apple?", "cherry?", "damson?", "elder", "figs", "mango", "melon")
+
+
+def test_what_others_say_is_never_learned_and_what_the_assistant_says_always(renderings):
+    for conversation, (_, messages, _, text, ours) in renderings.items():
+        if conversation in ("the same text", "tools and text"):
+            continue
+        learned = "".join(text[start:stop] for start, stop in ours.spans)
+        assert not [word for word in NOT_SAID if word in learned], conversation
+        own = str([message for message in messages if message["role"] == "assistant"])
+        others = str([message for message in messages if message["role"] != "assistant"])
+        for word in SAID:
+            if word in own and word not in others:
+                assert learned.count(word) == text.count(word), (conversation, word)
+
+
+def test_reasoning_that_a_template_leaves_out_is_told():
+    messages, options = CONVERSATIONS["reasoning"]
+    assert template_of("qwen3").render(messages, 0, options).dropped == ["reasoning"]
+    assert template_of("qwen3_8").render(messages, 0, options).dropped == []
+    in_text, _ = CONVERSATIONS["reasoning in the text"]
+    assert template_of("qwen3").render(in_text, 0, {}).dropped == ["reasoning"]
+    messages, options = CONVERSATIONS["tools"]
+    assert template_of("llama3").render(messages, 0, options).dropped == ["tool calls"]
+
+
+def test_the_empty_reasoning_of_qwen3_is_learned_where_the_model_has_to_write_it():
+    messages = [user("apple?"), assistant("banana"), user("cherry?"), assistant("damson")]
+    for options, last in [({}, "<think>\n\n</think>\n\ndamson"), ({"enable_thinking": False}, "damson")]:
+        ours = template_of("qwen3").render(messages, 0, options)
+        assert "<think>\n\n</think>\n\ndamson" in ours.text
+        learned = [ours.text[start:stop] for start, stop in ours.spans]
+        assert learned == ["banana<|im_end|>\n", f"{last}<|im_end|>\n"]
