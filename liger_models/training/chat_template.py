@@ -122,8 +122,8 @@ class ChatTemplate:
     def _readable(self, messages: list[Message], options: Mapping[str, Any]) -> tuple[list[Message], Traced]:
         """The messages in the first form that the template reads, and their text."""
         forms = [messages]
-        for form in (_as_text, _as_parts):
-            if (other := list(map(form, messages))) != messages:
+        for change in (_as_text, _as_parts):
+            if (other := list(map(change, messages))) != messages:
                 forms.append(other)
         found: tuple[list[Message], Traced] | None = None
         failure: DataError | None = None

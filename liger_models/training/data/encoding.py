@@ -88,7 +88,11 @@ class Encoder:
             if record.images:
                 made = next(shown)
                 (one,) = made.sequences
-                images = {"images": made.images, "needed": (one.needed,), "dropped": one.dropped}
+                images: dict[str, Any] = {
+                    "images": made.images,
+                    "needed": (one.needed,),
+                    "dropped": one.dropped,
+                }
                 yield Encoded(record, one.ids, one.trained, True, **images)
                 continue
             if record.form == "text":
@@ -155,7 +159,8 @@ class Encoder:
 
     def _encode_answers(self, answers: list[tuple[Record, Any, Any]]) -> list[Tokens]:
         """Of each (record, prompt, answer)."""
-        texts, spans, dropped = [], [], []
+        texts, spans = [], []
+        dropped: list[list[str]] = []
         for record, prompt, answer in answers:
             if isinstance(prompt, str):
                 texts.append(prompt + answer)
