@@ -5,8 +5,8 @@
 
 The new folder is filled beside its target under a hidden name, written through to the disk, and exchanged
 with the old one by a single system call. Killed at any moment, the process leaves the old folder whole or
-the new one whole; what it leaves beside them is cleared away by the next `atomic_folder` on the same
-target.
+the new one whole. Hidden folders that it leaves beside them are removed by the next `atomic_folder` on the
+same target, before anything is written, and after an hour by that on any target in the same folder.
 """
 
 import ctypes
@@ -16,11 +16,14 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from liger_models.convert.errors import CheckpointError
+
+STALE_SECONDS = 3600
 
 
 @contextmanager
@@ -97,7 +100,9 @@ def _clear_stale(target: Path) -> None:
     moved_away = [p for p in sorted(target.parent.glob(f".{_escape(target.name)}.old-*")) if _is_hidden(p)]
     if moved_away and not target.exists():
         os.rename(moved_away.pop(), target)
-    for folder in [*moved_away, *target.parent.glob(f".{_escape(target.name)}.tmp-*")]:
+    own = list(target.parent.glob(f".{_escape(target.name)}.tmp-*"))
+    others = [p for p in target.parent.glob(".*.tmp-*") if p not in own and _is_hidden(p) and _is_old(p)]
+    for folder in [*moved_away, *own, *others]:
         if not _is_hidden(folder):
             continue
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -108,6 +113,15 @@ def _clear_stale(target: Path) -> None:
         finally:
             os.close(handle)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_old(folder: Path) -> bool:
+    """Whether nothing in a folder has changed for an hour. Its lock may be another machine's, unseen here."""
+    try:
+        changed = max(os.lstat(path).st_mtime for path in (folder, *folder.rglob("*")))
+    except OSError:  # it is being written, or is gone
+        return False
+    return time.time() - changed > STALE_SECONDS
 
 
 def _escape(name: str) -> str:

@@ -44,9 +44,9 @@ def save_checkpoint(
     plan = plan_checkpoint(parameters, weight_map, **options)
 
     def write(tensors: Iterator[Tensor]) -> None:
-        check_free_space(folder, plan.nbytes)
         try:
             with atomic_folder(folder, replaces=_is_weight_file) as new:
+                check_free_space(folder, plan.nbytes)  # when what a killed save left has been removed
                 plan.lay_out(new)
                 with plan.files.open(new) as write_place:
                     for expr, native in zip(weight_map.values(), tensors, strict=True):

@@ -77,8 +77,9 @@ class Contents:
     @contextmanager
     def begun(self) -> Iterator[Path]:
         """The new folder with all its files; in its place when the block ends."""
-        check_free_space(self.target, sum(part.files.nbytes for part in self.parts))
         with written_folder(self.target) as folder:
+            # When what a killed save left has been removed.
+            check_free_space(self.target, sum(part.files.nbytes for part in self.parts))
             self.lay_out(folder)
             yield folder
         self.done()

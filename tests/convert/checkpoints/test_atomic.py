@@ -3,9 +3,11 @@
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 import signal
 import stat
+import time
 
 import pytest
 
@@ -248,3 +250,21 @@ def test_folders_of_other_targets_are_left_alone(tmp_path):
     (tmp_path / ".out2.tmp-012345").mkdir()
     save(tmp_path / "out")
     assert sorted(hidden(tmp_path)) == [".other.tmp-012345", ".out2.tmp-012345"]
+
+
+def test_what_a_killed_save_of_another_target_left_is_removed_after_an_hour(tmp_path):
+    """Whoever chose another name after the kill would keep it for ever."""
+    stale, recent, locked = (tmp_path / f".other.tmp-{i:012x}" for i in range(3))
+    for folder in (stale, recent, locked):
+        folder.mkdir()
+        fill(folder / "deep", OLD)
+    for folder in (stale, locked):
+        for path in (*folder.rglob("*"), folder):
+            os.utime(path, times=(0, time.time() - 3700))
+    os.utime(recent / "deep" / "weights")
+    os.utime(recent, times=(0, 0))
+    handle = os.open(locked, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    save(tmp_path / "out")
+    os.close(handle)
+    assert sorted(hidden(tmp_path)) == sorted([recent.name, locked.name])

@@ -411,6 +411,16 @@ def test_too_little_free_space_is_told_before_a_byte_is_written(old, monkeypatch
         save_checkpoint(old, random_parameters(seed=2), MAP, config=CONFIG)
 
 
+def test_what_a_killed_save_left_takes_no_room_from_the_next(tmp_path, monkeypatch):
+    left = tmp_path / ".out.tmp-0123456789ab"
+    left.mkdir()
+    usage = shutil.disk_usage(tmp_path)
+    free = {True: 100, False: 10**9}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free[left.exists()]))
+    save_checkpoint(tmp_path / "out", random_parameters(seed=2), MAP, config=CONFIG)
+    assert not left.exists()
+
+
 def test_a_missing_aux_file_leaves_the_old_checkpoint(old, tmp_path):
     aux = {"tokenizer.json": tmp_path / "gone"}
     with pytest.raises(CheckpointError, match="No such file"):
