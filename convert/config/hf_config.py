@@ -318,6 +318,7 @@ _NO_EFFECT_NAMES = """
     forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty
     suppress_tokens begin_suppress_tokens prefix cache_implementation model_max_length
     num_nextn_predict_layers ep_size transformers.js_config is_llama_config max_sequence_length is_composition
+    is_decoder neftune_noise_alpha language
 """
 _NO_EFFECT = frozenset(_NO_EFFECT_NAMES.split())
 

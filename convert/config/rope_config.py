@@ -6,6 +6,7 @@ Old: `rope_theta`, `rope_scaling` and `partial_rotary_factor` at the top level. 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol, TypeGuard
 
@@ -62,6 +63,7 @@ _ROPE_ALIASES = {"su": "longrope", "mrope": "default"}
 _THETA_KEYS = ("rope_theta", "rotary_emb_base")
 _PARTIAL_KEYS = ("partial_rotary_factor", "rotary_pct")
 _NO_EFFECT = frozenset({"finetuned"})
+_SCALING = frozenset(key for fields in _ROPE_TYPES.values() for kind in fields for key in kind)
 _SHARES = frozenset({"partial_rotary_factor"})
 # What frequencies and lengths are divided by, or whose logarithm is taken.
 _POSITIVE = frozenset({"rope_theta", "factor", "original_max_position_embeddings"})
@@ -203,7 +205,8 @@ def _normalise(
     `extra`: numbers that the family has beside those of the type.
     """
     rest = {key: value for key, value in settings.items() if value is not None}
-    names = {str(rest.pop(key)) for key in ("rope_type", "type") if key in rest} or {"default"}
+    named = {str(rest.pop(key)) for key in ("rope_type", "type") if key in rest}
+    names = named or {"default"}
     types = {_ROPE_ALIASES.get(name, name) for name in names}
     if len(types) > 1:
         raise ConfigError(f"{c.name}: {where} names two rope types, {' and '.join(sorted(names))}")
@@ -248,7 +251,12 @@ def _normalise(
         beside = [key for key in extra if key in rest]
         out["extra"] = {key: _checked(c, where, key, rest.pop(key), _NUMBER) for key in beside}
     unknown = sorted(set(rest) - _NO_EFFECT)
-    if unknown:
+    if unknown and named and rope_type == "default" and all(key in _SCALING for key in unknown):
+        warnings.warn(
+            f"{c.name}: {where} of type 'default' does not scale, so {', '.join(unknown)} have no effect",
+            stacklevel=2,
+        )
+    elif unknown:
         raise ConfigError(
             f"{c.name}: {where} of type {rope_type!r} has the unknown key{'s' * (len(unknown) > 1)} "
             f"{', '.join(map(repr, unknown))}; known are {', '.join([*required, *optional, *defaults])}"

@@ -11,7 +11,7 @@ libraries around it ask of a model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,7 +55,13 @@ from liger_models.layers.spec import ModelSpec, MoESpec
 
 
 class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
-    """Embeddings, blocks and a final norm."""
+    """Embeddings, blocks and a final norm.
+
+    Args:
+        config: transformers' config of the family.
+        ignore_config_keys: unknown keys of it that are known not to matter. `from_pretrained` and
+            `from_config` of the Auto classes hand them on.
+    """
 
     forms: dict[str, Expr]  # by the names in the native model
     names: dict[str, str]  # from those to the names that tensors have here
@@ -65,10 +71,10 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
     unread: dict[str, Ref]
     initializers: dict[type, Callable[[nn.Module], None]]  # of their modules, by type
 
-    def __init__(self, config: Any):
+    def __init__(self, config: Any, ignore_config_keys: Collection[str] = ()):
         super().__init__(config)
         self.make_decoder(
-            spec_of(self.architecture, config),
+            spec_of(self.architecture, config, ignore_config_keys),
             "eager" if config._attn_implementation == "eager" else "auto",
         )
         Decoder.set_activation_memory(self, "lean")
@@ -330,9 +336,9 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     base_class: type[LigerModel]
 
-    def __init__(self, config: Any):
+    def __init__(self, config: Any, ignore_config_keys: Collection[str] = ()):
         super().__init__(config)
-        self.model = self.base_class(config)
+        self.model = self.base_class(config, ignore_config_keys)
         spec = self.model.spec
         self.vocab_size = spec.vocab_size
         self.lm_head = LMHead(spec.hidden_size, spec.vocab_size, spec.head_bias)
@@ -490,10 +496,10 @@ class LigerForSequenceClassification(GenericForSequenceClassification, LigerPreT
 
     base_class: type[LigerModel]
 
-    def __init__(self, config: Any):
+    def __init__(self, config: Any, ignore_config_keys: Collection[str] = ()):
         LigerPreTrainedModel.__init__(self, config)
         self.num_labels = config.num_labels
-        self.model = self.base_class(config)
+        self.model = self.base_class(config, ignore_config_keys)
         self.score = nn.Linear(self.model.spec.hidden_size, self.num_labels, bias=False)
         self._begin()
 
@@ -505,14 +511,14 @@ _NO_CACHE = (
 )
 
 
-def spec_of(architecture: Architecture, config: Any) -> ModelSpec:
+def spec_of(architecture: Architecture, config: Any, ignore_config_keys: Collection[str] = ()) -> ModelSpec:
     """The spec of one of transformers' configs.
 
     Raises:
         ConfigError: it asks for what the family does not have.
     """
     raw = {key: value for key, value in config.to_dict().items() if key != "quantization_config"}
-    read = HFConfig.load(raw)
+    read = HFConfig.load(raw, ignore_config_keys=tuple(ignore_config_keys))
     read.complete = True
     return architecture.spec(read)
 

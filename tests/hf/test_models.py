@@ -416,3 +416,26 @@ def test_rotary_settings_that_replace_the_checkpoints_and_repeat_its_theta_are_t
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, **{name: dict(given)})
         rope = model.model.spec.blocks[0].mixer.rope
         assert (rope.type, rope.factor, rope.theta) == ("linear", 4.0, 5e5)
+
+
+@pytest.mark.parametrize("task", ["", "CausalLM", "SequenceClassification"])
+def test_unknown_config_keys_are_ignored_through_the_auto_classes(task, make_both, batch):
+    both = make_both("llama", task, pad_token_id=0)
+    del batch["labels"]
+    expected = both.ours(**batch)[0]
+    both.ours.config.wobble = 1.5
+    both.ours.save_pretrained(both.folder)
+    auto = getattr(transformers, f"AutoModelFor{task}" if task else "AutoModel")
+    with pytest.raises(liger_models.ConfigError, match=r"ignore_config_keys=\('wobble',\)"):
+        auto.from_pretrained(both.folder)
+    again = auto.from_pretrained(both.folder, ignore_config_keys=("wobble",)).eval()
+    assert torch.equal(again(**batch)[0], expected)
+    made = auto.from_config(again.config, ignore_config_keys=("wobble",)).eval()
+    made.load_state_dict(again.state_dict())
+    assert torch.equal(made(**batch)[0], expected)
+
+
+def test_attributes_that_tools_set_on_configs_are_harmless(make_both, hf):
+    config = make_both("llama").ours.config
+    config.neftune_noise_alpha, config.is_decoder, config.language = 5.0, True, "en"
+    assert isinstance(transformers.AutoModelForCausalLM.from_config(config), hf.LigerForCausalLM)

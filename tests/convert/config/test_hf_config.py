@@ -283,6 +283,20 @@ def test_rotary_settings_that_cannot_be_honoured_are_refused(settings, message):
         rope({**BASE, "rope_scaling": settings})
 
 
+@pytest.mark.parametrize("name", ["rope_type", "type"])
+def test_settings_of_other_types_beside_the_default_type_have_no_effect_and_warn(name):
+    """As in transformers, where they are left over when a config's type is changed."""
+    left_over = {"factor": 8.0, "original_max_position_embeddings": 1024, "beta_fast": 32}
+    with pytest.warns(
+        UserWarning, match="beta_fast, factor, original_max_position_embeddings have no effect"
+    ):
+        found = rope({**BASE, "rope_scaling": {name: "default", **left_over}})
+    assert found == rope(BASE)
+    for settings in (left_over, {name: "default", **left_over, "wobble": 1}):  # without a type, unknown
+        with pytest.raises(ConfigError, match="unknown keys"):
+            rope({**BASE, "rope_scaling": settings})
+
+
 @pytest.mark.parametrize("stated", [{"factor": 4.0}, {}])  # the ratio of both lengths is 4, too
 def test_longrope_whose_attention_factor_is_its_factor_is_refused(stated):
     """Such exports scale every score by the square of the factor: 1024 in place of 1.42, of Phi-3.5."""
