@@ -87,7 +87,7 @@ def load_adapter(model: nn.Module, folder: str | Path, **options: Any) -> Any:
 
     Raises:
         CheckpointError: an adapter that no packed projection or stack can have, or of which a tensor has no
-            place.
+            place; one of experts that unsloth wrote, which does not say in which order its columns are.
     """
     import peft
 
@@ -112,8 +112,9 @@ def _is_lora(config: Mapping[str, Any]) -> bool:
 
 def _convert(model: Any, config: dict[str, Any], tensors: dict[str, Tensor], is_trainable: bool) -> None:
     """Turn a LoRA adapter under the usual names into one of this model."""
-    from liger_models.hf.expert_adapters import stack_single_experts, stacks_by_names
+    from liger_models.hf.expert_adapters import put_ranks_first, stack_single_experts, stacks_by_names
 
+    put_ranks_first(model, config, tensors)
     packed = _packed(model)
     made = stack_single_experts(model, tensors, functools.partial(_scale, config))
     for parameter, (rank, scale) in made.items():

@@ -35,14 +35,15 @@ def keep_usual_order(model: Any) -> None:
 
     Raises:
         ValueError: an adapter of the experts' biases where their order is another: it cannot be told.
+        CheckpointError: unsloth wrote the adapter.
     """
     maps = [model.weight_map(layout) for layout in model.layouts]
     for path, wrapper in model.named_modules():
-        if not isinstance(wrapper, ParamWrapper) or hasattr(wrapper, "_usual_order"):
+        if not isinstance(wrapper, ParamWrapper) or not isinstance(wrapper.get_base_layer(), Experts):
             continue
-        experts = wrapper.get_base_layer()
-        if isinstance(experts, Experts):
-            name = f"{path.partition('.base_layer')[0]}.{wrapper.parameter_name}"
+        name = f"{path.partition('.base_layer')[0]}.{wrapper.parameter_name}"
+        _refuse_unsloths_order(model, wrapper, name)
+        if not hasattr(wrapper, "_usual_order"):
             _install(wrapper, name, _usual_order(model, [weight_map[name] for weight_map in maps]))
 
 
@@ -80,6 +81,53 @@ def warn_of_layers_left_out(model: Any) -> None:
             f"LoraConfig(target_parameters=['{shared}.weight', ...])",
             stacklevel=2,
         )
+
+
+def put_ranks_first(model: nn.Module, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Put the columns of lora_B of stacks into PEFT's order, by rank and then by expert, where unsloth wrote
+    them by expert and then by rank. Its `adapter_config.json` says so from version 2026.9.6 on
+    (`lora_B_layout`); up to then it says no more than that unsloth wrote it.
+
+    Args:
+        config, tensors: of an adapter's files; changed in place, the marks of unsloth are taken out.
+
+    Raises:
+        CheckpointError: the order is unknown.
+    """
+    layout, mapping = config.pop("lora_B_layout", None), config.get("auto_mapping") or {}
+    if mapping.get("unsloth_fixed"):
+        config["auto_mapping"] = None
+    for path, module in model.named_modules():
+        for inner in ("", ".base_layer") if isinstance(module, Experts) else ():
+            name = f"base_model.model.{path}{inner}.lora_B.weight"
+            if name not in tensors or layout == "rank_major":
+                continue
+            if layout == "grouped_by_expert":
+                by_expert = tensors[name].unflatten(1, (len(module.down_proj), -1))
+                tensors[name] = by_expert.transpose(1, 2).flatten(1)
+            elif layout is not None or mapping.get("unsloth_fixed"):
+                raise CheckpointError(
+                    f"{name}: unsloth wrote this adapter of experts, and adapter_config.json has "
+                    f"lora_B_layout={layout!r}; expected 'rank_major', PEFT's order of columns, or "
+                    "'grouped_by_expert', unsloth's up to version 2026.9.5 (unless trained under "
+                    "UNSLOTH_MOE_LORA_MERGED=1). Add the key with the one that it is, and use "
+                    "liger_models.hf.load_adapter"
+                )
+
+
+def _refuse_unsloths_order(model: Any, wrapper: Any, name: str) -> None:
+    """PEFT drops the mark by which `put_ranks_first` knows the order of an adapter's columns.
+
+    Raises:
+        CheckpointError: unsloth wrote the adapter.
+    """
+    for adapter in wrapper.lora_A:
+        config = getattr(model, "peft_config", {}).get(adapter)
+        if (getattr(config, "auto_mapping", None) or {}).get("unsloth_fixed"):
+            raise CheckpointError(
+                f"{name}: unsloth wrote this adapter of experts, whose columns may be in an order that is "
+                "not PEFT's; load it with liger_models.hf.load_adapter(model, folder), which knows both"
+            )
 
 
 def stack_single_experts(

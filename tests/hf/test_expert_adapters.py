@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 
 import pytest
@@ -253,3 +254,49 @@ def test_linear_layers_that_peft_takes_for_stacks_are_named_in_a_warning_that_sa
         fresh = transformers.AutoModelForCausalLM.from_pretrained(both.folder)
         ours = hf.load_adapter(fresh, tmp_path / "adapter").eval()
         assert relative_distance(ours(**batch).logits[seen], expected) <= BOUND
+
+
+def as_unsloth_writes(source, folder, experts, marks):
+    """PEFT's files as unsloth's forward reads them, with the columns of lora_B by expert, and its marks."""
+    config = json.loads((source / "adapter_config.json").read_text())
+    by_expert = {
+        name: x.unflatten(1, (-1, experts)).transpose(1, 2).flatten(1).contiguous() if "lora_B" in name else x
+        for name, x in tensors(source).items()
+    }
+    folder.mkdir()
+    save_file(by_expert, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(config | marks))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_adapters_of_experts_that_unsloth_wrote_are_read_in_their_order_or_refused(
+    family, make_both, batch, tmp_path, hf
+):
+    both = make_both(family)
+    expected = adapt(both.reference)
+    expected.save_pretrained(tmp_path / "peft")
+    expected = expected(**batch).loss
+    experts = next(len(m.down_proj) for m in both.ours.modules() if isinstance(m, Experts))
+    unsloth = {"auto_mapping": {"base_model_class": "X", "parent_library": "x", "unsloth_fixed": True}}
+    marked = {**unsloth, "lora_B_layout": "grouped_by_expert"}
+    for name, marks in {"marked": marked, "unmarked": unsloth, "odd": {"lora_B_layout": "other"}}.items():
+        as_unsloth_writes(tmp_path / "peft", tmp_path / name, experts, marks)
+
+    def fresh():
+        return type(both.ours).from_pretrained(both.folder).eval()
+
+    loaded = hf.load_adapter(fresh(), tmp_path / "marked").eval()
+    assert relative_distance(loaded(**batch).loss, expected) <= BOUND
+    for folder in ("unmarked", "odd"):
+        with pytest.raises(liger_models.CheckpointError, match=r"lora_B_layout=.*'grouped_by_expert'"):
+            hf.load_adapter(fresh(), tmp_path / folder)
+    for load in (peft.PeftModel.from_pretrained, type(both.ours).load_adapter):
+        with pytest.raises(liger_models.CheckpointError, match=r"unsloth.*hf\.load_adapter"):
+            load(fresh(), tmp_path / "unmarked")
+
+    # As it writes from version 2026.9.6 on.
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    newer = json.dumps(config | unsloth | {"lora_B_layout": "rank_major"})
+    (tmp_path / "peft" / "adapter_config.json").write_text(newer)
+    loaded = hf.load_adapter(fresh(), tmp_path / "peft").eval()
+    assert relative_distance(loaded(**batch).loss, expected) <= BOUND
