@@ -1,1 +1,5 @@
 """Measurements beside peers, from the top of the repository: `python -m benchmarks`."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from benchmarks import ROOT
 from benchmarks.training.peer import in_one_line
-from benchmarks.training.shapes import ROOT
 
 Processes = Sequence[subprocess.Popen[bytes]]
 

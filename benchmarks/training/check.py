@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.training.shapes import ROOT
+from benchmarks import ROOT
 from benchmarks.training.step import Job, Result, count_job_tokens, make_job_batch
 from liger_models.architectures import find_architecture
 

@@ -24,8 +24,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from benchmarks import ROOT
 from benchmarks.training.peer import in_one_line
-from benchmarks.training.shapes import ROOT
 from benchmarks.training.step import Job, Result
 
 # A GPU's context does not survive a fork.

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks import ROOT
 from liger_models.architectures import find_architecture
 from liger_models.cards.published import FOLDER, read_config, with_layers
-
-ROOT = Path(__file__).parents[2]
 
 _LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -76,7 +76,8 @@ def models_table(families: Sequence[Architecture], repository: Path) -> str:
                 rows.append([words.name, words.traits, source(words), name, step])
         return markdown_table([first, "in a few words", "from", "model_type", "a training step"], rows)
 
-    return f"{table('family', False)}\n\n{table('multimodal family', True)}"
+    tables = f"{table('family', False)}\n\n{table('multimodal family', True)}"
+    return f"{training_step.SHARED_NOTE}\n\n{tables}" if training_step.SHARED in tables else tables
 
 
 def overview(families: Sequence[Architecture], repository: Path) -> str:
@@ -94,6 +95,7 @@ def overview(families: Sequence[Architecture], repository: Path) -> str:
         )
     header = ["family", "known sizes", "features", "layouts", "checked", "training step"]
     table = markdown_table(header, rows)
+    note = f"{training_step.SHARED_NOTE}\n\n" if training_step.SHARED in table else ""
     return (
         f"{MADE}# Families\n\n"
         "Generated from the registry, the published configs and the cards. A card records what was\n"
@@ -102,6 +104,7 @@ def overview(families: Sequence[Architecture], repository: Path) -> str:
         "features named. A training step is that of the smallest known size, with as many layers as fit\n"
         "on one GPU, relative to the faster of transformers and transformers with liger-kernel, each in\n"
         "its fastest setting.\n\n"
+        f"{note}"
         f"{table}\n"
     )
 
@@ -127,6 +130,8 @@ def card_page(family: Architecture, card: Card, repository: Path) -> str:
         ]
         table = markdown_table(["", "", "found", "made by"], rows)
         parts.append(f"On {date}, {where}:\n\n{table}")
+    if any(training_step.SHARED in part for part in parts):
+        parts.append(training_step.SHARED_NOTE)
     left = [
         f"- {CHECKS[line.check].title}: not run ({line.values['not_run']})"
         for line in card.lines

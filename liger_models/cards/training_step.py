@@ -39,6 +39,13 @@ TIME_LIMIT = 60.0  # seconds for a provider
 BYTES_OF_A_PARAMETER, BYTES_OF_A_LOGIT = 8, 10
 SHARE = 0.35  # of the memory for these; the rest is for activations
 
+# Of results from before each provider had a process of its own: in one, peers ran after ours.
+SHARED = "†"
+SHARED_NOTE = (
+    f"{SHARED} Measured when all providers shared one process, in which peers ran after ours. That made "
+    "torch choose a slower attention kernel for them: their steps took up to 6% too long."
+)
+
 Outcome = tuple[bool, Mapping[str, Any]]
 
 
@@ -152,6 +159,7 @@ def outcome(job: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]]) ->
         "batch": job["batch"],
         "tokens": job["seq"],
         "data": job["data"],
+        "own_processes": True,
         "providers": dict(results),
     }
 
@@ -178,12 +186,13 @@ def beside_peers(found: Mapping[str, Any]) -> tuple[float, float | None] | None:
 
 
 def say_beside_peers(found: Mapping[str, Any]) -> str:
-    """'1.27 x the speed, 0.83 x the memory'."""
+    """'1.27 x the speed, 0.83 x the memory', marked if peers shared a process with ours."""
     ratios = beside_peers(found)
     if ratios is None:
         return "no peer ran"
     speed, memory = ratios
-    return f"{speed:.2f} x the speed" + (f", {memory:.2f} x the memory" if memory is not None else "")
+    said = f"{speed:.2f} x the speed" + (f", {memory:.2f} x the memory" if memory is not None else "")
+    return said if found.get("own_processes") else f"{said}{SHARED}"
 
 
 def say(found: Mapping[str, Any]) -> str:

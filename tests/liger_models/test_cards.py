@@ -273,7 +273,7 @@ def test_a_training_step_is_told_beside_the_fastest_setting_of_each_peer():
     def result(speed, gib):
         return {"tokens_per_second": speed, "gib": gib}
 
-    found = {"model": "tiny", "layers": 2, "batch": 2, "tokens": 64}
+    found = {"model": "tiny", "layers": 2, "batch": 2, "tokens": 64, "own_processes": True}
     found["providers"] = {
         "ours": result(3000.0, 5.0),
         "transformers+liger+sdpa": {"note": "out of memory"},
@@ -289,6 +289,8 @@ def test_a_training_step_is_told_beside_the_fastest_setting_of_each_peer():
     assert training_step.say(alone).endswith("no peer ran. ours: 3,000 tokens/s")
     beside = {**found, "providers": {**found["providers"], "ours": result(1000.0, None)}}
     assert training_step.say_beside_peers(beside) == "0.50 x the speed"
+    shared = {name: value for name, value in beside.items() if name != "own_processes"}
+    assert training_step.say_beside_peers(shared) == "0.50 x the speed" + training_step.SHARED
 
 
 def test_as_many_layers_are_taken_as_fit_and_one_of_each_kind():
