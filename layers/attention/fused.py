@@ -19,6 +19,9 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_eff
 
 _16_BITS = (torch.bfloat16, torch.float16)
 _ALIGNMENT = 8  # elements: rows of a mask in the memory-efficient kernel start at a multiple
+# The memory-efficient kernel counts places in a mask in 32 bits: beyond 2^32 queries x keys, in some versions
+# of its backward pass beyond 2^31, it reads the mask of other queries and says nothing (pytorch 187227).
+_MOST_SCORES = 1 << 31
 
 
 def unmasked_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
@@ -45,6 +48,7 @@ def unmasked_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bo
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Attention with a mask, never by cuDNN, whose backward has given NaN with a mask for some lengths.
+    Queries are split where there are more scores than the memory-efficient kernel can count.
 
     Args:
         q: [batch, heads, queries, dim]; k, v: [batch, heads, keys, dim], or values of another size.
@@ -54,6 +58,12 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
     Returns:
         [batch, heads, queries, the size of v's heads].
     """
+    queries, keys = q.shape[2], k.shape[2]
+    rows = max(_MOST_SCORES // _aligned(keys), 1)
+    if queries > rows:
+        masks = mask.expand(*mask.shape[:-2], queries, keys).split(rows, dim=-2)
+        pieces = zip(q.split(rows, dim=2), masks, strict=True)
+        return torch.cat([masked_attention(piece, k, v, seen, scale) for piece, seen in pieces], dim=2)
     if not q.is_cuda or torch.compiler.is_compiling():
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
     q, k, v = _under_autocast(q, k, v)
@@ -75,8 +85,12 @@ def cudnn_takes(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
 def _bias(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """The mask as what is added to scores, 0 or -inf [batch, heads, queries, keys], in aligned rows."""
     keys = mask.shape[-1]
-    rows = q.new_zeros(*mask.shape[:-1], -(-keys // _ALIGNMENT) * _ALIGNMENT)
+    rows = q.new_zeros(*mask.shape[:-1], _aligned(keys))
     return rows[..., :keys].masked_fill_(~mask, -math.inf).expand(*q.shape[:3], k.shape[2])
+
+
+def _aligned(keys: int) -> int:
+    return -(-keys // _ALIGNMENT) * _ALIGNMENT
 
 
 def _is_differentiated(*operands: Tensor) -> bool:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_models.convert.checkpoints.layout import canonical_forms
-from liger_models.layers.attention import backends
+from liger_models.layers.attention import backends, fused
 from liger_models.layers.attention.backends import attend, attend_cached, attend_plain, visible
 from liger_models.layers.attention.cache import KVCache
 from liger_models.layers.attention.self_attention import Attention
@@ -187,6 +187,34 @@ def test_no_query_sees_nothing():
     """A row without a visible key would be a softmax over nothing: NaN."""
     for form in ("rows", "packed", "padded"):
         assert visible(heads(1, window=1), sequences_of(form)).sum(1).eq(1).all()
+
+
+@pytest.mark.parametrize("rows", [1, 13])  # of the mask: one for all queries, or one for each
+@pytest.mark.parametrize("most", [1, 40, 16 * 12])  # a query at a time, 2 of 13 at a time, 12 of 13
+def test_masks_of_more_scores_than_a_kernel_counts_are_split_by_queries(rows, most, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 3, n, 8, dtype=torch.float64, generator=generator) for n in (13, 11, 11))
+    mask = torch.rand(2, 1, rows, 11, generator=generator) < 0.5
+    mask[..., 3] = True
+
+    def results():
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = fused.masked_attention(*leaves, mask, 0.3)
+        (out * torch.arange(out.numel()).view_as(out)).sum().backward()
+        return [out, *(x.grad for x in leaves)]
+
+    expected, sizes, attention = results(), [], F.scaled_dot_product_attention
+
+    def counted(q, k, *args, **options):
+        sizes.append(q.shape[2])
+        return attention(q, k, *args, **options)
+
+    monkeypatch.setattr(fused, "_MOST_SCORES", most)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
+    for found, whole in zip(results(), expected, strict=True):
+        torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-12)  # float64, in another order of sums
+    assert sum(sizes) == 13
+    assert max(sizes) == max(most // 16, 1)  # rows of 11 keys are 16 apart
 
 
 @pytest.mark.parametrize(("form", "window"), [("packed", None), ("padded", None), ("rows", 12)])

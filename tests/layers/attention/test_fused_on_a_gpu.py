@@ -149,3 +149,62 @@ def test_a_kernel_that_the_user_disabled_does_not_run():
     assert cudnn_takes(*leaves, True)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         assert not cudnn_takes(*leaves, True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_of_more_than_two_to_the_32_scores_hides_what_it_says(dtype):
+    """torch's memory-efficient kernel, not split, takes the masks of rows 2^32 / 66,000 before for the last
+    922 queries.
+    """
+    length, last = 66_000, slice(65_500, 66_000)
+    leaves = [x[:1].requires_grad_() for x in operands(1, 1, length, length, 64, dtype)]
+    place = torch.arange(length, dtype=torch.int32, device="cuda")
+    before = place[:, None] - place
+    mask = (before >= 0) & (before < 512)  # so that those other rows see none of the same keys
+    del before
+    out = masked_attention(*leaves, mask, 0.1)
+    weights = torch.randn(1, 1, 500, 64, device="cuda", dtype=dtype)
+    (out[:, :, last] * weights).sum().backward()
+    found = [out[:, :, last].detach(), *(x.grad for x in leaves)]
+    del out
+
+    def plain(exact):
+        q, k, v = (x.detach().to(exact).requires_grad_() for x in leaves)
+        part = plain_attention(q[:, :, last], k, v, mask[last])
+        (part * weights.to(exact)).sum().backward()
+        return [part.detach(), q.grad, k.grad, v.grad]
+
+    for ours, same_dtype, truth in zip(found, plain(dtype), plain(torch.float64), strict=True):
+        size = truth.norm()
+        ours, same_dtype = (((x.double() - truth).norm() / size).item() for x in (ours, same_dtype))
+        # In float32 the kernel may round the operands of its products to TF32, 2^-11, twice in a row.
+        assert ours <= max(1.1 * same_dtype, 2**-10 if dtype == torch.float32 else 0), (ours, same_dtype)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("length", [64, 576, 704, 640])
+def test_gradients_without_a_mask_are_finite_where_every_score_is_far_below_zero(length, dim, causal):
+    """Where the length is 64 beyond a multiple of 128, cuDNN's backward with a mask gives NaN: it takes the
+    padding of its last tile for scores of zero, and exp(0 - log-sum-exp) overflows float32 if that is below
+    -88.7 (pytorch 196678). Here it is about -115.
+    """
+    leaves = [x.detach() * 0.1 for x in operands(4, 4, keys=length, queries=length, dim=dim)]
+    leaves[0][..., 0], leaves[1][..., 0] = 1.0, -120 * dim**0.5
+    leaves = [x.requires_grad_() for x in leaves]
+    assert cudnn_takes(*leaves, causal)
+
+    def theirs(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=dim**-0.5)
+
+    def plain(q, k, v):
+        seen = torch.ones(length, length, dtype=torch.bool, device="cuda")
+        scores = (q @ k.mT * dim**-0.5).float().masked_fill(~(seen.tril() if causal else seen), float("-inf"))
+        return scores.softmax(-1).to(q.dtype) @ v
+
+    found = results(lambda q, k, v: unmasked_attention(q, k, v, dim**-0.5, causal), leaves)
+    assert all(x.isfinite().all() for x in found)
+    unfused, truth = results(plain, leaves), results(theirs, [x.double() for x in leaves])
+    for of_queries in (found[1], unfused[1], truth[1]):
+        of_queries[..., 0] = 0.0  # zero but for rounding, for k is constant there
+    assert_no_worse(found, unfused, truth)
