@@ -9,11 +9,73 @@ blocks that fit their caches). Two correct implementations are about as far apar
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+# float32 rounds to 6e-8 of a value. From a parameter to its gradient a value passes about a hundred roundings
+# that matter in a tiny model (three layers forward and back), and they add up like a random walk, 1e-6 at
+# most where nothing cancels. A gradient is a sum over tokens in which much cancels: a factor of ten for that.
+# Faults stand out far above (tests/architectures/test_mutations.py).
+BOUND = 1e-5
+# Where more cancels than that, the bound is derived from the reference: two correct implementations are about
+# as far apart as one is from itself when its sums run in another order. (In every family's tiny config the
+# first distance is at most 1.3 times the largest of four of the second.) A factor of four is for the rest.
+ORDERS, FACTOR = 4, 4.0
+LARGEST_ROUNDING = 1e-4  # of a truth to which anything is compared: a fault is of the order of percents
+
+
+def relative_distance(found: Tensor, expected: Tensor, least_size: float = 0.0) -> float:
+    """|found - expected| / |expected|, or over `least_size` if that is larger, in float64; NaN counts as
+    infinitely far.
+    """
+    assert found.shape == expected.shape, (found.shape, expected.shape)
+    found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
+    distance, size = (found - expected).norm().item(), max(expected.norm().item(), least_size)
+    if math.isnan(distance) or not math.isfinite(size):
+        return math.inf
+    return distance / size if size else distance
+
+
+def beyond_rounding(
+    distances: Mapping[str, float], again: Callable[[int], Mapping[str, float]], bound: float = BOUND
+) -> dict[str, float]:
+    """The distances from a truth that rounding does not explain.
+
+    Args:
+        again: the distances of the truth from itself when it is computed in another order of sums, chosen by
+            a seed. Called if the bound is missed.
+    """
+    missed = {name: distance for name, distance in distances.items() if not distance <= bound}
+    if missed:
+        others = [again(seed) for seed in range(ORDERS)]
+        for name, distance in list(missed.items()):
+            rounding = max(other[name] for other in others)
+            if distance <= FACTOR * rounding <= FACTOR * LARGEST_ROUNDING:
+                del missed[name]
+    return missed
+
+
+def beyond_bound(
+    found: Mapping[str, Tensor], run: Callable[[], Mapping[str, Tensor]], bound: float = BOUND
+) -> dict[str, float]:
+    """The relative distances from the results of `run`, by name, that rounding does not explain."""
+    expected = dict(run())
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+
+    def distances(results: Mapping[str, Tensor]) -> dict[str, float]:
+        return {name: relative_distance(results[name], truth) for name, truth in expected.items()}
+
+    def again(seed: int) -> dict[str, float]:
+        with OtherOrder(seed):
+            return distances(run())
+
+    return beyond_rounding(distances(found), again, bound)
+
 
 aten = torch.ops.aten
 

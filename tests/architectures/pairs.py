@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from rounding import OtherOrder
+from rounding import BOUND as BOUND
+from rounding import OtherOrder, beyond_rounding
+from rounding import relative_distance as relative_distance
 from ties import TieError, clear_of_ties
 from torch import Tensor, nn
 
@@ -26,16 +28,6 @@ from liger_models.layers.experts.moe import Router
 from liger_models.layers.model import CausalLM
 from liger_models.layers.spec import ModelSpec
 
-# float32 rounds to 6e-8 of a value. From a parameter to its gradient a value passes about a hundred roundings
-# that matter in a tiny model (three layers forward and back), and they add up like a random walk, 1e-6 at
-# most where nothing cancels. A gradient is a sum over tokens in which much cancels: a factor of ten for that.
-# Faults stand out far above (test_mutations.py).
-BOUND = 1e-5
-# Where more cancels than that, the bound is derived from the reference: two correct implementations are about
-# as far apart as one is from itself when its sums run in another order. (In every family's tiny config the
-# first distance is at most 1.3 times the largest of four of the second.) A factor of four is for the rest.
-ORDERS, FACTOR = 4, 4.0
-LARGEST_ROUNDING = 1e-4  # of a truth to which anything is compared: a fault is of the order of percents
 LENGTH = 19  # longer than the windows of the tiny configs
 ABSENT: Any = ...
 """In the changes of a config: the key is left out. (None is a null.)"""
@@ -102,45 +94,23 @@ class Distances(dict[str, float]):
         super().__init__(found)
         self.truth, self.positions = truth, positions
 
-    def of_truth_from_itself(self) -> dict[str, float]:
-        """Rounding: the largest distance of the truth from itself in other orders of sums."""
-        largest = dict.fromkeys(self, 0.0)
-        for seed in range(ORDERS if self.truth.again else 0):
-            assert self.truth.again is not None
-            again = self.truth.again(seed)
-            other = Run(
-                None if self.truth.loss is None else again.loss,
-                None if self.truth.logits is None else again.logits,
-                {name: again.gradients[name] for name in self.truth.gradients},
-            )
-            distances = other.distances(self.truth, self.positions)
-            largest = {name: max(size, distances[name]) for name, size in largest.items()}
-        return largest
-
-
-def relative_distance(found: Tensor, expected: Tensor, least_size: float = 0.0) -> float:
-    """|found - expected| / |expected|, or over `least_size` if that is larger, in float64; NaN counts as
-    infinitely far.
-    """
-    assert found.shape == expected.shape, (found.shape, expected.shape)
-    found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
-    distance, size = (found - expected).norm().item(), max(expected.norm().item(), least_size)
-    if math.isnan(distance) or not math.isfinite(size):
-        return math.inf
-    return distance / size if size else distance
+    def of_truth_from_itself(self, seed: int) -> Distances:
+        """The distances of the truth from itself in another order of sums."""
+        assert self.truth.again is not None
+        again = self.truth.again(seed)
+        other = Run(
+            None if self.truth.loss is None else again.loss,
+            None if self.truth.logits is None else again.logits,
+            {name: again.gradients[name] for name in self.truth.gradients},
+        )
+        return other.distances(self.truth, self.positions)
 
 
 def beyond_bound(distances: Mapping[str, float]) -> dict[str, float]:
     """The results of a comparison that miss the bound."""
-    missed = {name: d for name, d in distances.items() if not d <= BOUND}
-    if missed and isinstance(distances, Distances):
-        rounding = distances.of_truth_from_itself()
-        missed = {
-            name: distance
-            for name, distance in missed.items()
-            if not distance <= FACTOR * rounding[name] <= FACTOR * LARGEST_ROUNDING
-        }
-    return missed
+    if isinstance(distances, Distances) and distances.truth.again:
+        return beyond_rounding(distances, distances.of_truth_from_itself)
+    return {name: distance for name, distance in distances.items() if not distance <= BOUND}
 
 
 @dataclass

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pairs import BOUND, LARGEST_ROUNDING, ORDERS, Run, beyond_bound
-from rounding import OtherOrder
+from pairs import Run, beyond_bound
+from rounding import BOUND, LARGEST_ROUNDING, ORDERS, OtherOrder
 from ties import TieError, clear_of_ties, moe
 
 

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rounding import BOUND as BOUND
+from rounding import relative_distance as relative_distance
 from torch import Tensor
-
-# As in tests/architectures/pairs.py, where it is derived: float32 rounds 6e-8, through a hundred roundings
-# and sums in which much cancels.
-BOUND = 1e-5
-
-
-def relative_distance(found: Tensor, expected: Tensor) -> float:
-    """|found - expected| / |expected|; NaN counts as infinitely far."""
-    assert found.shape == expected.shape, (found.shape, expected.shape)
-    found, expected = found.detach().double(), expected.detach().double()
-    distance, size = (found - expected).norm().item(), expected.norm().item()
-    return math.inf if math.isnan(distance) else distance / (size or 1.0)
 
 
 def gradients(model: Any) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hf_pairs import BOUND, relative_distance
 from randomised import randomise_trained
+from rounding import beyond_bound
 from safetensors.torch import load_file
 
 import liger_models
@@ -76,11 +77,19 @@ def check_files(both, hf, batch):
     mine, theirs = (load_file(both.folder / name / "model.safetensors") for name in ("ours", "reference"))
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
-    expected = both.ours(**batch).loss
-    assert torch.equal(read(auto, both.folder / "reference")(**batch).loss, expected)
+    assert_copy(read(auto, both.folder / "reference"), both.ours, batch)
     hf.unregister()
-    again = read(auto, both.folder / "ours", attn_implementation="eager")
-    assert torch.equal(again(**batch).loss, both.reference(**batch).loss)
+    assert_copy(read(auto, both.folder / "ours", attn_implementation="eager"), both.reference, batch)
+
+
+def assert_copy(found, model, batch):
+    """The same tensors. Products of matrices may have other bits where the tensors lie elsewhere in memory:
+    on some CPUs the order of their sums depends on how an operand is aligned.
+    """
+    tensors, expected = found.state_dict(), model.state_dict()
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
+    assert relative_distance(found(**batch).loss, model(**batch).loss) <= BOUND
 
 
 @pytest.mark.supports("bitsandbytes", "every dense family in 4 bits", "saving and loading 4 bits")
@@ -101,17 +110,23 @@ def test_families_in_eight_bits_are_the_references(family, make_quantised, batch
 
 def check_model(both, batch):
     assert len(quantised_layers(both.ours)) == len(quantised_layers(both.reference)) > 0
-    expected, found = both.reference(**batch).loss, both.ours(**batch).loss
-    assert relative_distance(found, expected) <= BOUND
-    expected.backward()
-    found.backward()
-    theirs, ours = gradients(both.reference), gradients(both.ours)
+
+    def results(model):
+        model.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        return {"loss": loss, **gradients(model)}
+
+    theirs, ours = results(both.reference), results(both.ours)
     assert theirs.keys() == ours.keys()
     largest = max(gradient.norm() for gradient in theirs.values())
-    for name, gradient in theirs.items():
-        # What moves all scores of a query alike, such as a bias of keys without rotary positions, has none.
-        if max(gradient.norm(), ours[name].norm()) > 1e-6 * largest:
-            assert relative_distance(ours[name], gradient) <= BOUND, name
+    # What moves all scores of a query alike, such as a bias of keys without rotary positions, has none.
+    some = {name for name in theirs if max(theirs[name].norm(), ours[name].norm()) > 1e-6 * largest}
+
+    def of_reference():
+        return {name: value for name, value in results(both.reference).items() if name in some}
+
+    assert not beyond_bound({name: ours[name] for name in some}, of_reference)
 
 
 @pytest.mark.supports("bitsandbytes", "experts, which stay as they are")
@@ -174,14 +189,14 @@ def compare_adapters(both, level, batch, tmp_path, bound=BOUND, **lora):
     both.ours.set_activation_memory(level)
     ours = peft.prepare_model_for_kbit_training(both.ours, use_gradient_checkpointing=False)
     ours = peft.PeftModel.from_pretrained(ours, tmp_path / "adapter", is_trainable=True).train()
-    expected, found = theirs.train()(**batch).loss, ours(**batch).loss
-    assert relative_distance(found, expected) <= bound
-    expected.backward()
-    found.backward()
-    trained = {name: p for name, p in theirs.named_parameters() if p.requires_grad}
-    assert trained.keys() == {name for name, p in ours.named_parameters() if p.requires_grad}
-    for name, p in trained.items():
-        assert relative_distance(ours.get_parameter(name).grad, p.grad) <= bound, name
+
+    def results(model):
+        model.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        return {"loss": loss, **{name: p.grad for name, p in model.named_parameters() if p.requires_grad}}
+
+    assert not beyond_bound(results(ours), lambda: results(theirs.train()), bound)
 
 
 def test_preparing_for_training_switches_checkpointing_on_and_gradients_flow(make_quantised, batch):
@@ -228,7 +243,7 @@ def test_what_a_checkpoint_packs_as_we_do_is_quantised_as_it_is(make_quantised, 
     hf.register("fused")
     again = read(transformers.AutoModelForCausalLM, both.folder, settings(4))
     assert quantised_layers(again) == quantised_layers(both.ours)
-    assert torch.equal(again(**batch).loss, expected)
+    assert relative_distance(again(**batch).loss, expected) <= BOUND
 
 
 def test_other_ways_to_quantise_are_refused(hf):

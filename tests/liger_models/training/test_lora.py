@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from rounding import BOUND
 from safetensors.torch import load_file
 
 import liger_models
@@ -25,7 +26,6 @@ peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
 ADAPTER = "adapter_model.safetensors"
-BOUND = 1e-5  # of losses, as between models in tests/architectures/pairs.py
 # Of adapters after some steps. AdamW moves each element by about the learning rate, whatever its gradient's
 # size: where a gradient of float32 is nearly nothing, and so its relative error large, they may part.
 DRIFT = 1e-3
