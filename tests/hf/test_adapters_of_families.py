@@ -99,11 +99,16 @@ def test_a_name_that_means_another_module_there_is_refused(make_both):
 
 def test_copies_of_a_model_with_other_names_are_whole(make_both):
     ours = make_both("gemma4_text").ours
-    expected = logits(ours)
+    expected, tensors = logits(ours), {name: x.clone() for name, x in ours.state_dict().items()}
     copies = copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))
     with torch.no_grad():
         for p in ours.parameters():
             p.zero_()
     for copied in copies:
         assert [type(m) for m in copied.modules()] == [type(m) for m in ours.modules()]
-        assert torch.equal(logits(copied), expected)
+        found = copied.state_dict()
+        assert found.keys() == tensors.keys()
+        assert all(torch.equal(found[name], x) for name, x in tensors.items())
+        # Not to the bit: ours lies in a mapped file, the copies do not, and on some CPUs the order of a
+        # product's sums depends on how its operands are aligned.
+        assert relative_distance(logits(copied), expected) <= BOUND

@@ -88,10 +88,13 @@ def test_the_base_model_is_read_from_any_checkpoint_and_back(family, make_both, 
     ids = torch.arange(3, 16)[None]
     expected = both.ours.model(ids).last_hidden_state
     base = transformers.AutoModel.from_pretrained(both.folder)
-    assert torch.equal(base(ids).last_hidden_state, expected)
+    # Not to the bit: tensors of other files are aligned in other ways, and on some CPUs the order of a
+    # product's sums depends on that.
+    assert relative_distance(base(ids).last_hidden_state, expected) <= BOUND
+    assert all(map(torch.equal, base.state_dict().values(), both.ours.model.state_dict().values()))
     base.save_pretrained(tmp_path / "base")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")  # with a fresh head
-    assert torch.equal(again.model(ids).last_hidden_state, expected)
+    assert all(map(torch.equal, again.model.state_dict().values(), base.state_dict().values()))
     hf.unregister()
     theirs = transformers.AutoModel.from_pretrained(tmp_path / "base")
     assert relative_distance(theirs(ids).last_hidden_state, expected) <= BOUND
@@ -120,7 +123,7 @@ def test_layers_on_disk_compute_the_same(make_both, batch, tmp_path):
         both.folder, device_map=devices | layers, offload_folder=tmp_path / "offloaded"
     ).eval()
     with torch.no_grad():
-        assert torch.equal(model(**batch).logits, both.ours(**batch).logits)
+        assert relative_distance(model(**batch).logits, both.ours(**batch).logits) <= BOUND
 
 
 def test_loading_that_divides_the_model_by_transformers_plans_is_refused(make_both):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hf_pairs import relative_distance
+from hf_pairs import BOUND, relative_distance
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -29,8 +29,10 @@ def test_what_memory_cannot_hold_is_read_from_disk(family, make_both, batch, tmp
         expected = both.ours(**batch)
         for model in (whole, divided):
             found = model(**batch)
-            assert torch.equal(found.logits, expected.logits)
-            assert torch.equal(found.loss, expected.loss)
+            # Not to the bit: tensors read from disk are aligned in other ways, and on some CPUs the order of
+            # a product's sums depends on that.
+            assert relative_distance(found.logits, expected.logits) <= BOUND
+            assert relative_distance(found.loss, expected.loss) <= BOUND
     ids = batch["input_ids"][1:]
     tokens = both.ours.generate(ids, max_new_tokens=4, do_sample=False)
     assert torch.equal(divided.generate(ids, max_new_tokens=4, do_sample=False), tokens)
