@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import beyond_bound, relative_distance
+from rounding import OtherOrder, beyond_rounding, relative_distance
 from scenes import Image
 
 from liger_models.layers.vision.pictures import cut
@@ -30,23 +30,33 @@ SETTINGS = {
 IMAGE = "@"
 
 
-def compare(trainers, folder):
-    """The losses that were logged, and every parameter, in files of the same names."""
-    logs = [[e for e in trainer.state.log_history if "loss" in e or "eval_loss" in e] for trainer in trainers]
-    distances, names = {}, ("loss", "eval_loss", "rewards/margins", "logps/chosen")
-    for i, (theirs, ours) in enumerate(zip(*logs, strict=True)):
-        for name in names:
-            if name in theirs:
-                distances[f"{name} {i}"] = relative_distance(*map(torch.tensor, (ours[name], theirs[name])))
-    states = []
-    for i, trainer in enumerate(trainers):
-        trainer.save_model(folder / str(i))
-        states.append(read(folder / str(i)))
-    assert states[0].keys() == states[1].keys()
-    for name, theirs in states[0].items():
-        distances[name] = relative_distance(states[1][name], theirs)
-    assert len(logs[0]) >= 2
-    assert not beyond_bound(distances)
+def compare(trainers, folder, train_again):
+    """The losses that were logged, and every parameter, in files of the same names. `train_again` trains
+    transformers' own model once more: in other orders of sums, if the bound is missed.
+    """
+    expected = results(trainers[0], folder / "0")
+
+    def distances(found):
+        assert found.keys() == expected.keys()
+        return {name: relative_distance(found[name], value) for name, value in expected.items()}
+
+    def again(seed):
+        with OtherOrder(seed):
+            trainer = train_again()
+        return distances(results(trainer, folder / f"again-{seed}"))
+
+    assert not beyond_rounding(distances(results(trainers[1], folder / "1")), again)
+
+
+def results(trainer, folder):
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry or "eval_loss" in entry]
+    assert len(logs) >= 2
+    found = {}
+    for i, entry in enumerate(logs):
+        for name in {"loss", "eval_loss", "rewards/margins", "logps/chosen"} & entry.keys():
+            found[f"{name} {i}"] = torch.tensor(entry[name])
+    trainer.save_model(folder)
+    return found | read(folder)
 
 
 def read(folder):
@@ -60,10 +70,11 @@ def read(folder):
 def test_trainer_trains_evaluates_and_resumes(family, pair, both, tmp_path):
     """With several images in a row, some rows without, and gradients of two batches added up."""
     rows = [pair.scene(*row) for row in ([[1, Image(4, 4), 3], [9]], [[2, Image(6, 4), 1, Image(2, 4), 2]])]
-    trainers = []
-    for i, model in enumerate(both):
+    data = {"train_dataset": rows, "eval_dataset": rows[:1], "data_collator": lambda one: one[0]}
+
+    def train(model, name):
         arguments = transformers.TrainingArguments(
-            str(tmp_path / f"run{i}"),
+            str(tmp_path / name),
             per_device_train_batch_size=1,
             # Where theirs takes no count of labels, it gives each batch the same weight.
             gradient_accumulation_steps=2 if getattr(both[0], "accepts_loss_kwargs", True) else 1,
@@ -74,10 +85,13 @@ def test_trainer_trains_evaluates_and_resumes(family, pair, both, tmp_path):
             per_device_eval_batch_size=1,
             **SETTINGS,
         )
-        data = {"train_dataset": rows, "eval_dataset": rows[:1], "data_collator": lambda one: one[0]}
-        trainers.append(transformers.Trainer(model, arguments, **data))
-        trainers[-1].train()
-    compare(trainers, tmp_path)
+        trainer = transformers.Trainer(model, arguments, **data)
+        trainer.train()
+        return trainer
+
+    start = copy.deepcopy(both[0])
+    trainers = [train(model, f"run{i}") for i, model in enumerate(both)]
+    compare(trainers, tmp_path, lambda: train(copy.deepcopy(start), "another_order"))
     auto = transformers.AutoModelForImageTextToText
     again = transformers.Trainer(auto.from_pretrained(tmp_path / "theirs"), trainers[1].args, **data)
     again.train(resume_from_checkpoint=str(tmp_path / "run1" / "checkpoint-1"))
@@ -157,18 +171,22 @@ def test_trl_trains_with_images(way, family, pair, both, tmp_path):
     else:
         texts |= {"chosen": ["klm", "no", "p", "qr"], "rejected": ["stu", "v", "wx", "yz"]}
     rows = datasets.Dataset.from_dict({**texts, "images": [[side] for side in sides]})
-    processor, trainers = make_processor(pair), []
+    processor = make_processor(pair)
     make, config = getattr(trl, f"{way}Trainer"), getattr(trl, f"{way}Config")
-    for i, model in enumerate(both):
+
+    def train(model, name):
         arguments = config(
-            str(tmp_path / f"run{i}"), per_device_train_batch_size=4, save_strategy="no", **SETTINGS
+            str(tmp_path / name), per_device_train_batch_size=4, save_strategy="no", **SETTINGS
         )
         more = {}
         if way == "DPO":
             more["ref_model"] = copy.deepcopy(model)
             with torch.no_grad():  # of another model than the one that is trained
                 more["ref_model"].get_output_embeddings().weight.mul_(0.9)
-        made = make(model, args=arguments, train_dataset=rows, processing_class=processor, **more)
-        made.train()
-        trainers.append(made)
-    compare(trainers, tmp_path)
+        trainer = make(model, args=arguments, train_dataset=rows, processing_class=processor, **more)
+        trainer.train()
+        return trainer
+
+    start = copy.deepcopy(both[0])
+    trainers = [train(model, f"run{i}") for i, model in enumerate(both)]
+    compare(trainers, tmp_path, lambda: train(copy.deepcopy(start), "another_order"))
