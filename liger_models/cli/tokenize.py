@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from liger_models.cli.train import OBJECTIVES, add_data, use_max_image_pixels
+from liger_models.cli.train import OBJECTIVES, add_data, add_train_on, use_max_image_pixels
 
 DESCRIPTION = """\
 Tokenize data as `train` would, into the cache where `train` finds them, or into a folder of your choice:
@@ -29,6 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--output", metavar="FOLDER", help="write the corpus to this folder, to be given to --data")
     add("--seq-len", type=int, default=2048, metavar="N", help="tokens per row (default: %(default)s)")
     add("--objective", choices=OBJECTIVES, default="sft", help="what the data are for (default: %(default)s)")
+    add_train_on(parser)
     add("--truncate", action="store_true", help="cut examples with a prompt at --seq-len")
     add(
         "--seed",
@@ -56,6 +57,7 @@ def run(args: argparse.Namespace) -> None:
     tokenizer = TextTokenizer(folder if (folder / "tokenizer.json").is_file() else resolve(args.tokenizer))
     # Whether its ids have a place in a model is for `train` to see.
     options: dict[str, Any] = {"seq_len": args.seq_len, "vocab_size": 1 << 31, "truncate": args.truncate}
+    options["train_on"] = args.train_on
     options["form"] = OBJECTIVES[args.objective].form
     options["images"] = find_preprocessor(tokenizer.folder)
     data = args.data

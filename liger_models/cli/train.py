@@ -80,6 +80,7 @@ def _add_data_group(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="cut examples with a prompt at --seq-len (default: refuse longer ones)",
     )
+    add_train_on(group)
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
@@ -340,6 +341,16 @@ def add_objective(parser: argparse.ArgumentParser) -> None:
     )
     for name, (kind, metavar, text) in OBJECTIVE_OPTIONS.items():
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
+
+
+def add_train_on(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--train-on",
+        choices=("all", "last", "each"),
+        default="all",
+        help="answers of a conversation that are learned: all; the last alone; or each in an example of its "
+        "own, rendered as when the model is asked, reasoning included (default: %(default)s)",
+    )
 
 
 def add_data(group: argparse._ActionsContainer) -> None:

@@ -32,16 +32,15 @@ from liger_models.training.answers import (
     joined,
     pieces_of,
     says_something,
-    texts_of,
     with_reasoning,
 )
+from liger_models.training.message_forms import forms_of, passed_over
 from liger_models.training.origins import LOST, SEVERAL, Trace, Traced
 from liger_models.training.template_program import environment, tracing_environment
 
 NOTHING: Mapping[str, Any] = {}  # that a template reads beside messages
 OWN_NAMES = ("messages", "add_generation_prompt")  # which no record may give
 _TAG = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
-_TAIL = 20  # characters by which a text is found
 
 
 class Rendering(NamedTuple):
@@ -96,8 +95,8 @@ class ChatTemplate:
     def render(self, messages: list[Message], given: int, options: Mapping[str, Any]) -> Rendering:
         """A conversation, with the answers behind the first `given` messages.
 
-        Content that is text and content that is a list of texts are put into the other form where the
-        template passes over the form that is given.
+        Where the template passes over the form in which content or arguments are given, they are put into
+        another (message_forms.py).
 
         Raises:
             DataError: the template refuses the conversation, or an answer cannot be followed through it.
@@ -120,14 +119,10 @@ class ChatTemplate:
     # ------------------------------------------------------------------------------------------ rendering
 
     def _readable(self, messages: list[Message], options: Mapping[str, Any]) -> tuple[list[Message], Traced]:
-        """The messages in the first form that the template reads, and their text."""
-        forms = [messages]
-        for change in (_as_text, _as_parts):
-            if (other := list(map(change, messages))) != messages:
-                forms.append(other)
+        """The messages in the form of which the template leaves out least, and their text."""
         found: tuple[list[Message], Traced] | None = None
-        failure: DataError | None = None
-        for form in forms:
+        least, failure = 0, None
+        for form in forms_of(messages):
             try:
                 plain = self._write(self._plain, form, options, False)
             except DataError as error:
@@ -136,10 +131,11 @@ class ChatTemplate:
             traced = self._trace(form, options)
             if plain != str.__str__(traced):
                 raise self._lost("gives another text when the origins of its characters are followed")
-            if not _passes_over(form, traced):
-                found = form, traced
+            missing = passed_over(form, traced)
+            if found is None or missing < least:
+                found, least = (form, traced), missing
+            if not least:
                 break
-            found = found or (form, traced)
         if found is None:
             assert failure is not None
             raise failure
@@ -336,32 +332,3 @@ def _with_origins(trace: Trace, number: int, message: Message) -> Message:
         key: value if key == "role" else traced(value, REASONING[0] if key in REASONING else key)
         for key, value in message.items()
     }
-
-
-def _passes_over(messages: list[Message], text: Traced) -> bool:
-    """Whether the template expects content of another form: it leaves text out, or writes a list as Python
-    does.
-    """
-    written = {source for _, (source, _, _) in text.runs}
-    for number, message in enumerate(messages):
-        content = message.get(CONTENT)
-        if isinstance(content, str):
-            if content.strip() and (number, CONTENT) not in written:
-                return True
-            continue
-        texts = texts_of(message)
-        if texts and (str(content) in text or any(part.strip()[-_TAIL:] not in text for part in texts)):
-            return True
-    return False
-
-
-def _as_text(message: Message) -> Message:
-    texts = texts_of(message)
-    return {**message, CONTENT: "".join(texts)} if texts else message
-
-
-def _as_parts(message: Message) -> Message:
-    content = message.get(CONTENT)
-    if not isinstance(content, str):
-        return message
-    return {**message, CONTENT: [{"type": "text", "text": content}]}

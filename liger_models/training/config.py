@@ -11,8 +11,9 @@ from liger_models.layers.attention.backends import BACKENDS
 from liger_models.layers.memory.activation_memory import LEVELS
 from liger_models.optim import MOMENTS
 from liger_models.quantization import METHODS
+from liger_models.training.data import TRAIN_ON
 from liger_models.training.lora import LoraSettings
-from liger_models.training.objectives import make_objective
+from liger_models.training.objectives import OBJECTIVES, make_objective
 from liger_models.training.world import SHARDS
 
 SCHEDULES = ("cosine", "linear", "constant")
@@ -41,6 +42,8 @@ class TrainConfig:
     batch_size         rows in a micro-batch, of each process
     gradient_accumulation   micro-batches in a step
     truncate           cut prompt/completion and chat examples at seq_len instead of refusing longer ones
+    train_on           answers of a conversation that are learned: "all"; the "last" alone; or "each" in an
+                       example of its own, rendered as it is when the model is asked (docs/data.md)
     steps, epochs      the length of the run: exactly one of the two
     lr, schedule, warmup    peak learning rate, its decay (to zero), steps of linear warmup
     weight_decay       of AdamW, on matrices only
@@ -94,6 +97,7 @@ class TrainConfig:
     batch_size: int = 1
     gradient_accumulation: int = 1
     truncate: bool = False
+    train_on: str = TRAIN_ON[0]
     steps: int | None = None
     epochs: float | None = None
     lr: float = 3e-4
@@ -181,8 +185,14 @@ class TrainConfig:
                 f"expert_parallel is {self.expert_parallel}, and the rest of the model is whole in each "
                 "process: expected shard 'full' or 'hybrid'"
             )
+        check("train_on", self.train_on in TRAIN_ON, f"one of {', '.join(TRAIN_ON)}")
         check("seed", abs(self.seed) < 2**63, "a number of 64 bits")
         make_objective(self.objective, self.objective_options)
+        if self.train_on != TRAIN_ON[0] and OBJECTIVES[self.objective].form is not None:
+            raise ConfigError(
+                f"train_on is {self.train_on!r}, and objective {self.objective} compares or judges the "
+                "answers of a record; leave it out"
+            )
         if self.objective != "sft" and self.sequence_parallel > 1:
             raise ConfigError(
                 f"sequence_parallel is {self.sequence_parallel}, which objective sft alone divides rows by; "

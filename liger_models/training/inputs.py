@@ -188,6 +188,7 @@ def load_data(
             seq_len=config.seq_len,
             vocab_size=spec.vocab_size,
             truncate=config.truncate,
+            train_on=config.train_on,
             cache=config.data_cache,
             verify=config.verify_data,
             images=images,

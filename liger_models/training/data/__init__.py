@@ -8,7 +8,7 @@ from liger_models.training.data.ahead import ahead
 from liger_models.training.data.documents import IGNORE, Counts, Documents, describe, split
 from liger_models.training.data.groups import GroupBatch, Groups
 from liger_models.training.data.packing import Piece, Row
-from liger_models.training.data.records import LABELLED, PAIRS
+from liger_models.training.data.records import LABELLED, PAIRS, TRAIN_ON
 from liger_models.training.data.steps import StepData, read_steps
 from liger_models.training.data.stream import START, Position, Stream
 from liger_models.training.data.tokenizing import build_corpus, load_documents
@@ -18,6 +18,7 @@ __all__ = [
     "LABELLED",
     "PAIRS",
     "START",
+    "TRAIN_ON",
     "Counts",
     "Documents",
     "GroupBatch",

@@ -2,7 +2,8 @@
 
     {"text": ...}    {"prompt": ..., "completion": ...}    {"messages": [{"role": ..., "content": ...}, ...]}
 
-Beside messages `tools` and `chat_template_kwargs` are what the chat template reads.
+Beside messages `tools` and `chat_template_kwargs` are what the chat template reads. Messages may have
+ShareGPT's form (sharegpt.py).
 
 Images stand in messages as parts {"type": "image", "image": ...}, or as {"type": "image"} or "<image>" whose
 images stand in "images" beside "messages". How one is named: liger_models/images/files.py. A video is a part
@@ -30,6 +31,7 @@ from liger_models.convert.errors import DataError, abbreviate
 from liger_models.images.files import Video
 from liger_models.training.answers import ASSISTANT
 from liger_models.training.chat_template import NOTHING, OWN_NAMES
+from liger_models.training.data.sharegpt import CONVERSATIONS, SYSTEM, messages_from, with_messages
 
 FORMS = ("text", "prompt/completion", "messages")
 PAIRS = "prompt/chosen/rejected"
@@ -101,7 +103,8 @@ def _shown(messages: list[dict[str, Any]]) -> int:
 
 def fields_of(forms: tuple[str, ...]) -> set[str]:
     """The fields that records of these forms may have."""
-    return {key for form in forms for key in form.split("/")} | {IMAGES, VIDEOS, TOOLS, OPTIONS}
+    beside = {IMAGES, VIDEOS, TOOLS, OPTIONS, CONVERSATIONS, SYSTEM}
+    return {key for form in forms for key in form.split("/")} | beside
 
 
 def parse_line(where: str, line: bytes, counts: Counter[str], forms: tuple[str, ...] = FORMS) -> Record:
@@ -142,13 +145,17 @@ def parse_fields(
     where: str, fields: dict[str, Any], counts: Counter[str], forms: tuple[str, ...] = FORMS
 ) -> Record:
     """The record that these fields make; others are left aside and counted. Raises DataError."""
-    fitting = [form for form in forms if any(key in fields for key in form.split("/"))]
     found = ", ".join(map(repr, fields)) or "no fields"
+    key = "messages" if "messages" in forms else "prompt"
+    if CONVERSATIONS in fields and key not in fields:
+        fields = with_messages(where, fields, key)
+    fitting = [form for form in forms if any(key in fields for key in form.split("/"))]
     if len(fitting) != 1:
         of_these = "exactly one of " if len(forms) > 1 else ""
         raise DataError(f"{where}: found {found}; expected {of_these}{', '.join(forms)}")
     form = fitting[0]
     keys = form.split("/")
+    fields = {**fields, **{key: messages_from(where, fields[key], key) for key in keys if key in fields}}
     _check_shown(where, form, fields)
     told = any(isinstance(fields.get(key), list) for key in keys)
     options = _options(where, fields) if told else NOTHING

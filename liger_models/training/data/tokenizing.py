@@ -34,7 +34,7 @@ from liger_models.training.data.documents import Documents, Part, describe
 from liger_models.training.data.encoding import Encoded, Encoder
 from liger_models.training.data.groups import Groups
 from liger_models.training.data.pictured import PicturedEncoder
-from liger_models.training.data.records import FORMS, LABELLED, PAIRS, Record
+from liger_models.training.data.records import FORMS, LABELLED, PAIRS, TRAIN_ON, Record
 from liger_models.training.data.sources import (
     STDIN,
     Advance,
@@ -52,6 +52,7 @@ def load_documents(
     seq_len: int,
     vocab_size: int,
     truncate: bool = False,
+    train_on: str = TRAIN_ON[0],
     cache: str | Path | None = None,
     verify: bool = False,
     images: Preprocessor | None = None,
@@ -68,6 +69,10 @@ def load_documents(
     which stay together in a row (groups.py): the two answers with their prompt; or the answer, and for KTO's
     estimate of a divergence the prompt with the answer of the record before. `truncate` cuts each at half of
     `seq_len`.
+
+    `train_on` says which answers of a conversation are learned: "all", the "last", or "each" in an example of
+    its own, rendered as the conversation is when the model is asked. Where one example begins with another,
+    the two are one.
 
     What was tokenized before, and has not changed since, is taken from `cache` (default: liger_models/data
     in the user's folder of caches). Of several processes the first to come builds it, and the others wait.
@@ -88,9 +93,9 @@ def load_documents(
     for group in _groups(names, apart=weights is not None):
         path = local_path(group[0], DataError)
         if is_corpus(path):
-            corpora.append(_made_before(path, tokenizer, verify, images, form))
+            corpora.append(_made_before(path, tokenizer, verify, images, form, train_on))
         else:
-            request = Request(group, tokenizer, limits, truncate, images, form)
+            request = Request(group, tokenizer, limits, truncate, images, form, train_on)
             corpora.append(request.find_or_build(folder / request.key(), verify))
         corpora[-1].check(limits)
     shares: Sequence[float | None] = weights or [None] * len(corpora)
@@ -111,6 +116,7 @@ def build_corpus(
     seq_len: int,
     vocab_size: int,
     truncate: bool = False,
+    train_on: str = TRAIN_ON[0],
     shard_tokens: int = SHARD_TOKENS,
     images: Preprocessor | None = None,
     form: str | None = None,
@@ -128,7 +134,7 @@ def build_corpus(
     if made := [name for name in names if is_corpus(local_path(name, DataError))]:
         raise DataError(f"{made[0]} is a corpus already; give it to train beside others")
     limits = limits_of(vocab_size, seq_len, form)
-    Request(names, tokenizer, limits, truncate, images, form).build(path, shard_tokens)
+    Request(names, tokenizer, limits, truncate, images, form, train_on).build(path, shard_tokens)
     return Corpus(path)
 
 
@@ -146,7 +152,12 @@ def _groups(names: list[str], apart: bool) -> list[list[str]]:
 
 
 def _made_before(
-    folder: Path, tokenizer: TextTokenizer, verify: bool, images: Preprocessor | None, form: str | None
+    folder: Path,
+    tokenizer: TextTokenizer,
+    verify: bool,
+    images: Preprocessor | None,
+    form: str | None,
+    train_on: str,
 ) -> Corpus:
     corpus = Corpus(folder, verify)
     if corpus.form != form:
@@ -154,6 +165,12 @@ def _made_before(
         raise DataError(
             f"{folder} was made of records with {found}, and this objective reads {wanted}; tokenize such "
             "data with the objective that it is for"
+        )
+    made_for = corpus.manifest["options"].get("train_on", TRAIN_ON[0])
+    if made_for != train_on:
+        raise DataError(
+            f"{folder} was made with --train-on {made_for} and this run asks for {train_on}; tokenize the "
+            "data again, or ask for what it was made with"
         )
     if corpus.manifest["tokenizer"] != tokenizer.digest():
         raise DataError(
@@ -184,7 +201,9 @@ class Request:
         truncate: bool,
         images: Preprocessor | None = None,
         form: str | None = None,
+        train_on: str = TRAIN_ON[0],
     ) -> None:
+        self.train_on = train_on
         self.names, self.tokenizer, self.limits = list(names), tokenizer, limits
         self.images, self.form = images, form
         self.length = limits.seq_len if truncate else None  # longer examples are cut
@@ -221,7 +240,7 @@ class Request:
             PicturedEncoder(self.tokenizer, self.images) as pictured,
         ):
             read = Counter(self.counts)  # counted in another thread
-            encoder, builder = Encoder(self.tokenizer, pictured), _Builder(self, writer)
+            encoder, builder = Encoder(self.tokenizer, pictured, self.train_on), _Builder(self, writer)
             for batch in ahead(encoder.encode(self._records(read, advance))):
                 builder.add(batch)
             writer.counts = read + writer.counts
@@ -236,7 +255,8 @@ class Request:
         return {
             "tokenizer": self.tokenizer.digest(),
             "processor": None if self.images is None else self.images.digest(),
-            "options": {"truncate": self.length} | ({"form": self.form} if self.form else {}),
+            "options": {"truncate": self.length, "train_on": self.train_on}
+            | ({"form": self.form} if self.form else {}),
         }
 
     def _is_of(self, manifest: dict[str, Any]) -> bool:

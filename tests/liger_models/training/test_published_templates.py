@@ -197,18 +197,37 @@ def as_parts(content):
     return parts(content) if isinstance(content, str) else content
 
 
+def with_calls(messages, content, change):
+    """The messages with another content beside calls, and with other arguments."""
+    found = []
+    for message in messages:
+        if message.get("tool_calls"):
+            arguments = change(message["tool_calls"][0]["function"]["arguments"])
+            message = {**message, "content": message["content"] or content, "tool_calls": call(arguments)}
+        found.append(message)
+    return found
+
+
+def text_of(arguments):
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)
+
+
 def readable(name, messages, options):
-    """The conversation in the first form whose questions transformers writes, and what it writes."""
-    questions = [as_text(m["content"]).strip() for m in messages if m["role"] == "user"]
-    for form in (lambda content: content, as_text, as_parts):
-        try:
-            chosen = in_form(messages, form)
-            text = theirs(name, chosen, options)
-        except Exception:  # the template refuses it
-            continue
-        if all(question in text for question in questions) and "{'type'" not in text:
-            return chosen, text
-    return None, None
+    """The conversation in the form of which transformers writes most questions and calls, and the text."""
+    expected = [as_text(m["content"]).strip() for m in messages if m["role"] == "user"]
+    expected += ["kiwi" for message in messages if message.get("tool_calls")]
+    found = []
+    for change in (lambda arguments: arguments, text_of):
+        for beside_calls in ("", None):
+            for form in (lambda content: content, as_text, as_parts):
+                chosen = in_form(with_calls(messages, beside_calls, change), form)
+                try:
+                    text = theirs(name, chosen, options)
+                except Exception:  # the template refuses it
+                    continue
+                if "{'type'" not in text:
+                    found.append((sum(one in text for one in expected), chosen, text))
+    return max(found, key=lambda one: one[0])[1:] if found else (None, None)
 
 
 @functools.cache

@@ -1,0 +1,130 @@
+"""Rows of ShareGPT's form are read as the messages that they are."""
+
+from collections import Counter
+
+import pytest
+
+from liger_models.convert.errors import DataError
+from liger_models.training.data.records import LABELLED, PAIRS, parse_fields, parse_row
+
+
+def turn(name, value):
+    return {"from": name, "value": value}
+
+
+def message(role, content, **more):
+    return {"role": role, "content": content, **more}
+
+
+def messages_of(turns, **beside):
+    counts = Counter()
+    record = parse_fields("a.jsonl, line 3", {"conversations": turns, **beside}, counts)
+    assert record.form == "messages"
+    return record, counts
+
+
+def test_turns_become_messages():
+    call = '{"name": "look", "arguments": {"at": "x"}}'
+    turns = [
+        turn("system", "s"),
+        turn("human", "q"),
+        turn("function_call", call),
+        turn("observation", "seen"),
+        turn("gpt", "a"),
+        turn("user", "q2"),
+        turn("function_call", f"[{call}]"),
+        turn("tool", "seen"),
+        turn("assistant", "a2"),
+    ]
+    tools = '[{"name": "look"}]'
+    record, counts = messages_of(turns, tools=tools, id=7)
+    called = message(
+        "assistant",
+        "",
+        tool_calls=[{"type": "function", "function": {"name": "look", "arguments": {"at": "x"}}}],
+    )
+    assert record.content.messages == [
+        message("system", "s"),
+        message("user", "q"),
+        called,
+        message("tool", "seen"),
+        message("assistant", "a"),
+        message("user", "q2"),
+        called,
+        message("tool", "seen"),
+        message("assistant", "a2"),
+    ]
+    assert record.options["tools"] == [{"name": "look"}]
+    assert counts == {"fields 'id' left aside": 1}
+
+
+def test_a_system_prompt_beside_the_turns_comes_first():
+    record, counts = messages_of([turn("human", "q"), turn("gpt", "a")], system="s")
+    assert record.content.messages[0] == message("system", "s")
+    assert not counts
+    assert len(messages_of([turn("human", "q"), turn("gpt", "a")], system="")[0].content.messages) == 2
+
+
+def test_conversations_may_hold_messages_and_messages_turns():
+    plain = [message("user", "q"), message("assistant", "a")]
+    assert messages_of(plain)[0].content.messages == plain
+    record = parse_row("a.parquet, row 1", {"messages": [turn("human", "q"), turn("gpt", "a")]}, Counter())
+    assert record.content.messages == plain
+
+
+def test_images_have_their_places_in_turns():
+    record, _ = messages_of([turn("human", "<image>what?"), turn("gpt", "a")], images=["a.png"])
+    assert record.content.images == ["a.png"]
+
+
+@pytest.mark.parametrize("prompt", ["prompt", "conversations"])
+def test_answers_that_are_compared_or_judged_may_be_turns(prompt):
+    asked = [turn("human", "q")]
+    pair = {prompt: asked, "chosen": turn("gpt", "good"), "rejected": [turn("gpt", "bad")]}
+    found = parse_fields("a", pair, Counter(), (PAIRS,)).content
+    assert [part.messages for part in found] == [
+        [message("user", "q")],
+        [message("assistant", "good")],
+        [message("assistant", "bad")],
+    ]
+    judged = {prompt: asked, "completion": [turn("gpt", "good")], "label": True}
+    assert parse_fields("a", judged, Counter(), (LABELLED,)).content[1].messages == [
+        message("assistant", "good")
+    ]
+
+
+OF_TURNS = "expected an object with 'from' and 'value'"
+OF_CALLS = "expected an object with 'name' and 'arguments'"
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        (turn("bot", "a"), "turn 1 of 'conversations' is from 'bot'; expected one of system, human"),
+        (turn(None, "a"), "turn 1 of 'conversations' is from None"),
+        (message("assistant", "a"), f"turn 1 of 'conversations' is .*{OF_TURNS}"),
+        ({"from": "gpt"}, f"turn 1 .*{OF_TURNS}"),
+        ({**turn("gpt", "a"), "role": "user"}, f"turn 1 .*{OF_TURNS}"),
+        ("a", f"turn 1 .*{OF_TURNS}"),
+        (turn("function_call", "look(x)"), "turn 1 .* is a function_call that is not JSON"),
+        (turn("function_call", '{"x": 1}'), OF_CALLS),
+        (turn("function_call", "[]"), OF_CALLS),
+        (turn("human", "q"), "no message has the role 'assistant'"),
+        (turn("gpt", 3), r"content of message 1 \(assistant\) is 3"),
+    ],
+)
+def test_turns_that_cannot_be_used_name_file_line_and_turn(second, said):
+    with pytest.raises(DataError, match=f"a.jsonl, line 3: .*{said}"):
+        messages_of([turn("human", "q"), second])
+
+
+def test_conversations_that_are_no_list_are_refused():
+    with pytest.raises(DataError, match="'conversations' is 'hello'; expected a list of turns"):
+        messages_of("hello")
+
+
+def test_two_system_prompts_and_two_forms_are_refused():
+    with pytest.raises(DataError, match="'system' field and a system turn"):
+        messages_of([turn("system", "s"), turn("human", "q"), turn("gpt", "a")], system="t")
+    with pytest.raises(DataError, match="found 'conversations', 'text'; expected exactly one of"):
+        messages_of([turn("human", "q"), turn("gpt", "a")], text="t")

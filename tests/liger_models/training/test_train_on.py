@@ -1,0 +1,130 @@
+"""Which answers of a conversation are learned: all, the last alone, or each as when the model is asked."""
+
+import json
+
+import pytest
+import torch
+
+from liger_models.convert.errors import ConfigError, DataError
+from liger_models.training.data import build_corpus, load_documents
+from liger_models.training.data.records import Conversation
+from liger_models.training.tokenizer import TextTokenizer
+
+ASKED = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+TURNS = (
+    "{% for m in messages %}<|{{ m.role }}|>"
+    "{% if m.reasoning_content and SHOWN %}({{ m.reasoning_content }}){% endif %}"
+    "{{ m.content }}</s>{% endfor %}"
+)
+KEEPS = TURNS.replace("SHOWN", "true") + ASKED
+DROPS = TURNS.replace("SHOWN", "loop.last") + ASKED  # earlier reasoning, as many do
+
+
+def said(text, thought=None):
+    return {"role": "assistant", "content": text, **({"reasoning_content": thought} if thought else {})}
+
+
+def asked(text):
+    return {"role": "user", "content": text}
+
+
+CHAT = [asked("a"), said("b", "h"), asked("c"), said("d", "i")]
+
+
+@pytest.fixture
+def tokenizer_with(tokenizer_folder, tmp_path):
+    def make(template):
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (tmp_path / name).write_bytes((tokenizer_folder / name).read_bytes())
+        (tmp_path / "chat_template.jinja").write_text(template)
+        return TextTokenizer(tmp_path)
+
+    return make
+
+
+@pytest.fixture
+def documents_of(tokenizer_with, tmp_path, jsonl):
+    """Of each document of some conversations its text and what of it is learned; and the counts."""
+
+    def make(template, *chats, **options):
+        path = jsonl(tmp_path / "data.jsonl", [{"messages": chat} for chat in chats])
+        tokenizer = tokenizer_with(template)
+        documents = load_documents([path], tokenizer, seq_len=64, vocab_size=320, **options)
+        (part,) = documents.parts
+        found = []
+        for start, last, _ in zip(*part.bounds(torch.arange(len(part))), strict=True):
+            ids, trained = part.corpus.read(int(start), int(last) + 1)
+            text = tokenizer.backend.decode(ids.tolist(), skip_special_tokens=False)
+            found.append((text, tokenizer.backend.decode(ids[trained].tolist(), skip_special_tokens=False)))
+        return found, documents.counts
+
+    return make
+
+
+WHOLE = "<|user|>a</s><|assistant|>b</s><|user|>c</s><|assistant|>(i)d</s>"
+LEFT_OUT = "answers whose reasoning the chat template leaves out"
+
+
+def test_all_answers_of_the_one_rendering_are_learned_unless_asked_otherwise(documents_of):
+    found, counts = documents_of(DROPS, CHAT)
+    assert found == [(WHOLE, "b</s>(i)d</s>")]
+    assert counts[LEFT_OUT] == 1
+
+
+def test_the_last_answer_alone_is_learned_with_all_before_it_as_its_prompt(documents_of):
+    found, counts = documents_of(DROPS, CHAT, train_on="last")
+    assert found == [(WHOLE, "(i)d</s>")]
+    assert LEFT_OUT not in counts
+
+
+def test_each_answer_is_learned_with_its_reasoning_as_it_is_when_the_model_is_asked(documents_of):
+    found, counts = documents_of(DROPS, CHAT, [*CHAT, asked("e")], train_on="each")
+    assert found == [("<|user|>a</s><|assistant|>(h)b</s>", "(h)b</s>"), (WHOLE, "(i)d</s>")] * 2
+    assert LEFT_OUT not in counts
+
+
+def test_examples_that_begin_with_one_another_are_one(documents_of):
+    """Nothing is computed twice where the template rewrites nothing: each and all are the same."""
+    each, _ = documents_of(KEEPS, CHAT, train_on="each")
+    assert each == documents_of(KEEPS, CHAT)[0]
+    assert each == [
+        ("<|user|>a</s><|assistant|>(h)b</s><|user|>c</s><|assistant|>(i)d</s>", "(h)b</s>(i)d</s>")
+    ]
+
+
+def test_an_example_of_each_answer_has_the_images_before_it():
+    image = {"type": "image"}
+    messages = [
+        {"role": "user", "content": [image, image, {"type": "text", "text": "a"}]},
+        said("b"),
+        {"role": "user", "content": [{"type": "video"}]},
+        said("d"),
+    ]
+    found = Conversation(messages, [1, 2, 3]).examples("each")
+    assert [(len(one.messages), one.images, one.given) for one in found] == [
+        (2, [1, 2], 1),
+        (4, [1, 2, 3], 3),
+    ]
+
+
+def test_a_corpus_is_refused_where_other_answers_are_asked_for(tokenizer_with, tmp_path, jsonl):
+    path = jsonl(tmp_path / "data.jsonl", [{"messages": CHAT}])
+    tokenizer, corpus = tokenizer_with(DROPS), tmp_path / "corpus"
+    build_corpus(corpus, [path], tokenizer, seq_len=64, vocab_size=320, train_on="last")
+    with pytest.raises(DataError, match="made with --train-on last and this run asks for all"):
+        load_documents([str(corpus)], tokenizer, seq_len=64, vocab_size=320)
+    kept = load_documents([str(corpus)], tokenizer, seq_len=64, vocab_size=320, train_on="last")
+    assert json.loads((corpus / "manifest.json").read_text())["options"]["train_on"] == "last"
+    assert kept.counts["labels"] > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train_on": "first"}, "one of all, last, each"),
+        ({"train_on": "last", "objective": "dpo"}, "compares or judges"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_refused_before_anything_is_loaded(settings, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        settings(**changes)
