@@ -26,6 +26,7 @@ from liger_models.layers.memory.offload import Offload
 from liger_models.layers.mlp import GatedMLP, PlainMLP, make_mlp
 from liger_models.layers.norm import Norm, make_norm
 from liger_models.layers.per_layer_input import PerLayerInput
+from liger_models.layers.projections.linear import unwrapped
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import (
     AttentionSpec,
@@ -155,7 +156,7 @@ class Block(nn.Module):
             if isinstance(part, MixtureOfExperts):
                 spec = part.spec
                 logits = spec.num_experts * (4 if spec.float32_router else itemsize)
-                kept += part.router.decision_bytes + (logits if spec.has_router_loss else 0)
+                kept += unwrapped(part.router).decision_bytes + (logits if spec.has_router_loss else 0)
         return kept
 
     def _handed_bytes(self, itemsize: int) -> int:

@@ -1,17 +1,27 @@
-"""Bytes of the tensors that are alive, whoever made them: forward or backward, hooks or recomputation."""
+"""Bytes of the tensors that are alive, whoever made them: forward or backward, hooks or recomputation; and a
+CPU that allocates as a GPU does.
+"""
 
 from __future__ import annotations
 
+import importlib
+import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from liger_models.kernels import _dispatch
+from liger_models.kernels.losses import _linear_chunks
+from liger_models.layers.attention import backends
 from liger_models.layers.memory import offload
+from liger_models.layers.projections import low_rank
 
 
 class LiveBytes(TorchDispatchMode):
@@ -83,3 +93,69 @@ def _parts(tensor: Tensor) -> list[Tensor]:
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
     return [part for name in names for part in _parts(getattr(tensor, name))]
+
+
+@contextmanager
+def as_on_a_gpu(device: str = "cpu") -> Iterator[None]:
+    """Allocate on a CPU, or on the meta device, as on a GPU: Triton's operations run, but for their kernels,
+    and in place of torch's attention runs what allocates as cuDNN does. Results mean nothing.
+    """
+    of_loss = importlib.import_module("liger_models.kernels.losses.linear_cross_entropy")
+    modules = [module for name, module in sys.modules.items() if name.startswith("liger_models")]
+    stand_ins: list[tuple[Any, str, Any]] = [
+        (_dispatch.triton.runtime.jit.KernelInterface, "__getitem__", lambda kernel, grid: _nothing),
+        (backends, "_grouped_sdpa", lambda q, k, v, spec, mask: _AsCuDNN.apply(q, k, v)),
+        (backends, "_boundaries_are_at_hand", lambda q, sequences: False),
+        (offload._HostMemory, "copy", _nothing),
+        # In place on a GPU, and by copies on a CPU, which meta is taken for.
+        (low_rank, "_outer", _wide_product),
+        (_linear_chunks, "_without_gaps", lambda x: x),
+    ]
+    for name, stand_in in (("use_triton", _use_triton), ("add_product", _nothing)):
+        home = _dispatch if name == "use_triton" else _linear_chunks
+        own = getattr(home, name)
+        stand_ins += [(module, name, stand_in) for module in modules if vars(module).get(name) is own]
+    if device == "meta":
+        stand_ins += [
+            (torch.distributed, "all_to_all_single", _nothing),
+            (torch, "is_autocast_enabled", lambda *kind: False),  # which knows no meta device
+            (of_loss, "valid_rows", lambda labels, vocab, ignored, count: labels.new_empty(count)),
+        ]
+    with ExitStack() as stack:
+        for place, name, stand_in in stand_ins:
+            stack.enter_context(mock.patch.object(place, name, stand_in))
+        yield
+
+
+def _use_triton(x: Tensor, *others: Tensor | None) -> bool:
+    tensors = [tensor for tensor in others if tensor is not None]
+    return x.is_floating_point() and all(tensor.dtype != torch.float64 for tensor in (x, *tensors))
+
+
+def _wide_product(left: Tensor, right: Tensor) -> Tensor:
+    wide = torch.promote_types(left.dtype, torch.float32)
+    return left.new_zeros(left.shape[1], right.shape[1], dtype=wide)
+
+
+class _AsCuDNN(torch.autograd.Function):
+    """Its output, and in the backward pass its gradients and what it takes beside them."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        batch, heads, tokens, _ = q.shape
+        out = q.new_empty(batch, tokens, heads, v.shape[3]).transpose(1, 2)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(batch, heads, tokens, dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, *held = ctx.saved_tensors
+        gradients = tuple(torch.empty_like(x) for x in (q, k, v))
+        held.append(q.new_empty(q.shape, dtype=torch.float32))
+        if q.shape[1] != k.shape[1]:
+            held += [torch.empty_like(q), torch.empty_like(q)]
+        return gradients
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None

@@ -26,7 +26,7 @@ from liger_models.layers.experts.routing_decisions import RoutingDecisions, in_b
 from liger_models.layers.experts.sparse_mixer import InputNoise, decide, draw_noise, weigh
 from liger_models.layers.memory.activation_memory import RERUN, ActivationMemory, carry_recipe, recompute
 from liger_models.layers.mlp import make_mlp
-from liger_models.layers.projections.linear import Linear, as_wide_as, project
+from liger_models.layers.projections.linear import Linear, as_wide_as, project, unwrapped
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import MoESpec
 
@@ -78,7 +78,8 @@ class MixtureOfExperts(nn.Module):
         """Of a token: what its parts keep, of a shared expert with a gate the two factors, and of noise the
         numbers and their product with x.
         """
-        kept = self.router.activation_bytes(level, itemsize) + self.experts.activation_bytes(level, itemsize)
+        parts = unwrapped(self.router), unwrapped(self.experts)
+        kept = sum(part.activation_bytes(level, itemsize) for part in parts)
         if self.shared_expert is not None:
             kept += self.shared_expert.activation_bytes(level, itemsize)
         if self.shared_expert_gate is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -40,6 +41,13 @@ def one_below_another(tensors: Sequence[Tensor]) -> Tensor | None:
         return None
     shape = (sum(len(tensor) for tensor in tensors), *first.shape[1:])
     return first.as_strided(shape, first.stride())
+
+
+def unwrapped(module: nn.Module) -> Any:
+    """The layer within wrappers of adapters, which call it `base_layer`."""
+    while isinstance(base := getattr(module, "base_layer", None), nn.Module):
+        module = base
+    return module
 
 
 def has_hooks(module: nn.Module) -> bool:

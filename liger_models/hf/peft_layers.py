@@ -49,6 +49,7 @@ _KNOWN = {
         "kwargs",
     ),
     *("cast_input_dtype_enabled", "fan_in_fan_out", "is_target_conv_1d_layer", "in_features", "out_features"),
+    "adapter_layer_names",  # DoRA notes its magnitudes there
 }
 
 

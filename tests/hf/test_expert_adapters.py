@@ -110,6 +110,16 @@ def test_every_level_of_activation_memory_has_the_same_gradients(level, make_bot
         assert torch.equal(results[1][name], gradient), name
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_levels_that_fit_are_chosen(family, make_both, batch):
+    both = make_both(family)
+    adapted = adapt(both.ours).train()
+    both.ours.set_activation_memory("auto", memory_budget="1GiB")
+    adapted(**batch).loss.backward()
+    assert set(both.ours.activation_memory) == {"all"}
+    assert both.ours.decoder.fit_levels.plan.fits
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_beside_packed_projections_they_are_exported_and_read_back(family, make_both, batch, tmp_path, hf):
     both = make_both(family)

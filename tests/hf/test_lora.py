@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from hf_pairs import BOUND, relative_distance
+from live_bytes import LiveBytes
 from ranks import run_ranks
 from torch import nn
 
@@ -115,6 +116,40 @@ def test_losses_and_gradients_are_those_of_pefts_own_layers(way, projections, ma
     assert bool(calls) == (way not in ("dora", "lora_bias"))
     if projections == "split" and way in ("default", "some"):
         assert set(calls) >= {2, 3}  # gate and up, and query, key and value, are one operation each
+
+
+@pytest.mark.parametrize("variant", ["use_dora", "lora_bias"])
+def test_pefts_own_forward_keeps_its_input_alone(variant, make_both, batch):
+    """It casts, and keeps several tensors as wide as the output."""
+    model = make_both("llama", projections="split").ours
+    settings = {variant: True, "lora_dropout": 0.3}
+    model = peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules=["up_proj"], **settings)).train()
+    fill(model)
+    (layer, *_) = (module for module in model.modules() if hasattr(module, "lora_A"))
+    x = torch.randn(500, layer.in_features, requires_grad=True)
+    trained = [x, *(p for p in layer.parameters() if p.requires_grad)]
+    results = []
+    for level in ("all", "lean"):
+        layer.activation_memory = level
+        torch.manual_seed(0)
+        with LiveBytes([x, *layer.parameters()]) as live:
+            y = layer(x)
+            kept = live.now - y.nbytes
+        results.append((y.detach(), *torch.autograd.grad(y.square().sum(), trained)))
+        assert (kept > x.nbytes) == (level == "all")  # beside x: else the random state alone
+    for found, expected in zip(*results, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_adapters_switched_before_the_backward_pass_are_noticed(make_both, batch):
+    model = make_both("llama", projections="split").ours
+    dora = peft.LoraConfig(r=3, target_modules=["up_proj"], use_dora=True)
+    model = peft.get_peft_model(model, dora).train()
+    model.add_adapter("other", dora)
+    loss = model(**batch).loss
+    model.set_adapter("other")
+    with pytest.raises(RuntimeError, match="before switching adapters"):
+        loss.backward()
 
 
 def test_the_layers_of_other_models_are_pefts_own(make_both):

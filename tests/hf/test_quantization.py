@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hf_pairs import BOUND, relative_distance
+from live_bytes import LiveBytes
 from randomised import randomise_trained
 from rounding import beyond_bound
 from safetensors.torch import load_file
@@ -197,6 +198,28 @@ def compare_adapters(both, level, batch, tmp_path, bound=BOUND, **lora):
         return {"loss": loss, **{name: p.grad for name, p in model.named_parameters() if p.requires_grad}}
 
     assert not beyond_bound(results(ours), lambda: results(theirs.train()), bound)
+
+
+@pytest.mark.parametrize("rows", [(7,), (2, 5)], ids=str)
+def test_a_product_of_8_bits_keeps_nothing_and_has_bitsandbytes_gradient(rows):
+    from liger_models.hf import quantised_lora
+
+    torch.manual_seed(0)
+    layer = bnb.nn.Linear8bitLt(64, 32, has_fp16_weights=False, threshold=6.0)
+    layer.weight = bnb.nn.Int8Params(torch.randn(32, 64), False, has_fp16_weights=False).to("cpu")
+    layer.bias = torch.nn.Parameter(torch.randn(32))
+    x, dy = torch.randn(*rows, 64, requires_grad=True), torch.randn(*rows, 32)
+    layer(x)  # once, as the weights are set up in the first call
+    theirs = layer(x)
+    expected = [theirs, *torch.autograd.grad(theirs, x, dy)]
+    quantised_lora.take_over(layer)
+    with LiveBytes([x, *layer.parameters(), layer.state.CB, layer.state.SCB]) as live:
+        ours = layer(x)
+        assert live.now == ours.nbytes
+    found = [ours, *torch.autograd.grad(ours, (x, layer.bias), dy)]
+    for one, other in zip(found, expected, strict=False):
+        assert torch.equal(one, other)
+    torch.testing.assert_close(found[2], dy.flatten(0, -2).sum(0))
 
 
 def test_preparing_for_training_switches_checkpointing_on_and_gradients_flow(make_quantised, batch):
