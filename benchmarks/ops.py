@@ -2,7 +2,9 @@
 
 A provider's outputs and gradients are compared with the truth first; one that is wrong is not timed.
 Percentages are of what the same run reached with a large plain copy, by the fewest bytes that must move, or
-with a matrix product, by FLOP. Beside them stands what a copy of as many bytes reaches: less, if few.
+with a matrix product, by FLOP. Beside them stands what a copy of as many bytes reaches: less, if few. On a
+GPU each provider has a process of its own, with its own ceilings: a library that ran before may have changed
+what torch chooses.
 """
 
 from __future__ import annotations
@@ -11,13 +13,17 @@ import argparse
 import fnmatch
 import gc
 import signal
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
+from benchmarks import ROOT
 from benchmarks.ahead import compile_ahead, jobs_of
 from benchmarks.bound import Bound, Wrong, check
 from benchmarks.measure import Ceilings, Meter, Timing
@@ -25,7 +31,7 @@ from benchmarks.operations import CPU_PROVIDERS, REGISTRY, Case, Operation, Prov
 from benchmarks.operations.core import Cost, Tensors
 from benchmarks.picture import draw
 from benchmarks.report import machine, publish
-from benchmarks.row import Row
+from benchmarks.row import ROWS, Row, read_rows, write_rows
 from benchmarks.tables import markdown
 
 SUMMARY = "kernels beside liger-kernel, torch.compile and eager PyTorch: correctness, time, memory"
@@ -48,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="one shape an operation, fewer repeats")
+    parser.add_argument("--compiled", action="store_true", help="compile nothing before the first provider")
     parser.add_argument(
         "--minutes", type=float, default=7, help="what has not begun by then becomes a note (%(default)s)"
     )
@@ -64,32 +71,85 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    providers = args.provider or ALL_PROVIDERS
-    if not any(set(providers) & set(operation.providers) for operation in operations):
-        print(f"none of these operations is measured with {', '.join(providers)}", file=sys.stderr)
+    asked = args.provider or ALL_PROVIDERS
+    providers = [name for name in asked if any(name in operation.providers for operation in operations)]
+    if not providers:
+        print(f"none of these operations is measured with {', '.join(asked)}", file=sys.stderr)
         return 2
-    if device.type == "cuda":
+    if device.type == "cuda" and not args.compiled:
         small = [(operation.name, operation.small) for operation in operations if operation.small is not None]
         called = [*((operation.name, shape) for operation, shape in work), *small]
         print(compile_ahead(jobs_of(called, providers), dtype, device), file=sys.stderr, flush=True)
+    if device.type == "cuda" and len(providers) > 1:
+        rows, ceilings = measure_apart(args, providers, started)
+    else:
+        rows, ceilings = _measure(args, work, providers, device, started)
+    order = {(operation.name, shape): number for number, (operation, shape) in enumerate(work)}
+    rows.sort(key=lambda row: (_place(order, row), REGISTRY[row.operation].providers.index(row.provider)))
+    title = machine(device, "liger-kernel", "trl")
+    publish(args.out, "ops", markdown(rows, title, ceilings, args.dtype), [row.record() for row in rows])
+    write_rows(Path(args.out) / ROWS, rows, ceilings)
+    note = draw(rows, title, ceilings, f"{args.out}/ops.png")
+    print(f"\n{note}\n{time.monotonic() - started:.0f} s in all")
+    return 1 if any(row.failed and row.provider == "ours" for row in rows) else 0
+
+
+def _place(order: Mapping[tuple[str, tuple[int, ...]], int], row: Row) -> int:
+    """That of the operation and shape in the table; launches, whose shape is another, come last."""
+    return order.get((row.operation, tuple(map(int, row.shape.split("x")))), len(order))
+
+
+def _measure(
+    args: argparse.Namespace,
+    work: Sequence[tuple[Operation, tuple[int, ...]]],
+    providers: Sequence[str],
+    device: torch.device,
+    started: float,
+) -> tuple[list[Row], Ceilings]:
+    """All of it in this process."""
+    if device.type == "cuda":
         gc.collect()
         gc.freeze()  # what is imported never goes: collecting after each provider need not look at it
     meter = Meter(device, args.quick)
     ceilings = meter.ceilings()
-    session = Session(meter, ceilings, dtype, providers, started, 60 * args.minutes)
+    session = Session(meter, ceilings, getattr(torch, args.dtype), providers, started, 60 * args.minutes)
     rows: list[Row] = []
     for operation, shape in work:
         rows += session.measure(operation, shape)
     # Launches come last: the processes that compile for torch.compile keep the host busy until then.
-    for operation in operations:
+    for operation in dict.fromkeys(operation for operation, _ in work):
         if device.type == "cuda" and operation.small is not None:
             timed = [row for row in rows if row.operation == operation.name and row.training is not None]
             rows += session.measure_launches(operation, list(dict.fromkeys(row.provider for row in timed)))
-    title = machine(device, "liger-kernel", "trl")
-    publish(args.out, "ops", markdown(rows, title, ceilings, args.dtype), [row.record() for row in rows])
-    note = draw(rows, title, ceilings, f"{args.out}/ops.png")
-    print(f"\n{note}\n{time.monotonic() - started:.0f} s in all")
-    return 1 if any(row.failed and row.provider == "ours" for row in rows) else 0
+    return rows, ceilings
+
+
+def measure_apart(
+    args: argparse.Namespace, providers: Sequence[str], started: float
+) -> tuple[list[Row], Ceilings]:
+    """Each provider in a process of its own, one after the other; the ceilings are those of the first."""
+    rows: list[Row] = []
+    ceilings: list[Ceilings] = []
+    for number, provider in enumerate(providers):
+        left = args.minutes - (time.monotonic() - started) / 60
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "benchmarks", "ops", "--provider", provider, "--out", folder]
+            for name in ("op", "shape"):
+                command += [f"--{name}={value}" for value in getattr(args, name) or ()]
+            command += ["--compiled", "--dtype", args.dtype, "--device", args.device]
+            command += ["--quick"] * args.quick
+            command += ["--minutes", str(max(0.0, left / (len(providers) - number)))]
+            done = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+            file = Path(folder) / ROWS
+            if not file.is_file():
+                print(f"{provider}: the process ended with exit code {done.returncode}", file=sys.stderr)
+                continue
+            found, own = read_rows(file)
+            rows += found
+            ceilings.append(own)
+    if not ceilings:
+        raise RuntimeError("no provider could be measured")
+    return rows, ceilings[0]
 
 
 def device_of(name: str) -> torch.device:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from benchmarks.measure import Timing
+from benchmarks.measure import Ceilings, Timing
+
+ROWS = "ops.json"
 
 
 @dataclass
@@ -37,3 +42,15 @@ class Row:
             for part in ("median", "low", "high"):
                 record[f"{name}_ms_{part}"] = getattr(timing, part, None)
         return record
+
+
+def write_rows(path: Path, rows: Sequence[Row], ceilings: Ceilings) -> None:
+    path.write_text(json.dumps({"ceilings": asdict(ceilings), "rows": [asdict(row) for row in rows]}) + "\n")
+
+
+def read_rows(path: Path) -> tuple[list[Row], Ceilings]:
+    found = json.loads(path.read_text())
+    for row in found["rows"]:
+        for name in ("forward", "training"):
+            row[name] = Timing(**row[name]) if row[name] else None
+    return [Row(**row) for row in found["rows"]], Ceilings(**found["ceilings"])

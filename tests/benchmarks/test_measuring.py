@@ -163,3 +163,15 @@ def test_the_picture_is_drawn_with_one_panel_or_two(benchmarks, rows, tmp_path, 
     note = benchmarks.picture.draw(chosen, "a machine", benchmarks.measure.Ceilings(4e12, 6e14), str(path))
     assert note == f"picture: {path}"
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_each_provider_is_measured_in_a_process_of_its_own(benchmarks, tmp_path):
+    from benchmarks import ops
+    from benchmarks.row import ROWS, read_rows, write_rows
+
+    args = benchmarks.__main__.parse(["ops", "--op", "swiglu", "--device", "cpu", "--out", str(tmp_path)])
+    rows, ceilings = ops.measure_apart(args, ["ours", "eager"], time.monotonic())
+    assert [(row.operation, row.provider) for row in rows] == [("swiglu", "ours"), ("swiglu", "eager")]
+    assert all(row.training is not None and row.training.median > 0 for row in rows)
+    write_rows(tmp_path / ROWS, rows, ceilings)
+    assert read_rows(tmp_path / ROWS) == (rows, ceilings)
