@@ -419,7 +419,7 @@ def _read_hub(name: str, counts: Counter[str], advance: Advance, forms: Forms) -
     repository, config, split = _hub_parts(name)
     try:
         data = load_dataset(repository, config, split=split, revision=_commit(name), streaming=True)
-        rows = iter(data.decode(False))  # decoding would open whatever file of this machine a row names
+        rows = iter(_undecoded(data))
     except Exception as error:
         raise DataError(f"{name} cannot be opened ({type(error).__name__}: {error})") from error
     number = 0
@@ -436,6 +436,28 @@ def _read_hub(name: str, counts: Counter[str], advance: Advance, forms: Forms) -
         where = f"{name}, row {number}"
         yield parse_row(where, _with_bytes(where, row, repository), counts, forms)._replace(folder=None)
         advance(1)
+
+
+def _undecoded(data: Any) -> Any:
+    """A data set whose images are bytes or paths: to decode them, datasets opens whatever file of this
+    machine a row names.
+    """
+    if not getattr(data, "features", None):
+        return data  # without features nothing is decoded
+    data = data.decode(False)
+    features = data.features.copy()
+    return data.cast(type(features)(features)) if _decode_json(features) else data
+
+
+def _decode_json(feature: Any) -> bool:
+    """Decode the JSON in a feature, and in those that it holds. Whether there is any."""
+    if type(feature).__name__ == "Json":
+        feature.decode = True
+        return True
+    within = feature.values() if isinstance(feature, dict) else feature
+    if hasattr(feature, "feature"):
+        within = [feature.feature]
+    return isinstance(within, Iterable) and sum(map(_decode_json, within)) > 0
 
 
 def _with_bytes(where: str, value: Any, repository: str) -> Any:

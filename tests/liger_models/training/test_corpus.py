@@ -126,6 +126,22 @@ def test_datasets_itself_streams_as_we_ask(load, monkeypatch, tmp_path, jsonl):
     assert contents(load("hf:owner/name")) == contents(load(tmp_path / "train.jsonl"))
 
 
+def test_data_sets_keep_json_and_need_no_features(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    row = {"messages": talk, "tools": tools, "about": [{"a": 1}]}
+    text, json_of = datasets.Value("string"), datasets.Json()
+    features = datasets.Features({"messages": [{"role": text, "content": text}], "tools": json_of})
+    features["about"] = datasets.List(datasets.Json())
+    typed = datasets.Dataset.from_list([row], features).to_iterable_dataset()
+    untyped = datasets.IterableDataset.from_generator(lambda: iter([row]))
+    assert untyped.features is None
+    for data in (typed, untyped):
+        (found,) = sources._undecoded(data)
+        assert found == row
+
+
 def test_frames_of_zstandard_hold_the_same_and_a_file_cut_short_is_refused(
     load, tmp_path, jsonl, monkeypatch
 ):
