@@ -3,6 +3,7 @@ generation."""
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -29,6 +30,8 @@ from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.model import CausalLM
 from liger_models.layers.spec import ModelSpec
 
+GENERATION_CONFIG = "generation_config.json"
+
 
 class LigerCausalLM(CausalLM):
     """A causal language model with its config. Use `from_hub` or `from_config` to make one.
@@ -41,6 +44,8 @@ class LigerCausalLM(CausalLM):
             part of a multimodal checkpoint.
         left_out: the names of the tensors of a multimodal checkpoint that were not read.
         source_folder: the folder of that checkpoint.
+        learned_ends: ids that training has taught the model to end an answer with. They join the
+            `eos_token_id` of the generation config.
     """
 
     # What transformers' Trainer and accelerate ask of a model: that the loss takes num_items_in_batch and
@@ -68,6 +73,7 @@ class LigerCausalLM(CausalLM):
         self.source: SourceLayout | None = None
         self.source_folder: Path | None = None
         self.left_out: tuple[str, ...] = ()
+        self.learned_ends: tuple[int, ...] = ()
 
     def _get_name(self) -> str:
         # Trainer looks here for a causal language model, whose labels are shifted under label smoothing too.
@@ -141,6 +147,8 @@ class LigerCausalLM(CausalLM):
             self.config.to_dict(), dtype=str(written).removeprefix("torch."), source=self.source is not None
         )
         aux = find_aux_files(self.source_folder) if self.source_folder and self.source_folder.is_dir() else {}
+        if (generation := self.generation_config()) is not None:
+            aux[GENERATION_CONFIG] = generation
         return {
             "config": config,
             "source": self.source,
@@ -234,14 +242,36 @@ class LigerCausalLM(CausalLM):
 
     def special_id(self, key: str) -> Any:
         """An id by its name in configs, as `eos_token_id`: one, a list, or None. The generation config goes
-        before the model's.
+        before the model's; ids that were learned to end answers join the others.
         """
-        path = self.source_folder / "generation_config.json" if self.source_folder else None
-        if path is not None and path.is_file():
-            value = read_json(path).get(key)
-            if value is not None:
-                return value
-        return getattr(self.config, key, None)
+        value = self._stated_id(key)
+        if key != "eos_token_id":
+            return value
+        stated = value if isinstance(value, list) else [] if value is None else [value]
+        learned = [end for end in self.learned_ends if end not in stated]
+        return [*stated, *learned] if learned else value
+
+    def generation_config(self) -> bytes | None:
+        """The generation_config.json of a model that has learned to end answers with tokens that its own does
+        not name; else None.
+        """
+        key = "eos_token_id"
+        ends = self.special_id(key)
+        if ends == self._stated_id(key):
+            return None
+        stated = self._stated_generation_config()
+        if not stated:  # readers take these from config.json only where this file is missing
+            ids = {name: self._stated_id(name) for name in ("bos_token_id", "pad_token_id")}
+            stated = {name: value for name, value in ids.items() if value is not None}
+        return (json.dumps({**stated, key: ends}, indent=2) + "\n").encode()
+
+    def _stated_id(self, key: str) -> Any:
+        value = self._stated_generation_config().get(key)
+        return getattr(self.config, key, None) if value is None else value
+
+    def _stated_generation_config(self) -> dict[str, Any]:
+        path = self.source_folder / GENERATION_CONFIG if self.source_folder else None
+        return read_json(path) if path is not None and path.is_file() else {}
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:

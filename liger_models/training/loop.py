@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from liger_models.causal_lm import LigerCausalLM
+from liger_models.classifier import LigerSequenceClassifier
 from liger_models.convert.checkpoints.hub import local_path
 from liger_models.convert.checkpoints.shards import local_tensor
 from liger_models.convert.errors import ConfigError, TrainingError
@@ -151,6 +152,7 @@ class Run:
         seed_generators(config.seed, world.device)  # fresh weights are the same in every rank
         loaded = load_model(config, world, self.tokenizer, checkpoint)
         self.model, self.adapters, self.flops, self.size = loaded
+        self._note_special_tokens()
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.seeing = list(self.model.seeing_parameters())
         self.objective = make_objective(config.objective, config.objective_options)
@@ -360,6 +362,11 @@ class Run:
             self.watch.mark("a held-out batch")
             own = rows[world.data_rank * size :][:size]
             yield self.held_out.batch(own or rows[:size]), bool(own)
+
+    def _note_special_tokens(self) -> None:
+        learned = self.documents.learned_tokens()
+        if not isinstance(self.model, LigerSequenceClassifier):
+            self.model.learned_ends = tuple(learned.ends())
 
     def _add_reference(self, checkpoint: Path | None) -> None:
         config, world = self.config, self.world

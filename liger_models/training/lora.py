@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_models.causal_lm import LigerCausalLM
+from liger_models.causal_lm import GENERATION_CONFIG, LigerCausalLM
 from liger_models.classifier import HEAD, LigerSequenceClassifier
 from liger_models.convert.checkpoints.reading import CheckpointReader
 from liger_models.convert.checkpoints.weight_map import Ref
@@ -152,7 +152,9 @@ class Adapters:
         take_over(model)
 
     def write(self, folder: Path) -> None:
-        """The adapter as PEFT writes it, under the names of the checkpoint, into an empty folder."""
+        """The adapter as PEFT writes it, under the names of the checkpoint, into an empty folder; beside it
+        the generation config of a model that has learned to end its answers.
+        """
         from safetensors.torch import save_file
 
         tensors = {name: x.detach().cpu().contiguous() for name, x in self._tensors().items()}
@@ -160,6 +162,8 @@ class Adapters:
         written = self._peft.LoraConfig(**self._options())
         written.inference_mode = True
         written.save_pretrained(str(folder))
+        if (generation := self.model.generation_config()) is not None:
+            (folder / GENERATION_CONFIG).write_bytes(generation)
 
     @torch.no_grad()
     def read(self, folder: Path) -> None:

@@ -40,9 +40,10 @@ from torch import Tensor
 
 from liger_models.convert.checkpoints.atomic import atomic_folder, naming
 from liger_models.convert.errors import CheckpointError, DataError
+from liger_models.training.data.learned_tokens import LearnedTokens
 
 MANIFEST = "manifest.json"
-FORMAT = 2
+FORMAT = 3
 SHARD_TOKENS = 1 << 28
 SHARD_BYTES = 1 << 32  # of images
 DTYPES = {"uint16": torch.uint16, "int32": torch.int32}
@@ -70,9 +71,9 @@ class Extreme:
 class Corpus:
     """A corpus that was written, read-only.
 
-    Attributes: `folder`, `manifest`, `starts` [documents + 1] int64, `whole` [documents] bool, `groups`
-    [documents, 2] int64 or None, and `reference` [documents, 2] float32, where somebody put it: the
-    log-probabilities of a group's sequences under a reference model.
+    Attributes: `folder`, `manifest`, `learned` (its special tokens), `starts` [documents + 1] int64, `whole`
+    [documents] bool, `groups` [documents, 2] int64 or None, and `reference` [documents, 2] float32, where
+    somebody put it: the log-probabilities of a group's sequences under a reference model.
 
     Args:
         folder: where it is.
@@ -92,6 +93,7 @@ class Corpus:
             self.manifest: dict[str, Any] = manifest
             self.digest: str = manifest["digest"]
             self.counts = Counter(manifest["counts"])
+            self.learned = LearnedTokens(**manifest["special tokens"])
             self.extremes = {name: Extreme(**found) for name, found in manifest["extremes"].items()}
             documents, dtype, shards = manifest["documents"], DTYPES[manifest["dtype"]], manifest["shards"]
             self.starts = _mapped(folder / "starts.bin", torch.int64, documents + 1)
@@ -269,12 +271,15 @@ def written_corpus(
 
 
 class CorpusWriter:
-    """Appends documents. `counts` and `about` (tokenizer, options, sources) go into the manifest."""
+    """Appends documents. `counts`, `learned` and `about` (tokenizer, options, sources) go into the
+    manifest.
+    """
 
     def __init__(self, folder: Path, dtype: str, shard_tokens: int, form: str | None = None) -> None:
         self.folder, self.dtype, self.shard_tokens, self.form = folder, dtype, shard_tokens, form
         self.counts: Counter[str] = Counter()
         self.about: dict[str, Any] = {}
+        self.learned = LearnedTokens()
         self.extremes = {"token": Extreme(), "example": Extreme()}
         self.files = contextlib.ExitStack()
         names = ("tokens", "trained", "starts", "whole", "images", "image starts")
@@ -343,6 +348,7 @@ class CorpusWriter:
             "format": FORMAT,
             **self.about,
             "counts": self.counts,
+            "special tokens": self.learned.to_dict(),
             "extremes": {name: asdict(found) for name, found in self.extremes.items()},
             "documents": self.documents,
             "tokens": self.start,

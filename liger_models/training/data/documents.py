@@ -8,8 +8,10 @@ nothing follows, takes no place.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import operator
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,6 +24,7 @@ from torch import Tensor
 from liger_models.convert.errors import DataError
 from liger_models.layers.vision.packing import ON_HOST, Seen, pack_seen
 from liger_models.training.data.corpus import Corpus
+from liger_models.training.data.learned_tokens import LearnedTokens
 from liger_models.training.data.packing import Piece, Row
 from liger_models.training.data.permutation import Permutation
 
@@ -162,6 +165,10 @@ class Documents:
         return any(
             corpus.images_at(start - base) for start in starts for corpus, base in [self._corpus_at(start)]
         )
+
+    def learned_tokens(self) -> LearnedTokens:
+        """Special tokens of all parts, by what is learned of them."""
+        return functools.reduce(operator.or_, (part.corpus.learned for part in self.parts))
 
     def fingerprint(self) -> str:
         """A digest of all of it: the same data, tokenizer and options, or not."""

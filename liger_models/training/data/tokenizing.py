@@ -33,6 +33,7 @@ from liger_models.training.data.corpus import (
 from liger_models.training.data.documents import Documents, Part, describe
 from liger_models.training.data.encoding import Encoded, Encoder
 from liger_models.training.data.groups import Groups
+from liger_models.training.data.learned_tokens import LAST
 from liger_models.training.data.pictured import PicturedEncoder
 from liger_models.training.data.records import FORMS, LABELLED, PAIRS, TRAIN_ON, Record
 from liger_models.training.data.sources import (
@@ -346,6 +347,7 @@ class _Builder:
             if not self.open and 1 not in trained:
                 self.writer.counts["without anything to train, left out"] += 1
                 continue
+            self.writer.learned.note(ids, trained, self.tokenizer.special_ids, whole)
             self.writer.extend(ids, trained)
             self.open = more
             if not more:
@@ -371,6 +373,7 @@ class _Builder:
         if halves[0] == halves[1]:
             self.writer.counts["with two answers that are alike"] += 1
         for half_ids, half_trained in halves:
+            self.writer.learned.note(half_ids, half_trained, self.tokenizer.special_ids, True)
             self.writer.extend(half_ids, half_trained)
         self.writer.end(True, encoded.images, (len(halves[0][0]), good))
         self._count_images(record)
@@ -417,9 +420,6 @@ def _answers_without_end(ids: list[int], trained: bytes, special: frozenset[int]
     """
     count, stop, marks = 0, 0, trained + b"\0"
     while stop := marks.find(b"\1\0", stop) + 1:
-        start = max(marks.rfind(b"\0", 0, stop) + 1, stop - _LAST)
+        start = max(marks.rfind(b"\0", 0, stop) + 1, stop - LAST)
         count += special.isdisjoint(ids[start:stop])
     return count
-
-
-_LAST = 3  # a line's end often follows that of a turn

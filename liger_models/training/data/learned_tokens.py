@@ -1,0 +1,47 @@
+"""Special tokens of a corpus, by what training makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+LAST = 3  # a line's end often follows that of a turn
+
+
+class LearnedTokens:
+    """Special tokens of documents.
+
+    Attributes:
+        seen: those that occur.
+        last: those that end what is learned last of an example, an answer.
+        within: those that are learned with more of the same answer after them, as the end of a thought that
+            an answer follows.
+    """
+
+    def __init__(
+        self, seen: Iterable[int] = (), last: Iterable[int] = (), within: Iterable[int] = ()
+    ) -> None:
+        self.seen, self.last, self.within = set(seen), set(last), set(within)
+
+    def note(self, ids: list[int], trained: bytes, special: frozenset[int], whole: bool) -> None:
+        """Add a document; `whole`: it is an example, with an answer."""
+        self.seen |= special.intersection(ids)
+        if not whole:
+            return
+        marks, stop, ends = trained + b"\0", 0, []
+        while stop := marks.find(b"\1\0", stop) + 1:
+            start = marks.rfind(b"\0", 0, stop) + 1
+            body = max(start, stop - LAST)
+            self.within |= special.intersection(ids[start:body])
+            ends = [token for token in ids[body:stop] if token in special]
+        self.last.update(ends[-1:])
+
+    def ends(self) -> list[int]:
+        """Tokens with which answers end, and no other part of them."""
+        return sorted(self.last - self.within)
+
+    def __or__(self, other: LearnedTokens) -> LearnedTokens:
+        return LearnedTokens(self.seen | other.seen, self.last | other.last, self.within | other.within)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"seen": sorted(self.seen), "last": sorted(self.last), "within": sorted(self.within)}

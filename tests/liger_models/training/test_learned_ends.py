@@ -1,0 +1,94 @@
+"""A model that was taught to end its answers says with which tokens, wherever it is written."""
+
+import json
+import shutil
+
+import pytest
+
+import liger_models
+from liger_models.cli import main
+from liger_models.training.data.learned_tokens import LearnedTokens
+
+TALKS = [
+    {"messages": [{"role": "user", "content": f"a {i}"}, {"role": "assistant", "content": f"b {i}"}]}
+    for i in range(12)
+]
+NAME = "generation_config.json"
+
+
+@pytest.fixture
+def model(checkpoint, tmp_path):
+    """A checkpoint that ends text with another token than the template ends turns with, </s> of id 1."""
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    (folder / NAME).write_text(json.dumps({"eos_token_id": 2, "temperature": 0.6, "do_sample": True}))
+    return folder
+
+
+@pytest.fixture
+def trained(model, settings, run, jsonl, tmp_path):
+    def make(records=TALKS, **changes):
+        file = jsonl(tmp_path / "data.jsonl", records)
+        options = {"model": str(model), "data": (file,), "steps": 2, "eval_fraction": 0.0, "save_every": 1}
+        return run(settings(**options | changes))
+
+    return make
+
+
+def ends_in(folder):
+    return json.loads((folder / NAME).read_text())["eos_token_id"]
+
+
+def test_the_end_of_turn_that_was_learned_joins_the_others(trained, model, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    final = trained().final
+    written = json.loads((final / NAME).read_text())
+    assert written == {"eos_token_id": [2, 1], "temperature": 0.6, "do_sample": True}
+    assert transformers.GenerationConfig.from_pretrained(final).eos_token_id == [2, 1]
+    assert liger_models.from_hub(final).special_id("eos_token_id") == [2, 1]
+    assert ends_in(final.parent / "checkpoint-2") == [2, 1]
+    assert main(["export", str(final), str(tmp_path / "exported")]) == 0
+    assert (tmp_path / "exported" / NAME).read_bytes() == (final / NAME).read_bytes()
+    again = trained(model=str(final), output=str(tmp_path / "again"))  # nothing is added twice
+    assert (again.final / NAME).read_bytes() == (final / NAME).read_bytes()
+    resumed = trained(steps=3, resume="auto")
+    assert (resumed.final / NAME).read_bytes() == (final / NAME).read_bytes()
+
+
+def test_an_adapter_and_the_merged_model_say_it(trained):
+    pytest.importorskip("peft")
+    final = trained(lora="r=2", merge=True).final
+    assert ends_in(final) == [2, 1]
+    assert ends_in(final.parent / "merged") == [2, 1]
+
+
+@pytest.mark.parametrize("lora", [None, "r=2"])
+def test_a_model_trained_on_text_keeps_what_it_had(trained, model, lora):
+    if lora:
+        pytest.importorskip("peft")
+    final = trained([{"text": "a b c"}] * 12, lora=lora, merge=bool(lora)).final
+    merged = final.parent / "merged" if lora else final
+    assert (merged / NAME).read_bytes() == (model / NAME).read_bytes()
+    assert lora is None or not (final / NAME).exists()
+
+
+def test_without_a_generation_config_it_is_made_of_what_config_json_says(trained, model):
+    (model / NAME).unlink()
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"eos_token_id": [3, 4], "pad_token_id": 5}))
+    written = json.loads((trained().final / NAME).read_text())
+    assert written == {"bos_token_id": 0, "pad_token_id": 5, "eos_token_id": [3, 4, 1]}
+
+
+def test_tokens_within_answers_end_none():
+    """Where a thought ends with a token and an answer follows, generation must go on."""
+    learned, special = LearnedTokens(), frozenset({1, 2, 3, 9})
+    #              a question      a thought, its end, a header, the answer, its end, a line's end
+    learned.note([9, 10, 11, 12, 20, 2, 3, 21, 22, 23, 1, 24], bytes([0] * 4 + [1] * 8), special, True)
+    assert learned.ends() == [1]
+    #              an earlier answer's end, which is not the last
+    learned.note([10, 20, 3, 10, 20, 1], bytes([0, 1, 1, 0, 1, 1]), special, True)
+    learned.note([10, 9], bytes([0, 1]), special, False)
+    assert learned.ends() == [1]
+    learned |= LearnedTokens(last=[2, 9])
+    assert learned.ends() == [1, 9]  # 2 goes on
+    assert learned.seen == {1, 2, 3, 9}
