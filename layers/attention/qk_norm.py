@@ -9,6 +9,7 @@ step.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.kernels import layer_norm, rms_norm, rotary, split_norm_rotary_qkv
-from liger_models.kernels.norms.layer_norm import layer_norm_plain
+from liger_models.kernels._dispatch import at_least_float32
 from liger_models.kernels.norms.rms_norm import rms_norm_plain
+from liger_models.layers.memory.activation_memory import recompute
 from liger_models.layers.spec import AttentionSpec, NormSpec, QKNormSpec
 
 Tables = tuple[Tensor, Tensor]
@@ -90,17 +92,26 @@ def is_fused(spec: AttentionSpec) -> bool:
 
 def norm_bytes(spec: AttentionSpec, itemsize: int) -> int:
     """What the norms add to what attention keeps of a token: their inputs, and 1/rms in float32 (mean and
-    1/std of LayerNorm) of each head or, for all heads together, of queries and keys. Step by step, the
-    rotation behind a norm keeps nothing.
+    1/std of LayerNorm) of each head or, for all heads together, of queries and keys; where heads have weights
+    of their own, the inputs alone. Step by step, the rotation behind a norm keeps nothing.
     """
     norms = spec.qk_norm
     assert norms is not None
     rows = 2 if norms.scope == "all_heads" else spec.num_attention_heads + spec.num_key_value_heads
-    statistics = 4 if isinstance(norms.norm, NormSpec) else 8
+    statistics = 0 if norms.scope == "own_head" else 4 if isinstance(norms.norm, NormSpec) else 8
     kept = itemsize * (spec.q_size + spec.kv_size) + statistics * rows
     if norms.values:
         kept += 4 * spec.num_key_value_heads + (0 if spec.values_are_keys else itemsize * spec.kv_size)
     return kept
+
+
+def norm_work(spec: AttentionSpec) -> int:
+    """Of a token, what the backward pass of the queries' norm takes where heads have weights of their own:
+    five tensors in float32 (its input and output, three gradients), about two of which are in the place of
+    what attention's backward pass is done with.
+    """
+    own = spec.qk_norm is not None and spec.qk_norm.scope == "own_head"
+    return own * 3 * 4 * spec.q_size
 
 
 def _fused(qkv: Tensor, tables: Any, spec: Any, norms: Any, q: Any, k: Any) -> Split:
@@ -148,10 +159,24 @@ def rotary_by_halves(
 
 def _norm(x: Tensor, norms: QKNormSpec, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """x [T, heads, head_dim] normalised."""
-    norm, own = norms.norm, norms.scope == "own_head"  # whose weight differs by row: not for the kernels
+    norm = norms.norm
+    if norms.scope == "own_head":
+        run = functools.partial(_norm_own_heads, norms=norms)
+        # Run again, or autograd would keep several tensors in float32.
+        return run(x, weight, bias) if torch.compiler.is_compiling() else recompute(run, x, weight, bias)
     rows = x.flatten(1) if norms.scope == "all_heads" else x
     if isinstance(norm, NormSpec):
-        y = (rms_norm_plain if own else rms_norm)(rows, weight, norm.eps, norm.offset, norm.cast)
+        y = rms_norm(rows, weight, norm.eps, norm.offset, norm.cast)
     else:
-        y = (layer_norm_plain if own else layer_norm)(rows, weight, bias, norm.eps, norm.offset)
+        y = layer_norm(rows, weight, bias, norm.eps, norm.offset)
     return y.view(x.shape)
+
+
+def _norm_own_heads(x: Tensor, weight: Any, bias: Tensor | None, norms: QKNormSpec) -> Tensor:
+    """x [T, heads, head_dim] normalised, with a weight [heads, head_dim]."""
+    norm = norms.norm
+    if isinstance(norm, NormSpec):
+        return rms_norm_plain(x, weight, norm.eps, norm.offset, norm.cast)
+    # The kernel knows no weight that differs by row: it runs without, in float32, to be rounded once.
+    y = layer_norm(at_least_float32(x), None, None, norm.eps) * (at_least_float32(weight) + norm.offset)
+    return (y if bias is None else y + at_least_float32(bias)).to(x.dtype)

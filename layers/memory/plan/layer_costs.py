@@ -10,6 +10,7 @@ from torch import Tensor
 
 from liger_models.layers.attention.backends import LONG
 from liger_models.layers.attention.cross_attention import CrossAttention
+from liger_models.layers.attention.qk_norm import norm_work
 from liger_models.layers.blocks import Block
 from liger_models.layers.experts.moe import MixtureOfExperts
 from liger_models.layers.memory import tiles
@@ -214,7 +215,7 @@ def _attention_work(layer: Block, step: Step, itemsize: int) -> int:
         sums = (4 + by_head) * mixer.q_size
     if step.tokens > LONG and step.sequence_ranks == 1:
         sums //= mixer.num_key_value_heads
-    return step.tokens * (gradients + sums)
+    return step.tokens * (gradients + max(sums, norm_work(mixer)))
 
 
 def matrix_elements(layer: Block) -> tuple[int, int, int]:
