@@ -89,6 +89,23 @@ def targets_of(sequences: Sequences, labels: Tensor | None, shift_labels: Tensor
     return sequences.next_labels(packed) if labels is not None else packed
 
 
+def labels_of_beginnings(
+    sequences: Sequences, labels: Tensor | None, num_items: Tensor | int | None
+) -> Tensor | None:
+    """How many documents of packed rows begin with a token that has a label, though nothing predicts it; None
+    where rows are not packed, or there is no tensor that may count these labels. A row's own first token is
+    left out, as transformers' Trainer does.
+    """
+    if not isinstance(num_items, Tensor) or labels is None:
+        return None
+    if sequences.cu_seqlens is None or sequences.kept is not None:
+        return None
+    bounds = sequences.cu_seqlens.long().to(labels.device)
+    starts, filled = bounds[1:-1], bounds[2:] > bounds[1:-1]
+    labelled = labels.flatten()[starts.clamp(max=labels.numel() - 1)] != IGNORE_INDEX
+    return (labelled & filled & (starts % sequences.shape[1] != 0)).sum()
+
+
 def refuse_unknown(keywords: Mapping[str, Any]) -> None:
     """Let pass what asks for nothing, as other libraries' models are often called.
 
@@ -133,6 +150,7 @@ class CallChecks:
         num_items: what the loss is divided by, if it is given.
         sequences: which of the targets are here, if they are divided over ranks.
         num_ids: what ids must be below, if not the same.
+        beginnings: `labels_of_beginnings` of the call.
 
     Attributes:
         own_valid: the number of those here that count, when `finish` has returned.
@@ -149,6 +167,7 @@ class CallChecks:
         num_items: Tensor | int | None = None,
         sequences: Sequences | None = None,
         num_ids: int | None = None,
+        beginnings: Tensor | None = None,
     ):
         self._num_ids = vocab_size if num_ids is None else num_ids
         self._vocab_size, self._with_labels = vocab_size, targets is not None
@@ -175,6 +194,8 @@ class CallChecks:
         rows = [ids.to(device), counts]
         if isinstance(num_items, Tensor):
             rows.append((num_items > 0).all().long()[None].to(device))
+            if beginnings is not None:
+                rows.append(beginnings.long()[None].to(device))
         self._counts = HostCopy(torch.cat(rows))
 
     def finish(self) -> int:
@@ -184,7 +205,7 @@ class CallChecks:
             DataError: an id or a label outside the vocabulary, no label, or a count that is not above 0.
         """
         found = self._counts.tolist()
-        lowest_id, highest_id, num_valid, self.own_valid, lowest_label, highest_label, *positive = found
+        lowest_id, highest_id, num_valid, self.own_valid, lowest_label, highest_label, *given = found
         for what, low, high, vocab in (
             ("id", lowest_id, highest_id, self._num_ids),
             ("label", lowest_label, highest_label, self._vocab_size),
@@ -195,9 +216,16 @@ class CallChecks:
                     f"{vocab}: expected 0 to {vocab - 1}{' or -100' if what == 'label' else ''}. Does the "
                     "tokenizer belong to this model?"
                 )
-        if positive == [0]:
+        if given[:1] == [0]:
             assert isinstance(self._num_items, Tensor)
             raise DataError(_WRONG_COUNT.format(self._num_items.tolist()))
+        if any(given[1:]):
+            raise DataError(
+                f"the first tokens of {given[1]} packed documents have labels, which nothing predicts, and "
+                "num_items_in_batch came as a tensor, as transformers' Trainer counts it, with these: the "
+                "loss would be too small. Set these labels to -100, as DataCollatorWithFlattening does, or "
+                "give the count as a number if it is without them"
+            )
         if self._with_labels and num_valid == 0 and self._num_items is None:
             raise DataError(
                 "no token of the batch has a label (all are -100, padding, or the first of a document), so "

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.attention.cache import KVCache
-from liger_models.layers.call_checks import CallChecks, batch_shape, refuse_unknown, targets_of
+from liger_models.layers.call_checks import (
+    CallChecks,
+    batch_shape,
+    labels_of_beginnings,
+    refuse_unknown,
+    targets_of,
+)
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.distilling import Distilling, check_lesson, learn
 from liger_models.layers.eager import not_compiled
@@ -135,10 +141,17 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
             num_items_in_batch = 1  # no label at all is no error: nothing is divided by their count
         sequences = Sequences.from_call(shape, device, attention_mask, position_ids, cu_seqlens, parents)
         targets = targets_of(sequences, labels, shift_labels)
+        beginnings = labels_of_beginnings(sequences, labels, num_items_in_batch)
         check_lesson(distill, score, targets)
         sequences = sequences.divided(self.sequence_group)
         checks = CallChecks(
-            input_ids, targets, self.spec.vocab_size, num_items_in_batch, sequences, self.spec.num_ids
+            input_ids,
+            targets,
+            self.spec.vocab_size,
+            num_items_in_batch,
+            sequences,
+            self.spec.num_ids,
+            beginnings,
         )
         hidden = self.hidden_states(sequences, input_ids, inputs_embeds, sight=sight)
         num_valid = checks.finish()

@@ -41,6 +41,7 @@ from liger_models.kernels import load_balancing_loss
 from liger_models.layers.call_checks import (
     CallChecks,
     batch_shape,
+    labels_of_beginnings,
     refuse_float16_training,
     refuse_unknown,
     targets_of,
@@ -424,7 +425,8 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
         )
         targets = targets_of(sequences, labels, shift_labels)
         check_lesson(distill, score, targets)
-        checks = CallChecks(None, targets, self.lm_head_width(), num_items)
+        beginnings = labels_of_beginnings(sequences, labels, num_items)
+        checks = CallChecks(None, targets, self.lm_head_width(), num_items, beginnings=beginnings)
         output = self.model(
             input_ids=input_ids,
             past_key_values=past_key_values,

@@ -13,6 +13,7 @@ from trainer_parts import LENGTH, PLAIN, ROWS, make_rows
 
 import liger_models
 from liger_models.architectures import find_architecture
+from liger_models.convert.errors import DataError
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -101,6 +102,35 @@ def assert_same_parameters(both):
     trained = type(both.reference).from_pretrained(both.folder)
     for name, p in both.reference.named_parameters():
         assert relative_distance(trained.get_parameter(name), p) <= BOUND, name
+
+
+def flattened(rows, first_label):
+    """Rows as documents of one packed row; their first tokens have labels, or not."""
+    labels = [row["labels"].where(torch.arange(LENGTH) > 0, first_label(row["labels"])) for row in rows]
+    return {
+        "input_ids": torch.cat([row["input_ids"] for row in rows])[None],
+        "labels": torch.cat(labels)[None],
+        "position_ids": torch.arange(LENGTH).repeat(len(rows))[None],
+    }
+
+
+def test_the_loss_of_packed_rows_is_the_mean_of_labels_that_something_predicts(make_both, make_trainer):
+    """The Trainer counts what it is given; so labels that nothing predicts are refused, and not counted."""
+    both = make_both("llama")
+    rows = list(make_rows(VOCABULARY))
+    with torch.no_grad():
+        expected = both.ours(**flattened(rows, lambda labels: labels[0])).loss.item()
+
+    def run(first_label):
+        more = {"data_collator": lambda batch: flattened(batch, first_label)}
+        trainer = make_trainer(both.ours, batch_size=4, more=more, max_steps=1)
+        trainer.train()
+        return losses(trainer)[0]
+
+    with pytest.raises(DataError, match="first tokens of 3 packed documents have labels"):
+        run(lambda labels: labels[-1])
+    # float32, in two parts; the log is rounded to four significant places behind the point
+    assert run(lambda labels: torch.tensor(-100)) == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.supports("Trainer", "bf16")

@@ -213,6 +213,33 @@ def test_a_count_of_items_in_16_bits_is_refused(make_model, ids):
         make_model()(ids, labels=ids, num_items_in_batch=torch.tensor(257.0).bfloat16())
 
 
+PACKED = {
+    "cu_seqlens": {"cu_seqlens": torch.tensor([0, 3, 7, 7, 12, 14], dtype=torch.int32)},
+    "position_ids": {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 0, 1]])},
+}
+
+
+@pytest.mark.parametrize("form", PACKED)
+def test_a_count_that_may_hold_the_labels_of_documents_first_tokens_is_refused(form, make_model, ids):
+    """As transformers' Trainer counts: two of these four documents begin within a row."""
+    model, packed = make_model(), PACKED[form]
+    starts = torch.zeros_like(ids, dtype=torch.bool)
+    starts[0, 3] = starts[1, 5] = True
+    counted = (ids[:, 1:] != -100).sum()
+    with pytest.raises(DataError, match="first tokens of 2 packed documents have labels"):
+        model(ids, labels=ids, num_items_in_batch=counted, **packed)
+    mean = model(ids, labels=ids, **packed).loss
+    masked = ids.masked_fill(starts, -100)
+    counted = (masked[:, 1:] != -100).sum()
+    bound = {"rtol": 1e-6, "atol": 0}  # float32: the same sum, divided by the same count
+    torch.testing.assert_close(
+        model(ids, labels=masked, num_items_in_batch=counted, **packed).loss, mean, **bound
+    )
+    torch.testing.assert_close(
+        model(ids, labels=ids, num_items_in_batch=int(counted), **packed).loss, mean, **bound
+    )
+
+
 def test_a_token_before_a_hole_in_the_mask_is_not_trained_on_the_one_behind_it(make_model, ids):
     model = make_model()
     mask = torch.ones_like(ids)
