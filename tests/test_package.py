@@ -161,20 +161,22 @@ def run_python(code, cwd, **env):
     )
 
 
-def test_importing_takes_under_two_seconds_beyond_torch(tmp_path):
-    # Processor time: what the import costs, and not what else the machine is doing.
+def test_importing_loads_nothing_beyond_torch_and_triton(tmp_path):
+    """An import costs what it loads. A clock would measure how busy the machine is, and how cold its disk."""
     done = run_python(
         """
-        import time, torch
-        start = time.process_time()
+        import sys, torch
+        before = set(sys.modules)
         import liger_models
         liger_models.from_hub, liger_models.LigerCausalLM
-        print(time.process_time() - start)
+        loaded = set(sys.modules) - before
+        packages = {name.partition(".")[0] for name in loaded} - set(sys.stdlib_module_names)
+        compiler = {"torch._dynamo", "torch._inductor"} & loaded
+        print(*sorted(compiler), *sorted(name for name in packages if not name.startswith("_sysconfigdata")))
         """,
         tmp_path,
     )
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 2.0
+    assert done.stdout == "liger_models triton\n", done.stderr
 
 
 def test_help_does_not_wait_for_torch(tmp_path):
