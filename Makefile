@@ -21,7 +21,7 @@ endif
 
 BIN := $(VENV)/bin
 # Two test processes, and one thread in each: more threads than cores make small matrices slower.
-PYTEST_FLAGS := -n 2 --timeout 600
+PYTEST_FLAGS := -q -n 2 --timeout 600
 
 .PHONY: help demo test lint types clean
 
