@@ -17,6 +17,7 @@ import itertools
 import math
 import signal
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,6 +70,7 @@ from liger_models.training.state import Progress, Trained
 from liger_models.training.tally import Tally
 from liger_models.training.tokenizer import TextTokenizer
 from liger_models.training.trackers import numbers_of, open_trackers, parse_trackers
+from liger_models.training.untrained_rows import untrained_rows_warning
 from liger_models.training.watch import Watch
 from liger_models.training.world import World
 
@@ -367,6 +369,9 @@ class Run:
         learned = self.documents.learned_tokens()
         if not isinstance(self.model, LigerSequenceClassifier):
             self.model.learned_ends = tuple(learned.ends())
+            warning = untrained_rows_warning(self.model, learned, self.tokenizer)
+            if warning and self.world.main:
+                warnings.warn(warning, stacklevel=2)
 
     def _add_reference(self, checkpoint: Path | None) -> None:
         config, world = self.config, self.world

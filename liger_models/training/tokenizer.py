@@ -48,8 +48,8 @@ class TextTokenizer:
     """The tokenizer in `folder`.
 
     Attributes: `vocab_size` (one more than the largest id), `bos_id` and `eos_id` (None where no file names
-    one), and `special_ids`, of all special tokens. Raises DataError for a missing or unreadable
-    tokenizer.json.
+    one), `special_ids`, of all special tokens, and `added_ids`, of those added to the vocabulary. Raises
+    DataError for a missing or unreadable tokenizer.json.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -80,6 +80,7 @@ class TextTokenizer:
         added = self.backend.get_added_tokens_decoder()
         named = {index for index in (self.bos_id, self.eos_id) if index is not None}
         self._templates: dict[str, ChatTemplate] = {}
+        self.added_ids = frozenset(added)
         self.special_ids = frozenset(named.union(index for index, token in added.items() if token.special))
 
     def encode(self, text: str) -> list[int]:

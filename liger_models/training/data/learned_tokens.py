@@ -12,7 +12,7 @@ class LearnedTokens:
     """Special tokens of documents.
 
     Attributes:
-        seen: those that occur.
+        seen: those that occur, and other tokens that were added to the vocabulary.
         last: those that end what is learned last of an example, an answer.
         within: those that are learned with more of the same answer after them, as the end of a thought that
             an answer follows.
@@ -23,9 +23,16 @@ class LearnedTokens:
     ) -> None:
         self.seen, self.last, self.within = set(seen), set(last), set(within)
 
-    def note(self, ids: list[int], trained: bytes, special: frozenset[int], whole: bool) -> None:
+    def note(
+        self,
+        ids: list[int],
+        trained: bytes,
+        special: frozenset[int],
+        whole: bool,
+        added: frozenset[int] = frozenset(),
+    ) -> None:
         """Add a document; `whole`: it is an example, with an answer."""
-        self.seen |= special.intersection(ids)
+        self.seen |= (special | added).intersection(ids)
         if not whole:
             return
         marks, stop, ends = trained + b"\0", 0, []

@@ -347,7 +347,7 @@ class _Builder:
             if not self.open and 1 not in trained:
                 self.writer.counts["without anything to train, left out"] += 1
                 continue
-            self.writer.learned.note(ids, trained, self.tokenizer.special_ids, whole)
+            self._note_learned(ids, trained, whole)
             self.writer.extend(ids, trained)
             self.open = more
             if not more:
@@ -373,7 +373,7 @@ class _Builder:
         if halves[0] == halves[1]:
             self.writer.counts["with two answers that are alike"] += 1
         for half_ids, half_trained in halves:
-            self.writer.learned.note(half_ids, half_trained, self.tokenizer.special_ids, True)
+            self._note_learned(half_ids, half_trained, True)
             self.writer.extend(half_ids, half_trained)
         self.writer.end(True, encoded.images, (len(halves[0][0]), good))
         self._count_images(record)
@@ -394,6 +394,10 @@ class _Builder:
         unended = _answers_without_end(ids, trained, self.tokenizer.special_ids)
         if record.form == "messages" and unended:
             self.writer.counts["answers without a token that ends them"] += unended
+
+    def _note_learned(self, ids: list[int], trained: bytes, whole: bool) -> None:
+        tokenizer = self.tokenizer
+        self.writer.learned.note(ids, trained, tokenizer.special_ids, whole, tokenizer.added_ids)
 
     def _note_largest(self, record: Record, ids: list[int]) -> None:
         largest = max(ids, default=0)

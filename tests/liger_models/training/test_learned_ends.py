@@ -2,12 +2,15 @@
 
 import json
 import shutil
+import warnings
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import liger_models
 from liger_models.cli import main
 from liger_models.training.data.learned_tokens import LearnedTokens
+from liger_models.training.tokenizer import TextTokenizer
 
 TALKS = [
     {"messages": [{"role": "user", "content": f"a {i}"}, {"role": "assistant", "content": f"b {i}"}]}
@@ -77,6 +80,32 @@ def test_without_a_generation_config_it_is_made_of_what_config_json_says(trained
     (model / "config.json").write_text(json.dumps(config | {"eos_token_id": [3, 4], "pad_token_id": 5}))
     written = json.loads((trained().final / NAME).read_text())
     assert written == {"bos_token_id": 0, "pad_token_id": 5, "eos_token_id": [3, 4, 1]}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tokens_whose_rows_are_near_zero_and_frozen_are_warned_of(trained, model, tied, tmp_path):
+    """Chat templates over base models: adapters cannot teach what an embedding of nothing means."""
+    pytest.importorskip("peft")
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    if not tied:
+        (model / "config.json").write_text(
+            json.dumps(json.loads((model / "config.json").read_text()) | {"tie_word_embeddings": False})
+        )
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["lm_head.weight"][1] *= 1e-6  # </s>, which is learned
+    user = TextTokenizer(model).backend.token_to_id("<|user|>")
+    tensors["model.embed_tokens.weight"][user] *= 1e-6
+    save_file(tensors, file, {"format": "pt"})
+    rows = "embedding" if tied else "embedding and the head"
+    names = r"<\|user\|>" if tied else r"</s>, <\|user\|>"
+    expected = rf"the tokens {names}, whose rows of the {rows} are near zero and frozen"
+    with pytest.warns(UserWarning, match=expected):
+        trained(lora="r=2")
+    for number, options in enumerate(({}, {"records": [{"text": "a b"}] * 9, "lora": "r=2"})):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*are near zero and frozen")
+            trained(**options, output=str(tmp_path / f"quiet {number}"))
 
 
 def test_tokens_within_answers_end_none():
