@@ -20,8 +20,9 @@ from liger_models.convert.json_file import read_json
 
 ALLOW_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 ADAPTER_CONFIG = "adapter_config.json"
-# Subfolders hold other formats of the same weights, and so do the files of this name.
-IGNORE_PATTERNS = ["*/*", "consolidated*"]
+CHAT_TEMPLATES = "additional_chat_templates"  # a folder of templates by name
+# Subfolders hold other formats of the same weights, and so do the files of this name. Templates are small.
+IGNORE_PATTERNS = [*(f"*/{name}" for name in ALLOW_PATTERNS if name != "*.jinja"), "*/*/*", "consolidated*"]
 
 
 def resolve(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.checkpoints.atomic import atomic_folder, naming
-from liger_models.convert.checkpoints.hub import belongs_to
+from liger_models.convert.checkpoints.hub import CHAT_TEMPLATES, belongs_to
 from liger_models.convert.checkpoints.reading import INDEX_FILE, SINGLE_FILE, check_parameters
 from liger_models.convert.checkpoints.safetensors_header import build_header
 from liger_models.convert.checkpoints.shards import write_together
@@ -123,15 +123,19 @@ def plan_checkpoint(
         dtype: of all floating-point tensors; "parameters": the parameters' own. Default: the source's, or
             the parameters' own.
         fixed: native names of tensors whose dtype stays, whatever is asked for.
-        aux_files: further files, by plain file name: bytes, or a path to copy from (see `find_aux_files`).
+        aux_files: further files, by plain file name or as `additional_chat_templates/NAME.jinja`: bytes, or
+            a path to copy from (see `find_aux_files`).
 
     Raises:
         ValueError: the names or shapes of `parameters` are not those of the map, or `max_shard_size` is not
             a size.
     """
     for name in aux_files or {}:
-        if not name or name != os.path.basename(name) or name in (".", ".."):
-            raise ValueError(f"aux_files must be named by plain file names, found {name!r}")
+        plain = name.removeprefix(f"{CHAT_TEMPLATES}/")
+        if not plain or plain != os.path.basename(plain) or plain in (".", ".."):
+            raise ValueError(
+                f"aux_files must be named by plain file names, or by one in {CHAT_TEMPLATES}, found {name!r}"
+            )
     limit = None if max_shard_size is None else parse_size(max_shard_size)
     check_parameters(parameters, weight_map)
     check_whole(weight_map)
@@ -157,13 +161,14 @@ def plan_checkpoint(
 def find_aux_files(folder: str | Path) -> dict[str, Path | bytes]:
     """The files of a checkpoint folder that go with an export: config, generation config, tokenizer,
     templates."""
-    return {
+    folder = Path(folder)
+    named = {
         path.name: path
-        for path in sorted(Path(folder).iterdir())
-        if path.is_file()
-        and any(fnmatchcase(path.name, pattern) for pattern in _AUX_PATTERNS)
-        and belongs_to(path, Path(folder))
+        for path in sorted(folder.iterdir())
+        if any(fnmatchcase(path.name, pattern) for pattern in _AUX_PATTERNS)
     }
+    named |= {f"{CHAT_TEMPLATES}/{p.name}": p for p in sorted((folder / CHAT_TEMPLATES).glob("*.jinja"))}
+    return {name: path for name, path in named.items() if path.is_file() and belongs_to(path, folder)}
 
 
 _AUX_PATTERNS = [
@@ -249,6 +254,7 @@ def _header(file: str, tensors: Mapping[str, Output], source: SourceLayout | Non
 
 def _write_aux(new: Path, config: Mapping[str, Any], aux_files: Mapping[str, Path | bytes]) -> None:
     for name, content in aux_files.items():
+        (new / name).parent.mkdir(exist_ok=True)
         if isinstance(content, bytes):
             _write_bytes(new / name, content)
         else:

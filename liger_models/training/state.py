@@ -29,7 +29,7 @@ from torch import Tensor
 
 from liger_models.causal_lm import LigerCausalLM
 from liger_models.convert.checkpoints.atomic import naming
-from liger_models.convert.checkpoints.hub import belongs_to
+from liger_models.convert.checkpoints.hub import CHAT_TEMPLATES, belongs_to
 from liger_models.convert.checkpoints.reading import CheckpointReader
 from liger_models.convert.checkpoints.safetensors_header import TensorInfo
 from liger_models.convert.checkpoints.shards import is_sharded, local_part
@@ -335,9 +335,11 @@ def _state_made_for(
 
 def _lay_out(trained: Trained, folder: Path, tokenizer: Path) -> None:
     trained.lay_out(folder)
-    for name in FILES:
+    templates = sorted((tokenizer / CHAT_TEMPLATES).glob("*.jinja"))
+    for name in (*FILES, *(f"{CHAT_TEMPLATES}/{path.name}" for path in templates)):
         source = tokenizer / name
         if source.is_file() and not (folder / name).exists() and belongs_to(source, tokenizer):
+            (folder / name).parent.mkdir(exist_ok=True)
             with naming(folder / name):
                 shutil.copyfile(source, folder / name)
 

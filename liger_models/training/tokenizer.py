@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from liger_models.convert.checkpoints.hub import CHAT_TEMPLATES
 from liger_models.convert.errors import DataError, abbreviate
 from liger_models.convert.json_file import read_json
 from liger_models.images.processor import FILES as PROCESSOR_FILES
@@ -38,7 +39,6 @@ FILES = (
 )
 
 NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-MORE_TEMPLATES = "additional_chat_templates"  # a folder of templates by name
 
 BLOCKS = 8  # of a long text, encoded side by side
 SEAM = 16  # tokens on each side of the place where two of them are joined
@@ -216,7 +216,7 @@ class TextTokenizer:
         return sources
 
     def _more_templates(self) -> list[Path]:
-        return sorted((self.folder / MORE_TEMPLATES).glob("*.jinja"))
+        return sorted((self.folder / CHAT_TEMPLATES).glob("*.jinja"))
 
     def _special_tokens(self) -> dict[str, str]:
         """Their names, by which templates read them."""

@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from liger_models.convert.checkpoints.hub import resolve
+from liger_models.convert.checkpoints.hub import ALLOW_PATTERNS, IGNORE_PATTERNS, resolve
 from liger_models.convert.errors import CheckpointError
 
 FILES = {
@@ -458,3 +458,17 @@ def test_a_push_that_is_not_allowed_says_so(client, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     message = message_of(client("push", str(tmp_path), "forbidden/repo", token="hf_reader"))
     assert "cannot upload forbidden/repo: the hub refused (HTTP 403): check that your token" in message
+
+
+def test_of_subfolders_chat_templates_alone_are_asked_for():
+    from huggingface_hub.utils import filter_repo_objects
+
+    wanted = [
+        "config.json",
+        "model.safetensors",
+        "chat_template.jinja",
+        "additional_chat_templates/rag.jinja",
+    ]
+    others = ["onnx/config.json", "original/model.safetensors", "a/tokenizer.model", "a/b.txt", "a/b/c.jinja"]
+    patterns = {"allow_patterns": ALLOW_PATTERNS, "ignore_patterns": IGNORE_PATTERNS}
+    assert list(filter_repo_objects([*wanted, *others, "consolidated.safetensors"], **patterns)) == wanted

@@ -303,12 +303,31 @@ def test_files_beside_the_weights_are_carried_along(tmp_path):
         "added_tokens.json",
         "spiece.model",
     ]
+    carried += ["additional_chat_templates/tool_use.jinja", "additional_chat_templates/rag.jinja"]
     left = ["README.md", "LICENSE", "pytorch_model.bin", SINGLE_FILE, "training_args.bin"]
+    left += ["additional_chat_templates/notes.txt", "onnx/config.json"]
     folder = tmp_path / "in"
-    folder.mkdir()
+    for path in ("additional_chat_templates", "onnx"):
+        (folder / path).mkdir(parents=True)
     for name in carried + left:
         (folder / name).write_bytes(name.encode())
     assert find_aux_files(folder).keys() == set(carried)
+
+
+def test_chat_templates_by_name_are_written_into_their_folder(tmp_path):
+    name = "additional_chat_templates/tool_use.jinja"
+    for text in (b"one", b"two"):
+        save_checkpoint(
+            tmp_path / "out", random_parameters(), MAP, config=CONFIG, aux_files={name: text, "a.txt": b""}
+        )
+        assert (tmp_path / "out" / name).read_bytes() == text
+    for name in (
+        "other/tool_use.jinja",
+        "additional_chat_templates/../a.jinja",
+        "additional_chat_templates/",
+    ):
+        with pytest.raises(ValueError, match="plain file names"):
+            save_checkpoint(tmp_path / "out", random_parameters(), MAP, config=CONFIG, aux_files={name: b""})
 
 
 def test_config_json_keeps_its_bytes_only_while_it_says_the_same(tmp_path):

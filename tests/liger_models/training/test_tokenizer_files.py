@@ -5,6 +5,8 @@ import shutil
 
 import pytest
 
+import liger_models
+from liger_models.cli import main
 from liger_models.convert.errors import DataError
 from liger_models.training.tokenizer import TextTokenizer
 
@@ -39,6 +41,36 @@ def test_special_tokens_are_those_that_transformers_reads(tokenizer_folder, tmp_
     assert (found.bos_id, found.eos_id) == (expected.bos_token_id, expected.eos_token_id)
     named = {"bos_token": "", "eos_token": "", **expected.special_tokens_map}
     assert found._special_tokens() == named
+
+
+@pytest.mark.parametrize("with_default", [False, True])
+def test_chat_templates_by_name_go_along_and_are_chosen_as_by_transformers(
+    checkpoint, settings, run, tmp_path, with_default
+):
+    transformers = pytest.importorskip("transformers")
+    model = shutil.copytree(checkpoint, tmp_path / "model")
+    templates = model / "additional_chat_templates"
+    templates.mkdir()
+    (model / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    (model / "chat_template.jinja").write_text("of the file")
+    (templates / "tool_use.jinja").write_text("of tools")
+    if with_default:
+        (templates / "default.jinja").write_text("of the folder")
+    liger_models.from_hub(model).save_pretrained(tmp_path / "saved")
+    assert main(["export", str(model), str(tmp_path / "exported")]) == 0
+    of_model = run(settings(model=str(model), steps=1, eval_fraction=0.0)).final
+    apart = shutil.copytree(checkpoint, tmp_path / "apart")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (apart / name).unlink()
+    options = {"tokenizer": str(model), "output": str(tmp_path / "apart run"), "eval_fraction": 0.0}
+    of_tokenizer = run(settings(model=str(apart), steps=1, **options)).final
+    talk, tools = [{"role": "user", "content": "a"}], [{"type": "function", "function": {"name": "f"}}]
+    for folder in (model, tmp_path / "saved", tmp_path / "exported", of_model, of_tokenizer):
+        reference = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+        found = TextTokenizer(folder)
+        for given in (None, tools):
+            expected = reference.apply_chat_template(talk, tools=given, tokenize=False)
+            assert found._sources["tool_use" if given else "default"] == expected
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
