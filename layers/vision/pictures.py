@@ -69,9 +69,13 @@ class Pictures:
         videos = [(1, h, w) for t, h, w in self.grids[self.images :] for _ in range(t)]
         return Pictures(self.patches, self.grids[: self.images] + videos, self.images)
 
+    def counts(self, merge: int) -> list[int]:
+        """The number of tokens of each picture, where `merge` times `merge` patches make one."""
+        return [t * (h // merge) * (w // merge) + self.beside for t, h, w in self.grids]
+
     def features(self, merge: int) -> tuple[int, int]:
-        """How many tokens images have, and videos, where `merge` times `merge` patches make one."""
-        counts = [t * (h // merge) * (w // merge) + self.beside for t, h, w in self.grids]
+        """The number of tokens of all images, and of all videos."""
+        counts = self.counts(merge)
         return sum(counts[: self.images]), sum(counts[self.images :])
 
 
@@ -87,9 +91,8 @@ class TiledPictures(Pictures):
         super().__init__(patches, [(1, side, side)] * sum(tiles), images)
         self.taps, self.sizes = taps, [count * side**2 for count in tiles]
 
-    def features(self, merge: int) -> tuple[int, int]:
-        counts = [len(taps.features) for taps in self.taps]
-        return sum(counts[: self.images]), sum(counts[self.images :])
+    def counts(self, merge: int) -> list[int]:
+        return [len(taps.features) for taps in self.taps]
 
 
 def take_pictures(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:

@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from liger_models.architectures import find_architecture, list_architectures
 from liger_models.hf.models import LigerForCausalLM, LigerForSequenceClassification, LigerModel
 from liger_models.hf.pretrained import LigerPreTrainedModel
-from liger_models.hf.seeing import LigerForConditionalGeneration
+from liger_models.hf.seeing import METHODS, LigerForConditionalGeneration
 from liger_models.hf.unread import own_class
 
 
@@ -132,14 +132,17 @@ def classes_of(model_type: str) -> FamilyClasses:
 
     family = reference.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
     named = AutoModel._model_mapping._model_mapping.get(model_type)
-    base = make(named if named not in (None, reference) else f"{family}Model", LigerModel)
+    named = named if named not in (None, reference) else f"{family}Model"
     if architecture.sees:
         theirs = own_class(CONFIG_MAPPING[model_type], reference)
-        more = {name: getattr(theirs, name, None) for name in _AS_THEIRS}
+        their_base = getattr(sys.modules[theirs.__module__], named, theirs)
+        base = make(named, LigerModel, **_methods_of(their_base))
+        more = {name: getattr(theirs, name, None) for name in _AS_THEIRS} | _methods_of(theirs)
         made = FamilyClasses(
             base, make(reference, LigerForConditionalGeneration, base_class=base, **more), None
         )
     else:
+        base = make(named, LigerModel)
         made = FamilyClasses(
             base,
             make(reference, LigerForCausalLM, base_class=base),
@@ -147,6 +150,11 @@ def classes_of(model_type: str) -> FamilyClasses:
         )
     globals().update({model.__name__: model for model in made if model is not None})  # where pickle looks
     return made
+
+
+def _methods_of(theirs: Any) -> dict[str, Any]:
+    """Those of METHODS that one of transformers' own classes has, too."""
+    return {name: method for name, method in METHODS.items() if hasattr(theirs, name)}
 
 
 _AS_THEIRS = ("_tied_weights_keys", "_keys_to_ignore_on_load_unexpected")

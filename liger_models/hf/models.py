@@ -34,7 +34,7 @@ from liger_models.convert.checkpoints.weight_map import Expr, Ref
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import DataError
 from liger_models.hf.cache import TransformersCache, UnfilledCache
-from liger_models.hf.module_names import give_names, hide_matrices
+from liger_models.hf.module_names import LanguageModel, give_names, hide_matrices
 from liger_models.hf.pretrained import LigerPreTrainedModel, keep_initialized
 from liger_models.hf.unread import carry_unread, own_layout, own_skeleton
 from liger_models.kernels import load_balancing_loss
@@ -87,11 +87,19 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         self.own_layout = own_layout(self, theirs)
         self.names, self.ambiguous = give_names(self, self.weight_map(self.own_layout))
         hide_matrices(self, self.weight_map(self.own_layout))
+        LanguageModel.within(self)
         if theirs is not None:
             carry_unread(self, theirs)
         if self.projections == "split":
             self.split_projections()
         self._begin()
+
+    def get_decoder(self) -> Any:
+        """The language model: all of this one if it does not see, or if another module has the name of the
+        language model (Gemma 4).
+        """
+        found = self._modules.get("language_model")
+        return found if isinstance(found, LanguageModel) else self
 
     def note_forms(self) -> None:
         """Remember what the tensors are before adapters and the like come between."""

@@ -49,7 +49,7 @@ def give_names(model: nn.Module, weight_map: Mapping[str, Expr]) -> tuple[dict[s
             wired = _join(homes[parent], name)
             within = holder
             while within not in at:  # modules of theirs that are none of ours: they hold others
-                made = _Around(leaf) if within == wired == holder else _Holder()
+                made = _Around(leaf) if within == wired == holder else Holder()
                 at[within] = made.train(model.training)
                 above, last = _cut(within)
                 children[above][last] = at[within]
@@ -195,7 +195,7 @@ def _note(owner: Any, name: str, start: nn.Module, path: str) -> None:
         setattr(type(owner), name, property(functools.partial(_child, name=name)))
 
 
-class _Holder(nn.Module):
+class Holder(nn.Module):
     """Stands where transformers' own model has a module that ours does without. It holds others and is never
     run: no hook on it would be, of which who puts one there is told. (Some tools put one on every module.)
     """
@@ -228,6 +228,41 @@ class _Holder(nn.Module):
 
     def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
         return self._register("register_full_backward_pre_hook", *args, **kwargs)
+
+
+class LanguageModel(Holder):
+    """The language model within one that sees, as `get_decoder` returns it.
+
+    It runs when it is called itself, for text or embeddings, and within no call of the whole model.
+    """
+
+    @classmethod
+    def within(cls, owner: Any) -> None:
+        """Turn the module that holds the parts of the owner's language model into one, if none of ours has
+        its place.
+        """
+        holder: Any = owner._modules.get("language_model")
+        if type(holder) is Holder:
+            holder.__class__ = cls
+            vars(holder)["_owner"] = (owner,)  # in a tuple, or it would become a child of its own child
+
+    @property
+    def config(self) -> Any:
+        """The config of the text part."""
+        return self._whole.config.get_text_config()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's that it is in."""
+        return self._whole(*args, **kwargs)
+
+    @property
+    def _said(self) -> str:
+        return f"{super()._said} within the whole model"
+
+    @property
+    def _whole(self) -> Any:
+        (owner,) = vars(self)["_owner"]
+        return owner
 
 
 class _Around(nn.Module):

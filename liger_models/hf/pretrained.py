@@ -78,7 +78,7 @@ class LigerPreTrainedModel(PreTrainedModel):
     def _begin(self) -> None:
         """What follows once the parts of a model are there."""
         self.layouts = self.architecture.layouts
-        self._no_split_modules = self.decoder.kinds_of_layers()
+        self._no_split_modules = self.base_decoder.kinds_of_layers()
         self.register_load_state_dict_pre_hook(convert_state_dict)
         self.register_load_state_dict_pre_hook(refuse_lost_adapters)
         if is_quantised(self.config):
@@ -103,7 +103,7 @@ class LigerPreTrainedModel(PreTrainedModel):
                 "read the rows of each process alone: liger_models.from_hub(..., shard=...)"
             )
         loaded = super().from_pretrained(*args, **kwargs)
-        leave_unread((loaded[0] if isinstance(loaded, tuple) else loaded).decoder)
+        leave_unread((loaded[0] if isinstance(loaded, tuple) else loaded).base_decoder)
         return loaded
 
     @staticmethod
@@ -126,8 +126,10 @@ class LigerPreTrainedModel(PreTrainedModel):
         )
 
     @property
-    def decoder(self) -> Any:
-        """Embeddings, blocks and norm: the base model, or this one if it is that."""
+    def base_decoder(self) -> Any:
+        """Embeddings, blocks and norm: the base model, or this one if it is that. (`decoder` would be what
+        transformers' `get_decoder` looks for.)
+        """
         return self.base_model
 
     # -- checkpoints
@@ -139,7 +141,7 @@ class LigerPreTrainedModel(PreTrainedModel):
             layout: of the checkpoint. Default: that of the one that was read, or the family's usual one.
         """
         layout = layout or self.layouts[0]
-        decoder = self.decoder
+        decoder = self.base_decoder
         if decoder is self:
             layout = _OfBase(**vars(layout))
         expressions = layout.weight_map(decoder.forms).items()
@@ -159,8 +161,8 @@ class LigerPreTrainedModel(PreTrainedModel):
     @property
     def _weight_conversions(self) -> list[WeightConverter | WeightRenaming]:
         """What transformers' writer turns round: made from the modules as they are now."""
-        if self.decoder is self and self.decoder.vision is not None:
-            layout: Any = self.decoder.own_layout
+        if self.base_decoder is self and self.base_decoder.vision is not None:
+            layout: Any = self.base_decoder.own_layout
             return self._conversions(Groups([(layout, self.weight_map(layout))]))
         return self._conversions(groups_of(self).in_layout(self.layouts[0]))
 
@@ -247,7 +249,7 @@ class LigerPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         ours = type(module).__module__.startswith("liger_models.")
-        if initialize := self.decoder.initializers.get(type(module)):
+        if initialize := self.base_decoder.initializers.get(type(module)):
             initialize(module)
         elif isinstance(module, nn.Linear | nn.Embedding) or not ours:
             super()._init_weights(module)
@@ -257,7 +259,7 @@ class LigerPreTrainedModel(PreTrainedModel):
 
     def set_input_embeddings(self, value: Any) -> None:
         """A plain embedding, as resizing makes it, becomes one of ours: it keeps the family's scale."""
-        decoder = self.decoder
+        decoder = self.base_decoder
         spec = decoder.spec
         if isinstance(value, nn.Embedding):
             known = spec.per_layer_vocab_size
@@ -279,10 +281,10 @@ class LigerPreTrainedModel(PreTrainedModel):
 
     def freeze(self, *parts: str) -> None:
         """`layers.Decoder.freeze`: train the other parts alone, of "vision", "projector" and "language"."""
-        Decoder.freeze(self.decoder, *parts)
-        leave_unread(self.decoder)
+        Decoder.freeze(self.base_decoder, *parts)
+        leave_unread(self.base_decoder)
         head = self.get_output_embeddings()
-        if self.decoder is not self and head is not None:
+        if self.base_decoder is not self and head is not None:
             head.requires_grad_("language" not in parts)
 
     # -- activation memory
@@ -290,13 +292,13 @@ class LigerPreTrainedModel(PreTrainedModel):
     @property
     def activation_memory(self) -> tuple[ActivationMemory, ...]:
         """The level of each layer: layers/memory/activation_memory.py."""
-        return Decoder.activation_memory.fget(self.decoder)  # type: ignore[attr-defined]
+        return Decoder.activation_memory.fget(self.base_decoder)  # type: ignore[attr-defined]
 
     def set_activation_memory(
         self, levels: str | Sequence[str], memory_budget: float | str | None = None
     ) -> None:
         """`layers.Decoder.set_activation_memory`."""
-        Decoder.set_activation_memory(self.decoder, levels, memory_budget)
+        Decoder.set_activation_memory(self.base_decoder, levels, memory_budget)
 
     def activation_checkpointing_enable(
         self,
@@ -306,7 +308,7 @@ class LigerPreTrainedModel(PreTrainedModel):
     ) -> None:
         """`layers.Decoder.activation_checkpointing_enable`: the level `checkpoint`."""
         Decoder.activation_checkpointing_enable(
-            self.decoder, activation_checkpointing_kwargs, every_n_layers, offload
+            self.base_decoder, activation_checkpointing_kwargs, every_n_layers, offload
         )
         if getattr(self, "_hf_peft_config_loaded", False):
             self.disable_input_require_grads()  # it would lose sight of hooks that are there already
@@ -320,7 +322,7 @@ class LigerPreTrainedModel(PreTrainedModel):
 
     def gradient_checkpointing_disable(self) -> None:
         """Back to the levels that were chosen before."""
-        Decoder.gradient_checkpointing_disable(self.decoder)
+        Decoder.gradient_checkpointing_disable(self.base_decoder)
         if getattr(self, "_hf_peft_config_loaded", False):
             self.disable_input_require_grads()
 
@@ -374,7 +376,7 @@ class LigerPreTrainedModel(PreTrainedModel):
 
         take_over(self)
         keep_usual_order(self)
-        refuse_ambiguous(self.decoder)
+        refuse_ambiguous(self.base_decoder)
 
     def load_adapter(
         self, peft_model_id: Any = None, adapter_name: str | None = None, *args: Any, **kwargs: Any

@@ -3,7 +3,7 @@
     LigerForConditionalGeneration: ids [batch, seq], pixel_values, ... -> CausalLMOutputWithPast
 
 What computes is `layers.vision`, within `LigerModel`; here stands what generation, trainers and sharding ask
-of keywords.
+of keywords, and the methods of base models that other tools call (METHODS).
 """
 
 from __future__ import annotations
@@ -13,12 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.checkpoints.weight_map import Expr, Ref
+from liger_models.convert.errors import DataError
 from liger_models.hf.cache import knows_positions
 from liger_models.hf.models import LigerForCausalLM
-from liger_models.hf.module_names import move_to_the_top
+from liger_models.hf.module_names import LanguageModel, move_to_the_top
+from liger_models.layers.call_checks import refuse_unknown
+from liger_models.layers.sequences import Sequences
+from liger_models.layers.vision.pictures import Pictures, take_pictures
+from liger_models.layers.vision.vision import Sight
 
 PICTURES = (
     *("pixel_values", "image_grid_thw", "image_sizes", "image_position_ids", "batch_num_images"),
@@ -31,6 +37,80 @@ OF_TOKENS = ("mm_token_type_ids", "token_type_ids", "cross_attention_mask")
 HEAD = "lm_head.weight"
 
 
+def get_image_features(self: Any, pixel_values: Tensor, **others: Any) -> BaseModelOutputWithPooling:
+    """The projected features of images: `pooler_output` holds [tokens, H] for each.
+
+    Args:
+        pixel_values: of the images, as the processor gives them.
+        others: what else it gives of images, such as `image_grid_thw`.
+
+    Raises:
+        DataError: something is missing, or does not fit.
+        TypeError: a keyword that is not of images.
+    """
+    return _features(self.base_decoder, {"pixel_values": pixel_values, **others})
+
+
+def get_video_features(self: Any, pixel_values_videos: Tensor, **others: Any) -> BaseModelOutputWithPooling:
+    """As `get_image_features`, of videos."""
+    return _features(self.base_decoder, {"pixel_values_videos": pixel_values_videos, **others})
+
+
+def _features(decoder: Any, given: dict[str, Any]) -> BaseModelOutputWithPooling:
+    given.pop("return_dict", None)
+    pictures = take_pictures(decoder.spec.vision, decoder.vision.merge, given)
+    refuse_unknown(given)
+    if pictures is None:
+        raise DataError("no pixels were given; expected what the processor gives of images or videos")
+    features, *_deep = decoder.vision(pictures)
+    return BaseModelOutputWithPooling(pooler_output=features.split(pictures.counts(decoder.vision.merge)))
+
+
+def get_rope_index(
+    self: Any,
+    input_ids: Tensor,
+    mm_token_type_ids: Tensor | None = None,
+    image_grid_thw: Tensor | None = None,
+    video_grid_thw: Tensor | None = None,
+    second_per_grid_ts: Any = None,
+    attention_mask: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor]:
+    """(positions [3, batch, seq], 0 at padding; by how much the next token's exceeds the row's number of
+    tokens, [batch, 1]) of text with images, as `forward` computes them.
+
+    Raises:
+        DataError: the grids and the tokens do not fit.
+    """
+    given = [
+        () if grid is None else torch.as_tensor(grid).tolist() for grid in (image_grid_thw, video_grid_thw)
+    ]
+    images, videos = ([(t, h, w) for t, h, w in grids] for grids in given)
+    seconds = None if second_per_grid_ts is None else torch.as_tensor(second_per_grid_ts).tolist()
+    pictures = Pictures(torch.empty(0), images + videos, len(images), seconds)
+    sight = Sight(pictures if pictures.grids else None, mm_token_type_ids)
+    shape = (input_ids.shape[0], input_ids.shape[1])
+    sequences = Sequences.from_call(shape, input_ids.device, attention_mask)
+    self.vision.prepare(sight, sequences, input_ids)
+    self.vision.finish(sight)
+    axes = sequences.axes
+    if axes is None:  # text alone, whose tokens are counted without padding
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        axes = sequences.pack(mask.cumsum(1) - 1).expand(3, -1)
+    rows = sequences.pack(torch.arange(shape[0], device=input_ids.device)[:, None].expand(shape))
+    last = rows.new_full((shape[0],), -1).scatter_reduce(0, rows, axes.amax(0), "amax")
+    deltas = last + 1 - rows.bincount(minlength=shape[0])
+    return torch.stack([sequences.unpack(axis) for axis in axes]), deltas[:, None]
+
+
+METHODS = {
+    "get_image_features": get_image_features,
+    "get_video_features": get_video_features,
+    "get_rope_index": get_rope_index,
+}
+"""Methods that some of transformers' own models have; ours have them where those do."""
+
+
 class LigerForConditionalGeneration(LigerForCausalLM):
     """A causal language model that sees images."""
 
@@ -38,6 +118,7 @@ class LigerForConditionalGeneration(LigerForCausalLM):
         if not self.model.own_layout.root.startswith("model."):
             self.model_at_the_top = True
             move_to_the_top(self, self.model, self.model.own_layout.name(HEAD).removesuffix(".weight"))
+            LanguageModel.within(self)
 
     def weight_map(self, layout: Layout | None = None) -> dict[str, Expr]:
         """With the head, whose name differs between layouts."""
@@ -142,12 +223,43 @@ class LigerForConditionalGeneration(LigerForCausalLM):
         return whole._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """transformers' own; a cache that holds the prompt holds its images."""
+        """transformers' own. A cache that holds the prompt holds its images; any other call needs them, also
+        an assistant's first, where transformers leaves them out.
+        """
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(  # type: ignore[misc]
             *args, **kwargs
         )
         cache = inputs.get("past_key_values")
-        if cache is not None and cache.get_seq_length() and not kwargs.get("is_first_iteration"):
+        if cache is None or not cache.get_seq_length():
+            inputs |= {name: kwargs[name] for name in PICTURES if kwargs.get(name) is not None}
+        elif not kwargs.get("is_first_iteration"):
             for name in (*PICTURES, *OF_TOKENS):
                 inputs.pop(name, None)
+        ids = inputs.get("input_ids")
+        for name in OF_TOKENS:  # which transformers does not extend to the tokens of a draft
+            given = inputs.get(name)
+            if ids is not None and given is not None and given.shape[1] < ids.shape[1]:
+                more = given[:, -1:] if name == "cross_attention_mask" else torch.zeros_like(given[:, -1:])
+                drafted = ids.shape[1] - given.shape[1]
+                inputs[name] = torch.cat([given, more.repeat_interleave(drafted, 1)], 1)
         return inputs
+
+    def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' own, whose drafts end before any token of an image. Prompt lookup copies such tokens,
+        and no image belongs to the copies.
+        """
+        generator: Any = super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]
+        draft, spec = generator.get_candidates, self.model.spec.vision
+        ids = [i for i in (spec.image_id, getattr(spec, "video_id", None)) if i is not None]
+
+        def get_candidates(input_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+            candidates, logits = draft(input_ids, *args, **kwargs)
+            known = input_ids.shape[1]
+            of_images = torch.isin(candidates[0, known:], candidates.new_tensor(ids)).nonzero()
+            if not len(of_images):
+                return candidates, logits
+            kept = int(of_images[0])
+            return candidates[:, : known + kept], None if logits is None else logits[:, :kept]
+
+        generator.get_candidates = get_candidates
+        return generator

@@ -48,6 +48,8 @@ USED = {
         "revert_weight_conversion": ("model", "state_dict"),
     },
     "conversion_mapping": {"register_checkpoint_conversion_mapping": ("mapping", "overwrite")},
+    "generation.utils": {"GenerationMixin._get_candidate_generator": ()},
+    "generation.candidate_generator": {"CandidateGenerator.get_candidates": ("input_ids",)},
     "cache_utils": {
         "Cache.update": ("key_states", "value_states", "layer_idx"),
         "Cache.get_seq_length": (),
