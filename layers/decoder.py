@@ -33,6 +33,7 @@ from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import AttentionSpec, ModelSpec, SharedAttentionSpec
 from liger_models.layers.tree import check_tree
 from liger_models.layers.vision import VISIONS
+from liger_models.layers.vision.image_gradients import ImageGradients
 
 
 class _Levels(NamedTuple):
@@ -91,6 +92,7 @@ class Decoder(nn.Module):
         self.vision: Any = None
         if spec.vision is not None:
             self.vision = VISIONS[type(spec.vision)](spec.vision, spec.hidden_size, attention)
+            self.image_gradients = ImageGradients()
 
     @not_compiled
     def hidden_states(
@@ -144,7 +146,13 @@ class Decoder(nn.Module):
                 x = sequences.pack(inputs_of_layers[-1])
             if self.vision is not None and sight is not None:
                 x = self.vision.add(sight, number, x)
-        return add_and_norm(self.norm, x, residual)[0]
+        out = add_and_norm(self.norm, x, residual)[0]
+        if self.vision is not None and self.training:
+            parts = [self.vision.encoder, *self.vision.ways_out()]
+            parts += [layer for layer in self.layers if IMAGES in layer.reads]
+            with_images = sight is not None and sight.pictures is not None
+            self.image_gradients.watch(out, parts, with_images)
+        return out
 
     def kinds_of_layers(self) -> set[str]:
         """The names of the layers' classes, as sharding libraries ask for them: of this model's own, since a

@@ -95,6 +95,8 @@ def parallelize(
         fully_shard(part, reshard_after_forward=reshard, **options)
     if isinstance(model.embed_tokens, FSDPModule):
         model.embed_tokens.set_unshard_in_backward(False)  # the gradient of a lookup needs no weight
+    if model.vision is not None:
+        model.image_gradients.note_groups([model.vision])
     model.gathered_once = not reshard_after_forward
     model.register_forward_hook(_give_back)
     return model

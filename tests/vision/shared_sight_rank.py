@@ -26,7 +26,10 @@ def results(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
             loss = model(**calls[rank], num_items_in_batch=labels / ranks).loss
             loss.backward()
             gradients = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
-            found[family, name] = (loss.item(), gradients)
+            model.zero_grad()
+            model(**calls[1], num_items_in_batch=labels / ranks).loss.backward()  # text, in all processes
+            of_text = {n for n, p in model.named_parameters() if p.grad is not None}
+            found[family, name] = (loss.item(), gradients, of_text)
     return found
 
 

@@ -1,0 +1,107 @@
+"""Gradients of the parts that read images, in steps in which no process has an image.
+
+All processes run these parts in every step, since those that do would else wait for the others: a process
+without images runs them on a blank one (`Vision.place`). Their gradients are then zeros where a single
+process has none, and optimizers treat these differently: for zeros AdamW decays weights and moves them by its
+momentum. So processes tell each other whether any has images, and where none has, zeros that were not there
+before the backward pass are taken away after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.convert.checkpoints.shards import is_sharded
+from liger_models.layers.host_copy import HostCopy
+
+
+class ImageGradients:
+    """Takes zeros away from the gradients of parts that no process used.
+
+    Known are the processes of DistributedDataParallel and of `fully_shard` (FSDP2). With others, and where
+    FSDP2 keeps gradients whole between micro-batches, zeros stay.
+    """
+
+    def __init__(self) -> None:
+        self._groups: list[Any] = []  # of FSDP2
+        self._seen = False  # images, in micro-batches whose gradients have not been exchanged
+
+    def __reduce__(self) -> Any:
+        """A copy, or a pickle, is of a model that has no processes yet."""
+        return ImageGradients, ()
+
+    def watch(self, output: Tensor, parts: list[nn.Module], with_images: bool) -> None:
+        """Called at the end of a forward pass in training, by all processes.
+
+        Args:
+            output: made with these parts; its gradient comes before theirs.
+            parts: the modules that read images.
+            with_images: whether this process has images.
+        """
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if not distributed or not output.requires_grad or torch.distributed.get_world_size() == 1:
+            return
+        if not any(p.requires_grad for part in parts for p in part.parameters()):
+            return
+        from torch.nn.parallel import DistributedDataParallel
+
+        wrapper: Any = DistributedDataParallel._get_active_ddp_module()
+        exchanged = wrapper is None or wrapper.require_backward_grad_sync
+        self.note_groups(parts)
+        groups = self._groups if wrapper is None else [wrapper.process_group]
+        if not groups:
+            output.register_hook(lambda _: _after_backward(lambda: self.note_groups(parts)))
+            return
+        told = with_images or self._seen
+        copy = self._told_by_any(told, groups, output.device) if exchanged else None
+
+        def end() -> None:
+            if not exchanged:
+                self._seen |= with_images
+                return
+            seen = told if copy is None else bool(copy.tolist()[0])
+            self._end(parts, seen)
+
+        output.register_hook(lambda _: _after_backward(end))
+
+    def note_groups(self, parts: Iterable[nn.Module]) -> None:
+        """Note the process groups over which FSDP2 divides these modules, if some are divided at the moment:
+        while a module runs, and with `reshard_after_forward=False` until its backward pass, it is whole.
+        """
+        for p in (p for part in parts for p in part.parameters()):
+            if is_sharded(p):
+                mesh: Any = p.device_mesh  # type: ignore[attr-defined]
+                self._groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+                return
+
+    def _told_by_any(self, seen: bool, groups: list[Any], device: torch.device) -> HostCopy | None:
+        """Whether any process has images, on its way to the host; None if this one has, and need not ask."""
+        flag = torch.full((1,), int(seen), device=device)
+        for group in groups:
+            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group)
+        return None if seen else HostCopy(flag)
+
+    def _end(self, parts: list[nn.Module], seen: bool) -> None:
+        parameters = [p for part in parts for p in part.parameters() if p.requires_grad]
+        if all(p.grad is None for p in parameters):  # kept elsewhere until gradients are exchanged
+            self._seen = seen
+            return
+        self._seen = False
+        for p in parameters:
+            gradient: Any = p.grad
+            if seen and gradient is not None:
+                gradient._of_images = True
+            elif not hasattr(gradient, "_of_images"):  # else it has images of an earlier micro-batch
+                p.grad = None
+
+
+def _after_backward(function: Callable[[], None]) -> None:
+    """Call a function when a backward pass has ended, and what others queued for its end is done: DDP and
+    FSDP2 give gradients to parameters there.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    engine.queue_callback(lambda: engine.queue_callback(function))
