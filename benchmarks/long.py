@@ -1,9 +1,16 @@
 """Long contexts: peak memory of a training step beside what was planned, and its time.
 
 The first layers of a model, in bfloat16 with fresh weights, random tokens, `liger_models.optim.AdamW` with 16
-further bits a weight. A case is LAYERS:ROWSxTOKENS:LEVEL:WHERE, with a level of activation memory and where
-the optimizer's state is, `device` or `host`. Rows do not see one another: two rows of half the tokens take
-the memory of one, and half the time in attention.
+further bits a weight. A case is LAYERS:ROWSxTOKENS:LEVEL:WHERE[:METHOD[:CAP]]:
+
+    LEVEL    of activation memory
+    WHERE    the optimizer's state is: `device` or `host`
+    METHOD   `full`; `lora`, or `nf4` or `int8` for LoRA on quantised weights: adapters in float32 on all
+             linear layers, --rank
+    CAP      what torch may take of the GPU once the model is made, such as 24GiB
+
+Rows do not see one another: two rows of half the tokens take the memory of one, and half the time in
+attention. Run it with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
 """
 
 from __future__ import annotations
@@ -19,10 +26,18 @@ import torch
 
 from benchmarks.report import machine, markdown_table, publish
 from benchmarks.training.shapes import MODELS, config_of
+from liger_models.convert.sizes import parse_size
 
 SUMMARY = "long contexts: peak memory of a training step beside what was planned"
 
-CASES = ("4:8x8192:checkpoint:device", "4:8x8192:tiled:device", "4:8x8192:offload:host")
+CASES = (
+    "4:8x8192:checkpoint:device",
+    "4:8x8192:tiled:device",
+    "4:8x8192:offload:host",
+    # With which an 8B model's adapters are trained on a GPU of 16 GB, and of 24 GB.
+    "32:1x65536:offload:device:nf4:13.5GiB",
+    "32:1x217000:offload:device:nf4:23.5GiB",
+)
 
 
 class Case(NamedTuple):
@@ -33,10 +48,13 @@ class Case(NamedTuple):
     seq: int
     level: str
     where: str
+    method: str = "full"
+    cap: int | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.layers}:{self.rows}x{self.seq}:{self.level}:{self.where}"
+        cap = "" if self.cap is None else f":{self.cap / 2**30:g}GiB"
+        return f"{self.layers}:{self.rows}x{self.seq}:{self.level}:{self.where}:{self.method}{cap}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,68 +63,131 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--case",
         action="append",
         type=_case,
-        metavar="LAYERS:ROWSxTOKENS:LEVEL:WHERE",
+        metavar="LAYERS:ROWSxTOKENS:LEVEL:WHERE[:METHOD[:CAP]]",
         help=f"repeatable; default: {' '.join(CASES)}",
     )
     parser.add_argument("--steps", type=int, default=3, help="of which the first is not timed (%(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=300, help="no further step of a case ends later (%(default)s)"
+    )
+    parser.add_argument("--rank", type=int, default=32, help="of the adapters (%(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Exit code 1 if a case ran out of memory."""
     device = torch.device(args.device)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for case in args.case or map(_case, CASES):
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        rows.append({"case": case.name} | _measure(case, args, device))
+        rows.append({"case": case.name} | _within_cap(case, args, device))
         print(rows[-1], flush=True)
         _write(args, device, rows)
-    return 0
+    return int(any("note" in row for row in rows))
 
 
 def _write(args: argparse.Namespace, device: torch.device, rows: list[dict[str, Any]]) -> None:
     """The report so far."""
-    header = ["layers", "rows x tokens", "level", "optimizer on", "planned GiB", "peak GiB", "reserved GiB"]
-    header += ["pinned on the host GiB", "s a step", "tokens/s"]
+    header = ["layers", "trained", "rows x tokens", "level", "optimizer on", "cap GiB", "planned GiB"]
+    header += ["peak GiB", "reserved GiB", "pinned on the host GiB", "s a step", "tokens/s"]
     table = []
     for row in rows:
         case = _case(row["case"])
         figures = [row.get(name) for name in ("planned", "peak", "reserved", "host")]
-        seconds = row["seconds"]
+        seconds = row.get("seconds")
+        rate = "-" if seconds is None else f"{case.rows * case.seq / seconds:,.0f}"
         table.append(
-            [str(case.layers), f"{case.rows} x {case.seq:,}", case.level, case.where]
+            [str(case.layers), case.method, f"{case.rows} x {case.seq:,}", case.level, case.where]
+            + ["-" if case.cap is None else f"{case.cap / 2**30:g}"]
             + ["-" if figure is None else f"{figure:.1f}" for figure in figures]
-            + [f"{seconds:.2f}", f"{case.rows * case.seq / seconds:,.0f}"]
+            + [row["note"] if seconds is None else f"{seconds:.2f}", rate]
         )
-    about = f"{machine(device)}. {args.model}'s first layers, bfloat16, AdamW with master weights."
+    about = f"{machine(device, 'peft', 'bitsandbytes')}. {args.model}'s first layers, bfloat16, AdamW with "
+    about += f"master weights; adapters of rank {args.rank} in float32."
     publish(args.out, "long", f"{about}\n\n{markdown_table(header, table)}", rows, show=len(rows) > 1)
 
 
-def _measure(case: Case, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    import liger_models
-    from liger_models.host_state import lane_bytes
-    from liger_models.layers.memory.plan import Step, StepMemory
-    from liger_models.optim import AdamW, state_bytes
+def _within_cap(case: Case, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """The figures of a case, or its plan with a note that it did not fit."""
+    model, trained = _model(case, args, device)
+    plan = _plan(case, args)
+    figures: dict[str, Any] = {"planned": plan.peak / 2**30, "moment": plan.moment, "host": plan.host / 2**30}
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        if case.cap is not None:
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(case.cap / total, device)
+    try:
+        return figures | _measure(case, args, device, model, trained)
+    except torch.OutOfMemoryError:
+        return figures | {"note": "out of memory"}
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
 
-    cuda = device.type == "cuda"
-    before = torch.cuda.memory_allocated(device) if cuda else 0
+
+def _model(
+    case: Case, args: argparse.Namespace, device: torch.device
+) -> tuple[Any, list[torch.nn.Parameter]]:
+    """With its parameters that are trained."""
+    import liger_models
+    from liger_models.quantization import METHODS, quantise
+
     config = config_of(args.model, case.layers, case.seq)
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
     model = liger_models.from_config(config, activation_memory=case.level, **options).train()
-    on_host = case.where == "host"
-    optimizer = AdamW(model.parameters(), lr=1e-5, state_device="cpu" if on_host else None)
-    state = state_bytes(torch.bfloat16)
-    work = lane_bytes(state) if on_host else 0
-    there = state if on_host or args.steps > 1 else 0  # the first step ends with making it
-    step = Step(case.rows, case.seq, there, optimizer_on_host=on_host, optimizer_work=work)
-    plan = StepMemory(model, step).plan([case.level] * case.layers)  # type: ignore[list-item]
+    if case.method != "full":
+        from liger_models.training.lora import Adapters, LoraSettings
 
-    seconds = []
-    for number in range(args.steps):
-        if cuda and number == min(1, args.steps - 1):
+        model.split_projections()
+        if case.method in METHODS:
+            quantise(model, case.method, device)
+        Adapters(model, LoraSettings(r=args.rank), "none", seed=0)
+        model.set_activation_memory(case.level)  # of the adapters' layers too
+    return model, [p for p in model.parameters() if p.requires_grad]
+
+
+def _plan(case: Case, args: argparse.Namespace) -> Any:
+    import liger_models
+    from liger_models.cli.plan import QUANTISED
+    from liger_models.host_state import lane_bytes
+    from liger_models.layers.memory.plan import Step, StepMemory
+    from liger_models.optim import state_bytes
+
+    config = config_of(args.model, case.layers, case.seq)
+    model = liger_models.from_config(config, device="meta", dtype=torch.bfloat16)
+    on_host, adapted = case.where == "host", case.method != "full"
+    state = state_bytes(torch.float32 if adapted else torch.bfloat16)
+    there = state if on_host or args.steps > 1 else 0  # the first step ends with making it
+    step = Step(
+        *(case.rows, case.seq, there),
+        lora_rank=args.rank if adapted else 0,
+        weight_bytes=QUANTISED.get(case.method),
+        optimizer_on_host=on_host,
+        optimizer_work=lane_bytes(state) if on_host else 0,
+    )
+    return StepMemory(model, step).plan([case.level] * case.layers)  # type: ignore[list-item]
+
+
+def _measure(
+    case: Case,
+    args: argparse.Namespace,
+    device: torch.device,
+    model: Any,
+    trained: list[torch.nn.Parameter],
+) -> dict[str, Any]:
+    from liger_models.optim import AdamW
+
+    cuda = device.type == "cuda"
+    optimizer = AdamW(trained, lr=1e-5, state_device="cpu" if case.where == "host" else None)
+    vocab_size, seconds = model.spec.vocab_size, []
+    while len(seconds) < args.steps and sum(seconds) + min(seconds, default=0.0) <= args.seconds:
+        if cuda and len(seconds) < 2:  # of the model's making, and of the first step if there is another
             torch.cuda.reset_peak_memory_stats(device)
-        ids = torch.randint(config["vocab_size"], (case.rows, case.seq), device=device)
+        ids = torch.randint(vocab_size, (case.rows, case.seq), device=device)
         begun = time.perf_counter()
         loss = model(ids, labels=ids).loss
         loss.backward()
@@ -118,19 +199,21 @@ def _measure(case: Case, args: argparse.Namespace, device: torch.device) -> dict
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - begun)
     return {
-        "planned": plan.peak / 2**30,
-        "moment": plan.moment,
-        "peak": (torch.cuda.max_memory_allocated(device) - before) / 2**30 if cuda else None,
+        "peak": torch.cuda.max_memory_allocated(device) / 2**30 if cuda else None,
         "reserved": torch.cuda.max_memory_reserved(device) / 2**30 if cuda else None,
-        "host": plan.host / 2**30,
         "seconds": statistics.median(seconds[1:] or seconds),
+        "steps": len(seconds),
         "loss": loss.item(),
     }
 
 
 def _case(text: str) -> Case:
-    match = re.fullmatch(r"(\d+):(\d+)x(\d+):(checkpoint|tiled|offload):(device|host)", text)
+    pattern = (
+        r"(\d+):(\d+)x(\d+):(checkpoint|tiled|offload):(device|host)(?::(full|lora|nf4|int8)(?::(.+))?)?"
+    )
+    match = re.fullmatch(pattern, text)
     if match is None:
         raise argparse.ArgumentTypeError(f"found {text!r}; expected for instance {CASES[-1]}")
-    layers, rows, seq, level, where = match.groups()
-    return Case(int(layers), int(rows), int(seq), level, where)
+    layers, rows, seq, level, where, method, cap = match.groups()
+    bytes_of_cap = None if cap is None else parse_size(cap)
+    return Case(int(layers), int(rows), int(seq), level, where, method or "full", bytes_of_cap)
