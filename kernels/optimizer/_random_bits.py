@@ -1,15 +1,26 @@
-"""Random bits for rounding: Philox4x32-10 (Salmon et al., 2011, "Parallel random numbers").
+"""Random bits for rounding, a function of nothing but
 
-A counter-based generator: the bits of an element are a function of
+    the seed, the step, the parameter's index in the optimizer, the element's index in the parameter
 
-    the seed (the key), the step, the parameter's index in the optimizer, the element's index in the parameter
+so that a resumed run, every rank and every division into shards draw the same. They come from Philox4x32-10
+(Salmon et al., 2011, "Parallel random numbers"), a counter-based generator whose key is the seed, in two
+tables: PERIOD words for the elements of one period, and one word for each period of the parameter.
 
-and of nothing else, so that a resumed run, every rank and every division into shards draw the same. Philox
-gives four words of 32 bits at once. Elements come in blocks of 4096, whose quarters of 1024 take one of the
-four words each: a kernel then meets every word where it needs it.
+    x(e) = table[e mod PERIOD] ^ periods[e div PERIOD]
 
-    counter(e) = (block * 1024 + e mod 1024, its upper half, step, index),    block = e div 4096
-    word(e)    = e div 1024 mod 4
+This is simple tabulation (Patrascu & Thorup, 2012, "The power of simple tabulation hashing"): any three
+elements draw independently. A multiplication by an odd number, modulo 2^32, gives each use its own 16 bits,
+the upper half of the product. It also mixes the bits of x: without it the rounding errors of two periods
+would be equal up to their signs, and those of a matrix close to a matrix of rank one.
+
+    moments    x * 0xD2511F53 >> 16
+    weights    x * 0xCD9E8D57 >> 16
+
+Philox gives four words at once. Elements of a period come in blocks of 4096, whose quarters of 1024 take one
+of the four words each: a kernel then meets every word where it needs it.
+
+    table[e]:    counter (e div 4096 * 1024 + e mod 1024, 2^32 - 1, step, index), word e div 1024 mod 4
+    periods[p]:  counter (p, its upper half, step, index), word 0
 """
 
 from __future__ import annotations
@@ -21,6 +32,7 @@ from liger_models.kernels._dispatch import jit, tl
 
 QUARTER = 1024
 BLOCK = 4 * QUARTER
+PERIOD = 16 * BLOCK
 
 _ROUNDS = 10
 _FACTORS = (0xD2511F53, 0xCD9E8D57)
@@ -28,40 +40,74 @@ _KEYS = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
 
 
-def random_bits(seed: int, step: Tensor, index: int, first: int, count: int) -> Tensor:
-    """The words of elements first to first + count: int64 [count], each from 0 to 2^32 - 1.
+def table_of_words(seed: int, step: Tensor, index: int, first: int = 0, stop: int = PERIOD) -> Tensor:
+    """Words first to stop of a period's table: their bits as int32, on the device of `step`."""
+    start = first // BLOCK
+    counter = torch.arange(start * QUARTER, -(-stop // BLOCK) * QUARTER, device=step.device)
+    words = philox(seed, counter, _word(_LOW, step), step.to(torch.int64), _word(index, step))
+    table = torch.empty(counter.numel() // QUARTER, 4, QUARTER, dtype=torch.int32, device=step.device)
+    for quarter, word in enumerate(words):
+        table[:, quarter].copy_(word.view(-1, QUARTER))
+    return table.view(-1)[first - start * BLOCK : stop - start * BLOCK]
 
-    `step` is a tensor without dimensions, on whose device the bits are drawn.
-    """
-    start, stop = first // BLOCK, -(-(first + count) // BLOCK)
-    counter = torch.arange(start * QUARTER, stop * QUARTER, device=step.device)
-    words = philox(seed, counter & _LOW, counter >> 32, step.to(torch.int64), torch.tensor(index))
-    by_block = torch.stack([word.expand_as(counter).view(-1, QUARTER) for word in words], 1)
-    return by_block.reshape(-1)[first - start * BLOCK :][:count]
+
+def words_of_periods(seed: int, step: Tensor, index: int, first: int, stop: int) -> Tensor:
+    """The words of periods first to stop: their bits as int32, on the device of `step`."""
+    period = torch.arange(first, stop, device=step.device)
+    words = philox(seed, period & _LOW, period >> 32, step.to(torch.int64), _word(index, step))
+    return words[0].to(torch.int32)
+
+
+def _word(number: int, like: Tensor) -> Tensor:
+    return torch.tensor(number, device=like.device)
+
+
+def rounding_noise(words: Tensor, use: int, out: Tensor) -> Tensor:
+    """The 16 bits that a use takes of int32 words x, in `out`: use 0 is for moments, 1 for weights."""
+    torch.mul(words, _signed(_FACTORS[use]), out=out)
+    return out.bitwise_right_shift_(16).bitwise_and_(0xFFFF)
+
+
+def _signed(word: int) -> int:
+    """The same 32 bits, as int32 has them."""
+    return (word + 2**31) % 2**32 - 2**31
 
 
 def philox(seed: int, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, ...]:
     """Philox4x32-10 of four int64 tensors of words of 32 bits: four such words."""
     k0, k1 = seed & _LOW, seed >> 32 & _LOW
+    c0, c1, c2, c3 = (c.clone() for c in torch.broadcast_tensors(c0, c1, c2, c3))
+    product0, product1 = torch.empty_like(c0), torch.empty_like(c0)
     for _ in range(_ROUNDS):
-        (high0, low0), (high1, low1) = _product(_FACTORS[0], c0), _product(_FACTORS[1], c2)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        # int64 wraps around, which leaves the 64 bits of an unsigned product. Its lower word stays uncut.
+        torch.mul(c0, _FACTORS[0], out=product0)
+        torch.mul(c2, _FACTORS[1], out=product1)
+        torch.bitwise_right_shift(product1, 32, out=c0).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(_LOW)
+        torch.bitwise_right_shift(product0, 32, out=c2).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(_LOW)
+        c1, c3, product0, product1 = product1, product0, c1, c3
         k0, k1 = k0 + _KEYS[0] & _LOW, k1 + _KEYS[1] & _LOW
-    return c0, c1, c2, c3
-
-
-def _product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The upper and lower word of a * b, which int64 does not hold: the upper one comes from halves of b."""
-    upper = (a * (b & 0xFFFF) >> 16).add_(a * (b >> 16))
-    return upper.bitwise_right_shift_(16), (a * b).bitwise_and_(_LOW)
+    return c0, c1.bitwise_and_(_LOW), c2, c3.bitwise_and_(_LOW)
 
 
 @jit
-def block_of_bits(seed, step, index, block, lanes, QUARTER: tl.constexpr):
+def block_of_words(seed, step, index, block, lanes, QUARTER: tl.constexpr, PERIOD: tl.constexpr):
     """Four uint32 [QUARTER], one for each quarter of a block; `lanes` holds 0 to QUARTER - 1."""
     lanes = lanes.to(tl.uint32)
-    counter = block * QUARTER
-    low = lanes + counter.to(tl.uint32)
+    block = index * 0 + block  # a tensor in the interpreter too, where a loop counts with Python's numbers
+    step, index = step.to(tl.uint32), index.to(tl.uint32)
+    period = block // (PERIOD // (4 * QUARTER))
+    low = lanes + (block % (PERIOD // (4 * QUARTER)) * QUARTER).to(tl.uint32)
     zero = lanes * 0
-    high = zero + (counter >> 32).to(tl.uint32)
-    return tl.philox(seed, low, high, zero + step.to(tl.uint32), zero + index.to(tl.uint32))
+    w0, w1, w2, w3 = tl.philox(seed, low, zero + 0xFFFFFFFF, zero + step, zero + index)
+    of_period, _, _, _ = tl.philox(seed, period.to(tl.uint32), (period >> 32).to(tl.uint32), step, index)
+    return w0 ^ of_period, w1 ^ of_period, w2 ^ of_period, w3 ^ of_period
+
+
+@jit
+def moment_noise(words):
+    return ((words * 0xD2511F53) >> 16).to(tl.int32)
+
+
+@jit
+def weight_noise(words):
+    return ((words * 0xCD9E8D57) >> 16).to(tl.int32)

@@ -26,55 +26,27 @@ written, moments read and written), 10 + 4 b with what rounding lost. One launch
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_models.kernels._dispatch import at_least_float32, ceil_div, jit, on_device_of, tl, use_triton
-from liger_models.kernels.optimizer._random_bits import BLOCK, QUARTER, block_of_bits, random_bits
+from liger_models.kernels._dispatch import ceil_div, jit, on_device_of, tl, use_triton
+from liger_models.kernels.optimizer._adamw_plain import Buffers, adamw_plain
+from liger_models.kernels.optimizer._operands import AdamWSettings, AdamWTensors, draws, numbers_of
+from liger_models.kernels.optimizer._random_bits import (
+    BLOCK,
+    PERIOD,
+    QUARTER,
+    block_of_words,
+    moment_noise,
+    weight_noise,
+)
 
 WEIGHTS = ("stochastic", "compensated", "master", "plain")
 
 # What is kept of a bfloat16 weight besides itself.
 RESIDUE_DTYPES = {"compensated": torch.bfloat16, "master": torch.int16}
-
-
-class AdamWSettings(NamedTuple):
-    """What the parameters of a group have in common. `weights` is of WEIGHTS, `seed` a number of 64 bits."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    weights: str
-    seed: int
-
-
-class AdamWTensors(NamedTuple):
-    """A parameter and what belongs to it: contiguous, of one size, on one device.
-
-    Args:
-        parameter: float32, bfloat16 or float64.
-        gradient: any floating dtype.
-        exp_avg, exp_avg_sq: the moments m and v, of one dtype: the parameter's, float32 or bfloat16.
-        step: the number t of the step that is to be made, float32 without dimensions.
-        residue: what rounding lost, of RESIDUE_DTYPES[weights], of a bfloat16 parameter; else None.
-        place: the parameter's place in the optimizer, for random bits.
-        offset: the place of its first element in the whole parameter, of which this may be a shard.
-    """
-
-    parameter: Tensor
-    gradient: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    step: Tensor
-    residue: Tensor | None
-    place: int
-    offset: int = 0
 
 
 def adamw(
@@ -105,85 +77,9 @@ def adamw(
     if use_triton(tensors[0].parameter, *floating, factor, found_inf):
         _launch(tensors, settings, factor, found_inf)
     elif found_inf is None or not found_inf.item():
+        buffers = Buffers()
         for one in tensors:
-            adamw_plain(one, settings, factor)
-
-
-def adamw_plain(tensors: AdamWTensors, settings: AdamWSettings, factor: Tensor | None = None) -> None:
-    """The meaning of `adamw`, in plain PyTorch, for one parameter. Random bits are those of the kernel."""
-    size, offset = tensors.parameter.numel(), tensors.offset
-    flat = [None if tensor is None else tensor.view(-1) for tensor in (*tensors[:4], tensors.residue)]
-    for first in range(0, size, _PIECE):
-        count = min(_PIECE, size - first)
-        pieces = [None if tensor is None else tensor[first : first + count] for tensor in flat]
-        _update_piece(pieces, tensors.step, tensors.place, offset + first, settings, factor)
-
-
-_PIECE = 16 * BLOCK  # so that what is computed on the way stays in a CPU's cache
-
-
-def _update_piece(pieces, step, place, first, settings, factor):
-    parameter, gradient, exp_avg, exp_avg_sq, residue = pieces
-    lr, beta1, beta2, eps, weight_decay, weights, seed = settings
-    # In place, which writes straight into a state that has the dtype of the computation.
-    wide = at_least_float32(parameter) if residue is None else _with_residue(parameter, residue)
-    g = gradient.to(wide.dtype)
-    if factor is not None:
-        g = g * factor
-    m = exp_avg.to(wide.dtype).mul_(beta1).add_(g, alpha=1 - beta1)
-    v = exp_avg_sq.to(wide.dtype).mul_(beta2).addcmul_(g, g, value=1 - beta2)
-    t = step.double()
-    root = (1 - beta2**t).sqrt()
-    step_size = lr * root / (1 - beta1**t)
-    denominator = v.sqrt().add_(eps * root)
-    wide = wide.sub_(wide, alpha=lr * weight_decay).sub_((step_size * m).div_(denominator))
-
-    noise = moment_noise = None
-    if _draws(parameter, exp_avg, weights):
-        bits = random_bits(seed, step, place, first, parameter.numel()).to(parameter.device)
-        moment_noise = (bits >> 16).int()
-        noise = (bits & 0xFFFF).int() if weights == "stochastic" else None
-    _store(exp_avg, m, moment_noise)
-    _store(exp_avg_sq, v, moment_noise)
-    if residue is None:
-        _store(parameter, wide, noise)
-    else:
-        _store_with_residue(parameter, residue, wide)
-
-
-def _draws(parameter: Tensor, exp_avg: Tensor, weights: str) -> bool:
-    """Whether anything is rounded at random."""
-    stochastic = weights == "stochastic" and parameter.dtype == torch.bfloat16
-    return stochastic or (weights != "plain" and exp_avg.dtype == torch.bfloat16)
-
-
-def _with_residue(parameter: Tensor, residue: Tensor) -> Tensor:
-    if residue.dtype == torch.bfloat16:
-        return parameter.float() + residue.float()
-    return ((parameter.view(torch.int16).int() << 16) + residue.int()).view(torch.float32)
-
-
-def _store_with_residue(parameter: Tensor, residue: Tensor, wide: Tensor) -> None:
-    if residue.dtype == torch.bfloat16:
-        parameter.copy_(wide)
-        residue.copy_(wide - parameter.float())
-        return
-    # A tie goes away from zero and not to the even number: then 16 bits hold the difference.
-    _store(parameter, wide, torch.full_like(wide, 0x8000, dtype=torch.int32))
-    difference = wide.view(torch.int32) - (parameter.view(torch.int16).int() << 16)
-    residue.copy_(difference.where(wide == wide, 0))
-
-
-def _store(target: Tensor, wide: Tensor, noise: Tensor | None) -> None:
-    """Round to the nearest; or to bfloat16 by cutting after noise of 16 bits was added to the lower half."""
-    if noise is None or target.dtype != torch.bfloat16:
-        target.copy_(wide)
-        return
-    cut = (wide.float().view(torch.int32) + noise) >> 16
-    target.view(torch.int16).copy_(cut.where(wide == wide, _NAN))  # a carry would make zeros of some NaNs
-
-
-_NAN = 0x7FC0
+            adamw_plain(one, settings, factor, buffers)
 
 
 def _check(tensors: AdamWTensors, weights: str) -> None:
@@ -261,32 +157,24 @@ def _launch_alike(tensors, kind, settings, factor, found_inf) -> None:
     numbers = torch.arange(len(rows), dtype=torch.int32, device=device)
     tensor_of_chunk = numbers.repeat_interleave(table[:, _COLUMNS], output_size=sum(counts))
     parameter_dtype, gradient_dtype, moment_dtype, aligned = kind
-    lr, beta1, beta2, eps, weight_decay, weights, _ = settings
-    draws = _draws(tensors[0].parameter, tensors[0].exp_avg, weights)
+    drawn = draws(tensors[0].parameter, tensors[0].exp_avg, settings.weights)
     _adamw_kernel[(sum(counts),)](
         table,
         tensor_of_chunk,
-        torch.arange(QUARTER, dtype=torch.int16, device=device) if draws else None,
+        torch.arange(QUARTER, dtype=torch.int16, device=device) if drawn else None,
         factor,
         found_inf,
-        float(lr),
-        float(beta1),
-        1.0 - beta1,
-        math.log2(beta1) if beta1 else -math.inf,
-        float(beta2),
-        1.0 - beta2,
-        math.log2(beta2) if beta2 else -math.inf,
-        float(eps),
-        float(lr * weight_decay),
+        *numbers_of(settings),
         PARAMETER=_STORED[parameter_dtype],
         GRADIENT=_STORED[gradient_dtype],
         MOMENT=_STORED[moment_dtype],
-        WEIGHTS=weights,
-        DRAWS=draws,
+        WEIGHTS=settings.weights,
+        DRAWS=drawn,
         ALIGNED=aligned,
         COLUMNS=_COLUMNS + 1,
         CHUNK_BLOCKS=_CHUNK_BLOCKS,
         QUARTER=QUARTER,
+        PERIOD=PERIOD,
         num_warps=_NUM_WARPS,
     )
 
@@ -325,6 +213,7 @@ def _adamw_kernel(
     COLUMNS: tl.constexpr,
     CHUNK_BLOCKS: tl.constexpr,
     QUARTER: tl.constexpr,
+    PERIOD: tl.constexpr,
 ):
     chunk = tl.program_id(0)
     row = table + tl.load(tensor_of_chunk + chunk).to(tl.int64) * COLUMNS
@@ -357,7 +246,7 @@ def _adamw_kernel(
         drawing_lane = tl.load(lanes + lane)
     for block in range(first, last):
         if DRAWS:
-            words = block_of_bits(seed, step, index, block, drawing_lane, QUARTER)
+            words = block_of_words(seed, step, index, block, drawing_lane, QUARTER, PERIOD)
         for quarter in tl.static_range(4):
             start = block * (4 * QUARTER) + quarter * QUARTER - offset
             low = tl.maximum(-start, 0).to(tl.int32)
@@ -384,12 +273,10 @@ def _adamw_kernel(
             w -= step_size * m / (tl.sqrt(v) + floor)  # a unit or two of the step off, which is far below w
 
             noise = tl.zeros([QUARTER], tl.int32)
-            moment_noise = noise
             if DRAWS:
-                noise = (words[quarter] & 0xFFFF).to(tl.int32)
-                moment_noise = (words[quarter] >> 16).to(tl.int32)
-            _write(exp_avg + start + lane, m, inside, moment_noise, MOMENT, DRAWS)
-            _write(exp_avg_sq + start + lane, v, inside, moment_noise, MOMENT, DRAWS)
+                noise = moment_noise(words[quarter])
+            _write(exp_avg + start + lane, m, inside, noise, MOMENT, DRAWS)
+            _write(exp_avg_sq + start + lane, v, inside, noise, MOMENT, DRAWS)
             if PARAMETER == "bits" and WEIGHTS == "master":
                 bits = _cut(w, tl.full([QUARTER], 0x8000, tl.int32))
                 tl.store(parameter + start + lane, bits, inside)
@@ -401,6 +288,8 @@ def _adamw_kernel(
                 lost = w - (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
                 tl.store(residue + start + lane, _nearest(lost), inside)
             else:
+                if DRAWS:
+                    noise = weight_noise(words[quarter])
                 _write(parameter + start + lane, w, inside, noise, PARAMETER, WEIGHTS == "stochastic")
 
 

@@ -3,10 +3,17 @@
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from liger_models.kernels import AdamWSettings, AdamWTensors, adamw, sum_of_squares
-from liger_models.kernels.optimizer._random_bits import philox, random_bits
-from liger_models.kernels.optimizer.adamw import RESIDUE_DTYPES, WEIGHTS
+from liger_models.kernels.optimizer._random_bits import (
+    PERIOD,
+    philox,
+    rounding_noise,
+    table_of_words,
+    words_of_periods,
+)
+from liger_models.kernels.optimizer.adamw import RESIDUE_DTYPES, WEIGHTS, adamw_plain
 
 BF16 = torch.bfloat16
 SETTINGS = AdamWSettings(1e-2, 0.9, 0.95, 1e-8, 0.1, "plain", 7)
@@ -192,35 +199,101 @@ def test_philox_gives_the_published_words():
     assert " ".join(f"{w.item():08x}" for w in words) == "d16cfe09 94fdcceb 5001e420 24126ea1"
 
 
-@pytest.mark.parametrize("weights", ["stochastic", "master"])
-@pytest.mark.parametrize("offset", [0, 16, 5, 3 << 34])
-@pytest.mark.parametrize("moments", [torch.float32, BF16])
-def test_both_forms_draw_the_same_bits(weights, offset, moments, interpreted):
-    tensors = problem(4111, weights, moments=moments, offset=offset)
-    again = copy(tensors)
-    settings = EXACT._replace(weights=weights, seed=-5 << 40)
-    adamw([tensors], settings)
-    from liger_models.kernels.optimizer.adamw import adamw_plain
+REALISTIC = SETTINGS._replace(lr=3e-4, beta2=0.999, weight_decay=0.1)
 
-    adamw_plain(again, settings)
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("offset", [0, 16, 5, 3 << 34, PERIOD - 1000])
+@pytest.mark.parametrize("moments", [torch.float32, BF16])
+def test_both_forms_give_the_same_bits(weights, offset, moments, interpreted):
+    """Both round every operation correctly: the interpreter is numpy, which does not fuse `tl.fma`."""
+    tensors = problem(4111, weights, moments=moments, offset=offset)
+    tensors = tensors._replace(gradient=torch.randn(4111))
+    again = copy(tensors)
+    settings = REALISTIC._replace(weights=weights, seed=-5 << 40)
+    adamw([tensors], settings, torch.tensor(0.3))
+    adamw_plain(again, settings, torch.tensor(0.3))
     assert same(tensors, again)
 
 
-def test_seed_step_parameter_and_element_decide_the_bits():
-    def bits(seed=0, step=1.0, index=0, first=0, count=9000):
-        return random_bits(seed, torch.tensor(step), index, first, count)
+def drawn_words(seed=0, step=1.0, index=0, first=0, count=9000):
+    """The words that the plain form draws for elements of a parameter."""
+    key = seed, torch.tensor(step), index
+    elements = torch.arange(first, first + count)
+    table = table_of_words(*key)[elements % PERIOD]
+    start = first // PERIOD
+    return table ^ words_of_periods(*key, start, start + count // PERIOD + 2)[elements // PERIOD - start]
 
-    base = bits()
-    assert torch.equal(bits(), base)
-    assert torch.equal(bits(first=4095, count=50), base[4095:4145])
-    for other in (bits(seed=1), bits(seed=1 << 33), bits(step=2.0), bits(index=1), bits(first=1 << 40)):
+
+def test_seed_step_parameter_and_element_decide_the_bits():
+    base = drawn_words()
+    assert torch.equal(drawn_words(), base)
+    assert torch.equal(drawn_words(first=4095, count=50), base[4095:4145])
+    changed = (
+        {"seed": 1},
+        {"seed": 1 << 33},
+        {"step": 2.0},
+        {"index": 1},
+        {"first": PERIOD},
+        {"first": 1 << 40},
+    )
+    for change in changed:
         # Of 9000 words of 32 bits two hardly ever agree by chance.
-        assert (other == base).sum() <= 1
+        assert (drawn_words(**change) == base).sum() <= 1
     assert base.unique().numel() >= 8999
-    assert base.min() >= 0
-    assert base.max() < 2**32
-    # The mean of n words: 5 deviations of an even distribution's.
-    assert abs(base.double().mean() / 2**32 - 0.5) < 5 * (1 / 12 / 9000) ** 0.5
+
+
+@pytest.mark.parametrize("use", [0, 1])
+def test_noise_is_even_and_that_of_different_periods_is_unrelated(use):
+    count = 4 * PERIOD
+    noise = rounding_noise(drawn_words(count=count), use, out=torch.empty(count, dtype=torch.int32))
+    assert noise.min() >= 0
+    assert noise.max() < 1 << 16
+    centred = (noise.double() + 0.5) / 2**16 - 0.5
+    # Means of n numbers that are even between -1/2 and 1/2, and of n products of two: 5 deviations.
+    assert centred.mean().abs() < 5 * (1 / 12 / count) ** 0.5
+    periods = centred.view(4, PERIOD)
+    products = (periods @ periods.T / PERIOD - torch.eye(4) / 12).abs()
+    assert products.max() < 5 * 12**-1 * PERIOD**-0.5
+    signs = (periods > 0).double() * 2 - 1
+    assert (signs @ signs.T / PERIOD - torch.eye(4)).abs().max() < 5 * PERIOD**-0.5
+
+
+def test_noise_of_moments_and_weights_is_unrelated():
+    words = drawn_words(count=PERIOD)
+    first, second = (rounding_noise(words, use, out=torch.empty_like(words)) for use in (0, 1))
+    counts = torch.bincount((first >> 13) * 8 + (second >> 13), minlength=64).double()
+    expected = PERIOD / 64
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    assert chi_square < 63 + 5 * (2 * 63) ** 0.5  # of 63 degrees of freedom: the mean and 5 deviations
+
+
+def test_rounding_errors_of_a_matrix_have_the_norm_of_independent_ones():
+    """64 rows share a table. Without the multiplication the norm would be 2.5 times as large: in two periods,
+    the signs of all errors would be the same, or all would be opposite."""
+    rows, columns = 1024, 1024
+    noise = drawn_words(count=rows * columns)
+    errors = (rounding_noise(noise, 0, out=noise).view(rows, columns) < 1 << 15).float() - 0.5
+    # Of independent signs it is sqrt(rows) + sqrt(columns) (Bai & Yin, 1988), within a few percent.
+    norm = torch.linalg.matrix_norm(errors, 2) / 0.5 / (rows**0.5 + columns**0.5)
+    assert 0.95 < norm < 1.05
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_temporary_memory_of_the_plain_form_does_not_grow_with_the_parameter(weights):
+    size = 5 * PERIOD + 100
+    tensors = problem(size, weights, moments=BF16)
+    tensors = tensors._replace(gradient=tensors.gradient.to(BF16))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
+        adamw([tensors], SETTINGS._replace(weights=weights))
+    held = peak = 0
+    for event in run.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    # Six float32 buffers of a piece of two periods, a table of int32, and a few words of each period.
+    assert 24 * PERIOD < peak < (6 * 2 + 1) * 4 * PERIOD + 20_000
+    assert held == 0
 
 
 @pytest.mark.parametrize("cut", [16, 4096, 1001])
@@ -330,8 +403,6 @@ def test_what_does_not_fit_is_refused(changes, error, message):
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("moments", [torch.float32, BF16])
 def test_on_a_gpu_it_is_the_plain_twin_within_rounding(weights, moments, assert_near):
-    from liger_models.kernels.optimizer.adamw import adamw_plain
-
     for size, offset in ((5003, 0), (1 << 20, 4096), (3 << 10, 16), (70_001, 5)):
         for dtype in (BF16, torch.float32):
             tensors = problem(size, weights, dtype, moments, offset=offset)
