@@ -3,6 +3,7 @@
 #   make demo                      train a small model from start to finish
 #   make test                      lint, types, tests
 #   make test PYTHON=python3.12    with another Python, in an environment of its own
+#   make matrix                    the tests as other CPUs run them, for hours (tests/matrix.py)
 #
 # In an activated virtual environment both install into that one, within pyproject.toml's bounds only, so
 # that a torch chosen for a GPU stays. The pins of constraints.txt are for environments made here.
@@ -23,16 +24,19 @@ BIN := $(VENV)/bin
 # Two test processes, and one thread in each: more threads than cores make small matrices slower.
 PYTEST_FLAGS := -q -n 2 --timeout 600
 
-.PHONY: help demo test lint types clean
+.PHONY: help demo test matrix lint types clean
 
 help:
-	@sed -n 's/^# \{0,1\}//; 1,6p' Makefile
+	@sed -n 's/^# \{0,1\}//; 1,7p' Makefile
 
 demo: $(VENV)/.liger-models-demo
 	$(BIN)/python examples/demo.py
 
 test: lint types
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+matrix: $(VENV)/.liger-models-dev
+	$(BIN)/python tests/matrix.py $(RUN)
 
 lint: $(VENV)/.liger-models-dev
 	$(BIN)/ruff check .
