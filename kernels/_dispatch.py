@@ -27,9 +27,22 @@ try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    jit = triton.jit
     # Whether a kernel is compiled or interpreted is decided once, where `jit` decorates it.
     interpreted = triton.knobs.runtime.interpret
+
+    def jit(function):
+        """triton.jit, for kernels that fuse products with sums unless their launch says otherwise: the bits
+        of a result depend on it, and Triton's default on its version and on the environment.
+        """
+        kernel = triton.jit(function)
+        if not interpreted:
+
+            def run(*args, **kwargs):
+                kwargs.setdefault("enable_fp_fusion", True)
+                return type(kernel).run(kernel, *args, **kwargs)
+
+            kernel.run = run
+        return kernel
 except ImportError:
     triton = tl = None
     interpreted = False

@@ -183,9 +183,13 @@ def instead_of_launching(take: Callable[[JITFunction, dict, Any], None]) -> list
 
 def main() -> None:
     compiled: set[str] = set()
-    modules = instead_of_launching(
-        lambda kernel, *_: compiled.add(f"{kernel.fn.__module__}.{kernel.fn.__name__}")
-    )
+
+    def note(kernel: JITFunction, kwargs: dict, _: Any) -> None:
+        name = f"{kernel.fn.__module__}.{kernel.fn.__name__}"
+        assert "enable_fp_fusion" in kwargs, f"{name} leaves the fusion of products and sums to Triton"
+        compiled.add(name)
+
+    modules = instead_of_launching(note)
     found = {
         f"{module.__name__}.{name}"
         for module in modules
