@@ -106,7 +106,9 @@ class LigerCausalLM(CausalLM):
         A model that was read from a checkpoint is written as it was read: tensor names, dtypes, division into
         files, config, generation config, tokenizer and chat template. An existing checkpoint in `folder` is
         replaced in one step, once the new one is complete. If the model is sharded over processes (FSDP2),
-        all of them must call this: tensors are gathered one at a time, and the first process writes.
+        all of them must call this: tensors are gathered one at a time, and the first process writes. Of
+        processes with replicas (DDP) one is enough; if several call this at the same time for one folder, one
+        of them writes and the others wait for it.
 
         Args:
             folder: where to write.

@@ -75,6 +75,43 @@ def atomic_folder(
 
 
 @contextmanager
+def alone_at(target: str | Path) -> Iterator[bool]:
+    """Of processes that are to write one folder at the same time, lets one do so, and the others wait for it.
+
+    Yields True in a process that is to write, False in one that waited while another wrote. A process that
+    dies or fails before the folder is in its place leaves it to the next.
+    """
+    target = Path(os.path.realpath(target))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    path, before, waited = target.with_name(f".{target.name}.lock"), _identity(target), False
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waited = True
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError:  # a filesystem without locks
+            break
+        if _identity(path) == _identity(handle):
+            break
+        os.close(handle)  # of a file that the one before has removed
+    try:
+        yield not (waited and _identity(target) != before)
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(handle)
+
+
+def _identity(path: Path | int) -> int | None:
+    """What tells a folder or file from another that was put in its place."""
+    try:
+        return os.stat(path).st_ino
+    except FileNotFoundError:
+        return None
+
+
+@contextmanager
 def naming(path: Path) -> Iterator[None]:
     """Errors of the system in the block name the file: those of a write, on a full disk say, do not."""
     try:

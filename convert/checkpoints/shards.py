@@ -8,10 +8,13 @@ one tensor after the other whole (`whole`), and one of them writes (`write_toget
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from liger_models.convert.checkpoints.atomic import alone_at
 from liger_models.convert.checkpoints.weight_map import Expr, Rows, WeightMap, connected, write
 from liger_models.convert.errors import CheckpointError
 
@@ -73,17 +76,28 @@ def checkpoint_tensors(get: Callable[[str], Tensor], weight_map: WeightMap) -> I
         yield from write((expr, whole(get(name))) for name, expr in group.items()).items()
 
 
-def write_together(tensors: Iterable[Tensor], write: Callable[[Iterator[Tensor]], None]) -> None:
-    """Hand the tensors, each of them whole, to `write` in turn: in the first process, if some are sharded.
+def _in_ranks(dist: Any) -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
-    All processes come back together, and all fail if that one did.
+
+def write_together(
+    tensors: Iterable[Tensor], write: Callable[[Iterator[Tensor]], None], folder: Path
+) -> None:
+    """Hand the tensors, each of them whole, to `write` in turn, which writes `folder`: in the first process,
+    if some are sharded. All processes then come back together, and all fail if that one did.
+
+    Of processes that have all of the model each (DDP), and call this for one folder at the same time, one
+    writes and the others wait for it. They need not all call it.
     """
+    import torch.distributed as dist
+
     tensors = list(tensors)
     one_by_one = (whole(tensor) for tensor in tensors)
     if not any(is_sharded(tensor) or is_zero3(tensor) for tensor in tensors):
-        write(one_by_one)
+        with alone_at(folder) if _in_ranks(dist) else nullcontext(True) as is_writer:
+            if is_writer:
+                write(one_by_one)
         return
-    import torch.distributed as dist
 
     error: Exception | None = None
     if dist.get_rank() == 0:

@@ -32,7 +32,8 @@ def save_checkpoint(
     """Writes a checkpoint folder, which takes the place of an old one in one step when it is whole.
 
     What an existing folder holds beside its weights is kept. Tensors that are sharded over processes are made
-    whole one at a time, and the first process writes. All of them must call this.
+    whole one at a time, and the first process writes. All of them must call this. Of processes with replicas
+    that call this for one folder at the same time, one writes and the others wait for it.
 
     Args:
         options: and what they raise: as for `plan_checkpoint`.
@@ -61,7 +62,7 @@ def save_checkpoint(
                 "there before is untouched."
             ) from error
 
-    write_together([parameters[name] for name in weight_map], write)
+    write_together([parameters[name] for name in weight_map], write, folder)
 
 
 @dataclass(frozen=True)

@@ -268,3 +268,64 @@ def test_what_a_killed_save_of_another_target_left_is_removed_after_an_hour(tmp_
     save(tmp_path / "out")
     os.close(handle)
     assert sorted(hidden(tmp_path)) == sorted([recent.name, locked.name])
+
+
+# ------------------------------------------------------------------------------------- several processes
+
+
+def in_a_child(program):
+    """Run it in a forked process: its id, and the end of a pipe from which one byte comes when it says so."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            program(lambda: os.write(writing, b"x"))
+            code = 0
+        os._exit(code)
+    os.close(writing)
+    return child, reading
+
+
+def test_one_of_several_processes_writes_and_the_others_wait_for_it(tmp_path):
+    target = tmp_path / "out"
+
+    def write(ready):
+        with atomic.alone_at(target) as is_writer:
+            assert is_writer
+            ready()
+            time.sleep(0.3)
+            save(target)
+
+    child, ready = in_a_child(write)
+    os.read(ready, 1)
+    with atomic.alone_at(target) as is_writer:
+        assert not is_writer
+        assert content(target) == NEW
+    assert os.waitpid(child, 0)[1] == 0
+    with atomic.alone_at(target) as is_writer:
+        assert is_writer  # nobody wrote meanwhile
+    assert hidden(tmp_path) == []
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_what_a_process_that_dies_or_fails_leaves_unwritten_the_next_one_writes(tmp_path, killed):
+    target = tmp_path / "out"
+    fill(target, OLD)
+
+    def fail(ready):
+        with atomic.alone_at(target):
+            ready()
+            time.sleep(0.2)
+            if killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError
+
+    child, ready = in_a_child(fail)
+    os.read(ready, 1)
+    with atomic.alone_at(target) as is_writer:
+        assert is_writer
+        save(target)
+    os.waitpid(child, 0)
+    assert content(target) == NEW
+    assert hidden(tmp_path) == []
