@@ -8,7 +8,12 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import transformers
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GenerationMixin,
+)
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -128,7 +133,9 @@ def classes_of(model_type: str) -> FamilyClasses:
     }
 
     def make(name: str, kind: type, **more: Any) -> Any:
-        return type(f"Liger{name}", (kind,), {**fields, "__doc__": kind.__doc__, **more})
+        # Tools look for GenerationMixin among the direct bases.
+        bases = (kind, GenerationMixin) if issubclass(kind, GenerationMixin) else (kind,)
+        return type(f"Liger{name}", bases, {**fields, "__doc__": kind.__doc__, **more})
 
     family = reference.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
     named = AutoModel._model_mapping._model_mapping.get(model_type)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.utils.generic import can_return_tuple
 
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.checkpoints.weight_map import Expr, Ref
@@ -37,6 +38,7 @@ OF_TOKENS = ("mm_token_type_ids", "token_type_ids", "cross_attention_mask")
 HEAD = "lm_head.weight"
 
 
+@can_return_tuple
 def get_image_features(self: Any, pixel_values: Tensor, **others: Any) -> BaseModelOutputWithPooling:
     """The projected features of images: `pooler_output` holds [tokens, H] for each.
 
@@ -51,13 +53,13 @@ def get_image_features(self: Any, pixel_values: Tensor, **others: Any) -> BaseMo
     return _features(self.base_decoder, {"pixel_values": pixel_values, **others})
 
 
+@can_return_tuple
 def get_video_features(self: Any, pixel_values_videos: Tensor, **others: Any) -> BaseModelOutputWithPooling:
     """As `get_image_features`, of videos."""
     return _features(self.base_decoder, {"pixel_values_videos": pixel_values_videos, **others})
 
 
 def _features(decoder: Any, given: dict[str, Any]) -> BaseModelOutputWithPooling:
-    given.pop("return_dict", None)
     pictures = take_pictures(decoder.spec.vision, decoder.vision.merge, given)
     refuse_unknown(given)
     if pictures is None:

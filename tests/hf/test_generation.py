@@ -169,6 +169,13 @@ def test_a_mask_of_the_new_tokens_alone_is_refused_beside_a_cache(shape, make_bo
             model(ids[:, 6:], past_key_values=cache, attention_mask=torch.ones(shape))
 
 
+def test_classes_that_generate_say_so_among_their_direct_bases(hf):
+    """Where tools look."""
+    for family in ("llama", "gemma3"):
+        assert transformers.GenerationMixin in hf.classes_of(family).causal_lm.__bases__
+        assert transformers.GenerationMixin not in hf.classes_of(family).base.__bases__
+
+
 def decode(model, ids, steps=4, **first):
     """Greedy tokens of a loop that passes the cache on, as users write it."""
     output, tokens = model(ids, **first), []

@@ -64,6 +64,8 @@ def test_features_of_images_are_the_references(family, pair, ours):
     for one, other, theirs in zip(found, of_base, expected, strict=True):
         assert relative_distance(one, theirs) <= BOUND
         assert torch.equal(one, other)
+    (as_tuple,) = ours.get_image_features(**given, return_dict=False)
+    assert all(torch.equal(one, other) for one, other in zip(as_tuple, found, strict=True))
     with pytest.raises(TypeError, match="colour"):
         ours.get_image_features(**given, colour="red")
 
