@@ -191,6 +191,9 @@ def test_an_objective_is_a_mean_over_all_ranks(objective, runs):
     for a, b in zip(map(json.loads, lines), two, strict=True):
         assert b["tokens"] == a["tokens"]
         for key in ("loss", "grad_norm", "eval_loss", *told):
+            # The accuracy counts margins above zero. Where the policy is the reference, all are rounding.
+            if key == "accuracy" and abs(a.get("margin", 0)) < 1e-6:
+                continue
             assert b.get(key, 0) == pytest.approx(a.get(key, 0), rel=1e-4, abs=1e-5), key
 
 
