@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from liger_models.convert.errors import DataError
+from liger_models.layers.agreement import OTHERS_REFUSED, said_by_any
 from liger_models.layers.host_copy import HostCopy
 from liger_models.layers.sequences import IGNORE_INDEX, Sequences
 from liger_models.layers.spec import ModelSpec
@@ -151,6 +152,7 @@ class CallChecks:
         sequences: which of the targets are here, if they are divided over ranks.
         num_ids: what ids must be below, if not the same.
         beginnings: `labels_of_beginnings` of the call.
+        groups: whose processes check theirs too, each making such an object: `groups_of_step`.
 
     Attributes:
         own_valid: the number of those here that count, when `finish` has returned.
@@ -168,6 +170,7 @@ class CallChecks:
         sequences: Sequences | None = None,
         num_ids: int | None = None,
         beginnings: Tensor | None = None,
+        groups: Sequence[Any] = (),
     ):
         self._num_ids = vocab_size if num_ids is None else num_ids
         self._vocab_size, self._with_labels = vocab_size, targets is not None
@@ -196,15 +199,40 @@ class CallChecks:
             rows.append((num_items > 0).all().long()[None].to(device))
             if beginnings is not None:
                 rows.append(beginnings.long()[None].to(device))
-        self._counts = HostCopy(torch.cat(rows))
+        found = torch.cat(rows)
+        if groups:
+            found = torch.cat([said_by_any(self._is_refused(found), groups), found])
+        self._groups, self._counts = groups, HostCopy(found)
+
+    def _is_refused(self, found: Tensor) -> Tensor:
+        """[1] int64: whether `finish` will raise, still on the device."""
+        lowest_id, highest_id, num_valid, _, lowest_label, highest_label, *given = found
+        wrong = (lowest_id < 0) | (highest_id >= self._num_ids)
+        wrong |= (lowest_label < 0) | (highest_label >= self._vocab_size)
+        if self._with_labels and self._num_items is None:
+            wrong |= num_valid == 0
+        for number, right in zip(given, (1, 0), strict=False):
+            wrong |= number != right
+        return wrong.long()[None]
+
+    def proceed(self) -> None:
+        """Called before the layers run. On a CPU, where the layers' collectives would wait, it ends here.
+
+        Raises:
+            DataError: this process or another refuses its batch.
+        """
+        if self._groups and self._counts.is_there:
+            self.finish()
 
     def finish(self) -> int:
         """The number of labels that count.
 
         Raises:
-            DataError: an id or a label outside the vocabulary, no label, or a count that is not above 0.
+            DataError: an id or a label outside the vocabulary, no label, or a count that is not above 0; or
+                another process found such.
         """
         found = self._counts.tolist()
+        refused = self._groups and found.pop(0)
         lowest_id, highest_id, num_valid, self.own_valid, lowest_label, highest_label, *given = found
         for what, low, high, vocab in (
             ("id", lowest_id, highest_id, self._num_ids),
@@ -231,6 +259,8 @@ class CallChecks:
                 "no token of the batch has a label (all are -100, padding, or the first of a document), so "
                 "the mean loss is undefined; drop the batch, or pass num_items_in_batch"
             )
+        if refused:
+            raise DataError(OTHERS_REFUSED)
         return num_valid
 
 

@@ -23,6 +23,11 @@ class HostCopy:
         self._event = torch.cuda.Event()
         self._event.record(torch.cuda.current_stream(tensor.device))
 
+    @property
+    def is_there(self) -> bool:
+        """Whether nothing has to be waited for, since the tensor is the host's."""
+        return self._event is None
+
     def tolist(self) -> list[int]:
         if self._event is not None:
             self._event.synchronize()

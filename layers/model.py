@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_models.layers.agreement import groups_of_step, refusing_together
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.attention.cache import KVCache
 from liger_models.layers.call_checks import (
@@ -37,6 +38,7 @@ from liger_models.layers.model_parameters import (
 from liger_models.layers.scoring import Scoring, check_score_call, score_output
 from liger_models.layers.sequences import Sequences
 from liger_models.layers.spec import ModelSpec
+from liger_models.layers.vision.pictures import seconds_as_numbers
 
 
 class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
@@ -70,6 +72,10 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
             self.register_load_state_dict_post_hook(tie_again)
         self.note_canonical_forms()
         self.set_activation_memory(activation_memory, memory_budget)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module, with the seconds of videos as numbers: `seconds_as_numbers`."""
+        return super().__call__(*args, **seconds_as_numbers(kwargs))
 
     @not_compiled
     def forward(
@@ -123,7 +129,8 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
 
         Raises:
             DataError: shapes that do not fit, ids or labels outside the vocabulary, no label in the batch,
-                positions beyond the rotary tables, a num_items_in_batch that is not above 0.
+                positions beyond the rotary tables, a num_items_in_batch that is not above 0; or another
+                process of the training step refused its batch.
             TypeError: a keyword that asks for what is not there.
         """
         shift_labels, score = others.pop("shift_labels", None), others.pop("score", None)
@@ -131,28 +138,32 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
         if teaching is not None:
             teaching.use(self.lm_head, self.hidden_states(teaching.sequences, input_ids), self.logit_form)
             return CausalLMOutput()
-        sight = None if self.vision is None else self.vision.take(others)
-        refuse_unknown(others)
-        width = self.spec.hidden_size
-        shape, device = batch_shape(input_ids, inputs_embeds, width, ids_needed=self.needs_ids)
-        if score is not None:
-            asked = num_items_in_batch, return_logits
-            check_score_call(labels, shift_labels, cu_seqlens, shape[0], *asked)
-            num_items_in_batch = 1  # no label at all is no error: nothing is divided by their count
-        sequences = Sequences.from_call(shape, device, attention_mask, position_ids, cu_seqlens, parents)
-        targets = targets_of(sequences, labels, shift_labels)
-        beginnings = labels_of_beginnings(sequences, labels, num_items_in_batch)
-        check_lesson(distill, score, targets)
-        sequences = sequences.divided(self.sequence_group)
-        checks = CallChecks(
-            input_ids,
-            targets,
-            self.spec.vocab_size,
-            num_items_in_batch,
-            sequences,
-            self.spec.num_ids,
-            beginnings,
-        )
+        groups = groups_of_step(self)
+        with refusing_together(groups, next(self.parameters()).device):
+            sight = None if self.vision is None else self.vision.take(others)
+            refuse_unknown(others)
+            width = self.spec.hidden_size
+            shape, device = batch_shape(input_ids, inputs_embeds, width, ids_needed=self.needs_ids)
+            if score is not None:
+                asked = num_items_in_batch, return_logits
+                check_score_call(labels, shift_labels, cu_seqlens, shape[0], *asked)
+                num_items_in_batch = 1  # no label at all is no error: nothing is divided by their count
+            sequences = Sequences.from_call(shape, device, attention_mask, position_ids, cu_seqlens, parents)
+            targets = targets_of(sequences, labels, shift_labels)
+            beginnings = labels_of_beginnings(sequences, labels, num_items_in_batch)
+            check_lesson(distill, score, targets)
+            sequences = sequences.divided(self.sequence_group)
+            checks = CallChecks(
+                input_ids,
+                targets,
+                self.spec.vocab_size,
+                num_items_in_batch,
+                sequences,
+                self.spec.num_ids,
+                beginnings,
+                groups,
+            )
+        checks.proceed()
         hidden = self.hidden_states(sequences, input_ids, inputs_embeds, sight=sight)
         num_valid = checks.finish()
         targets = None if targets is None else sequences.own(targets)

@@ -15,7 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_models.convert.checkpoints.shards import is_sharded
+from liger_models.layers.agreement import (
+    ddp_wrapper,
+    groups_of_shards,
+    is_of_several_processes,
+    said_by_any,
+)
 from liger_models.layers.host_copy import HostCopy
 
 
@@ -42,14 +47,11 @@ class ImageGradients:
             parts: the modules that read images.
             with_images: whether this process has images.
         """
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if not distributed or not output.requires_grad or torch.distributed.get_world_size() == 1:
+        if not output.requires_grad or not is_of_several_processes():
             return
         if not any(p.requires_grad for part in parts for p in part.parameters()):
             return
-        from torch.nn.parallel import DistributedDataParallel
-
-        wrapper: Any = DistributedDataParallel._get_active_ddp_module()
+        wrapper = ddp_wrapper()
         exchanged = wrapper is None or wrapper.require_backward_grad_sync
         self.note_groups(parts)
         groups = self._groups if wrapper is None else [wrapper.process_group]
@@ -57,33 +59,20 @@ class ImageGradients:
             output.register_hook(lambda _: _after_backward(lambda: self.note_groups(parts)))
             return
         told = with_images or self._seen
-        copy = self._told_by_any(told, groups, output.device) if exchanged else None
+        flag = torch.full((1,), int(told), device=output.device)
+        answer = HostCopy(said_by_any(flag, groups)) if exchanged else None
 
         def end() -> None:
-            if not exchanged:
+            if answer is None:
                 self._seen |= with_images
-                return
-            seen = told if copy is None else bool(copy.tolist()[0])
-            self._end(parts, seen)
+            else:
+                self._end(parts, bool(answer.tolist()[0]))
 
         output.register_hook(lambda _: _after_backward(end))
 
     def note_groups(self, parts: Iterable[nn.Module]) -> None:
-        """Note the process groups over which FSDP2 divides these modules, if some are divided at the moment:
-        while a module runs, and with `reshard_after_forward=False` until its backward pass, it is whole.
-        """
-        for p in (p for part in parts for p in part.parameters()):
-            if is_sharded(p):
-                mesh: Any = p.device_mesh  # type: ignore[attr-defined]
-                self._groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-                return
-
-    def _told_by_any(self, seen: bool, groups: list[Any], device: torch.device) -> HostCopy | None:
-        """Whether any process has images, on its way to the host; None if this one has, and need not ask."""
-        flag = torch.full((1,), int(seen), device=device)
-        for group in groups:
-            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group)
-        return None if seen else HostCopy(flag)
+        """Note over which process groups FSDP2 divides these modules, if some are divided at the moment."""
+        self._groups = groups_of_shards(p for part in parts for p in part.parameters()) or self._groups
 
     def _end(self, parts: list[nn.Module], seen: bool) -> None:
         parameters = [p for part in parts for p in part.parameters() if p.requires_grad]

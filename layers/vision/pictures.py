@@ -36,6 +36,8 @@ from liger_models.layers.vision.anyres import Taps, best_resolution, of_tiles, o
 
 Grid = tuple[int, int, int]
 
+_ROUNDED = (torch.bfloat16, torch.float16)  # which do not hold the seconds of videos
+
 
 class Pictures:
     """The images and videos of a batch.
@@ -104,6 +106,17 @@ def take_pictures(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pic
     return DOORS[type(spec.pictures)](spec, merge, keywords)
 
 
+def seconds_as_numbers(keywords: dict[str, Any]) -> dict[str, Any]:
+    """A call's keywords, with seconds of videos as numbers. Mixed precision of FSDP2 rounds every floating
+    point tensor among the arguments of a module that it divides, and seconds in bfloat16 would give videos
+    other positions.
+    """
+    seconds = keywords.get("second_per_grid_ts")
+    if isinstance(seconds, Tensor) and seconds.dtype not in _ROUNDED:
+        return keywords | {"second_per_grid_ts": seconds.tolist()}
+    return keywords
+
+
 def blank_picture(spec: VisionSpec, merge: int, like: Tensor) -> Pictures:
     """The smallest that an encoder takes, of zeros, in the dtype and on the device of a tensor."""
     side = merge
@@ -158,7 +171,7 @@ def _of_kind(
 def _seconds(given: Any, videos: int) -> list[float] | None:
     if given is None:
         return None
-    if isinstance(given, Tensor) and given.dtype in (torch.bfloat16, torch.float16):
+    if isinstance(given, Tensor) and given.dtype in _ROUNDED:
         raise DataError(
             f"second_per_grid_ts came as {given.dtype}, in which the videos' positions would be others; give "
             "a list (mixed precision casts floating point tensors)"

@@ -38,6 +38,7 @@ from liger_models.hf.module_names import LanguageModel, give_names, hide_matrice
 from liger_models.hf.pretrained import LigerPreTrainedModel, keep_initialized
 from liger_models.hf.unread import carry_unread, own_layout, own_skeleton
 from liger_models.kernels import load_balancing_loss
+from liger_models.layers.agreement import groups_of_step, refusing_together
 from liger_models.layers.call_checks import (
     CallChecks,
     batch_shape,
@@ -161,10 +162,13 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
             sequences, past_key_values = self.begin(
                 shape, attention_mask, position_ids, past_key_values, use_cache, others
             )
-        sight = None if self.vision is None else self.vision.take(others)
-        _refuse_others(others)
+        groups = groups_of_step(self)
+        with refusing_together(groups, next(self.parameters()).device):
+            sight = None if self.vision is None else self.vision.take(others)
+            _refuse_others(others)
         sequences.router_logits.asked_for = with_routers
-        checks = CallChecks(input_ids, None, self.spec.num_ids)
+        checks = CallChecks(input_ids, None, self.spec.num_ids, groups=groups)
+        checks.proceed()
         if inputs_embeds is None:
             assert input_ids is not None
             # With its batch and padding, as hooks on the embedding (NEFTune) expect it.
@@ -431,10 +435,14 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
         sequences, past_key_values = self.model.begin(
             shape, attention_mask, position_ids, past_key_values, use_cache, others, with_labels
         )
-        targets = targets_of(sequences, labels, shift_labels)
-        check_lesson(distill, score, targets)
-        beginnings = labels_of_beginnings(sequences, labels, num_items)
-        checks = CallChecks(None, targets, self.lm_head_width(), num_items, beginnings=beginnings)
+        groups = groups_of_step(self)
+        with refusing_together(groups, next(self.parameters()).device):
+            targets = targets_of(sequences, labels, shift_labels)
+            check_lesson(distill, score, targets)
+            beginnings = labels_of_beginnings(sequences, labels, num_items)
+            width = self.lm_head_width()
+            checks = CallChecks(None, targets, width, num_items, beginnings=beginnings, groups=groups)
+        checks.proceed()
         output = self.model(
             input_ids=input_ids,
             past_key_values=past_key_values,

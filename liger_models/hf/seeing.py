@@ -24,7 +24,7 @@ from liger_models.hf.models import LigerForCausalLM
 from liger_models.hf.module_names import LanguageModel, move_to_the_top
 from liger_models.layers.call_checks import refuse_unknown
 from liger_models.layers.sequences import Sequences
-from liger_models.layers.vision.pictures import Pictures, take_pictures
+from liger_models.layers.vision.pictures import Pictures, seconds_as_numbers, take_pictures
 from liger_models.layers.vision.vision import Sight
 
 PICTURES = (
@@ -129,13 +129,8 @@ class LigerForConditionalGeneration(LigerForCausalLM):
         return {**super().weight_map(layout), own.name(HEAD): head}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Mixed precision of FSDP2 rounds every floating point tensor among the arguments, which seconds do
-        not bear: they go on as numbers.
-        """
-        seconds = kwargs.get("second_per_grid_ts")
-        if isinstance(seconds, Tensor):
-            kwargs["second_per_grid_ts"] = seconds.tolist()
-        return super().__call__(*args, **kwargs)
+        """As of any module, with the seconds of videos as numbers: `seconds_as_numbers`."""
+        return super().__call__(*args, **seconds_as_numbers(kwargs))
 
     def forward(  # type: ignore[override]
         self,

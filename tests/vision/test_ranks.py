@@ -8,7 +8,7 @@ import pytest
 import torch
 from pairs import spec_of
 from ranks import run_ranks
-from scenes import Image
+from scenes import Image, Video
 
 from liger_models.architectures import list_architectures
 from liger_models.layers.spec import VisionSpec
@@ -67,3 +67,24 @@ def test_a_process_without_images_goes_through_all_of_the_encoder(family, pair, 
     of_images = [p.grad for p in pair.ours.vision.parameters()]
     pair.ours.zero_grad()
     assert all(gradient is not None and not gradient.any() for gradient in of_images)
+
+
+def test_seconds_of_videos_reach_the_hooks_of_the_model_as_numbers(make_pair):
+    """Mixed precision of FSDP2 rounds tensors in such a hook. A process with a video then refused its batch,
+    and the others waited for it.
+    """
+    pair = make_pair("qwen2_5_vl")
+    call = pair.scene([1, Video(3, 4, 2, 1.7), 2])
+    expected, seen = pair.run_ours(**call).loss, []
+    call["second_per_grid_ts"] = torch.as_tensor(call["second_per_grid_ts"])
+
+    def round_floats(module, args, kwargs):
+        seen.append(kwargs["second_per_grid_ts"])
+        half = {k: v.bfloat16() for k, v in kwargs.items() if k.startswith("second") and torch.is_tensor(v)}
+        return args, kwargs | half
+
+    hook = pair.ours.register_forward_pre_hook(round_floats, with_kwargs=True)
+    found = pair.ours(**call).loss
+    hook.remove()
+    assert isinstance(seen[0], list)
+    assert torch.equal(found, expected)

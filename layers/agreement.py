@@ -1,0 +1,75 @@
+"""What the processes of a step tell each other, so that none goes on into collectives without the others.
+
+The forward and backward passes of one training step are run together by the processes of
+DistributedDataParallel, or of `fully_shard` (FSDP2). If one of them refuses its batch, the others would wait
+for it in the next collective: it tells them, and all raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.convert.checkpoints.shards import is_sharded
+
+OTHERS_REFUSED = (
+    "another process refused its batch, and says why; this one's was not found wrong, but a step is of all "
+    "processes"
+)
+
+
+def is_of_several_processes() -> bool:
+    """Whether there are other processes in torch.distributed."""
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return there and torch.distributed.get_world_size() > 1
+
+
+def groups_of_step(model: nn.Module) -> list[Any]:
+    """The process groups whose processes run this training step with this one; [] if none are known, such as
+    in evaluation or in micro-batches whose gradients DDP does not exchange.
+    """
+    if not (is_of_several_processes() and model.training and torch.is_grad_enabled()):
+        return []
+    wrapper = ddp_wrapper()
+    if wrapper is not None:
+        return [wrapper.process_group] if wrapper.require_backward_grad_sync else []
+    return groups_of_shards(model.parameters())
+
+
+def ddp_wrapper() -> Any:
+    """The DistributedDataParallel whose forward pass is running; None if there is none."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel._get_active_ddp_module()
+
+
+def groups_of_shards(parameters: Iterable[nn.Parameter]) -> list[Any]:
+    """The process groups over which FSDP2 divides these parameters; [] if none of them is divided at the
+    moment: while a module runs, and with `reshard_after_forward=False` until its backward pass, it is whole.
+    """
+    for p in parameters:
+        if is_sharded(p):
+            mesh: Any = p.device_mesh  # type: ignore[attr-defined]
+            return [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    return []
+
+
+def said_by_any(flag: Tensor, groups: Iterable[Any]) -> Tensor:
+    """Whether any process of these groups says 1, as all of them ask: [1] int64, as `flag`."""
+    for group in groups:
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group)
+    return flag
+
+
+@contextmanager
+def refusing_together(groups: list[Any], device: torch.device) -> Iterator[None]:
+    """Around what may raise: the other processes, which call `said_by_any` next, learn of it."""
+    try:
+        yield
+    except Exception:
+        said_by_any(torch.ones(1, dtype=torch.long, device=device), groups)
+        raise

@@ -1,0 +1,28 @@
+"""A batch that one process refuses is an error of all: none waits for the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+
+RANK = Path(__file__).with_name("refusals_rank.py")
+SAID = {
+    "an id": "outside the vocabulary",
+    "a label": "outside the vocabulary",
+    "no label": "no token of the batch has a label",
+    "a shape": "of the shape of the tokens",
+}
+
+
+@pytest.mark.parametrize("kind", ["native", pytest.param("transformers", marks=pytest.mark.slow)])
+def test_a_batch_that_one_process_refuses_is_refused_by_all(kind, tmp_path):
+    if kind == "transformers":
+        pytest.importorskip("transformers")
+    others, refusing = run_ranks(RANK, tmp_path, kind, seconds=120)
+    for wrapper in ("ddp", "fsdp"):
+        for fault, said in SAID.items():
+            assert said in refusing[wrapper, fault], (wrapper, fault)
+            assert "another process refused its batch" in others[wrapper, fault], (wrapper, fault)
+        assert refusing[wrapper, "nothing"] == others[wrapper, "nothing"] == ""
