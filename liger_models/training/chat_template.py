@@ -142,12 +142,16 @@ class ChatTemplate:
         return found
 
     def _trace(
-        self, messages: list[Message], options: Mapping[str, Any], add_generation_prompt: bool = False
+        self,
+        messages: list[Message],
+        options: Mapping[str, Any],
+        add_generation_prompt: bool = False,
+        with_origins: bool = True,
     ) -> Traced:
-        """The text with its origins. A question has those of its loop alone."""
+        """The text with its origins, or with places in the loop over the messages alone."""
         messages = list(map(with_reasoning, messages))
         trace = Trace(answers=answers_of(messages))
-        if not add_generation_prompt:
+        if with_origins:
             messages = [_with_origins(trace, number, message) for number, message in enumerate(messages)]
         trace.hold(messages)
         self._tracing.trace = trace
@@ -218,7 +222,7 @@ class ChatTemplate:
         if number == len(messages) - 1:
             end = max(piece.stop for piece in pieces if piece.place is not None)
             rest = text[end:]
-            if rest and not self._tail(messages, options).startswith(rest):
+            if rest and rest not in self._tail(messages, options):
                 yield end, len(text)
 
     def _stop(
@@ -264,11 +268,12 @@ class ChatTemplate:
 
     def _tail(self, messages: list[Message], options: Mapping[str, Any]) -> str:
         """What the template writes behind the last message before an answer."""
-        text = self._trace(messages, options, add_generation_prompt=True)
-        written = [piece.stop for piece in pieces_of(text) if piece.place is not None]
-        if not written:
-            raise self._lost("has no loop over the messages")
-        return str.__str__(text)[max(written) :]
+        for with_origins in (False, True):  # text that is collected first needs them
+            text = self._trace(messages, options, add_generation_prompt=True, with_origins=with_origins)
+            written = [piece.stop for piece in pieces_of(text) if piece.place is not None]
+            if written:
+                return str.__str__(text)[max(written) :]
+        raise self._lost("has no loop over the messages")
 
     def _marked(self, messages: list[Message], given: int, pieces: list[Piece]) -> Iterator[Span]:
         """What the template marks behind the first `given` messages."""

@@ -54,19 +54,19 @@ class Trace:
         self.place = self.outer.pop()
 
     def enter(self, *values: Any) -> None:
-        """An iteration of a loop begins, with these targets."""
-        for value in values:
-            found = self.index.get(id(value))
-            if found is None and self.place is None and isinstance(value, dict):  # a copy of a message
-                found = next((source[0] for source in _sources(value) if source), None)
-            if found is not None:
-                self.place = found
-                return
+        """An iteration of a loop begins, with these targets: a message, or something else within the outer
+        iteration.
+        """
+        outer = self.outer[-1]
+        found = [self.index[id(value)] for value in values if id(value) in self.index]
+        if not found and outer is None:  # copies of messages
+            found = [source[0] for value in values if isinstance(value, dict) for source in _sources(value)]
+        self.place = found[0] if found else outer
 
     def enter_item(self, items: Any, number: Any) -> None:
         """An iteration of a loop over numbers begins, by which items are chosen."""
         if isinstance(items, list) and isinstance(number, int) and -len(items) <= number < len(items):
-            self.enter(items[number])
+            self.place = self.index.get(id(items[number]), self.place)
 
     def text(self, text: str, runs: list[Run]) -> Traced:
         made = str.__new__(Traced, text)
@@ -332,8 +332,8 @@ def _leaves(value: Any) -> Iterator[Traced]:
             yield from _leaves(item)
 
 
-def _sources(value: Any) -> Iterator[Source | None]:
-    return (tag[0] for leaf in _leaves(value) for _, tag in leaf.runs)
+def _sources(value: Any) -> Iterator[Source]:
+    return (tag[0] for leaf in _leaves(value) for _, tag in leaf.runs if tag[0])
 
 
 def has_traced(value: Any) -> bool:
