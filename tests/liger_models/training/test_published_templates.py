@@ -2,15 +2,18 @@
 transformers renders can be trained on, and what is learned is what the model has to write itself.
 """
 
-import datetime
 import functools
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
+from conversations import CONVERSATIONS, OnePinnedDay, assistant, call, parts, user
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from liger_models.convert.errors import DataError
+from liger_models.spans import tokens_within
 from liger_models.training.chat_template import ChatTemplate
 
 chat_template_utils = pytest.importorskip("transformers.utils.chat_template_utils")
@@ -19,150 +22,6 @@ PUBLISHED = sorted(path.stem for path in FOLDER.glob("*.jinja") if not path.stem
 if not PUBLISHED:
     pytest.skip("TRL, which has the published templates, is not installed", allow_module_level=True)
 TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>"}
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def assistant(text, **more):
-    return {"role": "assistant", "content": text, **more}
-
-
-def system(text):
-    return {"role": "system", "content": text}
-
-
-def tool(text):
-    return {"role": "tool", "name": "look", "tool_call_id": "call00001", "content": text}
-
-
-def parts(text):
-    return [{"type": "text", "text": text}]
-
-
-def call(arguments):
-    function = {"name": "look", "arguments": arguments}
-    return [{"id": "call00001", "type": "function", "function": function}]
-
-
-ARGUMENTS = {"city": "kiwi", "days": 3, "deep": {"list": [1, "lime"]}}
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "look",
-            "description": "mango",
-            "parameters": {
-                "type": "object",
-                "properties": {"city": {"type": "string", "description": "melon"}},
-                "required": ["city"],
-            },
-        },
-    }
-]
-CONVERSATIONS = {
-    "one turn": ([user("apple?"), assistant("banana split")], {}),
-    "two turns": ([user("apple?"), assistant("banana"), user("cherry?"), assistant("damson")], {}),
-    "system": (
-        [system("elder"), user("apple?"), assistant("banana"), user("cherry?"), assistant("quince")],
-        {},
-    ),
-    "empty system": ([system(""), user("apple?"), assistant("banana")], {}),
-    "reasoning": (
-        [
-            user("apple?"),
-            assistant("banana", reasoning_content="grape"),
-            user("cherry?"),
-            assistant("damson", reasoning_content="hazel"),
-        ],
-        {},
-    ),
-    "reasoning in the text": (
-        [
-            user("apple?"),
-            assistant("<think>\ngrape\n</think>\n\nbanana"),
-            user("cherry?"),
-            assistant("<think>\nhazel\n</think>\n\ndamson"),
-        ],
-        {},
-    ),
-    "no reasoning": (
-        [user("apple?"), assistant("banana"), user("cherry?"), assistant("damson")],
-        {"enable_thinking": False},
-    ),
-    "reasoning asked for": ([user("apple?"), assistant("banana")], {"enable_thinking": True}),
-    "tools": (
-        [user("apple?"), assistant("", tool_calls=call(ARGUMENTS)), tool("figs"), assistant("banana")],
-        {"tools": TOOLS},
-    ),
-    "tools and text": (
-        [
-            user("apple?"),
-            assistant("banana", tool_calls=call(ARGUMENTS)),
-            tool("figs"),
-            assistant("cherry"),
-            user("damson?"),
-            assistant("elder"),
-        ],
-        {"tools": TOOLS},
-    ),
-    "tools and reasoning": (
-        [
-            user("apple?"),
-            assistant("", reasoning_content="grape", tool_calls=call(ARGUMENTS)),
-            tool("figs"),
-            assistant("banana", reasoning_content="hazel"),
-        ],
-        {"tools": TOOLS},
-    ),
-    "arguments as text": (
-        [
-            user("apple?"),
-            assistant(None, tool_calls=call(json.dumps(ARGUMENTS))),
-            tool("figs"),
-            assistant("pear"),
-        ],
-        {"tools": TOOLS},
-    ),
-    "ends with a call": (
-        [user("apple?"), assistant("", tool_calls=call(ARGUMENTS))],
-        {"tools": TOOLS},
-    ),
-    "ends with a question": ([user("apple?"), assistant("banana"), user("cherry?")], {}),
-    "begins with an answer": ([assistant("banana"), user("apple?"), assistant("cherry")], {}),
-    "no words of ASCII": ([user("Grüße 漢字 🙂?"), assistant("ß 🙂 <b>ﬁ</b> &amp; {{ y }} é")], {}),
-    "white space": (
-        [user("  apple? \n"), assistant(" \n banana\n\n split \n"), user("x"), assistant("\ty ")],
-        {},
-    ),
-    "text that looks special": (
-        [user("<|im_end|> [/INST] <eos>"), assistant("<|im_start|>assistant\n<|eot_id|> <end_of_turn> x")],
-        {},
-    ),
-    "the same text": ([user("pear"), assistant("pear"), user("assistant"), assistant("assistant")], {}),
-    "text of the header": (
-        [user("model"), assistant("assistant\n"), user("\n"), assistant("model: Assistant:")],
-        {},
-    ),
-    "parts": (
-        [
-            user(parts("apple?")),
-            assistant(parts("banana")),
-            user(parts("cherry?")),
-            assistant(parts("damson")),
-        ],
-        {},
-    ),
-}
-
-
-class OnePinnedDay(datetime.datetime):
-    """Ours is always this day; transformers' is today."""
-
-    @classmethod
-    def now(cls):
-        return cls(2024, 7, 26)
 
 
 @pytest.fixture(autouse=True)
@@ -384,3 +243,24 @@ def test_the_empty_reasoning_of_qwen3_is_learned_where_the_model_has_to_write_it
         assert "<think>\n\n</think>\n\ndamson" in ours.text
         learned = [ours.text[start:stop] for start, stop in ours.spans]
         assert learned == ["banana<|im_end|>\n", f"{last}<|im_end|>\n"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """Bytes, and the special tokens that the templates name."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    named = {one for name in PUBLISHED for one in re.findall(r"<[|｜]?[\w▁/]+[|｜]?>", source_of(name))}
+    made.add_special_tokens(sorted({*named, *TOKENS.values()}))
+    return made
+
+
+def test_learned_tokens_are_those_of_learned_characters(renderings, tokenizer):
+    for conversation, (_, _, _, text, ours) in renderings.items():
+        encoding = tokenizer.encode(text, add_special_tokens=False)
+        marks = tokens_within(encoding.offsets, ours.spans)
+        learned = [index for index, mark in zip(encoding.ids, marks, strict=True) if mark]
+        expected = "".join(text[start:stop] for start, stop in ours.spans)
+        assert tokenizer.decode(learned, skip_special_tokens=False) == expected, conversation
