@@ -8,9 +8,10 @@ import sys
 DESCRIPTION = """\
 Train a model on text (.txt, .md), JSONL (.jsonl, .jsonl.gz, .jsonl.zst), Parquet, or data sets of the hub
 (hf:OWNER/NAME[:CONFIG[:SPLIT]]). Each record is {"text": ...}, or {"prompt": ..., "completion": ...}, or
-{"messages": [{"role": ..., "content": ...}, ...]}; where there is a prompt, only the completion, or what the
-assistant says, is trained on. Data are tokenized once, into memory-mapped files. Documents are packed into
-rows without padding, and do not see each other. More in docs/data.md.
+{"messages": [{"role": ..., "content": ...}, ...]}, or ShareGPT's {"conversations": [...]}; where there is a
+prompt, only the completion, or what the assistant says, is trained on. Data are tokenized once, into
+memory-mapped files. Documents are packed into rows without padding, and do not see each other. More in
+docs/data.md.
 
 OUTPUT gets metrics.jsonl and metrics.csv, loss.png where matplotlib is installed, checkpoint-N folders to
 resume from, and final: the trained model as a Hugging Face checkpoint, or its adapter. On several GPUs, each

@@ -128,7 +128,10 @@ class ChatTemplate:
             except DataError as error:
                 failure = failure or error
                 continue
-            traced = self._trace(form, options)
+            try:
+                traced = self._trace(form, options)
+            except DataError as error:
+                raise self._lost("fails when the origins of characters are followed") from error
             if plain != str.__str__(traced):
                 raise self._lost("gives another text when the origins of its characters are followed")
             missing = passed_over(form, traced)

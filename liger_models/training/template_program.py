@@ -172,6 +172,10 @@ def _classes() -> tuple[Any, Any]:
                 "safe": self._written,  # what it escapes for is not switched on
             }
 
+        def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+            known = type(obj) is Traced and attr in Traced.__slots__  # of which a template knows nothing
+            return not known and super().is_safe_attribute(obj, attr, value)
+
         def concat(self, items: Iterable[str]) -> str:  # type: ignore[override]
             return self.trace.join(items)
 

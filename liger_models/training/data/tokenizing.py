@@ -21,19 +21,17 @@ from liger_models.convert.checkpoints.hub import local_path
 from liger_models.convert.errors import DataError
 from liger_models.images import Preprocessor
 from liger_models.training.data.ahead import ahead
+from liger_models.training.data.building import CorpusBuilder
 from liger_models.training.data.corpus import (
     SHARD_TOKENS,
     Corpus,
-    CorpusWriter,
-    Extreme,
     Limits,
     is_corpus,
     written_corpus,
 )
 from liger_models.training.data.documents import Documents, Part, describe
-from liger_models.training.data.encoding import Encoded, Encoder
+from liger_models.training.data.encoding import Encoder
 from liger_models.training.data.groups import Groups
-from liger_models.training.data.learned_tokens import LAST
 from liger_models.training.data.pictured import PicturedEncoder
 from liger_models.training.data.records import FORMS, LABELLED, PAIRS, TRAIN_ON, Record
 from liger_models.training.data.sources import (
@@ -204,6 +202,8 @@ class Request:
         form: str | None = None,
         train_on: str = TRAIN_ON[0],
     ) -> None:
+        if form is not None and train_on != TRAIN_ON[0]:
+            raise DataError(f"train_on is {train_on!r}, and records of {form} have no answers to choose from")
         self.train_on = train_on
         self.names, self.tokenizer, self.limits = list(names), tokenizer, limits
         self.images, self.form = images, form
@@ -241,7 +241,8 @@ class Request:
             PicturedEncoder(self.tokenizer, self.images) as pictured,
         ):
             read = Counter(self.counts)  # counted in another thread
-            encoder, builder = Encoder(self.tokenizer, pictured, self.train_on), _Builder(self, writer)
+            encoder = Encoder(self.tokenizer, pictured, self.train_on)
+            builder = CorpusBuilder(self.tokenizer, self.limits, self.length, writer)
             for batch in ahead(encoder.encode(self._records(read, advance))):
                 builder.add(batch)
             writer.counts = read + writer.counts
@@ -318,112 +319,3 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
-
-class _Builder:
-    """Ids and marks to a corpus."""
-
-    def __init__(self, request: Request, writer: CorpusWriter) -> None:
-        self.tokenizer, self.limits, self.length = request.tokenizer, request.limits, request.length
-        self.writer = writer
-        self.open = False  # whether a document has begun and goes on
-
-    def add(self, batch: list[Encoded]) -> None:
-        for encoded in batch:
-            if encoded.group is not None:
-                self._add_group(encoded, encoded.group)
-                continue
-            record, ids, trained, whole, more, images, needed = encoded[:7]
-            self._count_dropped(encoded)
-            if not self.open:
-                self._count_ends(record, ids, trained)
-            if whole and self.length is not None and len(ids) > self.length + 1:
-                _check_cut(record, needed, self.length, f"seq_len {self.length}")
-                self.writer.counts["truncated"] += 1
-                ids, trained = ids[: self.length + 1], trained[: self.length + 1]
-            self._note_largest(record, ids)
-            if whole:
-                self.writer.note("example", Extreme(len(ids) - 1, record.where), self.limits)
-            if not self.open and 1 not in trained:
-                self.writer.counts["without anything to train, left out"] += 1
-                continue
-            self._note_learned(ids, trained, whole)
-            self.writer.extend(ids, trained)
-            self.open = more
-            if not more:
-                self.writer.end(whole, images)
-                self._count_images(record)
-
-    def _add_group(self, encoded: Encoded, group: tuple[int, int]) -> None:
-        record, ids, trained = encoded[:3]
-        self._count_dropped(encoded)
-        first, good = group
-        halves = [(ids[:first], trained[:first]), (ids[first:], trained[first:])]
-        if self.length is not None:
-            half = self.length // 2
-            _check_cut(record, encoded.needed, half, f"half of seq_len {self.length}")
-            if any(len(ids) > half for ids, _ in halves):
-                self.writer.counts["truncated"] += 1
-            halves = [(ids[:half], trained[:half]) for ids, trained in halves]
-        self._note_largest(record, ids)
-        self.writer.note("example", Extreme(sum(len(ids) for ids, _ in halves), record.where), self.limits)
-        if any(1 not in trained for _, trained in halves):
-            self.writer.counts["without anything to train, left out"] += 1
-            return
-        if halves[0] == halves[1]:
-            self.writer.counts["with two answers that are alike"] += 1
-        for half_ids, half_trained in halves:
-            self._note_learned(half_ids, half_trained, True)
-            self.writer.extend(half_ids, half_trained)
-        self.writer.end(True, encoded.images, (len(halves[0][0]), good))
-        self._count_images(record)
-
-    def _count_images(self, record: Record) -> None:
-        if record.images:
-            self.writer.counts["images"] += record.images
-
-    def _count_dropped(self, encoded: Encoded) -> None:
-        for what in encoded.dropped:
-            self.writer.counts[f"answers whose {what} the chat template leaves out"] += 1
-
-    def _count_ends(self, record: Record, ids: list[int], trained: bytes) -> None:
-        """Count what is allowed, and hardly ever meant."""
-        bos = self.tokenizer.bos_id
-        if bos is not None and ids[:2] == [bos, bos]:
-            self.writer.counts["that begin with the token of a beginning twice"] += 1
-        unended = _answers_without_end(ids, trained, self.tokenizer.special_ids)
-        if record.form == "messages" and unended:
-            self.writer.counts["answers without a token that ends them"] += unended
-
-    def _note_learned(self, ids: list[int], trained: bytes, whole: bool) -> None:
-        tokenizer = self.tokenizer
-        self.writer.learned.note(ids, trained, tokenizer.special_ids, whole, tokenizer.added_ids)
-
-    def _note_largest(self, record: Record, ids: list[int]) -> None:
-        largest = max(ids, default=0)
-        if largest > self.writer.extremes["token"].value:
-            name = self.tokenizer.backend.id_to_token(largest) or ""
-            self.writer.note("token", Extreme(largest, record.where, name), self.limits)
-
-
-def _check_cut(record: Record, needed: tuple[int, ...], length: int, name: str) -> None:
-    """
-    Raises:
-        DataError: an image is cut off with what is beyond this length.
-    """
-    if needed and max(needed) > length:
-        raise DataError(
-            f"{record.where}: the example's last image ends at position {max(needed)}, and would be cut at "
-            f"{name}; raise --seq-len, or take smaller images"
-        )
-
-
-def _answers_without_end(ids: list[int], trained: bytes, special: frozenset[int]) -> int:
-    """How many runs of trained tokens have no special token among their last ones: who learns them does not
-    learn to stop.
-    """
-    count, stop, marks = 0, 0, trained + b"\0"
-    while stop := marks.find(b"\1\0", stop) + 1:
-        start = max(marks.rfind(b"\0", 0, stop) + 1, stop - LAST)
-        count += special.isdisjoint(ids[start:stop])
-    return count

@@ -409,7 +409,7 @@ def test_the_command_tells_what_it_read_and_how_it_packs(tmp_path, jsonl, tokeni
 MEASURED = """
 import sys
 from pathlib import Path
-from liger_models.training.data import Stream, encoding, load_documents, tokenizing
+from liger_models.training.data import Stream, building, encoding, load_documents
 from liger_models.training.tokenizer import TextTokenizer
 
 def held():  # bytes that are ours alone: RssAnon counts no page of a mapped file
@@ -418,14 +418,14 @@ def held():  # bytes that are ours alone: RssAnon counts no page of a mapped fil
 
 def peak(name):
     values = []
-    tokenizing._Builder.add = lambda self, records: (add(self, records), values.append(held()))
+    building.CorpusBuilder.add = lambda self, records: (add(self, records), values.append(held()))
     documents = load_documents([name], tokenizer, seq_len=512, vocab_size=320, cache=sys.argv[4])
     stream = Stream(documents, 512, 0)
     for _ in range(stream.count_rows(1) // 10):
         documents.batch(stream.take(10))
     return max([*values, held()]), documents.counts["tokens"]
 
-add = tokenizing._Builder.add
+add = building.CorpusBuilder.add
 encoding.BATCH_CHARACTERS = 1 << 18
 tokenizer = TextTokenizer(sys.argv[1])
 small, large = peak(sys.argv[2]), peak(sys.argv[3])

@@ -252,7 +252,11 @@ def tokenizer():
     made = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
-    named = {one for name in PUBLISHED for one in re.findall(r"<[|｜]?[\w▁/]+[|｜]?>", source_of(name))}
+    named = {
+        one
+        for name in PUBLISHED
+        for one in re.findall(r"<[|\uff5c]?[\w\u2581/]+[|\uff5c]?>", source_of(name))
+    }
     made.add_special_tokens(sorted({*named, *TOKENS.values()}))
     return made
 
