@@ -15,9 +15,15 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_efficient_attention
+from torch.backends.cuda import (
+    SDPAParams,
+    can_use_cudnn_attention,
+    can_use_efficient_attention,
+    can_use_flash_attention,
+)
 
 _16_BITS = (torch.bfloat16, torch.float16)
+_CUDNN_TILE = 128  # keys
 _ALIGNMENT = 8  # elements: rows of a mask in the memory-efficient kernel start at a multiple
 # The memory-efficient kernel counts places in a mask in 32 bits: beyond 2^32 queries x keys, in some versions
 # of its backward pass beyond 2^31, it reads the mask of other queries and says nothing (pytorch 187227).
@@ -25,7 +31,7 @@ _MOST_SCORES = 1 << 31
 
 
 def unmasked_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
-    """Attention without a mask, by cuDNN where it can run, else by whichever kernel torch chooses.
+    """Attention without a mask, by cuDNN where it can run rightly, else by another kernel of torch's.
 
     Args:
         q: [batch, heads, queries, dim]; k, v: [batch, kv_heads, keys, dim], or values of another size.
@@ -42,8 +48,33 @@ def unmasked_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bo
             return torch._scaled_dot_product_cudnn_attention(
                 q, k, v, None, keep, 0.0, causal, False, scale=scale
             )[0]
+        if _spoils_gradients(k, causal):
+            return _without_cudnn(q, k, v, scale)
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+
+
+def _spoils_gradients(k: Tensor, causal: bool) -> bool:
+    """Whether cuDNN's backward pass may give NaN: it takes the keys that fill up its last tile for scores of
+    zero, which overflow where all scores of a query are far below zero (pytorch 196678). Causal masks hide
+    them. Measured with 64 keys beyond a multiple of 128.
+    """
+    return not causal and k.shape[2] % _CUDNN_TILE != 0
+
+
+def _without_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Attention of all keys, by the fastest kernel of torch's that is not cuDNN's."""
+    grouped = q.shape[1] != k.shape[1]
+    params = SDPAParams(q, k, v, None, 0.0, False, grouped)
+    if q.shape[-1] % 8 == 0 and q.shape[-1] == v.shape[-1] and can_use_flash_attention(params):
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)[0]
+    if grouped:
+        repeats = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+    if can_use_efficient_attention(SDPAParams(q, k, v, None, 0.0, False, False)):
+        keep = _is_differentiated(q, k, v)
+        return torch._scaled_dot_product_efficient_attention(q, k, v, None, keep, scale=scale)[0]
+    return torch._scaled_dot_product_attention_math(q, k, v, scale=scale)[0]
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -77,9 +108,11 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
 
 
 def cudnn_takes(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
-    """Whether cuDNN can run attention without a mask on these, and is not disabled; shapes as above."""
+    """Whether cuDNN can run attention without a mask on these rightly, and is not disabled; shapes as above."""
     grouped = q.shape[1] != k.shape[1]
-    return q.is_cuda and can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, causal, grouped))
+    if not q.is_cuda or _spoils_gradients(k, causal):
+        return False
+    return can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, causal, grouped))
 
 
 def _bias(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:

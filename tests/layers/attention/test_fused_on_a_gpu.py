@@ -126,7 +126,14 @@ def test_masked_attention_is_as_close_to_the_truth_as_torchs(keys, dim):
     found = results(lambda q, k, v: masked_attention(q, k, v, mask, 0.1), leaves)
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         torchs = results(theirs, leaves)
-    assert_no_worse(found, torchs, results(theirs, [x.double() for x in leaves]))
+    truth = results(theirs, [x.double() for x in leaves])
+    if (
+        keys == 1
+    ):  # weights are one whatever the scores: these gradients are zero but for a rounding of the sum
+        for of_scores in (*found[1:3], *torchs[1:3]):
+            assert of_scores.abs().max() <= 2**-8
+        found, torchs, truth = ([of[0], of[3]] for of in (found, torchs, truth))
+    assert_no_worse(found, torchs, truth)
 
 
 def plain_attention(q, k, v, mask):
@@ -195,7 +202,7 @@ def test_gradients_without_a_mask_are_finite_where_every_score_is_far_below_zero
     leaves = [x.detach() * 0.1 for x in operands(4, 4, keys=length, queries=length, dim=dim)]
     leaves[0][..., 0], leaves[1][..., 0] = 1.0, -120 * dim**0.5
     leaves = [x.requires_grad_() for x in leaves]
-    assert cudnn_takes(*leaves, causal)
+    assert cudnn_takes(*leaves, causal) == (causal or length % 128 == 0)
 
     def theirs(q, k, v):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=dim**-0.5)
