@@ -113,20 +113,21 @@ def _within_cap(case: Case, args: argparse.Namespace, device: torch.device) -> d
     """The figures of a case, or its plan with a note that it did not fit."""
     model, trained = _model(case, args, device)
     plan = _plan(case, args)
+    place = device.index or 0  # torch takes no device without a number here
     figures: dict[str, Any] = {"planned": plan.peak / 2**30, "moment": plan.moment, "host": plan.host / 2**30}
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         if case.cap is not None:
             total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(case.cap / total, device)
+            torch.cuda.set_per_process_memory_fraction(case.cap / total, place)
     try:
         return figures | _measure(case, args, device, model, trained)
     except torch.OutOfMemoryError:
         return figures | {"note": "out of memory"}
     finally:
         if device.type == "cuda":
-            torch.cuda.set_per_process_memory_fraction(1.0, device)
+            torch.cuda.set_per_process_memory_fraction(1.0, place)
 
 
 def _model(
