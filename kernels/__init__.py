@@ -19,10 +19,13 @@ from liger_models.kernels.losses.linear_cross_entropy import linear_cross_entrop
 from liger_models.kernels.losses.linear_divergence import linear_cosine_distillation, linear_jsd, linear_kl
 from liger_models.kernels.losses.linear_log_probs import linear_log_probs
 from liger_models.kernels.losses.log_probs import TokenScores, log_probs
+from liger_models.kernels.norms.gated_rms_norm import gated_rms_norm
 from liger_models.kernels.norms.layer_norm import add_layer_norm, layer_norm
 from liger_models.kernels.norms.rms_norm import add_rms_norm, rms_norm
 from liger_models.kernels.optimizer.adamw import AdamWSettings, AdamWTensors, adamw
 from liger_models.kernels.optimizer.sum_of_squares import sum_of_squares
+from liger_models.kernels.recurrent.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
+from liger_models.kernels.recurrent.short_conv import conv_state, short_conv, short_conv_step
 from liger_models.kernels.rotary.qk_norm_rotary import split_norm_rotary_qkv
 from liger_models.kernels.rotary.rotary import multi_axis_tables, rotary, split_rotary_qkv
 
@@ -38,8 +41,12 @@ __all__ = [
     "add_rms_norm",
     "attention",
     "clamped_swiglu",
+    "conv_state",
     "cross_entropy",
     "document_bounds",
+    "gated_delta_rule",
+    "gated_delta_rule_step",
+    "gated_rms_norm",
     "geglu",
     "generalized_jsd",
     "key_ranges",
@@ -59,6 +66,8 @@ __all__ = [
     "rotary",
     "route",
     "router_z_loss",
+    "short_conv",
+    "short_conv_step",
     "softmax",
     "split_norm_rotary_qkv",
     "split_rotary_qkv",

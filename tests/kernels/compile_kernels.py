@@ -76,7 +76,22 @@ def run_everything() -> None:
     for dtype in (BF16, torch.float32):
         copies = copy_tokens(operand(64, 64, dtype=dtype), elsewhere, 128)
         backward(sum_copies(copies, elsewhere))
+    recurrent()
     optimizer()
+
+
+def recurrent() -> None:
+    documents = torch.tensor([0, 3, 16])
+    for taps in (3, 4, 7):
+        backward(kernels.short_conv(operand(16, 256), operand(256, taps)))
+        settings = {"activation": "silu", "cu_seqlens": documents}
+        backward(kernels.short_conv(operand(16, 256), operand(256, taps), operand(256), **settings))
+    gates = (operand(16, 4), operand(16, 4), operand(4), operand(4))
+    for key, value in ((128, 128), (96, 64)):
+        heads = operand(16, 2, key), operand(16, 2, key), operand(16, 4, value)
+        state = operand(2, 4, key, value, dtype=torch.float32)
+        backward(*kernels.gated_delta_rule(*heads, *gates))
+        backward(*kernels.gated_delta_rule(*heads, *gates, cu_seqlens=documents, state=state))
 
 
 def norms() -> None:
@@ -88,6 +103,14 @@ def norms() -> None:
         backward(kernels.rms_norm(x, None))
         backward(kernels.layer_norm(x, weight, bias))
         backward(*kernels.add_layer_norm(x, operand(8, width), weight, bias))
+    for group, gate_first, activation, cast in (
+        (128, False, "silu", "llama"),
+        (128, False, "sigmoid", "float32"),
+        (4096, True, "silu", "llama"),
+    ):
+        x, gate, weight = operand(8, 4096), operand(8, 4096), operand(group)
+        options = {"group_size": group, "gate_first": gate_first, "activation": activation, "cast": cast}
+        backward(kernels.gated_rms_norm(x, gate, weight, **options))
 
 
 def rotary() -> None:

@@ -12,6 +12,29 @@ def eager_rms_norm(x, weight, eps, offset, cast):
     return (normed * (weight.to(normed.dtype) + offset)).to(x.dtype)
 
 
+def eager_gated_norm(x, gate, weight, activation, gate_first, cast="llama"):
+    groups = 2 if gate_first else x.shape[-1] // len(weight)
+    activated = activation(gate.to(torch.promote_types(gate.dtype, torch.float32)))
+    wide = x.to(activated.dtype) * (activated if gate_first else 1)
+    wide = wide.unflatten(-1, (groups, -1))
+    normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).flatten(-2)
+    scale = weight if gate_first else weight.repeat(groups)
+    if cast == "llama":
+        y = scale * normed.to(x.dtype)
+    else:
+        y = scale.to(normed.dtype) * normed
+    return y if gate_first else (y * activated).to(x.dtype)
+
+
+def eager_short_conv(x, weight, bias):
+    """In documents of four tokens, each by itself; the last may be shorter."""
+    taps = weight.shape[1]
+    padded = F.pad(x, (0, 0, 0, -len(x) % 4)).unflatten(0, (-1, 4)).transpose(1, 2)  # [documents, C, 4]
+    z = F.conv1d(F.pad(padded, (taps - 1, 0)), weight.to(x.dtype)[:, None], None, groups=len(weight))
+    z = z.transpose(1, 2).flatten(0, 1)[: len(x)]
+    return z if bias is None else z + bias
+
+
 def eager_turn(x, cos, sin, interleaved):
     cos, sin = cos.to(x.dtype).unsqueeze(-2), sin.to(x.dtype).unsqueeze(-2)
     turned, rest = x[..., : 2 * cos.shape[-1]], x[..., 2 * cos.shape[-1] :]

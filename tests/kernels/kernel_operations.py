@@ -17,11 +17,13 @@ from eager_operations import (
     eager_cross_entropy,
     eager_experts,
     eager_experts_of_weighted,
+    eager_gated_norm,
     eager_jsd,
     eager_kl,
     eager_log_probs,
     eager_rms_norm,
     eager_route,
+    eager_short_conv,
     eager_split,
     eager_split_norm,
     eager_split_norm_last,
@@ -43,6 +45,7 @@ from liger_models.kernels import (
     attention,
     clamped_swiglu,
     cross_entropy,
+    gated_rms_norm,
     geglu,
     generalized_jsd,
     kl_div,
@@ -58,6 +61,7 @@ from liger_models.kernels import (
     rms_norm,
     rotary,
     route,
+    short_conv,
     softmax,
     split_norm_rotary_qkv,
     split_rotary_qkv,
@@ -136,6 +140,36 @@ OPERATIONS = {
         lambda x, w: layer_norm(x, w, None, 1e-5, 1.0),
         lambda x, w: F.layer_norm(x, w.shape, w + 1.0, None, 1e-5),
         norm_shapes,
+    ),
+    "gated_rms_norm": Operation(
+        lambda x, g, w: gated_rms_norm(x, g, w, 1e-5, group_size=len(w)),
+        lambda x, g, w: eager_gated_norm(x, g, w, F.silu, gate_first=False),
+        lambda rows, width: [(rows, 3 * width), (rows, 3 * width), (width,)],
+        widest=16384,
+    ),
+    "gated_rms_norm_gate_first": Operation(
+        lambda x, g, w: gated_rms_norm(x, g, w, 1e-5, group_size=len(w) // 2, gate_first=True),
+        lambda x, g, w: eager_gated_norm(x, g, w, F.silu, gate_first=True),
+        lambda rows, width: [(rows, 2 * width), (rows, 2 * width), (2 * width,)],
+        widest=16384,
+    ),
+    "gated_rms_norm_sigmoid": Operation(
+        lambda x, g, w: gated_rms_norm(
+            x, g, w, 1e-5, group_size=len(w), activation="sigmoid", cast="float32"
+        ),
+        lambda x, g, w: eager_gated_norm(x, g, w, torch.sigmoid, gate_first=False, cast="float32"),
+        lambda rows, width: [(rows, 2 * width), (rows, 2 * width), (width,)],
+        widest=16384,
+    ),
+    "short_conv": Operation(
+        lambda x, w, b: short_conv(x, w, b, activation="silu", cu_seqlens=documents_of(x)),
+        lambda x, w, b: F.silu(eager_short_conv(x, w, b)),
+        lambda rows, width: [(rows, width), (width, 4), (width,)],
+    ),
+    "short_conv_linear": Operation(
+        lambda x, w: short_conv(x, w, cu_seqlens=documents_of(x)),
+        lambda x, w: eager_short_conv(x, w, None),
+        lambda rows, width: [(rows, width), (width, 3)],
     ),
     "split_rotary_qkv": Operation(
         lambda qkv, c, s: split_rotary_qkv(qkv, c, s, 3, 1, qkv.shape[1] // 5),
@@ -345,6 +379,7 @@ WITH_PRODUCTS = {
             x, weights, experts_of(weights, EXPERTS), *experts, weighted="inputs"
         ),
         eager_experts_of_weighted,
+        eager_gated_norm,
         lambda rows, width: [
             (rows, width),
             (rows, 2),

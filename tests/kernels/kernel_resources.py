@@ -80,6 +80,27 @@ def gated(width):
     backward(kernels.xielu(operand(TOKENS, width), *numbers))
 
 
+def gated_norm(channels, group, gate_first=False):
+    weight = operand(channels if gate_first else group)
+    x, gate = operand(TOKENS, channels), operand(TOKENS, channels)
+    backward(kernels.gated_rms_norm(x, gate, weight, group_size=group, gate_first=gate_first))
+
+
+def gated_delta_rule(key_heads, heads, key, value):
+    q, k = (operand(TOKENS, key_heads, key) for _ in range(2))
+    gates = operand(TOKENS, heads), operand(TOKENS, heads), operand(heads), operand(heads)
+    backward(*kernels.gated_delta_rule(q, k, operand(TOKENS, heads, value), *gates))
+
+
+def short_conv(channels, taps, activation):
+    documents = torch.tensor([0, TOKENS])
+    backward(
+        kernels.short_conv(
+            operand(TOKENS, channels), operand(channels, taps), activation=activation, cu_seqlens=documents
+        )
+    )
+
+
 def softmax():
     for width in (8, 128, 4096, 16384, VOCAB):
         backward(kernels.softmax(operand(TOKENS, width)))
@@ -173,6 +194,14 @@ CASES = {
     "q/k norm, OLMo 2 13B": lambda: qk_norm(40, 40, 128, per_head=False, cast="float32"),
     "q/k norm, OLMo 2 32B": lambda: qk_norm(40, 8, 128, per_head=False, cast="float32"),
     "q/k norm, MiniMax M2": lambda: qk_norm(48, 8, 128, 64, per_head=False),
+    "gated norm, Qwen 3 Next": lambda: gated_norm(4096, 128),
+    "gated norm, Nemotron H": lambda: gated_norm(8192, 1024, gate_first=True),
+    "gated norm, Granite 4": lambda: gated_norm(8192, 8192, gate_first=True),
+    "short convolution, Qwen 3 Next": lambda: short_conv(8192, 4, "silu"),
+    "short convolution, LFM 2": lambda: short_conv(2048, 3, None),
+    "short convolution, LFM 3": lambda: short_conv(2048, 7, None),
+    "gated delta rule, Qwen 3 Next": lambda: gated_delta_rule(16, 32, 128, 128),
+    "gated delta rule, OLMo hybrid": lambda: gated_delta_rule(30, 30, 96, 192),
     "gated activations": lambda: gated(14336),
     "softmax": softmax,
     "cross entropy": cross_entropy,

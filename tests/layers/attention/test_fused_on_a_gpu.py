@@ -127,9 +127,7 @@ def test_masked_attention_is_as_close_to_the_truth_as_torchs(keys, dim):
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         torchs = results(theirs, leaves)
     truth = results(theirs, [x.double() for x in leaves])
-    if (
-        keys == 1
-    ):  # weights are one whatever the scores: these gradients are zero but for a rounding of the sum
+    if keys == 1:  # its weight is one whatever the score: only rounding is left of these gradients
         for of_scores in (*found[1:3], *torchs[1:3]):
             assert of_scores.abs().max() <= 2**-8
         found, torchs, truth = ([of[0], of[3]] for of in (found, torchs, truth))

@@ -1,0 +1,320 @@
+"""RMSNorm with a gate, over groups of channels: the output norm of recurrent mixers.
+
+    norm first (Qwen3-Next, Kimi Linear):      y = n * (weight) * act(gate),    n = x / rms(x)
+    gate first (Mamba 2; Dao and Gu, 2024, arXiv:2405.21060, section 7):
+                                               y = n * weight,   n = h / rms(h),   h = x * act(gate)
+
+    rms(x) = sqrt(mean over the group of x^2 + eps),   act = silu or sigmoid
+
+Gradients, with s = act(gate) and p(g) = (g - n * mean(g * n)) / rms:
+
+    norm first:  dx = p(dy s weight),          dgate = dy n weight act'(gate),  dweight = sum dy s n
+    gate first:  dh = p(dy weight), dx = dh s, dgate = dh x act'(gate),         dweight = sum dy n
+
+Computed in float32. Bytes moved at the least, for T C elements of b bytes: forward 3 T C b, backward 5 T C b.
+Only x and the gate are kept for the backward pass.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_models.kernels._dispatch import (
+    as_once_differentiable,
+    as_rows,
+    at_least_float32,
+    ceil_div,
+    contiguous_like,
+    jit,
+    next_power_of_2,
+    num_sms,
+    on_device_of,
+    once_differentiable,
+    tl,
+    use_triton,
+)
+from liger_models.kernels.norms._norm_sums import column_sum, rstd_of
+
+MAX_GROUP = 16384
+
+
+def gated_rms_norm(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    group_size: int,
+    gate_first: bool = False,
+    activation: str = "silu",
+    cast: str = "llama",
+) -> Tensor:
+    """RMSNorm over groups of `group_size` neighbouring channels, multiplied by act(gate) before or after.
+
+    Args:
+        x: [..., C], any floating dtype; C is a multiple of `group_size`.
+        gate: [..., C].
+        weight: [group_size], shared by all groups, or [C].
+        eps: added to the mean square.
+        group_size: channels that are normalised together, at most 16,384.
+        gate_first: whether the gate multiplies x before the norm, or the norm's output.
+        activation: of the gate, "silu" or "sigmoid".
+        cast: "llama" rounds n to x's dtype before the weight, and its product with the weight to the dtype
+            to which PyTorch promotes both; "float32" rounds once, at the end.
+
+    Returns:
+        [..., C], contiguous: in x's dtype, or with `gate_first` and cast "llama" in the promoted one.
+
+    Raises:
+        ValueError: shapes that do not fit, an unknown activation or cast, or tensors on several devices.
+    """
+    _check(x, gate, weight, group_size, activation, cast)
+    options = (eps, group_size, gate_first, activation == "silu", cast == "llama")
+    if use_triton(x, gate, weight):
+        return _GatedRMSNorm.apply(x, gate, weight, *options)
+    return as_once_differentiable(gated_rms_norm_plain(x, gate, weight, *options))
+
+
+def gated_rms_norm_plain(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    group_size: int,
+    gate_first: bool,
+    silu: bool,
+    round_first: bool,
+) -> Tensor:
+    """The meaning of `gated_rms_norm`, in plain PyTorch."""
+    wide_gate = at_least_float32(gate)
+    activated = F.silu(wide_gate) if silu else torch.sigmoid(wide_gate)
+    wide = at_least_float32(x) * activated if gate_first else at_least_float32(x)
+    groups = wide.unflatten(-1, (-1, group_size))
+    normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)
+    scale = weight if len(weight) == group_size else weight.unflatten(0, (-1, group_size))
+    if round_first:
+        y = (scale * normed.to(x.dtype)).flatten(-2)
+    else:
+        y = (at_least_float32(scale) * normed).flatten(-2)
+    if gate_first:
+        return y if round_first else y.to(x.dtype)
+    return (at_least_float32(y) * activated).to(x.dtype)
+
+
+def _check(x: Tensor, gate: Tensor, weight: Tensor, group_size: int, activation: str, cast: str) -> None:
+    if activation not in ("silu", "sigmoid"):
+        raise ValueError(f"activation is {activation!r}; expected 'silu' or 'sigmoid'")
+    if cast not in ("llama", "float32"):
+        raise ValueError(f"cast is {cast!r}; expected 'llama' or 'float32'")
+    if gate.shape != x.shape:
+        raise ValueError(f"x is {tuple(x.shape)}, gate {tuple(gate.shape)}; expected one shape")
+    channels = x.shape[-1]
+    if not 1 <= group_size <= MAX_GROUP or channels % group_size:
+        raise ValueError(
+            f"group_size is {group_size}; expected a divisor of {channels}, x's last dimension, "
+            f"of at most {MAX_GROUP}"
+        )
+    if weight.shape not in ((group_size,), (channels,)):
+        raise ValueError(f"weight is {tuple(weight.shape)}; expected ({group_size},) or ({channels},)")
+
+
+class _GatedRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, gate, weight, eps, group_size, gate_first, silu, round_first):
+        weight = weight.contiguous()
+        ctx.save_for_backward(x, gate, weight)
+        ctx.eps, ctx.group_size = eps, group_size
+        ctx.constants = {"GATE_FIRST": gate_first, "SILU": silu, "ROUND_FIRST": round_first}
+        promoted = torch.promote_types(x.dtype, weight.dtype)
+        y = contiguous_like(x, promoted if gate_first and round_first else None)
+        if y.numel():
+            x_rows, gate_rows = as_rows(x), as_rows(gate)
+            groups = x.shape[-1] // group_size
+            rows, own = _rows_of(x_rows, weight, group_size)
+            block_rows, block_width, num_warps = _tile(group_size, 1)
+            with on_device_of(x):
+                _forward_kernel[(ceil_div(rows, block_rows), own)](
+                    x_rows,
+                    gate_rows,
+                    weight,
+                    y,
+                    x_rows.stride(0),
+                    gate_rows.stride(0),
+                    rows,
+                    groups // own,
+                    group_size,
+                    eps,
+                    **ctx.constants,
+                    BLOCK_ROWS=block_rows,
+                    BLOCK_WIDTH=block_width,
+                    num_warps=num_warps,
+                )
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, gate, weight = ctx.saved_tensors
+        dx, dgate = contiguous_like(x), contiguous_like(gate)
+        if not dx.numel():
+            return dx, dgate, torch.zeros_like(weight), None, None, None, None, None
+        x_rows, gate_rows, dy_rows = as_rows(x), as_rows(gate), as_rows(dy)
+        group_size, groups = ctx.group_size, x.shape[-1] // ctx.group_size
+        rows, own = _rows_of(x_rows, weight, group_size)
+        block_rows, block_width, num_warps = _tile(group_size, 2)
+        programs = max(1, min(ceil_div(rows, block_rows), ceil_div(4 * num_sms(x), own)))
+        sums = torch.empty(programs, len(weight), dtype=torch.float32, device=x.device)
+        dweight = torch.empty_like(weight)
+        with on_device_of(x):
+            _backward_kernel[(programs, own)](
+                dy_rows,
+                x_rows,
+                gate_rows,
+                weight,
+                dx,
+                dgate,
+                sums,
+                dy_rows.stride(0),
+                x_rows.stride(0),
+                gate_rows.stride(0),
+                rows,
+                groups // own,
+                group_size,
+                ctx.eps,
+                **ctx.constants,
+                BLOCK_ROWS=block_rows,
+                BLOCK_WIDTH=block_width,
+                num_warps=num_warps,
+            )
+            column_sum(sums, dweight)
+        return dx, dgate, dweight, None, None, None, None, None
+
+
+def _rows_of(x: Tensor, weight: Tensor, group_size: int) -> tuple[int, int]:
+    """The rows that share a part of the weight, and how many such parts there are."""
+    own = len(weight) // group_size
+    return x.numel() // group_size // own, own
+
+
+def _tile(group_size: int, halvings: int) -> tuple[int, int, int]:
+    """Rows and columns of a tile, and its warps: about 8 elements a thread, fewer where more are held."""
+    block_width = next_power_of_2(group_size)
+    block_rows = max(1, (4096 >> halvings) // block_width)
+    elements = block_rows * block_width
+    return block_rows, block_width, min(16, max(4, elements // 512))
+
+
+@jit
+def _activation(gate, SILU: tl.constexpr):
+    """act(gate) and its derivative."""
+    slope = tl.sigmoid(gate)
+    derivative = slope * (1 - slope)
+    if SILU:
+        return gate * slope, slope + gate * derivative
+    return slope, derivative
+
+
+@jit
+def _forward_kernel(
+    x,
+    gate,
+    weight,
+    y,
+    x_stride,
+    gate_stride,
+    rows,
+    folded,
+    width,
+    eps,
+    GATE_FIRST: tl.constexpr,
+    SILU: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    column = tl.arange(0, BLOCK_WIDTH)[None, :]
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    token, group = row // folded, row % folded + tl.program_id(1)
+    mask = (row < rows) & (column < width)
+    within = group * width + column
+    own = tl.program_id(1) * width + column
+    value = tl.load(x + token * x_stride + within, mask, 0.0)
+    dtype = value.dtype
+    value = value.to(tl.float32)
+    activated, _ = _activation(tl.load(gate + token * gate_stride + within, mask, 0.0).to(tl.float32), SILU)
+    if GATE_FIRST:
+        value *= activated
+    normed = value * rstd_of(tl.sum(value * value, 1, keep_dims=True), width, eps)
+    scale = tl.load(weight + own, column < width, 0.0)
+    if ROUND_FIRST:
+        promoted = (scale * normed.to(dtype)).dtype
+        result = (scale.to(tl.float32) * normed.to(dtype).to(tl.float32)).to(promoted).to(tl.float32)
+    else:
+        result = scale.to(tl.float32) * normed
+    if not GATE_FIRST:
+        result *= activated
+    channels = width * folded * tl.num_programs(1)
+    tl.store(y + token * channels + within, result.to(y.dtype.element_ty), mask)
+
+
+@jit
+def _backward_kernel(
+    dy,
+    x,
+    gate,
+    weight,
+    dx,
+    dgate,
+    sums,
+    dy_stride,
+    x_stride,
+    gate_stride,
+    rows,
+    folded,
+    width,
+    eps,
+    GATE_FIRST: tl.constexpr,
+    SILU: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    column = tl.arange(0, BLOCK_WIDTH)[None, :]
+    own = tl.program_id(1) * width + column
+    channels = width * folded * tl.num_programs(1)
+    scale = tl.load(weight + own, column < width, 0.0).to(tl.float32)
+    accumulated = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, BLOCK_ROWS), tl.num_programs(0)):
+        row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
+        token, group = row // folded, row % folded + tl.program_id(1)
+        mask = (row < rows) & (column < width)
+        within = group * width + column
+        value = tl.load(x + token * x_stride + within, mask, 0.0)
+        dtype = value.dtype
+        value = value.to(tl.float32)
+        raw_gate = tl.load(gate + token * gate_stride + within, mask, 0.0).to(tl.float32)
+        gradient = tl.load(dy + token * dy_stride + within, mask, 0.0).to(tl.float32)
+        activated, slope = _activation(raw_gate, SILU)
+        hidden = value * activated if GATE_FIRST else value
+        rstd = rstd_of(tl.sum(hidden * hidden, 1, keep_dims=True), width, eps)
+        normed = hidden * rstd
+        seen = normed.to(dtype).to(tl.float32) if ROUND_FIRST else normed  # what met the weight
+        if GATE_FIRST:
+            accumulated += gradient * seen
+            dnormed = gradient * scale
+        else:
+            accumulated += gradient * activated * seen
+            dnormed = gradient * activated * scale
+        dhidden = (dnormed - normed * (tl.sum(dnormed * normed, 1, keep_dims=True) / width)) * rstd
+        if GATE_FIRST:
+            dvalue, draw = dhidden * activated, dhidden * value * slope
+        else:
+            dvalue, draw = dhidden, gradient * seen * scale * slope
+        target = token * channels + within
+        tl.store(dx + target, dvalue.to(dx.dtype.element_ty), mask)
+        tl.store(dgate + target, draw.to(dgate.dtype.element_ty), mask)
+    total = tl.sum(accumulated, 0, keep_dims=True)
+    weights = width * tl.num_programs(1)
+    tl.store(sums + tl.program_id(0) * weights + own, total, column < width)

@@ -1,0 +1,172 @@
+"""Gated delta rule, with a decay for each head (Yang, Kautz and Hatamizadeh, 2024, arXiv:2412.06464).
+
+For every value head, with a state S [dk, dv] that starts at zero in each document:
+
+    g_t    = -exp(A_log) * softplus(a_t + dt_bias)          logarithm of the decay
+    beta_t = beta_scale * sigmoid(b_t)
+    q_t, k_t  normalised to length one; q_t also times dk^-1/2
+    S     <- exp(g_t) S
+    S     <- S + k_t (beta_t (v_t - S^T k_t))^T
+    o_t    = S^T q_t
+
+A key head serves as many value heads as there are value heads per key head. Everything is computed in
+float32 but for the operands of matrix products, which are rounded to q's dtype.
+
+Training works on chunks of 64 tokens (section 3.3 of the paper; `_delta_chunks.py` has the kernels and their
+formulas). Documents never share a chunk. Nothing is kept for the backward pass but the operands: states,
+of dk x dv for each chunk and head, are computed again.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_models.kernels._dispatch import as_once_differentiable, at_least_float32, use_triton
+from liger_models.kernels.recurrent._delta_chunks import GatedDeltaRule, chunk_table
+
+L2_EPS = 1e-6
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    *,
+    beta_scale: float = 1.0,
+    cu_seqlens: Tensor | None = None,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule over packed documents.
+
+    Args:
+        q, k: [T, key_heads, dk], float dtype, not normalised.
+        v: [T, value_heads, dv] in q's dtype; value_heads is a multiple of key_heads.
+        a, b: [T, value_heads], the decay and the learning rate before their functions.
+        A_log, dt_bias: [value_heads].
+        beta_scale: 2.0 lets a state's eigenvalues be negative (OLMo-hybrid).
+        cu_seqlens: [documents + 1] integers that rise from 0 to T; None for one document.
+        state: [documents, value_heads, dk, dv] float32, what the documents continue; None for zeros.
+
+    Returns:
+        o [T, value_heads, dv] in v's dtype, and the final state of every document, as `state`; float64 for
+        float64 operands. Gradients flow through both. Running it again gives the same bits.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, or tensors on several devices.
+    """
+    _check(q, k, v, a, b, A_log, dt_bias, cu_seqlens, state)
+    if use_triton(q, k, v, a, b, A_log, dt_bias, state):
+        table = chunk_table(cu_seqlens, len(q), q.device)
+        return GatedDeltaRule.apply(q, k, v, a, b, A_log, dt_bias, state, table, beta_scale, L2_EPS)
+    return as_once_differentiable(
+        *gated_delta_rule_plain(q, k, v, a, b, A_log, dt_bias, beta_scale, cu_seqlens, state)
+    )
+
+
+def gated_delta_rule_plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    beta_scale: float = 1.0,
+    cu_seqlens: Tensor | None = None,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The meaning of `gated_delta_rule`, token by token, in plain PyTorch."""
+    bounds = [0, len(q)] if cu_seqlens is None else cu_seqlens.tolist()
+    outputs, finals = [v[:0]], []
+    for document, (first, end) in enumerate(itertools.pairwise(bounds)):
+        if state is None:
+            s = at_least_float32(v.new_zeros(1, v.shape[1], q.shape[2], v.shape[2]))
+        else:
+            s = at_least_float32(state[document : document + 1])
+        for t in range(first, end):
+            token = (x[t : t + 1] for x in (q, k, v, a, b))
+            o, s = gated_delta_rule_step(*token, A_log, dt_bias, s, beta_scale=beta_scale)
+            outputs.append(o)
+        finals.append(s)
+    return torch.cat(outputs), torch.cat(finals)
+
+
+def gated_delta_rule_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    *,
+    beta_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """One further token of every sequence, for decoding.
+
+    Args:
+        q, k, v, a, b: as in `gated_delta_rule`, with sequences in place of tokens.
+        A_log, dt_bias, beta_scale: as there.
+        state: [sequences, value_heads, dk, dv] float32.
+
+    Returns:
+        o [sequences, value_heads, dv] in v's dtype, and the new state, a new tensor.
+    """
+    repeats = v.shape[1] // q.shape[1]
+    queries, keys = (_normalised(x).repeat_interleave(repeats, 1) for x in (q, k))
+    decay = torch.exp(-at_least_float32(A_log).exp() * F.softplus(at_least_float32(a) + dt_bias))
+    beta = beta_scale * torch.sigmoid(at_least_float32(b))
+    state = state * decay[..., None, None]
+    read = (state * keys[..., None]).sum(2)
+    state = state + keys[..., None] * (beta[..., None] * (at_least_float32(v) - read))[:, :, None]
+    o = (state * queries[..., None]).sum(2) * q.shape[2] ** -0.5
+    return o.to(v.dtype), state
+
+
+def _normalised(x: Tensor) -> Tensor:
+    wide = at_least_float32(x)
+    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + L2_EPS)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    cu_seqlens: Tensor | None,
+    state: Tensor | None,
+) -> None:
+    if q.dim() != 3 or k.shape != q.shape or v.dim() != 3 or len(v) != len(q):
+        raise ValueError(
+            f"q is {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; "
+            "expected [T, key_heads, dk] twice and [T, value_heads, dv]"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}; expected one dtype")
+    heads = v.shape[1]
+    if heads % q.shape[1]:
+        raise ValueError(f"there are {heads} value heads for {q.shape[1]} key heads; expected a multiple")
+    if a.shape != v.shape[:2] or b.shape != v.shape[:2]:
+        raise ValueError(f"a is {tuple(a.shape)}, b {tuple(b.shape)}; expected {tuple(v.shape[:2])}")
+    if A_log.shape != (heads,) or dt_bias.shape != (heads,):
+        found = f"A_log is {tuple(A_log.shape)}, dt_bias {tuple(dt_bias.shape)}"
+        raise ValueError(f"{found}; expected ({heads},)")
+    if max(q.shape[2], v.shape[2]) > 256:
+        raise ValueError(f"heads are {q.shape[2]} and {v.shape[2]} wide; expected at most 256")
+    if state is not None:
+        documents = 1 if cu_seqlens is None else len(cu_seqlens) - 1
+        expected = documents, heads, q.shape[2], v.shape[2]
+        if state.shape != expected:
+            raise ValueError(f"state is {tuple(state.shape)}; expected {expected}")

@@ -1,0 +1,442 @@
+"""Short causal depthwise convolution over packed documents (Mamba; Gu and Dao, 2023, arXiv:2312.00752).
+
+    z[t, c] = bias[c] + sum over k < K of weight[c, k] * x[t - (K - 1) + k, c]
+    y[t, c] = z[t, c], or silu(z[t, c])
+
+Tokens before the start of t's document count as zero, or come from a given state: the last K - 1 inputs of
+what the document continues. Everything is computed in float32 and rounded once.
+
+Gradients, with dz = dy * silu'(z):
+
+    dx[t, c]      = sum over j < K of weight[c, K - 1 - j] * dz[t + j, c], within the document
+    dweight[c, k] = sum over t of dz[t, c] * x[t - (K - 1) + k, c]
+    dbias[c]      = sum over t of dz[t, c]
+
+Bytes moved at the least, for T tokens and C channels of b bytes: forward 2 T C b, backward 3 T C b. Only x is
+kept for the backward pass, which computes z again.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_models.kernels._dispatch import (
+    as_once_differentiable,
+    at_least_float32,
+    ceil_div,
+    jit,
+    on_device_of,
+    once_differentiable,
+    tl,
+    use_triton,
+)
+from liger_models.kernels.attention.visible_keys import document_bounds
+from liger_models.kernels.norms._norm_sums import column_sum
+
+WIDEST = 8  # taps; each is unrolled in the kernels
+
+
+def short_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    cu_seqlens: Tensor | None = None,
+    bounds: Tensor | None = None,
+    state: Tensor | None = None,
+) -> Tensor:
+    """Causal depthwise convolution of every document, with an optional SiLU.
+
+    Args:
+        x: [T, C], float dtype; rows may lie apart (a slice of a wider projection).
+        weight: [C, K], 2 <= K <= 8; `weight[:, -1]` multiplies the token itself.
+        bias: [C], or None.
+        activation: "silu", or None.
+        cu_seqlens: [documents + 1] integers that rise from 0 to T; None for one document.
+        bounds: `document_bounds(cu_seqlens, T)` in place of `cu_seqlens`, to share it between calls.
+        state: [documents, K - 1, C], the inputs before each document's first token, oldest first, as
+            `conv_state` returns them; None for zeros. Needs `cu_seqlens` if there are several documents.
+
+    Returns:
+        [T, C] in x's dtype, contiguous. Running it again gives the same bits.
+
+    Raises:
+        ValueError: shapes that do not fit, an unknown activation, both `cu_seqlens` and `bounds`, or tensors
+            on several devices.
+        TypeError: `cu_seqlens` does not hold integers, or x is not floating point.
+    """
+    _check(x, weight, bias, activation)
+    if cu_seqlens is not None:
+        if bounds is not None:
+            raise ValueError("got both cu_seqlens and bounds, which say the same; give one of them")
+        bounds = document_bounds(cu_seqlens, len(x))
+    elif bounds is not None and bounds.shape != (2, len(x)):
+        raise ValueError(f"bounds is {tuple(bounds.shape)}; expected {(2, len(x))}, as document_bounds gives")
+    starts = None if bounds is None else bounds[0]
+    if use_triton(x, weight, bias):
+        y = _ShortConv.apply(x, weight, bias, starts, activation == "silu")
+    else:
+        y = as_once_differentiable(short_conv_plain(x, weight, bias, activation, starts))
+    if state is None or not len(x):
+        return y
+    if cu_seqlens is None:
+        if bounds is not None:
+            raise ValueError("a state needs cu_seqlens, which say whose state is whose; got bounds")
+        cu_seqlens = torch.tensor([0, len(x)], device=x.device)
+    return _continue(y, x, weight, bias, activation, cu_seqlens, state)
+
+
+def short_conv_plain(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, starts: Tensor | None = None
+) -> Tensor:
+    """The meaning of `short_conv` without a state, in plain PyTorch.
+
+    starts: [T], the first token of each token's document; None for one document.
+    """
+    tokens, taps = len(x), weight.shape[1]
+    wide, wide_weight = at_least_float32(x), at_least_float32(weight)
+    token = torch.arange(tokens, device=x.device)
+    position = token if starts is None else token - starts
+    z = wide * wide_weight[:, -1]
+    for back in range(1, taps):
+        before = F.pad(wide, (0, 0, back, 0))[:tokens] * (position >= back)[:, None]
+        z = z + before * wide_weight[:, taps - 1 - back]
+    if bias is not None:
+        z = z + at_least_float32(bias)
+    return (F.silu(z) if activation == "silu" else z).to(x.dtype)
+
+
+def conv_state(x: Tensor, cu_seqlens: Tensor | None, taps: int, state: Tensor | None = None) -> Tensor:
+    """The last `taps` - 1 inputs of every document, from which `short_conv` continues.
+
+    Args:
+        x: [T, C], the inputs of the convolution.
+        cu_seqlens: [documents + 1], or None for one document.
+        taps: the convolution's width K.
+        state: [documents, K - 1, C], what the documents continued; None for zeros.
+
+    Returns:
+        [documents, K - 1, C] in x's dtype, oldest first. A document shorter than K - 1 keeps the end of
+        its old state. Gradients flow to x and `state`.
+    """
+    if cu_seqlens is None:
+        cu_seqlens = torch.tensor([0, len(x)], device=x.device)
+    first, end = cu_seqlens[:-1, None], cu_seqlens[1:, None]
+    kept = taps - 1
+    row = end + torch.arange(-kept, 0, device=x.device)  # [documents, K - 1]
+    own = (row >= first)[..., None]
+    last = x[row.clamp(0, max(len(x) - 1, 0))] if len(x) else x.new_zeros(len(first), kept, x.shape[1])
+    if state is None:
+        return last * own
+    # Row r < first of the last inputs is the old state's row r - first + K - 1.
+    old = (row - first + kept).clamp(0, kept - 1)[..., None].expand_as(last)
+    return torch.where(own, last, state.to(x.dtype).gather(1, old))
+
+
+def short_conv_step(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, activation: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """One further token of every sequence, for decoding.
+
+    Args:
+        x: [batch, C].
+        weight, bias, activation: as in `short_conv`.
+        state: [batch, K - 1, C] in x's dtype, oldest first.
+
+    Returns:
+        y [batch, C], and the state behind the token [batch, K - 1, C], a new tensor.
+    """
+    _check(x, weight, bias, activation)
+    window = torch.cat([state, x[:, None]], 1)
+    z = (at_least_float32(window) * at_least_float32(weight).T).sum(1)
+    if bias is not None:
+        z = z + at_least_float32(bias)
+    return (F.silu(z) if activation == "silu" else z).to(x.dtype), window[:, 1:]
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:
+    if not x.is_floating_point():
+        raise TypeError(f"expected a floating point tensor, found {x.dtype}")
+    if activation not in (None, "silu"):
+        raise ValueError(f"activation is {activation!r}; expected 'silu' or None")
+    if x.dim() != 2 or weight.dim() != 2 or weight.shape[0] != x.shape[1]:
+        raise ValueError(f"x is {tuple(x.shape)}, weight {tuple(weight.shape)}; expected [T, C] and [C, K]")
+    if not 2 <= weight.shape[1] <= WIDEST:
+        raise ValueError(f"weight is {tuple(weight.shape)}; expected [C, K] with 2 <= K <= {WIDEST}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias is {tuple(bias.shape)}; expected {tuple(weight.shape[:1])}")
+
+
+def _continue(
+    y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    cu_seqlens: Tensor,
+    state: Tensor,
+) -> Tensor:
+    """y with the first K - 1 tokens of every document computed from the documents' states.
+
+    Only those tokens read a state, so the kernels need not know of it.
+    """
+    documents, kept, channels = len(cu_seqlens) - 1, weight.shape[1] - 1, x.shape[1]
+    if state.shape != (documents, kept, channels):
+        raise ValueError(f"state is {tuple(state.shape)}; expected {(documents, kept, channels)}")
+    first, end = cu_seqlens[:-1, None], cu_seqlens[1:, None]
+    row = first + torch.arange(kept, device=x.device)
+    own = row < end
+    opening = x[row.clamp(max=len(x) - 1)] * own[..., None]
+    windows = torch.cat([state.to(x.dtype), opening], 1)  # [documents, 2 K - 2, C]
+    before_each = torch.arange(0, documents * 2 * kept, 2 * kept, device=x.device).repeat_interleave(2 * kept)
+    fresh = short_conv_plain(windows.flatten(0, 1), weight, bias, activation, before_each)
+    fresh = fresh.view(documents, 2 * kept, channels)[:, kept:].flatten(0, 1)
+    # Rows behind a short document's end go to a row of their own, which is dropped.
+    target = torch.where(own, row, len(x)).flatten()
+    return F.pad(y, (0, 0, 0, 1)).index_copy(0, target, fresh)[: len(x)]
+
+
+class _ShortConv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, starts, silu):
+        x = x if x.stride(1) == 1 else x.contiguous()
+        weight = weight.contiguous()
+        bias = None if bias is None else bias.contiguous()
+        starts = None if starts is None else starts.contiguous()
+        ctx.save_for_backward(x, weight, bias, starts)
+        ctx.silu = silu
+        tokens, channels = x.shape
+        y = torch.empty(tokens, channels, dtype=x.dtype, device=x.device)
+        if y.numel():
+            grid = (ceil_div(tokens, _ROWS), ceil_div(channels, _COLUMNS))
+            with on_device_of(x):
+                _forward_kernel[grid](
+                    x,
+                    weight,
+                    bias,
+                    starts,
+                    y,
+                    x.stride(0),
+                    tokens,
+                    channels,
+                    TAPS=weight.shape[1],
+                    SILU=silu,
+                    ROWS=_ROWS,
+                    GROUP=_GROUP,
+                    COLUMNS=_COLUMNS,
+                    num_warps=_WARPS,
+                )
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight, bias, starts = ctx.saved_tensors
+        (tokens, channels), taps = x.shape, weight.shape[1]
+        dx = torch.empty(tokens, channels, dtype=x.dtype, device=x.device)
+        if not dx.numel():
+            dbias = None if bias is None else torch.zeros_like(bias)
+            return dx, torch.zeros_like(weight), dbias, None, None
+        dy = dy if dy.stride(1) == 1 else dy.contiguous()
+        segments = ceil_div(tokens, _ROWS_BACK)
+        sums = torch.empty(segments, taps + 1, channels, dtype=torch.float32, device=x.device)
+        total = torch.empty((taps + 1) * channels, dtype=torch.float32, device=x.device)
+        with on_device_of(x):
+            _backward_kernel[(segments, ceil_div(channels, _COLUMNS_BACK))](
+                dy,
+                x,
+                weight,
+                bias,
+                starts,
+                dx,
+                sums,
+                dy.stride(0),
+                x.stride(0),
+                tokens,
+                channels,
+                TAPS=taps,
+                SILU=ctx.silu,
+                ROWS=_ROWS_BACK,
+                GROUP=_GROUP_BACK,
+                COLUMNS=_COLUMNS_BACK,
+                num_warps=_WARPS_BACK,
+            )
+            column_sum(sums.view(segments, -1), total)
+        total = total.view(taps + 1, channels)
+        return (
+            dx,
+            total[:taps].T.to(weight.dtype),
+            None if bias is None else total[taps].to(bias.dtype),
+            None,
+            None,
+        )
+
+
+# A program goes down `ROWS` tokens of `COLUMNS` channels with the last inputs in registers, so that memory is
+# read once; it loads `GROUP` tokens at a time, for enough loads to be under way.
+_ROWS, _GROUP, _COLUMNS, _WARPS = 64, 8, 512, 4
+_ROWS_BACK, _GROUP_BACK, _COLUMNS_BACK, _WARPS_BACK = 128, 4, 256, 4
+
+
+@jit
+def _inputs_before(x, begin, column, x_stride, channels, TAPS: tl.constexpr):
+    """The TAPS - 1 inputs before row `begin`, oldest first."""
+    window = ()
+    for nth in tl.static_range(TAPS - 1):
+        row = begin - (TAPS - 1) + nth
+        mask = (row >= 0) & (column < channels)
+        window += (tl.load(x + row.to(tl.int64) * x_stride + column, mask, 0.0).to(tl.float32),)
+    return window
+
+
+@jit
+def _taps_of(weight, column, channels, TAPS: tl.constexpr):
+    taps = ()
+    for tap in tl.static_range(TAPS):
+        taps += (tl.load(weight + column * TAPS + tap, column < channels, 0.0).to(tl.float32),)
+    return taps
+
+
+@jit
+def _visible(window, value, position, TAPS: tl.constexpr):
+    """The inputs under the taps at a token at `position` of its document: zero before the document."""
+    seen = ()
+    for nth in tl.static_range(TAPS - 1):
+        seen += (tl.where(position >= TAPS - 1 - nth, window[nth], 0.0),)
+    seen += (value,)
+    return seen
+
+
+@jit
+def _forward_kernel(
+    x,
+    weight,
+    bias,
+    starts,
+    y,
+    x_stride,
+    tokens,
+    channels,
+    TAPS: tl.constexpr,
+    SILU: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    begin = tl.program_id(0) * ROWS
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    taps = _taps_of(weight, column, channels, TAPS)
+    bias_of = tl.zeros([COLUMNS], tl.float32)
+    if bias is not None:
+        bias_of += tl.load(bias + column, column < channels, 0.0).to(tl.float32)
+    window = _inputs_before(x, begin, column, x_stride, channels, TAPS)
+    for group in range(0, ROWS // GROUP):
+        first = begin + group * GROUP
+        values, positions = (), ()
+        for nth in tl.static_range(GROUP):
+            row = first + nth
+            mask = (row < tokens) & (column < channels)
+            values += (tl.load(x + row.to(tl.int64) * x_stride + column, mask, 0.0).to(tl.float32),)
+            start = 0
+            if starts is not None:
+                start = tl.load(starts + row, row < tokens, 0)
+            positions += (row - start,)
+        for nth in tl.static_range(GROUP):
+            row = first + nth
+            seen = _visible(window, values[nth], positions[nth], TAPS)
+            z = bias_of
+            for tap in tl.static_range(TAPS):
+                z += seen[tap] * taps[tap]
+            if SILU:
+                z *= tl.sigmoid(z)
+            mask = (row < tokens) & (column < channels)
+            tl.store(y + row.to(tl.int64) * channels + column, z.to(y.dtype.element_ty), mask)
+            moved = ()
+            for older in tl.static_range(TAPS - 2):
+                moved += (window[older + 1],)
+            moved += (values[nth],)
+            window = moved
+
+
+@jit
+def _backward_kernel(
+    dy,
+    x,
+    weight,
+    bias,
+    starts,
+    dx,
+    sums,
+    dy_stride,
+    x_stride,
+    tokens,
+    channels,
+    TAPS: tl.constexpr,
+    SILU: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    begin = tl.program_id(0) * ROWS
+    end = tl.minimum(begin + ROWS, tokens)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    taps = _taps_of(weight, column, channels, TAPS)
+    bias_of = tl.zeros([COLUMNS], tl.float32)
+    if bias is not None:
+        bias_of += tl.load(bias + column, column < channels, 0.0).to(tl.float32)
+    window = _inputs_before(x, begin, column, x_stride, channels, TAPS)
+    gradients = ()  # what the TAPS - 1 rows before the one at hand have got so far
+    for _ in tl.static_range(TAPS - 1):
+        gradients += (tl.zeros([COLUMNS], tl.float32),)
+    added = ()  # this program's sums: of every tap, then of the bias
+    for _ in tl.static_range(TAPS + 1):
+        added += (tl.zeros([COLUMNS], tl.float32),)
+    # The TAPS - 1 rows behind the last read it, too.
+    for group in range(0, tl.cdiv(end - begin + TAPS - 1, GROUP)):
+        first = begin + group * GROUP
+        values, incoming, positions = (), (), ()
+        for nth in tl.static_range(GROUP):
+            row = first + nth
+            mask = (row < tokens) & (column < channels)
+            values += (tl.load(x + row.to(tl.int64) * x_stride + column, mask, 0.0).to(tl.float32),)
+            incoming += (tl.load(dy + row.to(tl.int64) * dy_stride + column, mask, 0.0).to(tl.float32),)
+            start = 0
+            if starts is not None:
+                start = tl.load(starts + row, row < tokens, 0)
+            positions += (row - start,)
+        for nth in tl.static_range(GROUP):
+            row = first + nth
+            seen = _visible(window, values[nth], positions[nth], TAPS)
+            dz = incoming[nth]
+            if SILU:
+                z = bias_of
+                for tap in tl.static_range(TAPS):
+                    z += seen[tap] * taps[tap]
+                slope = tl.sigmoid(z)
+                dz *= slope + z * (slope * (1 - slope))
+            own = tl.where(row < end, dz, 0.0)
+            more, moved, passed = (), (), ()
+            for tap in tl.static_range(TAPS):
+                more += (added[tap] + own * seen[tap],)
+            added = more + (added[TAPS] + own,)  # noqa: RUF005
+            for older in tl.static_range(TAPS - 1):
+                reads = positions[nth] >= TAPS - 1 - older
+                passed += (gradients[older] + tl.where(reads, dz, 0.0) * taps[older],)
+            passed += (dz * taps[TAPS - 1],)
+            target = row - (TAPS - 1)
+            mask = (target >= begin) & (target < end) & (column < channels)
+            tl.store(dx + target.to(tl.int64) * channels + column, passed[0].to(dx.dtype.element_ty), mask)
+            kept = ()
+            for older in tl.static_range(TAPS - 1):
+                kept += (passed[older + 1],)
+            gradients = kept
+            for older in tl.static_range(TAPS - 2):
+                moved += (window[older + 1],)
+            moved += (values[nth],)
+            window = moved
+    target = sums + tl.program_id(0).to(tl.int64) * (TAPS + 1) * channels + column
+    for nth in tl.static_range(TAPS + 1):
+        tl.store(target + nth * channels, added[nth], column < channels)

@@ -1,0 +1,190 @@
+"""gated_delta_rule: the chunk form against the recurrence in float64, documents, states and errors."""
+
+import itertools
+
+import pytest
+import torch
+
+from liger_models.kernels import gated_delta_rule, gated_delta_rule_step
+from liger_models.kernels.recurrent._delta_chunks import chunk_table
+
+# Of one token, empty, of a whole chunk, of a chunk and one, and shorter than a chunk.
+DOCUMENTS = [0, 1, 1, 65, 130, 150]
+
+
+def operands(tokens, key_heads, heads, key, value, documents=0, decay=1.0, device="cpu", dtype=torch.float32):
+    """q, k, v, a, b, A_log, dt_bias, and a state for each document; `decay` scales exp(A_log)."""
+    shapes = [(tokens, key_heads, key)] * 2 + [(tokens, heads, value)] + [(tokens, heads)] * 2
+    inputs = [torch.randn(*shape, device=device, dtype=dtype) for shape in shapes]
+    inputs += [(torch.rand(heads, device=device) * decay).log(), torch.randn(heads, device=device)]
+    if documents:
+        inputs.append(torch.randn(documents, heads, key, value, device=device))
+    return [x.requires_grad_() for x in inputs]
+
+
+def run(inputs, **options):
+    *rest, state = inputs if len(inputs) == 8 else [*inputs, None]
+    return gated_delta_rule(*rest, state=state, **options)
+
+
+def with_gradients(inputs, upstream=None, **options):
+    outputs = run(inputs, **options)
+    upstream = upstream or [torch.randn_like(output) for output in outputs]
+    upstream = [given.to(output) for given, output in zip(upstream, outputs, strict=True)]
+    return [*outputs, *torch.autograd.grad(outputs, inputs, upstream)], upstream
+
+
+def in_float64(inputs):
+    return [x.detach().double().cpu().requires_grad_() for x in inputs]
+
+
+def relative(actual, truth):
+    truth = truth.double()
+    return ((actual.double().to(truth.device) - truth).norm() / truth.norm()).item()
+
+
+@pytest.mark.parametrize(
+    ("shape", "documents", "options"),
+    [
+        ((70, 1, 1, 16, 16), None, {}),
+        ((150, 2, 4, 16, 24), DOCUMENTS, {}),
+        ((67, 1, 3, 20, 16), [0, 67], {"beta_scale": 2.0}),
+    ],
+    ids=["one document", "packed, two value heads a key head", "widths that are no power of two"],
+)
+@pytest.mark.parametrize("decay", [0.1, 30.0], ids=["slow", "fast"])
+def test_chunks_follow_the_recurrence(shape, documents, options, decay, interpreted):
+    count = 0 if documents is None else len(documents) - 1
+    inputs = operands(*shape, documents=count, decay=decay)
+    if documents is not None:
+        options = options | {"cu_seqlens": torch.tensor(documents)}
+    found, upstream = with_gradients(inputs, **options)
+    truth, _ = with_gradients(in_float64(inputs), upstream, **options)
+    for ours, true in zip(found, truth, strict=True):
+        # Sums over up to 64 tokens and 20 channels in float32, a dozen of them in a row. Gates that hardly
+        # matter (exp of -100) have gradients whose terms all but cancel: they are compared absolutely.
+        assert relative(ours, true) < 2e-5 or (ours.double() - true).abs().max() < 1e-5
+
+
+def test_parts_of_a_document_and_single_steps_equal_the_whole(implementation):
+    inputs = operands(150, 2, 4, 16, 24)
+    tokens, gates = inputs[:5], inputs[5:]
+    whole, final = gated_delta_rule(*inputs)
+    state, parts = None, []
+    for first, end in ((0, 64), (64, 65), (65, 148)):
+        o, state = gated_delta_rule(*(x[first:end] for x in tokens), *gates, state=state)
+        parts.append(o)
+    for t in (148, 149):
+        o, state = gated_delta_rule_step(*(x[t : t + 1] for x in tokens), *gates, state)
+        parts.append(o)
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(state, final, rtol=1e-5, atol=1e-5)
+
+
+def test_packed_documents_equal_separate_ones_in_every_gradient(implementation):
+    inputs = operands(150, 1, 2, 16, 16, documents=5)
+    tokens, gates, state = inputs[:5], inputs[5:7], inputs[7]
+    packed, upstream = with_gradients(inputs, cu_seqlens=torch.tensor(DOCUMENTS))
+    outputs, finals = [], []
+    for nth, (first, end) in enumerate(itertools.pairwise(DOCUMENTS)):
+        o, final = gated_delta_rule(*(x[first:end] for x in tokens), *gates, state=state[nth : nth + 1])
+        outputs.append(o)
+        finals.append(final)
+    alone = [torch.cat(outputs), torch.cat(finals)]
+    alone += torch.autograd.grad(alone, inputs, upstream)
+    for ours, true in zip(packed, alone, strict=True):
+        assert relative(ours, true) < 1e-5
+
+
+def test_keys_that_repeat_stay_exact(interpreted):
+    # (1 + A)^-1 by powers of A would lose every digit here: A is one below the diagonal.
+    inputs = operands(64, 1, 1, 16, 16)
+    with torch.no_grad():
+        inputs[1].copy_(inputs[1][:1].expand_as(inputs[1]))
+        inputs[3].fill_(-20.0)  # no decay
+        inputs[4].fill_(20.0)  # beta of one
+    found, upstream = with_gradients(inputs)
+    truth, _ = with_gradients(in_float64(inputs), upstream)
+    for ours, true in zip(found[:5], truth[:5], strict=True):
+        assert relative(ours, true) < 2e-5
+
+
+def test_no_tokens_give_no_outputs_and_the_given_states(implementation):
+    inputs = operands(0, 1, 2, 16, 16, documents=2)
+    o, final = run(inputs, cu_seqlens=torch.tensor([0, 0, 0]))
+    assert o.shape == (0, 2, 16)
+    assert torch.equal(final, inputs[7])
+
+
+def test_a_second_run_and_a_second_backward_pass_give_the_same_bits(interpreted):
+    inputs = operands(70, 1, 2, 16, 16)
+    first, upstream = with_gradients(inputs)
+    second, _ = with_gradients(inputs, upstream)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_the_plain_form_passes_gradcheck_in_float64():
+    inputs = in_float64(operands(5, 1, 2, 3, 4, documents=2))
+    torch.autograd.gradcheck(lambda *x: run(x, cu_seqlens=torch.tensor([0, 2, 5])), inputs)
+
+
+def test_the_table_names_every_chunk_once():
+    table = chunk_table(torch.tensor(DOCUMENTS), 150, torch.device("cpu"))
+    assert table.first_chunks.tolist() == [0, 1, 1, 2, 4]
+    assert table.ranges.T.tolist()[:5] == [[0, 1], [1, 65], [65, 130], [129, 130], [130, 150]]
+    assert not table.ranges[:, 5:].any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({1: torch.ones(4, 1, 15)}, r"k \(4, 1, 15\)"),
+        ({2: torch.ones(5, 2, 16)}, r"v \(5, 2, 16\)"),
+        ({2: torch.ones(4, 2, 16).double()}, "expected one dtype"),
+        ({3: torch.ones(4, 1)}, r"a is \(4, 1\), b \(4, 2\)"),
+        ({5: torch.ones(3)}, r"A_log is \(3,\)"),
+        ({7: torch.ones(2, 2, 16, 16)}, r"state is \(2, 2, 16, 16\); expected \(1, 2, 16, 16\)"),
+        ({0: torch.ones(4, 3, 16), 1: torch.ones(4, 3, 16)}, "2 value heads for 3 key heads"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    inputs = operands(4, 1, 2, 16, 16, documents=1)
+    for place, tensor in change.items():
+        inputs[place] = tensor
+    with pytest.raises(ValueError, match=message):
+        run(inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("decay", [0.1, 30.0], ids=["slow", "fast"])
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.bfloat16, 12 * 2**-9), (torch.float16, 12 * 2**-12)], ids=str
+)
+@pytest.mark.parametrize(("key", "value"), [(128, 128), (96, 192), (64, 64)])
+def test_every_gradient_is_the_true_one_on_a_gpu(key, value, dtype, decay):
+    documents = torch.tensor([0, 1, 70, 200])
+    inputs = operands(200, 2, 4, key, value, documents=3, decay=decay, device="cuda", dtype=dtype)
+    found, upstream = with_gradients(inputs, cu_seqlens=documents.cuda())
+    exact = in_float64(inputs)
+    truth, _ = with_gradients(exact, upstream, cu_seqlens=documents)
+    # Operands of products are rounded to q's dtype: about a dozen roundings in a row from q to a gradient.
+    for ours, true in zip(found, truth, strict=True):
+        assert relative(ours, true) < 12 * torch.finfo(dtype).eps / 2
+
+
+@pytest.mark.gpu
+def test_many_documents_on_a_gpu_equal_separate_ones():
+    lengths = torch.randint(0, 200, (40,)).tolist()
+    bounds = [0, *itertools.accumulate(lengths)]
+    inputs = operands(bounds[-1], 4, 8, 128, 128, device="cuda", dtype=torch.bfloat16)
+    documents = torch.tensor(bounds, device="cuda")
+    o, final = run(inputs, cu_seqlens=documents)
+    grads = torch.autograd.grad(o, inputs[:3], upstream := torch.randn_like(o))
+    for nth, (first, end) in enumerate(itertools.pairwise(bounds)):
+        alone, state = gated_delta_rule(*(x[first:end] for x in inputs[:5]), *inputs[5:])
+        assert torch.equal(alone, o[first:end])
+        assert torch.equal(state[0], final[nth])
+        if first < end:
+            single = torch.autograd.grad(alone, inputs[:3], upstream[first:end])
+            for one, packed in zip(single, grads, strict=True):
+                assert torch.equal(one[first:end], packed[first:end])
