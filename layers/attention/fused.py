@@ -108,7 +108,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
 
 
 def cudnn_takes(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
-    """Whether cuDNN computes attention without a mask on these rightly and is not disabled; shapes as above."""
+    """Whether cuDNN computes attention without a mask on these rightly and is enabled; shapes as above."""
     grouped = q.shape[1] != k.shape[1]
     if not q.is_cuda or _spoils_gradients(k, causal):
         return False
