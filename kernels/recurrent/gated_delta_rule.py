@@ -92,8 +92,10 @@ def gated_delta_rule_plain(
         else:
             s = at_least_float32(state[document : document + 1])
         for t in range(first, end):
-            token = (x[t : t + 1] for x in (q, k, v, a, b))
-            o, s = gated_delta_rule_step(*token, A_log, dt_bias, s, beta_scale=beta_scale)
+            token = slice(t, t + 1)
+            o, s = gated_delta_rule_step(
+                q[token], k[token], v[token], a[token], b[token], A_log, dt_bias, s, beta_scale=beta_scale
+            )
             outputs.append(o)
         finals.append(s)
     return torch.cat(outputs), torch.cat(finals)

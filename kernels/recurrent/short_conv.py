@@ -26,14 +26,13 @@ from liger_models.kernels._dispatch import (
     as_once_differentiable,
     at_least_float32,
     ceil_div,
-    jit,
     on_device_of,
     once_differentiable,
-    tl,
     use_triton,
 )
 from liger_models.kernels.attention.visible_keys import document_bounds
 from liger_models.kernels.norms._norm_sums import column_sum
+from liger_models.kernels.recurrent._short_conv_kernels import backward_kernel, forward_kernel
 
 WIDEST = 8  # taps; each is unrolled in the kernels
 
@@ -213,7 +212,7 @@ class _ShortConv(torch.autograd.Function):
         if y.numel():
             grid = (ceil_div(tokens, _ROWS), ceil_div(channels, _COLUMNS))
             with on_device_of(x):
-                _forward_kernel[grid](
+                forward_kernel[grid](
                     x,
                     weight,
                     bias,
@@ -245,7 +244,7 @@ class _ShortConv(torch.autograd.Function):
         sums = torch.empty(segments, taps + 1, channels, dtype=torch.float32, device=x.device)
         total = torch.empty((taps + 1) * channels, dtype=torch.float32, device=x.device)
         with on_device_of(x):
-            _backward_kernel[(segments, ceil_div(channels, _COLUMNS_BACK))](
+            backward_kernel[(segments, ceil_div(channels, _COLUMNS_BACK))](
                 dy,
                 x,
                 weight,
@@ -279,164 +278,3 @@ class _ShortConv(torch.autograd.Function):
 # read once; it loads `GROUP` tokens at a time, for enough loads to be under way.
 _ROWS, _GROUP, _COLUMNS, _WARPS = 64, 8, 512, 4
 _ROWS_BACK, _GROUP_BACK, _COLUMNS_BACK, _WARPS_BACK = 128, 4, 256, 4
-
-
-@jit
-def _inputs_before(x, begin, column, x_stride, channels, TAPS: tl.constexpr):
-    """The TAPS - 1 inputs before row `begin`, oldest first."""
-    window = ()
-    for nth in tl.static_range(TAPS - 1):
-        row = begin - (TAPS - 1) + nth
-        mask = (row >= 0) & (column < channels)
-        window += (tl.load(x + row.to(tl.int64) * x_stride + column, mask, 0.0).to(tl.float32),)
-    return window
-
-
-@jit
-def _taps_of(weight, column, channels, TAPS: tl.constexpr):
-    taps = ()
-    for tap in tl.static_range(TAPS):
-        taps += (tl.load(weight + column * TAPS + tap, column < channels, 0.0).to(tl.float32),)
-    return taps
-
-
-@jit
-def _visible(window, value, position, TAPS: tl.constexpr):
-    """The inputs under the taps at a token at `position` of its document: zero before the document."""
-    seen = ()
-    for nth in tl.static_range(TAPS - 1):
-        seen += (tl.where(position >= TAPS - 1 - nth, window[nth], 0.0),)
-    seen += (value,)
-    return seen
-
-
-@jit
-def _forward_kernel(
-    x,
-    weight,
-    bias,
-    starts,
-    y,
-    x_stride,
-    tokens,
-    channels,
-    TAPS: tl.constexpr,
-    SILU: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    begin = tl.program_id(0) * ROWS
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    taps = _taps_of(weight, column, channels, TAPS)
-    bias_of = tl.zeros([COLUMNS], tl.float32)
-    if bias is not None:
-        bias_of += tl.load(bias + column, column < channels, 0.0).to(tl.float32)
-    window = _inputs_before(x, begin, column, x_stride, channels, TAPS)
-    for group in range(0, ROWS // GROUP):
-        first = begin + group * GROUP
-        values, positions = (), ()
-        for nth in tl.static_range(GROUP):
-            row = first + nth
-            mask = (row < tokens) & (column < channels)
-            values += (tl.load(x + row.to(tl.int64) * x_stride + column, mask, 0.0).to(tl.float32),)
-            start = 0
-            if starts is not None:
-                start = tl.load(starts + row, row < tokens, 0)
-            positions += (row - start,)
-        for nth in tl.static_range(GROUP):
-            row = first + nth
-            seen = _visible(window, values[nth], positions[nth], TAPS)
-            z = bias_of
-            for tap in tl.static_range(TAPS):
-                z += seen[tap] * taps[tap]
-            if SILU:
-                z *= tl.sigmoid(z)
-            mask = (row < tokens) & (column < channels)
-            tl.store(y + row.to(tl.int64) * channels + column, z.to(y.dtype.element_ty), mask)
-            moved = ()
-            for older in tl.static_range(TAPS - 2):
-                moved += (window[older + 1],)
-            moved += (values[nth],)
-            window = moved
-
-
-@jit
-def _backward_kernel(
-    dy,
-    x,
-    weight,
-    bias,
-    starts,
-    dx,
-    sums,
-    dy_stride,
-    x_stride,
-    tokens,
-    channels,
-    TAPS: tl.constexpr,
-    SILU: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    begin = tl.program_id(0) * ROWS
-    end = tl.minimum(begin + ROWS, tokens)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    taps = _taps_of(weight, column, channels, TAPS)
-    bias_of = tl.zeros([COLUMNS], tl.float32)
-    if bias is not None:
-        bias_of += tl.load(bias + column, column < channels, 0.0).to(tl.float32)
-    window = _inputs_before(x, begin, column, x_stride, channels, TAPS)
-    gradients = ()  # what the TAPS - 1 rows before the one at hand have got so far
-    for _ in tl.static_range(TAPS - 1):
-        gradients += (tl.zeros([COLUMNS], tl.float32),)
-    added = ()  # this program's sums: of every tap, then of the bias
-    for _ in tl.static_range(TAPS + 1):
-        added += (tl.zeros([COLUMNS], tl.float32),)
-    # The TAPS - 1 rows behind the last read it, too.
-    for group in range(0, tl.cdiv(end - begin + TAPS - 1, GROUP)):
-        first = begin + group * GROUP
-        values, incoming, positions = (), (), ()
-        for nth in tl.static_range(GROUP):
-            row = first + nth
-            mask = (row < tokens) & (column < channels)
-            values += (tl.load(x + row.to(tl.int64) * x_stride + column, mask, 0.0).to(tl.float32),)
-            incoming += (tl.load(dy + row.to(tl.int64) * dy_stride + column, mask, 0.0).to(tl.float32),)
-            start = 0
-            if starts is not None:
-                start = tl.load(starts + row, row < tokens, 0)
-            positions += (row - start,)
-        for nth in tl.static_range(GROUP):
-            row = first + nth
-            seen = _visible(window, values[nth], positions[nth], TAPS)
-            dz = incoming[nth]
-            if SILU:
-                z = bias_of
-                for tap in tl.static_range(TAPS):
-                    z += seen[tap] * taps[tap]
-                slope = tl.sigmoid(z)
-                dz *= slope + z * (slope * (1 - slope))
-            own = tl.where(row < end, dz, 0.0)
-            more, moved, passed = (), (), ()
-            for tap in tl.static_range(TAPS):
-                more += (added[tap] + own * seen[tap],)
-            added = more + (added[TAPS] + own,)  # noqa: RUF005
-            for older in tl.static_range(TAPS - 1):
-                reads = positions[nth] >= TAPS - 1 - older
-                passed += (gradients[older] + tl.where(reads, dz, 0.0) * taps[older],)
-            passed += (dz * taps[TAPS - 1],)
-            target = row - (TAPS - 1)
-            mask = (target >= begin) & (target < end) & (column < channels)
-            tl.store(dx + target.to(tl.int64) * channels + column, passed[0].to(dx.dtype.element_ty), mask)
-            kept = ()
-            for older in tl.static_range(TAPS - 1):
-                kept += (passed[older + 1],)
-            gradients = kept
-            for older in tl.static_range(TAPS - 2):
-                moved += (window[older + 1],)
-            moved += (values[nth],)
-            window = moved
-    target = sums + tl.program_id(0).to(tl.int64) * (TAPS + 1) * channels + column
-    for nth in tl.static_range(TAPS + 1):
-        tl.store(target + nth * channels, added[nth], column < channels)

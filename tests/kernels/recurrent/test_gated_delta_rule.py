@@ -157,9 +157,7 @@ def test_what_does_not_fit_is_refused(change, message):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("decay", [0.1, 30.0], ids=["slow", "fast"])
-@pytest.mark.parametrize(
-    ("dtype", "bound"), [(torch.bfloat16, 12 * 2**-9), (torch.float16, 12 * 2**-12)], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("key", "value"), [(128, 128), (96, 192), (64, 64)])
 def test_every_gradient_is_the_true_one_on_a_gpu(key, value, dtype, decay):
     documents = torch.tensor([0, 1, 70, 200])

@@ -1,0 +1,173 @@
+"""Kernels of the short convolution: each program goes down the tokens of a few channels.
+
+What the next token still needs stays in registers, in tuples that Triton unrolls: the last inputs forward,
+and backward also the gradients of tokens that later ones read.
+"""
+
+# mypy: ignore-errors
+# Tuples of Triton's values, which grow in unrolled loops, have no type that mypy could follow.
+
+from __future__ import annotations
+
+from liger_models.kernels._dispatch import jit, tl
+
+
+@jit
+def _inputs_before(x, begin, column, x_stride, channels, TAPS: tl.constexpr):
+    """The TAPS - 1 inputs before row `begin`, oldest first."""
+    window = ()
+    for nth in tl.static_range(TAPS - 1):
+        row = begin - (TAPS - 1) + nth
+        mask = (row >= 0) & (column < channels)
+        window += (tl.load(x + row.to(tl.int64) * x_stride + column, mask, 0.0).to(tl.float32),)
+    return window
+
+
+@jit
+def _taps_of(weight, column, channels, TAPS: tl.constexpr):
+    taps = ()
+    for tap in tl.static_range(TAPS):
+        taps += (tl.load(weight + column * TAPS + tap, column < channels, 0.0).to(tl.float32),)
+    return taps
+
+
+@jit
+def _visible(window, value, position, TAPS: tl.constexpr):
+    """The inputs under the taps at a token at `position` of its document: zero before the document."""
+    seen = ()
+    for nth in tl.static_range(TAPS - 1):
+        seen += (tl.where(position >= TAPS - 1 - nth, window[nth], 0.0),)
+    seen += (value,)
+    return seen
+
+
+@jit
+def forward_kernel(
+    x,
+    weight,
+    bias,
+    starts,
+    y,
+    x_stride,
+    tokens,
+    channels,
+    TAPS: tl.constexpr,
+    SILU: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    begin = tl.program_id(0) * ROWS
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    taps = _taps_of(weight, column, channels, TAPS)
+    bias_of = tl.zeros([COLUMNS], tl.float32)
+    if bias is not None:
+        bias_of += tl.load(bias + column, column < channels, 0.0).to(tl.float32)
+    window = _inputs_before(x, begin, column, x_stride, channels, TAPS)
+    for group in range(0, ROWS // GROUP):
+        first = begin + group * GROUP
+        values, positions = (), ()
+        for nth in tl.static_range(GROUP):
+            row = first + nth
+            mask = (row < tokens) & (column < channels)
+            values += (tl.load(x + row.to(tl.int64) * x_stride + column, mask, 0.0).to(tl.float32),)
+            start = 0
+            if starts is not None:
+                start = tl.load(starts + row, row < tokens, 0)
+            positions += (row - start,)
+        for nth in tl.static_range(GROUP):
+            row = first + nth
+            seen = _visible(window, values[nth], positions[nth], TAPS)
+            z = bias_of
+            for tap in tl.static_range(TAPS):
+                z += seen[tap] * taps[tap]
+            if SILU:
+                z *= tl.sigmoid(z)
+            mask = (row < tokens) & (column < channels)
+            tl.store(y + row.to(tl.int64) * channels + column, z.to(y.dtype.element_ty), mask)
+            moved = ()
+            for older in tl.static_range(TAPS - 2):
+                moved += (window[older + 1],)
+            moved += (values[nth],)
+            window = moved
+
+
+@jit
+def backward_kernel(
+    dy,
+    x,
+    weight,
+    bias,
+    starts,
+    dx,
+    sums,
+    dy_stride,
+    x_stride,
+    tokens,
+    channels,
+    TAPS: tl.constexpr,
+    SILU: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    begin = tl.program_id(0) * ROWS
+    end = tl.minimum(begin + ROWS, tokens)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    taps = _taps_of(weight, column, channels, TAPS)
+    bias_of = tl.zeros([COLUMNS], tl.float32)
+    if bias is not None:
+        bias_of += tl.load(bias + column, column < channels, 0.0).to(tl.float32)
+    window = _inputs_before(x, begin, column, x_stride, channels, TAPS)
+    gradients = ()  # what the TAPS - 1 rows before the one at hand have got so far
+    for _ in tl.static_range(TAPS - 1):
+        gradients += (tl.zeros([COLUMNS], tl.float32),)
+    added = ()  # this program's sums: of every tap, then of the bias
+    for _ in tl.static_range(TAPS + 1):
+        added += (tl.zeros([COLUMNS], tl.float32),)
+    # The TAPS - 1 rows behind the last read it, too.
+    for group in range(0, tl.cdiv(end - begin + TAPS - 1, GROUP)):
+        first = begin + group * GROUP
+        values, incoming, positions = (), (), ()
+        for nth in tl.static_range(GROUP):
+            row = first + nth
+            mask = (row < tokens) & (column < channels)
+            values += (tl.load(x + row.to(tl.int64) * x_stride + column, mask, 0.0).to(tl.float32),)
+            incoming += (tl.load(dy + row.to(tl.int64) * dy_stride + column, mask, 0.0).to(tl.float32),)
+            start = 0
+            if starts is not None:
+                start = tl.load(starts + row, row < tokens, 0)
+            positions += (row - start,)
+        for nth in tl.static_range(GROUP):
+            row = first + nth
+            seen = _visible(window, values[nth], positions[nth], TAPS)
+            dz = incoming[nth]
+            if SILU:
+                z = bias_of
+                for tap in tl.static_range(TAPS):
+                    z += seen[tap] * taps[tap]
+                slope = tl.sigmoid(z)
+                dz *= slope + z * (slope * (1 - slope))
+            own = tl.where(row < end, dz, 0.0)
+            more, moved, passed = (), (), ()
+            for tap in tl.static_range(TAPS):
+                more += (added[tap] + own * seen[tap],)
+            added = more + (added[TAPS] + own,)  # noqa: RUF005
+            for older in tl.static_range(TAPS - 1):
+                reads = positions[nth] >= TAPS - 1 - older
+                passed += (gradients[older] + tl.where(reads, dz, 0.0) * taps[older],)
+            passed += (dz * taps[TAPS - 1],)
+            target = row - (TAPS - 1)
+            mask = (target >= begin) & (target < end) & (column < channels)
+            tl.store(dx + target.to(tl.int64) * channels + column, passed[0].to(dx.dtype.element_ty), mask)
+            kept = ()
+            for older in tl.static_range(TAPS - 1):
+                kept += (passed[older + 1],)
+            gradients = kept
+            for older in tl.static_range(TAPS - 2):
+                moved += (window[older + 1],)
+            moved += (values[nth],)
+            window = moved
+    target = sums + tl.program_id(0).to(tl.int64) * (TAPS + 1) * channels + column
+    for nth in tl.static_range(TAPS + 1):
+        tl.store(target + nth * channels, added[nth], column < channels)
