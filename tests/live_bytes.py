@@ -26,7 +26,7 @@ from liger_models.layers.projections import low_rank
 
 class LiveBytes(TorchDispatchMode):
     """Counts every storage that an operation makes within it, until the storage is freed. Buffers in which
-    the level `offload` keeps tensors on the host do not count.
+    the level `offload` keeps tensors on the host do not count; how many of them are in use is `on_host`.
 
     Args:
         before: tensors whose storages exist already (parameters); they do not count.
@@ -38,7 +38,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, before: Iterable[Tensor] = (), device: str = "cpu", unit: int = 1, zero: bool = False):
         super().__init__()
         self.device, self.unit, self.zero = device, unit, zero
-        self.now = self.peak = 0
+        self.now = self.peak = self.on_host = 0
         self._sizes: dict[int, int] = {}  # by the address of a storage
         for tensor in before:
             self.exclude(tensor)
@@ -53,10 +53,18 @@ class LiveBytes(TorchDispatchMode):
         return tensor
 
     def __enter__(self) -> LiveBytes:
-        take = offload._HostMemory._buffer
-        self._host = mock.patch.object(
-            offload._HostMemory, "_buffer", lambda memory, size: self.exclude(take(memory, size))
-        )
+        take, give = offload._HostMemory.take, offload._HostMemory.give
+
+        def taken(memory: Any, count: int) -> list[Tensor]:
+            buffers = [self.exclude(buffer) for buffer in take(memory, count)]
+            self.on_host += len(buffers)
+            return buffers
+
+        def given(memory: Any, buffers: list[Tensor]) -> None:
+            self.on_host -= len(buffers)
+            give(memory, buffers)
+
+        self._host = mock.patch.multiple(offload._HostMemory, take=taken, give=given)
         self._host.start()
         return super().__enter__()
 

@@ -208,7 +208,8 @@ def _step_memory(args: argparse.Namespace, model: "LigerCausalLM") -> "StepMemor
     from liger_models.optim import state_bytes
     from liger_models.training.lora import LoraSettings
 
-    rank = LoraSettings.parse(args.lora).r if args.lora else 0
+    lora = LoraSettings.parse(args.lora) if args.lora else None
+    rank = 0 if lora is None else lora.r
     # Adapters are in float32, and so are the moments of theirs.
     dtype, moments = (torch.float32, "auto") if rank else (getattr(torch, args.dtype), args.moments)
     per_element = state_bytes(dtype, args.weights, moments)
@@ -222,6 +223,7 @@ def _step_memory(args: argparse.Namespace, model: "LigerCausalLM") -> "StepMemor
             args.accumulate,
             args.gpus,
             rank,
+            lora is not None and lora.dora,
             QUANTISED[args.quantize] if args.quantize else None,
             labels=args.labels,
             sequence_ranks=args.sequence_parallel,

@@ -51,6 +51,9 @@ class KeepsInputAlone:
         """x [..., in] -> [..., out]."""
         return keep_input_alone(self, super().forward, x, *args, **kwargs)  # type: ignore[misc]
 
+    def low_rank_projection(self) -> None:
+        """It is none that layers/projections/low_rank.py takes."""
+
 
 def take_over(layer: nn.Module) -> None:
     """Let a linear layer of IA3, or of LoRA on torchao's weights, keep its input alone."""

@@ -117,7 +117,7 @@ def test_levels_that_fit_are_chosen(family, make_both, batch):
     both.ours.set_activation_memory("auto", memory_budget="1GiB")
     adapted(**batch).loss.backward()
     assert set(both.ours.activation_memory) == {"all"}
-    assert both.ours.decoder.fit_levels.plan.fits
+    assert both.ours.base_decoder.fit_levels.plan.fits
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from liger_models.kernels._dispatch import ceil_div
 from liger_models.layers.attention.backends import LONG
 from liger_models.layers.attention.cross_attention import CrossAttention
 from liger_models.layers.attention.qk_norm import norm_work
@@ -15,6 +16,7 @@ from liger_models.layers.blocks import Block
 from liger_models.layers.experts.moe import MixtureOfExperts
 from liger_models.layers.memory import tiles
 from liger_models.layers.memory.activation_memory import LEVELS, RERUN, TILED, ActivationMemory
+from liger_models.layers.memory.plan.adapters import AdapterCosts
 from liger_models.layers.memory.plan.own_parts import whole_bytes
 from liger_models.layers.memory.plan.step import Step
 from liger_models.layers.sequence_parallel import exchange_bytes
@@ -47,18 +49,19 @@ class LayerCosts:
         if step.sequence_ranks > 1:
             exchanged = tokens * exchange_bytes(layer.spec.mixer, step.sequence_ranks, itemsize)
             kept = {level: kept[level] + (level not in RERUN) * exchanged for level in LEVELS}
-        beside = _kept_of_images(layer, step, itemsize)
+        adapters = AdapterCosts.of(layer, step)
+        beside = _kept_of_images(layer, step, itemsize) + tokens * adapters.columns * itemsize
         kept = {level: kept[level] + (level not in RERUN) * beside for level in LEVELS}
         inner, last, rest = matrix_elements(layer)
         mixing = 4 * _attended(layer, step.longest or step.seq)
         again = OPERATIONS_A_BYTE * BYTES_MOVED * (kept["all"] - kept["lean"])
         whole = again + tokens * (2 * (inner + rest) + mixing)
         stream = tokens * itemsize * layer.hidden_size
-        moments = _Moments.of(layer, kept, step, itemsize)
+        moments = _Moments.of(layer, kept, step, itemsize, adapters)
         sums = moments.moved
         return LayerCosts(
             kept,
-            {level: moments.largest(level) - kept[level] for level in LEVELS},
+            {level: moments.largest(level) - kept[level] + adapters.matrices for level in LEVELS},
             {
                 "all": 0,
                 "lean": again,
@@ -141,7 +144,13 @@ class _Moments:
     accumulates: bool
 
     @staticmethod
-    def of(layer: Block, kept: dict[ActivationMemory, int], step: Step, itemsize: int) -> _Moments:
+    def of(
+        layer: Block,
+        kept: dict[ActivationMemory, int],
+        step: Step,
+        itemsize: int,
+        adapters: AdapterCosts,
+    ) -> _Moments:
         tokens, mlp = step.tokens, layer.mlp
         experts = isinstance(mlp, MixtureOfExperts)
         stream, product = (tokens * itemsize * width for width in (layer.hidden_size, _inner_width(layer)))
@@ -149,6 +158,9 @@ class _Moments:
         in_front = (p for name, p in layer.mixer.named_parameters() if "o_proj" not in name)  # type: ignore[attr-defined]
         of_mlp, whole = (_gradient_bytes(part.parameters(), step) for part in (mlp, layer))
         last, front, tile, moved = 2 * product, stream, None, 0
+        if step.lora_rank and (step.weight_bytes or 0) >= 1:
+            # Of 8 bits the product is bitsandbytes' own, with a gradient of its own beside the paths'.
+            last, front = last + product, front + stream
         if isinstance(mlp, MixtureOfExperts):
             rows = mlp.spec.experts_per_token * stream
             last, front, behind = rows + 4 * product, rows + 2 * product + stream, 0
@@ -158,17 +170,19 @@ class _Moments:
             # What stands before the activation, what comes out, and that one's gradient.
             tile = tiles.working_bytes(tokens, 4 * mlp.spec.intermediate_size, elements, itemsize)
             moved = 8 * elements * -(-tokens // tiles.TILE)
+            size = ceil_div(tokens, ceil_div(tokens, tiles.TILE))
+            tile += size * max(adapters.last, adapters.front)
         return _Moments(
             lean=kept["lean"],
             mlp=tokens * mlp.activation_bytes("lean", itemsize),
             norms=layer.norm_outputs() * stream,
             stream=stream,
             scaled=(layer.spec.residual_scale != 1.0) * stream,
-            last=last,
-            front=front,
+            last=last + tokens * adapters.last,
+            front=front + tokens * adapters.front,
             experts=experts,
             gradients=(behind, of_mlp, whole - _gradient_bytes(in_front, step), whole),
-            attention=_attention_work(layer, step, itemsize),
+            attention=max(_attention_work(layer, step, itemsize), tokens * adapters.mixer),
             tile=tile,
             moved=moved,
             accumulates=step.accumulates,

@@ -29,6 +29,7 @@ class Step:
         accumulates: whether gradients of an earlier micro-batch are there in the forward pass.
         gpus: that divide the parameters among them (FSDP2).
         lora_rank: of adapters on all linear layers, in float32, beside weights that are not trained; 0: none.
+        dora: whether these are DoRA's.
         weight_bytes: of an element of the layers' matrices, where they are quantised.
         longest: tokens of the longest document; None: `seq`.
         labels: the share of the tokens that have one; the others are not in the loss.
@@ -44,6 +45,7 @@ class Step:
     accumulates: bool = False
     gpus: int = 1
     lora_rank: int = 0
+    dora: bool = False
     weight_bytes: float | None = None
     longest: int | None = None
     labels: float = 1.0

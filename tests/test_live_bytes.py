@@ -1,0 +1,349 @@
+"""A training step keeps what its level of activation memory promises, needs what is planned, and gives it
+back, however it ends.
+
+Live bytes are counted on a CPU that allocates as a GPU does, in tiles so short that tiny batches have many.
+Each composition is measured with two numbers of layers and two of tokens: the second difference is bytes for
+each token and layer, in which weights, gradients and constants are not. All at all levels, in some minutes:
+
+    python tests/test_live_bytes.py [words of a composition's name]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from live_bytes import LiveBytes, as_on_a_gpu
+
+import liger_models
+from liger_models.architectures import find_architecture
+from liger_models.layers import distilling, head
+from liger_models.layers.attention import backends
+from liger_models.layers.memory import activation_memory, offload, tiles
+from liger_models.layers.memory.activation_memory import LEVELS, RERUN
+from liger_models.layers.memory.plan import Step, StepMemory, layer_costs
+
+DTYPE, RANK, TILE = torch.bfloat16, 4, 64
+LAYERS, TOKENS = (2, 3), (256, 512)
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+LORA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@contextlib.contextmanager
+def surroundings() -> Iterator[None]:
+    """A GPU, and short tiles."""
+    lengths = [
+        *((tiles, "TILE", TILE), (head, "_CHUNK", TILE), (distilling, "_CHUNK", TILE)),
+        *((backends, "LONG", 2 * TILE), (layer_costs, "LONG", 2 * TILE), (offload, "CHUNK", 1 << 15)),
+    ]
+    with contextlib.ExitStack() as stack:
+        for place, name, value in lengths:
+            stack.enter_context(mock.patch.object(place, name, value))
+        stack.enter_context(as_on_a_gpu())
+        yield
+
+
+@dataclass
+class Made:
+    """A model, the part of it that has `layers` and takes a level, and what calls it.
+
+    Attributes:
+        beside: bytes for each token and layer that adapters keep where a layer does not run again.
+        planned: the model that is planned, if another.
+        step: further settings of the planned step.
+        call: tokens -> the loss.
+    """
+
+    model: Any
+    decoder: Any
+    step: dict[str, Any]
+    call: Callable[[int], Any]
+    beside: float = 0.0
+    planned: Any = None
+
+
+def config_of(family: str, layers: int, **changes: Any) -> dict[str, Any]:
+    return {
+        **find_architecture(family).tiny,
+        "max_position_embeddings": 1024,
+        **changes,
+        "num_hidden_layers": layers,
+    }
+
+
+def of_labels(model: Any) -> Callable[[int], Any]:
+    def call(tokens: int) -> Any:
+        ids = torch.randint(12, 131, (1, tokens), generator=torch.Generator().manual_seed(0))
+        return model(input_ids=ids, labels=ids).loss
+
+    return call
+
+
+def full(family: str, **changes: Any) -> Callable[[int], Made]:
+    def make(layers: int) -> Made:
+        config = config_of(family, layers, **changes)
+        if "layer_types" in config:
+            config["layer_types"] = (["sliding_attention", "full_attention"] * layers)[:layers]
+        model = liger_models.from_config(config, device="cpu", dtype=DTYPE).train()
+        return Made(model, model, {}, of_labels(model))
+
+    return make
+
+
+def adapted(family: str = "llama", quantised: str | None = None, ours: bool = False, **settings: Any):
+    """PEFT's adapters: on the class for transformers, or on our own."""
+
+    def make(layers: int) -> Made:
+        peft = pytest.importorskip("peft")
+        transformers = pytest.importorskip("transformers")
+        import liger_models.hf
+        from liger_models.quantization import quantise
+
+        config = config_of(family, layers, hidden_size=64, intermediate_size=128)
+        liger_models.hf.register("split")
+        try:
+            config = transformers.AutoConfig.for_model(**config, use_cache=False)
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPE).train()
+        finally:
+            liger_models.hf.unregister()
+        if quantised:
+            pytest.importorskip("bitsandbytes")
+            quantise(model, quantised, torch.device("cpu"))
+            for module in model.modules():  # packed for the product of a CPU
+                state = getattr(getattr(module, "weight", None), "quant_state", None)
+                if state is not None:
+                    state.packing_format_for_cpu = False
+        kind = getattr(peft, settings.get("kind", "LoraConfig"))
+        own = {"r": RANK, "target_modules": LORA} if kind is peft.LoraConfig else {}
+        own |= {name: value for name, value in settings.items() if name != "kind"}
+        model = peft.get_peft_model(model, kind(task_type="CAUSAL_LM", **own)).train()
+        decoder = model.get_base_model().base_decoder
+        paths = sum(".lora_A." in name for name, _ in model.named_parameters()) / layers
+        beside = RANK * paths * DTYPE.itemsize * (own.keys() <= {"r", "target_modules", "target_parameters"})
+        made = Made(model, decoder, {}, of_labels(model), beside)
+        if not own.keys() - {"r", "target_modules", "use_dora"}:  # which can be planned without the adapters
+            weight_bytes = {"nf4": 0.5, "int8": 1.0}.get(quantised)
+            made.step = {"lora_rank": RANK, "weight_bytes": weight_bytes, "dora": "use_dora" in own}
+            made.planned = liger_models.from_config(config.to_dict(), device="meta", dtype=DTYPE)
+        return made
+
+    return make
+
+
+COMPOSITIONS: dict[str, Callable[[int], Made]] = {
+    "full, dense": full("llama"),
+    "full, experts": full("qwen3_moe", mlp_only_layers=[]),
+    "full, latent attention": full("deepseek_v3", first_k_dense_replace=0),
+    "full, norms of heads": full("cohere"),
+    "LoRA, dense": adapted(),
+    "LoRA, latent attention and experts": adapted("deepseek_v3", target_modules="all-linear"),
+    "LoRA of experts": adapted(
+        "qwen3_moe",
+        target_modules=["q_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    ),
+    "LoRA with a bias": adapted(lora_bias=True),
+    "DoRA": adapted(use_dora=True),
+    "QLoRA": adapted(quantised="nf4"),
+    "QDoRA": adapted(quantised="nf4", use_dora=True),
+    "LoRA on 8 bits": adapted(quantised="int8"),
+    "IA3": adapted(
+        kind="IA3Config", target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]
+    ),
+}
+
+
+@dataclass
+class Found:
+    """Bytes."""
+
+    kept: int
+    peak: int
+    after: int
+    promised: float
+    planned: int
+
+
+def measure(made: Made, tokens: int, level: str) -> Found:
+    made.decoder.set_activation_memory(level)
+    offload.drop_unused_buffers()
+    made.model.zero_grad()
+    layers = made.decoder.layers
+    promised = sum(layer.activation_bytes(level, DTYPE.itemsize) for layer in layers)
+    promised += made.beside * len(layers) * (level not in RERUN)
+    step = Step(1, tokens, optimizer_bytes=0, **made.step)
+    planned = StepMemory(made.planned or made.decoder, step).plan([level] * len(layers)).peak
+    with LiveBytes([*made.model.parameters(), *made.model.buffers()], zero=True) as live:
+        loss = made.call(tokens)
+        kept = live.now
+        loss.backward()
+        after, peak = live.now, live.peak
+    return Found(kept, peak, after, promised, planned)
+
+
+def slopes(make: Callable[[int], Made], level: str) -> SimpleNamespace:
+    """By token and layer: kept, peak and promised. By token, of the deeper model: `slope` of the peak,
+    planned, and what is left after the backward pass.
+    """
+    found = {}
+    with surroundings():
+        for layers in LAYERS:
+            made = make(layers)
+            for tokens in TOKENS:
+                found[layers, tokens] = measure(made, tokens, level)
+    (a, b), (s, t) = LAYERS, TOKENS
+
+    def second(name: str) -> float:
+        x = {size: getattr(one, name) for size, one in found.items()}
+        return (x[b, t] - x[b, s] - x[a, t] + x[a, s]) / ((t - s) * (b - a))
+
+    def first(name: str) -> float:
+        return (getattr(found[b, t], name) - getattr(found[b, s], name)) / (t - s)
+
+    return SimpleNamespace(
+        kept=second("kept"),
+        peak=second("peak"),
+        promised=(found[b, t].promised - found[a, t].promised) / (b - a),
+        slope=first("peak"),
+        planned=first("planned"),
+        after=first("after"),
+    )
+
+
+FEW = ("lean", "tiled", "offload")
+CHOSEN = {
+    "full, dense": LEVELS,
+    "full, experts": FEW,
+    "full, latent attention": FEW,
+    "full, norms of heads": ("lean", "offload"),
+    "LoRA, dense": FEW,
+    "LoRA of experts": ("lean", "offload"),
+    "LoRA with a bias": ("lean",),
+    "DoRA": ("lean", "tiled"),
+    "QLoRA": ("lean", "checkpoint", "offload"),
+    "LoRA on 8 bits": ("lean", "offload"),
+    "IA3": ("lean",),
+}
+
+
+@pytest.mark.parametrize(("name", "level"), [(name, level) for name in CHOSEN for level in CHOSEN[name]])
+def test_a_step_keeps_what_its_level_promises_and_needs_what_is_planned(name, level):
+    found = slopes(COMPOSITIONS[name], level)
+    # Where low-rank paths are made again with the rest of an MLP, the promise is a little more than is kept.
+    assert found.kept <= found.promised + 0.5
+    assert found.kept >= 0.95 * found.promised
+    # Of another layer the peak grows by what it keeps; where two moments are nearly as high, by less.
+    assert found.peak <= found.promised + 8
+    assert found.after == 0
+    # Under a dispatch mode torch adds gradients out of place: a stream more, of at most 64 in bfloat16. A
+    # plan leaves out numbers by token, such as norms' statistics, which at such widths are percents.
+    assert found.slope <= 1.03 * found.planned + 64 * 2 + 16
+
+
+# -- steps that end otherwise
+
+
+class Stopped(BaseException):
+    """As KeyboardInterrupt, which is no Exception."""
+
+
+def stop(module: torch.nn.Module, backward: bool) -> Any:
+    """Let a module raise, in the forward pass or when it runs again."""
+
+    def hook(*_: Any) -> None:
+        if (torch._C._current_graph_task_id() != -1) == backward:
+            raise Stopped
+
+    return module.register_forward_pre_hook(hook)
+
+
+def raising(made: Made, backward: bool) -> None:
+    handle = stop(made.decoder.layers[1].mlp, backward)
+    with pytest.raises(Stopped):
+        made.call(TOKENS[0]).backward()
+    handle.remove()
+
+
+def raising_in_a_gradient(made: Made) -> None:
+    def hook(gradient: torch.Tensor) -> None:
+        raise Stopped
+
+    handle = next(p for p in made.decoder.layers[0].parameters() if p.requires_grad).register_hook(hook)
+    with pytest.raises(Stopped):
+        made.call(TOKENS[0]).backward()
+    handle.remove()
+
+
+def without(gradients: Any, made: Made) -> None:
+    with gradients():
+        made.call(TOKENS[0])
+
+
+ENDS: dict[str, Callable[[Made], Any]] = {
+    "no backward": lambda made: made.call(TOKENS[0]) and None,
+    "no_grad": lambda made: without(torch.no_grad, made),
+    "inference_mode": lambda made: without(torch.inference_mode, made),
+    "stopped in the forward pass": lambda made: raising(made, backward=False),
+    "stopped in the second run": lambda made: raising(made, backward=True),
+    "stopped in a gradient": raising_in_a_gradient,
+    "a usual one": lambda made: made.call(TOKENS[0]).backward(),
+}
+
+
+@pytest.mark.parametrize("level", ["lean", "tiled", "offload"])
+@pytest.mark.parametrize("name", ["full, experts", "LoRA, dense"])
+def test_however_a_step_ends_it_gives_everything_back_at_once(name, level):
+    """Without the garbage collector, and the host's buffers too."""
+    with surroundings():
+        made = COMPOSITIONS[name](LAYERS[0])
+        made.decoder.set_activation_memory(level)
+        made.call(TOKENS[0]).backward()  # which makes what stays, such as tables of positions
+        made.model.zero_grad()
+        lean_ends = (end for end in ENDS if level != "lean" or end != "stopped in the second run")
+        for end in lean_ends:
+            gc.collect()
+            gc.disable()
+            try:
+                before = [*made.model.parameters(), *made.model.buffers()]
+                with LiveBytes(before, zero=True) as live:
+                    ENDS[end](made)
+                    # torch drops what an error left in its queue when the next backward pass begins.
+                    torch.zeros((), requires_grad=True).mul(2).backward()
+                    made.model.zero_grad()
+                    assert live.now <= STAYS, end
+                    assert live.on_host == 0, end
+            finally:
+                gc.enable()
+            assert not activation_memory._RECIPES, end
+
+
+# Counts of experts and the like, whatever the number of tokens.
+STAYS = 2048
+
+
+def main(words: list[str]) -> None:
+    for name, make in COMPOSITIONS.items():
+        if all(word in name for word in words):
+            for level in LEVELS:
+                try:
+                    found = slopes(make, level)
+                    print(
+                        f"{name}, {level}:",
+                        ", ".join(f"{k} {v:.0f}" for k, v in vars(found).items()),
+                        flush=True,
+                    )
+                except Exception as error:
+                    print(f"{name}, {level}: {type(error).__name__}: {error}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.path.append(sys.path.pop(0))  # in which a folder of tests is called liger_models
+    main(sys.argv[1:])
