@@ -89,7 +89,7 @@ class ChatTemplate:
         try:
             self._plain = environment().from_string(source)
             self._traced = self._tracing.from_string(source)
-        except Exception as error:  # constants are computed as it is read
+        except Exception as error:
             raise DataError(f"the chat template of {where} is not valid: {error}") from error
 
     def render(self, messages: list[Message], given: int, options: Mapping[str, Any]) -> Rendering:
@@ -165,6 +165,7 @@ class ChatTemplate:
     def _write(
         self, program: Any, messages: list[Message], options: Mapping[str, Any], add_generation_prompt: bool
     ) -> str:
+        program.environment.limits.begin()
         given = {**self.tokens, "tools": None, "documents": None, **options}
         try:
             text: str = program.render(

@@ -17,6 +17,7 @@ from typing import Any
 
 from liger_models.convert.errors import DataError
 from liger_models.training.origins import Trace, Traced, braces, has_traced, join, percent
+from liger_models.training.template_limits import limited_environment
 
 
 def environment() -> Any:
@@ -42,6 +43,7 @@ def _completed(kind: Any) -> Any:
     made.globals["raise_exception"] = raise_exception
     made.filters["tojson"] = _to_json
     made.ready()
+    made.limit_filters()
     return made
 
 
@@ -68,7 +70,9 @@ def _classes() -> tuple[Any, Any]:
     from jinja2.compiler import CodeGenerator
     from jinja2.ext import Extension
     from jinja2.filters import make_attrgetter
-    from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
+    from jinja2.sandbox import SandboxedFormatter
+
+    Limited = limited_environment()
 
     class GenerationTags(Extension):
         """`{% generation %}...{% endgeneration %}`, which transformers has added to the language."""
@@ -87,11 +91,11 @@ def _classes() -> tuple[Any, Any]:
         def _enclosed(self, caller: Any) -> str:
             return self.environment.trace.mark(caller())  # type: ignore[attr-defined]
 
-    class Plain(ImmutableSandboxedEnvironment):
+    class Plain(Limited):  # type: ignore[misc, valid-type]
         generation = GenerationTags
 
         def ready(self) -> None:
-            pass
+            self.finalize = self.written
 
     class Generator(CodeGenerator):
         """Code that tells the trace of loops and of text as it is written."""
@@ -155,10 +159,9 @@ def _classes() -> tuple[Any, Any]:
             for text in texts:
                 self.append(text)
 
-    class Tracing(ImmutableSandboxedEnvironment):
+    class Tracing(Limited):  # type: ignore[misc, valid-type]
         generation = Marking
         code_generator_class = Generator
-        intercepted_binops = frozenset({"%"})
         trace = Trace()
 
         def ready(self) -> None:
@@ -177,7 +180,7 @@ def _classes() -> tuple[Any, Any]:
             return not known and super().is_safe_attribute(obj, attr, value)
 
         def concat(self, items: Iterable[str]) -> str:  # type: ignore[override]
-            return self.trace.join(items)
+            return self.trace.join(self.limits.measured(items))
 
         def buffer(self) -> Buffer:
             return Buffer(self.trace)
@@ -185,12 +188,13 @@ def _classes() -> tuple[Any, Any]:
         def _written(self, value: Any) -> str:
             if isinstance(value, str):
                 return value if type(value) is Traced else str(value)
-            text = str(value)
+            text = self.written(value)
             if isinstance(value, list | dict) and has_traced(value):
                 return self.trace.made_of(text, value, "as text")
             return text
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            self.limits.operation(operator, left, right)
             if operator == "%" and isinstance(left, str):
                 return percent(self.trace, left, right) if has_traced([left, right]) else left % right
             return super().call_binop(context, operator, left, right)
@@ -216,6 +220,7 @@ def _classes() -> tuple[Any, Any]:
             template, of_map = value.__self__, value.__name__ == "format_map"
 
             def written(*values: Any, **named: Any) -> str:
+                self.limits.call(value.__name__, [template, *values], named)
                 if of_map:
                     (named,), values = values, ()
                 return braces(self.trace, template, values, named, SandboxedFormatter(self))
