@@ -1,6 +1,7 @@
 """A model that sees is trained on conversations with images, from their files to the checkpoint."""
 
 import base64
+import itertools
 import json
 import random
 from pathlib import Path
@@ -136,6 +137,25 @@ def test_tables_and_data_sets_hold_images_as_files_of_lines_do(load, jsonl, tmp_
         assert torch.equal(batches[0].input_ids, batches[1].input_ids)
         assert torch.equal(batches[0].shift_labels, batches[1].shift_labels)
         assert torch.equal(batches[0].images["pixel_values"], batches[1].images["pixel_values"])
+
+
+def test_each_answer_is_learned_with_the_images_before_it(load, tmp_path, jsonl):
+    for number, colour in enumerate(("red", "blue")):
+        picture(colour, (16, 16)).save(tmp_path / f"{number}.png")
+    messages = [
+        message
+        for number, colour in enumerate(("red", "blue"))
+        for message in (
+            {"role": "user", "content": [{"type": "image", "image": f"{number}.png"}]},
+            {"role": "assistant", "content": colour},
+        )
+    ]
+    documents, _ = load(jsonl(tmp_path / "chat.jsonl", [{"messages": messages}]), train_on="each")
+    corpus = documents.parts[0].corpus
+    shown = [len(corpus.images(start)["image_grid_thw"]) for start in corpus.starts[:-1].tolist()]
+    learned = [int(corpus.read(a, b)[1].sum()) for a, b in itertools.pairwise(corpus.starts.tolist())]
+    assert shown == [1, 2]
+    assert learned[0] == learned[1] > 0
 
 
 def test_a_packed_row_has_the_loss_and_the_gradients_of_its_conversations_alone(load):

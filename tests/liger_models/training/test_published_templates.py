@@ -268,3 +268,28 @@ def test_learned_tokens_are_those_of_learned_characters(renderings, tokenizer):
         learned = [index for index, mark in zip(encoding.ids, marks, strict=True) if mark]
         expected = "".join(text[start:stop] for start, stop in ours.spans)
         assert tokenizer.decode(learned, skip_special_tokens=False) == expected, conversation
+
+
+OF_IMAGES = (
+    *("gemma3", "gemma4_v5", "idefics3", "lfm2_2_5_vl", "llava_next", "muse_glimmer", "qwen2_5_vl"),
+    *("qwen3_5_think", "qwen3_vl", "smolvlm"),
+)
+
+
+@pytest.mark.parametrize("name", OF_IMAGES)
+def test_conversations_with_images_are_rendered_alike_and_their_answers_found(name):
+    """Text alone beside an image becomes a part where the template reads parts alone."""
+    shown = user([{"type": "image"}, {"type": "text", "text": "apple?"}])
+    messages = [shown, assistant("banana"), user("cherry?"), assistant("damson")]
+    ours = template_of(name).render(messages, 0, {})
+    assert ours.text in [theirs(name, in_form(messages, as_parts), {})] + (
+        [] if name in ("idefics3", "smolvlm", "llava_next") else [theirs(name, messages, {})]
+    )
+    learned = "".join(ours.text[start:stop] for start, stop in ours.spans)
+    assert all(ours.text.count(word) == 1 for word in ("apple?", "banana", "cherry?", "damson"))
+    assert [word in learned for word in ("apple?", "banana", "cherry?", "damson")] == [
+        False,
+        True,
+        False,
+        True,
+    ]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from liger_models.convert.errors import ConfigError, DataError
-from liger_models.training.data import build_corpus, load_documents
+from liger_models.training.data import PAIRS, build_corpus, load_documents
 from liger_models.training.data.records import Conversation
 from liger_models.training.tokenizer import TextTokenizer
 
@@ -90,6 +90,19 @@ def test_examples_that_begin_with_one_another_are_one(documents_of):
     assert each == [
         ("<|user|>a</s><|assistant|>(h)b</s><|user|>c</s><|assistant|>(i)d</s>", "(h)b</s>(i)d</s>")
     ]
+
+
+@pytest.mark.parametrize("template", [DROPS, KEEPS])
+def test_of_compared_answers_those_of_the_prompt_are_not_learned(template, tokenizer_with, tmp_path, jsonl):
+    """Also where the template rewrites them."""
+    record = {"prompt": CHAT[:3], "chosen": [said("good", "i")], "rejected": [said("bad")]}
+    path, tokenizer = jsonl(tmp_path / "data.jsonl", [record]), tokenizer_with(template)
+    documents = load_documents([path], tokenizer, seq_len=128, vocab_size=320, form=PAIRS)
+    corpus = documents.parts[0].corpus
+    ids, trained = corpus.read(0, int(corpus.starts[-1]))
+    learned = tokenizer.backend.decode(ids[trained].tolist(), skip_special_tokens=False)
+    assert learned == "(i)good</s>bad</s>"
+    assert LEFT_OUT not in documents.counts
 
 
 def test_an_example_of_each_answer_has_the_images_before_it():
