@@ -154,21 +154,8 @@ class AdamW(torch.optim.Optimizer):
             The Euclidean norm, float32 without dimensions, on the device of the first parameter. With
             DTensors it is that of the whole gradients, on every rank: all ranks must call this.
         """
-        shards: dict[tuple[Any, ...], list[Tensor]] = {}
-        for parameter in itertools.chain.from_iterable(group["params"] for group in self.param_groups):
-            if parameter.grad is not None:
-                gradient = _gradient(parameter)
-                shards.setdefault((gradient.device, *_divided_over(parameter)), []).append(gradient)
-        first = self.param_groups[0]["params"][0].device
-        total = torch.zeros((), dtype=torch.float64, device=first)
-        for (_, *groups), gradients in shards.items():
-            square = sum_of_squares(gradients)
-            for group in groups:
-                torch.distributed.all_reduce(square, group=group)
-            total += square.to(first)
-        norm = total.sqrt().float()
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        self._factors = {device: factor.to(device) for device, *_ in shards}
+        parameters = list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
+        norm, self._factors = _norm_and_factors(parameters, max_norm)
         return norm
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -305,6 +292,44 @@ def _is_dtensor(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
+@torch.no_grad()
+def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scale gradients in place so that their norm is max_norm at most, for any optimizer, as
+    torch.nn.utils.clip_grad_norm_ does, also where experts are divided: those and other parameters are
+    DTensors on two meshes, whose norms torch's own cannot add ("must have the same mesh").
+
+    Returns:
+        The Euclidean norm before, as that of `AdamW.clip_grad_norm`: all ranks must call this.
+    """
+    parameters = [p for p in parameters if p.grad is not None]
+    if not parameters:
+        return torch.zeros(())
+    norm, factors = _norm_and_factors(parameters, max_norm)
+    for p in parameters:
+        gradient = _local(p.grad)
+        gradient.mul_(factors[gradient.device])
+    return norm
+
+
+def _norm_and_factors(parameters: list[Tensor], max_norm: float) -> tuple[Tensor, dict[Any, Tensor]]:
+    """The norm of the gradients on the first parameter's device, and on each device what clips them."""
+    shards: dict[tuple[Any, ...], list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            gradient = _gradient(parameter)
+            shards.setdefault((gradient.device, *_divided_over(parameter)), []).append(gradient)
+    first = parameters[0].device
+    total = torch.zeros((), dtype=torch.float64, device=first)
+    for (_, *groups), gradients in shards.items():
+        square = sum_of_squares(gradients)
+        for group in groups:
+            torch.distributed.all_reduce(square, group=group)
+        total += square.to(first)
+    norm = total.sqrt().float()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return norm, {device: factor.to(device) for device, *_ in shards}
+
+
 def _gradient(parameter: Any) -> Tensor:
     """The gradient on this rank, laid out in memory as the parameter."""
     gradient = parameter.grad
@@ -346,4 +371,4 @@ def _divided_over(parameter: Any) -> Iterable[Any]:
     )
 
 
-__all__ = ["AdamW"]
+__all__ = ["AdamW", "clip_grad_norm_"]

@@ -22,7 +22,7 @@ from liger_models.kernels._dispatch import interpret, interpreted
 from liger_models.layers.experts.expert_parallel import divide_experts
 from liger_models.layers.experts.moe import MixtureOfExperts
 from liger_models.layers.spec import MoESpec
-from liger_models.optim import AdamW
+from liger_models.optim import AdamW, clip_grad_norm_
 
 
 def results(folder: Path, rank: int, ranks: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -39,9 +39,11 @@ def results(folder: Path, rank: int, ranks: int) -> tuple[dict[str, Any], dict[s
         loss.backward()
         norm = AdamW(model.parameters()).clip_grad_norm(1.0)
         update_correction_bias(model)
-        gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+        gradients = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
         biases = {n: b.clone() for n, b in model.named_buffers() if n.endswith("correction_bias")}
         found[name] = {"loss": loss.detach(), "gradients": gradients, "norm": norm, "biases": biases}
+        found[name]["norm before clipping"] = clip_grad_norm_(model.parameters(), 0.5 * norm.item())
+        found[name]["clipped"] = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
         found[name] |= {"read": count.nbytes, "held": sum(held.values())}
         for bias in case["biases"]:
             model.get_buffer(bias).copy_(case["biases"][bias])

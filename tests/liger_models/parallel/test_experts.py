@@ -105,6 +105,10 @@ def check(found: list[dict[str, Any]], alone: dict[str, Any], folder: Path, sequ
         loss = alone["losses"][rank // sequence] * data
         torch.testing.assert_close(result["loss"], loss, rtol=1e-6, atol=0)
         torch.testing.assert_close(result["norm"].double(), norm, rtol=1e-5, atol=0)
+        assert torch.equal(result["norm before clipping"], result["norm"])
+        factor = 0.5 * result["norm"] / (result["norm"] + 1e-6)
+        for name, gradient in result["gradients"].items():  # three roundings of float32
+            torch.testing.assert_close(result["clipped"][name], factor * gradient, rtol=4e-7, atol=0)
         for name, true in gradients.items():
             error, size = (result["gradients"][name] - true).abs().max().item(), true.abs().max().item()
             assert error <= 1e-5 * size, f"{name}: {error / size:.1e}"
