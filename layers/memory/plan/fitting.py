@@ -24,8 +24,9 @@ _log = logging.getLogger("liger_models")
 
 
 class FittingLevels:
-    """Chooses a decoder's levels when it first meets a batch to train on, and again when one has more tokens.
-    A label is counted for each of them.
+    """Chooses a decoder's levels when it first meets a batch to train on, and again when one has more tokens,
+    or when the optimizer has made its first step: on a GPU, what its state really takes is measured then. A
+    label is counted for each token.
 
     Args:
         budget: what the process may take of the GPU: bytes, text such as "120GiB", or a share up to 1 of what
@@ -49,6 +50,8 @@ class FittingLevels:
         self.say = say or _log.info
         self.tokens, self.shown = 0, NOTHING
         self.plan: Plan | None = None
+        self._versions = 0  # of the parameters, when levels were first chosen
+        self._has_state = False  # whether the optimizer's state is among what the process holds
 
     def __call__(self, model: Planned, sequences: Sequences, pictures: Any = None) -> None:
         """Choose for this batch, if it has more tokens than those before, or more of its images.
@@ -62,11 +65,17 @@ class FittingLevels:
         divided = sequences.slice is not None  # ranks that exchange heads must run the same layers again
         shared = divided or any(hasattr(p, "to_local") for p in model.parameters())
         tokens, shown = sequences.whole.num_tokens, shown_by(model.spec.vision, pictures)
-        if self.plan is not None and (shared or (tokens <= self.tokens and shown.no_more_than(self.shown))):
+        if self.plan is None:
+            self._versions = _versions(model)
+        larger = tokens > self.tokens or not shown.no_more_than(self.shown)
+        if self.plan is not None and (shared or not (self._first_step_was_made(model) or larger)):
             return
         tokens, shown = max(tokens, self.tokens), shown.at_least(self.shown)
         weight = model.embed_tokens.weight
-        budget = self.budget if self.budget is not None else self._measured(model, weight.device)
+        if self.budget is None:
+            budget = self._measured(model, weight.device)
+        else:
+            budget = self.budget - (self._others(model, weight.device) if self._has_state else 0)
         host_budget = host_memory_left()
         if shared:
             numbers = [tokens, -budget, -host_budget, *astuple(shown)]
@@ -76,7 +85,7 @@ class FittingLevels:
             budget, host_budget, shown = -budget, -host_budget, Shown(*images)
         per_element = self.optimizer_bytes
         if per_element is None:
-            per_element = _adamw_bytes(model.parameters())
+            per_element = 0 if self._has_state else _adamw_bytes(model.parameters())
         accumulates = any(p.grad is not None for p in model.parameters())
         step = Step(
             *(1, tokens, per_element, accumulates),
@@ -84,12 +93,14 @@ class FittingLevels:
             sequence_ranks=sequences.slice.ranks if sequences.slice is not None else 1,
             shown=shown,
         )
-        self.tokens, self.shown = tokens, shown
+        before, self.tokens, self.shown = self.plan, tokens, shown
         self.plan = StepMemory(model, step).choose_levels(budget, host_budget)
         for layer, level in zip(model.layers, self.plan.levels, strict=True):
             layer.set_activation_memory(level)
         if self.plan.encoder_levels:
             model.vision.encoder.set_activation_memory(self.plan.encoder_levels)
+        if not larger and before is not None and self.plan.levels == before.levels:
+            return
         beside = f" and {shown.tokens:,} of images" if shown.tokens else ""
         self.say(f"activation memory for {tokens:,} tokens{beside}: {self.plan}")
         if not self.plan.fits:
@@ -104,10 +115,27 @@ class FittingLevels:
             )
         free, _ = torch.cuda.mem_get_info(device)
         mine = torch.cuda.memory_reserved(device)
-        others = torch.cuda.memory_allocated(device) - sum(
-            own_bytes(p) + (0 if p.grad is None else own_bytes(p.grad)) for p in model.parameters()
-        )
-        return int(self.share * (free + mine)) - max(others, 0)
+        return int(self.share * (free + mine)) - self._others(model, device)
+
+    def _others(self, model: Planned, device: torch.device) -> int:
+        """What the process holds on the GPU beside parameters and gradients, such as an optimizer's state."""
+        known = (own_bytes(p) + (0 if p.grad is None else own_bytes(p.grad)) for p in model.parameters())
+        return max(torch.cuda.memory_allocated(device) - sum(known), 0)
+
+    def _first_step_was_made(self, model: Planned) -> bool:
+        """Whether an optimizer has written to parameters for the first time since levels were chosen, so that
+        its state can be measured. (Our AdamW, whose state is known, writes without changing versions.)
+        """
+        measurable = model.embed_tokens.weight.is_cuda and self.optimizer_bytes is None
+        if self._has_state or not measurable or _versions(model) == self._versions:
+            return False
+        self._has_state = True
+        return True
+
+
+def _versions(model: Planned) -> int:
+    """A number that changes when a trained parameter is written to."""
+    return sum(p._version for p in model.parameters() if p.requires_grad)
 
 
 def parse_budget(budget: float | str | None) -> tuple[float, int | None]:

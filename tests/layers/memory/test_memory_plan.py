@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,15 @@ import liger_models
 from liger_models.cli import main
 from liger_models.kernels.losses._linear_chunks import working_bytes
 from liger_models.layers.memory.activation_memory import LEVELS
-from liger_models.layers.memory.plan import LADDERS, Step, StepMemory, largest, layer_costs, parse_budget
+from liger_models.layers.memory.plan import (
+    LADDERS,
+    FittingLevels,
+    Step,
+    StepMemory,
+    largest,
+    layer_costs,
+    parse_budget,
+)
 
 GIB = 2**30
 
@@ -313,6 +322,51 @@ def test_auto_chooses_when_a_batch_is_there_and_again_for_a_larger_one():
     assert model.fit_levels.plan is None  # nothing is kept without gradients
     model.set_activation_memory("mlp")
     assert model.fit_levels is None
+
+
+class OnAGPU(FittingLevels):
+    """As on a GPU on which the process holds `held` bytes beside parameters and gradients."""
+
+    held = 0
+
+    def _others(self, model, device):
+        return self.held
+
+    def _first_step_was_made(self, model):
+        weight = SimpleNamespace(is_cuda=True)
+        on_gpu = SimpleNamespace(embed_tokens=SimpleNamespace(weight=weight), parameters=model.parameters)
+        return super()._first_step_was_made(on_gpu)
+
+
+@pytest.mark.parametrize("held", [0, 4], ids=["sgd", "two moments in bfloat16"])
+def test_after_the_first_step_the_optimizers_real_state_counts(held, make_model):
+    """Six bytes an element are assumed before; a smaller state leaves room for more, once, and not before a
+    step was made.
+    """
+    model = make_model().bfloat16()
+    trained = sum(p.numel() for p in model.parameters())
+    ids = torch.randint(0, 61, (16, 60))
+    step = Step(1, ids.numel(), optimizer_bytes=held)
+    room = StepMemory(model, step).plan(["all"] * 3).peak
+    model.fit_levels = fit = OnAGPU(room, say=(said := []).append)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def planned():
+        model(ids, labels=ids).loss.backward()
+        return fit.plan
+
+    first = planned()
+    assert first.parts["optimizer"] == 6 * trained
+    assert planned() is first  # a second micro-batch
+    optimizer.step()
+    optimizer.zero_grad()
+    fit.held = held * trained
+    second = planned()
+    assert second.parts["optimizer"] == 0  # it is among what the process holds
+    assert second.budget == room - held * trained
+    assert model.activation_memory == second.levels == ("all",) * 3 != first.levels
+    assert planned() is second
+    assert len(said) == 2
 
 
 def test_what_was_chosen_is_said(caplog):
