@@ -3,8 +3,9 @@
     with OtherOrder(seed):
         again = run()                     # forward and backward
 
-CPUs differ in the order in which they add the terms of a product of matrices (the width of their vectors, the
-blocks that fit their caches). Two correct implementations are about as far apart as one is from itself.
+CPUs differ in the order in which they add the terms of a product of matrices: by the width of their vectors,
+the blocks that fit their caches, how operands are aligned. Two correct implementations are about as far apart
+as one is from itself.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pickle
 import pytest
 import safetensors
 import torch
-from pairs import Run, beyond_bound, relative_distance
+from pairs import BOUND, Run, beyond_bound, relative_distance
 from scenes import DOCUMENTS, Image
 
 import liger_models
@@ -232,10 +232,12 @@ def test_fresh_weights_base_models_pickles_and_layers_on_disk(family, pair, ours
     with torch.no_grad():
         expected = ours.eval()(**call).logits
         for model in (pickle.loads(pickle.dumps(ours)), on_disk.eval()):
-            assert torch.equal(model(**call).logits, expected)
+            # Not to the bit: copies of tensors of a mapped file are aligned in another way.
+            assert relative_distance(model(**call).logits, expected) <= BOUND
     base = transformers.AutoModel.from_pretrained(folders(pair)).eval()
     with torch.no_grad():
-        assert torch.equal(base(**call).last_hidden_state, ours.model(**call).last_hidden_state)
+        hidden = (model(**call).last_hidden_state for model in (base, ours.model))
+        assert relative_distance(*hidden) <= BOUND
     base.save_pretrained(tmp_path / "base")
     hf.unregister()
     _, told = transformers.AutoModel.from_pretrained(tmp_path / "base", output_loading_info=True)
