@@ -19,6 +19,9 @@ from liger_models.convert.errors import DataError
 from liger_models.training.origins import Trace, Traced, braces, has_traced, join, percent
 from liger_models.training.template_limits import limited_environment
 
+_OF_DICT = frozenset(dir(dict))
+_SAFE_OF_STR = frozenset(name for name in dir(str) if not name.startswith(("_", "format")))
+
 
 def environment() -> Any:
     """An environment as transformers makes it for chat templates."""
@@ -91,7 +94,18 @@ def _classes() -> tuple[Any, Any]:
         def _enclosed(self, caller: Any) -> str:
             return self.environment.trace.mark(caller())  # type: ignore[attr-defined]
 
-    class Plain(Limited):  # type: ignore[misc, valid-type]
+    class Direct(Limited):  # type: ignore[misc, valid-type]
+        """What the sandbox finds in messages and text, found without raising and catching errors first."""
+
+        def getattr(self, obj: Any, attribute: str) -> Any:
+            kind = type(obj)
+            if kind is dict and attribute not in _OF_DICT:
+                return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+            if (kind is str or kind is Traced) and attribute in _SAFE_OF_STR:
+                return getattr(obj, attribute)
+            return super().getattr(obj, attribute)
+
+    class Plain(Direct):
         generation = GenerationTags
 
         def ready(self) -> None:
@@ -159,7 +173,7 @@ def _classes() -> tuple[Any, Any]:
             for text in texts:
                 self.append(text)
 
-    class Tracing(Limited):  # type: ignore[misc, valid-type]
+    class Tracing(Direct):
         generation = Marking
         code_generator_class = Generator
         trace = Trace()
