@@ -13,6 +13,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from liger_models import __version__
 from liger_models.convert.errors import LigerModelsError
@@ -46,10 +47,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+class _Parser(argparse.ArgumentParser):
+    """Prints a usage error and where to find help, not the usage, which takes dozens of lines."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\nSee `{self.prog} --help`.\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="liger-models", description="Train, inspect, convert and run language models."
-    )
+    parser = _Parser(prog="liger-models", description="Train, inspect, convert and run language models.")
     parser.add_argument("--version", action="version", version=f"liger_models {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in COMMANDS:

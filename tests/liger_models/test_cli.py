@@ -109,6 +109,24 @@ def test_init_gives_the_same_weights_for_the_same_seed_only(tmp_path):
     assert a["model.safetensors"] != c["model.safetensors"]
 
 
+@pytest.mark.parametrize(
+    ("words", "command", "message"),
+    [
+        (["train", "model", "--seq", "256"], "liger-models train", "ambiguous option: --seq could match"),
+        (["train", "model", "--quickly"], "liger-models train", "the following arguments are required"),
+        (["inspect", "model", "--quickly"], "liger-models", "unrecognized arguments: --quickly"),
+        ([], "liger-models", "the following arguments are required: COMMAND"),
+    ],
+)
+def test_a_usage_error_is_the_error_and_where_to_find_help(words, command, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2
+    error, help_line = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"{command}: error: {message}")
+    assert help_line == f"See `{command} --help`."
+
+
 def test_init_does_not_overwrite(checkpoint, capsys):
     before = files(checkpoint)
     assert main(["init", "llama-demo", str(checkpoint)]) == 2
