@@ -163,7 +163,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
                 shape, attention_mask, position_ids, past_key_values, use_cache, others
             )
         groups = groups_of_step(self)
-        with refusing_together(groups, next(self.parameters()).device):
+        with refusing_together(groups, next(self.embed_tokens.parameters()).device):
             sight = None if self.vision is None else self.vision.take(others)
             _refuse_others(others)
         sequences.router_logits.asked_for = with_routers
