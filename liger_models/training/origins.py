@@ -115,7 +115,7 @@ class Trace:
         if len(same) == 1 and len(same[0]) == len(text):
             return self.text(text, same[0].runs)  # case, and the like
         if len({source and source[0] for source in sources}) > 1:
-            mixed = [source for source in sources if source]
+            mixed = sorted(source for source in sources if source)
             found = next((source for source in mixed if source[0] in self.answers), mixed[0])
             source: Source | None = (found[0], f"{LOST} {name}")
         else:
