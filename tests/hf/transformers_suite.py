@@ -30,9 +30,9 @@ from typing import Any
 FAMILIES = {
     "llama": ("llama",),
     "gemma2": ("gemma2",),
+    "qwen2": ("qwen2",),
     "qwen3": ("qwen3",),
     "phi3": ("phi3",),
-    "cohere2": ("cohere2",),
     "mixtral": ("mixtral",),
     "qwen3_moe": ("qwen3_moe",),
     "gpt_oss": ("gpt_oss",),
@@ -50,17 +50,14 @@ LEFT_OUT = (
 that transformers has for its own modules.
 """
 
-ADDED_KEYS = (
-    *("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon", "batch_norm_eps"),
-    *(
-        "post_norm_eps",
-        "first_k_dense_replace",
-        "moe_layer_start_index",
-        "mlp_only_layers",
-        "num_dense_layers",
-    ),
-)
-"""Config keys that tests set on every family, whether it has them or not; they are ignored."""
+_ADDED_NAMES = """
+    rms_norm_eps layer_norm_eps norm_eps norm_epsilon layer_norm_epsilon batch_norm_eps post_norm_eps
+    first_k_dense_replace moe_layer_start_index mlp_only_layers num_dense_layers expert_interval seq_length
+    is_training use_input_mask use_labels hidden_dropout_prob attention_probs_dropout_prob type_vocab_size
+    type_sequence_label_size num_choices dropout attention_dropout
+"""
+ADDED_KEYS = tuple(_ADDED_NAMES.split())
+"""Config keys that tests set on families that do not have them, and dropout; they are ignored."""
 
 CHANGES: dict[str, dict[str, Any]] = {
     # Eight experts a token cannot come from the one group of four that its tester allows: an error here.
