@@ -37,11 +37,13 @@ class SeeingPair(pairs.Pair):
 
     def rows_of_one_length(self, documents: Sequence[Document]) -> dict[str, Any]:
         """Filled up with text."""
-        return self.scenes.make_even([self._known_to_reference(document) for document in documents])
+        known = [self._known_to_reference(document) for document in documents]
+        return self.clear(lambda: self.scenes.make_even(known))
 
     def scene(self, *documents: Document, padding: str = "right") -> dict[str, Any]:
         """A call of a batch whose rows are these documents, with images for videos where none are known."""
-        return self.scenes.make([self._known_to_reference(document) for document in documents], padding)
+        known = [self._known_to_reference(document) for document in documents]
+        return self.clear(lambda: self.scenes.make(known, padding))
 
     def _known_to_reference(self, document: Document) -> Document:
         """What transformers before 5.23 computes as later versions do: there seconds of videos are whole, and
