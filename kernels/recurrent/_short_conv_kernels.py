@@ -1,7 +1,8 @@
 """Kernels of the short convolution: each program goes down the tokens of a few channels.
 
 What the next token still needs stays in registers, in tuples that Triton unrolls: the last inputs forward,
-and backward also the gradients of tokens that later ones read.
+and backward also the gradients of tokens that later ones read. Products that meet a sum are fused with it by
+name, so that a document has the same bits alone and packed.
 """
 
 # mypy: ignore-errors
@@ -80,7 +81,7 @@ def forward_kernel(
             seen = _visible(window, values[nth], positions[nth], TAPS)
             z = bias_of
             for tap in tl.static_range(TAPS):
-                z += seen[tap] * taps[tap]
+                z = tl.fma(seen[tap], taps[tap], z)
             if SILU:
                 z *= tl.sigmoid(z)
             mask = (row < tokens) & (column < channels)
@@ -129,6 +130,9 @@ def backward_kernel(
     for group in range(0, tl.cdiv(end - begin + TAPS - 1, GROUP)):
         first = begin + group * GROUP
         values, incoming, positions = (), (), ()
+        grouped = ()  # the group's own sums: a few long sums of short ones round less
+        for _ in tl.static_range(TAPS + 1):
+            grouped += (tl.zeros([COLUMNS], tl.float32),)
         for nth in tl.static_range(GROUP):
             row = first + nth
             mask = (row < tokens) & (column < channels)
@@ -145,17 +149,17 @@ def backward_kernel(
             if SILU:
                 z = bias_of
                 for tap in tl.static_range(TAPS):
-                    z += seen[tap] * taps[tap]
+                    z = tl.fma(seen[tap], taps[tap], z)
                 slope = tl.sigmoid(z)
-                dz *= slope + z * (slope * (1 - slope))
+                dz *= tl.fma(z, slope * (1 - slope), slope)
             own = tl.where(row < end, dz, 0.0)
             more, moved, passed = (), (), ()
             for tap in tl.static_range(TAPS):
-                more += (added[tap] + own * seen[tap],)
-            added = more + (added[TAPS] + own,)  # noqa: RUF005
+                more += (tl.fma(own, seen[tap], grouped[tap]),)
+            grouped = more + (grouped[TAPS] + own,)  # noqa: RUF005
             for older in tl.static_range(TAPS - 1):
                 reads = positions[nth] >= TAPS - 1 - older
-                passed += (gradients[older] + tl.where(reads, dz, 0.0) * taps[older],)
+                passed += (tl.fma(tl.where(reads, dz, 0.0), taps[older], gradients[older]),)
             passed += (dz * taps[TAPS - 1],)
             target = row - (TAPS - 1)
             mask = (target >= begin) & (target < end) & (column < channels)
@@ -168,6 +172,10 @@ def backward_kernel(
                 moved += (window[older + 1],)
             moved += (values[nth],)
             window = moved
+        more = ()
+        for nth in tl.static_range(TAPS + 1):
+            more += (added[nth] + grouped[nth],)
+        added = more
     target = sums + tl.program_id(0).to(tl.int64) * (TAPS + 1) * channels + column
     for nth in tl.static_range(TAPS + 1):
         tl.store(target + nth * channels, added[nth], column < channels)

@@ -277,4 +277,4 @@ class _ShortConv(torch.autograd.Function):
 # A program goes down `ROWS` tokens of `COLUMNS` channels with the last inputs in registers, so that memory is
 # read once; it loads `GROUP` tokens at a time, for enough loads to be under way.
 _ROWS, _GROUP, _COLUMNS, _WARPS = 64, 8, 512, 4
-_ROWS_BACK, _GROUP_BACK, _COLUMNS_BACK, _WARPS_BACK = 128, 4, 256, 4
+_ROWS_BACK, _GROUP_BACK, _COLUMNS_BACK, _WARPS_BACK = 64, 4, 256, 4
