@@ -148,7 +148,7 @@ def draw(rows: Rows, title: str, path: Path) -> str:
         for peer in peers
         if _speed(ours) and _speed(peer)
     ]
-    return bars(path, f"Tokens a second of ours over those of a peer\n{title}", ratios, ".2f", line=1)
+    return bars(path, f"Speedup over each peer (tokens/s)\n{title}", ratios, ".2f", line=1)
 
 
 def summary(rows: Rows) -> str:
