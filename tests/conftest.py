@@ -50,6 +50,7 @@ def pytest_addoption(parser):
         action="store_true",
         help="write the table of docs/frameworks.md after the tests that are marked `supports`",
     )
+    parser.addoption("--real-model", metavar="FOLDER", help="run the tests marked `real` with this model")
 
 
 def pytest_configure(config):
@@ -59,7 +60,11 @@ def pytest_configure(config):
         config.pluginmanager.register(TableWriter())
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--real-model"):
+        left_out = [item for item in items if item.get_closest_marker("real")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     for item in items:
         # A test's properties, unlike its markers, come back from the processes of xdist.
         item.user_properties += [("supports", mark.args) for mark in item.iter_markers("supports")]
