@@ -19,9 +19,13 @@ from torch.utils._pytree import tree_leaves
 
 from liger_models.kernels import _dispatch
 from liger_models.kernels.losses import _linear_chunks
+from liger_models.layers import distilling, head
 from liger_models.layers.attention import backends
-from liger_models.layers.memory import offload
+from liger_models.layers.memory import offload, tiles
+from liger_models.layers.memory.plan import layer_costs
 from liger_models.layers.projections import low_rank
+
+TILE = 64
 
 
 class LiveBytes(TorchDispatchMode):
@@ -132,6 +136,20 @@ def as_on_a_gpu(device: str = "cpu") -> Iterator[None]:
     with ExitStack() as stack:
         for place, name, stand_in in stand_ins:
             stack.enter_context(mock.patch.object(place, name, stand_in))
+        yield
+
+
+@contextmanager
+def surroundings() -> Iterator[None]:
+    """A GPU, and short tiles."""
+    lengths = [
+        *((tiles, "TILE", TILE), (head, "_CHUNK", TILE), (distilling, "_CHUNK", TILE)),
+        *((backends, "LONG", 2 * TILE), (layer_costs, "LONG", 2 * TILE), (offload, "CHUNK", 1 << 15)),
+    ]
+    with ExitStack() as stack:
+        for place, name, value in lengths:
+            stack.enter_context(mock.patch.object(place, name, value))
+        stack.enter_context(as_on_a_gpu())
         yield
 
 

@@ -10,45 +10,27 @@ each token and layer, in which weights, gradients and constants are not. All at 
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from live_bytes import LiveBytes, as_on_a_gpu
+from live_bytes import LiveBytes, surroundings
 
 import liger_models
 from liger_models.architectures import find_architecture
-from liger_models.layers import distilling, head
-from liger_models.layers.attention import backends
-from liger_models.layers.memory import activation_memory, offload, tiles
+from liger_models.layers.memory import activation_memory, offload
 from liger_models.layers.memory.activation_memory import LEVELS, RERUN
-from liger_models.layers.memory.plan import Step, StepMemory, layer_costs
+from liger_models.layers.memory.plan import Step, StepMemory
 
-DTYPE, RANK, TILE = torch.bfloat16, 4, 64
+DTYPE, RANK = torch.bfloat16, 4
 LAYERS, TOKENS = (2, 3), (256, 512)
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 LORA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-@contextlib.contextmanager
-def surroundings() -> Iterator[None]:
-    """A GPU, and short tiles."""
-    lengths = [
-        *((tiles, "TILE", TILE), (head, "_CHUNK", TILE), (distilling, "_CHUNK", TILE)),
-        *((backends, "LONG", 2 * TILE), (layer_costs, "LONG", 2 * TILE), (offload, "CHUNK", 1 << 15)),
-    ]
-    with contextlib.ExitStack() as stack:
-        for place, name, value in lengths:
-            stack.enter_context(mock.patch.object(place, name, value))
-        stack.enter_context(as_on_a_gpu())
-        yield
 
 
 @dataclass
