@@ -7,7 +7,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -86,6 +86,24 @@ class LigerCausalLM(CausalLM):
             NotImplementedError: always.
         """
         raise NotImplementedError("this model generates by its own method: model.generate(input_ids, ...)")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "peft_config":  # PEFT sets it once its adapters are in the model
+            self._run_adapters()
+
+    def train(self, mode: bool = True) -> Self:
+        """As of any module. Trainers call it before every step, so adapters that were added to other layers
+        since the first ones are found here.
+        """
+        if mode and getattr(self, "peft_config", None):
+            self._run_adapters()
+        return super().train(mode)
+
+    def _run_adapters(self) -> None:
+        from liger_models.hf.lora import take_over  # which imports PEFT
+
+        take_over(self)
 
     @property
     def device(self) -> torch.device:

@@ -35,7 +35,7 @@ BUILT_ON = {
     "liger_models.hf.lora": "peft",
 }
 # But these, in the function in which a user has asked for that library.
-ON_REQUEST = {"liger_models.training.lora"}
+ON_REQUEST = {"liger_models.causal_lm", "liger_models.training.lora"}
 
 
 def sources(part):

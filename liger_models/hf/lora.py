@@ -3,7 +3,7 @@
     LowRankLinear(x) = base_layer(x) + sum of scaling[a] * lora_B[a](lora_A[a](lora_dropout[a](x)))
 
 PEFT makes its layers, and then notes its configs on the model that it has adapted (`model.peft_config =
-...`). Our models take that as the sign to look through their layers (`take_over`): a
+...`). Our models, native or registered, take that as the sign to look through their layers (`take_over`): a
 `peft.tuners.lora.Linear` becomes a `LowRankLinear`, which is the same object with the same parameters, names,
 files, merging and switches, and another forward. Nothing of PEFT is changed, and models of others never come
 here.

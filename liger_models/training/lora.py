@@ -147,9 +147,6 @@ class Adapters:
             assert parameter.requires_grad is (".lora_" in name)
         if self.head is not None:
             self.head.requires_grad_(True)
-        from liger_models.hf.lora import take_over
-
-        take_over(model)
 
     def write(self, folder: Path) -> None:
         """The adapter as PEFT writes it, under the names of the checkpoint, into an empty folder; beside it
