@@ -125,6 +125,7 @@ COMPOSITIONS: dict[str, Callable[[int], Made]] = {
     "full, experts": full("qwen3_moe", mlp_only_layers=[]),
     "full, latent attention": full("deepseek_v3", first_k_dense_replace=0),
     "full, norms of heads": full("cohere"),
+    "full, inputs of each layer": full("gemma4_text", num_kv_shared_layers=0, enable_moe_block=False),
     "LoRA, dense": adapted(),
     "LoRA, latent attention and experts": adapted("deepseek_v3", target_modules="all-linear"),
     "LoRA of experts": adapted(
@@ -172,8 +173,8 @@ def measure(made: Made, tokens: int, level: str) -> Found:
 
 
 def slopes(make: Callable[[int], Made], level: str) -> SimpleNamespace:
-    """By token and layer: kept, peak and promised. By token, of the deeper model: `slope` of the peak,
-    planned, and what is left after the backward pass.
+    """By token and layer: kept, peak, promised and planned. By token, of the deeper model: `slope` of the
+    peak, planned, and what is left after the backward pass.
     """
     found = {}
     with surroundings():
@@ -196,6 +197,7 @@ def slopes(make: Callable[[int], Made], level: str) -> SimpleNamespace:
         promised=(found[b, t].promised - found[a, t].promised) / (b - a),
         slope=first("peak"),
         planned=first("planned"),
+        planned_by_layer=second("planned"),
         after=first("after"),
     )
 
@@ -228,6 +230,16 @@ def test_a_step_keeps_what_its_level_promises_and_needs_what_is_planned(name, le
     # Under a dispatch mode torch adds gradients out of place: a stream more, of at most 64 in bfloat16. A
     # plan leaves out numbers by token, such as norms' statistics, which at such widths are percents.
     assert found.slope <= 1.03 * found.planned + 64 * 2 + 16
+
+
+@pytest.mark.parametrize("level", ["lean", "checkpoint", "offload"])
+def test_inputs_of_each_layer_are_planned_until_layer_0_has_gone_back(level):
+    """One operation makes the inputs of all layers, so their gradients wait for the last of them."""
+    found = slopes(COMPOSITIONS["full, inputs of each layer"], level)
+    assert found.kept == pytest.approx(found.promised, abs=0.5)
+    assert found.peak == pytest.approx(found.planned_by_layer, abs=0.5)
+    assert found.slope <= 1.03 * found.planned + 64 * 2 + 16  # as above
+    assert found.after == 0
 
 
 # -- steps that end otherwise

@@ -147,6 +147,7 @@ class StepMemory:
                 room = 2 * edges.projector + 3 * costs.stream
                 found.append(("backward of the projector", self._parts(left, room, gradients)))
             gradients += new * (of_layers[number] if number >= 0 else of_encoder[i])
+            left += costs.own_gradient
             room = costs.transient[levels[i]]
             if self._gathered is not None:
                 room += self._gathered.at_layer(i - first - len(self.model.layers))
@@ -154,7 +155,7 @@ class StepMemory:
                 room += costs.stream
             name = f"layer {number}" if number >= 0 else f"layer {i} of the encoder"
             found.append((f"backward of {name}", self._parts(left, room, gradients)))
-            left -= kept[i]
+            left -= kept[i] - costs.own_input
         return found
 
     def _embedding(self) -> tuple[str, dict[str, int]]:

@@ -19,6 +19,7 @@ from liger_models.layers.memory.activation_memory import LEVELS, RERUN, TILED, A
 from liger_models.layers.memory.plan.adapters import AdapterCosts
 from liger_models.layers.memory.plan.own_parts import whole_bytes
 from liger_models.layers.memory.plan.step import Step
+from liger_models.layers.per_layer_input import PerLayerInput
 from liger_models.layers.sequence_parallel import exchange_bytes
 from liger_models.layers.spec import AttentionSpec, MoESpec
 
@@ -33,6 +34,11 @@ BYTES_MOVED = 3
 class LayerCosts:
     """Of a layer, by level: what it keeps, what it needs beside that and its gradients while its backward
     pass runs, and the work of making again what it does not keep. Bytes, and operations; of a step's tokens.
+
+    Attributes:
+        own_input: bytes of `kept` for the layer's own input. One operation makes these inputs for all layers,
+            so they are freed once the backward pass has left layer 0.
+        own_gradient: bytes of that input's gradient, which waits for the same moment.
     """
 
     kept: dict[ActivationMemory, int]
@@ -40,6 +46,8 @@ class LayerCosts:
     work: dict[ActivationMemory, int]
     forward: int
     stream: int
+    own_input: int = 0
+    own_gradient: int = 0
 
     @staticmethod
     def of(layer: Block, step: Step, itemsize: int) -> LayerCosts:
@@ -59,6 +67,7 @@ class LayerCosts:
         stream = tokens * itemsize * layer.hidden_size
         moments = _Moments.of(layer, kept, step, itemsize, adapters)
         sums = moments.moved
+        own: PerLayerInput | None = getattr(layer, "per_layer_input", None)
         return LayerCosts(
             kept,
             {level: moments.largest(level) - kept[level] + adapters.matrices for level in LEVELS},
@@ -72,6 +81,8 @@ class LayerCosts:
             },
             tokens * (2 * (inner + last + rest) + mixing),
             stream,
+            0 if own is None else tokens * own.activation_bytes("checkpoint", itemsize),
+            0 if own is None else tokens * own.spec.size * itemsize,
         )
 
     def next_of(
