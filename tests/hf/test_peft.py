@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from functools import partial
 
@@ -245,6 +246,42 @@ def test_ia3_on_split_projections_is_the_references(make_both, batch, tmp_path, 
     fresh = type(both.ours).from_pretrained(both.folder)
     again = hf.load_adapter(fresh, tmp_path / "ia3").eval()
     assert torch.equal(again(**batch).loss, found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ia3_layers_have_the_values_and_gradients_of_pefts_own_layers(dtype, make_both):
+    settings = {"target_modules": ["q_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
+    model = make_both("llama", projections="split").ours.to(dtype)
+    adapted = randomise_trained(peft.get_peft_model(model, peft.IA3Config(task_type="CAUSAL_LM", **settings)))
+    layers = [module for module in adapted.modules() if hasattr(module, "ia3_l") and module.ia3_l]
+    assert {layer.is_feedforward for layer in layers} == {True, False}
+    generator = torch.Generator().manual_seed(3)
+    for ours in layers:
+        x = torch.randn(5, ours.in_features, generator=generator).to(dtype)
+        weights = torch.randn(5, ours.out_features, generator=generator).to(dtype)
+        results = []
+        for kind in (type(ours), next(c for c in type(ours).__mro__ if c.__module__.startswith("peft."))):
+            layer, given = copy.deepcopy(ours), x.clone().requires_grad_()
+            layer.__class__ = kind
+            out = layer(given)
+            (out * weights).sum().backward()
+            results.append((out, given.grad, layer.ia3_l["default"].grad))
+        assert type(ours) is not kind
+        # The same operations on the same inputs.
+        assert all(torch.equal(found, expected) for found, expected in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("way", ["head", "saved"])
+def test_inference_mode_computes_what_no_grad_does_through_a_changed_head(way, make_both, batch):
+    adapted = adapt(make_both("llama", projections="split").ours, **WAYS[way])
+    assert type(adapted.get_base_model().lm_head) is not type(make_both("llama").ours.lm_head)
+    for training in (False, True):
+        adapted.train(training)
+        results = []
+        for without in (torch.no_grad, torch.inference_mode):
+            with without():
+                results.append((adapted(**batch).loss, adapted(batch["input_ids"]).logits))
+        assert all(torch.equal(found, expected) for expected, found in zip(*results, strict=True))
 
 
 @pytest.mark.supports("PEFT", "prompt tuning")
