@@ -6,6 +6,7 @@ from the number of tokens, and what layers have made of features.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -60,7 +61,8 @@ class TransformersCache(KVCache):
         shape, device = sequences.shape, sequences.device
         super().__init__([], shape[0], device)
         self.cache, self.shape, self.attention_mask = cache, shape, attention_mask
-        self.sequences = sequences
+        # These hold the view: with a cycle, all keys and values would wait for the garbage collector.
+        self.sequences: Sequences = weakref.proxy(sequences)
         self.seen = int(cache.get_seq_length())
         self.longest, self.newest = self.seen + shape[1], shape[1]
         self._extent: dict[int, tuple[int, int]] = {}  # of a layer: how many tokens it returns, from which on

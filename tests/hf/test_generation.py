@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import weakref
 
 import pytest
 import torch
@@ -254,3 +256,15 @@ def test_a_cache_takes_gradients_and_is_refused_under_checkpointing(make_both, p
     model.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="cannot recompute layers that fill a cache"):
         loss()
+
+
+def test_a_call_frees_its_cache_without_the_garbage_collector(make_both, batch):
+    model = make_both("llama").ours
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.no_grad():
+            cache = weakref.ref(model(batch["input_ids"]).past_key_values)
+        assert cache() is None
+    finally:
+        gc.enable()
