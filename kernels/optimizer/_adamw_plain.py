@@ -3,9 +3,8 @@
 Every operation here has one correctly rounded result, the same on every CPU and with any number of threads.
 `addcmul`, `lerp` and `alpha=` are not used, since they round once or twice depending on the CPU, nor is the
 `sqrt` of float32, which is MKL's and on some CPUs off by a unit. The operations and their order are the
-kernel's, so in Triton's interpreter both forms agree in every bit. On a GPU the kernel fuses
-beta1 m + (1 - beta1) g, and the sums of v and w, into one rounding (`tl.fma`), and its square root and
-quotient of the step are off by up to two units.
+kernel's, so in Triton's interpreter both forms agree in every bit. On a GPU so do the moments; the square
+root and the quotient of the step are off by up to two units there.
 
 A parameter is updated in pieces of 131,072 elements: about 40 operations, whose intermediate results share
 3 MiB of buffers, however large the parameter is, and stay in the L2 caches of two cores. Memory is read and

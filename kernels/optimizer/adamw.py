@@ -176,6 +176,7 @@ def _launch_alike(tensors, kind, settings, factor, found_inf) -> None:
         QUARTER=QUARTER,
         PERIOD=PERIOD,
         num_warps=_NUM_WARPS,
+        enable_fp_fusion=False,
     )
 
 
@@ -265,11 +266,10 @@ def _adamw_kernel(
                 kept = tl.load(residue + start + lane, inside, 0).to(tl.int32)
                 w = (w.to(tl.int32, bitcast=True) + kept).to(tl.float32, bitcast=True)
 
-            # Which product of a sum is rounded by itself is not left to the compiler: for aligned tensors it
-            # would choose one, and the other for those that are not.
-            m = tl.fma(beta1, m, rest1 * g)
-            v = tl.fma(beta2, v, rest2 * g * g)
-            w = tl.fma(-decay, w, w)
+            # Every product is rounded by itself (enable_fp_fusion=False), as in the plain form.
+            m = beta1 * m + rest1 * g
+            v = beta2 * v + rest2 * g * g
+            w = w - decay * w
             w -= step_size * m / (tl.sqrt(v) + floor)  # a unit or two of the step off, which is far below w
 
             noise = tl.zeros([QUARTER], tl.int32)

@@ -206,7 +206,7 @@ REALISTIC = SETTINGS._replace(lr=3e-4, beta2=0.999, weight_decay=0.1)
 @pytest.mark.parametrize("offset", [0, 16, 5, 3 << 34, PERIOD - 1000])
 @pytest.mark.parametrize("moments", [torch.float32, BF16])
 def test_both_forms_give_the_same_bits(weights, offset, moments, interpreted):
-    """Both round every operation correctly: the interpreter is numpy, which does not fuse `tl.fma`."""
+    """Both round every operation correctly and by itself."""
     tensors = problem(4111, weights, moments=moments, offset=offset)
     tensors = tensors._replace(gradient=torch.randn(4111))
     again = copy(tensors)
