@@ -1,10 +1,10 @@
 """The operations that are measured, one file an idea."""
 
-from benchmarks.operations import attention, distillation, experts, gated, losses, norms, rotary
+from benchmarks.operations import attention, distillation, experts, gated, losses, norms, recurrent, rotary
 from benchmarks.operations import core as _core
 from benchmarks.operations.core import CPU_PROVIDERS, Case, Operation, Provider, Unavailable
 
-_FILES = (norms, rotary, gated, losses, experts, attention, distillation)  # in the tables' order
+_FILES = (norms, rotary, gated, losses, experts, attention, recurrent, distillation)  # in the tables' order
 
 REGISTRY: dict[str, Operation] = {
     name: operation

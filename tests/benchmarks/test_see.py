@@ -1,5 +1,7 @@
 """A training step of models that see: every provider gets the same batch, and the table tells ratios."""
 
+import copy
+
 import pytest
 
 import liger_models
@@ -40,7 +42,7 @@ def test_every_family_that_sees_takes_the_images(family, benchmarks, monkeypatch
 
     for name, size in (("SMALL", (8, 8)), ("MIDDLE", (10, 16)), ("LARGE", (14, 8))):
         monkeypatch.setattr(batches, name, batches.Image(*size))
-    config = step.copy.deepcopy(dict(find_architecture(family).tiny))
+    config = copy.deepcopy(dict(find_architecture(family).tiny))
     config["text_config"]["max_position_embeddings"] = 512
     job = step.Job("tiny", config, "ours", batch=3, seq=16, data=batches.IMAGES, warmup=0, steps=1)
     result = step.measure(job, step.torch.device("cpu"))

@@ -1,0 +1,78 @@
+"""What recurrent mixers are made of: the short convolution, the gated delta rule, the gated RMSNorm."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.operations.core import EPS, Cost, near_one, normal, operation, standard_case, wide
+from liger_models import kernels
+from liger_models.kernels.recurrent.gated_delta_rule import gated_delta_rule_plain
+
+TAPS, HEAD_DIM = 4, 128
+
+
+@operation("short_conv", "tokens x channels", ((16384, 8192),), tiny=(32, 16), small=(512, 8192))
+def _short_conv(shape, dtype, device):
+    """Width 4 with SiLU over one document, as in Qwen3-Next."""
+    x, dy = normal(shape, dtype, device), normal(shape, dtype, device)
+
+    def eager(x, weight):
+        padded = F.pad(x.T[None], (TAPS - 1, 0))
+        return F.silu(F.conv1d(padded, weight[:, None], groups=len(weight)))[0].T
+
+    return standard_case(
+        (x, normal((shape[1], TAPS), dtype, device)),
+        (dy,),
+        ours=lambda x, weight: kernels.short_conv(x, weight, activation="silu"),
+        liger=None,
+        eager=eager,
+        # Forward: x in, y out. Backward: x and dy in, dx out.
+        forward=Cost(2 * x.nbytes),
+        training=Cost(5 * x.nbytes),
+    )
+
+
+@operation("gated_rms_norm", "tokens x channels", ((16384, 4096),), tiny=(32, 256), small=(512, 4096))
+def _gated_rms_norm(shape, dtype, device):
+    """Norm before gate, over heads of 128, as in Qwen3-Next."""
+    x, gate, dy = (normal(shape, dtype, device) for _ in range(3))
+
+    def eager(x, gate, weight):
+        heads = wide(x).unflatten(-1, (-1, HEAD_DIM))
+        normed = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + EPS)
+        scaled = wide(weight * normed.to(x.dtype)).flatten(-2)
+        return (scaled * F.silu(wide(gate))).to(x.dtype)
+
+    return standard_case(
+        (x, gate, near_one(HEAD_DIM, dtype, device)),
+        (dy,),
+        ours=lambda x, gate, weight: kernels.gated_rms_norm(x, gate, weight, EPS, group_size=HEAD_DIM),
+        liger=None,
+        eager=eager,
+        # Forward: x and gate in, y out. Backward: x, gate and dy in, two gradients out.
+        forward=Cost(3 * x.nbytes),
+        training=Cost(8 * x.nbytes),
+    )
+
+
+@operation(
+    "gated_delta_rule", "tokens x value heads", ((2048, 32),), tiny=(16, 2), providers=("ours", "eager")
+)
+def _gated_delta_rule(shape, dtype, device):
+    """Heads of 128, two value heads a key head, one document. Eager goes token by token."""
+    tokens, heads = shape
+    q, k = (normal((tokens, heads // 2, HEAD_DIM), dtype, device) for _ in range(2))
+    v, do = (normal((tokens, heads, HEAD_DIM), dtype, device) for _ in range(2))
+    a, b = (normal((tokens, heads), dtype, device) for _ in range(2))
+    A_log, dt_bias = (normal((heads,), torch.float32, device) for _ in range(2))
+    return standard_case(
+        (q, k, v, a, b, A_log, dt_bias),
+        (do,),
+        ours=lambda *operands: kernels.gated_delta_rule(*operands)[0],
+        liger=None,
+        eager=lambda *operands: gated_delta_rule_plain(*operands)[0],
+        # Products of a chunk of 64 tokens and a head: forward 5.9 MFLOP a token for 32 heads, backward 15.9.
+        forward=Cost(flops=tokens * heads * 184_000),
+        training=Cost(flops=tokens * heads * 681_000),
+    )
