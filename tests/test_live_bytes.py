@@ -303,6 +303,8 @@ def test_however_a_step_ends_it_gives_everything_back_at_once(name, level):
         made.decoder.set_activation_memory(level)
         made.call(TOKENS[0]).backward()  # which makes what stays, such as tables of positions
         made.model.zero_grad()
+        gc.collect()
+        others = set(activation_memory._RECIPES)  # of tensors that other code of the process holds
         lean_ends = (end for end in ENDS if level != "lean" or "second run" not in end)
         for end in lean_ends:
             gc.collect()
@@ -318,7 +320,7 @@ def test_however_a_step_ends_it_gives_everything_back_at_once(name, level):
                     assert live.on_host == 0, end
             finally:
                 gc.enable()
-            assert not activation_memory._RECIPES, end
+            assert activation_memory._RECIPES.keys() <= others, end
 
 
 # Counts of experts and the like, whatever the number of tokens.

@@ -379,7 +379,6 @@ WITH_PRODUCTS = {
             x, weights, experts_of(weights, EXPERTS), *experts, weighted="inputs"
         ),
         eager_experts_of_weighted,
-        eager_gated_norm,
         lambda rows, width: [
             (rows, width),
             (rows, 2),

@@ -30,6 +30,9 @@ SPILL_LIMIT = 16
 # Cases that may spill, and why.
 KNOWN_SPILLS = {
     "norms, 16384": "rows of 16384 fill the registers: 15 of a thread's wait in the cache, once a row",
+    "gated norm, Granite 4": "rows of 8192 with their gate fill the registers, once a row",
+    "gated delta rule, Qwen 3 Next": "states fill the registers: narrower tiles take as long",
+    "gated delta rule, OLMo hybrid": "as above",
     "attention, LLaMA 8B": "the gradient of keys and values: tiles that do not spill are 6% slower",
     "attention, a tree, LLaMA 8B": "as above",
     "attention, Gemma 2 9B": "as above",

@@ -10,7 +10,7 @@ import sys
 import torch
 from kernel_operations import EVERYTHING, make_inputs, run_with_gradients
 
-from liger_models.kernels import AdamWSettings, AdamWTensors, adamw, sum_of_squares
+from liger_models.kernels import AdamWSettings, AdamWTensors, adamw, gated_delta_rule, sum_of_squares
 
 # Rows that do not fill a tile, of a width that no block divides.
 SHAPE = (5, 37)
@@ -24,7 +24,16 @@ def run_everything(device: str) -> None:
     for name, op in EVERYTHING.items():
         for rows, width in [SHAPE, WIDE_SHAPE] if name in WIDE else [SHAPE]:
             run_with_gradients(op.run, make_inputs(op, rows, width, torch.bfloat16, device))
+    pass_a_state(device)
     take_a_step(device)
+
+
+def pass_a_state(device: str) -> None:
+    """Over documents that fill no chunk, in heads that fill no tile."""
+    shapes = [(67, 1, 20)] * 2 + [(67, 2, 24)] + [(67, 2)] * 2 + [(2,)] * 2
+    inputs = [torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_() for shape in shapes]
+    documents = torch.tensor([0, 1, 67], device=device)
+    run_with_gradients(lambda *x: gated_delta_rule(*x, cu_seqlens=documents), inputs)
 
 
 def take_a_step(device: str) -> None:
