@@ -38,6 +38,7 @@ def test_operations_are_chosen_by_pattern_in_the_tables_order(benchmarks):
         "add_rms_norm",
         "linear_cross_entropy",
         "linear_cross_entropy_75_ignored",
+        "gated_rms_norm",
     ]
     assert [operation.name for operation in matching(None)] == list(benchmarks.operations.REGISTRY)
 
