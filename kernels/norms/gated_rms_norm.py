@@ -1,6 +1,6 @@
 """RMSNorm with a gate, over groups of channels: the output norm of recurrent mixers.
 
-    norm first (Qwen3-Next, Kimi Linear):      y = n * (weight) * act(gate),    n = x / rms(x)
+    norm first (Qwen3-Next, Kimi Linear):      y = n * weight * act(gate),    n = x / rms(x)
     gate first (Mamba 2; Dao and Gu, 2024, arXiv:2405.21060, section 7):
                                                y = n * weight,   n = h / rms(h),   h = x * act(gate)
 
