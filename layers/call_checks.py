@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -141,8 +141,8 @@ def check_windows(spec: ModelSpec, extent: int) -> None:
 
 
 class CallChecks:
-    """The range of ids and labels and the given count, seen on the device when the call begins and looked at
-    when its layers are queued, so that neither waits.
+    """The range of ids and labels and the given count, computed on the device when a call begins (`begin`)
+    and read when its layers are queued (`finish`), so that neither the host nor the device waits.
 
     Args:
         input_ids: [batch, seq], or None.
@@ -152,7 +152,8 @@ class CallChecks:
         sequences: which of the targets are here, if they are divided over ranks.
         num_ids: what ids must be below, if not the same.
         beginnings: `labels_of_beginnings` of the call.
-        groups: whose processes check theirs too, each making such an object: `groups_of_step`.
+        groups: process groups in which every process makes such an object: `groups_of_step`.
+        device: on which they exchange it; else the counts are on that of the targets, or of the ids.
 
     Attributes:
         own_valid: the number of those here that count, when `finish` has returned.
@@ -171,6 +172,7 @@ class CallChecks:
         num_ids: int | None = None,
         beginnings: Tensor | None = None,
         groups: Sequence[Any] = (),
+        device: torch.device | None = None,
     ):
         self._num_ids = vocab_size if num_ids is None else num_ids
         self._vocab_size, self._with_labels = vocab_size, targets is not None
@@ -186,23 +188,49 @@ class CallChecks:
         ids = (
             torch.zeros(2, dtype=torch.long) if input_ids is None else torch.stack(input_ids.aminmax()).long()
         )
-        device = ids.device if targets is None else targets.device
+        if device is None or not groups:
+            device = ids.device if targets is None else targets.device
         if targets is None:
             counts = torch.zeros(4, dtype=torch.long, device=device)
         else:
             valid = targets != IGNORE_INDEX
             seen = torch.where(valid, targets, 0)
             mine = valid if sequences is None else sequences.own(valid)
-            counts = torch.stack([valid.sum(), mine.sum(), *seen.aminmax()]).long()
+            counts = torch.stack([valid.sum(), mine.sum(), *seen.aminmax()]).long().to(device)
         rows = [ids.to(device), counts]
         if isinstance(num_items, Tensor):
             rows.append((num_items > 0).all().long()[None].to(device))
             if beginnings is not None:
                 rows.append(beginnings.long()[None].to(device))
-        found = torch.cat(rows)
-        if groups:
-            found = torch.cat([said_by_any(self._is_refused(found), groups), found])
-        self._groups, self._counts = groups, HostCopy(found)
+        self.groups, self._found = groups, torch.cat(rows)
+        self._explain: Callable[[], object] = lambda: None
+
+    def begin(
+        self,
+        wrong: Tensor | None = None,
+        explain: Callable[[], object] = lambda: None,
+        wait: bool = False,
+    ) -> None:
+        """Start the copy to the host; with `groups`, exchange whether the batch is refused. Call it before
+        the layers run: on a CPU, where their collectives block, a refusal by any process is raised here.
+
+        Args:
+            wrong: whether another check of this call fails, a bool on the device.
+            explain: raises the error of that check.
+            wait: raise a refusal here on a GPU too, since a blocking collective follows.
+
+        Raises:
+            DataError: this process or another refuses its batch.
+        """
+        found, self._explain = self._found, explain
+        if self.groups:
+            refused = self._is_refused(found)
+            if wrong is not None:
+                refused = torch.maximum(refused, wrong.long().to(found.device))
+            found = torch.cat([said_by_any(refused, self.groups), found])
+        self._counts = HostCopy(found)
+        if self.groups and (wait or self._counts.is_there):
+            self.finish()
 
     def _is_refused(self, found: Tensor) -> Tensor:
         """[1] int64: whether `finish` will raise, still on the device."""
@@ -215,24 +243,15 @@ class CallChecks:
             wrong |= number != right
         return wrong.long()[None]
 
-    def proceed(self) -> None:
-        """Called before the layers run. On a CPU, where the layers' collectives would wait, it ends here.
-
-        Raises:
-            DataError: this process or another refuses its batch.
-        """
-        if self._groups and self._counts.is_there:
-            self.finish()
-
     def finish(self) -> int:
         """The number of labels that count.
 
         Raises:
-            DataError: an id or a label outside the vocabulary, no label, or a count that is not above 0; or
-                another process found such.
+            DataError: an id or a label outside the vocabulary, no label, or a count that is not above 0; what
+                `explain` raises; or another process refuses its batch.
         """
         found = self._counts.tolist()
-        refused = self._groups and found.pop(0)
+        refused = self.groups and found.pop(0)
         lowest_id, highest_id, num_valid, self.own_valid, lowest_label, highest_label, *given = found
         for what, low, high, vocab in (
             ("id", lowest_id, highest_id, self._num_ids),
@@ -259,6 +278,7 @@ class CallChecks:
                 "no token of the batch has a label (all are -100, padding, or the first of a document), so "
                 "the mean loss is undefined; drop the batch, or pass num_items_in_batch"
             )
+        self._explain()
         if refused:
             raise DataError(OTHERS_REFUSED)
         return num_valid

@@ -6,6 +6,7 @@ input_ids [batch, seq] -> tokens [T] -> hidden [T, H] -> blocks -> norm -> hidde
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,7 +22,7 @@ from liger_models.layers.blocks import (
     own_input,
     run_block,
 )
-from liger_models.layers.call_checks import check_windows
+from liger_models.layers.call_checks import CallChecks, check_windows
 from liger_models.layers.eager import not_compiled
 from liger_models.layers.embedding import TokenEmbedding
 from liger_models.layers.memory.activation_memory import RERUN, ActivationMemory, set_levels
@@ -94,8 +95,48 @@ class Decoder(nn.Module):
             self.vision = VISIONS[type(spec.vision)](spec.vision, spec.hidden_size, attention)
             self.image_gradients = ImageGradients()
 
-    @not_compiled
     def hidden_states(
+        self,
+        sequences: Sequences,
+        input_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        sight: Any = None,
+    ) -> Tensor:
+        """The normalised output of the last block, [T, H]: `prepare_call`, then `run_layers`."""
+        self.prepare_call(sequences, input_ids, sight)
+        return self.run_layers(sequences, input_ids, inputs_embeds, sight=sight)
+
+    @not_compiled
+    def prepare_call(self, sequences: Sequences, input_ids: Tensor | None = None, sight: Any = None) -> None:
+        """All of a call that can be refused for its shapes and positions, before anything is computed that
+        several processes share.
+
+        Args:
+            input_ids: [batch, seq].
+            sight: what a model with `vision` is shown. `vision.finish` reports whether images and tokens fit.
+
+        Raises:
+            DataError: documents, padding, positions or images that this model cannot take.
+        """
+        if sequences.tree is not None:
+            check_tree(self.spec, sight)
+        if sequences.torn:
+            check_windows(self.spec, sequences.torn)
+        if self.vision is not None and sight is not None:
+            self.vision.prepare(sight, sequences, input_ids)
+        sequences.prepare_rotary(self.spec.ropes)
+
+    def begin_checks(self, checks: CallChecks, sight: Any = None) -> None:
+        """Begin the checks of a call that is prepared, with those of its images."""
+        # Processes that choose levels together wait for each other.
+        wait = self.fit_levels is not None and self.fit_levels.plan is None
+        if sight is None:
+            checks.begin(wait=wait)
+        else:
+            checks.begin(sight.wrong, partial(self.vision.finish, sight), wait)
+
+    @not_compiled
+    def run_layers(
         self,
         sequences: Sequences,
         input_ids: Tensor | None = None,
@@ -104,20 +145,14 @@ class Decoder(nn.Module):
         sight: Any = None,
     ) -> Tensor:
         """The normalised output of the last block, [T, H], from [batch, seq] ids or [batch, seq, H]
-        embeddings; from both where layers have inputs of their own. To a list `inputs_of_layers` the residual
-        stream in front of each layer is added, [batch, seq, H] each and zero at padding, without what images
-        add there; the layers read it from there, so that gradients pass through it. `sight` is what a model
-        with `vision` is shown.
+        embeddings; from both where layers have inputs of their own. The call is prepared (`prepare_call`).
+
+        To a list `inputs_of_layers` the residual stream in front of each layer is added, [batch, seq, H] each
+        and zero at padding, without what images add there; the layers read it from there, so that gradients
+        pass through it.
         """
-        if sequences.tree is not None:
-            check_tree(self.spec, sight)
-        if sequences.torn:
-            check_windows(self.spec, sequences.torn)
-        if self.vision is not None and sight is not None:
-            self.vision.prepare(sight, sequences, input_ids)
         if self.fit_levels is not None and torch.is_grad_enabled():
             self.fit_levels(self, sequences, None if sight is None else sight.pictures)
-        sequences.prepare_rotary(self.spec.ropes)
         # An id outside the vocabulary is reported by the checks; until then it must not stop the device.
         ids = None if input_ids is None else sequences.pack(input_ids).clamp(0, self.spec.num_ids - 1)
         inputs_embeds = self.embed_tokens(ids) if inputs_embeds is None else sequences.pack(inputs_embeds)

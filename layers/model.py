@@ -138,8 +138,8 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
         if teaching is not None:
             teaching.use(self.lm_head, self.hidden_states(teaching.sequences, input_ids), self.logit_form)
             return CausalLMOutput()
-        groups = groups_of_step(self)
-        with refusing_together(groups, next(self.parameters()).device):
+        groups, own_device = groups_of_step(self), next(self.parameters()).device
+        with refusing_together(groups, own_device):
             sight = None if self.vision is None else self.vision.take(others)
             refuse_unknown(others)
             width = self.spec.hidden_size
@@ -153,6 +153,7 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
             beginnings = labels_of_beginnings(sequences, labels, num_items_in_batch)
             check_lesson(distill, score, targets)
             sequences = sequences.divided(self.sequence_group)
+            self.prepare_call(sequences, input_ids, sight)
             checks = CallChecks(
                 input_ids,
                 targets,
@@ -162,13 +163,12 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
                 self.spec.num_ids,
                 beginnings,
                 groups,
+                own_device,
             )
-        checks.proceed()
-        hidden = self.hidden_states(sequences, input_ids, inputs_embeds, sight=sight)
+        self.begin_checks(checks, sight)
+        hidden = self.run_layers(sequences, input_ids, inputs_embeds, sight=sight)
         num_valid = checks.finish()
         targets = None if targets is None else sequences.own(targets)
-        if self.vision is not None and sight is not None:
-            self.vision.finish(sight)
 
         if score is not None:
             assert targets is not None
@@ -211,7 +211,9 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
             DataError: they are not integers of this shape, or one is outside the vocabulary.
         """
         batch_shape(input_ids, None, self.spec.hidden_size)
-        CallChecks(input_ids, None, self.spec.num_ids).finish()
+        checks = CallChecks(input_ids, None, self.spec.num_ids)
+        checks.begin()
+        checks.finish()
 
     def new_cache(self, batch: int, max_length: int) -> KVCache:
         """Room for what the layers remember of `batch` sequences of up to `max_length` tokens, for

@@ -21,6 +21,7 @@ from liger_models.architectures import Architecture
 from liger_models.causal_lm import LigerCausalLM
 from liger_models.convert.checkpoints.reading import CheckpointReader
 from liger_models.convert.errors import ConfigError, UnsupportedModelError
+from liger_models.layers.agreement import groups_of_step, refusing_together
 from liger_models.layers.call_checks import CallChecks, batch_shape
 from liger_models.layers.eager import not_compiled
 from liger_models.layers.head import LMHead
@@ -70,12 +71,17 @@ class LigerSequenceClassifier(LigerCausalLM):
                 steps.
 
         Raises:
-            DataError: shapes that do not fit, or ids outside the vocabulary.
+            DataError: shapes that do not fit, or ids outside the vocabulary; or another process of the
+                training step refused its batch.
         """
-        shape, device = batch_shape(input_ids, None, self.spec.hidden_size)
-        sequences = Sequences.from_call(shape, device, attention_mask, position_ids, cu_seqlens)
-        checks = CallChecks(input_ids, None, self.spec.vocab_size, num_ids=self.spec.num_ids)
-        hidden = self.hidden_states(sequences, input_ids)
+        groups, own_device = groups_of_step(self), next(self.parameters()).device
+        with refusing_together(groups, own_device):
+            shape, device = batch_shape(input_ids, None, self.spec.hidden_size)
+            sequences = Sequences.from_call(shape, device, attention_mask, position_ids, cu_seqlens)
+            self.prepare_call(sequences, input_ids)
+        checks = CallChecks(input_ids, None, self.spec.num_ids, groups=groups, device=own_device)
+        self.begin_checks(checks)
+        hidden = self.run_layers(sequences, input_ids)
         checks.finish()
         if self.spec.router is not None:  # whose loss is that of a language model
             sequences.router_logits.take()

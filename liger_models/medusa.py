@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from liger_models.convert.checkpoints.atomic import atomic_folder
 from liger_models.convert.checkpoints.shards import whole
 from liger_models.convert.errors import CheckpointError
+from liger_models.layers.agreement import groups_of_step, refusing_together
 from liger_models.layers.call_checks import CallChecks, batch_shape, targets_of
 from liger_models.layers.distilling import TeacherCall
 from liger_models.layers.head import LMHead, LogitForm, loss_of_head
@@ -119,11 +120,15 @@ class MedusaModel(nn.Module):
         Raises:
             DataError: as of the model's own call.
         """
-        shape, device = batch_shape(input_ids, None, 0)
-        sequences = Sequences.from_call(shape, device, attention_mask, position_ids, cu_seqlens)
-        targets = targets_of(sequences, labels, None)
-        assert targets is not None
-        checks = CallChecks(input_ids, targets, self.medusa_head[0][-1].out_features)  # type: ignore[index]
+        groups, own_device = groups_of_step(self), next(self.medusa_head.parameters()).device
+        with refusing_together(groups, own_device):
+            shape, device = batch_shape(input_ids, None, 0)
+            sequences = Sequences.from_call(shape, device, attention_mask, position_ids, cu_seqlens)
+            targets = targets_of(sequences, labels, None)
+            assert targets is not None
+            width: Any = self.medusa_head[0][-1].out_features  # type: ignore[index]
+            checks = CallChecks(input_ids, targets, width, groups=groups, device=own_device)
+        checks.begin()
         found: list[Tensor] = []
 
         def use(head: nn.Module, hidden: Tensor, form: LogitForm) -> None:

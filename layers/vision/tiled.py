@@ -52,12 +52,18 @@ class TiledImages:
 
 class TiledSight:
     """What a call shows a model: its images, if any, and which of their tiles each token sees, [batch, seq,
-    images, tiles] as given.
+    images, tiles] as given. `wrong`: whether images and tokens do not fit, a bool on the device.
     """
 
     def __init__(self, pictures: TiledImages | None, seen: Tensor | None):
         self.pictures, self.seen = pictures, seen
         self.checks: HostCopy | None = None
+        self.wrong: Tensor | None = None
+
+    def check(self, tokens: Tensor, images: Tensor, faults: Tensor) -> None:
+        """Begin to check how many images the text names, how many are given, and further faults."""
+        self.wrong = (tokens != images) | (faults != 0)
+        self.checks = HostCopy(torch.stack([tokens, images, faults]))
 
 
 class TiledVision(nn.Module):
@@ -134,8 +140,8 @@ class TiledVision(nn.Module):
             return
         named = input_ids == self.spec.image_id
         if sight.pictures is None:
-            sight.checks = HostCopy(torch.stack([named.sum(), named.sum() * 0, named.sum() * 0]))
-            return
+            none = torch.zeros((), dtype=torch.long, device=named.device)
+            return sight.check(named.sum(), none, none)
         assert sight.seen is not None
         sequences.with_images = True
         if sight.seen.shape[:2] != input_ids.shape:
@@ -166,7 +172,7 @@ class TiledVision(nn.Module):
         sequences.tiles = SeenTiles(mask, sequences.pack(reached), sequences.pack(shown), blocks)
         wrong = ((ratios < 0) | (ratios > self.spec.ratios)).any().long()
         wrong = wrong + 2 * apart.long() + 4 * foreign.long()
-        sight.checks = HostCopy(torch.stack([named.sum(), (ratios > 0).sum(), wrong]))
+        sight.check(named.sum(), (ratios > 0).sum(), wrong)
 
     def _own_images(self, named: Tensor, ratios: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Which images of its row belong to each token's document, or to the one that this continues, [batch,

@@ -41,14 +41,20 @@ class Sight:
     Attributes:
         kinds: of each token, as processors number them; [batch, seq] as given, later [T].
         deep: features that layers of the language model add, [F, H] each, from the first on.
-        checks: whether pictures and tokens fit, on its way to the host.
+        checks: how many tokens of pictures there are, and faults, on their way to the host.
+        wrong: whether pictures and tokens do not fit, a bool on the device.
     """
 
     def __init__(self, pictures: Pictures | None, kinds: Tensor | None):
         self.pictures, self.kinds = pictures, kinds
         self.deep: list[Tensor] = []
         self.checks: HostCopy | None = None
+        self.wrong: Tensor | None = None
         self._places: tuple[Tensor, Tensor] | None = None
+
+    def expected(self, merge: int) -> tuple[int, int]:
+        """The number of tokens that images and videos need."""
+        return (0, 0) if self.pictures is None else self.pictures.features(merge)
 
     def places(self, merge: int) -> tuple[Tensor, Tensor]:
         """Which tokens are of pictures, [T, 1] bool, and the number of each one's feature, [T]."""
@@ -199,7 +205,10 @@ class Vision(nn.Module):
                 _go_on_behind(sequences.cache, sequences.axes, longest - sequences.longest_position)
             sequences.longest_position = longest
             counts.append(2 * misfit.long())
-        sight.checks = HostCopy(torch.stack(counts))
+        images, videos = sight.expected(self.merge)
+        counted = torch.stack(counts)
+        sight.wrong = (counted[0] != images) | (counted[1] != videos) | counted[2:].any()
+        sight.checks = HostCopy(counted)
 
     def place(self, sight: Sight | None, embeds: Tensor) -> Tensor:
         """Embeddings [T, H] with the features of pictures where their tokens stand."""
@@ -244,7 +253,7 @@ class Vision(nn.Module):
         if sight.checks is None:
             return
         images, videos, *faults = sight.checks.tolist()
-        expected = (0, 0) if sight.pictures is None else sight.pictures.features(self.merge)
+        expected = sight.expected(self.merge)
         if (images, videos) != expected:
             raise DataError(
                 f"the text has {images} tokens of images and {videos} of videos, and the pixels make "

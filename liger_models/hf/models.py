@@ -153,22 +153,26 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
             raise ValueError(
                 "output_attentions=True: attention weights are never made here; take transformers' own model"
             )
-        width = self.spec.hidden_size
-        shape, _ = batch_shape(input_ids, inputs_embeds, width, ids_needed=self.needs_ids)
         with_routers = self.wants_router_logits(others.pop("output_router_logits", None))
         others.pop("logits_to_keep", None)  # as TRL's distillation gives it to the base model, too
-        sequences = others.pop("sequences", None)
-        if sequences is None:
-            sequences, past_key_values = self.begin(
-                shape, attention_mask, position_ids, past_key_values, use_cache, others
-            )
-        groups = groups_of_step(self)
-        with refusing_together(groups, next(self.embed_tokens.parameters()).device):
-            sight = None if self.vision is None else self.vision.take(others)
+        sequences, checks = others.pop("sequences", None), others.pop("checks", None)
+        groups = groups_of_step(self) if checks is None else checks.groups
+        device = next(self.embed_tokens.parameters()).device
+        with refusing_together(groups, device):
+            if sequences is None:
+                width = self.spec.hidden_size
+                shape, _ = batch_shape(input_ids, inputs_embeds, width, ids_needed=self.needs_ids)
+                sequences, past_key_values = self.begin(
+                    shape, attention_mask, position_ids, past_key_values, use_cache, others
+                )
+            sight = self._sight(sequences, others)
             _refuse_others(others)
+            ids = input_ids if self.needs_ids or sight is not None else None
+            self.prepare_call(sequences, ids, sight)
         sequences.router_logits.asked_for = with_routers
-        checks = CallChecks(input_ids, None, self.spec.num_ids, groups=groups)
-        checks.proceed()
+        if checks is None:
+            checks = CallChecks(input_ids, None, self.spec.num_ids, groups=groups, device=device)
+        self.begin_checks(checks, sight)
         if inputs_embeds is None:
             assert input_ids is not None
             # With its batch and padding, as hooks on the embedding (NEFTune) expect it.
@@ -177,21 +181,10 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         if output_hidden_states is None:
             output_hidden_states = text.output_hidden_states
         inner: list[Tensor] | None = [] if output_hidden_states else None
-        ids = input_ids if self.needs_ids or sight is not None else None
-        view = sequences.cache
-        if isinstance(view, TransformersCache) and view.seen and sight is not None:
-            if sight.pictures is not None:
-                raise DataError(
-                    f"got images beside a cache that holds {view.seen} tokens a row: give the whole "
-                    "conversation, with all of its images, and a new cache"
-                )
-            sight = None  # whatever is made is text
-        last = sequences.unpack(self.hidden_states(sequences, ids, inputs_embeds, inner, sight))
+        last = sequences.unpack(self.run_layers(sequences, ids, inputs_embeds, inner, sight))
         checks.finish()
-        if self.vision is not None and sight is not None:
-            self.vision.finish(sight)
-        if isinstance(view, TransformersCache):
-            view.keep()
+        if isinstance(sequences.cache, TransformersCache):
+            sequences.cache.keep()
         output: dict[str, Any] = {
             "last_hidden_state": last,
             "past_key_values": past_key_values,
@@ -203,6 +196,23 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         # As theirs: not divided into rows.
         padded = tuple(sequences.unpack(logits).flatten(0, 1) for logits in routers)
         return MoeModelOutputWithPast(**output, router_logits=padded)
+
+    def _sight(self, sequences: Sequences, others: dict[str, Any]) -> Any:
+        """What a call shows the model, taken out of its keywords.
+
+        Raises:
+            DataError: something is missing or does not fit, or the cache holds tokens already.
+        """
+        sight = None if self.vision is None else self.vision.take(others)
+        view = sequences.cache
+        if sight is None or not (isinstance(view, TransformersCache) and view.seen):
+            return sight
+        if sight.pictures is not None:
+            raise DataError(
+                f"got images beside a cache that holds {view.seen} tokens a row: give the whole "
+                "conversation, with all of its images, and a new cache"
+            )
+        return None  # generated tokens are text
 
     def wants_router_logits(self, asked: bool | None) -> bool:
         """What a call asks for, or else the config as it is now: TRL switches it when a trainer is made."""
@@ -421,28 +431,35 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
         if teaching is not None:
             return self._teach(input_ids, teaching)
         with_routers = self.model.wants_router_logits(others.pop("output_router_logits", None))
-        width, needed = self.model.spec.hidden_size, self.model.needs_ids
-        shape, _ = batch_shape(input_ids, inputs_embeds, width, ids_needed=needed)
-        with_labels = labels is not None or shift_labels is not None
-        if labels is not None and labels.shape != shape:
-            labels = _labels_of_all(labels, logits_to_keep, shape)
-        if score is not None:
-            bounds = others.get("cu_seq_lens_q", others.get("cu_seqlens"))
-            check_score_call(labels, shift_labels, bounds, shape[0], num_items, return_logits)
-            num_items = 1  # no label at all is no error: nothing is divided by their count
         if score is not None or distill is not None:
             use_cache = False  # their outputs have no cache
-        sequences, past_key_values = self.model.begin(
-            shape, attention_mask, position_ids, past_key_values, use_cache, others, with_labels
-        )
-        groups = groups_of_step(self)
-        with refusing_together(groups, next(self.parameters()).device):
+        groups, device = groups_of_step(self), next(self.parameters()).device
+        with refusing_together(groups, device):
+            width, needed = self.model.spec.hidden_size, self.model.needs_ids
+            shape, _ = batch_shape(input_ids, inputs_embeds, width, ids_needed=needed)
+            with_labels = labels is not None or shift_labels is not None
+            if labels is not None and labels.shape != shape:
+                labels = _labels_of_all(labels, logits_to_keep, shape)
+            if score is not None:
+                bounds = others.get("cu_seq_lens_q", others.get("cu_seqlens"))
+                check_score_call(labels, shift_labels, bounds, shape[0], num_items, return_logits)
+                num_items = 1  # no label at all is no error: nothing is divided by their count
+            sequences, past_key_values = self.model.begin(
+                shape, attention_mask, position_ids, past_key_values, use_cache, others, with_labels
+            )
             targets = targets_of(sequences, labels, shift_labels)
             check_lesson(distill, score, targets)
-            beginnings = labels_of_beginnings(sequences, labels, num_items)
-            width = self.lm_head_width()
-            checks = CallChecks(None, targets, width, num_items, beginnings=beginnings, groups=groups)
-        checks.proceed()
+            # The base model begins them, once it has seen the images.
+            checks = CallChecks(
+                input_ids,
+                targets,
+                self.lm_head_width(),
+                num_items,
+                num_ids=self.model.spec.num_ids,
+                beginnings=labels_of_beginnings(sequences, labels, num_items),
+                groups=groups,
+                device=device,
+            )
         output = self.model(
             input_ids=input_ids,
             past_key_values=past_key_values,
@@ -450,6 +467,7 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
             use_cache=use_cache,
             output_router_logits=with_routers,
             sequences=sequences,
+            checks=checks,
             **others,
         )
         hidden, loss, logits = output.last_hidden_state, None, None

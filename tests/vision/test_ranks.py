@@ -14,6 +14,7 @@ from liger_models.architectures import list_architectures
 from liger_models.layers.spec import VisionSpec
 
 RANK = Path(__file__).with_name("sight_rank.py")
+REFUSING = Path(__file__).with_name("refused_images_rank.py")
 FAMILIES = ("gemma3", "mllama", "qwen2_5_vl", "qwen3_vl")
 
 
@@ -46,6 +47,46 @@ def test_a_process_without_images_goes_along(make_pair, tmp_path):
                 for name, gradient in gradients.items():
                     distance = (own[name] - gradient).norm()
                     assert distance <= 1e-5 * max(gradient.norm(), 1e-2), (family, wrapper, name)
+
+
+REFUSED = {
+    "pixels of one image": "was the text cut, or an image left out?",
+    "tokens of another shape": "the shape of the tokens",
+    "pixels alone": "without",
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("kind", ["native", pytest.param("transformers", marks=pytest.mark.slow)])
+def test_images_that_one_process_refuses_are_refused_by_all(kind, make_pair, tmp_path):
+    """None waits for the others, under DDP and FSDP2."""
+    task = {}
+    for family in ("qwen2_5_vl", "mllama"):
+        pair = make_pair(family)
+        one, two = [1, Image(4, 4), 3, 2], [1, Image(4, 4), 3, Image(4, 4), 2]
+        call, images = pair.scene(two), pair.scene(one)
+        kinds = "mm_token_type_ids" if family == "qwen2_5_vl" else "cross_attention_mask"
+        text = {"input_ids", "labels", "attention_mask", kinds}
+        pixels = {name: value for name, value in images.items() if name not in text}
+        faults = {
+            "pixels of one image": call | pixels,
+            "tokens of another shape": call | {kinds: call[kinds][:, 1:]},
+            "pixels alone": {name: call[name] for name in ("input_ids", "labels", "pixel_values")},
+            "nothing": call,
+        }
+        if family == "mllama":  # whose mask names images, too
+            faults["pixels of one image"] |= {kinds: call[kinds][:, :, :1]}
+        pair.reference.config.save_pretrained(tmp_path / family)
+        task[family] = (pair.config, tmp_path / family, call, faults)
+    torch.save(task, tmp_path / "task.pt")
+    others, refusing = run_ranks(REFUSING, tmp_path, kind, seconds=120)
+    assert len(refusing) == 2 * 2 * len(REFUSED)
+    for case, said in refusing.items():
+        if case[-1] == "nothing":
+            assert said == others[case] == "", case
+        else:
+            assert REFUSED[case[-1]] in said, case
+            assert "another process refused its batch" in others[case], case
 
 
 OF_TOKENS = [

@@ -50,6 +50,9 @@ def results(folder: Path, rank: int, ranks: int, kind: str) -> dict[str, Any]:
         "a label": {"input_ids": ids, "labels": ids + 100 * (rank == 1)},
         "no label": {"input_ids": ids, "labels": ids.clone().fill_(-100) if rank == 1 else ids},
         "a shape": {"input_ids": ids, "labels": ids[:, : 6 - (rank == 1)]},
+        "a mask": {"input_ids": ids, "labels": ids, "attention_mask": torch.ones(2, 6 - (rank == 1))},
+        "positions": {"input_ids": ids, "labels": ids, "position_ids": ids[:, : 6 - (rank == 1)]},
+        "no batch": {"input_ids": ids[0] if rank == 1 else ids, "labels": ids},
         "nothing": {"input_ids": ids, "labels": ids},
     }
     found = {}

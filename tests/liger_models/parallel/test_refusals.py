@@ -13,6 +13,9 @@ SAID = {
     "a label": "outside the vocabulary",
     "no label": "no token of the batch has a label",
     "a shape": "of the shape of the tokens",
+    "a mask": "attention_mask must",
+    "positions": "position_ids must have the shape of the tokens",
+    "no batch": r"of shape [batch, seq]",
 }
 
 
