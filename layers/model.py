@@ -154,6 +154,8 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
             check_lesson(distill, score, targets)
             sequences = sequences.divided(self.sequence_group)
             self.prepare_call(sequences, input_ids, sight)
+            shifted = shift_labels is not None
+            score = None if score is None else score.packed(sequences, shifted)
             checks = CallChecks(
                 input_ids,
                 targets,
@@ -172,9 +174,7 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
 
         if score is not None:
             assert targets is not None
-            shifted, routers = shift_labels is not None, self.spec.router
-            score = score.packed(sequences, shifted)
-            valid = checks.own_valid
+            routers, valid = self.spec.router, checks.own_valid
             scores = scores_of_head(self.lm_head, hidden, targets, valid, self.logit_form, score=score)
             added = None
             if routers is not None:

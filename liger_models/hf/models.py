@@ -447,6 +447,8 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
             sequences, past_key_values = self.model.begin(
                 shape, attention_mask, position_ids, past_key_values, use_cache, others, with_labels
             )
+            shifted = shift_labels is not None
+            score = None if score is None else score.packed(sequences, shifted)
             targets = targets_of(sequences, labels, shift_labels)
             check_lesson(distill, score, targets)
             # The base model begins them, once it has seen the images.
@@ -479,8 +481,7 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
             routers = {"aux_loss": aux_loss, "router_logits": output.router_logits}
         if score is not None:
             assert targets is not None
-            shifted, packed = shift_labels is not None, sequences.pack(hidden)
-            score, num_valid = score.packed(sequences, shifted), checks.finish()
+            packed, num_valid = sequences.pack(hidden), checks.finish()
             scores = scores_of_head(self.lm_head, packed, targets, num_valid, self.logit_form, score=score)
             return score_output(scores, sequences, shifted, added if with_routers else None)
         if distill is not None:
