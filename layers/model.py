@@ -107,7 +107,8 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
             cu_seqlens: [n + 1] integers, the boundaries of packed documents in the flattened batch: documents
                 neither see nor predict one another. On the CPU it costs no synchronisation.
             parents: [n] integers, the number of the document that each of these continues, or -1: it sees
-                that one as if it stood before it, and positions go on. See layers/tree.py.
+                that one as if it stood before it, and positions go on. [2, n]: with how many tokens of that
+                one it continues. See layers/tree.py.
             shift_labels: [batch, seq], already shifted: the label of position t is what position t shall
                 predict.
                 (Not in the signature: trainers take any parameter with "label" in its name for one that every

@@ -99,10 +99,10 @@ class Sequences:
         """Read the documents off what the caller gave.
 
         `attention_mask` [batch, seq] is 0 at padding. `cu_seqlens` [n + 1] bounds packed documents over the
-        flattened tokens (on the CPU it costs no synchronisation), and `parents` [n] says which of them each
-        continues, -1 for none. Position ids that start anew without `attention_mask` or `cu_seqlens` mark
-        packed documents too, as in transformers. `position_ids` [3, batch, seq] are those on three axes, and
-        [4, batch, seq] has in front of them those that count tokens.
+        flattened tokens (on the CPU it costs no synchronisation), and `parents` [n] or [2, n] says which of
+        them each continues, -1 for none (layers/tree.py). Position ids that start anew without
+        `attention_mask` or `cu_seqlens` mark packed documents too, as in transformers. `position_ids` [3,
+        batch, seq] are those on three axes, and [4, batch, seq] has in front of them those that count tokens.
 
         Raises:
             DataError: shapes that do not fit, two descriptions of the documents at once, boundaries out of

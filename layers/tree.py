@@ -9,6 +9,13 @@ to the gradients of their prompt is summed. Windows and chunks count positions. 
 once, and the tokens of an image may all see one another. A document predicts its own
 tokens alone: for a prompt to predict the first token of each answer, these begin with a copy of its last one,
 and it ends before that (liger_models/losses/shared_prompts.py).
+
+A document may continue the first k tokens of its parent instead of all of them, as conversations do that
+differ from some turn on. `parents` is then [2, documents], with k in the second row:
+
+    row       | conversation       | branch at k | branch at j <= k |
+    parents     -1, 0                0, k          0, j
+    positions   0 1 2 ... n-1        k k+1 ..      j j+1 ..
 """
 
 from __future__ import annotations
@@ -36,27 +43,37 @@ class Tree:
 
     Args:
         bounds: [documents + 1], where they begin and end.
-        parents: [documents], the number of the document that each continues, or -1.
+        parents: [documents], the number of the document that each continues, or -1; or [2, documents], with
+            how many tokens of that document it continues.
 
     Attributes:
-        longest: the length of the longest document, with the one that it continues.
+        parents: [documents].
+        before: [documents], how many tokens of its parent each document continues.
+        longest: the length of the longest document, with what it continues.
 
     Raises:
         DataError: a document continues what it cannot: one that follows it, is not next to it but for others
-            that continue the same, or itself continues another.
+            that continue the same, or itself continues another; or more tokens than that one has, or than
+            the document before it continues.
     """
 
     def __init__(self, bounds: list[int], parents: Sequence[int] | Tensor, device: torch.device):
-        given = parents.tolist() if isinstance(parents, Tensor) else list(parents)
-        _check(given, len(bounds) - 1)
-        self.bounds, self.parents, self.device = bounds, given, device
+        given = (
+            parents if isinstance(parents, Tensor) else torch.tensor(parents, dtype=torch.int64, device="cpu")
+        )
+        self.parents: list[int] = (given if given.dim() == 1 else given[0]).tolist()
+        _check(self.parents, len(bounds) - 1)
+        self.bounds, self.device = bounds, device
         lengths = [end - first for first, end in itertools.pairwise(bounds)]
-        self.before = [0 if parent < 0 else lengths[parent] for parent in given]
+        self.before = [0 if parent < 0 else lengths[parent] for parent in self.parents]
+        if given.dim() == 2:
+            _check_shared(self.parents, given[1].tolist(), self.before)
+            self.before = given[1].tolist()
         self.longest = max(map(sum, zip(lengths, self.before, strict=True)))
         self._ranges: dict[tuple[int | None, int | None, bool], KeyRanges] = {}
 
     def on(self, device: torch.device) -> Tree:
-        return Tree(self.bounds, self.parents, device)
+        return Tree(self.bounds, torch.tensor([self.parents, self.before], device="cpu"), device)
 
     def key_ranges(self, window: int | None, chunk: int | None, spans: Tensor | None = None) -> KeyRanges:
         """What is seen (`kernels.tree_ranges`), made once for all layers that are alike."""
@@ -65,11 +82,12 @@ class Tree:
         )
         alike = window, chunk, spans is not None
         if alike not in self._ranges:
-            self._ranges[alike] = tree_ranges(self.bounds, self.parents, self.device, window, chunk, spans)
+            where = self.bounds, self.parents, self.device
+            self._ranges[alike] = tree_ranges(*where, window, chunk, spans, self.before)
         return self._ranges[alike]
 
     def position_ids(self) -> Tensor:
-        """[T]; they go on where the document ends that is continued."""
+        """[T]; they go on after the last token that is continued."""
         first = [before - start for before, start in zip(self.before, self.bounds, strict=False)]
         lengths = [end - start for start, end in itertools.pairwise(self.bounds)]
         both = torch.tensor([first, lengths], device="cpu").to(self.device, non_blocking=True)
@@ -77,10 +95,10 @@ class Tree:
         return torch.arange(total, device=self.device) + both[0].repeat_interleave(both[1], output_size=total)
 
     def continued(self) -> Tensor:
-        """Where the document begins and ends that each token's own continues, [2, T]; 0 and 0 of others."""
+        """Where what each token's document continues begins and ends, [2, T]; 0 and 0 of others."""
         ends = [
-            (0, 0) if parent < 0 else (self.bounds[parent], self.bounds[parent + 1])
-            for parent in self.parents
+            (0, 0) if parent < 0 else (self.bounds[parent], self.bounds[parent] + before)
+            for parent, before in zip(self.parents, self.before, strict=True)
         ]
         lengths = [end - first for first, end in itertools.pairwise(self.bounds)]
         table = torch.tensor([*zip(*ends, strict=True), lengths], device="cpu").to(
@@ -123,3 +141,16 @@ def _check(parents: list[int], documents: int) -> None:
                 f"parents says that document {number} continues document {parent}; expected {allowed}: all "
                 "documents that continue another follow it at once, and none continues them"
             )
+
+
+def _check_shared(parents: list[int], shared: list[int], most: list[int]) -> None:
+    previous = -1  # the parent of the document before
+    for number, (parent, taken) in enumerate(zip(parents, shared, strict=True)):
+        limit = min(most[number], shared[number - 1]) if parent == previous else most[number]
+        if not 0 <= taken <= limit:
+            raise DataError(
+                f"parents says that document {number} continues {taken} tokens of document {parent}; "
+                f"expected 0 to {limit}: no more than that document has, and those that continue the most "
+                "come first"
+            )
+        previous = parent if parent >= 0 else -2

@@ -87,6 +87,7 @@ def tree_ranges(
     window: int | None = None,
     chunk: int | None = None,
     spans: Tensor | None = None,
+    shared: Sequence[int] | None = None,
 ) -> KeyRanges:
     """What is seen causally where documents continue others: the document that a query's own continues, and
     its own up to itself, or to the end of its span. Nothing waits for the device.
@@ -95,15 +96,20 @@ def tree_ranges(
         bounds: [documents + 1], where documents begin and end in the row.
         parents: [documents], the number of the document that each continues, or -1. That one continues none,
             and all that continue it follow it at once.
+        shared: [documents], how many tokens each document sees of its parent, from the first on. Documents
+            with the same parent are in descending order of it. None: all tokens of the parent.
         window: how many tokens a query sees at the most, itself included.
         chunk: a query sees nothing before the last multiple of it.
         spans: as of `key_ranges`, each within a document.
 
-    Window and chunk count positions, which in a document that continues another go on where that one ends.
+    Window and chunk count positions, which in a document that continues another go on after the last token
+    that it sees of that one.
     """
     total, limited = bounds[-1], window is not None or chunk is not None
-    own, parent, *answers = _of_each_token(bounds, parents, limited, device).unflatten(0, (-1, 2))
-    (start, end), (parent_start, before) = own, parent
+    if shared is None:
+        shared = [bounds[parent + 1] - bounds[parent] if parent >= 0 else 0 for parent in parents]
+    table = _of_each_token(bounds, parents, shared, limited, device)
+    (start, end, parent_start, before), answers = table[:4], table[4:].view((len(table) - 4) // 3, 3, total)
     token = torch.arange(total, dtype=torch.int32, device=device)
     position = token - start + before
     # Positions: the first that it sees, and the first behind those that see it.
@@ -118,30 +124,55 @@ def tree_ranges(
     seen = torch.stack([start + (first - before).clamp(min=0), seen_to])
     seen_before = _range(parent_start + first, parent_start + before)
     seen_by_own = torch.stack([seen_from, torch.minimum(end, start - before + beyond)])
-    reach = beyond - (end - start)  # so many tokens of each document that continues its own
-    seen_by = [_range(a, torch.minimum(b, a + reach)) for a, b in answers]
-    return KeyRanges(torch.cat([seen, seen_before]), torch.cat([seen_by_own, *seen_by]))
+    seen_by_answers = _seen_by(answers, token - start, beyond, limited)
+    return KeyRanges(torch.cat([seen, seen_before]), torch.cat([seen_by_own, seen_by_answers]))
+
+
+def _seen_by(answers: Tensor, place: Tensor, beyond: Tensor, limited: bool) -> Tensor:
+    """The ranges of queries in other documents that see each key, [2 * n, T].
+
+    Args:
+        answers: [n, 3, T], as `_of_each_token` gives them.
+        place: [T], of the key in its document, which continues none if others continue it.
+        beyond: [T], position after the last one that sees the key.
+    """
+    first, end, shared = answers.unbind(1)
+    end = torch.minimum(end, first + beyond - shared)
+    ranges = _range(first, end.where(place < shared, 0))
+    if limited:  # the first ones may be empty, where a window ends before they begin
+        first, order = ranges[0].sort(dim=0)
+        ranges = torch.stack([first, ranges[1].gather(0, order)])
+    elif len(answers):  # one after another: those that see the key are the first ones
+        ranges = torch.stack([ranges[0].amin(0, True), ranges[1].amax(0, True)])
+    return ranges.transpose(0, 1).flatten(0, 1)
 
 
 def _of_each_token(
-    bounds: Sequence[int], parents: Sequence[int], limited: bool, device: torch.device
+    bounds: Sequence[int],
+    parents: Sequence[int],
+    shared: Sequence[int],
+    limited: bool,
+    device: torch.device,
 ) -> Tensor:
-    """[2 * n, T] int32: start and end of the token's document; start and length of the one that this
-    continues; then start and end of each document that continues it. What all of those see alike, where
-    nothing is limited, is one range: from the start of the first to the end of the last.
+    """[4 + 3 * n, T] int32: start and end of the token's document; start of its parent, and how many tokens
+    it sees of that; then of each document that continues it start, end and what this sees. Where nothing is
+    limited, neighbours that see the same count as one.
     """
     total = bounds[-1]
-    answers: list[list[tuple[int, int]]] = [[] for _ in parents]
+    answers: list[list[tuple[int, int, int]]] = [[] for _ in parents]
     for number, parent in enumerate(parents):
-        if parent >= 0 and bounds[number] < bounds[number + 1]:
-            answers[parent].append((bounds[number], bounds[number + 1]))
-    if not limited:
-        answers = [[(own[0][0], own[-1][1])] if own else [] for own in answers]
+        first, end = bounds[number : number + 2]
+        if parent < 0 or first == end:
+            continue
+        own = answers[parent]
+        if not limited and own and own[-1][2] == shared[number]:
+            first = own.pop()[0]
+        own.append((first, end, shared[number]))
     most = max(map(len, answers))
     rows = []
     for number, parent in enumerate(parents):
-        before = (bounds[parent], bounds[parent + 1] - bounds[parent]) if parent >= 0 else (0, 0)
-        own = answers[number] + [(total, 0)] * (most - len(answers[number]))
+        before = (bounds[parent], shared[number]) if parent >= 0 else (0, 0)
+        own = answers[number] + [(total, 0, 0)] * (most - len(answers[number]))
         rows.append([*bounds[number : number + 2], *before, *itertools.chain(*own)])
     lengths = torch.tensor([end - start for start, end in itertools.pairwise(bounds)], device="cpu")
     table = torch.tensor(rows, dtype=torch.int32, device="cpu").T.to(device, non_blocking=True)
@@ -149,9 +180,9 @@ def _of_each_token(
 
 
 def _range(first: Tensor, end: Tensor) -> Tensor:
-    """[2, T], each as it is written if it is empty."""
+    """[2, ..., T], each as it is written if it is empty."""
     there = first < end
-    return torch.stack([first.where(there, len(first)), end.where(there, 0)])
+    return torch.stack([first.where(there, first.shape[-1]), end.where(there, 0)])
 
 
 def visible_keys(

@@ -269,7 +269,7 @@ def _in_blocks(blocks: Sequence[_Block], tokens: int, images: int) -> Tensor:
 def _blocks(seen: Tensor, bounds: list[int], tree: Tree | None) -> list[_Block] | None:
     """Of documents with these bounds in one row, whose tokens see images [T, images] bool, on the host: first
     token, end, first image and end of each. None: an image is seen by no token, they are not in order, or a
-    document that continues another has images of its own beside those of that one.
+    document that continues another has images of its own beside those of that one, or not all of these.
     """
     if not seen.any(0).all() or len(seen) != bounds[-1]:
         return None
@@ -278,9 +278,11 @@ def _blocks(seen: Tensor, bounds: list[int], tree: Tree | None) -> list[_Block] 
     if bool((document.diff() < 0).any()):
         return None
     images = list(zip([0, *ends], ends, strict=False))
-    for number, parent in enumerate([] if tree is None else tree.parents):
+    continued = [] if tree is None else zip(tree.parents, tree.before, strict=True)
+    for number, (parent, before) in enumerate(continued):
         if parent >= 0:
-            if images[number][0] < images[number][1]:
+            of_its_own = images[number][0] < images[number][1]
+            if of_its_own or before < bounds[parent + 1] - bounds[parent]:
                 return None
             images[number] = images[parent]
     return [(*tokens, *own) for tokens, own in zip(itertools.pairwise(bounds), images, strict=True)]

@@ -45,8 +45,10 @@ def run(args: argparse.Namespace) -> None:
 
     from liger_models.convert.checkpoints.hub import resolve
     from liger_models.convert.errors import ConfigError
-    from liger_models.images import find_preprocessor
+    from liger_models.images import Preprocessor
+    from liger_models.training.config import TrainConfig
     from liger_models.training.data import Stream, build_corpus, describe, load_documents
+    from liger_models.training.inputs import can_share_prompts, find_spec
     from liger_models.training.objectives import OBJECTIVES
     from liger_models.training.tokenizer import TextTokenizer
 
@@ -59,7 +61,10 @@ def run(args: argparse.Namespace) -> None:
     options: dict[str, Any] = {"seq_len": args.seq_len, "vocab_size": 1 << 31, "truncate": args.truncate}
     options["train_on"] = args.train_on
     options["form"] = OBJECTIVES[args.objective].form
-    options["images"] = find_preprocessor(tokenizer.folder)
+    spec = find_spec(tokenizer.folder)
+    options["images"] = Preprocessor(tokenizer.folder, spec) if spec and spec.vision else None
+    defaults = TrainConfig(args.tokenizer, tuple(args.data), output="", steps=1)
+    options["share"] = spec is None or can_share_prompts(spec, defaults)
     data = args.data
     if args.output:
         build_corpus(args.output, data, tokenizer, **options)

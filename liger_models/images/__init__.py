@@ -4,6 +4,6 @@ a reference (path, bytes, data URL) -> picture -> the processor of transformers 
 """
 
 from liger_models.images.files import Video, find_image, open_image
-from liger_models.images.processor import Preprocessor, Shown, find_preprocessor
+from liger_models.images.processor import Preprocessor, Shown
 
-__all__ = ["Preprocessor", "Shown", "Video", "find_image", "find_preprocessor", "open_image"]
+__all__ = ["Preprocessor", "Shown", "Video", "find_image", "open_image"]

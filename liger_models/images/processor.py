@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_models.convert.errors import ConfigError, DataError, UnsupportedModelError
+from liger_models.convert.errors import DataError
 from liger_models.convert.json_file import read_json
 from liger_models.images.files import ImageSource, Video, open_image
 from liger_models.layers.sequences import Sequences
@@ -187,19 +187,6 @@ class Preprocessor:
     @functools.cached_property
     def _processor_of_videos(self) -> Any:
         return _unmarking(load_processor(self.folder, videos=True))
-
-
-def find_preprocessor(folder: Path) -> Preprocessor | None:
-    """That of the model whose config.json is in a folder; None where there is none, or it sees nothing."""
-    import liger_models
-
-    if not (folder / "config.json").is_file():
-        return None
-    try:
-        spec = liger_models.from_config(folder, device="meta", dropout=0.0).spec
-    except (ConfigError, UnsupportedModelError):  # a tokenizer's folder may be of any model
-        return None
-    return None if spec.vision is None else Preprocessor(folder, spec)
 
 
 def load_processor(folder: Path, videos: bool = False) -> Any:

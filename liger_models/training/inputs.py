@@ -10,7 +10,7 @@ import torch
 from liger_models.causal_lm import LigerCausalLM
 from liger_models.classifier import LigerSequenceClassifier
 from liger_models.convert.checkpoints.hub import local_path
-from liger_models.convert.errors import ConfigError, DataError
+from liger_models.convert.errors import ConfigError, DataError, UnsupportedModelError
 from liger_models.images import Preprocessor
 from liger_models.layers.attention.backends import WITH_TREES
 from liger_models.layers.spec import ModelSpec
@@ -77,6 +77,18 @@ def read_spec(config: TrainConfig, tokenizer: TextTokenizer, checkpoint: Path | 
     options: dict[str, Any] = {"text_only": config.text_only, "dropout": config.dropout}
     options["labels"] = labels_for(config)
     return liger_models.from_config(shape, device="meta", **options).spec
+
+
+def find_spec(folder: Path) -> ModelSpec | None:
+    """The spec of the model whose config.json is in a folder; None without one, or of an unknown model."""
+    import liger_models
+
+    if not (folder / "config.json").is_file():
+        return None
+    try:
+        return liger_models.from_config(folder, device="meta", dropout=0.0).spec
+    except (ConfigError, UnsupportedModelError):  # a tokenizer's folder may be of any model
+        return None
 
 
 def labels_for(config: TrainConfig) -> int | None:
@@ -166,7 +178,11 @@ def can_share_prompts(spec: ModelSpec, config: TrainConfig) -> bool:
     # Routers would count a prompt once, and not every backend knows such documents; nor has a prompt that is
     # seen as a whole a last token of its own.
     prefix = getattr(spec.vision, "spans", None) == "prefix"
-    return spec.router is None and config.attention in ("auto", *WITH_TREES) and not prefix
+    biased = any(block.mixture is not None and block.mixture.correction_bias for block in spec.blocks)
+    balances = biased and config.bias_update_rate > 0 and config.lora is None
+    divided = config.sequence_parallel > 1
+    known = config.attention in ("auto", *WITH_TREES)
+    return spec.router is None and known and not (prefix or balances or divided)
 
 
 def load_data(
@@ -193,6 +209,7 @@ def load_data(
             verify=config.verify_data,
             images=images,
             form=OBJECTIVES[config.objective].form,
+            share=can_share_prompts(spec, config),
         )
 
     documents, held_out = load(config.data), None

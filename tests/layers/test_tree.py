@@ -82,6 +82,22 @@ def test_every_level_of_activation_memory_gives_the_same(level, make_model, batc
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
+def test_a_document_may_continue_the_first_tokens_of_another_alone(make_model, batch):
+    parts = torch.tensor([PARENTS, (0, 7, 7, 3, 0, 1, 0)])
+    sequences = Sequences.from_call((1, TOKENS), CPU, cu_seqlens=BOUNDS, parents=parts)
+    first = sequences.position_ids[BOUNDS[:-1].clamp(max=TOKENS - 1)]
+    assert first[[0, 1, 3, 4, 5, 6]].tolist() == [0, 7, 3, 0, 1, 0]
+    assert (sequences.longest_position, sequences.max_seqlen) == (11, 11)
+    model, ids = make_model(window=5).eval(), batch["input_ids"]
+    found = model(ids, cu_seqlens=BOUNDS, parents=parts).logits[0]
+    for number, (parent, shared) in enumerate(parts.T.tolist()):
+        own = slice(int(BOUNDS[number]), int(BOUNDS[number + 1]))
+        before = ids[0, BOUNDS[parent] : BOUNDS[parent] + shared]
+        if own.start < own.stop:
+            alone = model(torch.cat([before, ids[0, own]])[None]).logits[0, shared:]
+            torch.testing.assert_close(found[own], alone, rtol=1e-5, atol=1e-6)
+
+
 def test_the_loss_is_that_of_the_documents_with_what_they_continue(make_model, batch):
     """Each answer behind its prompt, whose own labels count once: with the first answer."""
     model, ids = make_model(window=5), batch["input_ids"][0]
@@ -126,6 +142,9 @@ def test_a_teacher_sees_the_same_tree(make_model, batch):
         ({"cu_seqlens": [0, 3, 6], "parents": [-1, 1]}, "expected -1, it continues none, or 0"),
         ({"cu_seqlens": [0, 2, 4, 6], "parents": [-1, 0, 1]}, "none continues them"),
         ({"cu_seqlens": [0, 2, 4, 6], "parents": [-1, -1, 0]}, "follow it at once"),
+        ({"cu_seqlens": [0, 2, 6], "parents": [[-1, 0], [0, 3]]}, "document 1 continues 3 tokens.* 0 to 2"),
+        ({"cu_seqlens": [0, 2, 4, 6], "parents": [[-1, 0, 0], [0, 1, 2]]}, "document 2 continues 2.* 0 to 1"),
+        ({"cu_seqlens": [0, 2, 6], "parents": [[-1, -1], [0, 1]]}, "document 1 continues 1 tokens.* 0 to 0"),
     ],
 )
 def test_what_is_no_tree_is_refused(given, message):

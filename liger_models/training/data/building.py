@@ -7,17 +7,26 @@ from liger_models.training.data.corpus import CorpusWriter, Extreme, Limits
 from liger_models.training.data.encoding import Encoded
 from liger_models.training.data.learned_tokens import LAST
 from liger_models.training.data.records import Record
+from liger_models.training.data.trees import Branch, trees_of
 from liger_models.training.tokenizer import TextTokenizer
 
 
 class CorpusBuilder:
-    """Appends what is encoded to a corpus, cut at `length` tokens if that is given."""
+    """Appends what is encoded to a corpus, cut at `length` tokens if that is given; with `trees`, examples of
+    one conversation as documents of up to seq_len inputs in which their common beginning stands once.
+    """
 
     def __init__(
-        self, tokenizer: TextTokenizer, limits: Limits, length: int | None, writer: CorpusWriter
+        self,
+        tokenizer: TextTokenizer,
+        limits: Limits,
+        length: int | None,
+        writer: CorpusWriter,
+        trees: bool = False,
     ) -> None:
         self.tokenizer, self.limits, self.length = tokenizer, limits, length
-        self.writer = writer
+        self.writer, self.trees = writer, trees
+        self.examples: list[Branch] = []  # of the conversation that is read
         self.open = False  # whether a document has begun and goes on
 
     def add(self, batch: list[Encoded]) -> None:
@@ -26,6 +35,7 @@ class CorpusBuilder:
                 self._add_group(encoded, encoded.group)
                 continue
             record, ids, trained, whole, more, images, needed = encoded[:7]
+            together = self.trees and record.form == "messages" and not record.images
             self._count_dropped(encoded)
             if not self.open:
                 self._count_ends(record, ids, trained)
@@ -38,13 +48,31 @@ class CorpusBuilder:
                 self.writer.note("example", Extreme(len(ids) - 1, record.where), self.limits)
             if not self.open and 1 not in trained:
                 self.writer.counts["without anything to train, left out"] += 1
-                continue
-            self._note_learned(ids, trained, whole)
-            self.writer.extend(ids, trained)
-            self.open = more
-            if not more:
-                self.writer.end(whole, images)
-                self._count_images(record)
+            else:
+                self._note_learned(ids, trained, whole)
+                if together:
+                    self.examples.append(Branch(ids, trained))
+                else:
+                    self.writer.extend(ids, trained)
+                    self.open = more
+                    if not more:
+                        self.writer.end(whole, images)
+                        self._count_images(record)
+            if together and not record.examples_left:
+                self._add_trees(record)
+
+    def _add_trees(self, record: Record) -> None:
+        """The examples of a conversation, which this record was the last of."""
+        examples, self.examples = self.examples, []
+        for tree in trees_of(examples, self.limits.seq_len + 1):
+            for branch in tree:
+                if branch.shared:
+                    self.writer.branch(branch.shared)
+                    self.writer.counts["tokens of shared prompts not repeated"] += branch.shared
+                self.writer.extend(branch.ids, branch.trained)
+            inputs = self.writer.stop - self.writer.start - 1
+            self.writer.note("example", Extreme(inputs, record.where), self.limits)
+            self.writer.end(True)
 
     def _add_group(self, encoded: Encoded, group: tuple[int, int]) -> None:
         record, ids, trained = encoded[:3]

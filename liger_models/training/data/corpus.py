@@ -10,6 +10,9 @@
                         its prompt teaches nothing)
     groups.bin          only where each document is a group of two sequences: int64 [documents, 2], how many
                         of its tokens are those of the first, and whether that is a good answer
+    branches.bin        only where examples share their beginning (trees.py): int64 [branches, 2], where each
+                        branch begins, counted over all shards, and how many tokens of its document it
+                        continues
     images-00000.bin    where there are images: of whole documents, what their processor gives of them, as
                         safetensors
     images.bin          int64 [documents + 1]: where each document's begin, counted over all shards
@@ -72,8 +75,9 @@ class Corpus:
     """A corpus that was written, read-only.
 
     Attributes: `folder`, `manifest`, `learned` (its special tokens), `starts` [documents + 1] int64, `whole`
-    [documents] bool, `groups` [documents, 2] int64 or None, and `reference` [documents, 2] float32, where
-    somebody put it: the log-probabilities of a group's sequences under a reference model.
+    [documents] bool, `groups` [documents, 2] int64 or None, `branches` [branches, 2] int64, and `reference`
+    [documents, 2] float32, where somebody put it: the log-probabilities of a group's sequences under a
+    reference model.
 
     Args:
         folder: where it is.
@@ -102,6 +106,10 @@ class Corpus:
             self.reference: Tensor | None = None
             if self.form is not None:
                 self.groups = _mapped(folder / "groups.bin", torch.int64, 2 * documents).view(-1, 2)
+            branches = manifest.get("branches", 0)
+            self.branches = torch.empty(0, 2, dtype=torch.int64)
+            if branches:
+                self.branches = _mapped(folder / "branches.bin", torch.int64, 2 * branches).view(-1, 2)
             self._shards = [
                 (
                     _mapped(folder / f"tokens-{number:05}.bin", dtype, tokens),
@@ -146,6 +154,20 @@ class Corpus:
         offset = self._shard_starts[shard]
         tokens, trained = self._shards[shard]
         return tokens[start - offset : stop - offset], trained[start - offset : stop - offset]
+
+    def branches_of(self, start: int, stop: int) -> list[list[int]]:
+        """The branches within these tokens, of one document: [where it begins, what it continues] each."""
+        if not len(self.branches):
+            return []
+        within = torch.searchsorted(self.branches[:, 0].contiguous(), torch.tensor([start, stop]))
+        return self.branches[slice(*within.tolist())].tolist()
+
+    def longest_sequence(self) -> int:
+        """The most tokens of a document, or of a branch with what it continues."""
+        first, shared = self.branches.unbind(1)
+        begins, order = torch.cat([self.starts[:-1], first]).sort()
+        before = torch.cat([torch.zeros_like(self.starts[:-1]), shared])[order]
+        return int((torch.cat([begins[1:], self.starts[-1:]]) - begins + before).max())
 
     def images_at(self, start: int) -> tuple[int, int] | None:
         """The bytes of the images of the document in which this token stands, if it has any."""
@@ -206,8 +228,9 @@ class Corpus:
         )
         of_images = [images, [self.folder / "images.bin"]] if images else [[], []]
         groups = [[self.folder / "groups.bin"]] if self.form is not None else []
+        branches = [[self.folder / "branches.bin"]] if len(self.branches) else []
         own = [[self.folder / "starts.bin"], [self.folder / "whole.bin"]]
-        return [tokens, trained, *own, *of_images, *groups]
+        return [tokens, trained, *own, *of_images, *groups, *branches]
 
     def check(self, limits: Limits) -> None:
         """Raises DataError, which names the record, for what a run cannot take."""
@@ -290,7 +313,7 @@ class CorpusWriter:
             self.groups = self._open("groups.bin")
         self.shards: list[int] = []
         self.image_shards: list[int] = []
-        self.documents = self.labels = 0
+        self.documents = self.labels = self.branches = 0
         self.start = self.stop = 0  # of the document that is written
         self._put("starts", self.starts, array("q", [0]))
 
@@ -309,6 +332,14 @@ class CorpusWriter:
         self.stop += len(ids)
         self.shards[-1] += len(ids)
         self.labels += trained.count(1)
+
+    def branch(self, shared: int) -> None:
+        """A branch of the document begins, which continues so many of its tokens."""
+        if not self.branches:
+            self.digests["branches"] = hashlib.sha256()
+            self.branch_file = self._open("branches.bin")
+        self._put("branches", self.branch_file, array("q", [self.stop, shared]))
+        self.branches += 1
 
     def end(self, whole: bool, images: bytes = b"", group: tuple[int, int] | None = None) -> None:
         """The document is done, and these are its images, as safetensors; of a `group`, the tokens of its
@@ -356,6 +387,7 @@ class CorpusWriter:
             "shards": self.shards,
             "images": self.image_shards,
             **({} if self.form is None else {"form": self.form}),
+            **({"branches": self.branches} if self.branches else {}),
             "digest": _joined(self.digests.values()),
         }
 

@@ -39,12 +39,13 @@ class Batch(NamedTuple):
     shift_labels: Tensor  # [1, T] int64, the token after each input; -100 where it is not trained
     cu_seqlens: Tensor  # [documents + 1] int32, on the CPU: to read it there costs no synchronisation
     images: dict[str, Tensor]  # further keywords of a call
+    parents: Tensor | None = None  # [2, documents] int64, on the CPU, where one continues another
 
     def pinned(self) -> Batch:
         """In memory from which a GPU copies while the host goes on."""
         images = {name: x.pin_memory() for name, x in self.images.items()}
         ids, labels, bounds = (x.pin_memory() for x in (self.input_ids, self.shift_labels, self.cu_seqlens))
-        return Batch(ids, labels, bounds, images)
+        return Batch(ids, labels, bounds, images, self.parents)
 
     def to(self, device: torch.device) -> Batch:
         if device.type != "cuda":
@@ -54,7 +55,15 @@ class Batch(NamedTuple):
             return x.pin_memory().to(device, non_blocking=True)
 
         images = {name: x if name in ON_HOST else there(x) for name, x in self.images.items()}
-        return Batch(there(self.input_ids), there(self.shift_labels), self.cu_seqlens, images)
+        return self._replace(
+            input_ids=there(self.input_ids), shift_labels=there(self.shift_labels), images=images
+        )
+
+    @property
+    def documents(self) -> dict[str, Tensor]:
+        """How documents lie and what they show, as keywords of a call."""
+        tree = {} if self.parents is None else {"parents": self.parents}
+        return {"cu_seqlens": self.cu_seqlens, **tree, **self.images}
 
 
 class Counts(NamedTuple):
@@ -67,11 +76,12 @@ class Counts(NamedTuple):
     groups: int = 0
     first_labels: int = 0  # those of the groups' first sequences
     first_said: int = 0  # tokens of these that something precedes and that can be said, trained or not
-    shared: Tensor | None = None  # tokens of each group that are computed once for both sequences
+    shared: Tensor | None = None  # tokens that are computed once for several sequences, each time
+    repeated: int = 0  # tokens of the lengths that rows do not repeat
 
     @property
     def inputs(self) -> int:
-        return int(self.lengths.sum())
+        return int(self.lengths.sum()) - self.repeated
 
 
 @dataclass(frozen=True)
@@ -127,8 +137,13 @@ class Documents:
         return sum(map(len, self.parts))
 
     def longest_piece(self, seq_len: int) -> int:
-        """The most inputs of one document in a row."""
-        longest = max(int((b - a).max()) for part in self.parts for a, b, _ in part.all_bounds())
+        """The most inputs of one document in a row, or of an example that shares tokens with others."""
+        longest = max(
+            part.corpus.longest_sequence() - 1
+            if len(part.corpus.branches)
+            else max(int((b - a).max()) for a, b, _ in part.all_bounds())
+            for part in self.parts
+        )
         return min(seq_len, longest)
 
     def inputs(self, piece: Piece) -> Tensor:
@@ -143,19 +158,39 @@ class Documents:
     def count(self, rows: Iterable[Row]) -> Counts:
         pieces = [piece for row in rows for piece in row]
         labels = sum(int(self._read(p.start + 1, p.stop + 1)[1].sum()) for p in pieces)
-        return Counts(torch.tensor([p.stop - p.start for p in pieces]), labels)
+        laid = self._laid_out(pieces)
+        lengths = torch.tensor([stop - start + shared for start, stop, _, shared in laid])
+        shared = torch.tensor([shared for *_, shared in laid if shared], dtype=torch.int64)
+        return Counts(lengths, labels, shared=shared if len(shared) else None, repeated=int(shared.sum()))
 
     def batch(self, rows: Sequence[Row]) -> Any:
         """Rows as one packed micro-batch."""
         pieces = [piece for row in rows for piece in row]
-        lengths = torch.tensor([0] + [p.stop - p.start for p in pieces])
-        seen = [] if self.vision is None else [self._seen(p) for p in pieces]
+        laid = self._laid_out(pieces)
+        lengths = torch.tensor([0] + [stop - start for start, stop, *_ in laid])
+        seen = [] if self.vision is None else [self._seen(start, stop) for start, stop, *_ in laid]
+        parents = torch.tensor([[parent, shared] for *_, parent, shared in laid]).T
         return Batch(
             torch.cat([self.inputs(p) for p in pieces])[None],
             torch.cat([self.labels(p) for p in pieces])[None],
             lengths.cumsum(0).int(),
             pack_seen(self.vision, seen),
+            parents if bool((parents[0] >= 0).any()) else None,
         )
+
+    def _laid_out(self, pieces: Iterable[Piece]) -> list[tuple[int, int, int, int]]:
+        """The documents of a call: first token and end, and the number of the one that it continues, or -1,
+        with how many tokens of it.
+        """
+        laid: list[tuple[int, int, int, int]] = []
+        for start, stop in pieces:
+            corpus, base = self._corpus_at(start)
+            trunk, begin, parent, shared = len(laid), start, -1, 0
+            for first, continued in corpus.branches_of(start - base, stop - base):
+                laid.append((begin, base + first, parent, shared))
+                begin, parent, shared = base + first, trunk, continued
+            laid.append((begin, stop, parent, shared))
+        return laid
 
     def have_images(self, rows: Iterable[Row]) -> bool:
         """Whether a document of these rows has one."""
@@ -175,10 +210,10 @@ class Documents:
         parts = [[p.corpus.digest, p.weight, p.order, p.first, p.count] for p in self.parts]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
-    def _seen(self, piece: Piece) -> Seen:
-        ids, learned = self._read(piece.start, piece.stop)
-        corpus, base = self._corpus_at(piece.start)
-        return Seen(ids.long(), learned, corpus.images(piece.start - base))
+    def _seen(self, start: int, stop: int) -> Seen:
+        ids, learned = self._read(start, stop)
+        corpus, base = self._corpus_at(start)
+        return Seen(ids.long(), learned, corpus.images(start - base))
 
     def _read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         corpus, base = self._corpus_at(start)

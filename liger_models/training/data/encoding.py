@@ -73,8 +73,8 @@ class Encoder:
             parts: list[Any] = told
             if not record.images:
                 parts = merged([self._rendered(record, one) for one in told])
-            for part in parts:
-                yield record._replace(content=part)
+            for number, part in enumerate(parts, 1):
+                yield record._replace(content=part, examples_left=len(parts) - number)
 
     def _batch(self, records: list[Record]) -> Iterator[Encoded]:
         """By kind, in order."""

@@ -78,7 +78,8 @@ class Record(NamedTuple):
     """One example and where it stands; `content` is a str, a (prompt, completion) pair of str, or a
     `Conversation`; of a pair (prompt, chosen, rejected), and of what is labelled (prompt, completion, label),
     each a str or a `Conversation`. Relative paths go from `folder`; None: it may name no file. `options` is
-    what the chat template reads beside messages.
+    what the chat template reads beside messages. Of a conversation that makes several examples
+    `examples_left` come after this one.
     """
 
     where: str
@@ -86,6 +87,7 @@ class Record(NamedTuple):
     content: Any
     folder: Path | None = Path()
     options: Mapping[str, Any] = NOTHING
+    examples_left: int = 0
 
     @property
     def images(self) -> int:

@@ -56,6 +56,7 @@ def load_documents(
     verify: bool = False,
     images: Preprocessor | None = None,
     form: str | None = None,
+    share: bool = False,
 ) -> Documents:
     """The documents of what `data` names (see sources.py), or of corpora that `tokenize` made.
 
@@ -71,7 +72,8 @@ def load_documents(
 
     `train_on` says which answers of a conversation are learned: "all", the "last", or "each" in an example of
     its own, rendered as the conversation is when the model is asked. Where one example begins with another,
-    the two are one.
+    the two are one. With `share`, which not every model can take (`inputs.can_share_prompts`), what examples
+    of one conversation begin with stands in a row once (trees.py).
 
     What was tokenized before, and has not changed since, is taken from `cache` (default: liger_models/data
     in the user's folder of caches). Of several processes the first to come builds it, and the others wait.
@@ -92,9 +94,9 @@ def load_documents(
     for group in _groups(names, apart=weights is not None):
         path = local_path(group[0], DataError)
         if is_corpus(path):
-            corpora.append(_made_before(path, tokenizer, verify, images, form, train_on))
+            corpora.append(_made_before(path, tokenizer, verify, images, form, train_on, share))
         else:
-            request = Request(group, tokenizer, limits, truncate, images, form, train_on)
+            request = Request(group, tokenizer, limits, truncate, images, form, train_on, share)
             corpora.append(request.find_or_build(folder / request.key(), verify))
         corpora[-1].check(limits)
     shares: Sequence[float | None] = weights or [None] * len(corpora)
@@ -119,6 +121,7 @@ def build_corpus(
     shard_tokens: int = SHARD_TOKENS,
     images: Preprocessor | None = None,
     form: str | None = None,
+    share: bool = False,
 ) -> Corpus:
     """Tokenize what `data` names into `folder`, which may be given to `load_documents`.
 
@@ -133,7 +136,7 @@ def build_corpus(
     if made := [name for name in names if is_corpus(local_path(name, DataError))]:
         raise DataError(f"{made[0]} is a corpus already; give it to train beside others")
     limits = limits_of(vocab_size, seq_len, form)
-    Request(names, tokenizer, limits, truncate, images, form, train_on).build(path, shard_tokens)
+    Request(names, tokenizer, limits, truncate, images, form, train_on, share).build(path, shard_tokens)
     return Corpus(path)
 
 
@@ -157,6 +160,7 @@ def _made_before(
     images: Preprocessor | None,
     form: str | None,
     train_on: str,
+    share: bool,
 ) -> Corpus:
     corpus = Corpus(folder, verify)
     if corpus.form != form:
@@ -170,6 +174,11 @@ def _made_before(
         raise DataError(
             f"{folder} was made with --train-on {made_for} and this run asks for {train_on}; tokenize the "
             "data again, or ask for what it was made with"
+        )
+    if len(corpus.branches) and not share:
+        raise DataError(
+            f"{folder} was made with prompts that several answers share, which this model, its attention "
+            "backend or --sequence-parallel does not allow; give the data that it was made of"
         )
     if corpus.manifest["tokenizer"] != tokenizer.digest():
         raise DataError(
@@ -201,12 +210,14 @@ class Request:
         images: Preprocessor | None = None,
         form: str | None = None,
         train_on: str = TRAIN_ON[0],
+        share: bool = False,
     ) -> None:
         if form is not None and train_on != TRAIN_ON[0]:
             raise DataError(f"train_on is {train_on!r}, and records of {form} have no answers to choose from")
         self.train_on = train_on
         self.names, self.tokenizer, self.limits = list(names), tokenizer, limits
         self.images, self.form = images, form
+        self.trees = share and train_on == "each"
         self.length = limits.seq_len if truncate else None  # longer examples are cut
         self.counts: Counter[str] = Counter()
         self.sources = [source for name in names for source in find_sources(name, self.counts)]
@@ -242,7 +253,7 @@ class Request:
         ):
             read = Counter(self.counts)  # counted in another thread
             encoder = Encoder(self.tokenizer, pictured, self.train_on)
-            builder = CorpusBuilder(self.tokenizer, self.limits, self.length, writer)
+            builder = CorpusBuilder(self.tokenizer, self.limits, self.length, writer, self.trees)
             for batch in ahead(encoder.encode(self._records(read, advance))):
                 builder.add(batch)
             writer.counts = read + writer.counts
@@ -258,7 +269,8 @@ class Request:
             "tokenizer": self.tokenizer.digest(),
             "processor": None if self.images is None else self.images.digest(),
             "options": {"truncate": self.length, "train_on": self.train_on}
-            | ({"form": self.form} if self.form else {}),
+            | ({"form": self.form} if self.form else {})
+            | ({"trees of": self.limits.seq_len} if self.trees else {}),
         }
 
     def _is_of(self, manifest: dict[str, Any]) -> bool:

@@ -49,9 +49,9 @@ class Distill(Objective):
         found = model(
             batch.input_ids,
             shift_labels=batch.shift_labels,
-            cu_seqlens=batch.cu_seqlens,
             num_items_in_batch=counts.labels,
             distill=self.lesson,
+            **batch.documents,
         )
         here = (batch.shift_labels != IGNORE).sum() / counts.labels
         told: dict[str, tuple[Tensor, Tensor | float]] = {"divergence": (found.divergence, here)}

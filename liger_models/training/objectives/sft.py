@@ -29,7 +29,7 @@ class SFT(Objective):
             raise ConfigError(f"loss_type is {self.loss_type!r}; expected nll or dft with objective sft")
 
     def share(self, model: nn.Module, batch: Any, counts: Counts) -> Share:
-        documents = {"shift_labels": batch.shift_labels, "cu_seqlens": batch.cu_seqlens, **batch.images}
+        documents = {"shift_labels": batch.shift_labels, **batch.documents}
         if self.loss_type == "nll":
             return Share(model(batch.input_ids, num_items_in_batch=counts.labels, **documents).loss, {})
         scores = model(batch.input_ids, score=ScoreOptions(), **documents)

@@ -18,6 +18,10 @@ LENGTHS = (37, 20, 0, 1, 26, 9, 3, 4, 5, 18, 2)
 PARENTS = (-1, 0, 0, 0, 0, -1, -1, 6, 6, 6, -1)
 BOUNDS = (0, *itertools.accumulate(LENGTHS))
 TOKENS = BOUNDS[-1]
+# How many tokens of its prompt an answer continues: all, or some, of some none within the window.
+WHOLE = (0, 37, 37, 37, 37, 0, 0, 3, 3, 3, 0)
+PARTS = (0, 37, 37, 30, 5, 0, 0, 2, 1, 0, 0)
+every_tree = pytest.mark.parametrize("shared", [WHOLE, PARTS], ids=["whole prompts", "parts of prompts"])
 
 # Tokens that all see one another, as those of an image: over two tiles of a prompt, and in an answer.
 AHEAD = ((5, 21), (40, 44))
@@ -44,17 +48,18 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(module, "_configuration", lambda q, v: module._Configuration(*tiles))
 
 
-def rows_of(document):
+def rows_of(document, shared):
     """The tokens of a document behind those that it continues, in the order of their positions."""
-    parts = ([PARENTS[document]] if PARENTS[document] >= 0 else []) + [document]
-    return [token for part in parts for token in range(BOUNDS[part], BOUNDS[part + 1])]
+    first = BOUNDS[PARENTS[document]] if PARENTS[document] >= 0 else 0
+    own = range(BOUNDS[document], BOUNDS[document + 1])
+    return [*range(first, first + shared[document]), *own]
 
 
-def seen_by_hand(window=None, chunk=None, spans=None):
+def seen_by_hand(shared, window=None, chunk=None, spans=None):
     """[TOKENS, TOKENS] bool, from the positions of each document alone."""
     sees = torch.zeros(TOKENS, TOKENS, dtype=torch.bool)
     for document in range(len(LENGTHS)):
-        rows = rows_of(document)
+        rows = rows_of(document, shared)
         for position, query in enumerate(rows):
             first = 0 if window is None else max(0, position - window + 1)
             first = first if chunk is None else max(first, position // chunk * chunk)
@@ -64,7 +69,7 @@ def seen_by_hand(window=None, chunk=None, spans=None):
     return sees
 
 
-def one_by_one(limits, **options):
+def one_by_one(limits, shared, **options):
     """Each document with what it continues by itself, as a function of q, k, v and perhaps sinks; of the
     tokens of a prompt, which all of its answers have, what the first finds.
     """
@@ -72,7 +77,7 @@ def one_by_one(limits, **options):
     def run(q, k, v, sinks=None):
         found = {}
         for document in range(len(LENGTHS)):
-            rows = rows_of(document)
+            rows = rows_of(document, shared)
             if not rows:
                 continue
             cuts, chunk = [0, len(rows)], limits.get("chunk")
@@ -93,15 +98,16 @@ def one_by_one(limits, **options):
 
 
 @every_limit
-def test_ranges_say_who_sees_whom_from_both_sides(limits):
-    ranges = tree_ranges(BOUNDS, PARENTS, torch.device("cpu"), **limits)
-    sees = seen_by_hand(**limits)
+@every_tree
+def test_ranges_say_who_sees_whom_from_both_sides(limits, shared):
+    ranges = tree_ranges(BOUNDS, PARENTS, torch.device("cpu"), **limits, shared=shared)
+    sees = seen_by_hand(shared, **limits)
     token = torch.arange(TOKENS)
     for rows, expected in ((ranges.of_queries, sees), (ranges.of_keys, sees.T)):
         hits = [(token >= a[:, None]) & (token < b[:, None]) for a, b in rows.unflatten(0, (-1, 2))]
         assert torch.equal(torch.stack(hits).sum(0), expected.long())  # once each: they do not overlap
     assert torch.equal(module.visible_keys(TOKENS, ranges, None, token.device), sees)
-    # What every answer sees of a prompt is one range of queries, if nothing limits it.
+    # The answers that see a token of a prompt are one range of queries, if nothing limits it.
     assert len(ranges.of_keys) == (8 if {"window", "chunk"} & limits.keys() else 4)
     there = ranges.of_keys[::2] < ranges.of_keys[1::2]
     assert torch.equal(there.sort(0, descending=True).values, there)  # empty ones come last
@@ -112,9 +118,10 @@ def test_ranges_say_who_sees_whom_from_both_sides(limits):
     [{}, {"window": 30}, {"window": 9, "chunk": 16}, {"window": 9, "spans": SPANS}],
     ids=["all", "window", "both", "spans"],
 )
-def test_a_tree_is_its_documents_one_by_one(limits, implementation, small_tiles, assert_near):
+@every_tree
+def test_a_tree_is_its_documents_one_by_one(limits, shared, implementation, small_tiles, assert_near):
     inputs = operands(TOKENS, heads=1 if limits else 2, kv_heads=1, sinks=True)
-    ranges = tree_ranges(BOUNDS, PARENTS, torch.device("cpu"), **limits)
+    ranges = tree_ranges(BOUNDS, PARENTS, torch.device("cpu"), **limits, shared=shared)
     options = {"softcap": 1.5, "scale": 0.6}
 
     def tree(q, k, v, sinks):
@@ -122,7 +129,7 @@ def test_a_tree_is_its_documents_one_by_one(limits, implementation, small_tiles,
 
     found, grads, upstream = run_with_gradients(tree, inputs)
     truth, true_grads, _ = run_with_gradients(
-        one_by_one(limits, **options), in_float64(inputs), in_float64(upstream)
+        one_by_one(limits, shared, **options), in_float64(inputs), in_float64(upstream)
     )
     # As in test_flash_attention.py; gradients of a prompt sum over its answers.
     assert_near(found[0], truth[0], 16)

@@ -1,0 +1,60 @@
+"""Examples that begin alike as one document, in which that beginning stands once.
+
+    document    last example ............ | branch a ...      | branch b ...
+    tokens      t_0 t_1 ............. t_n | t_k a_1 a_2 ...   | t_j b_1 ...
+
+A branch at k is the example t_0 .. t_(k-1) t_k a_1 a_2 ...: it begins with a copy of the last token that both
+have, which predicts a_1, and continues the first k tokens of the document (layers/tree.py). Nothing that an
+example learns stands before its branch, so labels are those of the examples one by one.
+
+The examples of a conversation, one for each answer, follow the last of them up to the answer that a chat
+template writes in another way when more follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Branch(NamedTuple):
+    """Tokens of an example, with a byte for each that says whether it is learned, from number `shared` on."""
+
+    ids: list[int]
+    trained: bytes
+    shared: int = 0
+
+
+Tree = list[Branch]  # the first shares nothing; then those that share the most come first
+
+
+def trees_of(examples: Sequence[Branch], limit: int) -> list[Tree]:
+    """The examples as trees of at most `limit` tokens, or of a single example.
+
+    The last example of a tree is whole, and of the others those branch off it that fit, later ones first.
+    """
+    trees: list[Tree] = []
+    waiting = list(examples)
+    while waiting:
+        trunk, rest = waiting.pop(), []
+        branches, total = [], len(trunk.ids)
+        for example in reversed(waiting):
+            shared = _shared(trunk, example)
+            length = len(example.ids) - shared
+            if shared > 1 and total + length <= limit:  # one place is lost to the copy
+                branches.append(Branch(example.ids[shared:], example.trained[shared:], shared))
+                total += length
+            else:
+                rest.append(example)
+        trees.append([trunk, *sorted(branches, key=lambda branch: -branch.shared)])
+        waiting = rest[::-1]
+    return trees[::-1]
+
+
+def _shared(trunk: Branch, example: Branch) -> int:
+    """How many tokens of an example the trunk begins with, but for the last of them, before any that the
+    example learns.
+    """
+    end = min(len(trunk.ids), example.trained.find(1))
+    same = (n for n in range(end) if trunk.ids[n] != example.ids[n])
+    return max(0, next(same, end) - 1)
