@@ -4,7 +4,6 @@ encoder with scaled branches; four patches make a token.
 
 from dataclasses import replace
 
-from liger_models.architectures.common import take_only
 from liger_models.architectures.common.images import language_model, tower_layouts
 from liger_models.architectures.encoders import internvl as encoder
 from liger_models.architectures.encoders.parts import projector_activation, states_read
@@ -63,7 +62,7 @@ def unread(c: HFConfig) -> tuple[str, ...]:
 )
 def internvl(c: HFConfig) -> ModelSpec:
     text, v = language_model(c), c.part("vision_config")
-    take_only(c, vision_feature_select_strategy="default")  # the class token goes
+    c.take_only(vision_feature_select_strategy="default")  # the class token goes
     for key in ("image_seq_length", "ignore_index"):
         c.take(key, None)  # of the processor, and of the loss, where it is as everywhere
     states, ratio = states_read(c, v, -1), c.take_number("downsample_ratio", 0.5)

@@ -5,7 +5,6 @@ lower layers of CLIP or SigLIP and two linear layers; or images of any size, thr
 
 from dataclasses import replace
 
-from liger_models.architectures.common import take_only
 from liger_models.architectures.common.images import language_model, sighted_layouts
 from liger_models.architectures.encoders import clip, pixtral
 from liger_models.architectures.encoders.parts import mlp_projector, states_read
@@ -22,7 +21,7 @@ def encoder(c: HFConfig) -> HFConfig:
     v = c.part("vision_config")
     if v.model_type != pixtral.PIXTRAL:
         return clip.tower(c, [clip.CLIP, clip.SIGLIP])
-    take_only(c, ignore_index=-100)
+    c.take_only(ignore_index=-100)
     v.fill({"num_hidden_layers": 24})
     return v
 

@@ -4,7 +4,6 @@ tiles of one size side by side, and videos by frames.
 
 from dataclasses import replace
 
-from liger_models.architectures.common import take_only
 from liger_models.architectures.common.images import language_model
 from liger_models.architectures.encoders import clip
 from liger_models.architectures.encoders.parts import mlp_projector, states_read
@@ -39,7 +38,7 @@ from liger_models.layers.spec import AnyresPictures, ModelSpec
 )
 def llava_onevision(c: HFConfig) -> ModelSpec:
     text, v = language_model(c), clip.tower(c, [clip.SIGLIP])
-    take_only(c, vision_feature_select_strategy="full", use_image_newline_parameter=True)
+    c.take_only(vision_feature_select_strategy="full", use_image_newline_parameter=True)
     vision = clip.vision(
         v,
         mlp_projector(c),

@@ -4,7 +4,7 @@ together, and partial rotary.
 
 from dataclasses import replace
 
-from liger_models.architectures.common import attention, chosen_experts, decoder, expert_layouts, take_only
+from liger_models.architectures.common import attention, chosen_experts, decoder, expert_layouts
 from liger_models.architectures.mixtral import IN_BLOCKS
 from liger_models.architectures.registry import register
 from liger_models.convert.checkpoints.layout import Layout
@@ -56,7 +56,7 @@ NO_EFFECT = ("mlp_intermediate_size", "mtp_transformer_layers", "num_mtp_modules
 )
 def minimax_m2(c: HFConfig) -> ModelSpec:
     layers = c.take_count("num_hidden_layers")
-    take_only(c, attn_type_list=[1] * layers)
+    c.take_only(attn_type_list=[1] * layers)
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6))
     turning = c.take_count("rotary_dim", None)
     share = 1.0 if turning is None else turning / c.take_count("head_dim")

@@ -5,7 +5,6 @@ through Pixtral's encoder (arXiv:2410.07073).
 from dataclasses import replace
 
 from liger_models.architectures import ministral3, mistral4  # noqa: F401  (whose configs the variants take)
-from liger_models.architectures.common import take_only
 from liger_models.architectures.common.deepseek import SHARED_EXPERTS
 from liger_models.architectures.common.images import language_model, sighted_layouts
 from liger_models.architectures.encoders import pixtral
@@ -55,7 +54,7 @@ EXPERTS = (SHARED_EXPERTS, (".router.", ".gate."))  # of Mistral Small 4
 )
 def mistral3(c: HFConfig) -> ModelSpec:
     text, v = language_model(c), c.part("vision_config")
-    take_only(c, vision_feature_layer=-1)
+    c.take_only(vision_feature_layer=-1)
     merger = MistralMergerSpec(
         c.take_count("spatial_merge_size", 2),
         text.norm,

@@ -2,7 +2,7 @@
 which are cut into tiles (arXiv:2407.21783, section 7).
 """
 
-from liger_models.architectures.common import attention, decoder, mlp, take_only
+from liger_models.architectures.common import attention, decoder, mlp
 from liger_models.architectures.common.images import sighted_layouts
 from liger_models.architectures.encoders import mllama as encoder
 from liger_models.architectures.registry import register
@@ -37,11 +37,11 @@ def mllama(c: HFConfig) -> ModelSpec:
             "pad_token_id": 128004,
         }
     )
-    take_only(text, tie_word_embeddings=False)
+    text.take_only(tie_word_embeddings=False)
     c.take("tie_word_embeddings", None)  # the reference ties nothing
     norm, inner = NormSpec(eps=text.take_number("rms_norm_eps")), mlp(text)
     own = attention(text, theta=500000.0)
-    take_only(text, head_dim=text.take_count("hidden_size") // own.num_attention_heads)
+    text.take_only(head_dim=text.take_count("hidden_size") // own.num_attention_heads)
     cross = CrossAttentionSpec(
         own.num_attention_heads, own.num_key_value_heads, own.head_dim, own.scale, norm
     )

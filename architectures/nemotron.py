@@ -2,7 +2,7 @@
 plain MLP of squared ReLUs, and rotary on half of each head.
 """
 
-from liger_models.architectures.common import attention, decoder, mlp, take_only
+from liger_models.architectures.common import attention, decoder, mlp
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.spec import BlockSpec, LayerNormSpec, ModelSpec
@@ -33,6 +33,6 @@ from liger_models.layers.spec import BlockSpec, LayerNormSpec, ModelSpec
 def nemotron(c: HFConfig) -> ModelSpec:
     norm = LayerNormSpec(eps=c.take_number("norm_eps", 1e-5), offset=1.0)
     attn = attention(c, bias=c.take_flag("attention_bias", False), partial=0.5)
-    take_only(c, kv_channels=attn.head_dim)
+    c.take_only(kv_channels=attn.head_dim)
     block = BlockSpec(attn, mlp(c, bias=c.take_flag("mlp_bias", False), gated=False), norm)
     return decoder(c, [block] * c.take_count("num_hidden_layers"), norm)

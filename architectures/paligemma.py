@@ -4,7 +4,6 @@ Gemma or Gemma 2 behind SigLIP and one linear layer; the tokens of images and pr
 
 from dataclasses import replace
 
-from liger_models.architectures.common import take_only
 from liger_models.architectures.common.images import language_model
 from liger_models.architectures.encoders import clip
 from liger_models.architectures.registry import register
@@ -53,7 +52,7 @@ from liger_models.layers.spec import AttentionSpec, LinearProjectorSpec, ModelSp
 )
 def paligemma(c: HFConfig) -> ModelSpec:
     text, v = language_model(c), clip.tower(c, [clip.SIGLIP])
-    take_only(c, projection_dim=text.hidden_size)
+    c.take_only(projection_dim=text.hidden_size)
     image_id = c.take_count("image_token_index", 256000, least=0)
     vision = clip.vision(v, LinearProjectorSpec(bias=True), image_id, kinds="token_type_ids", spans="prefix")
     blocks = []

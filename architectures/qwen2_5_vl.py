@@ -5,7 +5,7 @@ layers of its encoder look through windows, positions have three axes, and four 
 from dataclasses import replace
 from types import EllipsisType
 
-from liger_models.architectures.common import activation, take_only
+from liger_models.architectures.common import activation
 from liger_models.architectures.common.images import language_model, turned_by_axes
 from liger_models.architectures.encoders.parts import axial_attention
 from liger_models.architectures.encoders.qwen import NAMES, TINY, grid_vision, layouts
@@ -51,7 +51,7 @@ def qwen2_5_vl(c: HFConfig) -> ModelSpec:
     mlp = MLPSpec(v.take_count("intermediate_size", 3420), activation(v), bias=True)
     attention = axial_attention(v, width, v.take_count("num_heads", 16))
     whole = v.take_layers("fullatt_block_indexes", [7, 15, 23, 31])
-    take_only(v, out_hidden_size=text.hidden_size)
+    v.take_only(out_hidden_size=text.hidden_size)
     vision = grid_vision(
         c,
         v,

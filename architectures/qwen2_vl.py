@@ -4,7 +4,7 @@ positions on three axes (M-RoPE).
 
 from dataclasses import replace
 
-from liger_models.architectures.common import activation, take_only
+from liger_models.architectures.common import activation
 from liger_models.architectures.common.images import language_model, turned_by_axes
 from liger_models.architectures.encoders.parts import LINEAR_NAMES, axial_attention
 from liger_models.architectures.encoders.qwen import NAMES, TINY, grid_vision, layouts
@@ -41,6 +41,6 @@ def qwen2_vl(c: HFConfig) -> ModelSpec:
     hidden = int(width * v.take_number("mlp_ratio", 4))
     mlp = MLPSpec(hidden, activation(v, gated=False), bias=True, gated=False)
     attention = axial_attention(v, width, v.take_count("num_heads", 16))
-    take_only(v, hidden_size=text.hidden_size)
+    v.take_only(hidden_size=text.hidden_size)
     vision = grid_vision(c, v, width, BlockSpec(attention, mlp, norm), norm, positions=TimeSpec())
     return replace(turned_by_axes(c, text, (16, 24, 24)), vision=vision)

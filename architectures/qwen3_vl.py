@@ -5,7 +5,7 @@ turns over the pairs of a head, and features of lower layers of the encoder are 
 import math
 from dataclasses import replace
 
-from liger_models.architectures.common import activation, take_only
+from liger_models.architectures.common import activation
 from liger_models.architectures.common.images import language_model, turned_by_axes_in_turn
 from liger_models.architectures.encoders.parts import axial_attention
 from liger_models.architectures.encoders.qwen import NAMES_3, TINY_3, grid_vision
@@ -46,7 +46,7 @@ def qwen3_vl(c: HFConfig) -> ModelSpec:
     v.fill({"hidden_act": "gelu_pytorch_tanh"})
     mlp = MLPSpec(v.take_count("intermediate_size", 4304), activation(v, gated=False), bias=True, gated=False)
     attention = axial_attention(v, width, v.take_count("num_heads", 16))
-    take_only(v, out_hidden_size=text.hidden_size)
+    v.take_only(out_hidden_size=text.hidden_size)
     vision = grid_vision(
         c,
         v,

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from liger_models.architectures.common import take_only
 from liger_models.architectures.multimodal import MULTIMODAL
 from liger_models.architectures.unsupported import MISSING
 from liger_models.convert.checkpoints.layout import Layout
@@ -79,7 +78,7 @@ class Architecture:
             ConfigError: a key is missing, unknown, or has a value that cannot be honoured.
         """
         config.fill(self.defaults)
-        take_only(config, **self.fixed)
+        config.take_only(**self.fixed)
         for key in self.unread:
             config.take(key, None)
         spec = self.build(config)

@@ -27,7 +27,6 @@ from liger_models.architectures.common.model import (
     decoder,
     layer_types,
     padding_row,
-    take_only,
 )
 from liger_models.architectures.common.rotary import (
     GROWING_QUERIES,
@@ -62,7 +61,6 @@ __all__ = [
     "query_scale",
     "rope",
     "share_keys",
-    "take_only",
     "turning_layers",
     "unread_keys",
     "windows",

@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from liger_models.architectures.common.mlps import activation, expert_layouts, experts_and_chosen, mlp
-from liger_models.architectures.common.model import take_only
 from liger_models.architectures.common.rotary import rope
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
@@ -118,7 +117,7 @@ def corrected_experts(c: HFConfig, scores: Collection[str] = ("sigmoid",)) -> Mo
     Args:
         scores: the names that the family's configs have for these scores.
     """
-    take_only(c, topk_method="noaux_tc", moe_layer_freq=1)
+    c.take_only(topk_method="noaux_tc", moe_layer_freq=1)
     if (score := c.take("scoring_func", "sigmoid")) not in scores:
         raise ConfigError(f"{c.name}: scoring_func must be {' or '.join(map(repr, scores))}, found {score!r}")
     return experts_beside_shared(

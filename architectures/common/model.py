@@ -28,19 +28,6 @@ def decoder(
     )
 
 
-def take_only(c: HFConfig, **values: Any) -> None:
-    """Take keys that may stand in a config, each with the one value that is known.
-
-    Raises:
-        ConfigError: it has another.
-    """
-    for key, only in values.items():
-        if (found := c.take(key, only)) != only:
-            raise ConfigError(
-                f"{c.name}: {key} must be {only!r}, which is all that is known, found {found!r}"
-            )
-
-
 def padding_row(c: HFConfig) -> int | None:
     """The row of each embedding that belongs to padding; a negative id counts from the end, as in the
     references.

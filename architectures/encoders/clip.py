@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from liger_models.architectures.common import mlp, take_only
+from liger_models.architectures.common import mlp
 from liger_models.architectures.common.images import Names, tower_layouts
 from liger_models.architectures.encoders.parts import LINEAR_NAMES, states_read, whole_attention
 from liger_models.convert.checkpoints.layout import Layout
@@ -74,7 +74,7 @@ def tower(c: HFConfig, kinds: Collection[str]) -> HFConfig:
     v.fill(_DEFAULTS[kind])
     for key in _UNREAD:
         v.take(key, None)
-    take_only(c, ignore_index=-100)
+    c.take_only(ignore_index=-100)
     return v
 
 

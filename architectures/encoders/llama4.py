@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from liger_models.architectures.common import take_only
 from liger_models.architectures.encoders.parts import LINEAR_NAMES, axial_attention
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
@@ -69,8 +68,8 @@ def vision(v: HFConfig, image_id: int) -> VisionSpec:
             f"{v.name}: intermediate_size is {inner}, and {merge} times {merge} patches of {width} are "
             f"{width * merge**2}; expected as many, which enter the adapter"
         )
-    take_only(v, projector_input_dim=size, projector_dropout=0.0, num_channels=3)
-    take_only(v, vision_output_dim=size)
+    v.take_only(projector_input_dim=size, projector_dropout=0.0, num_channels=3)
+    v.take_only(vision_output_dim=size)
     attention, norm = axial_attention(v, width, heads, axes=(1, 0), interleaved=True), LayerNormSpec(eps=1e-5)
     block = BlockSpec(attention, MLPSpec(inner, "gelu", bias=True, gated=False), norm)
     image, patch = v.take_count("image_size", 448), v.take_count("patch_size", 14)

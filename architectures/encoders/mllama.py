@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from liger_models.architectures.common import mlp, take_only
+from liger_models.architectures.common import mlp
 from liger_models.architectures.encoders.parts import LINEAR_NAMES, patches, whole_attention
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
@@ -60,7 +60,7 @@ def vision(v: HFConfig, image_id: int) -> TiledVisionSpec:
     ratios = v.take("supported_aspect_ratios", RATIOS)
     if not isinstance(ratios, list):
         raise ConfigError(f"{v.name}: supported_aspect_ratios must be a list of pairs, found {ratios!r}")
-    take_only(v, vision_output_dim=width * (1 + len(taken)))
+    v.take_only(vision_output_dim=width * (1 + len(taken)))
     norm = LayerNormSpec(eps=v.take_number("norm_eps", 1e-5))
     attention = whole_attention(v, width, heads, bias=False)
     block = BlockSpec(attention, mlp(v, bias=True, gated=False), norm)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from liger_models.architectures.common import activation, take_only
+from liger_models.architectures.common import activation
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.config.rope_config import is_finite
 from liger_models.convert.errors import ConfigError, abbreviate
@@ -86,7 +86,7 @@ def patches(v: HFConfig, size: int, bias: bool, frames: int | None = None) -> Pa
     says.
     """
     size = v.take_count("patch_size", size)
-    take_only(v, in_channels=3, in_chans=3, num_channels=3, spatial_patch_size=size)
+    v.take_only(in_channels=3, in_chans=3, num_channels=3, spatial_patch_size=size)
     frames = v.take_count("temporal_patch_size", 2) if frames is None else frames
     return PatchSpec(size, frames, bias=bias)
 

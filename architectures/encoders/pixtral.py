@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from liger_models.architectures.common import mlp, take_only
+from liger_models.architectures.common import mlp
 from liger_models.architectures.encoders.parts import axial_attention, patches
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.spec import BlockSpec, NormSpec, PaddedPictures, ProjectorSpec, VisionSpec
@@ -41,7 +41,7 @@ def vision(v: HFConfig, projector: ProjectorSpec, image_id: int, states: Sequenc
         v.take(key, None)  # that of the largest image is the processor's, and there is no vocabulary
     v.fill({"hidden_act": "gelu", "intermediate_size": 4096})
     width, heads = v.take_count("hidden_size", 1024), v.take_count("num_attention_heads", 16)
-    take_only(v, head_dim=width // heads)
+    v.take_only(head_dim=width // heads)
     pairs = range(width // heads // 2)
     attention = axial_attention(v, width, heads, bias=False, frequencies=(*pairs[::2], *pairs[1::2]))
     norm = NormSpec(eps=1e-5)

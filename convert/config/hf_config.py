@@ -176,6 +176,18 @@ class HFConfig:
         value = self.take(key, default)
         return self._checked(key, value, isinstance(value, bool), "true or false")
 
+    def take_only(self, **values: Any) -> None:
+        """Take keys of which a single value is supported; each may be absent.
+
+        Raises:
+            ConfigError: one of them has another value.
+        """
+        for key, supported in values.items():
+            if (found := self.take(key, supported)) != supported:
+                raise ConfigError(
+                    f"{self.name}: {key} must be {supported!r}, the only value supported, found {found!r}"
+                )
+
     def _checked(self, key: str, value: Any, good: bool, expected: str) -> Any:
         if not good and value is not None:  # None: a default, since a null in the file counts as absent
             raise ConfigError(f"{self.name}: {key} must be {expected}, found {abbreviate(value)}")
