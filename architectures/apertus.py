@@ -9,7 +9,7 @@ from liger_models.architectures.registry import register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec, QKNormSpec
+from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec, QKNormSpec
 
 NAMES = (
     (".input_layernorm.", ".attention_layernorm."),

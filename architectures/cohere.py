@@ -7,7 +7,7 @@ from dataclasses import replace
 from liger_models.architectures.common import attention, decoder, mlp, windows
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import BlockSpec, LayerNormSpec, ModelSpec, QKNormSpec
+from liger_models.layers.specs import BlockSpec, LayerNormSpec, ModelSpec, QKNormSpec
 
 TINY = {
     "rms_norm_eps": ...,

@@ -17,7 +17,7 @@ from liger_models.architectures.common.deepseek import (
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.spec import BlockSpec, ModelSpec, MoESpec, NormSpec
+from liger_models.layers.specs import BlockSpec, ModelSpec, MoESpec, NormSpec
 
 # Of the first training.
 LOSS = dict.fromkeys(("aux_loss_alpha", "seq_aux"), "the reference adds no such loss")

@@ -19,7 +19,7 @@ from liger_models.architectures.common.deepseek import (
 from liger_models.architectures.deepseek_v2 import LOSS
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
+from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
 
 
 @register(

@@ -16,7 +16,7 @@ from liger_models.architectures.common.deepseek import (
 from liger_models.architectures.qwen3 import normed_attention
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
+from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
 
 SCORES = ("sigmoid", "noaux_tc")  # which the reference takes for granted; the second names the choice by them
 

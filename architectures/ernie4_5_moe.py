@@ -6,7 +6,7 @@ from liger_models.architectures.common import attention, chosen_experts, decoder
 from liger_models.architectures.common.deepseek import SHARED_EXPERTS
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import BlockSpec, MLPSpec, ModelSpec, NormSpec
+from liger_models.layers.specs import BlockSpec, MLPSpec, ModelSpec, NormSpec
 
 ON_DISK = (".router.correction_bias", ".moe_statics.e_score_correction_bias")
 IN_MEMORY = (".router.correction_bias", ".gate.moe_statics.e_score_correction_bias")

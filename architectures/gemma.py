@@ -6,7 +6,7 @@ from liger_models.architectures.common import attention, decoder, mlp
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.spec import BlockSpec, MLPSpec, ModelSpec, NormSpec
+from liger_models.layers.specs import BlockSpec, MLPSpec, ModelSpec, NormSpec
 
 
 @register(

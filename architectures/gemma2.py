@@ -9,7 +9,7 @@ from typing import Any
 from liger_models.architectures.common import attention, gemma, mlp, windows
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec, Topology
+from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec, Topology
 
 TINY = {**gemma.TINY, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 3.0}
 DEFAULTS = {

@@ -10,7 +10,7 @@ from liger_models.architectures.encoders import clip
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.spec import LinearProjectorSpec, ModelSpec, NormSpec
+from liger_models.layers.specs import LinearProjectorSpec, ModelSpec, NormSpec
 
 
 @register(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from liger_models.architectures.common import attention, gemma, local_rope, mlp, windows
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec, QKNormSpec
+from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec, QKNormSpec
 
 
 @register(

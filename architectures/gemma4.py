@@ -11,7 +11,7 @@ from liger_models.architectures.gemma4_text import NAMES
 from liger_models.architectures.registry import find_architecture, register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import AttentionSpec, ModelSpec, SharedAttentionSpec
+from liger_models.layers.specs import AttentionSpec, ModelSpec, SharedAttentionSpec
 
 
 def carried(c: HFConfig) -> tuple[str, ...]:

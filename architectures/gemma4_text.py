@@ -26,7 +26,7 @@ from liger_models.architectures.common import (
 from liger_models.architectures.registry import register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import (
+from liger_models.layers.specs import (
     AttentionSpec,
     BlockSpec,
     ModelSpec,

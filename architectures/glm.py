@@ -10,7 +10,7 @@ from liger_models.architectures.common import attention, decoder, mlp
 from liger_models.architectures.registry import register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec, Topology
+from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec, Topology
 
 PACKED = ("*.gate_up_proj.*",)
 SHARED: dict[str, Any] = {

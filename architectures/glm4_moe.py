@@ -16,7 +16,7 @@ from liger_models.architectures.common.deepseek import (
 )
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec, QKNormSpec
+from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec, QKNormSpec
 
 
 @register(

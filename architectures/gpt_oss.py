@@ -9,7 +9,7 @@ from liger_models.architectures.common import attention, aux_loss_coef, decoder,
 from liger_models.architectures.registry import register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import BlockSpec, ClampedSwiGLU, ModelSpec, MoESpec, NormSpec
+from liger_models.layers.specs import BlockSpec, ClampedSwiGLU, ModelSpec, MoESpec, NormSpec
 
 YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 

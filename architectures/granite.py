@@ -7,7 +7,7 @@ from dataclasses import replace
 from liger_models.architectures.common import attention, decoder, mlp
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import BlockSpec, MLPSpec, ModelSpec, MoESpec, NormSpec
+from liger_models.layers.specs import BlockSpec, MLPSpec, ModelSpec, MoESpec, NormSpec
 
 MULTIPLIERS = {
     "attention_multiplier": 0.2,

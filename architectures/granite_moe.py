@@ -9,7 +9,7 @@ from liger_models.architectures.granite import MULTIPLIERS, multiplied
 from liger_models.architectures.registry import register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import MLPSpec, ModelSpec, MoESpec
+from liger_models.layers.specs import MLPSpec, ModelSpec, MoESpec
 
 IN_BLOCKS = (
     (".mlp.shared_expert.gate_up_proj.", ".shared_mlp.input_linear."),

@@ -9,7 +9,7 @@ from liger_models.architectures.registry import register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.spec import AttentionSpec, BlockSpec, ModelSpec, NormSpec, QKNormSpec, RopeSpec
+from liger_models.layers.specs import AttentionSpec, BlockSpec, ModelSpec, NormSpec, QKNormSpec, RopeSpec
 
 # Beside those of their type; all but alpha are of other types, and nobody reads them.
 ROPE_EXTRA = ("alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")

@@ -10,7 +10,7 @@ from liger_models.architectures.registry import register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.spec import BlockSpec, MLPSpec, ModelSpec, MoESpec, NormSpec
+from liger_models.layers.specs import BlockSpec, MLPSpec, ModelSpec, MoESpec, NormSpec
 
 NAMES = (*NORMS, (".router.", ".gate.wg."), (".shared_expert.", ".shared_mlp."))
 PER_LAYER = ("num_shared_expert", "moe_intermediate_size")

@@ -10,7 +10,7 @@ from liger_models.architectures.encoders.parts import projector_activation, stat
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.spec import LayerNormSpec, MLPProjectorSpec, ModelSpec
+from liger_models.layers.specs import LayerNormSpec, MLPProjectorSpec, ModelSpec
 
 
 def unread(c: HFConfig) -> tuple[str, ...]:

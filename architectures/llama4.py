@@ -10,7 +10,7 @@ from liger_models.architectures.llama4_text import TEXT
 from liger_models.architectures.registry import find_architecture, register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import ModelSpec
+from liger_models.layers.specs import ModelSpec
 
 
 @register(

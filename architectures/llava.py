@@ -11,7 +11,7 @@ from liger_models.architectures.encoders.parts import mlp_projector, states_read
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.spec import ModelSpec
+from liger_models.layers.specs import ModelSpec
 
 NAMES = (*pixtral.NAMES, ("projector.", "multi_modal_projector."))
 

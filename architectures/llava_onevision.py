@@ -10,7 +10,7 @@ from liger_models.architectures.encoders.parts import mlp_projector, states_read
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError, abbreviate
-from liger_models.layers.spec import AnyresPictures, ModelSpec
+from liger_models.layers.specs import AnyresPictures, ModelSpec
 
 
 @register(

@@ -9,7 +9,7 @@ from liger_models.architectures.mixtral import IN_BLOCKS
 from liger_models.architectures.registry import register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec, QKNormSpec
+from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec, QKNormSpec
 
 CORRECTION = (".router.correction_bias", ".e_score_correction_bias")
 ONE_VALUE = {

@@ -5,7 +5,7 @@ from dataclasses import replace
 from liger_models.architectures.common import GROWING_QUERIES, attention, decoder, mlp, query_scale
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
+from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
 
 YARN = {
     "rope_type": "yarn",

@@ -11,7 +11,7 @@ from liger_models.architectures.encoders import pixtral
 from liger_models.architectures.encoders.parts import projector_activation
 from liger_models.architectures.registry import find_architecture, register
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import MistralMergerSpec, ModelSpec
+from liger_models.layers.specs import MistralMergerSpec, ModelSpec
 
 NAMES = (
     *pixtral.NAMES,

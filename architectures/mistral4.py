@@ -19,7 +19,7 @@ from liger_models.architectures.common.deepseek import (
 from liger_models.architectures.ministral3 import YARN as MINISTRAL_YARN
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
+from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
 
 YARN = {**MINISTRAL_YARN, "rope_theta": 1e4, "factor": 128.0, "original_max_position_embeddings": 8192}
 

@@ -6,7 +6,7 @@ from liger_models.architectures.common import attention, chosen_experts, decoder
 from liger_models.architectures.registry import register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
+from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
 
 IN_BLOCKS = (
     (".mlp.", ".block_sparse_moe."),

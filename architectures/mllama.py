@@ -7,7 +7,7 @@ from liger_models.architectures.common.images import sighted_layouts
 from liger_models.architectures.encoders import mllama as encoder
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import BlockSpec, CrossAttentionSpec, ModelSpec, NormSpec
+from liger_models.layers.specs import BlockSpec, CrossAttentionSpec, ModelSpec, NormSpec
 
 
 @register(

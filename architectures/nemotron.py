@@ -5,7 +5,7 @@ plain MLP of squared ReLUs, and rotary on half of each head.
 from liger_models.architectures.common import attention, decoder, mlp
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import BlockSpec, LayerNormSpec, ModelSpec
+from liger_models.layers.specs import BlockSpec, LayerNormSpec, ModelSpec
 
 
 @register(

@@ -8,7 +8,7 @@ from liger_models.architectures.common import attention, chosen_experts, decoder
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec, QKNormSpec
+from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec, QKNormSpec
 
 
 @register(

@@ -8,7 +8,7 @@ from liger_models.architectures.common.images import language_model
 from liger_models.architectures.encoders import clip
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import AttentionSpec, LinearProjectorSpec, ModelSpec
+from liger_models.layers.specs import AttentionSpec, LinearProjectorSpec, ModelSpec
 
 
 @register(

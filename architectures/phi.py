@@ -8,7 +8,7 @@ from liger_models.architectures.common import attention, decoder, mlp
 from liger_models.architectures.registry import register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import BlockSpec, LayerNormSpec, ModelSpec, QKNormSpec
+from liger_models.layers.specs import BlockSpec, LayerNormSpec, ModelSpec, QKNormSpec
 
 NAMES = (
     *((".o_proj.", ".dense."), (".up_proj.", ".fc1."), (".down_proj.", ".fc2.")),

@@ -6,7 +6,7 @@ from liger_models.architectures.common import attention, decoder, longrope_alone
 from liger_models.architectures.registry import register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
+from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
 
 REFUSED = ("linear", "dynamic", "yarn", "llama3")
 UNREAD = (

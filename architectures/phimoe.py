@@ -11,7 +11,7 @@ from liger_models.architectures.registry import register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.spec import AttentionSpec, BlockSpec, LayerNormSpec, ModelSpec, SparseMixerSpec
+from liger_models.layers.specs import AttentionSpec, BlockSpec, LayerNormSpec, ModelSpec, SparseMixerSpec
 
 MSCALES = ("short_mscale", "long_mscale")
 LONGROPE = {**longrope_factors(8), **dict.fromkeys(MSCALES, 1.2), "original_max_position_embeddings": 64}

@@ -11,7 +11,7 @@ from liger_models.architectures.encoders.parts import axial_attention
 from liger_models.architectures.encoders.qwen import NAMES, TINY, grid_vision, layouts
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import BlockSpec, MLPSpec, ModelSpec, NormSpec, TimeSpec
+from liger_models.layers.specs import BlockSpec, MLPSpec, ModelSpec, NormSpec, TimeSpec
 
 TINY_TEXT: dict[str, object | EllipsisType] = {
     "model_type": "qwen2_5_vl_text",

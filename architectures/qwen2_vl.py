@@ -11,7 +11,7 @@ from liger_models.architectures.encoders.qwen import NAMES, TINY, grid_vision, l
 from liger_models.architectures.qwen2_5_vl import TINY_TEXT
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import BlockSpec, LayerNormSpec, MLPSpec, ModelSpec, TimeSpec
+from liger_models.layers.specs import BlockSpec, LayerNormSpec, MLPSpec, ModelSpec, TimeSpec
 
 
 @register(

@@ -9,7 +9,7 @@ from liger_models.architectures.qwen2_moe import experts, layers_with_experts
 from liger_models.architectures.qwen3 import normed_attention
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
+from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
 
 
 @register(

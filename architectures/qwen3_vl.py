@@ -13,7 +13,7 @@ from liger_models.architectures.registry import register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.spec import BlockSpec, LayerNormSpec, MLPSpec, ModelSpec, StretchedTable, TimeSpec
+from liger_models.layers.specs import BlockSpec, LayerNormSpec, MLPSpec, ModelSpec, StretchedTable, TimeSpec
 
 LAYOUT = Layout(
     root="model.language_model.",

@@ -11,7 +11,7 @@ from liger_models.architectures.qwen3_vl import LAYOUT, SKIP, TINY, TINY_ROPE, q
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.spec import ModelSpec
+from liger_models.layers.specs import ModelSpec
 
 
 @register(

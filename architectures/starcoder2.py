@@ -6,7 +6,7 @@ from liger_models.architectures.common import attention, decoder, mlp
 from liger_models.architectures.registry import register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import BlockSpec, LayerNormSpec, ModelSpec
+from liger_models.layers.specs import BlockSpec, LayerNormSpec, ModelSpec
 
 UNREAD = (
     *("mlp_type", "norm_type", "activation_function", "layer_norm_epsilon", "rms_norm_eps"),

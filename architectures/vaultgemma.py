@@ -4,7 +4,7 @@ from liger_models.architectures.gemma2 import DEFAULTS, TINY, VARIANTS, capped
 from liger_models.architectures.registry import register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import ModelSpec
+from liger_models.layers.specs import ModelSpec
 
 
 @register(

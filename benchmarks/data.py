@@ -168,7 +168,7 @@ def _train_tokenizer(folder: Path) -> None:
 def _read(folder: Path) -> None:
     """Runs in a process of its own. Raises AssertionError where the corpus is not what was written."""
     from liger_models.training.data import Stream, load_documents
-    from liger_models.training.tokenizer import TextTokenizer
+    from liger_models.training.text.tokenizer import TextTokenizer
 
     tokenizer = TextTokenizer(folder / "tokenizer")
     start = time.monotonic()

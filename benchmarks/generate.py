@@ -110,7 +110,7 @@ def _provider(provider: str, config: dict[str, Any], new: int, device: torch.dev
     """ids [batch, prompt] -> [batch, prompt + new]."""
     if provider.startswith("ours"):
         import liger_models
-        from liger_models import generation
+        from liger_models.generating import generation
 
         model = liger_models.from_config(config, dtype=torch.bfloat16, device=device).eval()
         recorded = generation.can_be_recorded if provider == "ours" else lambda model: False

@@ -201,7 +201,7 @@ METHODS = {"sft": _sft, "grpo": _grpo, "dpo": _dpo, "kto": _kto}
 
 def _ours(case: Case, config: dict[str, Any], device: torch.device, with_reference: bool) -> Any:
     import liger_models
-    from liger_models.optim import AdamW
+    from liger_models.optim.adamw import AdamW
 
     level, _, weights = case.side.partition("+")
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}

@@ -135,7 +135,7 @@ def _model(
 ) -> tuple[Any, list[torch.nn.Parameter]]:
     """With its parameters that are trained."""
     import liger_models
-    from liger_models.quantization import METHODS, quantise
+    from liger_models.models.quantization import METHODS, quantise
 
     config = config_of(args.model, case.layers, case.seq)
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
@@ -154,9 +154,9 @@ def _model(
 def _plan(case: Case, args: argparse.Namespace) -> Any:
     import liger_models
     from liger_models.cli.plan import QUANTISED
-    from liger_models.host_state import lane_bytes
-    from liger_models.layers.memory.plan import Step, StepMemory
-    from liger_models.optim import state_bytes
+    from liger_models.layers.memory import Step, StepMemory
+    from liger_models.optim.adamw import state_bytes
+    from liger_models.optim.host_state import lane_bytes
 
     config = config_of(args.model, case.layers, case.seq)
     model = liger_models.from_config(config, device="meta", dtype=torch.bfloat16)
@@ -180,7 +180,7 @@ def _measure(
     model: Any,
     trained: list[torch.nn.Parameter],
 ) -> dict[str, Any]:
-    from liger_models.optim import AdamW
+    from liger_models.optim.adamw import AdamW
 
     cuda = device.type == "cuda"
     optimizer = AdamW(trained, lr=1e-5, state_device="cpu" if case.where == "host" else None)

@@ -24,7 +24,7 @@ from benchmarks.report import machine, markdown_table, publish
 from benchmarks.train import MODELS
 from benchmarks.training.batches import DATA, count_tokens, make_batch
 from benchmarks.training.peer import summary, time_steps
-from liger_models.quantization import METHODS, quantise
+from liger_models.models.quantization import METHODS, quantise
 
 SUMMARY = "a training step with LoRA beside transformers and PEFT, and with liger-kernel"
 PROVIDERS = ("ours", "transformers", "transformers+liger")

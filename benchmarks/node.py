@@ -150,8 +150,8 @@ def _steps(
 def longest(config: dict[str, Any], processes: int) -> int:
     """Tokens of a row whose step is computed in LONGEST seconds."""
     import liger_models
-    from liger_models.layers.memory.plan import largest
-    from liger_models.training.flops import StepFlops
+    from liger_models.layers.memory import largest
+    from liger_models.training.observing.flops import StepFlops
 
     flops = StepFlops(liger_models.from_config(config, device="meta", dtype=torch.bfloat16))
 

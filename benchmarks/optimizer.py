@@ -95,7 +95,7 @@ def _calls(
     mode: str, options: dict[str, Any], parameters: list[nn.Parameter]
 ) -> tuple[Callable[[], Any], ...]:
     """Clipping and a step. What clipping leaves for the step is there at each."""
-    from liger_models.optim import AdamW
+    from liger_models.optim.adamw import AdamW
 
     if mode == TORCH:
         fused = torch.optim.AdamW(parameters, lr=1e-5, fused=True)

@@ -26,7 +26,7 @@ from benchmarks.training import step
 from benchmarks.training.peer import fused_adamw, in_one_line, summary, time_steps
 from benchmarks.training.shapes import MODELS, config_of
 from benchmarks.training.step import Job, Result, check_provider
-from liger_models.training.profiling import table
+from liger_models.training.observing.profiling import table
 
 SUMMARY = "a training step of a model that several GPUs share, beside transformers and liger-kernel"
 CONFIGURATIONS = (
@@ -230,7 +230,7 @@ def _sizes(sharing: str) -> dict[str, int]:
 
 def _planned(model: Any, job: Job, sharing: str) -> float:
     """The peak that a plan says, in GiB."""
-    from liger_models.layers.memory.plan import Step, StepMemory
+    from liger_models.layers.memory import Step, StepMemory
 
     ranks = _sizes(sharing).get("sequence", 1)
     state = ADAMW_BYTES if job.warmup + job.steps > 1 else 0  # the first step ends with making it

@@ -23,7 +23,7 @@ from benchmarks.training.pool import measure_all
 from benchmarks.training.shapes import MODELS, config_of
 from benchmarks.training.step import Job, Result, check_provider
 from liger_models.kernels.optimizer.adamw import WEIGHTS
-from liger_models.training.profiling import table
+from liger_models.training.observing.profiling import table
 
 SUMMARY = (
     "a training step beside transformers, and transformers with liger-kernel: tokens a second, peak memory"

@@ -92,7 +92,7 @@ def share_of_polite(folder: Path) -> float:
     import torch
 
     import liger_models as library
-    from liger_models.training.tokenizer import TextTokenizer
+    from liger_models.training.text.tokenizer import TextTokenizer
 
     model, tokenizer = library.from_hub(folder, device="cpu").eval(), TextTokenizer(folder)
     said = []

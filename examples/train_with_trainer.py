@@ -12,7 +12,7 @@ import sys
 import transformers
 
 import liger_models.hf
-from liger_models.optim import AdamW
+from liger_models.optim.adamw import AdamW
 
 IGNORED = -100
 

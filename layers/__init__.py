@@ -1,8 +1,7 @@
 """The parts that models are made of. The names below can be used alone, in anybody's model."""
 
-from liger_models.layers.activations import LigerReLUSquared, LigerSoftmax
-from liger_models.layers.attention.rotary import liger_rotary_pos_emb
-from liger_models.layers.losses import (
+from liger_models.layers.parts.activations import LigerReLUSquared, LigerSoftmax
+from liger_models.layers.parts.losses import (
     LigerCrossEntropyLoss,
     LigerFusedLinearCosineSimilarityLoss,
     LigerFusedLinearCrossEntropyLoss,
@@ -12,8 +11,9 @@ from liger_models.layers.losses import (
     LigerKLDivLoss,
     LigerTVDLoss,
 )
-from liger_models.layers.mlp import LigerGEGLUMLP, LigerReLUSquaredMLP, LigerSwiGLUMLP
-from liger_models.layers.norm import LigerLayerNorm, LigerRMSNorm
+from liger_models.layers.parts.mlp import LigerGEGLUMLP, LigerReLUSquaredMLP, LigerSwiGLUMLP
+from liger_models.layers.parts.norm import LigerLayerNorm, LigerRMSNorm
+from liger_models.layers.sequences.rotary import liger_rotary_pos_emb
 
 __all__ = [
     "LigerCrossEntropyLoss",

@@ -25,12 +25,12 @@ from liger_models.convert.errors import (
 
 if TYPE_CHECKING:
     from liger_models.architectures import list_architectures
-    from liger_models.causal_lm import LigerCausalLM
-    from liger_models.classifier import LigerSequenceClassifier
-    from liger_models.layers.distilling import Distillation
     from liger_models.layers.experts.load_balance import update_correction_bias
-    from liger_models.layers.scoring import ScoreOptions
-    from liger_models.loading import from_config, from_hub, from_pretrained
+    from liger_models.layers.model.distilling import Distillation
+    from liger_models.layers.model.scoring import ScoreOptions
+    from liger_models.models.causal_lm import LigerCausalLM
+    from liger_models.models.classifier import LigerSequenceClassifier
+    from liger_models.models.loading import from_config, from_hub, from_pretrained
     from liger_models.parallel.dims import ParallelDims
     from liger_models.parallel.sharding import parallelize
 
@@ -58,14 +58,14 @@ __all__ = [
 
 # Imported when first used: they bring torch along, for which `liger-models --help` should not wait.
 _HOMES = {
-    "Distillation": "layers.distilling",
-    "LigerCausalLM": "causal_lm",
-    "LigerSequenceClassifier": "classifier",
+    "Distillation": "layers.model.distilling",
+    "LigerCausalLM": "models.causal_lm",
+    "LigerSequenceClassifier": "models.classifier",
     "ParallelDims": "parallel.dims",
-    "ScoreOptions": "layers.scoring",
-    "from_config": "loading",
-    "from_hub": "loading",
-    "from_pretrained": "loading",
+    "ScoreOptions": "layers.model.scoring",
+    "from_config": "models.loading",
+    "from_hub": "models.loading",
+    "from_pretrained": "models.loading",
     "list_architectures": "architectures",
     "parallelize": "parallel.sharding",
     "update_correction_bias": "layers.experts.load_balance",

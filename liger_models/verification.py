@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 import liger_models
-from liger_models.causal_lm import LigerCausalLM
 from liger_models.convert.checkpoints.reading import CheckpointReader, RoundTrip, verify_roundtrip
 from liger_models.convert.checkpoints.weight_map import checkpoint_shapes
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import UnsupportedModelError
 from liger_models.images.scenes import Image, Scenes, documents_with_images
-from liger_models.layers.spec import ModelSpec
-from liger_models.loading import exact_dtypes, find_layout
+from liger_models.layers.specs import ModelSpec
+from liger_models.models.causal_lm import LigerCausalLM
+from liger_models.models.loading import exact_dtypes, find_layout
 
 # float32 rounds to 6e-8, and between a parameter and its gradient lie some hundred roundings.
 TOLERANCE = 1e-5

@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_leaves
 
 from liger_models.kernels import _dispatch
 from liger_models.kernels.losses import _linear_chunks
-from liger_models.layers import distilling, head
 from liger_models.layers.attention import backends
-from liger_models.layers.memory import offload, tiles
-from liger_models.layers.memory.plan import layer_costs
+from liger_models.layers.memory import layer_costs
+from liger_models.layers.model import distilling, head
 from liger_models.layers.projections import low_rank
+from liger_models.layers.recompute import offload, tiles
 
 TILE = 64
 

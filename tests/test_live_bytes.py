@@ -23,9 +23,9 @@ from live_bytes import LiveBytes, surroundings
 
 import liger_models
 from liger_models.architectures import find_architecture
-from liger_models.layers.memory import activation_memory, offload
-from liger_models.layers.memory.activation_memory import LEVELS, RERUN
-from liger_models.layers.memory.plan import Step, StepMemory
+from liger_models.layers.memory import Step, StepMemory
+from liger_models.layers.recompute import activation_memory, offload
+from liger_models.layers.recompute.activation_memory import LEVELS, RERUN
 
 DTYPE, RANK = torch.bfloat16, 4
 LAYERS, TOKENS = (2, 3), (256, 512)
@@ -87,7 +87,7 @@ def adapted(family: str = "llama", quantised: str | None = None, ours: bool = Fa
         peft = pytest.importorskip("peft")
         transformers = pytest.importorskip("transformers")
         import liger_models.hf
-        from liger_models.quantization import quantise
+        from liger_models.models.quantization import quantise
 
         config = config_of(family, layers, hidden_size=64, intermediate_size=128)
         liger_models.hf.register("split")

@@ -17,7 +17,7 @@ from live_bytes import LiveBytes, surroundings
 import liger_models
 from liger_models.architectures import find_architecture
 from liger_models.images.scenes import Image, Scenes
-from liger_models.layers.memory.activation_memory import RERUN
+from liger_models.layers.recompute.activation_memory import RERUN
 
 DTYPE, RANK = torch.float32, 4
 LAYERS, TOKENS = (2, 3), (256, 512)

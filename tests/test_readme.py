@@ -12,7 +12,7 @@ import liger_models
 import liger_models.layers
 from liger_models.cards.pages import make_pages
 from liger_models.cli import COMMANDS, build_parser
-from liger_models.layers.memory.activation_memory import LEVELS
+from liger_models.layers.recompute.activation_memory import LEVELS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -13,7 +13,7 @@ from liger_models.architectures.common.rotary import rope
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.spec import LatentAttentionSpec, MLPSpec, MoESpec
+from liger_models.layers.specs import LatentAttentionSpec, MLPSpec, MoESpec
 
 SHARED_EXPERTS = (".shared_expert.", ".shared_experts.")
 """Their name in the checkpoints."""

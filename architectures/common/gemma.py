@@ -7,7 +7,7 @@ from typing import Any
 
 from liger_models.architectures.common.model import decoder
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import BlockSpec, ModelSpec, NormSpec
+from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
 
 
 def scaled_decoder(c: HFConfig, blocks: Sequence[BlockSpec], norm: NormSpec, **settings: Any) -> ModelSpec:

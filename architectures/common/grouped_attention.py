@@ -9,7 +9,7 @@ from liger_models.architectures.common.model import CHUNKED, FULL, SLIDING, laye
 from liger_models.architectures.common.rotary import rope
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError, abbreviate
-from liger_models.layers.spec import AttentionSpec, SharedAttentionSpec
+from liger_models.layers.specs import AttentionSpec, SharedAttentionSpec
 
 
 def attention(c: HFConfig, *, bias: bool = False, window: int | None = None, **rotary: Any) -> AttentionSpec:

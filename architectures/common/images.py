@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from liger_models.architectures.multimodal import text_part
 from liger_models.architectures.registry import find_architecture
+from liger_models.architectures.registry.multimodal import text_part
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError, abbreviate
-from liger_models.layers.spec import AttentionSpec, ModelSpec
+from liger_models.layers.specs import AttentionSpec, ModelSpec
 
 Names = tuple[tuple[str, str], ...]
 

@@ -8,7 +8,7 @@ from typing import Any
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.spec import Activation, MLPSpec, MoESpec
+from liger_models.layers.specs import Activation, MLPSpec, MoESpec
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",

@@ -7,7 +7,7 @@ from typing import Any
 
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.spec import BlockSpec, LayerNormSpec, ModelSpec, NormSpec
+from liger_models.layers.specs import BlockSpec, LayerNormSpec, ModelSpec, NormSpec
 
 
 def decoder(

@@ -8,7 +8,7 @@ from typing import Any
 
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.spec import QueryScaleSpec, RopeSpec
+from liger_models.layers.specs import QueryScaleSpec, RopeSpec
 
 
 def rope(

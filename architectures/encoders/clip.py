@@ -12,7 +12,7 @@ from liger_models.architectures.encoders.parts import LINEAR_NAMES, states_read,
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError, abbreviate
-from liger_models.layers.spec import (
+from liger_models.layers.specs import (
     AnyresPictures,
     BlockSpec,
     FixedTable,

@@ -8,7 +8,7 @@ from typing import Any
 from liger_models.architectures.common import check_groups, mlp
 from liger_models.architectures.encoders.parts import axial_attention
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import (
+from liger_models.layers.specs import (
     AxesTable,
     BlockSpec,
     NormSpec,

@@ -8,7 +8,7 @@ from liger_models.architectures.common import mlp
 from liger_models.architectures.encoders.parts import LINEAR_NAMES, whole_attention
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.spec import (
+from liger_models.layers.specs import (
     BlockSpec,
     CubicTable,
     LayerNormSpec,

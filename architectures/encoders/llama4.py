@@ -7,7 +7,7 @@ from typing import Any
 from liger_models.architectures.encoders.parts import LINEAR_NAMES, axial_attention
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.spec import (
+from liger_models.layers.specs import (
     AdapterSpec,
     BlockSpec,
     FixedTable,

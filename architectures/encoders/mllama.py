@@ -9,7 +9,7 @@ from liger_models.architectures.common import mlp
 from liger_models.architectures.encoders.parts import LINEAR_NAMES, patches, whole_attention
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.spec import BlockSpec, LayerNormSpec, TiledVisionSpec
+from liger_models.layers.specs import BlockSpec, LayerNormSpec, TiledVisionSpec
 
 NAMES = (
     ("encoder.patch_embed.", "vision_model.patch_embedding."),

@@ -9,7 +9,7 @@ from liger_models.architectures.common import activation
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.config.rope_config import is_finite
 from liger_models.convert.errors import ConfigError, abbreviate
-from liger_models.layers.spec import Activation, AttentionSpec, MLPProjectorSpec, PatchSpec, RopeSpec
+from liger_models.layers.specs import Activation, AttentionSpec, MLPProjectorSpec, PatchSpec, RopeSpec
 
 LINEAR_NAMES = ((".up_proj.", ".fc1."), (".down_proj.", ".fc2."))
 """What most encoders call the layers of their MLPs."""

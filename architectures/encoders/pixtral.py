@@ -8,7 +8,7 @@ from typing import Any
 from liger_models.architectures.common import mlp
 from liger_models.architectures.encoders.parts import axial_attention, patches
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import BlockSpec, NormSpec, PaddedPictures, ProjectorSpec, VisionSpec
+from liger_models.layers.specs import BlockSpec, NormSpec, PaddedPictures, ProjectorSpec, VisionSpec
 
 PIXTRAL = "pixtral"
 NAMES = (

@@ -8,7 +8,7 @@ from liger_models.architectures.common.images import Names
 from liger_models.architectures.encoders.parts import patches
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import BlockSpec, LayerNormSpec, NormSpec, PatchMergerSpec, VisionSpec
+from liger_models.layers.specs import BlockSpec, LayerNormSpec, NormSpec, PatchMergerSpec, VisionSpec
 
 NAMES = (
     ("encoder.patch_embed.", "patch_embed.proj."),

@@ -189,7 +189,7 @@ def _work(pipe: Any, device: str, peers: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pipe is closed then
     import torch
 
-    import liger_models.loading  # noqa: F401
+    import liger_models.models.loading  # noqa: F401
     from benchmarks.training import step
 
     if peers:

@@ -37,8 +37,8 @@ from benchmarks.training.peer import (
 from liger_models.architectures import find_architecture
 from liger_models.cards.published import layers_of_every_kind, with_layers
 from liger_models.kernels.optimizer.adamw import WEIGHTS
-from liger_models.optim import AdamW, state_bytes
-from liger_models.training.profiling import by_class
+from liger_models.optim.adamw import AdamW, state_bytes
+from liger_models.training.observing.profiling import by_class
 
 LIBRARIES: Mapping[str, Set[str]] = {"ours": {"split", "compile", *WEIGHTS}, "transformers": OPTIONS}
 
@@ -199,7 +199,7 @@ def kernels(job: Job, model: Any, optimizer: torch.optim.Optimizer, device: torc
 
 def _planned(model: Any, job: Job) -> float:
     """The peak that a plan of our model says, in GiB."""
-    from liger_models.layers.memory.plan import Step, StepMemory
+    from liger_models.layers.memory import Step, StepMemory
 
     rows, seq, longest = rows_of(job.data, job.batch, job.seq)
     labels = 1.0 if job.data == "full" else 1 - MASKED

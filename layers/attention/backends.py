@@ -6,7 +6,7 @@ A query sees the tokens of its own document up to itself, and of those the last 
 Where the spec is not causal it sees all of its document, and where there are spans (of an image, say) all of
 its span beside what precedes it.
 Documents that the spec cuts into chunks are shorter documents, for every backend. Where documents continue
-others (layers/tree.py), a query sees of those what it would see if they stood before its own.
+others (layers/sequences/tree.py), a query sees of those what it would see if they stood before its own.
 Soft cap and sinks: see kernels/attention/flash_attention.py.
 
 | backend  | does                                 | what it is                                            |
@@ -58,8 +58,8 @@ from liger_models.kernels.attention.flash_attention import (
 from liger_models.kernels.attention.visible_keys import visible_keys
 from liger_models.layers.attention.flash import flash_attention
 from liger_models.layers.attention.fused import cudnn_takes, masked_attention, unmasked_attention
-from liger_models.layers.sequences import Sequences
-from liger_models.layers.spec import AttentionSpec
+from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.specs import AttentionSpec
 
 AttentionBackend = Literal["auto", "sdpa", "varlen", "flash", "triton", "masked", "eager"]
 BACKENDS: tuple[AttentionBackend, ...] = ("auto", "sdpa", "varlen", "flash", "triton", "masked", "eager")
@@ -83,7 +83,7 @@ def attend(
             heads of another size; any strides.
         spec: scale, window, chunk and soft cap.
         sequences: the documents. Where they are divided over ranks, q, k and v are those of this rank's
-            tokens, and heads are exchanged: layers/sequence_parallel.py.
+            tokens, and heads are exchanged: layers/sequences/sequence_parallel.py.
         backend: a row of the table above, or "auto".
         sinks: [num_attention_heads], if the spec has them.
 

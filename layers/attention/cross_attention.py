@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.attention.fused import masked_attention
-from liger_models.layers.memory.activation_memory import ActivationMemory
-from liger_models.layers.norm import make_norm
+from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.packed_linear import PackedLinear
-from liger_models.layers.sequences import Sequences
-from liger_models.layers.spec import CrossAttentionSpec
+from liger_models.layers.recompute.activation_memory import ActivationMemory
+from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.specs import CrossAttentionSpec
 
 
 class SeenTiles:

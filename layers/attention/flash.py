@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels._dispatch import as_once_differentiable
-from liger_models.layers.eager import not_compiled
-from liger_models.layers.sequences import Sequences
-from liger_models.layers.spec import AttentionSpec
+from liger_models.layers.recompute.eager import not_compiled
+from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.specs import AttentionSpec
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _SIZES = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # of heads, and of their values

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from liger_models.kernels import rotary
 from liger_models.layers.attention.backends import AttentionBackend, attend, attend_cached
 from liger_models.layers.attention.query_scale import scale_queries
-from liger_models.layers.memory.activation_memory import ActivationMemory
-from liger_models.layers.norm import make_norm
+from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.packed_linear import PackedLinear
-from liger_models.layers.sequences import Sequences
-from liger_models.layers.spec import LatentAttentionSpec
+from liger_models.layers.recompute.activation_memory import ActivationMemory
+from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.specs import LatentAttentionSpec
 
 
 class LatentAttention(nn.Module):

@@ -2,7 +2,7 @@
 
     q, k, v = split(qkv);   q = turn(norm(q)),  k = turn(norm(k)),   or   norm(turn(q)), norm(turn(k))
 
-What is normalised together, and by which weight: `QKNormSpec` in layers/spec/attention.py. RMSNorm together
+What is normalised together, and by which weight: `QKNormSpec` in layers/specs/attention.py. RMSNorm together
 with the rotation is one kernel (kernels/rotary/qk_norm_rotary.py); what that does not know is done step by
 step.
 """
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from liger_models.kernels import layer_norm, rms_norm, rotary, split_norm_rotary_qkv
 from liger_models.kernels._dispatch import at_least_float32
 from liger_models.kernels.norms.rms_norm import rms_norm_plain
-from liger_models.layers.memory.activation_memory import recompute
-from liger_models.layers.spec import AttentionSpec, NormSpec, QKNormSpec
+from liger_models.layers.recompute.activation_memory import recompute
+from liger_models.layers.specs import AttentionSpec, NormSpec, QKNormSpec
 
 Tables = tuple[Tensor, Tensor]
 Split = tuple[Tensor, Tensor, Tensor]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels._dispatch import once_differentiable
-from liger_models.layers.sequences import Sequences
-from liger_models.layers.spec import QueryScaleSpec
+from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.specs import QueryScaleSpec
 
 
 def scale_queries(q: Tensor, spec: QueryScaleSpec | None, sequences: Sequences) -> Tensor:

@@ -22,13 +22,13 @@ from liger_models.layers.attention.backends import (
 )
 from liger_models.layers.attention.qk_norm import LentScale, norm_bytes, split_norm_turn
 from liger_models.layers.attention.query_scale import scale_queries
-from liger_models.layers.memory.activation_memory import TILED, ActivationMemory, output_is_ours
-from liger_models.layers.memory.tiles import project_pieces
 from liger_models.layers.projections.clipped_linear import ClippedLinear, ClippedProjections
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.packed_linear import PackedLinear
-from liger_models.layers.sequences import Sequences
-from liger_models.layers.spec import AttentionSpec
+from liger_models.layers.recompute.activation_memory import TILED, ActivationMemory, output_is_ours
+from liger_models.layers.recompute.tiles import project_pieces
+from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.specs import AttentionSpec
 
 
 class Attention(nn.Module):

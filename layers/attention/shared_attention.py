@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from liger_models.kernels import rotary
 from liger_models.layers.attention.backends import AttentionBackend, attend, attend_cached
-from liger_models.layers.memory.activation_memory import ActivationMemory
-from liger_models.layers.norm import make_norm
+from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear
-from liger_models.layers.sequences import Sequences
-from liger_models.layers.spec import SharedAttentionSpec
+from liger_models.layers.recompute.activation_memory import ActivationMemory
+from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.specs import SharedAttentionSpec
 
 
 class SharedAttention(nn.Module):

@@ -29,7 +29,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from liger_models.kernels._dispatch import once_differentiable
 from liger_models.kernels.experts.token_copies import copy_tokens, sum_copies
-from liger_models.layers.sequence_parallel import all_to_all
+from liger_models.layers.sequences.sequence_parallel import all_to_all
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh

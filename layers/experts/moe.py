@@ -22,13 +22,13 @@ from liger_models.convert.checkpoints.weight_map import Cat, Expr, Ref, Stack
 from liger_models.kernels import moe_experts, rms_norm, route
 from liger_models.kernels._dispatch import at_least_float32, once_differentiable
 from liger_models.layers.experts.expert_parallel import ExpertExchange, Routes
-from liger_models.layers.experts.routing_decisions import RoutingDecisions, in_backward_pass
 from liger_models.layers.experts.sparse_mixer import InputNoise, decide, draw_noise, weigh
-from liger_models.layers.memory.activation_memory import RERUN, ActivationMemory, carry_recipe, recompute
-from liger_models.layers.mlp import make_mlp
+from liger_models.layers.parts.mlp import make_mlp
 from liger_models.layers.projections.linear import Linear, as_wide_as, project, unwrapped
-from liger_models.layers.sequences import Sequences
-from liger_models.layers.spec import MoESpec
+from liger_models.layers.recompute.activation_memory import RERUN, ActivationMemory, carry_recipe, recompute
+from liger_models.layers.sequences.routing_decisions import RoutingDecisions, in_backward_pass
+from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.specs import MoESpec
 
 
 class MixtureOfExperts(nn.Module):

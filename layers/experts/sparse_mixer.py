@@ -17,7 +17,7 @@ h: so estimated, it is right in the mean up to the third order. It costs no more
 
 The router that chooses so is in layers/experts/moe.py. What is random here, and which experts are near, is
 decided once: a layer that runs again in the backward pass takes it from its first run
-(layers/experts/routing_decisions.py).
+(layers/sequences/routing_decisions.py).
 """
 
 from __future__ import annotations

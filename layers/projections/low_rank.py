@@ -6,7 +6,7 @@
 Several paths of one layer add up, and layers of one input (query, key and value; gate and up) are one
 operation whose outputs stand side by side: x is read once for all of their t, and dx is one tensor.
 
-Of the activations x is kept, by reference or as its recipe (layers/memory/activation_memory.py), and t
+Of the activations x is kept, by reference or as its recipe (layers/recompute/activation_memory.py), and t
 [tokens, r]; of dropout the random state and not the mask. A and B are cast to the dtype of the product, and x
 never to theirs; their gradients are summed in float32. What is frozen has no gradient, and costs nothing.
 

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from liger_models.layers.spec import TiledVisionSpec, VisionSpec
+from liger_models.layers.specs import TiledVisionSpec, VisionSpec
 from liger_models.layers.vision.tiled import TiledVision
 from liger_models.layers.vision.vision import Vision
 

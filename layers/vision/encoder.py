@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_models.layers.attention.backends import AttentionBackend
-from liger_models.layers.blocks import BLOCKS, Block, add_and_norm, run_block
-from liger_models.layers.memory.activation_memory import set_levels
-from liger_models.layers.memory.offload import Offload
-from liger_models.layers.norm import make_norm
+from liger_models.layers.blocks.blocks import BLOCKS, Block, add_and_norm, run_block
+from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import as_wide_as
-from liger_models.layers.sequences import Sequences
-from liger_models.layers.spec import PatchSpec, VisionSpec
+from liger_models.layers.recompute.activation_memory import set_levels
+from liger_models.layers.recompute.offload import Offload
+from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.specs import PatchSpec, VisionSpec
 from liger_models.layers.vision.pictures import Pictures, places_of, windows_of
 from liger_models.layers.vision.position_table import make_table
 

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_models.layers.agreement import (
+from liger_models.layers.sequences.agreement import (
     ddp_wrapper,
     groups_of_shards,
     is_of_several_processes,
     said_by_any,
 )
-from liger_models.layers.host_copy import HostCopy
+from liger_models.layers.sequences.host_copy import HostCopy
 
 
 class ImageGradients:

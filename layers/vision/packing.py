@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_models.layers.spec import AnyresPictures, TiledVisionSpec
+from liger_models.layers.specs import AnyresPictures, TiledVisionSpec
 from liger_models.layers.vision.positions import IMAGE, VIDEO
 
 # What is read on the host: to hand it over on a device would cost a synchronisation.

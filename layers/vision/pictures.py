@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.errors import DataError
-from liger_models.layers.spec import (
+from liger_models.layers.specs import (
     AnyresPictures,
     AxesTable,
     CubicTable,

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_models.kernels._dispatch import at_least_float32
-from liger_models.layers.spec import AxesTable, CubicTable, FixedTable, StretchedTable, VisionSpec
+from liger_models.layers.specs import AxesTable, CubicTable, FixedTable, StretchedTable, VisionSpec
 from liger_models.layers.vision.pictures import Grid, places_of
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_models.layers.sequences import Sequences
+from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.vision.pictures import Pictures
 
 TEXT, IMAGE, VIDEO = 0, 1, 2

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_models.kernels import rms_norm
-from liger_models.layers.mlp import plain_activation
-from liger_models.layers.norm import make_norm
+from liger_models.layers.parts.mlp import plain_activation
+from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear
-from liger_models.layers.spec import (
+from liger_models.layers.specs import (
     AdapterSpec,
     LinearProjectorSpec,
     MistralMergerSpec,

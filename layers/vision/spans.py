@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_models.layers.sequences import Sequences
+from liger_models.layers.sequences.sequences import Sequences
 
 
 def spans_of(sequences: Sequences, together: Tensor) -> Tensor:

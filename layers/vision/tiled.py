@@ -24,15 +24,15 @@ from liger_models.convert.errors import DataError
 from liger_models.kernels._dispatch import at_least_float32
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.attention.cross_attention import SeenTiles
-from liger_models.layers.blocks import BLOCKS, IMAGES, Block, run_block
-from liger_models.layers.host_copy import HostCopy
-from liger_models.layers.memory.activation_memory import set_levels
-from liger_models.layers.memory.offload import Offload
-from liger_models.layers.norm import make_norm
+from liger_models.layers.blocks.blocks import BLOCKS, IMAGES, Block, run_block
+from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear
-from liger_models.layers.sequences import Sequences
-from liger_models.layers.spec import TiledVisionSpec
-from liger_models.layers.tree import Tree
+from liger_models.layers.recompute.activation_memory import set_levels
+from liger_models.layers.recompute.offload import Offload
+from liger_models.layers.sequences.host_copy import HostCopy
+from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.sequences.tree import Tree
+from liger_models.layers.specs import TiledVisionSpec
 from liger_models.layers.vision.encoder import PatchEmbedding
 from liger_models.layers.vision.vision import is_of_several
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from liger_models.convert.checkpoints.shards import is_zero3
 from liger_models.convert.errors import DataError
 from liger_models.layers.attention.backends import AttentionBackend
-from liger_models.layers.attention.cache import KVCache
-from liger_models.layers.host_copy import HostCopy
-from liger_models.layers.sequences import Sequences
-from liger_models.layers.spec import AnyresPictures, VisionSpec
+from liger_models.layers.sequences.cache import KVCache
+from liger_models.layers.sequences.host_copy import HostCopy
+from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.specs import AnyresPictures, VisionSpec
 from liger_models.layers.vision.anyres import Newline
 from liger_models.layers.vision.encoder import VisionEncoder
 from liger_models.layers.vision.pictures import (

@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 
 from liger_models.architectures import Architecture, find_architecture, list_architectures
-from liger_models.architectures.about import About, about
+from liger_models.architectures.registry.about import About, about
 from liger_models.cards import training_step
 from liger_models.cards.card import Card, Line
 from liger_models.cards.checks import CHECKS

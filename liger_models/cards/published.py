@@ -14,7 +14,7 @@ from typing import Any
 
 from liger_models.architectures import Architecture, find_architecture
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.spec import AttentionSpec, LatentAttentionSpec, LayerNormSpec, ModelSpec, MoESpec
+from liger_models.layers.specs import AttentionSpec, LatentAttentionSpec, LayerNormSpec, ModelSpec, MoESpec
 
 FOLDER = Path("tests/architectures/published")
 

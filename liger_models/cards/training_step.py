@@ -29,7 +29,7 @@ from liger_models.cards.published import layers_of_every_kind, published, with_l
 from liger_models.cards.workshop import NotRun
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import LigerModelsError
-from liger_models.layers.spec import AttentionSpec, ModelSpec
+from liger_models.layers.specs import AttentionSpec, ModelSpec
 
 OURS, PEERS = "ours", ("transformers+liger", "transformers")
 TOKENS, TOKENS_OF_A_STEP = 4096, 2 * 4096  # of a row, if the model takes so many

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 import liger_models
 from liger_models.architectures import Architecture
-from liger_models.causal_lm import LigerCausalLM
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.images.scenes import FIRST_OF_TEXT, Scenes, documents_with_images
-from liger_models.layers.spec import ModelSpec
+from liger_models.layers.specs import ModelSpec
+from liger_models.models.causal_lm import LigerCausalLM
 from liger_models.training import TrainConfig, TrainResult, train
 
 FILE_BYTES = 100_000  # which divides a tiny checkpoint into several files

@@ -11,7 +11,7 @@ def find_checkpoint(name: str) -> Path:
         CheckpointError, HubError: there is no such checkpoint, or it cannot be had.
     """
     from liger_models.convert.checkpoints.hub import resolve
-    from liger_models.training.state import newest_checkpoint
+    from liger_models.training.checkpoints.state import newest_checkpoint
 
     folder = Path(name)
     if folder.is_dir() and not (folder / "config.json").exists():

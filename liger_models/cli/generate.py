@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from liger_models.layers.spec import ModelSpec
-    from liger_models.training.tokenizer import TextTokenizer
+    from liger_models.layers.specs import ModelSpec
+    from liger_models.training.text.tokenizer import TextTokenizer
 
 
 def add_parser(subparsers) -> None:
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
     from liger_models.cli.checkpoints import find_checkpoint
     from liger_models.convert.errors import DataError
     from liger_models.layers.vision.packing import ON_HOST
-    from liger_models.training.tokenizer import TextTokenizer
+    from liger_models.training.text.tokenizer import TextTokenizer
 
     try:  # bytes of the command line that are no text arrive as halves of surrogate pairs
         args.prompt.encode()

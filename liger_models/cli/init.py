@@ -35,9 +35,9 @@ def run(args: argparse.Namespace) -> None:
     from liger_models.cli.checkpoints import bytes_text
     from liger_models.convert.errors import CheckpointError
     from liger_models.presets import preset
-    from liger_models.training.saving import write
-    from liger_models.training.state import Trained, describe_export
-    from liger_models.training.tokenizer import TextTokenizer
+    from liger_models.training.checkpoints.saving import write
+    from liger_models.training.checkpoints.state import Trained, describe_export
+    from liger_models.training.text.tokenizer import TextTokenizer
 
     out = Path(args.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

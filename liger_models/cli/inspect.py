@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from liger_models.causal_lm import LigerCausalLM
     from liger_models.convert.checkpoints.weight_map import Expr
+    from liger_models.models.causal_lm import LigerCausalLM
 
 
 def add_parser(subparsers) -> None:
@@ -83,7 +83,7 @@ def find_config(name: str) -> tuple[Any, dict[str, str], Path | None]:
 def _checked_dtypes(folder: Path, model: "LigerCausalLM") -> dict[str, str]:
     """The dtype of every checkpoint tensor, after the check that the files are those of this model."""
     from liger_models.convert.checkpoints.reading import CheckpointReader
-    from liger_models.loading import find_layout
+    from liger_models.models.loading import find_layout
 
     with CheckpointReader(folder) as reader:
         find_layout(model, reader)
@@ -124,8 +124,8 @@ def _expression(expr: "Expr") -> str:
 def _memory(model: "LigerCausalLM", dtypes: dict[str, str]) -> dict[str, Any]:
     import torch
 
-    from liger_models.layers.memory.activation_memory import LEVELS
-    from liger_models.loading import exact_dtypes
+    from liger_models.layers.recompute.activation_memory import LEVELS
+    from liger_models.models.loading import exact_dtypes
 
     if dtypes:
         stored = {name: getattr(torch, dtype) for name, dtype in dtypes.items()}

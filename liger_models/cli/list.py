@@ -11,7 +11,7 @@ def add_parser(subparsers) -> None:
 def run(args: argparse.Namespace) -> None:
     import liger_models
     from liger_models.architectures import find_architecture
-    from liger_models.architectures.about import about
+    from liger_models.architectures.registry.about import about
     from liger_models.cards.pages import beside_peers, read_card
     from liger_models.cli.checkpoints import print_table
     from liger_models.presets import PRESETS

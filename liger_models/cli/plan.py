@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from liger_models.causal_lm import LigerCausalLM
-    from liger_models.layers.memory.plan import Plan, Shown, StepMemory
+    from liger_models.layers.memory import Plan, Shown, StepMemory
+    from liger_models.models.causal_lm import LigerCausalLM
 
 # Memory that a program can have, in GiB, of GPUs by the names that people know them by: of H200 and H100 as
 # their driver says, of the others a little under what their makers state.
@@ -101,8 +101,8 @@ def run(args: argparse.Namespace) -> int:
 def plan(args: argparse.Namespace) -> dict[str, Any]:
     """All that the command shows, as JSON holds it."""
     from liger_models.convert.errors import ConfigError
-    from liger_models.layers.memory.activation_memory import LEVELS
-    from liger_models.layers.memory.plan import NOTHING, largest, shown_of_size
+    from liger_models.layers.memory import NOTHING, largest, shown_of_size
+    from liger_models.layers.recompute.activation_memory import LEVELS
 
     model = _model(args)
     vision = model.spec.vision
@@ -203,9 +203,9 @@ def _step_memory(args: argparse.Namespace, model: "LigerCausalLM") -> "StepMemor
     """Of rows of one token, yet to be resized."""
     import torch
 
-    from liger_models.host_state import lane_bytes
-    from liger_models.layers.memory.plan import Step, StepMemory
-    from liger_models.optim import state_bytes
+    from liger_models.layers.memory import Step, StepMemory
+    from liger_models.optim.adamw import state_bytes
+    from liger_models.optim.host_state import lane_bytes
     from liger_models.training.lora import LoraSettings
 
     lora = LoraSettings.parse(args.lora) if args.lora else None
@@ -263,7 +263,7 @@ def print_report(report: dict[str, Any]) -> None:
 
 def _gib(gpu: str) -> float:
     from liger_models.convert.errors import ConfigError
-    from liger_models.layers.memory.plan import parse_budget
+    from liger_models.layers.memory import parse_budget
 
     for name, memory in GPUS.items():
         if gpu.lower() == name.lower():

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
     from liger_models.training.data import Stream, build_corpus, describe, load_documents
     from liger_models.training.inputs import can_share_prompts, find_spec
     from liger_models.training.objectives import OBJECTIVES
-    from liger_models.training.tokenizer import TextTokenizer
+    from liger_models.training.text.tokenizer import TextTokenizer
 
     if args.seq_len < 1:
         raise ConfigError(f"seq_len is {args.seq_len}; expected a whole number of 1 or more")

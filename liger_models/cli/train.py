@@ -408,7 +408,7 @@ def run(args: argparse.Namespace) -> int:
     from dataclasses import fields
 
     from liger_models.training import TrainConfig, TrainingInterrupted, train
-    from liger_models.training.world import World
+    from liger_models.training.processes.world import World
 
     use_max_image_pixels(args)
     of_objective = {name: getattr(args, name) for name in OBJECTIVE_OPTIONS}

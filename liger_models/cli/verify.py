@@ -36,8 +36,8 @@ def add_parser(subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     import liger_models
-    from liger_models.classifier import LigerSequenceClassifier
     from liger_models.cli.checkpoints import find_checkpoint
+    from liger_models.models.classifier import LigerSequenceClassifier
     from liger_models.verification import verify_bytes, verify_numbers
 
     folder = find_checkpoint(args.name)

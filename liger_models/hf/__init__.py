@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from liger_models.hf.adapters import load_adapter, save_adapter
+    from liger_models.hf.adapters.adapters import load_adapter, save_adapter
     from liger_models.hf.callbacks import CorrectionBiasCallback
     from liger_models.hf.families import classes_of, register, unregister
     from liger_models.hf.models import LigerForCausalLM, LigerForSequenceClassification, LigerModel

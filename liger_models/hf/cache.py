@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from liger_models.convert.errors import DataError
-from liger_models.layers.attention.cache import KVCache
 from liger_models.layers.attention.cross_attention import SeenTiles
-from liger_models.layers.sequences import Sequences
+from liger_models.layers.sequences.cache import KVCache
+from liger_models.layers.sequences.sequences import Sequences
 
 
 def knows_positions(cache: Cache | None) -> bool:

@@ -34,12 +34,11 @@ from liger_models.convert.checkpoints.weight_map import Expr, Ref
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import DataError
 from liger_models.hf.cache import TransformersCache, UnfilledCache
-from liger_models.hf.module_names import LanguageModel, give_names, hide_matrices
+from liger_models.hf.checkpoints.module_names import LanguageModel, give_names, hide_matrices
+from liger_models.hf.checkpoints.unread import carry_unread, own_layout, own_skeleton
 from liger_models.hf.pretrained import LigerPreTrainedModel, keep_initialized
-from liger_models.hf.unread import carry_unread, own_layout, own_skeleton
 from liger_models.kernels import load_balancing_loss
-from liger_models.layers.agreement import groups_of_step, refusing_together
-from liger_models.layers.call_checks import (
+from liger_models.layers.model.call_checks import (
     CallChecks,
     batch_shape,
     labels_of_beginnings,
@@ -47,13 +46,14 @@ from liger_models.layers.call_checks import (
     refuse_unknown,
     targets_of,
 )
-from liger_models.layers.decoder import Decoder
-from liger_models.layers.distilling import Distilling, TeacherCall, check_lesson, learn
-from liger_models.layers.head import LMHead, LogitForm, loss_of_head, scores_of_head
-from liger_models.layers.model_output import CausalLMOutput, DistillationOutput, ScoreOutput
-from liger_models.layers.scoring import Scoring, check_score_call, score_output
-from liger_models.layers.sequences import IGNORE_INDEX, Sequences, split_axes
-from liger_models.layers.spec import ModelSpec, MoESpec
+from liger_models.layers.model.decoder import Decoder
+from liger_models.layers.model.distilling import Distilling, TeacherCall, check_lesson, learn
+from liger_models.layers.model.head import LMHead, LogitForm, loss_of_head, scores_of_head
+from liger_models.layers.model.output import CausalLMOutput, DistillationOutput, ScoreOutput
+from liger_models.layers.model.scoring import Scoring, check_score_call, score_output
+from liger_models.layers.sequences.agreement import groups_of_step, refusing_together
+from liger_models.layers.sequences.sequences import IGNORE_INDEX, Sequences, split_axes
+from liger_models.layers.specs import ModelSpec, MoESpec
 
 
 class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
@@ -138,7 +138,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
             output_attentions: not supported.
             others: `pixel_values` and what else the processor of a family that sees gives beside ids;
                 `cu_seq_lens_q`, or `cu_seqlens`, [n + 1], the bounds of packed documents, and `parents` [n],
-                which others these continue (layers/tree.py); `output_router_logits`, by default the
+                which others these continue (layers/sequences/tree.py); `output_router_logits`, by default the
                 config's: also the routers' logits of each layer of experts, [batch * seq, E], zero at
                 padding; `logits_to_keep`, the head's business; keywords that ask for nothing.
 
@@ -512,7 +512,7 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
         )
 
     def _teach(self, input_ids: Tensor | None, teaching: TeacherCall) -> CausalLMOutput:
-        """As a teacher: layers/distilling.py."""
+        """As a teacher: layers/model/distilling.py."""
         sequences = teaching.sequences
         output = self.model(input_ids=input_ids, sequences=sequences, use_cache=False)
         teaching.use(self.lm_head, sequences.pack(output.last_hidden_state), self.logit_form)

@@ -28,11 +28,11 @@ from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.checkpoints.shards import checkpoint_tensors, is_sharded, is_zero3, shape_of
 from liger_models.convert.checkpoints.weight_map import Expr, Ref
 from liger_models.convert.errors import CheckpointError
-from liger_models.hf.merged import merged_tensors
-from liger_models.hf.module_names import refuse_ambiguous
-from liger_models.hf.quantization import give_layers_to_quantise, is_quantised
-from liger_models.hf.unread import leave_unread, unread_in
-from liger_models.hf.weights import (
+from liger_models.hf.checkpoints.merged import merged_tensors
+from liger_models.hf.checkpoints.module_names import refuse_ambiguous
+from liger_models.hf.checkpoints.quantization import give_layers_to_quantise, is_quantised
+from liger_models.hf.checkpoints.unread import leave_unread, unread_in
+from liger_models.hf.checkpoints.weights import (
     CheckpointConverter,
     Groups,
     as_checkpoint,
@@ -40,15 +40,15 @@ from liger_models.hf.weights import (
     groups_of,
     refuse_lost_adapters,
 )
-from liger_models.layers.decoder import Decoder
-from liger_models.layers.embedding import TokenEmbedding
-from liger_models.layers.memory.activation_memory import RERUN, ActivationMemory
+from liger_models.layers.model.decoder import Decoder
+from liger_models.layers.parts.embedding import TokenEmbedding
 from liger_models.layers.projections.packed_linear import (
     fuse_projections,
     packed_weights,
     split_projections,
     weight_map_of_parts,
 )
+from liger_models.layers.recompute.activation_memory import RERUN, ActivationMemory
 
 
 class LigerPreTrainedModel(PreTrainedModel):
@@ -291,7 +291,7 @@ class LigerPreTrainedModel(PreTrainedModel):
 
     @property
     def activation_memory(self) -> tuple[ActivationMemory, ...]:
-        """The level of each layer: layers/memory/activation_memory.py."""
+        """The level of each layer: layers/recompute/activation_memory.py."""
         return Decoder.activation_memory.fget(self.base_decoder)  # type: ignore[attr-defined]
 
     def set_activation_memory(
@@ -347,7 +347,7 @@ class LigerPreTrainedModel(PreTrainedModel):
             _refuse_patch(value)
         super().__setattr__(name, value)
         if name == "peft_config":  # PEFT's last word when it has put adapters into the model
-            from liger_models.hf.expert_adapters import warn_of_layers_left_out
+            from liger_models.hf.adapters.expert_adapters import warn_of_layers_left_out
 
             self._meet_adapters()
             warn_of_layers_left_out(self)
@@ -371,8 +371,8 @@ class LigerPreTrainedModel(PreTrainedModel):
         return super().get_submodule(target)
 
     def _meet_adapters(self) -> None:
-        from liger_models.hf.expert_adapters import keep_usual_order
-        from liger_models.hf.lora import take_over
+        from liger_models.hf.adapters.expert_adapters import keep_usual_order
+        from liger_models.hf.adapters.lora import take_over
 
         take_over(self)
         keep_usual_order(self)
@@ -386,7 +386,7 @@ class LigerPreTrainedModel(PreTrainedModel):
         Raises:
             CheckpointError: a tensor of the adapter has no place here.
         """
-        from liger_models.hf.expert_adapters import take_usual_order
+        from liger_models.hf.adapters.expert_adapters import take_usual_order
 
         loaded = super().load_adapter(peft_model_id, adapter_name, *args, **kwargs)
         if wrong := sorted({*loaded.unexpected_keys, *loaded.missing_keys}):

@@ -20,10 +20,10 @@ from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.checkpoints.weight_map import Expr, Ref
 from liger_models.convert.errors import DataError
 from liger_models.hf.cache import knows_positions
+from liger_models.hf.checkpoints.module_names import LanguageModel, move_to_the_top
 from liger_models.hf.models import LigerForCausalLM
-from liger_models.hf.module_names import LanguageModel, move_to_the_top
-from liger_models.layers.call_checks import refuse_unknown
-from liger_models.layers.sequences import Sequences
+from liger_models.layers.model.call_checks import refuse_unknown
+from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.vision.pictures import Pictures, seconds_as_numbers, take_pictures
 from liger_models.layers.vision.vision import Sight
 

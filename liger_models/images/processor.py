@@ -25,11 +25,11 @@ from torch import Tensor
 from liger_models.convert.errors import DataError
 from liger_models.convert.json_file import read_json
 from liger_models.images.files import ImageSource, Video, open_image
-from liger_models.layers.sequences import Sequences
-from liger_models.layers.spec import ModelSpec
+from liger_models.images.spans import Span, tokens_within
+from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.specs import ModelSpec
 from liger_models.layers.vision import VISIONS
 from liger_models.layers.vision.packing import Seen, pack_seen, said_of
-from liger_models.spans import Span, tokens_within
 
 FILES = (
     "preprocessor_config.json",

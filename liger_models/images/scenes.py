@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_models.layers.spec import (
+from liger_models.layers.specs import (
     AnyresPictures,
     GridPictures,
     ModelSpec,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_models.layers.spec import ModelSpec
+from liger_models.layers.specs import ModelSpec
 from liger_models.losses.rows import sequence_log_probs
 from liger_models.losses.shared_prompts import SharedPrompts
 

@@ -6,7 +6,7 @@
     chosen, rejected = sequence_log_probs(rows).chunk(2)
 
 A prompt x and its answers y_1 .. y_n are one row of documents, all but the first of which continue that
-(layers/tree.py):
+(layers/sequences/tree.py):
 
     x_1 .. x_(m-1) | x_m y_1 | x_m y_2 | ...        m - 1 + n + sum |y_i| tokens, not n m + sum |y_i|
 
@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from liger_models.layers.sequences import IGNORE_INDEX
+from liger_models.layers.sequences.sequences import IGNORE_INDEX
 
 
 def shared_prompts(

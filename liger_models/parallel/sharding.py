@@ -6,8 +6,8 @@
 Each layer is gathered when it runs, while the one before it works, and again in the backward pass. The
 embedding and the head are groups of their own, unless they share their weight: what they take is given back,
 and their gradients are divided, as soon as they have run. Norms stay with the layer that reads their output:
-what a layer keeps of a norm is its input and its weight (layers/memory/activation_memory.py), which must be
-there when the layer's backward pass begins.
+what a layer keeps of a norm is its input and its weight (layers/recompute/activation_memory.py), which must
+be there when the layer's backward pass begins.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from liger_models.causal_lm import LigerCausalLM
 from liger_models.convert.checkpoints.shards import is_sharded
 from liger_models.convert.errors import UnsupportedModelError
 from liger_models.layers.experts.expert_parallel import divide_experts
-from liger_models.layers.sequence_parallel import divide_sequences
+from liger_models.layers.sequences.sequence_parallel import divide_sequences
+from liger_models.models.causal_lm import LigerCausalLM
 from liger_models.parallel.dims import Meshes, ParallelDims, meshes_of
 
 
@@ -38,9 +38,9 @@ def parallelize(
     """Divide a model over processes, in place, by `fully_shard` of torch.distributed.fsdp (FSDP2).
 
     All processes call, train and save the model together, each with its own rows; where `mesh` divides
-    sequences, the processes of one sequence are given the same rows (layers/sequence_parallel.py) and count
-    as one process below. Gradients are means over the processes, summed in float32 (or in a dtype that gives
-    the same bits: `_dtype_of_sums`), so the loss over all labels of a step is
+    sequences, the processes of one sequence are given the same rows (layers/sequences/sequence_parallel.py)
+    and count as one process below. Gradients are means over the processes, summed in float32 (or in a dtype
+    that gives the same bits: `_dtype_of_sums`), so the loss over all labels of a step is
     `model(..., num_items_in_batch=labels / processes).loss`. Optimizers, `clip_grad_norm` and checkpoints see
     DTensors; make the optimizer afterwards. Given to `from_hub` or `from_config` as `shard`, it divides the
     model before it has memory, and each process reads or makes only its own rows.

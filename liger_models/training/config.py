@@ -8,13 +8,13 @@ from typing import Any
 from liger_models.convert.errors import ConfigError
 from liger_models.kernels.optimizer.adamw import WEIGHTS
 from liger_models.layers.attention.backends import BACKENDS
-from liger_models.layers.memory.activation_memory import LEVELS
-from liger_models.optim import MOMENTS
-from liger_models.quantization import METHODS
+from liger_models.layers.recompute.activation_memory import LEVELS
+from liger_models.models.quantization import METHODS
+from liger_models.optim.adamw import MOMENTS
 from liger_models.training.data import TRAIN_ON
 from liger_models.training.lora import LoraSettings
 from liger_models.training.objectives import OBJECTIVES, make_objective
-from liger_models.training.world import SHARDS
+from liger_models.training.processes.world import SHARDS
 
 SCHEDULES = ("cosine", "linear", "constant")
 DTYPES = ("auto", "float32", "bfloat16")
@@ -53,7 +53,7 @@ class TrainConfig:
                        liger_models.optim.AdamW)
     moments            the dtype of AdamW's moments; auto: that of the weights
     optimizer_memory   where AdamW's state is: "device", or "host", from where each step streams it through
-                       the GPU, with the same bits (see liger_models/host_state.py)
+                       the GPU, with the same bits (see liger_models/optim/host_state.py)
     bias_update_rate   step of the correction bias that balances the load of experts, in models that have one;
                        0: it stays (see liger_models.update_correction_bias)
     activation_memory  what is kept for the backward pass; "auto": of each layer as much as has room in
@@ -64,7 +64,7 @@ class TrainConfig:
     dropout            0.0: train without the dropout that a config asks for; None: what it says, if 0
     lora               train low-rank adapters alone: "r=16,alpha=32,targets=all-linear,dropout=0.0", with
                        "dora" or "rslora" too, or some of these, or "" (see training/lora.py)
-    quantize           with lora: what lies below is "nf4" or "int8" (see liger_models/quantization.py)
+    quantize           with lora: what lies below is "nf4" or "int8" (see liger_models/models/quantization.py)
     merge              with lora: write the merged model too, into output/merged
     eval_every, save_every  in steps; 0: evaluate at both ends only, save only when interrupted
     keep               how many checkpoint-N folders stay; 0: all
@@ -76,7 +76,7 @@ class TrainConfig:
                        node has all of it) or "none" (each has all of it); default: full, and none with lora
                        or optimizer_memory host
     sequence_parallel  so many processes share each row, a slice of its tokens each, and exchange heads for
-                       attention: for rows that are too long for one (layers/sequence_parallel.py)
+                       attention: for rows that are too long for one (layers/sequences/sequence_parallel.py)
     expert_parallel    so many processes share the experts of each layer, to which tokens are sent; with
                        shard full or hybrid (layers/experts/expert_parallel.py)
     hang_timeout       seconds in which each process must come further, or all end and name those that did not

@@ -7,24 +7,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-from liger_models.causal_lm import LigerCausalLM
-from liger_models.classifier import LigerSequenceClassifier
 from liger_models.convert.checkpoints.hub import local_path
 from liger_models.convert.errors import ConfigError, DataError, UnsupportedModelError
 from liger_models.images import Preprocessor
 from liger_models.layers.attention.backends import WITH_TREES
-from liger_models.layers.spec import ModelSpec
-from liger_models.layers.tree import check_tree
-from liger_models.optim import state_bytes
+from liger_models.layers.sequences.tree import check_tree
+from liger_models.layers.specs import ModelSpec
+from liger_models.models.causal_lm import LigerCausalLM
+from liger_models.models.classifier import LigerSequenceClassifier
+from liger_models.models.quantization import quantise
+from liger_models.optim.adamw import state_bytes
 from liger_models.presets import PRESETS, preset
-from liger_models.quantization import quantise
 from liger_models.training.config import TrainConfig
 from liger_models.training.data import Documents, describe, load_documents, split
-from liger_models.training.flops import StepFlops
 from liger_models.training.lora import Adapters, LoraSettings, import_peft
 from liger_models.training.objectives import OBJECTIVES
-from liger_models.training.tokenizer import TextTokenizer
-from liger_models.training.world import World
+from liger_models.training.observing.flops import StepFlops
+from liger_models.training.processes.world import World
+from liger_models.training.text.tokenizer import TextTokenizer
 
 
 class LoadedModel(NamedTuple):

@@ -25,13 +25,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from liger_models.causal_lm import LigerCausalLM
-from liger_models.classifier import LigerSequenceClassifier
 from liger_models.convert.checkpoints.hub import local_path
 from liger_models.convert.checkpoints.shards import local_tensor
 from liger_models.convert.errors import ConfigError, TrainingError
 from liger_models.layers.experts.load_balance import forget_load, update_correction_bias
-from liger_models.training import state as states
+from liger_models.models.causal_lm import LigerCausalLM
+from liger_models.models.classifier import LigerSequenceClassifier
+from liger_models.training.checkpoints import state as states
+from liger_models.training.checkpoints.run_folder import abandon_after, locked
+from liger_models.training.checkpoints.saving import Saver
+from liger_models.training.checkpoints.state import Progress, Trained
 from liger_models.training.config import TrainConfig
 from liger_models.training.data import (
     Groups,
@@ -40,7 +43,6 @@ from liger_models.training.data import (
     ahead,
     read_steps,
 )
-from liger_models.training.flops import measure_peak
 from liger_models.training.inputs import (
     can_share_prompts,
     load_beside,
@@ -49,7 +51,9 @@ from liger_models.training.inputs import (
     read_spec,
     tokenizer_folder,
 )
-from liger_models.training.metrics import (
+from liger_models.training.objectives import make_objective
+from liger_models.training.observing.flops import measure_peak
+from liger_models.training.observing.metrics import (
     Metrics,
     Speeds,
     finite_or_none,
@@ -57,22 +61,18 @@ from liger_models.training.metrics import (
     plot_losses,
     read_metrics,
 )
-from liger_models.training.objectives import make_objective
+from liger_models.training.observing.profiling import StepProfiler
+from liger_models.training.observing.trackers import numbers_of, open_trackers, parse_trackers
 from liger_models.training.optimizer import build_adamw, learning_rate
-from liger_models.training.profiling import StepProfiler
+from liger_models.training.processes.signals import Signals
+from liger_models.training.processes.watch import Watch
+from liger_models.training.processes.world import World
 from liger_models.training.random_numbers import random_states, restored_random_states, seed_generators
 from liger_models.training.reference import add_reference
 from liger_models.training.resuming import check_resumed, find_checkpoint
-from liger_models.training.run_folder import abandon_after, locked
-from liger_models.training.saving import Saver
-from liger_models.training.signals import Signals
-from liger_models.training.state import Progress, Trained
 from liger_models.training.tally import Tally
-from liger_models.training.tokenizer import TextTokenizer
-from liger_models.training.trackers import numbers_of, open_trackers, parse_trackers
+from liger_models.training.text.tokenizer import TextTokenizer
 from liger_models.training.untrained_rows import untrained_rows_warning
-from liger_models.training.watch import Watch
-from liger_models.training.world import World
 
 MOST_SKIPPED = 10  # steps in a row whose gradient is not finite: what goes on after them is lost
 

@@ -2,8 +2,8 @@
 
 PEFT puts its layers into the native model, whose projections are layers of their own, and our operation runs
 them (layers/projections/low_rank.py). Files are PEFT's, under the names that transformers' own model has:
-whatever reads adapters reads them. The weights below may be quantised (liger_models/quantization.py): QLoRA
-(Dettmers et al., 2023, arXiv:2305.14314).
+whatever reads adapters reads them. The weights below may be quantised (liger_models/models/quantization.py):
+QLoRA (Dettmers et al., 2023, arXiv:2305.14314).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_models.causal_lm import GENERATION_CONFIG, LigerCausalLM
-from liger_models.classifier import HEAD, LigerSequenceClassifier
 from liger_models.convert.checkpoints.reading import CheckpointReader
 from liger_models.convert.checkpoints.weight_map import Ref
 from liger_models.convert.errors import CheckpointError, ConfigError
-from liger_models.quantization import dequantised
+from liger_models.models.causal_lm import GENERATION_CONFIG, LigerCausalLM
+from liger_models.models.classifier import HEAD, LigerSequenceClassifier
+from liger_models.models.quantization import dequantised
 from liger_models.training.random_numbers import seed_generators
 
 ALL = "all-linear"
@@ -238,7 +238,7 @@ def _targets(
             named[path] = expr.name.removesuffix(".weight")
     of_frozen = {m for part in frozen for module in model.parts()[part] for m in module.modules()}
     named = {path: name for path, name in named.items() if model.get_submodule(path) not in of_frozen}
-    from liger_models.hf.expert_adapters import stacks_by_names
+    from liger_models.hf.adapters.expert_adapters import stacks_by_names
 
     stacks = stacks_by_names(model, {_leaf(name) for name in named.values()})[0]
     parameters = {path: name for path, name in named.items() if _leaf(name) in stacks}

@@ -11,7 +11,7 @@ import math
 
 from torch import nn
 
-from liger_models.optim import AdamW
+from liger_models.optim.adamw import AdamW
 
 # The second moment forgets faster than Adam's default 0.999, as is usual for language models since GPT-3
 # (Brown et al., 2020, appendix B): a run of some thousand steps never sees the end of a 1000-step memory.

@@ -21,17 +21,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from liger_models.causal_lm import LigerCausalLM
 from liger_models.convert.checkpoints.hub import local_path, resolve
 from liger_models.convert.errors import DataError
 from liger_models.losses import without_adapters
+from liger_models.models.causal_lm import LigerCausalLM
 from liger_models.training.config import TrainConfig
 from liger_models.training.data import Groups, Stream
 from liger_models.training.data.corpus import Corpus
 from liger_models.training.data.documents import Documents, Part
 from liger_models.training.data.tokenizing import default_cache
 from liger_models.training.objectives.objective import Objective, score_rows
-from liger_models.training.world import World
+from liger_models.training.processes.world import World
 
 FORMAT = 1
 Mark = Callable[[str], object]

@@ -7,11 +7,11 @@ from typing import Any
 
 from liger_models.convert.checkpoints.hub import local_path
 from liger_models.convert.errors import ConfigError, DataError
+from liger_models.training.checkpoints.run_folder import MANIFEST, check_output
+from liger_models.training.checkpoints.state import find_whole_checkpoint, read_state
 from liger_models.training.config import PLACES, TrainConfig
 from liger_models.training.objectives import OBJECTIVES
-from liger_models.training.run_folder import MANIFEST, check_output
-from liger_models.training.state import find_whole_checkpoint, read_state
-from liger_models.training.world import World
+from liger_models.training.processes.world import World
 
 
 def find_checkpoint(

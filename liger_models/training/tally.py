@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from liger_models.training.metrics import finite_or_none
 from liger_models.training.objectives import Share
-from liger_models.training.world import World
+from liger_models.training.observing.metrics import finite_or_none
+from liger_models.training.processes.world import World
 
 
 class Tally:

@@ -7,10 +7,10 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from liger_models.causal_lm import LigerCausalLM
 from liger_models.convert.checkpoints.shards import is_sharded
+from liger_models.models.causal_lm import LigerCausalLM
 from liger_models.training.data.learned_tokens import LearnedTokens
-from liger_models.training.tokenizer import TextTokenizer
+from liger_models.training.text.tokenizer import TextTokenizer
 
 NEAR_ZERO = 1e-3  # of the median norm of all rows; trained rows differ by factors of a few
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from liger_models.architectures import find_architecture
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.model import CausalLM
+from liger_models.layers.model.causal_lm import CausalLM
 
 
 def results(folder: Path, rank: int, ranks: int, wrapper: str, level: str) -> dict[str, Any]:

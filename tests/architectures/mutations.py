@@ -29,8 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.checkpoints.weight_map import checkpoint_shapes
 from liger_models.convert.errors import DataError
-from liger_models.layers.model import CausalLM
-from liger_models.layers.spec import CrossAttentionSpec, ModelSpec
+from liger_models.layers.model.causal_lm import CausalLM
+from liger_models.layers.specs import CrossAttentionSpec, ModelSpec
 
 Path = tuple[str | int, ...]
 

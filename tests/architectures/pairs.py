@@ -25,8 +25,8 @@ from liger_models.cards.workshop import randomise as randomise
 from liger_models.convert.checkpoints.weight_map import Expr, checkpoint_shapes
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.experts.moe import Router
-from liger_models.layers.model import CausalLM
-from liger_models.layers.spec import ModelSpec
+from liger_models.layers.model.causal_lm import CausalLM
+from liger_models.layers.specs import ModelSpec
 
 LENGTH = 19  # longer than the windows of the tiny configs
 ABSENT: Any = ...

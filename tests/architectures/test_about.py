@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 from liger_models.architectures import Architecture, find_architecture, list_architectures
-from liger_models.architectures.about import About, about
+from liger_models.architectures.registry.about import About, about
 
 
 def test_a_family_says_what_it_is_called_where_it_comes_from_and_what_it_is(family):

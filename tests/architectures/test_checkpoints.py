@@ -20,8 +20,8 @@ from liger_models.architectures import find_architecture, list_architectures
 from liger_models.cli import main
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.model import CausalLM
-from liger_models.optim import AdamW
+from liger_models.layers.model.causal_lm import CausalLM
+from liger_models.optim.adamw import AdamW
 
 SHARDS = 3
 

@@ -9,7 +9,7 @@ import torch
 from pairs import spec_of
 
 from liger_models.convert.errors import ConfigError
-from liger_models.generation import generate
+from liger_models.generating.generation import generate
 
 NEW = 24  # through three chunks of 7
 

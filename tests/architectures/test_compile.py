@@ -10,7 +10,7 @@ from pairs import LENGTH, randomise, relative_distance, spec_of
 from torch._dynamo.exc import Unsupported
 
 from liger_models.convert.errors import DataError
-from liger_models.layers.model import CausalLM
+from liger_models.layers.model.causal_lm import CausalLM
 
 
 @pytest.fixture(autouse=True)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from variants import skipped
 
-from liger_models import decoding, generation
 from liger_models.architectures import find_architecture
 from liger_models.convert.errors import DataError
-from liger_models.generation import generate
+from liger_models.generating import decoding, generation
+from liger_models.generating.generation import generate
 
 NEW = 16  # and a prompt of 9: three times through most windows of the tiny configs, beyond all of them
 

@@ -22,10 +22,10 @@ from wide import (  # noqa: F401  (fixtures among them)
 from liger_models.architectures import find_architecture
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.attention.backends import attend, attend_plain
-from liger_models.layers.memory.activation_memory import LEVELS
-from liger_models.layers.model import CausalLM
-from liger_models.layers.sequences import Sequences
-from liger_models.layers.spec import AttentionSpec
+from liger_models.layers.model.causal_lm import CausalLM
+from liger_models.layers.recompute.activation_memory import LEVELS
+from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.specs import AttentionSpec
 
 pytestmark = pytest.mark.gpu
 

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 import liger_models
 from liger_models.architectures import find_architecture, list_architectures
-from liger_models.architectures.multimodal import MULTIMODAL, text_config
-from liger_models.architectures.unsupported import MISSING
+from liger_models.architectures.registry.multimodal import MULTIMODAL, text_config
+from liger_models.architectures.registry.unsupported import MISSING
 from liger_models.cli import main
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import CheckpointError, ConfigError, UnsupportedModelError

@@ -9,8 +9,8 @@ import torch
 from pairs import relative_distance, spec_of
 
 from liger_models.convert.errors import ConfigError
-from liger_models.generation import generate
-from liger_models.layers.memory.activation_memory import LEVELS
+from liger_models.generating.generation import generate
+from liger_models.layers.recompute.activation_memory import LEVELS
 
 moe = importlib.import_module("liger_models.layers.experts.moe")
 

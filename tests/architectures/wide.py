@@ -25,8 +25,8 @@ import liger_models
 from liger_models.architectures import Architecture, find_architecture
 from liger_models.cards.published import layers_of_every_kind, with_layers
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.model import CausalLM
-from liger_models.layers.spec import ModelSpec, TiledVisionSpec
+from liger_models.layers.model.causal_lm import CausalLM
+from liger_models.layers.specs import ModelSpec, TiledVisionSpec
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PUBLISHED = Path(__file__).parent / "published"

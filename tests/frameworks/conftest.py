@@ -10,7 +10,7 @@ import torch
 from randomised import randomise
 
 import liger_models
-from liger_models.causal_lm import LigerCausalLM
+from liger_models.models.causal_lm import LigerCausalLM
 
 
 @pytest.fixture(scope="session")

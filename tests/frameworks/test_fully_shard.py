@@ -13,7 +13,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from liger_models.layers.memory.activation_memory import LEVELS
+from liger_models.layers.recompute.activation_memory import LEVELS
 
 RANK = Path(__file__).with_name("fully_shard_rank.py")
 CASES = list(itertools.product(LEVELS, (torch.float32, torch.bfloat16)))

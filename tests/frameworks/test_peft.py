@@ -48,7 +48,7 @@ def adapt(model, *targets, **settings):
 @pytest.mark.parametrize("chunk", [4096, 4])
 @pytest.mark.parametrize("level", ["lean", "checkpoint"])
 def test_an_adapted_head_has_the_loss_of_its_logits(level, chunk, make_model, batch, monkeypatch):
-    monkeypatch.setattr("liger_models.layers.head._CHUNK", chunk)
+    monkeypatch.setattr("liger_models.layers.model.head._CHUNK", chunk)
     model = adapt(make_model(level, tie_word_embeddings=False), "lm_head", "o_proj")
     found = model(**batch).loss
     assert found.shape == ()

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import liger_models
 from liger_models.layers.experts.moe import Experts
-from liger_models.layers.memory.activation_memory import LEVELS
+from liger_models.layers.recompute.activation_memory import LEVELS
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

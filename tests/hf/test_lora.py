@@ -13,7 +13,7 @@ from live_bytes import LiveBytes
 from ranks import run_ranks
 from torch import nn
 
-from liger_models.layers.memory.activation_memory import LEVELS
+from liger_models.layers.recompute.activation_memory import LEVELS
 
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -26,9 +26,9 @@ FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 
 @pytest.fixture
 def lora(hf):
-    import liger_models.hf.lora
+    import liger_models.hf.adapters.lora
 
-    return liger_models.hf.lora
+    return liger_models.hf.adapters.lora
 
 
 @pytest.fixture

@@ -202,7 +202,7 @@ def compare_adapters(both, level, batch, tmp_path, bound=BOUND, **lora):
 
 @pytest.mark.parametrize("rows", [(7,), (2, 5)], ids=str)
 def test_a_product_of_8_bits_keeps_nothing_and_has_bitsandbytes_gradient(rows):
-    from liger_models.hf import quantised_lora
+    from liger_models.hf.adapters import quantised_lora
 
     torch.manual_seed(0)
     layer = bnb.nn.Linear8bitLt(64, 32, has_fp16_weights=False, threshold=6.0)

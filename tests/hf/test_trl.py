@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from liger_models.architectures import find_architecture, list_architectures
-from liger_models.layers.memory import tiles
+from liger_models.layers.recompute import tiles
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from live_bytes import LiveBytes, as_on_a_gpu
 
-from liger_models.layers.sequences import Sequences
+from liger_models.layers.sequences.sequences import Sequences
 
 
 def peak_of_a_step(model: Any, batch: int, seq: int, ranks: int = 1, labels: float = 1.0) -> int:

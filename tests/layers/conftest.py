@@ -14,8 +14,16 @@ from randomised import randomise
 from torch import nn
 
 from liger_models.kernels._dispatch import interpret
-from liger_models.layers.model import CausalLM
-from liger_models.layers.spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, MoESpec, NormSpec, RopeSpec
+from liger_models.layers.model.causal_lm import CausalLM
+from liger_models.layers.specs import (
+    AttentionSpec,
+    BlockSpec,
+    MLPSpec,
+    ModelSpec,
+    MoESpec,
+    NormSpec,
+    RopeSpec,
+)
 
 sys.path.append(str(Path(__file__).parent))  # for what lies beside it
 

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from liger_models.optim import AdamW
+from liger_models.optim.adamw import AdamW
 
 STEPS = 4
 FORMS = (("stochastic", None), ("master", None), ("master", "cpu"))  # of weights, and where the state is

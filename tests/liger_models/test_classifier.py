@@ -5,9 +5,9 @@ import torch
 
 import liger_models
 from liger_models.architectures import find_architecture
-from liger_models.classifier import LigerSequenceClassifier
 from liger_models.cli import main
 from liger_models.convert.errors import ConfigError, UnsupportedModelError
+from liger_models.models.classifier import LigerSequenceClassifier
 
 transformers = pytest.importorskip("transformers")
 PAD = 3

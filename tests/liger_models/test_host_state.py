@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from liger_models import host_state
 from liger_models.kernels.optimizer.adamw import WEIGHTS
-from liger_models.optim import AdamW, state_bytes
+from liger_models.optim import host_state
+from liger_models.optim.adamw import AdamW, state_bytes
 
 BF16 = torch.bfloat16
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

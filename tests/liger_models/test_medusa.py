@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import liger_models
 from liger_models.architectures import find_architecture
 from liger_models.convert.errors import CheckpointError
-from liger_models.medusa import MedusaModel
+from liger_models.models.medusa import MedusaModel
 
 CALLS = {
     "rows": {},

@@ -10,7 +10,7 @@ from ranks import run_ranks
 from torch import nn
 
 from liger_models.kernels.optimizer.adamw import WEIGHTS
-from liger_models.optim import AdamW
+from liger_models.optim.adamw import AdamW
 
 RANK = Path(__file__).with_name("optimizer_rank.py")
 BF16 = torch.bfloat16

@@ -8,11 +8,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import liger_models
-from liger_models.architectures import Architecture, find_architecture, registry
+from liger_models.architectures import Architecture, find_architecture
+from liger_models.architectures.registry import registry
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.checkpoints.weight_map import checkpoint_shapes
 from liger_models.convert.errors import CheckpointError, ConfigError
-from liger_models.layers.spec import MoESpec
+from liger_models.layers.specs import MoESpec
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_models.images.scenes import Document, Image, Scenes, Video
-from liger_models.layers.spec import PlacedPictures, TiledVisionSpec
+from liger_models.layers.specs import PlacedPictures, TiledVisionSpec
 
 DOCUMENTS: dict[str, Document] = {
     "two images": [2, Image(6, 10), 1, Image(4, 4), 3],

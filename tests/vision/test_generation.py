@@ -6,7 +6,7 @@ import pytest
 import torch
 from scenes import DOCUMENTS, Image
 
-from liger_models.generation import generate
+from liger_models.generating.generation import generate
 
 
 def test_the_tokens_are_those_of_the_reference(pair):

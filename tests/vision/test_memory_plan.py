@@ -13,11 +13,11 @@ import liger_models
 from liger_models.architectures import find_architecture
 from liger_models.cli import main
 from liger_models.kernels._dispatch import interpret
-from liger_models.layers.memory import activation_memory
-from liger_models.layers.memory.activation_memory import LEVELS
-from liger_models.layers.memory.plan import Step, StepMemory, shown_of_size
-from liger_models.layers.memory.plan.pictures import shown_by
-from liger_models.layers.spec import SquarePictures, TiledVisionSpec
+from liger_models.layers.memory import Step, StepMemory, shown_of_size
+from liger_models.layers.memory.pictures import shown_by
+from liger_models.layers.recompute import activation_memory
+from liger_models.layers.recompute.activation_memory import LEVELS
+from liger_models.layers.specs import SquarePictures, TiledVisionSpec
 from liger_models.layers.vision.pictures import Pictures
 from liger_models.layers.vision.tiled import TiledImages
 

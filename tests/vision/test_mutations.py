@@ -8,7 +8,7 @@ from collections import Counter
 
 from mutations import is_noticed, unnoticed_fields
 
-from liger_models.layers.spec import RopeSpec
+from liger_models.layers.specs import RopeSpec
 
 
 def test_another_value_of_any_field_is_noticed(pair):

@@ -14,8 +14,8 @@ from scenes import DOCUMENTS, OF_TOKENS, Image, Video
 from liger_models.architectures import find_architecture, list_architectures
 from liger_models.convert.errors import DataError
 from liger_models.images.scenes import Scenes
-from liger_models.layers.memory.activation_memory import LEVELS
-from liger_models.layers.spec import SquarePictures
+from liger_models.layers.recompute.activation_memory import LEVELS
+from liger_models.layers.specs import SquarePictures
 from liger_models.layers.vision.packing import Seen, pack_seen
 
 

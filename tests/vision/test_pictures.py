@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from liger_models.convert.errors import DataError
-from liger_models.layers.spec import PatchSpec
+from liger_models.layers.specs import PatchSpec
 from liger_models.layers.vision.pictures import cut, places_of, windows_of
 
 

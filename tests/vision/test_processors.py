@@ -15,7 +15,7 @@ from liger_models.architectures import find_architecture
 from liger_models.convert.errors import DataError
 from liger_models.images import Preprocessor, Video
 from liger_models.images.processor import load_processor
-from liger_models.layers.spec import VisionSpec
+from liger_models.layers.specs import VisionSpec
 from liger_models.layers.vision.packing import Seen, pack_seen
 
 Image = pytest.importorskip("PIL.Image")

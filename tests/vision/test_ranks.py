@@ -11,7 +11,7 @@ from ranks import run_ranks
 from scenes import Image, Video
 
 from liger_models.architectures import list_architectures
-from liger_models.layers.spec import VisionSpec
+from liger_models.layers.specs import VisionSpec
 
 RANK = Path(__file__).with_name("sight_rank.py")
 REFUSING = Path(__file__).with_name("refused_images_rank.py")

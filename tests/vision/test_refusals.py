@@ -11,7 +11,7 @@ from scenes import Image
 from liger_models.architectures import find_architecture
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError, DataError
-from liger_models.layers.model import CausalLM
+from liger_models.layers.model.causal_lm import CausalLM
 
 
 def tiny(family: str, **changes: object) -> HFConfig:

@@ -8,7 +8,7 @@ from liger_models.training.data.encoding import Encoded
 from liger_models.training.data.learned_tokens import LAST
 from liger_models.training.data.records import Record
 from liger_models.training.data.trees import Branch, trees_of
-from liger_models.training.tokenizer import TextTokenizer
+from liger_models.training.text.tokenizer import TextTokenizer
 
 
 class CorpusBuilder:

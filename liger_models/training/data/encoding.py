@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from liger_models.convert.errors import DataError
-from liger_models.training.chat_template import Rendering, merged
 from liger_models.training.data.pictured import PicturedEncoder, Tokens
 from liger_models.training.data.records import (
     LABELLED,
@@ -21,7 +20,8 @@ from liger_models.training.data.records import (
     check_text,
 )
 from liger_models.training.data.sources import BLOCK, LONG_TEXT, OVERLAP
-from liger_models.training.tokenizer import TextTokenizer
+from liger_models.training.text.chat_template import Rendering, merged
+from liger_models.training.text.tokenizer import TextTokenizer
 
 BATCH_RECORDS = 1024  # enough to keep the tokenizer's threads busy
 BATCH_CHARACTERS = 1 << 22

@@ -19,11 +19,11 @@ from liger_models.convert.errors import DataError
 from liger_models.images import Preprocessor, Video, find_image
 from liger_models.images.files import ImageSource, allow_pixels, most_pixels
 from liger_models.images.processor import Shown
+from liger_models.images.spans import Span
 from liger_models.layers.vision.packing import OF_TOKENS
-from liger_models.spans import Span
 from liger_models.training.data.records import Conversation, Record, check_text
 from liger_models.training.data.sources import Source
-from liger_models.training.tokenizer import TextTokenizer
+from liger_models.training.text.tokenizer import TextTokenizer
 
 ALONE = 32  # so many conversations are done before other processes would have begun
 MOST_PROCESSES = 16

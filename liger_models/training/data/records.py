@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 
 from liger_models.convert.errors import DataError, abbreviate
 from liger_models.images.files import Video
-from liger_models.training.answers import ASSISTANT
-from liger_models.training.chat_template import NOTHING, OWN_NAMES
 from liger_models.training.data.sharegpt import CONVERSATIONS, SYSTEM, messages_from, with_messages
+from liger_models.training.text.answers import ASSISTANT
+from liger_models.training.text.chat_template import NOTHING, OWN_NAMES
 
 FORMS = ("text", "prompt/completion", "messages")
 PAIRS = "prompt/chosen/rejected"

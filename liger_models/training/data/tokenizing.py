@@ -41,7 +41,7 @@ from liger_models.training.data.sources import (
     find_sources,
     split_weights,
 )
-from liger_models.training.tokenizer import TextTokenizer
+from liger_models.training.text.tokenizer import TextTokenizer
 
 
 def load_documents(

@@ -4,8 +4,8 @@
     tokens      t_0 t_1 ............. t_n | t_k a_1 a_2 ...   | t_j b_1 ...
 
 A branch at k is the example t_0 .. t_(k-1) t_k a_1 a_2 ...: it begins with a copy of the last token that both
-have, which predicts a_1, and continues the first k tokens of the document (layers/tree.py). Nothing that an
-example learns stands before its branch, so labels are those of the examples one by one.
+have, which predicts a_1, and continues the first k tokens of the document (layers/sequences/tree.py). Nothing
+that an example learns stands before its branch, so labels are those of the examples one by one.
 
 The examples of a conversation, one for each answer, follow the last of them up to the answer that a chat
 template writes in another way when more follows.

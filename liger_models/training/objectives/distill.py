@@ -1,4 +1,4 @@
-"""Distillation from a teacher on the documents' labels (layers/distilling.py)."""
+"""Distillation from a teacher on the documents' labels (layers/model/distilling.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from liger_models.convert.errors import ConfigError, DataError
-from liger_models.layers.distilling import Distillation
+from liger_models.layers.model.distilling import Distillation
 from liger_models.training.data import IGNORE, Counts
 from liger_models.training.objectives.objective import Objective, Share, checked
 

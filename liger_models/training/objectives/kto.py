@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from liger_models.convert.errors import ConfigError
 from liger_models.losses import kto_kl, kto_loss
 from liger_models.training.data import LABELLED, Counts, GroupBatch
-from liger_models.training.flops import StepFlops
 from liger_models.training.objectives.objective import Objective, Share, score_rows
+from liger_models.training.observing.flops import StepFlops
 
 
 @dataclass

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.scoring import ScoreOptions
+from liger_models.layers.model.scoring import ScoreOptions
 from liger_models.losses import rows_of_documents
 from liger_models.training.data import IGNORE, Counts, GroupBatch
-from liger_models.training.flops import StepFlops
+from liger_models.training.observing.flops import StepFlops
 
 
 class Share(NamedTuple):

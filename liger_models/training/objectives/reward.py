@@ -9,9 +9,9 @@ from torch import nn
 
 from liger_models.losses import reward_loss
 from liger_models.training.data import PAIRS, Counts, GroupBatch
-from liger_models.training.flops import StepFlops
 from liger_models.training.objectives.objective import Objective, Share
 from liger_models.training.objectives.preferences import told_of
+from liger_models.training.observing.flops import StepFlops
 
 
 @dataclass

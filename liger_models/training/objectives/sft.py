@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.scoring import ScoreOptions
+from liger_models.layers.model.scoring import ScoreOptions
 from liger_models.losses import sft_loss
 from liger_models.training.data import IGNORE, Counts
 from liger_models.training.objectives.objective import Objective, Share

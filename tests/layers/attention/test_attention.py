@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from liger_models.convert.checkpoints.layout import canonical_forms
 from liger_models.layers.attention import backends, fused
 from liger_models.layers.attention.backends import attend, attend_cached, attend_plain, visible
-from liger_models.layers.attention.cache import KVCache
 from liger_models.layers.attention.self_attention import Attention
-from liger_models.layers.model import CausalLM
-from liger_models.layers.sequences import Sequences
-from liger_models.layers.spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, NormSpec, RopeSpec
+from liger_models.layers.model.causal_lm import CausalLM
+from liger_models.layers.sequences.cache import KVCache
+from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.specs import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, NormSpec, RopeSpec
 
 ROWS, LENGTH, DIM = 2, 13, 8
 PACKED = torch.tensor([0, 5, 5, 6, 20, 26])  # an empty document, one of one token, one over two rows

@@ -9,8 +9,8 @@ import torch
 
 from liger_models.kernels._dispatch import interpret, interpreted
 from liger_models.layers.attention.backends import attend
-from liger_models.layers.sequences import Sequences
-from liger_models.layers.spec import AttentionSpec
+from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.specs import AttentionSpec
 
 REAL = [5, 8, 1]  # of 8 tokens a row
 

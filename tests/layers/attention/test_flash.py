@@ -14,10 +14,10 @@ import torch
 
 from liger_models.layers.attention import flash
 from liger_models.layers.attention.backends import attend, attend_plain
-from liger_models.layers.memory.activation_memory import LEVELS
-from liger_models.layers.memory.plan import layer_costs
-from liger_models.layers.sequences import Sequences
-from liger_models.layers.spec import AttentionSpec
+from liger_models.layers.memory import layer_costs
+from liger_models.layers.recompute.activation_memory import LEVELS
+from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.specs import AttentionSpec
 
 CPU = torch.device("cpu")
 ROWS, LENGTH, DIM = 2, 13, 8

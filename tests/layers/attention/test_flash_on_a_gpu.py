@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from liger_models.layers.attention.backends import attend, attend_plain
-from liger_models.layers.sequences import Sequences
-from liger_models.layers.spec import AttentionSpec
+from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.specs import AttentionSpec
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,11 +11,11 @@ from torch import Tensor
 from liger_models.convert.checkpoints.layout import Layout, canonical_forms
 from liger_models.kernels._dispatch import interpret
 from liger_models.layers.attention import latent_attention
-from liger_models.layers.attention.cache import KVCache
 from liger_models.layers.attention.latent_attention import LatentAttention
-from liger_models.layers.attention.rotary import rotary_tables
-from liger_models.layers.sequences import Sequences
-from liger_models.layers.spec import LatentAttentionSpec, RopeSpec
+from liger_models.layers.sequences.cache import KVCache
+from liger_models.layers.sequences.rotary import rotary_tables
+from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.specs import LatentAttentionSpec, RopeSpec
 
 HIDDEN, LENGTH, ROWS = 20, 9, 2
 YARN = RopeSpec(

@@ -6,8 +6,8 @@ import torch
 
 from liger_models.layers.attention.query_scale import scale_queries
 from liger_models.layers.attention.self_attention import Attention
-from liger_models.layers.sequences import Sequences
-from liger_models.layers.spec import AttentionSpec, QueryScaleSpec
+from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.specs import AttentionSpec, QueryScaleSpec
 
 
 def test_the_factor_grows_by_the_logarithm_of_lengths_passed():

@@ -9,7 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from liger_models import update_correction_bias
-from liger_models.layers.model import CausalLM
+from liger_models.layers.model.causal_lm import CausalLM
 
 
 def results(folder: Path, rank: int, ranks: int, rate: str) -> list[torch.Tensor]:

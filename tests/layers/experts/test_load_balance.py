@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from liger_models import update_correction_bias
 from liger_models.kernels._dispatch import interpret
 from liger_models.layers.experts.moe import Router
-from liger_models.layers.memory.activation_memory import LEVELS
-from liger_models.layers.model import CausalLM
-from liger_models.layers.spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, MoESpec, NormSpec
+from liger_models.layers.model.causal_lm import CausalLM
+from liger_models.layers.recompute.activation_memory import LEVELS
+from liger_models.layers.specs import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, MoESpec, NormSpec
 
 HIDDEN, EXPERTS, CHOSEN, RATE = 16, 8, 3, 0.01
 RANK = Path(__file__).with_name("load_balance_rank.py")

@@ -14,7 +14,7 @@ from torch import nn
 from liger_models.convert.checkpoints.layout import Layout, canonical_forms
 from liger_models.convert.checkpoints.weight_map import checkpoint_shapes
 from liger_models.layers.experts.moe import MixtureOfExperts
-from liger_models.layers.spec import MLPSpec, MoESpec
+from liger_models.layers.specs import MLPSpec, MoESpec
 
 TOKENS, HIDDEN, INNER, SHARED, EXPERTS, TOP_K = 40, 16, 12, 20, 8, 3
 

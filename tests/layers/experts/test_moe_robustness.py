@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from ranks import run_ranks
 
 from liger_models.layers.experts.moe import MixtureOfExperts
-from liger_models.layers.spec import MLPSpec, MoESpec
+from liger_models.layers.specs import MLPSpec, MoESpec
 
 HIDDEN, INNER, EXPERTS, CHOSEN = 16, 12, 8, 2
 PLAIN = MoESpec(EXPERTS, CHOSEN, INNER)

@@ -20,13 +20,13 @@ from torch.utils.checkpoint import checkpoint
 
 import liger_models.layers.experts.moe as moe
 from liger_models.layers.experts.moe import MixtureOfExperts
-from liger_models.layers.experts.router_loss import router_loss
-from liger_models.layers.experts.routing_decisions import in_backward_pass
-from liger_models.layers.memory.activation_memory import LEVELS, keep_recipes, recompute
-from liger_models.layers.model import CausalLM
-from liger_models.layers.norm import LigerRMSNorm
-from liger_models.layers.sequences import Sequences
-from liger_models.layers.spec import MoESpec, SparseMixerSpec
+from liger_models.layers.model.causal_lm import CausalLM
+from liger_models.layers.parts.norm import LigerRMSNorm
+from liger_models.layers.recompute.activation_memory import LEVELS, keep_recipes, recompute
+from liger_models.layers.sequences.router_loss import router_loss
+from liger_models.layers.sequences.routing_decisions import in_backward_pass
+from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.specs import MoESpec, SparseMixerSpec
 
 TOKENS, HIDDEN = 40, 16
 

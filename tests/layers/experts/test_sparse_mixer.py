@@ -10,7 +10,7 @@ import torch
 
 from liger_models.layers.experts.moe import MixtureOfExperts, SparseMixerRouter
 from liger_models.layers.experts.sparse_mixer import InputNoise, decide, draw_noise, weigh
-from liger_models.layers.spec import MoESpec, SparseMixerSpec
+from liger_models.layers.specs import MoESpec, SparseMixerSpec
 
 TOKENS, HIDDEN, EXPERTS, JITTER = 60, 12, 6, 0.4
 SPEC = MoESpec(EXPERTS, 2, 8, sparse_mixer=SparseMixerSpec(JITTER))

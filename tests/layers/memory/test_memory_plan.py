@@ -14,8 +14,7 @@ from allocations import peak_of_a_step
 import liger_models
 from liger_models.cli import main
 from liger_models.kernels.losses._linear_chunks import working_bytes
-from liger_models.layers.memory.activation_memory import LEVELS
-from liger_models.layers.memory.plan import (
+from liger_models.layers.memory import (
     LADDERS,
     FittingLevels,
     Step,
@@ -24,6 +23,7 @@ from liger_models.layers.memory.plan import (
     layer_costs,
     parse_budget,
 )
+from liger_models.layers.recompute.activation_memory import LEVELS
 
 GIB = 2**30
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from liger_models.layers.memory.activation_memory import carry_recipe, keep_recipes, output_is_ours, recompute
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.low_rank import (
     Adapter,
@@ -19,6 +18,12 @@ from liger_models.layers.projections.low_rank import (
     low_rank_linear,
     plain_low_rank_linear,
     projection_of,
+)
+from liger_models.layers.recompute.activation_memory import (
+    carry_recipe,
+    keep_recipes,
+    output_is_ours,
+    recompute,
 )
 
 TOKENS, WIDTH = (3, 5), 12

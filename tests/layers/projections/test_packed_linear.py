@@ -10,11 +10,11 @@ from torch import nn
 
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.checkpoints.weight_map import Rows, checkpoint_shapes
-from liger_models.layers.memory.activation_memory import LEVELS, output_is_ours
-from liger_models.layers.model import CausalLM
+from liger_models.layers.model.causal_lm import CausalLM
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.packed_linear import PackedLinear
-from liger_models.layers.spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, NormSpec, RopeSpec
+from liger_models.layers.recompute.activation_memory import LEVELS, output_is_ours
+from liger_models.layers.specs import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, NormSpec, RopeSpec
 
 NAMES = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"]
 SEVEN = [*NAMES, "o_proj", "down_proj"]

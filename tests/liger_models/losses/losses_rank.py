@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import liger_models
 from liger_models import losses as of
-from liger_models.layers.model import CausalLM
+from liger_models.layers.model.causal_lm import CausalLM
 from liger_models.losses.grpo_loss import TYPES
 
 # What a loss is a mean over.

@@ -21,8 +21,8 @@ from liger_models.kernels import ClampedSwiGLU
 from liger_models.kernels._dispatch import interpret, interpreted
 from liger_models.layers.experts.expert_parallel import divide_experts
 from liger_models.layers.experts.moe import MixtureOfExperts
-from liger_models.layers.spec import MoESpec
-from liger_models.optim import AdamW, clip_grad_norm_
+from liger_models.layers.specs import MoESpec
+from liger_models.optim.adamw import AdamW, clip_grad_norm_
 
 
 def results(folder: Path, rank: int, ranks: int) -> tuple[dict[str, Any], dict[str, Any]]:

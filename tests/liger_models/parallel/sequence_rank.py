@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import liger_models
 from liger_models import ParallelDims, parallelize, update_correction_bias
-from liger_models.layers.scoring import ScoreOptions
-from liger_models.layers.sequence_parallel import divide_sequences
+from liger_models.layers.model.scoring import ScoreOptions
+from liger_models.layers.sequences.sequence_parallel import divide_sequences
 
 
 def results(folder: Path, rank: int, ranks: int) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ import liger_models
 from liger_models import update_correction_bias
 from liger_models.architectures import find_architecture
 from liger_models.layers.experts.expert_parallel import divide_experts
-from liger_models.layers.memory.activation_memory import LEVELS
+from liger_models.layers.recompute.activation_memory import LEVELS
 
 RANK = Path(__file__).with_name("experts_rank.py")
 

@@ -15,8 +15,8 @@ from ranks import run_ranks
 import liger_models
 from liger_models.architectures import find_architecture
 from liger_models.convert.errors import DataError
-from liger_models.layers.memory.activation_memory import LEVELS
-from liger_models.layers.sequence_parallel import Slice, divide_sequences
+from liger_models.layers.recompute.activation_memory import LEVELS
+from liger_models.layers.sequences.sequence_parallel import Slice, divide_sequences
 
 RANK = Path(__file__).with_name("sequence_rank.py")
 run = runpy.run_path(str(RANK))["run"]

@@ -44,9 +44,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 import liger_models
 from liger_models.convert.errors import DataError
 from liger_models.parallel import parallelize  # noqa: F401
-from liger_models.training import TrainConfig, saving_together, train, watch  # noqa: F401
+from liger_models.training import TrainConfig, train
+from liger_models.training.checkpoints.run_folder import checkpoints, verify
 from liger_models.training.data import Documents
-from liger_models.training.run_folder import checkpoints, verify
+from liger_models.training.processes import watch
 
 KINDS = ("kill", "full", "die", "hang", "fail")
 RANKS = 2

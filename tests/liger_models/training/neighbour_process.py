@@ -150,7 +150,7 @@ def steps(checkpoint: str, data: str, output: str):
 
     yield "import", lambda: None
     yield "loading", load
-    from liger_models.layers.memory.activation_memory import LEVELS
+    from liger_models.layers.recompute.activation_memory import LEVELS
 
     for one in (*LEVELS, "auto"):
         yield one, lambda one=one: level(one)

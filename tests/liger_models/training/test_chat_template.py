@@ -6,9 +6,9 @@ import pytest
 from tokenizers import AddedToken
 
 from liger_models.convert.errors import DataError
-from liger_models.training.chat_template import ChatTemplate
 from liger_models.training.data import load_documents
-from liger_models.training.tokenizer import TextTokenizer
+from liger_models.training.text.chat_template import ChatTemplate
+from liger_models.training.text.tokenizer import TextTokenizer
 
 CHAT = [
     {"role": "system", "content": "be brief"},

@@ -17,7 +17,7 @@ from liger_models.convert.errors import DataError
 from liger_models.training.data import Stream, build_corpus, encoding, load_documents, sources
 from liger_models.training.data.corpus import Corpus, written_corpus
 from liger_models.training.data.documents import Documents, Part
-from liger_models.training.tokenizer import TextTokenizer
+from liger_models.training.text.tokenizer import TextTokenizer
 
 RECORDS = [
     {"text": "ab cd"},
@@ -327,7 +327,7 @@ def test_limits_hold_for_what_was_tokenized_before(load, tmp_path, jsonl):
 KILLED = """
 import os, signal, sys, time
 from liger_models.training.data import load_documents, corpus
-from liger_models.training.tokenizer import TextTokenizer
+from liger_models.training.text.tokenizer import TextTokenizer
 end, ended = corpus.CorpusWriter.end, []
 def killed(self, *given):
     end(self, *given)
@@ -410,7 +410,7 @@ MEASURED = """
 import sys
 from pathlib import Path
 from liger_models.training.data import Stream, building, encoding, load_documents
-from liger_models.training.tokenizer import TextTokenizer
+from liger_models.training.text.tokenizer import TextTokenizer
 
 def held():  # bytes that are ours alone: RssAnon counts no page of a mapped file
     lines = Path("/proc/self/status").read_text().splitlines()

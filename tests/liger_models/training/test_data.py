@@ -15,7 +15,7 @@ from liger_models.training.data import (
     load_documents,
     split,
 )
-from liger_models.training.tokenizer import TextTokenizer
+from liger_models.training.text.tokenizer import TextTokenizer
 
 
 @pytest.fixture

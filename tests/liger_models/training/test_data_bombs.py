@@ -13,7 +13,7 @@ import pytest
 from liger_models.convert.errors import DataError
 from liger_models.training.data import encoding, load_documents, sources
 from liger_models.training.data.sources import find_sources
-from liger_models.training.tokenizer import TextTokenizer
+from liger_models.training.text.tokenizer import TextTokenizer
 
 
 def read(path, forms=sources.FORMS):

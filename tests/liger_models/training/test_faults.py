@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from liger_models.training import watch
+from liger_models.training.processes import watch
 
 FAULTS = Path(__file__).with_name("faults.py")
 

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import liger_models
 from liger_models.architectures import find_architecture
 from liger_models.kernels.attention.visible_keys import visible_keys
-from liger_models.training.flops import StepFlops, measure_peak, seen_pairs
+from liger_models.training.observing.flops import StepFlops, measure_peak, seen_pairs
 
 
 def tiny(family):

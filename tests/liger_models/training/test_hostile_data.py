@@ -10,7 +10,7 @@ import liger_models
 from liger_models.convert.checkpoints.hub import belongs_to, resolve
 from liger_models.convert.errors import CheckpointError, DataError, LigerModelsError
 from liger_models.training.data import load_documents
-from liger_models.training.tokenizer import TextTokenizer
+from liger_models.training.text.tokenizer import TextTokenizer
 
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 

@@ -18,7 +18,7 @@ from liger_models.cli import generate, main
 from liger_models.convert.errors import ConfigError, DataError
 from liger_models.images import Preprocessor
 from liger_models.training.data import Stream, load_documents, pictured, sources
-from liger_models.training.tokenizer import TextTokenizer
+from liger_models.training.text.tokenizer import TextTokenizer
 
 pytest.importorskip("PIL.Image")
 pytest.importorskip("transformers")

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 import liger_models
 from liger_models.cli import main
 from liger_models.training.data.learned_tokens import LearnedTokens
-from liger_models.training.tokenizer import TextTokenizer
+from liger_models.training.text.tokenizer import TextTokenizer
 
 TALKS = [
     {"messages": [{"role": "user", "content": f"a {i}"}, {"role": "assistant", "content": f"b {i}"}]}

@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from liger_models.optim import AdamW
+from liger_models.optim.adamw import AdamW
 from liger_models.training.loop import Run
-from liger_models.training.world import World
+from liger_models.training.processes.world import World
 
 STEPS = 40
 # Below half a unit of most weights, which are about 0.05: their neighbours are 0.0002 away.

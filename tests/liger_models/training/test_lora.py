@@ -20,7 +20,7 @@ from liger_models.training.data import Documents
 from liger_models.training.loop import Run
 from liger_models.training.lora import LoraSettings
 from liger_models.training.optimizer import BETAS, EPS, learning_rate
-from liger_models.training.world import World
+from liger_models.training.processes.world import World
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")

@@ -14,9 +14,9 @@ from liger_models.cli.train import OBJECTIVE_OPTIONS
 from liger_models.convert.errors import ConfigError, DataError
 from liger_models.training import TrainConfig, loop
 from liger_models.training.data import groups, load_documents
-from liger_models.training.metrics import Speeds
 from liger_models.training.objectives import OBJECTIVES, options_of
-from liger_models.training.tokenizer import TextTokenizer
+from liger_models.training.observing.metrics import Speeds
+from liger_models.training.text.tokenizer import TextTokenizer
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ silence.
 import pytest
 
 from liger_models.convert.errors import DataError
-from liger_models.training.chat_template import ChatTemplate
-from liger_models.training.origins import LOST, Trace, Traced, join, percent
+from liger_models.training.text.chat_template import ChatTemplate
+from liger_models.training.text.origins import LOST, Trace, Traced, join, percent
 
 jinja2 = pytest.importorskip("jinja2")
 

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from liger_models.training.profiling import StepProfiler, summary
+from liger_models.training.observing.profiling import StepProfiler, summary
 
 
 def kernel(name, ts, dur, launched_by):

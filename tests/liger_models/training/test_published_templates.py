@@ -13,8 +13,8 @@ from conversations import CONVERSATIONS, OnePinnedDay, assistant, call, parts, u
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from liger_models.convert.errors import DataError
-from liger_models.spans import tokens_within
-from liger_models.training.chat_template import ChatTemplate
+from liger_models.images.spans import tokens_within
+from liger_models.training.text.chat_template import ChatTemplate
 
 chat_template_utils = pytest.importorskip("transformers.utils.chat_template_utils")
 FOLDER = Path(getattr(importlib.util.find_spec("trl"), "origin", None) or "none").parent / "chat_templates"

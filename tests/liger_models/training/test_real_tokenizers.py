@@ -12,7 +12,7 @@ import pytest
 from conversations import CONVERSATIONS, OnePinnedDay
 
 from liger_models.convert.errors import DataError
-from liger_models.training.tokenizer import TextTokenizer
+from liger_models.training.text.tokenizer import TextTokenizer
 
 ROOT = os.environ.get("LIGER_MODELS_TOKENIZERS")
 if not ROOT:

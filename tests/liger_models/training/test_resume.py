@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from liger_models.convert.errors import CheckpointError, ConfigError, DataError
 from liger_models.training import TrainingInterrupted, loop, newest_checkpoint, train
+from liger_models.training.checkpoints.state import STATE
 from liger_models.training.data import Documents
-from liger_models.training.state import STATE
 
 
 def weights(folder):
@@ -71,7 +71,8 @@ def test_after_a_signal_at_any_moment(run, settings, losses, unstopped, stop_at,
 
 KILLED = """
 import json, os, signal, sys
-from liger_models.training import TrainConfig, contents, train
+from liger_models.training import TrainConfig, train
+from liger_models.training.checkpoints import contents
 
 write, calls = contents.Contents.write, []
 

@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 
 from liger_models.convert.errors import CheckpointError, ConfigError, TrainingError
 from liger_models.training import loop, newest_checkpoint
+from liger_models.training.checkpoints.run_folder import MANIFEST, STATE, checkpoints, written_folder
+from liger_models.training.checkpoints.saving import Saver
+from liger_models.training.checkpoints.state import Progress, Trained, describe_state, read_state, restore
 from liger_models.training.objectives.sft import SFT
-from liger_models.training.run_folder import MANIFEST, STATE, checkpoints, written_folder
-from liger_models.training.saving import Saver
-from liger_models.training.state import Progress, Trained, describe_state, read_state, restore
-from liger_models.training.world import World
+from liger_models.training.processes.world import World
 
 
 def weights(folder):
@@ -343,7 +343,7 @@ def test_what_was_abandoned_is_not_gone_on_from_after_a_kill(run, settings, outp
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("liger_models.training.state.describe_state", killed)
+        patch.setattr("liger_models.training.checkpoints.state.describe_state", killed)
         with pytest.raises(KeyboardInterrupt):
             run(settings(resume=str(output / "checkpoint-2"), keep=1))
     assert newest_checkpoint(output) == output / "checkpoint-2"

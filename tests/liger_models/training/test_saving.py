@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from liger_models.convert.checkpoints.tensor_files import TensorFiles
 from liger_models.convert.checkpoints.weight_map import Ref
 from liger_models.convert.errors import CheckpointError
-from liger_models.training import contents, saving
-from liger_models.training.contents import Contents, Part
-from liger_models.training.saving import Saver
-from liger_models.training.world import World
+from liger_models.training.checkpoints import contents, saving
+from liger_models.training.checkpoints.contents import Contents, Part
+from liger_models.training.checkpoints.saving import Saver
+from liger_models.training.processes.world import World
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import liger_models
 from liger_models.architectures import find_architecture
 from liger_models.convert.errors import ConfigError
 from liger_models.training import train
-from liger_models.training.run_folder import verify
+from liger_models.training.checkpoints.run_folder import verify
 
 RANK = Path(__file__).with_name("sharded_runs_rank.py")
 

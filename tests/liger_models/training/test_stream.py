@@ -8,7 +8,7 @@ import pytest
 from liger_models.convert.errors import DataError
 from liger_models.training.data import Documents, Stream, load_documents, split
 from liger_models.training.data.sources import split_weights
-from liger_models.training.tokenizer import TextTokenizer
+from liger_models.training.text.tokenizer import TextTokenizer
 
 
 @pytest.fixture

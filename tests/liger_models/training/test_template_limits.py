@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from liger_models.convert.errors import DataError
-from liger_models.training import template_limits
-from liger_models.training.chat_template import ChatTemplate
+from liger_models.training.text import template_limits
+from liger_models.training.text.chat_template import ChatTemplate
 
 pytest.importorskip("jinja2")
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]

@@ -8,7 +8,7 @@ import pytest
 import liger_models
 from liger_models.cli import main
 from liger_models.convert.errors import DataError
-from liger_models.training.tokenizer import TextTokenizer
+from liger_models.training.text.tokenizer import TextTokenizer
 
 USER = "<|user|>"
 CASES = {

@@ -13,7 +13,7 @@ import liger_models
 from liger_models.convert.errors import ConfigError, DataError, TrainingError
 from liger_models.presets import PRESETS, preset
 from liger_models.training import loop
-from liger_models.training.metrics import COLUMNS, plot_losses
+from liger_models.training.observing.metrics import COLUMNS, plot_losses
 from liger_models.training.optimizer import BETAS, build_adamw, learning_rate
 
 

@@ -10,11 +10,11 @@ import torch
 import liger_models
 from liger_models.architectures import find_architecture
 from liger_models.convert.errors import DataError
-from liger_models.layers.memory import tiles
+from liger_models.layers.recompute import tiles
 from liger_models.training import TrainingInterrupted, inputs, loop, train
 from liger_models.training.data import IGNORE, Documents, Stream, build_corpus, load_documents
 from liger_models.training.data.trees import Branch, trees_of
-from liger_models.training.tokenizer import TextTokenizer
+from liger_models.training.text.tokenizer import TextTokenizer
 
 # Earlier reasoning is left out, as many templates do: an example differs from later ones from its answer on.
 TEMPLATE = (

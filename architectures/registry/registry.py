@@ -1,0 +1,191 @@
+"""The table of architectures: which function turns a config into a spec, by `model_type`.
+
+    @register("llama", reference="LlamaForCausalLM", tiny=dict(...))
+    def llama(c: HFConfig) -> ModelSpec: ...
+
+A registered family is what `from_hub`, the command line and the tests find: every test of conversion and of
+parity runs over this table.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from liger_models.architectures.registry.multimodal import MULTIMODAL
+from liger_models.architectures.registry.unsupported import MISSING
+from liger_models.convert.checkpoints.layout import Layout
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.errors import UnsupportedModelError, abbreviate
+from liger_models.layers.specs import ModelSpec
+
+
+def _nothing(config: HFConfig) -> tuple[str, ...]:
+    return ()
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A family of models.
+
+    Attributes:
+        model_type: as config.json has it.
+        build: from a config to a spec; it takes every key that the family knows.
+        reference: the class of the reference implementation in transformers.
+        tiny: a config small enough for tests, with the family's traits switched on: what is to be added to
+            `TINY`, or stands in its place. `...` leaves a key out.
+        defaults: values that the reference gives to keys which config.json leaves out.
+        layouts: in what the family's checkpoints differ from the canonical form, the usual one first.
+        carried: of a config, the patterns (with `*`) of checkpoint tensors that nothing reads and an export
+            repeats.
+        variants: further configs for tests, as changes of `tiny`, by name.
+        fixed: keys that may stand in a config, each with the one value that is known.
+        unread: keys that are of no effect, mostly since the reference does not read them, each with a reason.
+        skip: what tests leave out, such as "rope:yarn", each with the reason.
+
+    A family that sees images has the config of its language model under "text_config", in `tiny` as well.
+    """
+
+    model_type: str
+    build: Callable[[HFConfig], ModelSpec]
+    reference: str
+    tiny: Mapping[str, Any]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    layouts: tuple[Layout, ...] = (Layout(),)
+    carried: Callable[[HFConfig], tuple[str, ...]] = _nothing
+    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    unread: Mapping[str, str] = field(default_factory=dict)
+    skip: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def sees(self) -> bool:
+        """Whether its models take images."""
+        return "text_config" in self.tiny
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """In a pickle, which a model's holds, its name stands for it: functions that it has may have none."""
+        if _ARCHITECTURES.get(self.model_type) is self:
+            return find_architecture, (self.model_type,)
+        return super().__reduce_ex__(protocol)
+
+    def spec(self, config: HFConfig) -> ModelSpec:
+        """The spec of a config, every key of which has been looked at.
+
+        Raises:
+            ConfigError: a key is missing, unknown, or has a value that cannot be honoured.
+        """
+        config.fill(self.defaults)
+        config.take_only(**self.fixed)
+        for key in self.unread:
+            config.take(key, None)
+        spec = self.build(config)
+        config.finish()
+        return spec
+
+
+TINY: Mapping[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "rms_norm_eps": 3e-5,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+"""What the tiny configs of most families have in common."""
+
+# Names under which some checkpoints have a family's very models; what is exported keeps them.
+ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
+
+_ARCHITECTURES: dict[str, Architecture] = {}
+
+
+def register(
+    model_type: str,
+    *,
+    reference: str,
+    tiny: Mapping[str, Any],
+    defaults: Mapping[str, Any] | None = None,
+    layouts: tuple[Layout, ...] = (Layout(),),
+    carried: Callable[[HFConfig], tuple[str, ...]] = _nothing,
+    variants: Mapping[str, Mapping[str, Any]] | None = None,
+    fixed: Mapping[str, Any] | None = None,
+    unread: Mapping[str, str] | None = None,
+    skip: Mapping[str, str] | None = None,
+) -> Callable[[Callable[[HFConfig], ModelSpec]], Callable[[HFConfig], ModelSpec]]:
+    """Enter the decorated function into the table. The arguments are the fields of `Architecture`."""
+
+    def enter(build: Callable[[HFConfig], ModelSpec]) -> Callable[[HFConfig], ModelSpec]:
+        if model_type in _ARCHITECTURES:
+            raise ValueError(f"the architecture {model_type!r} is registered twice")
+        of_unread = {f"key:{key}": reason for key, reason in (unread or {}).items()}
+        _ARCHITECTURES[model_type] = Architecture(
+            model_type,
+            build,
+            reference,
+            _whole_tiny(model_type, tiny),
+            defaults or {},
+            layouts,
+            carried,
+            variants or {},
+            fixed or {},
+            unread or {},
+            {**{f"key:{key}": "has one value" for key in fixed or {}}, **of_unread, **(skip or {})},
+        )
+        return build
+
+    return enter
+
+
+def _whole_tiny(model_type: str, tiny: Mapping[str, Any]) -> dict[str, Any]:
+    if "text_config" in tiny:
+        return {"model_type": model_type, **tiny, "text_config": _with_common(tiny["text_config"])}
+    return {"model_type": model_type, **_with_common(tiny)}
+
+
+def _with_common(tiny: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in {**TINY, **tiny}.items() if value is not ...}
+
+
+def find_architecture(model_type: str) -> Architecture:
+    """The architecture of a `model_type`.
+
+    Raises:
+        UnsupportedModelError: names what is supported, and the nearest; or what the type needs that is not
+            there.
+    """
+    model_type = ALIASES.get(model_type, model_type)
+    if model_type in _ARCHITECTURES:
+        return _ARCHITECTURES[model_type]
+    if model_type in MULTIMODAL:
+        texts = " or ".join(sorted(set(MULTIMODAL[model_type].texts.values()) & _ARCHITECTURES.keys()))
+        raise UnsupportedModelError(
+            f"the model type {model_type!r} is multimodal, and of such models only the text part is "
+            f"supported: from_hub(..., text_only=True), or --text-only, loads it as a {texts} model."
+        )
+    if model_type in MISSING:
+        raise UnsupportedModelError(
+            f"the model type {model_type!r} is known but not supported: it needs {MISSING[model_type]}, "
+            "which liger_models does not have."
+        )
+    supported = sorted(_ARCHITECTURES)
+    nearest = difflib.get_close_matches(model_type, supported, n=3, cutoff=0.4)
+    hint = f" The nearest: {', '.join(nearest)}." if nearest else ""
+    raise UnsupportedModelError(
+        f"the model type {abbreviate(model_type)} is not supported.{hint} Supported: {', '.join(supported)}."
+    )
+
+
+def list_architectures(sees: bool = False) -> list[str]:
+    """The `model_type`s that can be loaded, in alphabetical order: of language models, or of those that see
+    images.
+    """
+    return sorted(name for name, family in _ARCHITECTURES.items() if family.sees == sees)

@@ -1,0 +1,382 @@
+"""The memory of a step, moment by moment, and the choice of levels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from liger_models.kernels.losses._linear_chunks import working_bytes
+from liger_models.layers.blocks.blocks import Block
+from liger_models.layers.memory.gathered import Gathered
+from liger_models.layers.memory.layer_costs import LayerCosts
+from liger_models.layers.memory.own_parts import own_bytes, own_elements
+from liger_models.layers.memory.pictures import NOTHING, Edges, Shown, edges_of
+from liger_models.layers.memory.step import LADDERS, Plan, Step
+from liger_models.layers.recompute.activation_memory import ActivationMemory
+from liger_models.layers.recompute.offload import host_bytes
+from liger_models.layers.specs import ModelSpec
+
+
+class Planned(Protocol):
+    """What a plan asks of a model, as a decoder has it."""
+
+    spec: ModelSpec
+    layers: Sequence[Block]
+    embed_tokens: nn.Embedding
+    vision: Any
+    gathered_once: bool
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All of them, a tied one once."""
+
+
+class StepMemory:
+    """Counts the memory of a step of a model, which may be on the meta device.
+
+    Args:
+        model: a decoder with its head. What its parameters are (their dtype, whether they are trained,
+            whether they are divided over processes) is taken from them.
+        step: the rest.
+    """
+
+    def __init__(self, model: Planned, step: Step):
+        self.model, self.step = model, step
+        self.itemsize = model.embed_tokens.weight.dtype.itemsize
+
+    def resized(self, batch: int, seq: int, shown: Shown = NOTHING) -> StepMemory:
+        """The same step with other rows: what does not depend on them is not counted again."""
+        other = StepMemory(self.model, replace(self.step, batch=batch, seq=seq, shown=shown))
+        vars(other).update((name, vars(self)[name]) for name in _OF_PARAMETERS if name in vars(self))
+        return other
+
+    def plan(
+        self,
+        levels: Sequence[ActivationMemory],
+        budget: int | None = None,
+        host_budget: int | None = None,
+    ) -> Plan:
+        """The memory of a step with these levels of all `stages`, beside the bytes that there are."""
+        stages = list(zip(self.stages, levels, strict=True))
+        kept = [costs.kept[level] for costs, level in stages]
+        moments = [
+            *self._frozen_encoder(),
+            self._loss(kept, levels),
+            *self._backward(kept, levels),
+            self._embedding(),
+            self._optimizer(),
+        ]
+        moment, parts = max(moments, key=lambda found: sum(found[1].values()))
+        repeated = sum(costs.work[level] for costs, level in stages)
+        share = repeated / (3 * sum(costs.forward for costs in self.stages) + self._head_work)
+        host = sum(host_bytes(costs.stream) for costs, level in stages if level == "offload")
+        host += self._state_on_host
+        first, peak = len(self.encoder), sum(parts.values())
+        own, of_encoder = tuple(levels[first:]), tuple(levels[:first])
+        return Plan(own, peak, moment, parts, share, budget, host, host_budget, of_encoder)
+
+    def choose_levels(self, budget: int, host_budget: int | None = None) -> Plan:
+        """The levels that repeat the least work among those tried with which the step fits; if it does not,
+        those with the lowest peak.
+        """
+        plans: list[Plan] = []
+        for ladder in LADDERS:
+            plans += self._descend(ladder, budget, host_budget)
+            fitting = [plan for plan in plans if plan.fits]
+            if fitting:
+                return min(fitting, key=lambda plan: plan.repeated)
+        return min(plans, key=lambda plan: plan.peak)
+
+    def _descend(
+        self, ladder: Sequence[ActivationMemory], budget: int, host_budget: int | None
+    ) -> list[Plan]:
+        """One level for all, and the way from the first level down to where a step fits."""
+        plans = [self.plan([level] * len(self.stages), budget, host_budget) for level in ladder]
+        plan, levels = plans[0], [ladder[0]] * len(self.stages)
+        while not plan.fits:
+            found = [costs.next_of(level, ladder) for costs, level in zip(self.stages, levels, strict=True)]
+            further = [(price, i, to) for i, (price, to) in enumerate(found) if to is not None]
+            if not further:
+                break
+            # Of equal layers the first one: what it keeps, it keeps the longest.
+            _, i, to = min(further)
+            levels[i] = to
+            plan = self.plan(levels, budget, host_budget)
+            plans.append(plan)
+        return plans
+
+    # -- the moments
+
+    def _loss(self, kept: list[int], levels: Sequence[ActivationMemory]) -> tuple[str, dict[str, int]]:
+        step, spec = self.step, self.model.spec
+        trained = step.lora_rank == 0 and self.model.embed_tokens.weight.requires_grad
+        sizes = step.tokens, spec.hidden_size, spec.vocab_size, self.itemsize
+        room = working_bytes(*sizes, trained, step.labelled)
+        gradients = self.gradients if step.accumulates else 0
+        # What the last norm takes and gives; and the last layer's input is needed first.
+        room += (2 + (levels[-1] == "offload")) * self._stream
+        room += 0 if self._gathered is None else self._gathered.at_the_loss()
+        return "the loss", self._parts(self._beside_layers + sum(kept), room, gradients)
+
+    def _frozen_encoder(self) -> list[tuple[str, dict[str, int]]]:
+        """The forward pass of an encoder that keeps nothing, where no layer behind it has run."""
+        if not self._encoder_costs or self.encoder:
+            return []
+        room = max(costs.transient["lean"] + 2 * costs.stream for costs in self._encoder_costs)
+        gradients = self.gradients if self.step.accumulates else 0
+        return [("the encoder's forward pass", self._parts(self.step.shown.pixels, room, gradients))]
+
+    def _backward(
+        self, kept: list[int], levels: Sequence[ActivationMemory]
+    ) -> list[tuple[str, dict[str, int]]]:
+        found, first, edges = [], len(self.encoder), self._edges
+        new = 0 if self.step.accumulates else 1
+        of_encoder, of_way, of_layers = self._own_gradients
+        gradients = self.gradients - new * (sum(of_encoder) + of_way + sum(of_layers))
+        if new and not self._tied:  # the embedding's comes last
+            gradients -= self._trained_bytes(self.model.embed_tokens) // self.step.gpus
+        left = self._beside_layers + sum(kept)
+        for i in reversed(range(len(kept))):
+            costs, number = self.stages[i], i - first
+            if number == -1:
+                left -= edges.language + edges.projector
+                gradients += new * of_way
+                room = 2 * edges.projector + 3 * costs.stream
+                found.append(("backward of the projector", self._parts(left, room, gradients)))
+            gradients += new * (of_layers[number] if number >= 0 else of_encoder[i])
+            left += costs.own_gradient
+            room = costs.transient[levels[i]]
+            if self._gathered is not None:
+                room += self._gathered.at_layer(i - first - len(self.model.layers))
+            if levels[i] == "offload" and "offload" in levels[:i]:  # whose input is fetched
+                room += costs.stream
+            name = f"layer {number}" if number >= 0 else f"layer {i} of the encoder"
+            found.append((f"backward of {name}", self._parts(left, room, gradients)))
+            left -= kept[i] - costs.own_input
+        return found
+
+    def _embedding(self) -> tuple[str, dict[str, int]]:
+        """Of a weight that the head shares two gradients, before they are added."""
+        second = self._trained_bytes(self.model.embed_tokens) if self._tied else 0
+        return "the embedding's gradient", self._parts(0, second, self.gradients)
+
+    def _optimizer(self) -> tuple[str, dict[str, int]]:
+        return "the optimizer's step", self._parts(
+            0, min(self.step.optimizer_work, self._state), self.gradients
+        )
+
+    def _parts(self, activations: int, transient: int, gradients: int) -> dict[str, int]:
+        return {
+            "weights": self._weights,
+            "optimizer": 0 if self.step.optimizer_on_host else self._state,
+            "gradients": gradients,
+            "activations": activations,
+            "at work": transient + self._tables + self._dequantised,
+        }
+
+    # -- what they are made of
+
+    @property
+    def stages(self) -> list[LayerCosts]:
+        """All layers that keep something, in the order in which they run: the encoder's come first."""
+        return [*self.encoder, *self.layers]
+
+    @property
+    def encoder(self) -> list[LayerCosts]:
+        """The layers of an encoder that is trained and is shown images."""
+        return self._encoder_costs if self._trains[0] else []
+
+    @cached_property
+    def _encoder_costs(self) -> list[LayerCosts]:
+        shown = self.step.shown
+        if not shown.tokens:
+            return []
+        vision, known, found = self.model.vision, {}, []
+        windowed = getattr(vision.spec, "windowed", ())
+        for number, layer in enumerate(vision.encoder.layers):
+            longest = shown.window if number in windowed else shown.longest
+            if (layer.spec, longest) not in known:
+                step = replace(self.step, batch=1, seq=shown.tokens, longest=longest, shown=NOTHING)
+                step = replace(step, sequence_ranks=1)  # each has all images
+                known[layer.spec, longest] = LayerCosts.of(layer, step, self.itemsize)
+            found.append(known[layer.spec, longest])
+        return found
+
+    @cached_property
+    def _trains(self) -> tuple[bool, bool]:
+        """Whether the encoder is trained, and whether the way from there into the language model."""
+        if self.model.vision is None:
+            return False, False
+        vision = self.model.vision
+        way = {id(p): p for module in vision.ways_out() for p in module.parameters()}
+        encoder = (p for p in vision.encoder.parameters() if id(p) not in way)
+        return any(p.requires_grad for p in encoder), any(p.requires_grad for p in way.values())
+
+    @cached_property
+    def _edges(self) -> Edges:
+        spec, dtype = self.model.spec, self.model.embed_tokens.weight.dtype
+        if spec.vision is None or not self.step.shown.tokens:
+            return Edges()
+        return edges_of(spec.vision, self.step.shown, spec.hidden_size, dtype, self._trains)
+
+    @property
+    def _beside_layers(self) -> int:
+        """Kept of images outside of layers."""
+        edges = self._edges
+        return self.step.shown.pixels + edges.encoder + edges.projector + edges.language
+
+    @cached_property
+    def layers(self) -> list[LayerCosts]:
+        """Those of the language model."""
+        known: dict[Any, LayerCosts] = {}
+        for layer in self.model.layers:
+            if layer.spec not in known:
+                known[layer.spec] = LayerCosts.of(layer, self.step, self.itemsize)
+        return [known[layer.spec] for layer in self.model.layers]
+
+    @cached_property
+    def _tables(self) -> int:
+        """Cosine and sine of every position, and of every token its id, its place and its label; beside
+        images, whose it is.
+        """
+        shown = self.step.shown
+        tokens = self.step.tokens * (24 + sum(4 * rope.dim for rope in self.model.spec.ropes))
+        if not shown.tokens:
+            return tokens
+        blocks = [layer.spec for layer in self.model.vision.encoder.layers]
+        ropes = {rope for block in blocks for rope in block.mixer.ropes}
+        return tokens + 9 * self.step.tokens + shown.tokens * (24 + sum(4 * rope.dim for rope in ropes))
+
+    @property
+    def _stream(self) -> int:
+        """Bytes of the residual stream."""
+        return self.step.tokens * self.model.spec.hidden_size * self.itemsize
+
+    @cached_property
+    def _tied(self) -> bool:
+        return self.model.spec.tie_word_embeddings
+
+    @cached_property
+    def _weights(self) -> int:
+        total = sum(own_bytes(p) for p in self.model.parameters())
+        if self.step.weight_bytes is not None:
+            elements = sum(p.numel() for p in self._matrices)
+            total += int(elements * (self.step.weight_bytes - self.itemsize))
+        return (total + self._headless * self.itemsize) // self.step.gpus + 4 * self._adapter_elements
+
+    @cached_property
+    def _adapter_elements(self) -> int:
+        return sum(self.step.lora_rank * sum(p.shape) for p in self._matrices if p.requires_grad)
+
+    @cached_property
+    def _matrices(self) -> list[Tensor]:
+        vision, modules = self.model.vision, list(self.model.layers)
+        if vision is not None:
+            modules += [*vision.encoder.layers, *vision.ways_out()]
+        found = {id(p): p for module in modules for p in module.parameters()}
+        return [p for p in found.values() if p.ndim == 2]
+
+    @cached_property
+    def _headless(self) -> int:
+        """Elements of the head of a decoder that is held by another model, which has it."""
+        has_head = self._tied or hasattr(self.model, "lm_head")
+        return 0 if has_head else self.model.spec.vocab_size * self.model.spec.hidden_size
+
+    @cached_property
+    def _trained(self) -> int:
+        """Elements."""
+        if self.step.lora_rank:
+            return self._adapter_elements
+        own = sum(own_elements(p) for p in self.model.parameters() if p.requires_grad)
+        return own + (self._headless if self.model.embed_tokens.weight.requires_grad else 0)
+
+    @property
+    def _state(self) -> int:
+        """Bytes of the optimizer's."""
+        return int(self._trained * self.step.optimizer_bytes / self.step.gpus)
+
+    @cached_property
+    def _state_on_host(self) -> int:
+        """As it is pinned: each of its tensors takes a power of two."""
+        if not self.step.optimizer_on_host:
+            return 0
+        sizes = [-(-own_bytes(p) // self.step.gpus) for p in self.model.parameters() if p.requires_grad]
+        return int(self._state * sum(1 << (size - 1).bit_length() for size in sizes) / max(1, sum(sizes)))
+
+    def _trained_bytes(self, module: Any) -> int:
+        if self.step.lora_rank:
+            return 0
+        return sum(own_bytes(p) for p in module.parameters() if p.requires_grad)
+
+    @cached_property
+    def gradients(self) -> int:
+        """Bytes of all of them."""
+        if self.step.lora_rank:
+            return 4 * self._adapter_elements
+        headless = self._headless * self.itemsize if self.model.embed_tokens.weight.requires_grad else 0
+        return (self._trained_bytes(self.model) + headless) // self.step.gpus
+
+    @cached_property
+    def _own_gradients(self) -> tuple[list[int], int, list[int]]:
+        """Of each layer of the encoder, of what else there is of images, and of each layer of the language
+        model.
+        """
+        gpus, vision = self.step.gpus, self.model.vision
+        layers = [self._trained_bytes(layer) // gpus for layer in self.model.layers]
+        if vision is None:
+            return [], 0, layers
+        encoder = [self._trained_bytes(layer) // gpus for layer in vision.encoder.layers]
+        return encoder, self._trained_bytes(vision) // gpus - sum(encoder), layers
+
+    @cached_property
+    def _gathered(self) -> Gathered | None:
+        """Of a model whose parameters are divided."""
+        model, step = self.model, self.step
+        if step.gpus == 1 and not any(hasattr(p, "to_local") for p in model.parameters()):
+            return None
+        layers = [*([] if model.vision is None else model.vision.encoder.layers), *model.layers]
+        embedding = model.embed_tokens.weight
+        inside = {id(p) for layer in layers for p in layer.parameters()}
+        head: Any = getattr(model, "lm_head", None)
+        ends = [] if self._tied else [embedding, *([] if head is None else head.parameters())]
+        rest = [p for p in model.parameters() if id(p) not in inside | {id(p) for p in ends}]
+        own_head = None if self._tied else embedding  # of one size
+        return Gathered.of(layers, own_head, rest, step.gpus, not step.lora_rank, model.gathered_once)
+
+    @cached_property
+    def _dequantised(self) -> int:
+        """A quantised matrix as it is multiplied with."""
+        if self.step.weight_bytes is None:
+            return 0
+        return max(p.nbytes for p in self._matrices)
+
+    @cached_property
+    def _head_work(self) -> int:
+        spec = self.model.spec
+        return 6 * self.step.tokens * spec.hidden_size * spec.vocab_size
+
+
+# What a plan counts once for all sizes of a batch.
+_OF_PARAMETERS = (
+    *("_weights", "_adapter_elements", "_matrices", "_headless", "_trained", "_tied", "gradients"),
+    *("_own_gradients", "_trains", "_gathered", "_dequantised", "_state_on_host"),
+)
+
+
+def largest(fits: Callable[[int], bool], start: int = 1, most: int = 1 << 40) -> int:
+    """The largest number up to `most` for which `fits(number)` holds, to a part in 256; 0 if it does not hold
+    for `start`. Below a number for which it holds it is taken to hold.
+    """
+    if not fits(start):
+        return 0
+    low, high = start, 2 * start
+    while high < most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > max(1, low // 256):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -1,0 +1,164 @@
+"""Levels for a model that trains, chosen when a batch is there."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import astuple
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_models.convert.sizes import parse_size
+from liger_models.layers.memory.counting import Planned, StepMemory
+from liger_models.layers.memory.own_parts import own_bytes, own_elements
+from liger_models.layers.memory.pictures import NOTHING, Shown, shown_by
+from liger_models.layers.memory.step import Plan, Step
+from liger_models.layers.recompute.activation_memory import LEVELS
+from liger_models.layers.recompute.offload import host_memory_left
+from liger_models.layers.sequences.sequences import Sequences
+
+_log = logging.getLogger("liger_models")
+
+
+class FittingLevels:
+    """Chooses a decoder's levels when it first meets a batch to train on, and again when one has more tokens,
+    or when the optimizer has made its first step: on a GPU, what its state really takes is measured then. A
+    label is counted for each token.
+
+    Args:
+        budget: what the process may take of the GPU: bytes, text such as "120GiB", or a share up to 1 of what
+            it could have when it is first asked; None: 0.95 of that.
+        optimizer_bytes: the optimizer's state of each trained element. Default: that of
+            `liger_models.optim.AdamW`, by the parameters' dtypes. 0 if it is on the host.
+        say: told what was chosen. Default: the log "liger_models", as information.
+
+    Raises:
+        ValueError: a budget that is none of these.
+    """
+
+    def __init__(
+        self,
+        budget: float | str | None = None,
+        optimizer_bytes: float | None = None,
+        say: Callable[[str], object] | None = None,
+    ):
+        self.share, self.budget = parse_budget(budget)
+        self.optimizer_bytes = optimizer_bytes
+        self.say = say or _log.info
+        self.tokens, self.shown = 0, NOTHING
+        self.plan: Plan | None = None
+        self._versions = 0  # of the parameters, when levels were first chosen
+        self._has_state = False  # whether the optimizer's state is among what the process holds
+
+    def __call__(self, model: Planned, sequences: Sequences, pictures: Any = None) -> None:
+        """Choose for this batch, if it has more tokens than those before, or more of its images.
+
+        Of a model that is divided over processes all choose alike, and once: when each has met its first
+        batch.
+
+        Raises:
+            ValueError: there is no GPU whose memory could be measured, and no budget in bytes.
+        """
+        divided = sequences.slice is not None  # ranks that exchange heads must run the same layers again
+        shared = divided or any(hasattr(p, "to_local") for p in model.parameters())
+        tokens, shown = sequences.whole.num_tokens, shown_by(model.spec.vision, pictures)
+        if self.plan is None:
+            self._versions = _versions(model)
+        larger = tokens > self.tokens or not shown.no_more_than(self.shown)
+        if self.plan is not None and (shared or not (self._first_step_was_made(model) or larger)):
+            return
+        tokens, shown = max(tokens, self.tokens), shown.at_least(self.shown)
+        weight = model.embed_tokens.weight
+        if self.budget is None:
+            budget = self._measured(model, weight.device)
+        else:
+            budget = self.budget - (self._others(model, weight.device) if self._has_state else 0)
+        host_budget = host_memory_left()
+        if shared:
+            numbers = [tokens, -budget, -host_budget, *astuple(shown)]
+            agreed = torch.tensor(numbers, device=weight.device)
+            torch.distributed.all_reduce(agreed, torch.distributed.ReduceOp.MAX)
+            tokens, budget, host_budget, *images = agreed.tolist()
+            budget, host_budget, shown = -budget, -host_budget, Shown(*images)
+        per_element = self.optimizer_bytes
+        if per_element is None:
+            per_element = 0 if self._has_state else _adamw_bytes(model.parameters())
+        accumulates = any(p.grad is not None for p in model.parameters())
+        step = Step(
+            *(1, tokens, per_element, accumulates),
+            longest=sequences.max_seqlen,
+            sequence_ranks=sequences.slice.ranks if sequences.slice is not None else 1,
+            shown=shown,
+        )
+        before, self.tokens, self.shown = self.plan, tokens, shown
+        self.plan = StepMemory(model, step).choose_levels(budget, host_budget)
+        for layer, level in zip(model.layers, self.plan.levels, strict=True):
+            layer.set_activation_memory(level)
+        if self.plan.encoder_levels:
+            model.vision.encoder.set_activation_memory(self.plan.encoder_levels)
+        if not larger and before is not None and self.plan.levels == before.levels:
+            return
+        beside = f" and {shown.tokens:,} of images" if shown.tokens else ""
+        self.say(f"activation memory for {tokens:,} tokens{beside}: {self.plan}")
+        if not self.plan.fits:
+            _log.warning("a step of %d tokens does not fit in memory_budget at any level", tokens)
+
+    def _measured(self, model: Planned, device: torch.device) -> int:
+        """What this step may take: the share of the GPU, without what else the process holds there."""
+        if device.type != "cuda":
+            raise ValueError(
+                f"activation_memory='auto' measures a GPU, and the model is on {device}; give memory_budget "
+                "in bytes, or choose one of " + ", ".join(LEVELS)
+            )
+        free, _ = torch.cuda.mem_get_info(device)
+        mine = torch.cuda.memory_reserved(device)
+        return int(self.share * (free + mine)) - self._others(model, device)
+
+    def _others(self, model: Planned, device: torch.device) -> int:
+        """What the process holds on the GPU beside parameters and gradients, such as an optimizer's state."""
+        known = (own_bytes(p) + (0 if p.grad is None else own_bytes(p.grad)) for p in model.parameters())
+        return max(torch.cuda.memory_allocated(device) - sum(known), 0)
+
+    def _first_step_was_made(self, model: Planned) -> bool:
+        """Whether an optimizer has written to parameters for the first time since levels were chosen, so that
+        its state can be measured. (Our AdamW, whose state is known, writes without changing versions.)
+        """
+        measurable = model.embed_tokens.weight.is_cuda and self.optimizer_bytes is None
+        if self._has_state or not measurable or _versions(model) == self._versions:
+            return False
+        self._has_state = True
+        return True
+
+
+def _versions(model: Planned) -> int:
+    """A number that changes when a trained parameter is written to."""
+    return sum(p._version for p in model.parameters() if p.requires_grad)
+
+
+def parse_budget(budget: float | str | None) -> tuple[float, int | None]:
+    """A share of the GPU, and bytes if they were given: (0.95, None), (0.8, None), (1.0, 128849018880).
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if budget is None:
+        return 0.95, None
+    with contextlib.suppress(ValueError):  # text with a unit is no number
+        if 0 < float(budget) <= 1:
+            return float(budget), None
+    try:
+        return 1.0, parse_size(str(budget))
+    except ValueError as error:
+        raise ValueError(
+            f"memory_budget is {budget!r}; expected bytes, text such as '120GiB', or a share such as 0.9"
+        ) from error
+
+
+def _adamw_bytes(parameters: Iterator[nn.Parameter]) -> float:
+    """What AdamW keeps of a trained element, on average: two moments, and 16 further bits of a bfloat16."""
+    trained = [p for p in parameters if p.requires_grad]
+    state = sum(own_elements(p) * (6 if p.dtype.itemsize == 2 else 2 * p.dtype.itemsize) for p in trained)
+    return state / max(1, sum(own_elements(p) for p in trained))

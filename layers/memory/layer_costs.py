@@ -1,0 +1,278 @@
+"""Of a layer, by level: what it keeps and needs, and the work of making again what it does not keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from liger_models.kernels._dispatch import ceil_div
+from liger_models.layers.attention.backends import LONG
+from liger_models.layers.attention.cross_attention import CrossAttention
+from liger_models.layers.attention.qk_norm import norm_work
+from liger_models.layers.blocks.blocks import Block
+from liger_models.layers.blocks.per_layer_input import PerLayerInput
+from liger_models.layers.experts.moe import MixtureOfExperts
+from liger_models.layers.memory.adapters import AdapterCosts
+from liger_models.layers.memory.own_parts import whole_bytes
+from liger_models.layers.memory.step import Step
+from liger_models.layers.recompute import tiles
+from liger_models.layers.recompute.activation_memory import LEVELS, RERUN, TILED, ActivationMemory
+from liger_models.layers.sequences.sequence_parallel import exchange_bytes
+from liger_models.layers.specs import AttentionSpec, MoESpec
+
+# Operations of a matrix product in the time that a byte takes to be written or read: 660 TFLOP/s beside 4.2
+# TB/s on an H200. It decides only which of two things is done again first.
+OPERATIONS_A_BYTE = 160
+# Of elementwise work that is done again: its output is written, and about twice as much is read.
+BYTES_MOVED = 3
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Of a layer, by level: what it keeps, what it needs beside that and its gradients while its backward
+    pass runs, and the work of making again what it does not keep. Bytes, and operations; of a step's tokens.
+
+    Attributes:
+        own_input: bytes of `kept` for the layer's own input. One operation makes these inputs for all layers,
+            so they are freed once the backward pass has left layer 0.
+        own_gradient: bytes of that input's gradient, which waits for the same moment.
+    """
+
+    kept: dict[ActivationMemory, int]
+    transient: dict[ActivationMemory, int]
+    work: dict[ActivationMemory, int]
+    forward: int
+    stream: int
+    own_input: int = 0
+    own_gradient: int = 0
+
+    @staticmethod
+    def of(layer: Block, step: Step, itemsize: int) -> LayerCosts:
+        """Of a layer over all tokens of a step."""
+        tokens = step.tokens
+        kept = {level: tokens * layer.activation_bytes(level, itemsize) for level in LEVELS}
+        if step.sequence_ranks > 1:
+            exchanged = tokens * exchange_bytes(layer.spec.mixer, step.sequence_ranks, itemsize)
+            kept = {level: kept[level] + (level not in RERUN) * exchanged for level in LEVELS}
+        adapters = AdapterCosts.of(layer, step)
+        beside = _kept_of_images(layer, step, itemsize) + tokens * adapters.columns * itemsize
+        kept = {level: kept[level] + (level not in RERUN) * beside for level in LEVELS}
+        inner, last, rest = matrix_elements(layer)
+        mixing = 4 * _attended(layer, step.longest or step.seq)
+        again = OPERATIONS_A_BYTE * BYTES_MOVED * (kept["all"] - kept["lean"])
+        whole = again + tokens * (2 * (inner + rest) + mixing)
+        stream = tokens * itemsize * layer.hidden_size
+        moments = _Moments.of(layer, kept, step, itemsize, adapters)
+        sums = moments.moved
+        own: PerLayerInput | None = getattr(layer, "per_layer_input", None)
+        return LayerCosts(
+            kept,
+            {level: moments.largest(level) - kept[level] + adapters.matrices for level in LEVELS},
+            {
+                "all": 0,
+                "lean": again,
+                "mlp": again + 2 * tokens * inner,
+                "checkpoint": whole,
+                "tiled": whole + OPERATIONS_A_BYTE * sums,
+                "offload": whole + OPERATIONS_A_BYTE * sums,
+            },
+            tokens * (2 * (inner + last + rest) + mixing),
+            stream,
+            0 if own is None else tokens * own.activation_bytes("checkpoint", itemsize),
+            0 if own is None else tokens * own.spec.size * itemsize,
+        )
+
+    def next_of(
+        self, level: ActivationMemory, ladder: Sequence[ActivationMemory]
+    ) -> tuple[float, ActivationMemory | None]:
+        """The level further down to which a saved byte costs the least work, and that price."""
+        found = [
+            ((self.work[to] - self.work[level]) / (self.kept[level] - self.kept[to]), to)
+            for to in ladder[ladder.index(level) + 1 :]
+            if self.kept[to] < self.kept[level]
+        ]
+        return min(found, default=(0.0, None))
+
+
+def _kept_of_images(layer: Block, step: Step, itemsize: int) -> int:
+    """What a layer that reads features keeps of them, and of which of them each token sees."""
+    mixer = layer.mixer
+    if not isinstance(mixer, CrossAttention) or not step.shown.read:
+        return 0
+    seen = itemsize * step.tokens * (step.shown.read // step.batch)
+    return seen + step.shown.read * mixer.image_bytes(itemsize)
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """What is there of a layer in the moments of its backward pass in which that may be most. With S bytes of
+    the residual stream, P of what the MLP's last product multiplies, and of experts R rows in all:
+
+    | at work                 | beside what `lean` keeps, and the stream's gradient | gradients not made yet |
+    |-------------------------|-----------------------------------------------------|------------------------|
+    | the MLP's last product  | P and its gradient                                  | all but that product's |
+    | the products in front   | the norm's output and its gradient, S each          | those behind the MLP   |
+    | the experts' activation | that output, [R, H], and four times [R, I]          | all                    |
+    | the experts' input      | it, its gradient, [R, H], and two times [R, I]      | those behind them      |
+    | an MLP in tiles         | it, its gradient, a tile, sums in float32; no P     | all                    |
+    | attention               | see `_attention_work`; nothing of the MLP           | those in front of it   |
+
+    What a level does not keep, it has made again by then, but for outputs of norms: at `all` they are there,
+    and a layer that runs again makes each when its product needs it.
+
+    Attributes:
+        lean: bytes that the layer keeps at that level.
+        mlp: and of these the MLP.
+        norms: of norms' outputs.
+        scaled: of the gradient of what the MLP adds to the stream, where that is scaled. (Where a norm is
+            behind the MLP, it takes the place of that norm's input.)
+        last, front: what the MLP's last product and those in front of it take, or the experts' activation and
+            their input, without the norm's output.
+        experts: whether it is these.
+        gradients: of the layer's parameters, all of which are counted beside this: those that there are of
+            them at `last`, at `front` and when attention goes back, and all.
+        attention: what that takes.
+        tile: what a tile takes, with the sums; None: the MLP is not in tiles.
+        moved: bytes of sums that are moved.
+        accumulates: whether there are gradients of an earlier micro-batch, to which these are added.
+    """
+
+    lean: int
+    mlp: int
+    norms: int
+    stream: int
+    scaled: int
+    last: int
+    front: int
+    experts: bool
+    gradients: tuple[int, int, int, int]
+    attention: int
+    tile: int | None
+    moved: int
+    accumulates: bool
+
+    @staticmethod
+    def of(
+        layer: Block,
+        kept: dict[ActivationMemory, int],
+        step: Step,
+        itemsize: int,
+        adapters: AdapterCosts,
+    ) -> _Moments:
+        tokens, mlp = step.tokens, layer.mlp
+        experts = isinstance(mlp, MixtureOfExperts)
+        stream, product = (tokens * itemsize * width for width in (layer.hidden_size, _inner_width(layer)))
+        behind = _gradient_bytes((p for name, p in mlp.named_parameters() if "down_proj" in name), step)
+        in_front = (p for name, p in layer.mixer.named_parameters() if "o_proj" not in name)  # type: ignore[attr-defined]
+        of_mlp, whole = (_gradient_bytes(part.parameters(), step) for part in (mlp, layer))
+        last, front, tile, moved = 2 * product, stream, None, 0
+        if step.lora_rank and (step.weight_bytes or 0) >= 1:
+            # Of 8 bits the product is bitsandbytes' own, with a gradient of its own beside the paths'.
+            last, front = last + product, front + stream
+        if isinstance(mlp, MixtureOfExperts):
+            rows = mlp.spec.experts_per_token * stream
+            last, front, behind = rows + 4 * product, rows + 2 * product + stream, 0
+        elif tokens > tiles.TILE:
+            trained = sum(p.numel() for p in mlp.parameters() if p.requires_grad)
+            elements = 0 if step.lora_rank else trained
+            # What stands before the activation, what comes out, and that one's gradient.
+            tile = tiles.working_bytes(tokens, 4 * mlp.spec.intermediate_size, elements, itemsize)
+            moved = 8 * elements * -(-tokens // tiles.TILE)
+            size = ceil_div(tokens, ceil_div(tokens, tiles.TILE))
+            tile += size * max(adapters.last, adapters.front)
+        return _Moments(
+            lean=kept["lean"],
+            mlp=tokens * mlp.activation_bytes("lean", itemsize),
+            norms=layer.norm_outputs() * stream,
+            stream=stream,
+            scaled=(layer.spec.residual_scale != 1.0) * stream,
+            last=last + tokens * adapters.last,
+            front=front + tokens * adapters.front,
+            experts=experts,
+            gradients=(behind, of_mlp, whole - _gradient_bytes(in_front, step), whole),
+            attention=max(_attention_work(layer, step, itemsize), tokens * adapters.mixer),
+            tile=tile,
+            moved=moved,
+            accumulates=step.accumulates,
+        )
+
+    def largest(self, level: ActivationMemory) -> int:
+        """Bytes, less the gradients that are not there yet."""
+        there, norm = self.lean + self.stream, self.stream
+        behind, of_mlp, all_behind, whole = self.gradients
+        if self.accumulates:  # all are there; and beside the sum what is added to it
+            of_mlp, all_behind, whole = of_mlp - behind, 0, 0
+        attention = self.lean - self.mlp + self.attention + all_behind - whole
+        if level in TILED and self.tile is not None:
+            return max(there - self.mlp + self.stream + norm + self.scaled + self.tile - whole, attention)
+        if level == "all":
+            there, norm = there + self.norms, 0
+        last = there + self.last + self.scaled + (norm if self.experts or level == "mlp" else 0)
+        front = there + self.front + norm
+        return max(last + behind - whole, front + of_mlp - whole, attention)
+
+
+def _gradient_bytes(parameters: Iterable[Tensor], step: Step) -> int:
+    """As they are made, before processes that divide them have each a part."""
+    return 0 if step.lora_rank else sum(whole_bytes(p) for p in parameters if p.requires_grad)
+
+
+def _attention_work(layer: Block, step: Step, itemsize: int) -> int:
+    """The gradients of attention's output, queries, keys and values, and what `sdpa` takes to make them:
+    sums in float32, and keys' and values' gradients by query head; or `flash`, sums of all three. Of ranks
+    that exchange heads the output as it came back is done with.
+    """
+    mixer: Any = layer.spec.mixer
+    mixer = getattr(mixer, "attention", mixer)
+    if not isinstance(mixer, AttentionSpec):
+        return 0
+    gradients = 2 * itemsize * (mixer.q_size + mixer.kv_size)
+    if step.sequence_ranks > 1:
+        gradients -= itemsize * mixer.q_size
+    sums = 0
+    if getattr(layer.mixer, "backend", "auto") == "flash":
+        return step.tokens * (gradients + 4 * (mixer.q_size + 2 * mixer.kv_size))
+    if mixer.window is None and mixer.softcap is None and not mixer.sinks:
+        by_head = 2 * itemsize if mixer.num_key_value_heads < mixer.num_attention_heads else 0
+        sums = (4 + by_head) * mixer.q_size
+    if step.tokens > LONG and step.sequence_ranks == 1:
+        sums //= mixer.num_key_value_heads
+    return step.tokens * (gradients + max(sums, norm_work(mixer)))
+
+
+def matrix_elements(layer: Block) -> tuple[int, int, int]:
+    """Elements of the matrices that a token meets: of gate and up, of the last product, of all others."""
+    inner = last = rest = 0
+    for name, p in layer.named_parameters():
+        if p.ndim < 2:
+            continue
+        mixture, elements = layer.spec.mixture, p.numel()
+        if p.ndim == 3 and mixture is not None:
+            elements = elements * mixture.experts_per_token // mixture.num_experts
+        if not name.startswith("mlp."):
+            rest += elements
+        elif "down_proj" in name:
+            last += elements
+        else:
+            inner += elements
+    return inner, last, rest
+
+
+def _attended(layer: Block, seq: int) -> int:
+    """Elements of the values that a query meets, over all heads, on average."""
+    mixer: Any = layer.spec.mixer
+    mixer = getattr(mixer, "attention", mixer)
+    if not isinstance(mixer, AttentionSpec):
+        return 0
+    return mixer.q_size * min(mixer.window or mixer.chunk or seq, (seq + 1) // 2 if mixer.causal else seq)
+
+
+def _inner_width(layer: Block) -> int:
+    spec = layer.spec.mlp
+    if not isinstance(spec, MoESpec):
+        return spec.intermediate_size
+    shared = 0 if spec.shared_expert is None else spec.shared_expert.intermediate_size
+    return spec.experts_per_token * spec.intermediate_size + shared

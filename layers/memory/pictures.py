@@ -1,0 +1,200 @@
+"""What a batch shows an encoder of images, in numbers, and what is kept of it beside the encoder's layers."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from liger_models.layers.specs import (
+    AnyresPictures,
+    PaddedPictures,
+    SquarePictures,
+    TiledVisionSpec,
+    VisionSpec,
+)
+from liger_models.layers.vision.anyres import best_resolution, of_tiles, of_whole
+from liger_models.layers.vision.pictures import Pictures
+from liger_models.layers.vision.projectors import PROJECTORS
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The images that one GPU has at a time.
+
+    Attributes:
+        tokens: of the encoder: patches, class tokens and what fills tiles up.
+        longest: the most of them that see one another.
+        window: the most that see one another in layers with windows; 0: there are none.
+        patches: rows of pixels.
+        features: tokens of the language model that stand for them.
+        read: features beside the text, which layers of the language model read.
+        pixels: bytes of what the processor gives, on the GPU.
+    """
+
+    tokens: int = 0
+    longest: int = 0
+    window: int = 0
+    patches: int = 0
+    features: int = 0
+    read: int = 0
+    pixels: int = 0
+
+    def no_more_than(self, other: Shown) -> bool:
+        """Whether no number is larger than the other's."""
+        return self.at_least(other) == other
+
+    def at_least(self, other: Shown) -> Shown:
+        """Of each number the larger one."""
+        return Shown(*map(max, astuple(self), astuple(other)))
+
+
+NOTHING = Shown()
+
+
+def shown_by(spec: VisionSpec | TiledVisionSpec | None, pictures: Any) -> Shown:
+    """The numbers of the pictures of a call, if it has any, whose pixels are counted where they are."""
+    if spec is None or pictures is None:
+        return NOTHING
+    if isinstance(spec, TiledVisionSpec):
+        return _tiles(spec, *pictures.ratios.shape)
+    merge, beside = spec.projector.merge, int(spec.class_token is not None)
+    frames, longest = pictures.frames, max(pictures.frames) + beside
+    window = 0 if spec.window is None else min((spec.window * merge) ** 2, longest)
+    tokens = sum(frames) + beside * len(frames)
+    return Shown(tokens, longest, window, sum(frames), sum(pictures.features(merge)))
+
+
+def shown_of_size(
+    spec: VisionSpec | TiledVisionSpec, images: int, height: int, width: int, rows: int = 1
+) -> Shown:
+    """The numbers of so many images in each of so many rows, of a size in pixels: that which the family's
+    processor has made of them, where it leaves them several.
+    """
+    if not images:
+        return NOTHING
+    if isinstance(spec, TiledVisionSpec):
+        shown = _tiles(spec, rows, images)
+        return _with_pixels(shown, rows * images * spec.tiles * spec.patches.channels * spec.image_size**2)
+    count, size, merge = rows * images, spec.patches.size, spec.projector.merge
+    match spec.pictures:
+        case SquarePictures(side):
+            grids = [(1, side // size, side // size)] * count
+        case AnyresPictures(side, resolutions, most):
+            grid = side // size
+            taps, tiles = of_whole(grid), 1
+            if images == 1:
+                h, w = (x // side for x in best_resolution(height, width, resolutions))
+                taps, tiles = of_tiles(grid, h, w, height, width, most), 1 + h * w
+            grids = [(1, grid, grid)] * (tiles * count)
+            shown = shown_by(spec, Pictures(torch.empty(0, device="meta"), grids, len(grids)))
+            return _with_pixels(
+                Shown(shown.tokens, shown.longest, 0, shown.patches, count * len(taps.features)),
+                shown.patches * spec.patches.width,
+            )
+        case PaddedPictures():
+            grids = [(1, max(merge, height // size), max(merge, width // size))] * count
+        case _:
+            block = size * merge
+            grids = [(1, merge * max(1, round(height / block)), merge * max(1, round(width / block)))] * count
+    nothing = torch.empty(0, device="meta")
+    shown = shown_by(spec, Pictures(nothing, grids, len(grids), beside=int(spec.class_feature)))
+    return _with_pixels(shown, shown.patches * spec.patches.width)
+
+
+def _tiles(spec: TiledVisionSpec, rows: int, images: int) -> Shown:
+    patches = (spec.image_size // spec.patches.size) ** 2
+    tiles, in_tile = rows * images * spec.tiles, patches + 1 + -(patches + 1) % 8
+    of_image = spec.tiles * in_tile
+    tokens = rows * images * of_image
+    return Shown(
+        tokens,
+        longest=of_image,
+        patches=tiles * patches,
+        features=rows * images,
+        read=tiles * (patches + 1),
+    )
+
+
+def _with_pixels(shown: Shown, numbers: int) -> Shown:
+    return replace(shown, pixels=4 * numbers)
+
+
+@dataclass(frozen=True)
+class Edges:
+    """Of what lies around the encoder's layers, bytes that are kept.
+
+    Attributes:
+        encoder: in front of the layers and behind them.
+        projector: by the way into the language model, its input included.
+        language: by layers of the language model, for all of them together.
+    """
+
+    encoder: int = 0
+    projector: int = 0
+    language: int = 0
+
+
+def edges_of(
+    spec: VisionSpec | TiledVisionSpec,
+    shown: Shown,
+    hidden_size: int,
+    dtype: torch.dtype,
+    trained: tuple[bool, bool],
+) -> Edges:
+    """What is kept of images beside the encoder's layers.
+
+    Args:
+        spec: of the encoder and the projector.
+        shown: the images.
+        hidden_size: that of the language model, H.
+        dtype: of the parameters.
+        trained: whether the encoder is, and whether the projector is.
+    """
+    encoder = trained[0]
+    if not shown.patches or not any(trained):
+        return Edges()
+    width, size = spec.hidden_size, dtype.itemsize
+    kept = shown.patches * spec.patches.width * size
+    if isinstance(spec, TiledVisionSpec):
+        # The positions that a gate multiplies, the inputs and statistics of two norms, and of each token its
+        # place, to and fro, and where the keys that it sees begin and end.
+        kept += shown.read * width * max(size, 4) + 2 * shown.tokens * (width * size + 8)
+        kept += shown.tokens * (2 * 8 + 2 * 4)
+        linear = nn.Linear(spec.width, hidden_size, device="meta", dtype=dtype)
+        made = _kept(linear, shown.read, spec.width, dtype, encoder)
+        return Edges(encoder * kept, made, shown.read * hidden_size * size)
+    norms = [norm for norm in (spec.norm_before, spec.norm_behind) if norm is not None]
+    kept += len(norms) * shown.tokens * (width * size + 8)
+    taken = max(len(spec.taken), 1) * width
+    ways = [(taken, spec.projector), *((width, spec.deep_projector) for _ in spec.deep)]
+    patches = shown.patches // spec.projector.merge**2 * spec.projector.merge**2
+    patches = shown.tokens if spec.class_feature else patches
+    made = 0
+    for wide, projector_spec in ways:
+        with torch.device("meta"):
+            way = PROJECTORS[type(projector_spec)](wide, hidden_size, projector_spec).to(dtype)
+        made += _kept(way, patches, wide, dtype, encoder)
+    # What goes on into the next layer of the encoder is that layer's input too.
+    made -= encoder * len(spec.deep) * patches * width * size
+    deep = len(spec.deep) * shown.features * hidden_size * size
+    return Edges(encoder * kept, made, deep)
+
+
+def _kept(module: nn.Module, rows: int, width: int, dtype: torch.dtype, needs_input: bool) -> int:
+    """What autograd saves of a module's call on [rows, width], counted on the meta device."""
+    saved: dict[int, Tensor] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    x = torch.empty(rows, width, dtype=dtype, device="meta", requires_grad=needs_input)
+    with torch.enable_grad(), saved_tensors_hooks(note, lambda tensor: tensor):
+        made = module(x)
+    own = {p.untyped_storage()._cdata for p in (*module.parameters(), *module.buffers())}
+    del made
+    return sum(t.untyped_storage().nbytes() for place, t in saved.items() if place not in own)

@@ -1,0 +1,116 @@
+"""A training step that is planned for, and its plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from liger_models.layers.memory.pictures import NOTHING, Shown
+from liger_models.layers.recompute.activation_memory import ActivationMemory
+
+# The levels among which is chosen: the first row with which a step fits.
+LADDERS: tuple[tuple[ActivationMemory, ...], ...] = (
+    ("all", "lean", "mlp", "checkpoint"),
+    ("all", "lean", "mlp", "tiled"),
+    ("all", "lean", "mlp", "offload"),
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a training step is, beside its model.
+
+    Attributes:
+        batch, seq: rows, and tokens in a row, that one GPU has at a time.
+        optimizer_bytes: state of each trained element. AdamW in bfloat16 keeps two moments, and by default 16
+            bits that rounding would lose.
+        accumulates: whether gradients of an earlier micro-batch are there in the forward pass.
+        gpus: that divide the parameters among them (FSDP2).
+        lora_rank: of adapters on all linear layers, in float32, beside weights that are not trained; 0: none.
+        dora: whether these are DoRA's.
+        weight_bytes: of an element of the layers' matrices, where they are quantised.
+        longest: tokens of the longest document; None: `seq`.
+        labels: the share of the tokens that have one; the others are not in the loss.
+        sequence_ranks: GPUs that divide these rows among them, a part of the tokens each.
+        optimizer_on_host: whether the optimizer's state is in the host's memory.
+        optimizer_work: bytes that the optimizer's step takes beside the state and the gradients.
+        shown: the images of these rows.
+    """
+
+    batch: int
+    seq: int
+    optimizer_bytes: float = 6
+    accumulates: bool = False
+    gpus: int = 1
+    lora_rank: int = 0
+    dora: bool = False
+    weight_bytes: float | None = None
+    longest: int | None = None
+    labels: float = 1.0
+    sequence_ranks: int = 1
+    optimizer_on_host: bool = False
+    optimizer_work: int = 0
+    shown: Shown = NOTHING
+
+    @property
+    def tokens(self) -> int:
+        """Of one GPU."""
+        return -(-self.batch * self.seq // self.sequence_ranks)
+
+    @property
+    def labelled(self) -> int:
+        """Tokens of one GPU that have a label."""
+        return math.ceil(self.labels * self.tokens)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The levels of a model's layers, and the memory of a step with them.
+
+    Attributes:
+        levels: one a layer.
+        encoder_levels: and of an encoder of images, where there are any.
+        peak: bytes at the largest moment.
+        moment: which that is.
+        parts: what the peak is made of, in bytes.
+        repeated: the matrix products and other work done again, over those of a step that repeats nothing.
+        budget: the bytes that there are; None: any number.
+        host: bytes of the host's memory, pinned, for what is kept there.
+        host_budget: the bytes of that that there are; None: any number.
+    """
+
+    levels: tuple[ActivationMemory, ...]
+    peak: int
+    moment: str
+    parts: dict[str, int] = field(hash=False)
+    repeated: float
+    budget: int | None = None
+    host: int = 0
+    host_budget: int | None = None
+    encoder_levels: tuple[ActivationMemory, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        on_host = self.host_budget is None or self.host <= self.host_budget
+        return on_host and (self.budget is None or self.peak <= self.budget)
+
+    def __str__(self) -> str:
+        layers = _told(self.levels, "layers")
+        if self.encoder_levels:
+            layers += ", " + _told(self.encoder_levels, "the encoder's layers")
+        budget = "" if self.budget is None else f" of {self.budget / 2**30:.1f}"
+        most = "" if self.host_budget is None else f" of {self.host_budget / 2**30:.1f}"
+        host = f", and {self.host / 2**30:.1f}{most} GiB of the host" if self.host else ""
+        peak = f"{self.peak / 2**30:.1f}{budget} GiB{host}"
+        return f"{layers}; {self.repeated:.1%} of the work is repeated; {peak}"
+
+
+def _told(levels: Sequence[ActivationMemory], what: str) -> str:
+    runs: list[list[Any]] = []
+    for i, level in enumerate(levels):
+        if not runs or runs[-1][0] != level:
+            runs.append([level, i, i])
+        runs[-1][2] = i
+    return ", ".join(f"{level} in {what} {first} to {last}" for level, first, last in runs)

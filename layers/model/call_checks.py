@@ -1,0 +1,287 @@
+"""What a call of the model must satisfy: shapes at once, values when the device has got to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.convert.errors import DataError
+from liger_models.layers.sequences.agreement import OTHERS_REFUSED, said_by_any
+from liger_models.layers.sequences.host_copy import HostCopy
+from liger_models.layers.sequences.sequences import IGNORE_INDEX, Sequences
+from liger_models.layers.specs import ModelSpec
+
+_INTEGERS = (torch.int64, torch.int32)  # what an embedding and the kernels take
+
+
+def batch_shape(
+    input_ids: Tensor | None, embeds: Tensor | None, hidden_size: int, *, ids_needed: bool = False
+) -> tuple[tuple[int, int], torch.device]:
+    """(batch, seq) and the device of ids [batch, seq] or embeddings [batch, seq, H]; where `ids_needed`, of
+    ids, with embeddings beside them or without.
+
+    Raises:
+        DataError: both or neither, the wrong shape or dtype, or no token.
+    """
+    if ids_needed and embeds is not None:
+        if input_ids is None or input_ids.shape != embeds.shape[:2]:
+            raise DataError(
+                "the layers of this model have inputs of their own, looked up by id: give input_ids [batch, "
+                "seq] beside inputs_embeds"
+            )
+        batch_shape(None, embeds, hidden_size)
+    elif (input_ids is None) == (embeds is None):
+        raise DataError("give either input_ids or inputs_embeds")
+    if input_ids is not None:
+        if input_ids.dim() != 2 or input_ids.dtype not in _INTEGERS:
+            raise DataError(
+                f"input_ids must be integers, int64 or int32, of shape [batch, seq], found "
+                f"{input_ids.dtype} of shape {tuple(input_ids.shape)}"
+            )
+        given = input_ids
+    else:
+        assert embeds is not None
+        if embeds.dim() != 3 or embeds.shape[-1] != hidden_size:
+            raise DataError(
+                f"inputs_embeds must have the shape [batch, seq, {hidden_size}], found {tuple(embeds.shape)}"
+            )
+        given = embeds
+    if 0 in given.shape[:2]:
+        raise DataError(f"the batch holds no token: its shape is {tuple(given.shape)}")
+    return (given.shape[0], given.shape[1]), given.device
+
+
+def refuse_float16_training(model: nn.Module, hidden: Tensor) -> None:
+    """Refuse to train with a residual stream in float16.
+
+    Raises:
+        TypeError: `hidden`, the embeddings, are in float16, and parameters are trained.
+    """
+    training = hidden.dtype == torch.float16 and model.training and torch.is_grad_enabled()
+    if training and any(p.requires_grad for p in model.parameters()):
+        raise TypeError(
+            "this model is trained with weights in float16, whose largest number is 65504: in some families "
+            "(Gemma 3 among them) hidden states exceed it, and the loss becomes NaN, with adapters on frozen "
+            "weights too. Load the weights in bfloat16 or float32, as in from_pretrained(..., "
+            "dtype=torch.bfloat16); to evaluate them in float16, call model.eval() or use torch.no_grad()"
+        )
+
+
+def targets_of(sequences: Sequences, labels: Tensor | None, shift_labels: Tensor | None) -> Tensor | None:
+    """What every token shall predict, [T], or None.
+
+    Raises:
+        DataError: both kinds of labels, or the wrong shape or dtype.
+    """
+    if labels is not None and shift_labels is not None:
+        raise DataError("give either labels or shift_labels")
+    given = labels if labels is not None else shift_labels
+    if given is None:
+        return None
+    if tuple(given.shape) != sequences.shape or given.dtype not in _INTEGERS:
+        raise DataError(
+            f"labels must be integers, int64 or int32, of the shape of the tokens, {sequences.shape}; "
+            f"found {given.dtype} of shape {tuple(given.shape)}"
+        )
+    packed = sequences.pack(given)
+    return sequences.next_labels(packed) if labels is not None else packed
+
+
+def labels_of_beginnings(
+    sequences: Sequences, labels: Tensor | None, num_items: Tensor | int | None
+) -> Tensor | None:
+    """How many documents of packed rows begin with a token that has a label, though nothing predicts it; None
+    where rows are not packed, or there is no tensor that may count these labels. A row's own first token is
+    left out, as transformers' Trainer does.
+    """
+    if not isinstance(num_items, Tensor) or labels is None:
+        return None
+    if sequences.cu_seqlens is None or sequences.kept is not None:
+        return None
+    bounds = sequences.cu_seqlens.long().to(labels.device)
+    starts, filled = bounds[1:-1], bounds[2:] > bounds[1:-1]
+    labelled = labels.flatten()[starts.clamp(max=labels.numel() - 1)] != IGNORE_INDEX
+    return (labelled & filled & (starts % sequences.shape[1] != 0)).sum()
+
+
+def refuse_unknown(keywords: Mapping[str, Any]) -> None:
+    """Let pass what asks for nothing, as other libraries' models are often called.
+
+    Raises:
+        TypeError: a keyword that asks for something, by name.
+    """
+    for name, value in keywords.items():
+        nothing = {"return_dict": (False, True), "is_causal": (True,)}.get(name, (False,))
+        if value is not None and not any(value is one for one in nothing):
+            raise TypeError(
+                f"forward() got {name}=..., which this model does not know and would ignore; "
+                "help(liger_models.layers.model.causal_lm.CausalLM.forward) tells what it takes"
+            )
+
+
+def check_windows(spec: ModelSpec, extent: int) -> None:
+    """Of rows with padding between their tokens, the longest of which has this extent.
+
+    Raises:
+        DataError: the window, or the chunks, of some layer are shorter: they count tokens here, side by side,
+            and places in the row in others' models, where padding counts too.
+    """
+    mixers = [block.mixer for block in spec.blocks]
+    sizes = [getattr(mixer, name, None) for mixer in mixers for name in ("window", "chunk")]
+    shortest = min((size for size in sizes if size is not None), default=extent)
+    if shortest < extent:
+        raise DataError(
+            f"attention_mask has zeros between the tokens of a row, over {extent} places, and this model has "
+            f"windows or chunks of {shortest}, which would count the tokens alone: move all padding to the "
+            "ends of the rows"
+        )
+
+
+class CallChecks:
+    """The range of ids and labels and the given count, computed on the device when a call begins (`begin`)
+    and read when its layers are queued (`finish`), so that neither the host nor the device waits.
+
+    Args:
+        input_ids: [batch, seq], or None.
+        targets: [T], or None.
+        vocab_size: ids and labels must be below it.
+        num_items: what the loss is divided by, if it is given.
+        sequences: which of the targets are here, if they are divided over ranks.
+        num_ids: what ids must be below, if not the same.
+        beginnings: `labels_of_beginnings` of the call.
+        groups: process groups in which every process makes such an object: `groups_of_step`.
+        device: on which they exchange it; else the counts are on that of the targets, or of the ids.
+
+    Attributes:
+        own_valid: the number of those here that count, when `finish` has returned.
+
+    Raises:
+        DataError: a count that is not above 0, or of a dtype that does not hold counts.
+    """
+
+    def __init__(
+        self,
+        input_ids: Tensor | None,
+        targets: Tensor | None,
+        vocab_size: int,
+        num_items: Tensor | int | None = None,
+        sequences: Sequences | None = None,
+        num_ids: int | None = None,
+        beginnings: Tensor | None = None,
+        groups: Sequence[Any] = (),
+        device: torch.device | None = None,
+    ):
+        self._num_ids = vocab_size if num_ids is None else num_ids
+        self._vocab_size, self._with_labels = vocab_size, targets is not None
+        self._num_items = num_items
+        if isinstance(num_items, Tensor):
+            if num_items.dtype in (torch.bfloat16, torch.float16, torch.bool):
+                raise DataError(
+                    f"num_items_in_batch came as {num_items.dtype}, which does not hold a count; give a "
+                    "number or a tensor of integers (mixed precision casts floating point tensors)"
+                )
+        elif num_items is not None and not num_items > 0:
+            raise DataError(_WRONG_COUNT.format(num_items))
+        ids = (
+            torch.zeros(2, dtype=torch.long) if input_ids is None else torch.stack(input_ids.aminmax()).long()
+        )
+        if device is None or not groups:
+            device = ids.device if targets is None else targets.device
+        if targets is None:
+            counts = torch.zeros(4, dtype=torch.long, device=device)
+        else:
+            valid = targets != IGNORE_INDEX
+            seen = torch.where(valid, targets, 0)
+            mine = valid if sequences is None else sequences.own(valid)
+            counts = torch.stack([valid.sum(), mine.sum(), *seen.aminmax()]).long().to(device)
+        rows = [ids.to(device), counts]
+        if isinstance(num_items, Tensor):
+            rows.append((num_items > 0).all().long()[None].to(device))
+            if beginnings is not None:
+                rows.append(beginnings.long()[None].to(device))
+        self.groups, self._found = groups, torch.cat(rows)
+        self._explain: Callable[[], object] = lambda: None
+
+    def begin(
+        self,
+        wrong: Tensor | None = None,
+        explain: Callable[[], object] = lambda: None,
+        wait: bool = False,
+    ) -> None:
+        """Start the copy to the host; with `groups`, exchange whether the batch is refused. Call it before
+        the layers run: on a CPU, where their collectives block, a refusal by any process is raised here.
+
+        Args:
+            wrong: whether another check of this call fails, a bool on the device.
+            explain: raises the error of that check.
+            wait: raise a refusal here on a GPU too, since a blocking collective follows.
+
+        Raises:
+            DataError: this process or another refuses its batch.
+        """
+        found, self._explain = self._found, explain
+        if self.groups:
+            refused = self._is_refused(found)
+            if wrong is not None:
+                refused = torch.maximum(refused, wrong.long().to(found.device))
+            found = torch.cat([said_by_any(refused, self.groups), found])
+        self._counts = HostCopy(found)
+        if self.groups and (wait or self._counts.is_there):
+            self.finish()
+
+    def _is_refused(self, found: Tensor) -> Tensor:
+        """[1] int64: whether `finish` will raise, still on the device."""
+        lowest_id, highest_id, num_valid, _, lowest_label, highest_label, *given = found
+        wrong = (lowest_id < 0) | (highest_id >= self._num_ids)
+        wrong |= (lowest_label < 0) | (highest_label >= self._vocab_size)
+        if self._with_labels and self._num_items is None:
+            wrong |= num_valid == 0
+        for number, right in zip(given, (1, 0), strict=False):
+            wrong |= number != right
+        return wrong.long()[None]
+
+    def finish(self) -> int:
+        """The number of labels that count.
+
+        Raises:
+            DataError: an id or a label outside the vocabulary, no label, or a count that is not above 0; what
+                `explain` raises; or another process refuses its batch.
+        """
+        found = self._counts.tolist()
+        refused = self.groups and found.pop(0)
+        lowest_id, highest_id, num_valid, self.own_valid, lowest_label, highest_label, *given = found
+        for what, low, high, vocab in (
+            ("id", lowest_id, highest_id, self._num_ids),
+            ("label", lowest_label, highest_label, self._vocab_size),
+        ):
+            if low < 0 or high >= vocab:
+                raise DataError(
+                    f"found the {what} {low if low < 0 else high}, which is outside the vocabulary of "
+                    f"{vocab}: expected 0 to {vocab - 1}{' or -100' if what == 'label' else ''}. Does the "
+                    "tokenizer belong to this model?"
+                )
+        if given[:1] == [0]:
+            assert isinstance(self._num_items, Tensor)
+            raise DataError(_WRONG_COUNT.format(self._num_items.tolist()))
+        if any(given[1:]):
+            raise DataError(
+                f"the first tokens of {given[1]} packed documents have labels, which nothing predicts, and "
+                "num_items_in_batch came as a tensor, as transformers' Trainer counts it, with these: the "
+                "loss would be too small. Set these labels to -100, as DataCollatorWithFlattening does, or "
+                "give the count as a number if it is without them"
+            )
+        if self._with_labels and num_valid == 0 and self._num_items is None:
+            raise DataError(
+                "no token of the batch has a label (all are -100, padding, or the first of a document), so "
+                "the mean loss is undefined; drop the batch, or pass num_items_in_batch"
+            )
+        self._explain()
+        if refused:
+            raise DataError(OTHERS_REFUSED)
+        return num_valid
+
+
+_WRONG_COUNT = "num_items_in_batch must be above 0, found {}"

@@ -1,0 +1,234 @@
+"""A causal language model: embeddings, blocks, a final norm and a head.
+
+input_ids [batch, seq] -> tokens [T] -> hidden [T, H] -> blocks -> norm -> head -> loss, or logits [batch,
+seq, V]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_models.layers.attention.backends import AttentionBackend
+from liger_models.layers.model.call_checks import (
+    CallChecks,
+    batch_shape,
+    labels_of_beginnings,
+    refuse_unknown,
+    targets_of,
+)
+from liger_models.layers.model.decoder import Decoder
+from liger_models.layers.model.distilling import Distilling, check_lesson, learn
+from liger_models.layers.model.head import LMHead, LogitForm, loss_of_head, scores_of_head
+from liger_models.layers.model.output import CausalLMOutput, DistillationOutput, ScoreOutput
+from liger_models.layers.model.parameters import (
+    ModelParameters,
+    drop_tied_head,
+    restore_tied_head,
+    tie_again,
+)
+from liger_models.layers.model.scoring import Scoring, check_score_call, score_output
+from liger_models.layers.recompute.eager import not_compiled
+from liger_models.layers.sequences.agreement import groups_of_step, refusing_together
+from liger_models.layers.sequences.cache import KVCache
+from liger_models.layers.sequences.router_loss import router_loss
+from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.specs import ModelSpec
+from liger_models.layers.vision.pictures import seconds_as_numbers
+
+
+class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
+    """Embeddings, blocks, a final norm and a head.
+
+    Args:
+        spec: what the model is made of.
+        attention: the attention backend, see layers/attention/backends.py.
+        activation_memory: what is kept for the backward pass, one name for all layers or one a layer, see
+            layers/recompute/activation_memory.py.
+        memory_budget: of the level "auto", see layers/memory/.
+    """
+
+    sequence_group: Any = None  # of the ranks that divide each batch: layers/sequences/sequence_parallel.py
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        attention: AttentionBackend = "auto",
+        activation_memory: str | Sequence[str] = "lean",
+        memory_budget: float | str | None = None,
+    ):
+        super().__init__()
+        self.make_decoder(spec, attention)
+        self.lm_head = LMHead(spec.hidden_size, spec.vocab_size, spec.head_bias)
+        self.logit_form = LogitForm(spec.logit_scale, spec.logit_softcap)
+        self.tie_weights()
+        if spec.tie_word_embeddings:
+            self.register_state_dict_post_hook(drop_tied_head)
+            self.register_load_state_dict_pre_hook(restore_tied_head)
+            self.register_load_state_dict_post_hook(tie_again)
+        self.note_canonical_forms()
+        self.set_activation_memory(activation_memory, memory_budget)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module, with the seconds of videos as numbers: `seconds_as_numbers`."""
+        return super().__call__(*args, **seconds_as_numbers(kwargs))
+
+    @not_compiled
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        parents: Sequence[int] | Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        logits_to_keep: int | Tensor = 0,
+        return_logits: bool | None = None,
+        **others: Any,
+    ) -> CausalLMOutput | ScoreOutput:
+        """Loss with labels, logits without; scores of labels where they are asked for.
+
+        Args:
+            input_ids: [batch, seq] integers; or `inputs_embeds` [batch, seq, H] in their place, or beside
+                them where layers have inputs of their own, by id (Gemma 4's small models).
+            labels: [batch, seq], aligned with the input and shifted in here; -100, padding, and the first
+                token of a document do not count.
+            attention_mask: [batch, seq], 0 at padding.
+            position_ids: [batch, seq]; the default counts from 0 in every row, or in every document of
+                `cu_seqlens`. Where positions have three axes, as those of Qwen's images, also [3, batch,
+                seq], or [4, batch, seq] with those that count tokens in front; the default are the images'.
+            cu_seqlens: [n + 1] integers, the boundaries of packed documents in the flattened batch: documents
+                neither see nor predict one another. On the CPU it costs no synchronisation.
+            parents: [n] integers, the number of the document that each of these continues, or -1: it sees
+                that one as if it stood before it, and positions go on. [2, n]: with how many tokens of that
+                one it continues. See layers/sequences/tree.py.
+            shift_labels: [batch, seq], already shifted: the label of position t is what position t shall
+                predict.
+                (Not in the signature: trainers take any parameter with "label" in its name for one that every
+                batch must have.)
+            score: `ScoreOptions`: the scores of the labels in the place of the loss, as `score` returns them;
+                nor is it in the signature.
+            distill: `Distillation`: the loss is that of a teacher's pupil, as `distill` returns it.
+            num_items_in_batch: the loss is the sum over labels divided by this count, not by their own (exact
+                gradient accumulation). What routers add is weighed by the share of labels that are here: all
+                parts of a step together have the mean of it, and not the sum.
+            logits_to_keep: make logits of the last so many positions only, or of these positions; 0: of all.
+            return_logits: make logits beside the loss. Default: only if there are no labels.
+            pixel_values and other keywords: what the processor of a family with `vision` gives beside ids.
+            others: keywords of other libraries' models are taken where they ask for nothing: None, False, and
+                return_dict=True.
+
+        Returns:
+            A dict with `loss` (float32 scalar) and `logits` ([batch, seq, V], zero at padding) as asked.
+
+        Raises:
+            DataError: shapes that do not fit, ids or labels outside the vocabulary, no label in the batch,
+                positions beyond the rotary tables, a num_items_in_batch that is not above 0; or another
+                process of the training step refused its batch.
+            TypeError: a keyword that asks for what is not there.
+        """
+        shift_labels, score = others.pop("shift_labels", None), others.pop("score", None)
+        distill, teaching = others.pop("distill", None), others.pop("teaching", None)
+        if teaching is not None:
+            teaching.use(self.lm_head, self.hidden_states(teaching.sequences, input_ids), self.logit_form)
+            return CausalLMOutput()
+        groups, own_device = groups_of_step(self), next(self.parameters()).device
+        with refusing_together(groups, own_device):
+            sight = None if self.vision is None else self.vision.take(others)
+            refuse_unknown(others)
+            width = self.spec.hidden_size
+            shape, device = batch_shape(input_ids, inputs_embeds, width, ids_needed=self.needs_ids)
+            if score is not None:
+                asked = num_items_in_batch, return_logits
+                check_score_call(labels, shift_labels, cu_seqlens, shape[0], *asked)
+                num_items_in_batch = 1  # no label at all is no error: nothing is divided by their count
+            sequences = Sequences.from_call(shape, device, attention_mask, position_ids, cu_seqlens, parents)
+            targets = targets_of(sequences, labels, shift_labels)
+            beginnings = labels_of_beginnings(sequences, labels, num_items_in_batch)
+            check_lesson(distill, score, targets)
+            sequences = sequences.divided(self.sequence_group)
+            self.prepare_call(sequences, input_ids, sight)
+            shifted = shift_labels is not None
+            score = None if score is None else score.packed(sequences, shifted)
+            checks = CallChecks(
+                input_ids,
+                targets,
+                self.spec.vocab_size,
+                num_items_in_batch,
+                sequences,
+                self.spec.num_ids,
+                beginnings,
+                groups,
+                own_device,
+            )
+        self.begin_checks(checks, sight)
+        hidden = self.run_layers(sequences, input_ids, inputs_embeds, sight=sight)
+        num_valid = checks.finish()
+        targets = None if targets is None else sequences.own(targets)
+
+        if score is not None:
+            assert targets is not None
+            routers, valid = self.spec.router, checks.own_valid
+            scores = scores_of_head(self.lm_head, hidden, targets, valid, self.logit_form, score=score)
+            added = None
+            if routers is not None:
+                added = sequences.summed(
+                    router_loss(sequences.router_logits.take(), routers, sequences.slice)
+                )
+            return score_output(scores, sequences, shifted, added)
+        output: dict[str, Tensor] = {}
+        if targets is not None:
+            items = num_valid if num_items_in_batch is None else num_items_in_batch
+            call = self.lm_head, hidden, targets, checks.own_valid, items, self.logit_form
+            if distill is None:
+                output["loss"] = loss_of_head(*call)
+            else:
+                output |= learn(distill, partial(loss_of_head, *call), input_ids, sequences, *call)
+            loss = output["loss"]
+            if self.spec.router is not None:
+                added = router_loss(sequences.router_logits.take(), self.spec.router, sequences.slice)
+                # Of a step that is divided, this part's: as large beside the rest as in one that is not.
+                loss = loss + added * (num_valid / items)
+            output["loss"] = sequences.summed(loss)
+        if return_logits or (return_logits is None and targets is None):
+            output["logits"] = self._logits(hidden, sequences, logits_to_keep)
+        return CausalLMOutput(**output) if distill is None else DistillationOutput(**output)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The logits [..., V] of hidden states [..., H], as `hidden_states` gives them."""
+        return self.logit_form(self.lm_head(hidden))
+
+    def check_ids(self, input_ids: Tensor) -> None:
+        """Check [batch, seq] ids as `forward` does, now and not beside the work (it waits for the device).
+
+        Raises:
+            DataError: they are not integers of this shape, or one is outside the vocabulary.
+        """
+        batch_shape(input_ids, None, self.spec.hidden_size)
+        checks = CallChecks(input_ids, None, self.spec.num_ids)
+        checks.begin()
+        checks.finish()
+
+    def new_cache(self, batch: int, max_length: int) -> KVCache:
+        """Room for what the layers remember of `batch` sequences of up to `max_length` tokens, for
+        generation.
+        """
+        weight = self.embed_tokens.weight
+        kind = weight.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        room = (batch, max_length, weight.device, dtype)
+        return KVCache([layer.mixer.new_cache(*room) for layer in self.layers], batch, weight.device)
+
+    def _logits(self, hidden: Tensor, sequences: Sequences, logits_to_keep: int | Tensor) -> Tensor:
+        if isinstance(logits_to_keep, int) and logits_to_keep == 0:
+            return sequences.unpack(self.logits(hidden))
+        rows = sequences.unpack(hidden)
+        rows = rows[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else rows[:, logits_to_keep]
+        return self.logits(rows)

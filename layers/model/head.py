@@ -1,0 +1,208 @@
+"""The output head: logits, or the loss or the scores of labels without them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from liger_models.convert.checkpoints.shards import is_zero3
+from liger_models.kernels import (
+    TokenScores,
+    cross_entropy,
+    linear_cross_entropy,
+    linear_log_probs,
+    log_probs,
+)
+from liger_models.layers.model.scoring import ScoreOptions
+from liger_models.layers.projections.linear import Linear, as_wide_as
+from liger_models.layers.recompute.activation_memory import recompute
+from liger_models.layers.sequences.sequences import IGNORE_INDEX
+
+
+@dataclass(frozen=True)
+class LogitForm:
+    """What becomes of a head's product z: `scale * z`, or `softcap * tanh(scale * z / softcap)`.
+
+    It stands beside the head and not in it: an adapter around the head adds to the product.
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, z: Tensor) -> Tensor:
+        """z [..., V] -> logits [..., V]."""
+        z = z if self.scale == 1.0 else z * self.scale
+        return z if self.softcap is None else self.softcap * (z / self.softcap).tanh()
+
+
+class LMHead(Linear):
+    """A projection onto the vocabulary that also knows the loss and the scores of labels.
+
+    They are computed in here, so that the weight is read inside its own module's forward alone (sharding
+    frameworks gather it for just that time).
+    """
+
+    def __init__(self, hidden_size: int, vocab_size: int, bias: bool = False):
+        super().__init__(hidden_size, vocab_size, bias=bias)
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden: Tensor,
+        labels: Tensor | None = None,
+        num_valid: int | None = None,
+        num_items: Tensor | int | None = None,
+        form: LogitForm = LogitForm(),
+        score: ScoreOptions | None = None,
+        within: Callable[[Tensor, Tensor, Tensor | None], Any] | None = None,
+    ) -> Any:
+        """Without `labels`: hidden [..., H] -> the product [..., V].
+
+        With labels [T] (of the tokens to predict; -100 does not count): hidden [T, H] -> float32 scalar, the
+        summed cross entropy of the logits, in their form, over `num_items`, or over the count of labels if
+        that is None. `num_valid` is the count of labels, if it is known on the host.
+
+        With `score` too, whose coefficients are [T]: what `kernels.linear_log_probs` gives of them, as a
+        plain tuple, which all frameworks look through.
+
+        With `within`: what within(hidden, weight, bias) gives, while the weight is there.
+
+        Raises:
+            TypeError: hidden and the weight differ in dtype, without autocast.
+        """
+        _check_dtypes(hidden, self.weight)
+        if within is not None:
+            return within(hidden, self.weight, as_wide_as(self.weight, self.bias))
+        if labels is None:
+            return super().forward(hidden)
+        operands = hidden, self.weight, labels, as_wide_as(self.weight, self.bias)
+        options: Any = {"num_valid": num_valid, "logit_scale": form.scale, "softcap": form.softcap}
+        if score is None:
+            return linear_cross_entropy(*operands, num_items=num_items, **options)
+        options |= {"coefficients": score.coefficients, **score.keywords()}
+        return tuple(linear_log_probs(*operands, **options))
+
+
+def _check_dtypes(hidden: Tensor, weight: Tensor) -> None:
+    if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
+        raise TypeError(
+            f"the hidden states are {hidden.dtype} and the head's weight {weight.dtype}; cast one, or "
+            "use autocast. Under FSDP2 layers hand on what they compute in: leave output_dtype out of their "
+            "MixedPrecisionPolicy, or give it to the policy of the whole model alone."
+        )
+
+
+def loss_of_head(
+    head: nn.Module,
+    hidden: Tensor,
+    labels: Tensor,
+    num_valid: int | None = None,
+    num_items: Tensor | int | None = None,
+    form: LogitForm = LogitForm(),
+) -> Tensor:
+    """The loss, as `LMHead.forward` gives it with labels, of a head that may have been wrapped or replaced.
+
+    An adapter around the head, or a quantised one, knows its product alone. It is made in chunks of tokens,
+    which run again in the backward pass so that not all exist at once.
+    """
+    if type(head).forward is LMHead.forward:
+        return head(hidden, labels, num_valid=num_valid, num_items=num_items, form=form)
+    kept = (labels != IGNORE_INDEX).nonzero()[:, 0]
+    hidden, labels = hidden[kept], labels[kept]
+
+    def summed(product: Product, hidden: Tensor) -> Tensor:
+        def of_piece(hidden: Tensor, labels: Tensor) -> Tensor:
+            z, cap = product(hidden), form.softcap
+            loss = cross_entropy(z, labels, reduction="sum", logit_scale=form.scale, softcap=cap)
+            assert isinstance(loss, Tensor)  # nothing else was asked for
+            return loss
+
+        pieces = in_pieces(_CHUNK, hidden, labels, together=has_gathered_parts(head))
+        return torch.stack([recompute(of_piece, *piece) for piece in pieces]).sum()
+
+    return in_one_call(head, hidden, summed) / (len(labels) if num_items is None else num_items)
+
+
+def scores_of_head(
+    head: nn.Module,
+    hidden: Tensor,
+    labels: Tensor,
+    num_valid: int | None = None,
+    form: LogitForm = LogitForm(),
+    *,
+    score: ScoreOptions,
+) -> TokenScores:
+    """The scores [T], as `LMHead.forward` gives them, of a head that may have been wrapped or replaced: see
+    `loss_of_head`.
+    """
+    if type(head).forward is LMHead.forward:
+        return TokenScores(*head(hidden, labels, num_valid=num_valid, form=form, score=score))
+    kept = (labels != IGNORE_INDEX).nonzero()[:, 0]
+    options = {"logit_scale": form.scale, "softcap": form.softcap, **score.keywords()}
+
+    def scores(product: Product, hidden: Tensor) -> tuple[tuple[Tensor | None, ...], ...]:
+        def of_piece(hidden: Tensor, labels: Tensor) -> tuple[Tensor | None, ...]:
+            return tuple(log_probs(product(hidden), labels, **options))
+
+        # One piece at least, of no tokens: it tells what is asked for, and joins the result to the graph.
+        pieces = in_pieces(_CHUNK, hidden, labels[kept], together=has_gathered_parts(head))
+        return tuple(recompute(of_piece, *piece) for piece in pieces)
+
+    columns = zip(*in_one_call(head, hidden[kept], scores), strict=True)
+
+    def placed(column: tuple[Tensor | None, ...]) -> Tensor | None:
+        parts = [part for part in column if part is not None]
+        if not parts:
+            return None
+        values = torch.cat(parts)
+        return values.new_zeros(len(labels)).index_put((kept,), values)
+
+    found = TokenScores(*map(placed, columns))  # type: ignore[arg-type]
+    if score.coefficients is None:
+        return found
+    weighted_sum = (score.coefficients * found.log_probs).sum()
+    constant = [None if column is None else column.detach() for column in found]
+    return TokenScores(*constant)._replace(weighted_sum=weighted_sum)  # type: ignore[arg-type]
+
+
+Product = Callable[[Tensor], Tensor]
+
+
+def in_one_call(head: nn.Module, hidden: Tensor, function: Callable[[Product, Tensor], Any]) -> Any:
+    """What function(product, hidden) gives, within one call of the head, whose own forward `product` is.
+
+    Sharding frameworks gather parameters for a call, and exchange gradients behind it. So processes with more
+    pieces than others do not wait for these for ever.
+    """
+    others, product = vars(head).get("forward"), head.forward
+    head.forward = lambda hidden: function(product, hidden)  # type: ignore[method-assign]
+    try:
+        return head(hidden)
+    finally:
+        del head.forward
+        if others is not None:
+            head.forward = others  # type: ignore[method-assign]
+
+
+def has_gathered_parts(head: nn.Module) -> bool:
+    """Whether parts of the head are gathered each time that they run, in a call of the whole too (ZeRO-3)."""
+    return any(is_zero3(p) for part in head.children() for p in part.parameters())
+
+
+def in_pieces(size: int, *columns: Tensor, together: bool) -> list[tuple[Tensor, ...]]:
+    """Columns of as many tokens in pieces of `size`, one at the least; `together`: in as many as the process
+    that has most of them, the last of which are empty.
+    """
+    count = max(1, -(-len(columns[0]) // size))
+    if together and dist.is_initialized():
+        most = torch.tensor(count, device=columns[0].device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        count = int(most)
+    return [tuple(column[i * size : (i + 1) * size] for column in columns) for i in range(count)]
+
+
+_CHUNK = 4096  # tokens, as many as make a matrix product run at full speed

@@ -1,0 +1,189 @@
+"""The parameters of a model: their names in checkpoints, memory, fresh values, the head that shares the
+embedding's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.convert.checkpoints.layout import Layout, canonical_forms, saved_tensors
+from liger_models.convert.checkpoints.shards import is_sharded, local_part
+from liger_models.convert.checkpoints.weight_map import Expr, Ref
+from liger_models.layers.projections.packed_linear import (
+    fuse_projections,
+    packed_weights,
+    split_projections,
+    weight_map_of_parts,
+)
+from liger_models.layers.specs import ModelSpec
+
+
+class ModelParameters(nn.Module):
+    """What `CausalLM` can do with its parameters, beside computing with them.
+
+    Attributes:
+        layout: how the model's checkpoint differs from the canonical form.
+    """
+
+    layout: Layout = Layout()
+
+    spec: ModelSpec
+    embed_tokens: nn.Embedding
+    lm_head: nn.Linear
+
+    def saved_tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds: the parameters and the persistent buffers; a tied one once."""
+        return saved_tensors(self)
+
+    def weight_map(self, layout: Layout | None = None) -> dict[str, Expr]:
+        """Every saved tensor as an expression over the checkpoint's, in the model's order.
+
+        Args:
+            layout: of the checkpoint. Default: the model's own.
+        """
+        return weight_map_of_parts(self, (layout or self.layout).weight_map(self._canonical_forms))
+
+    def note_canonical_forms(self) -> None:
+        """Remember what the tensors are, as they are now: what is changed later is then noticed."""
+        self._canonical_forms = canonical_forms(self)
+
+    def split_projections(self) -> None:
+        """Give query, key, value, gate and up layers of their own, in place and over the same memory.
+
+        The model computes the same as before, somewhat slower; layers are those of the checkpoint, with its
+        names (`self_attn.q_proj.weight`), for LoRA libraries, quantisers and whoever sends weights elsewhere:
+        what it holds packed as well stays one layer. Parameters are new objects: make the optimizer
+        afterwards.
+
+        Raises:
+            ValueError: the model is sharded, or wrapped by an adapter.
+        """
+        split_projections(self, packed_weights(self, self.weight_map())[1])
+
+    def fuse_projections(self) -> None:
+        """Turn `split_projections` back, in place.
+
+        Raises:
+            ValueError: a projection is sharded, or wrapped by an adapter.
+        """
+        fuse_projections(self)
+
+    def tie_weights(self) -> None:
+        """Let the head use the embedding's parameter, if the spec says so."""
+        if self.spec.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def materialize(
+        self,
+        device: torch.device | str | None,
+        dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
+    ) -> None:
+        """Give tensors that were made on the meta device uninitialised memory on a real one. Sharded ones get
+        their part, by default where their mesh is.
+
+        Args:
+            device: where; None for torch's default.
+            dtype: of the parameters (buffers keep theirs); or of each saved tensor, by its native name. By
+                default all keep theirs.
+        """
+        if isinstance(dtype, torch.dtype):
+            chosen = {id(parameter): dtype for parameter in self.parameters()}
+        else:
+            chosen = {id(tensor): dtype[name] for name, tensor in self.saved_tensors().items() if dtype}
+
+        def memory(old: Tensor) -> Tensor:
+            kept = chosen.get(id(old), old.dtype)
+            if (mesh := getattr(old, "device_mesh", None)) is not None:
+                return torch.empty_like(old, dtype=kept, device=device or mesh.device_type)
+            # As empty_like, which of a tensor of the meta device takes half a second, for it imports sympy.
+            return torch.empty(old.shape, dtype=kept, device=device or torch.get_default_device())
+
+        made: dict[nn.Parameter, nn.Parameter] = {}  # a tied parameter stays one
+        for module in self.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, memory(buffer))
+            for name, old in module.named_parameters(recurse=False):
+                if old not in made:
+                    made[old] = nn.Parameter(memory(old).detach(), requires_grad=old.requires_grad)
+                setattr(module, name, made[old])
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Fresh weights in place: matrices from a normal distribution of `initializer_range`, biases and the
+        embedding of padding zero; norms, routers, experts and sinks by their own `reset_parameters`.
+
+        Processes that share a model must have drawn as many random numbers before: each draws all values, one
+        tensor after the other, and keeps its part.
+        """
+        for module in self.modules():
+            self.reset_parameters_of(module, generator)
+
+    @torch.no_grad()
+    def reset_parameters_of(self, module: nn.Module, generator: torch.Generator | None = None) -> None:
+        """The same for the parameters of one module alone, its children's aside."""
+        std, embedding = self.spec.initializer_range, self.embed_tokens.weight
+        reset = getattr(module, "reset_parameters", None)
+        tied = getattr(module, "weight", None) is embedding
+        with whole_parameters(module):
+            if isinstance(module, nn.Linear | nn.Embedding):
+                module.weight.normal_(0.0, std, generator=generator)
+                bias = getattr(module, "bias", None)
+                if bias is not None:
+                    bias.zero_()
+                if (tied or isinstance(module, nn.Embedding)) and self.spec.padding_idx is not None:
+                    module.weight[self.spec.padding_idx].zero_()
+            elif module is not self and reset is not None:
+                reset(std, generator)
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """The number of parameters, a tied head counted once."""
+        excluded = {id(self.embed_tokens.weight)} if exclude_embeddings else set()
+        counted = (p for p in self.parameters() if p.requires_grad or not only_trainable)
+        return sum(p.numel() for p in counted if id(p) not in excluded)
+
+
+@contextmanager
+def whole_parameters(module: nn.Module) -> Iterator[None]:
+    """While values are given to a module's own parameters, those that are sharded over processes stand in it
+    whole, without values. What this process holds of them is taken over in the end.
+    """
+    own = module._parameters
+    sharded = {name: tensor for name, tensor in own.items() if tensor is not None and is_sharded(tensor)}
+    whole: dict[str, nn.Parameter] = {}
+    for name, tensor in sharded.items():
+        device = local_part(tensor, Ref(name, tuple(tensor.shape)))[0].device
+        own[name] = whole[name] = nn.Parameter(
+            torch.empty(tensor.shape, dtype=tensor.dtype, device=device), False
+        )
+    yield
+    for name, tensor in sharded.items():
+        own[name] = tensor
+        local, part = local_part(tensor.detach(), Ref(name, tuple(tensor.shape)))
+        part.read_into(local, functools.partial(_take, whole[name]))
+
+
+def _take(whole: Tensor, name: str, dest: Tensor, start: int, stop: int) -> None:
+    dest.copy_(whole.view(-1)[start:stop].view(dest.shape))
+
+
+def drop_tied_head(
+    model: nn.Module, state_dict: dict[str, Tensor], prefix: str, local_metadata: object
+) -> None:
+    """A tied parameter has one entry: sharding and safetensors refuse two."""
+    state_dict.pop(f"{prefix}lm_head.weight", None)
+
+
+def restore_tied_head(model: nn.Module, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
+    embedding = state_dict.get(f"{prefix}embed_tokens.weight")
+    if embedding is not None:
+        state_dict.setdefault(f"{prefix}lm_head.weight", embedding)
+
+
+def tie_again(model: ModelParameters, incompatible_keys: object) -> None:
+    """With assign=True each module gets a parameter of its own."""
+    model.tie_weights()

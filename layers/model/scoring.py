@@ -1,0 +1,202 @@
+"""Per-token scores of a model: what post-training's losses are functions of (kernels/losses/log_probs.py has
+the formulas).
+
+    scores = model.score(input_ids, labels, entropy=True)  # log_probs, entropy [batch, seq - 1]; no logits
+    scores = ddp(input_ids=input_ids, labels=labels, score=ScoreOptions(entropy=True))  # of a wrapped model
+
+The head makes them in its own forward, so that its weight may be sharded, adapted or quantised.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from liger_models.convert.errors import DataError
+from liger_models.kernels import TokenScores
+from liger_models.kernels.losses._logit_tiles import check_temperature
+from liger_models.layers.model.output import ScoreOutput
+from liger_models.layers.sequences.sequences import Sequences
+
+
+class ScoreOptions:
+    """Which scores a call of the model returns instead of a loss: its keyword `score`.
+
+    Args:
+        temperature: divides the logits; one number for all tokens.
+        entropy: also the entropy of each token's distribution.
+        top1: also whether the label is the largest logit, the first of equal ones.
+        log_sum_sq_probs: also the logarithm of the sum of the squared probabilities.
+        coefficients: in the shape of the scores. Gradients then flow through `weighted_sum`, the sum of
+            coefficients * log_probs, and are computed in the forward pass, which saves up to a quarter of
+            the head's work where tokens fill several chunks. For losses whose gradients are known before the
+            scores: a negative log-likelihood, or a policy gradient on fresh samples, whose ratios are one.
+
+    Raises:
+        TypeError: a tensor of temperatures.
+        ValueError: a temperature that is not positive.
+
+    Not a dataclass: sharding frameworks that cast a call's arguments would round the coefficients in one.
+    """
+
+    def __init__(
+        self,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        top1: bool = False,
+        log_sum_sq_probs: bool = False,
+        coefficients: Tensor | None = None,
+    ):
+        check_temperature(temperature)
+        self.temperature, self.coefficients = temperature, coefficients
+        self.entropy, self.top1, self.log_sum_sq_probs = entropy, top1, log_sum_sq_probs
+
+    def keywords(self) -> dict[str, Any]:
+        """All but the coefficients, as `kernels.log_probs` takes them."""
+        return {
+            "temperature": self.temperature,
+            "entropy": self.entropy,
+            "top1": self.top1,
+            "log_sum_sq_probs": self.log_sum_sq_probs,
+        }
+
+    def packed(self, sequences: Sequences, shifted: bool) -> ScoreOptions:
+        """The same with the coefficients of T tokens, [T], in the place of a caller's.
+
+        Raises:
+            DataError: coefficients that do not have the shape of the scores.
+        """
+        packed = ScoreOptions(**self.keywords())
+        if self.coefficients is not None:
+            batch, seq = sequences.shape
+            shape = (batch, seq if shifted else seq - 1)
+            if tuple(self.coefficients.shape) != shape:
+                raise DataError(
+                    f"coefficients must have the shape of the scores, {shape}; found "
+                    f"{tuple(self.coefficients.shape)}"
+                )
+            rows = F.pad(self.coefficients.to(sequences.device), (0, seq - shape[1]))
+            packed.coefficients = sequences.pack(rows)
+        return packed
+
+
+class KnowsItsWrapper(nn.Module):
+    """A module that notes whether it was put into DistributedDataParallel, or behind learned prompts."""
+
+    _wrapped = False
+    _prompted = False
+    _left_out: Any = ()
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        """Asked for by DistributedDataParallel when it wraps a model: how the model knows that it did."""
+        self._wrapped = True
+        return self._left_out
+
+    @_ddp_params_and_buffers_to_ignore.setter
+    def _ddp_params_and_buffers_to_ignore(self, names: Any) -> None:
+        self._left_out = names
+
+
+def refuse_beside_wrapper(model: KnowsItsWrapper, keyword: str) -> None:
+    """Raises:
+    RuntimeError: the model's wrapper is passed by: its learned prompts would be missing, or gradients are
+        wanted, which it would not average.
+    """
+    if model._prompted:
+        raise RuntimeError(
+            "learned prompts were put in front of this model, which only the PeftModel knows: call it, with "
+            f"{keyword} beside input_ids and labels, within its disable_adapter() to do without them"
+        )
+    if model._wrapped and torch.is_grad_enabled() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise RuntimeError(
+            "this model is inside DistributedDataParallel, which averages the gradients of its own forward "
+            f"alone: call the wrapper, with {keyword} beside input_ids and labels, or do without gradients"
+        )
+
+
+class Scoring(KnowsItsWrapper):
+    """A model that scores."""
+
+    def score(
+        self,
+        input_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        shift_labels: Tensor | None = None,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        top1: bool = False,
+        log_sum_sq_probs: bool = False,
+        coefficients: Tensor | None = None,
+        **inputs: Any,
+    ) -> ScoreOutput:
+        """The log-probability of each label and what else is asked for, without logits.
+
+        Args:
+            input_ids: [batch, seq] integers.
+            labels: [batch, seq], aligned with the input: position t of the result scores labels[:, t + 1];
+                -100, padding, and the first token of a document do not count.
+            shift_labels: [batch, seq], already shifted, in the place of labels: position t of the result
+                scores shift_labels[:, t].
+            temperature, entropy, top1, log_sum_sq_probs, coefficients: those of `ScoreOptions`.
+            inputs: what else `forward` takes: attention_mask, position_ids, cu_seqlens and so on.
+
+        Returns:
+            `log_probs`, in nats, and `entropy`, `is_top1` (bool), `log_sum_sq_probs`, `weighted_sum` (a
+            scalar) as asked: float32 [batch, seq - 1], or [batch, seq] with shift_labels, zero where there is
+            no label. log_probs and entropy have gradients. `router_loss`, a scalar, if routers add to the
+            model's loss.
+
+        Raises:
+            RuntimeError: the model is inside DistributedDataParallel, which would not average the gradients,
+                or behind the learned prompts of a PeftModel: call these, with score=ScoreOptions(...).
+            TypeError: a tensor of temperatures.
+            DataError: no labels; else as `forward`.
+        """
+        refuse_beside_wrapper(self, "score=ScoreOptions(...)")
+        options = ScoreOptions(temperature, entropy, top1, log_sum_sq_probs, coefficients)
+        return self(input_ids=input_ids, labels=labels, shift_labels=shift_labels, score=options, **inputs)
+
+
+def score_output(
+    scores: TokenScores, sequences: Sequences, shifted: bool, router_loss: Tensor | None = None
+) -> ScoreOutput:
+    """Scores [T] as a caller sees them: in rows, without the last column, which predicts nothing, unless the
+    labels came shifted.
+    """
+
+    def seen(score: Tensor | None) -> Tensor | None:
+        if score is None:
+            return None
+        if not score.dim():
+            return sequences.summed(score)
+        rows = sequences.unpack(score)
+        return rows if shifted else rows[:, :-1]
+
+    found = {name: seen(score) for name, score in scores._asdict().items()}
+    return ScoreOutput(**found, router_loss=router_loss)
+
+
+def check_score_call(
+    labels: Tensor | None, shift_labels: Tensor | None, cu_seqlens: Any, batch: int, *others: Any
+) -> None:
+    """Check what a call gives beside `score`; `others` should be None.
+
+    Raises:
+        DataError: nothing to score, scores that would fall into the column that is left out, or options of
+            the loss and of logits.
+    """
+    if any(other is not None for other in others):
+        raise DataError("scores come alone: leave out num_items_in_batch and return_logits")
+    if labels is None and shift_labels is None:
+        raise DataError("scores are those of labels: give labels or shift_labels")
+    if cu_seqlens is not None and batch > 1 and labels is not None:
+        raise DataError(
+            f"documents of cu_seqlens may go on from one of the {batch} rows to the next, whose first token "
+            "is then scored at the end of the row before: give shift_labels, or all documents in one row"
+        )

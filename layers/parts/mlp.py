@@ -1,0 +1,217 @@
+"""MLPs: gated (Shazeer, 2020, arXiv:2002.05202), and of two projections (Vaswani et al., 2017,
+arXiv:1706.03762).
+
+    down(act(gate(x)) * up(x)) + b
+    down(act(up(x))) + b
+
+One matrix product for gate and up; their weights lie below one another, gate first. What stands before `down`
+carries a recipe: inside a model only gate and up are kept for the backward pass, and at the level `mlp` of
+activation memory not even those. At the levels `tiled` and `offload` they exist of one tile of the sequence.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from liger_models.kernels import geglu, relu2, swiglu
+from liger_models.layers.parts.activations import XIELU
+from liger_models.layers.projections.clipped_linear import ClippedLinear, ClippedProjections
+from liger_models.layers.projections.linear import Linear
+from liger_models.layers.projections.packed_linear import PackedLinear
+from liger_models.layers.recompute.activation_memory import (
+    TILED,
+    ActivationMemory,
+    carry_recipe,
+    output_is_ours,
+    recompute,
+)
+from liger_models.layers.recompute.tiles import mlp_in_tiles
+from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.specs import MLPSpec
+
+_GATED: dict[str, Callable[..., Tensor]] = {
+    "silu": swiglu,
+    "gelu_tanh": functools.partial(geglu, approximate="tanh"),
+    "gelu": functools.partial(geglu, approximate="none"),
+}
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """`x * sigmoid(1.702 x)` (Hendrycks and Gimpel, 2016, arXiv:1606.08415, section 2), as CLIP has it."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+_PLAIN: dict[str, Callable[..., Tensor]] = {
+    "silu": F.silu,
+    "quick_gelu": quick_gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+    "relu2": relu2,
+}
+
+
+def make_mlp(hidden_size: int, spec: MLPSpec) -> GatedMLP | PlainMLP:
+    """The MLP that the spec describes."""
+    return GatedMLP(hidden_size, spec) if spec.gated else PlainMLP(hidden_size, spec)
+
+
+def gated_product(activation: str) -> Callable[..., Tensor]:
+    """The kernel of `act(gate) * up`, of both in one tensor or of each by itself.
+
+    Raises:
+        ValueError: there is none with this activation.
+    """
+    return _chosen(_GATED, activation, "gated")
+
+
+def plain_activation(activation: str) -> Callable[..., Tensor]:
+    """The function of an activation that stands by itself.
+
+    Raises:
+        ValueError: there is none of this name, or it has parameters.
+    """
+    return _chosen(_PLAIN, activation, "plain")
+
+
+class _MLP(nn.Module):
+    """What both MLPs share: whether what stands before `down` is kept, or made again as a whole."""
+
+    activation_memory: ActivationMemory = "lean"
+
+    def forward(self, x: Tensor, sequences: Sequences | None = None) -> Tensor:
+        """x [..., H] -> [..., H]. `sequences` is for layers of experts, which stand in the same place."""
+        if self.activation_memory == "mlp" and torch.is_grad_enabled():
+            return recompute(self._forward, x)
+        if self.activation_memory in TILED:
+            return self._in_tiles(x)
+        return self._forward(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _in_tiles(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class GatedMLP(_MLP):
+    """`down(act(gate(x)) * up(x))`.
+
+    Args:
+        hidden_size: the width H of input and output.
+        spec: intermediate size, activation, bias.
+    """
+
+    def __init__(self, hidden_size: int, spec: MLPSpec):
+        super().__init__()
+        self.spec = spec
+        self.gated_product = gated_product(spec.activation)
+        parts = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
+        projections, linear = (ClippedProjections, ClippedLinear) if spec.clipped else (PackedLinear, Linear)
+        self.gate_up_proj = projections(hidden_size, parts, spec.bias)
+        self.down_proj = linear(spec.intermediate_size, hidden_size, bias=spec.bias)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        gate_up = self.gate_up_proj(x)
+        product = self.gated_product(gate_up, reuse_input=output_is_ours(self.gate_up_proj))
+        return self.down_proj(carry_recipe(product, self.gated_product, gate_up))
+
+    def _in_tiles(self, x: Tensor) -> Tensor:
+        product = functools.partial(self.gated_product, reuse_input=True)
+        return mlp_in_tiles(self, x, self.gate_up_proj, product, self.down_proj, self._forward)
+
+    def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
+        """Of a token: gate, up and their product, as far as they are kept."""
+        kept = {"all": 3, "lean": 2}.get(level, 0)
+        return kept * itemsize * self.spec.intermediate_size
+
+    def extra_repr(self) -> str:
+        return f"activation={self.spec.activation!r}"
+
+
+class PlainMLP(_MLP):
+    """`down(act(up(x)))`.
+
+    Args:
+        hidden_size: the width H of input and output.
+        spec: intermediate size, activation, bias.
+    """
+
+    def __init__(self, hidden_size: int, spec: MLPSpec):
+        super().__init__()
+        self.spec = spec
+        if spec.activation == "xielu":
+            self.act_fn = XIELU()
+        else:
+            self.activation = plain_activation(spec.activation)
+        linear = ClippedLinear if spec.clipped else Linear
+        self.up_proj = linear(hidden_size, spec.intermediate_size, bias=spec.bias)
+        self.down_proj = linear(spec.intermediate_size, hidden_size, bias=spec.bias)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        up = self.up_proj(x)
+        if self.spec.activation == "xielu":
+            return self.down_proj(self.act_fn(up))
+        return self.down_proj(carry_recipe(self.activation(up), self.activation, up))
+
+    def _in_tiles(self, x: Tensor) -> Tensor:
+        activation = self.act_fn if self.spec.activation == "xielu" else self.activation
+        return mlp_in_tiles(self, x, self.up_proj, activation, self.down_proj, self._forward)
+
+    def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
+        """Of a token: the projection and its activation, as far as they are kept; of quick_gelu also the
+        sigmoid.
+        """
+        kept = {"all": 2, "lean": 1}.get(level, 0)
+        if kept and self.spec.activation == "quick_gelu":
+            kept += 1
+        return kept * itemsize * self.spec.intermediate_size
+
+    def extra_repr(self) -> str:
+        return f"activation={self.spec.activation!r}"
+
+
+class LigerSwiGLUMLP(GatedMLP):
+    """The MLP of LLaMA and most of its kin: `down(silu(gate(x)) * up(x))`, for use in any model.
+
+    Args:
+        hidden_size, intermediate_size: the widths outside and inside.
+        bias: whether the three projections have one.
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False):
+        super().__init__(hidden_size, MLPSpec(intermediate_size, "silu", bias))
+
+
+class LigerGEGLUMLP(GatedMLP):
+    """The MLP of Gemma: `down(gelu_tanh(gate(x)) * up(x))`, for use in any model.
+
+    Args:
+        hidden_size, intermediate_size: the widths outside and inside.
+        bias: whether the three projections have one.
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False):
+        super().__init__(hidden_size, MLPSpec(intermediate_size, "gelu_tanh", bias))
+
+
+class LigerReLUSquaredMLP(PlainMLP):
+    """The MLP of Nemotron: `down(max(up(x), 0)^2)`, for use in any model.
+
+    Args:
+        hidden_size, intermediate_size: the widths outside and inside.
+        bias: whether the two projections have one.
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False):
+        super().__init__(hidden_size, MLPSpec(intermediate_size, "relu2", bias, gated=False))
+
+
+def _chosen(table: dict[str, Callable[..., Tensor]], activation: str, kind: str) -> Callable[..., Tensor]:
+    if activation not in table:
+        raise ValueError(f"a {kind} MLP has no activation {activation!r}; expected one of {', '.join(table)}")
+    return table[activation]

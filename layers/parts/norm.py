@@ -1,0 +1,114 @@
+"""Normalisation layers. Formulas and orders of casts: kernels/norms/."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from liger_models.layers.recompute.activation_memory import ActivationMemory, carry_recipe
+from liger_models.layers.specs import LayerNormSpec, NormCast, NormSpec
+
+
+def make_norm(width: int, spec: NormSpec | LayerNormSpec) -> Norm:
+    """The norm over a last dimension of `width` that the spec describes."""
+    if isinstance(spec, NormSpec):
+        return LigerRMSNorm(width, spec.eps, spec.offset, spec.cast)
+    return LigerLayerNorm(width, spec.eps, spec.bias, spec.offset)
+
+
+class LigerRMSNorm(nn.Module):
+    """RMSNorm (Zhang and Sennrich, 2019, arXiv:1910.07467), alone or together with the residual add before
+    it.
+
+    `norm(x)` gives the normalised tensor; `norm(x, residual)` gives the normalised sum and the sum. The
+    normalised tensor carries a recipe, so inside a model only the sum is kept for the backward pass.
+
+    Args:
+        hidden_size: the width H of the last dimension.
+        eps: added to the mean square.
+        offset: added to the weight (Gemma: 1.0). The weight starts at `1 - offset`.
+        cast: "llama", "gemma" or "float32": where the result is rounded to the input's dtype.
+    """
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, cast: NormCast = "llama"):
+        super().__init__()
+        self.eps, self.offset, self.cast = eps, offset, cast
+        self.weight = nn.Parameter(torch.empty(hidden_size))
+        self.reset_parameters()
+
+    def reset_parameters(self, *_: Any) -> None:
+        """A factor of one, whatever matrices start with."""
+        nn.init.constant_(self.weight, 1.0 - self.offset)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """x [..., H] -> normalised [..., H]; with `residual` [..., H]: (normalised sum, sum)."""
+        cast = self._cast_for(x)
+        norm = functools.partial(rms_norm, eps=self.eps, offset=self.offset, cast=cast)
+        if residual is None:
+            return carry_recipe(norm(x, self.weight), norm, x, self.weight, late=True)
+        y, total = add_rms_norm(x, residual, self.weight, self.eps, self.offset, cast)
+        return carry_recipe(y, norm, total, self.weight, late=True), total
+
+    def _cast_for(self, x: Tensor) -> NormCast:
+        """A weight wider than the model's matrices would promote the result, which these then do not take;
+        autocast rounds it for them.
+        """
+        promotes = torch.promote_types(x.dtype, self.weight.dtype) != x.dtype
+        if promotes and self.cast == "llama" and not torch.is_autocast_enabled(x.device.type):
+            return "float32"
+        return self.cast
+
+    def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
+        """Of a token: the input, and 1/rms in float32. What reads the output answers for it."""
+        return itemsize * self.weight.numel() + 4
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.numel()}, eps={self.eps}, offset={self.offset}, cast={self.cast!r}"
+
+
+class LigerLayerNorm(nn.Module):
+    """LayerNorm (Ba et al., 2016, arXiv:1607.06450): `(x - mean) / sqrt(var + eps) * (offset + weight) +
+    bias`, alone or together with the residual add before it, as `LigerRMSNorm`.
+
+    Args:
+        hidden_size: the width H of the last dimension.
+        eps: added to the variance.
+        bias: whether there is a bias.
+        offset: added to the weight (Nemotron: 1.0). The weight starts at `1 - offset`.
+    """
+
+    def __init__(self, hidden_size: int, eps: float = 1e-5, bias: bool = True, offset: float = 0.0):
+        super().__init__()
+        self.eps, self.offset = eps, offset
+        self.weight = nn.Parameter(torch.empty(hidden_size))
+        self.bias = nn.Parameter(torch.empty(hidden_size)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self, *_: Any) -> None:
+        """A factor of one and a bias of zero, whatever matrices start with."""
+        nn.init.constant_(self.weight, 1.0 - self.offset)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """x [..., H] -> normalised [..., H]; with `residual` [..., H]: (normalised sum, sum)."""
+        norm = functools.partial(layer_norm, eps=self.eps, offset=self.offset)
+        parameters = (self.weight,) if self.bias is None else (self.weight, self.bias)
+        if residual is None:
+            return carry_recipe(norm(x, *parameters), norm, x, *parameters, late=True)
+        y, total = add_layer_norm(x, residual, self.weight, self.bias, self.eps, self.offset)
+        return carry_recipe(y, norm, total, *parameters, late=True), total
+
+    def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
+        """Of a token: the input, and mean and 1/std in float32. What reads the output answers for it."""
+        return itemsize * self.weight.numel() + 8
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.numel()}, eps={self.eps}, bias={self.bias is not None}, offset={self.offset}"
+
+
+Norm = LigerRMSNorm | LigerLayerNorm

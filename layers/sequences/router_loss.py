@@ -1,0 +1,81 @@
+"""What the routers of a model with experts add to its loss, and how it gets there.
+
+    aux_loss_coef * load balancing loss + z_loss_coef * router z-loss     (kernels/experts/router_losses.py)
+
+The load is balanced over the model and not within each layer, so that the loss needs the logits of all layers
+at once. A layer notes its logits in the `RouterLogits` of the call (they travel on `Sequences`), and who
+computes the model's loss takes them when the last layer has run. They are ordinary tensors of the graph:
+scaling the loss, recomputation, data parallelism and sharding treat their gradients as all others.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels import load_balancing_loss, router_z_loss
+from liger_models.kernels.experts.router_losses import assignments_of
+from liger_models.layers.sequences.sequence_parallel import Slice
+from liger_models.layers.specs import MoESpec
+
+
+def router_loss(logits: list[Tensor], spec: MoESpec, part: Slice | None = None) -> Tensor:
+    """The routers' losses by the coefficients of `spec`, a scalar in float32.
+
+    `logits`: [T, E] of each layer of experts, as `RouterLogits.take` gives them. The load is that of all
+    layers together; the z-loss is the mean over all tokens of all layers. Of sequences that are divided over
+    ranks the logits are those of `part`: a rank's loss is its share, and the sum of them is that of all.
+
+    Raises:
+        ValueError: no logits.
+    """
+    if part is None:
+        loss = spec.aux_loss_coef * load_balancing_loss(logits, spec.experts_per_token)
+    else:
+        assignments = part.counted(assignments_of(logits, spec.experts_per_token))
+        tokens = len(logits) * part.total
+        loss = spec.aux_loss_coef * load_balancing_loss(logits, spec.experts_per_token, assignments, tokens)
+    if spec.z_loss_coef:
+        z_losses = [router_z_loss(layer).to(loss.device) for layer in logits]
+        share = 1.0 if part is None else part.share
+        loss = loss + share * spec.z_loss_coef * torch.stack(z_losses).mean()
+    return loss
+
+
+class RouterLogits:
+    """The logits [T, E] of a model's routers in one call, in the order of its layers.
+
+    Attributes:
+        asked_for: whether all routers note theirs, or those alone whose spec gives them a loss.
+
+    A list would do, but for sharding frameworks: they copy the lists and dicts that they find among a layer's
+    arguments, and join the tensors in them to that layer's graph. Other objects they leave, as `Sequences`.
+    """
+
+    def __init__(self) -> None:
+        self.asked_for = False
+        self._with_gradients, self._cut_off = torch.is_grad_enabled(), False
+        self._noted: list[Tensor] | None = []
+
+    def note(self, logits: Tensor) -> None:
+        if self._noted is not None:
+            self._noted.append(logits)
+            self._cut_off |= self._with_gradients and not torch.is_grad_enabled()
+
+    def take(self) -> list[Tensor]:
+        """What was noted. From now on nothing is: a layer that runs again in the backward pass would keep its
+        second graph alive, and a graph that holds this object for that would hold itself.
+
+        Raises:
+            RuntimeError: the call makes a graph, and a layer ran outside it: its router would learn nothing
+                from its logits.
+        """
+        if self._cut_off:
+            raise RuntimeError(
+                "a layer of experts ran without gradients in a call that has them, as torch's checkpoint runs"
+                " one with use_reentrant=True, and its router's loss would train nothing: give "
+                "use_reentrant=False, or activation_memory='checkpoint' in its place; freeze layers by "
+                "requires_grad_(False)"
+            )
+        noted, self._noted = self._noted, None
+        return noted or []

@@ -1,0 +1,156 @@
+"""Documents that continue others: a prompt that is computed once for several answers.
+
+    row       | prompt        | answer 1 | answer 2 | prompt        | answer 1 | ...
+    parents     -1              0          0          -1              3
+    positions   0 1 2 ... n-1   n n+1 ..   n n+1 ..   0 1 2 ... m-1   m m+1 ..
+
+A token of an answer sees what it would see if the row were its prompt and this answer alone; what answers add
+to the gradients of their prompt is summed. Windows and chunks count positions. What a prompt shows is seen
+once, and the tokens of an image may all see one another. A document predicts its own
+tokens alone: for a prompt to predict the first token of each answer, these begin with a copy of its last one,
+and it ends before that (liger_models/losses/shared_prompts.py).
+
+A document may continue the first k tokens of its parent instead of all of them, as conversations do that
+differ from some turn on. `parents` is then [2, documents], with k in the second row:
+
+    row       | conversation       | branch at k | branch at j <= k |
+    parents     -1, 0                0, k          0, j
+    positions   0 1 2 ... n-1        k k+1 ..      j j+1 ..
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_models.convert.errors import DataError
+from liger_models.kernels import KeyRanges, tree_ranges
+from liger_models.layers.specs import (
+    AttentionSpec,
+    CrossAttentionSpec,
+    LatentAttentionSpec,
+    ModelSpec,
+    SharedAttentionSpec,
+)
+
+
+class Tree:
+    """Which of the packed documents of a row continue which.
+
+    Args:
+        bounds: [documents + 1], where they begin and end.
+        parents: [documents], the number of the document that each continues, or -1; or [2, documents], with
+            how many tokens of that document it continues.
+
+    Attributes:
+        parents: [documents].
+        before: [documents], how many tokens of its parent each document continues.
+        longest: the length of the longest document, with what it continues.
+
+    Raises:
+        DataError: a document continues what it cannot: one that follows it, is not next to it but for others
+            that continue the same, or itself continues another; or more tokens than that one has, or than
+            the document before it continues.
+    """
+
+    def __init__(self, bounds: list[int], parents: Sequence[int] | Tensor, device: torch.device):
+        given = (
+            parents if isinstance(parents, Tensor) else torch.tensor(parents, dtype=torch.int64, device="cpu")
+        )
+        self.parents: list[int] = (given if given.dim() == 1 else given[0]).tolist()
+        _check(self.parents, len(bounds) - 1)
+        self.bounds, self.device = bounds, device
+        lengths = [end - first for first, end in itertools.pairwise(bounds)]
+        self.before = [0 if parent < 0 else lengths[parent] for parent in self.parents]
+        if given.dim() == 2:
+            _check_shared(self.parents, given[1].tolist(), self.before)
+            self.before = given[1].tolist()
+        self.longest = max(map(sum, zip(lengths, self.before, strict=True)))
+        self._ranges: dict[tuple[int | None, int | None, bool], KeyRanges] = {}
+
+    def on(self, device: torch.device) -> Tree:
+        return Tree(self.bounds, torch.tensor([self.parents, self.before], device="cpu"), device)
+
+    def key_ranges(self, window: int | None, chunk: int | None, spans: Tensor | None = None) -> KeyRanges:
+        """What is seen (`kernels.tree_ranges`), made once for all layers that are alike."""
+        window, chunk = (
+            None if limit is None or limit >= self.longest else limit for limit in (window, chunk)
+        )
+        alike = window, chunk, spans is not None
+        if alike not in self._ranges:
+            where = self.bounds, self.parents, self.device
+            self._ranges[alike] = tree_ranges(*where, window, chunk, spans, self.before)
+        return self._ranges[alike]
+
+    def position_ids(self) -> Tensor:
+        """[T]; they go on after the last token that is continued."""
+        first = [before - start for before, start in zip(self.before, self.bounds, strict=False)]
+        lengths = [end - start for start, end in itertools.pairwise(self.bounds)]
+        both = torch.tensor([first, lengths], device="cpu").to(self.device, non_blocking=True)
+        total = self.bounds[-1]
+        return torch.arange(total, device=self.device) + both[0].repeat_interleave(both[1], output_size=total)
+
+    def continued(self) -> Tensor:
+        """Where what each token's document continues begins and ends, [2, T]; 0 and 0 of others."""
+        ends = [
+            (0, 0) if parent < 0 else (self.bounds[parent], self.bounds[parent] + before)
+            for parent, before in zip(self.parents, self.before, strict=True)
+        ]
+        lengths = [end - first for first, end in itertools.pairwise(self.bounds)]
+        table = torch.tensor([*zip(*ends, strict=True), lengths], device="cpu").to(
+            self.device, non_blocking=True
+        )
+        return table[:2].repeat_interleave(table[2], dim=1, output_size=self.bounds[-1])
+
+
+def check_tree(spec: ModelSpec, sight: Any) -> None:
+    """
+    Raises:
+        DataError: this model, or a call that shows it something, cannot have documents that continue others.
+    """
+    kinds = AttentionSpec | SharedAttentionSpec | LatentAttentionSpec | CrossAttentionSpec
+    for i, block in enumerate(spec.blocks):
+        if not isinstance(block.mixer, kinds):
+            raise DataError(
+                f"layer {i} mixes tokens by {type(block.mixer).__name__}, which has one past for all that "
+                "follows: give each answer with its prompt as a document of its own, without parents"
+            )
+    spans = None if sight is None else getattr(spec.vision, "spans", None)
+    if spans == "prefix" and (sight.pictures is not None or sight.kinds is not None):
+        raise DataError(
+            "in this model all tokens of a prompt see one another, its last one too, with which documents "
+            "that continue it begin: give each answer with its prompt as a document of its own, without "
+            "parents"
+        )
+
+
+def _check(parents: list[int], documents: int) -> None:
+    if len(parents) != documents:
+        raise DataError(f"parents names {len(parents)} documents, and cu_seqlens bounds {documents}")
+    root = -1  # the last document that continues none: the only one that the next may continue
+    for number, parent in enumerate(parents):
+        if parent == -1:
+            root = number
+        elif parent != root:
+            allowed = "-1, it continues none" if root < 0 else f"-1, it continues none, or {root}"
+            raise DataError(
+                f"parents says that document {number} continues document {parent}; expected {allowed}: all "
+                "documents that continue another follow it at once, and none continues them"
+            )
+
+
+def _check_shared(parents: list[int], shared: list[int], most: list[int]) -> None:
+    previous = -1  # the parent of the document before
+    for number, (parent, taken) in enumerate(zip(parents, shared, strict=True)):
+        limit = min(most[number], shared[number - 1]) if parent == previous else most[number]
+        if not 0 <= taken <= limit:
+            raise DataError(
+                f"parents says that document {number} continues {taken} tokens of document {parent}; "
+                f"expected 0 to {limit}: no more than that document has, and those that continue the most "
+                "come first"
+            )
+        previous = parent if parent >= 0 else -2

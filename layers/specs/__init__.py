@@ -1,0 +1,85 @@
+"""What a model is made of, as data: small frozen dataclasses that a family fills in and the layers read.
+
+Specs say sizes and settings, never wiring: how the parts are connected is the `forward` of a block. One
+`BlockSpec` a layer, so that a pattern over layers (a sliding window on some, full attention on others) is a
+tuple and not a flag.
+"""
+
+from liger_models.kernels import ClampedSwiGLU
+from liger_models.layers.specs.attention import (
+    AttentionSpec,
+    CrossAttentionSpec,
+    LatentAttentionSpec,
+    QKNormSpec,
+    SharedAttentionSpec,
+)
+from liger_models.layers.specs.block import BlockSpec, Topology
+from liger_models.layers.specs.mlp import Activation, MLPSpec, MoESpec, PerLayerInputSpec, SparseMixerSpec
+from liger_models.layers.specs.model import ModelSpec
+from liger_models.layers.specs.norms import LayerNormSpec, NormCast, NormSpec
+from liger_models.layers.specs.rotary import QueryScaleSpec, RopeSpec, RopeType
+from liger_models.layers.specs.vision import (
+    AdapterSpec,
+    AnyresPictures,
+    AxesTable,
+    CubicTable,
+    FixedTable,
+    GridPictures,
+    LinearProjectorSpec,
+    MistralMergerSpec,
+    MLPProjectorSpec,
+    PaddedPictures,
+    PatchMergerSpec,
+    PatchSpec,
+    PlacedPictures,
+    PoolProjectorSpec,
+    ProjectorSpec,
+    SquarePictures,
+    StretchedTable,
+    TiledVisionSpec,
+    TimeSpec,
+    VisionSpec,
+)
+
+__all__ = [
+    "Activation",
+    "AdapterSpec",
+    "AnyresPictures",
+    "AttentionSpec",
+    "AxesTable",
+    "BlockSpec",
+    "ClampedSwiGLU",
+    "CrossAttentionSpec",
+    "CubicTable",
+    "FixedTable",
+    "GridPictures",
+    "LatentAttentionSpec",
+    "LayerNormSpec",
+    "LinearProjectorSpec",
+    "MLPProjectorSpec",
+    "MLPSpec",
+    "MistralMergerSpec",
+    "MoESpec",
+    "ModelSpec",
+    "NormCast",
+    "NormSpec",
+    "PaddedPictures",
+    "PatchMergerSpec",
+    "PatchSpec",
+    "PerLayerInputSpec",
+    "PlacedPictures",
+    "PoolProjectorSpec",
+    "ProjectorSpec",
+    "QKNormSpec",
+    "QueryScaleSpec",
+    "RopeSpec",
+    "RopeType",
+    "SharedAttentionSpec",
+    "SparseMixerSpec",
+    "SquarePictures",
+    "StretchedTable",
+    "TiledVisionSpec",
+    "TimeSpec",
+    "Topology",
+    "VisionSpec",
+]

@@ -1,0 +1,50 @@
+"""One layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from liger_models.layers.specs.attention import (
+    AttentionSpec,
+    CrossAttentionSpec,
+    LatentAttentionSpec,
+    SharedAttentionSpec,
+)
+from liger_models.layers.specs.mlp import MLPSpec, MoESpec, PerLayerInputSpec
+from liger_models.layers.specs.norms import LayerNormSpec, NormSpec
+
+Topology = Literal[
+    "pre_norm",
+    "layer_scale",
+    "gated_pre_norm",
+    "gated_cross",
+    "sandwich",
+    "scaled_sandwich",
+    "scaled_sandwich_with_experts",
+    "post_norm",
+    "parallel",
+]
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """One layer: its topology (a class of `layers/blocks/blocks.py`) and its parts.
+
+    `mixer` lets tokens see each other; which module it is follows from the spec's type, as with `mlp`. `norm`
+    is that of each of the layer's norms. `residual_scale` multiplies what each branch adds to the residual
+    stream. Some topologies have room for `experts` beside the MLP, and for a `per_layer_input`.
+    """
+
+    mixer: AttentionSpec | SharedAttentionSpec | LatentAttentionSpec | CrossAttentionSpec
+    mlp: MLPSpec | MoESpec
+    norm: NormSpec | LayerNormSpec
+    topology: Topology = "pre_norm"
+    residual_scale: float = 1.0
+    experts: MoESpec | None = None
+    per_layer_input: PerLayerInputSpec | None = None
+
+    @property
+    def mixture(self) -> MoESpec | None:
+        """The layer's experts, in place of an MLP or beside it."""
+        return self.mlp if isinstance(self.mlp, MoESpec) else self.experts

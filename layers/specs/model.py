@@ -1,0 +1,68 @@
+"""A whole model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from liger_models.layers.specs.block import BlockSpec
+from liger_models.layers.specs.mlp import MoESpec
+from liger_models.layers.specs.norms import LayerNormSpec, NormSpec
+from liger_models.layers.specs.rotary import RopeSpec
+from liger_models.layers.specs.vision import TiledVisionSpec, VisionSpec
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A causal language model: embeddings, blocks, a final norm and a head.
+
+    `embed_scale` multiplies the embeddings of ids, after it was rounded to their dtype (Gemma); `input_scale`
+    whatever enters the first block, as it is (Granite). `logit_scale` multiplies the logits, and
+    `logit_softcap` bounds them: softcap * tanh(logit / softcap). `padding_idx` is the row of the embedding
+    whose lookup has no gradient, as in the reference, and that starts as zeros. (A tied head still gives it a
+    gradient.) `per_layer_vocab_size` is the number of ids that layers have inputs of their own for, if they
+    have such. `vision` is what a model has that sees images. `extra_ids` ids beyond the vocabulary have
+    embeddings, and are never predicted.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    blocks: tuple[BlockSpec, ...]
+    norm: NormSpec | LayerNormSpec
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+    embed_scale: float = 1.0
+    input_scale: float = 1.0
+    head_bias: bool = False
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    padding_idx: int | None = None
+    per_layer_vocab_size: int | None = None
+    vision: VisionSpec | TiledVisionSpec | None = None
+    extra_ids: int = 0
+
+    @property
+    def num_ids(self) -> int:
+        """How many ids have embeddings."""
+        return self.vocab_size + self.extra_ids
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """The distinct rotary settings of the layers, in the order of first use."""
+        return tuple(dict.fromkeys(rope for block in self.blocks for rope in block.mixer.ropes))
+
+    @property
+    def position_limit(self) -> int | None:
+        """The first position that some layer's rotation was not made for; None where all stretch on."""
+        limits = [rope.position_limit for rope in self.ropes if rope.position_limit is not None]
+        return min(limits, default=None)
+
+    @property
+    def draws_in_training(self) -> bool:
+        """Whether a pass in training mode draws random numbers, so that two of them differ."""
+        return any(isinstance(b.mlp, MoESpec) and b.mlp.sparse_mixer is not None for b in self.blocks)
+
+    @property
+    def router(self) -> MoESpec | None:
+        """The experts whose routers add to the loss: those of the first layer that has such."""
+        mixtures = (block.mixture for block in self.blocks)
+        return next((spec for spec in mixtures if spec is not None and spec.has_router_loss), None)

@@ -1,0 +1,67 @@
+"""How tokens know where they stand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary position embedding (Su et al., 2021, arXiv:2104.09864) and how it is stretched to longer
+    contexts.
+
+    `dim` is the number of rotated dimensions of a head (the rest pass unrotated); `interleaved` pairs the
+    dimensions (2i, 2i+1) instead of (i, i + dim/2). Of these pairs only the first `turning` turn (None: all).
+    Where positions have several axes, `axes` says by which of them each pair turns, and `frequencies` with
+    the frequency of which pair, where that is not its own. With `halves` each half of a head turns by itself,
+    the first by the first half of the pairs, which lie in it as in a whole head (Gemma 4's encoder). The
+    fields after `max_position_embeddings` belong to the rope types that name them in
+    `layers/sequences/rotary.py`; they are None where a type does not use them.
+    """
+
+    dim: int
+    theta: float = 10_000.0
+    type: RopeType = "default"
+    interleaved: bool = False
+    turning: int | None = None
+    axes: tuple[int, ...] | None = None
+    frequencies: tuple[int, ...] | None = None
+    halves: bool = False
+    max_position_embeddings: int | None = None
+    factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    attention_factor: float | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    short_factor: tuple[float, ...] | None = None
+    long_factor: tuple[float, ...] | None = None
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the frequencies change with the longest position of a batch."""
+        return self.type in ("dynamic", "longrope")
+
+    @property
+    def position_limit(self) -> int | None:
+        """The first position that the rotation was not made for; None where it stretches without end."""
+        return None if self.type == "dynamic" else self.max_position_embeddings
+
+
+@dataclass(frozen=True)
+class QueryScaleSpec:
+    """A factor of the queries that grows with their position (Llama 4, Ministral 3), so that the weights keep
+    their sharpness over more keys: 1 + beta * log(1 + floor((first + position) / length)). `first` is what
+    the first position counts as.
+    """
+
+    beta: float
+    length: int
+    first: int = 0

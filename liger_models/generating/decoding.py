@@ -1,0 +1,106 @@
+"""One more token of each sequence at a time, over a key/value cache.
+
+On a GPU a step is recorded as a CUDA graph and played back: to launch the kernels of a small batch one by one
+takes the host several times as long as the device needs to run them. What is recorded reads its ids and their
+places from the same memory each time, and looks at a fixed number of places of the cache, its extent, where
+the empty ones are masked. Sequences that have outgrown it get a step of twice the extent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from liger_models.layers.model.causal_lm import CausalLM
+from liger_models.layers.projections.linear import has_hooks
+from liger_models.layers.sequences.cache import KVCache
+from liger_models.layers.sequences.sequences import Sequences
+
+LEAST_EXTENT = 256
+
+
+class Decoding:
+    """The steps after the prompts.
+
+    Args:
+        model: in evaluation mode.
+        cache: holds the prompts.
+        room: the tokens of a sequence that the cache has room for.
+        fixed: steps that can be recorded, and are on a GPU; elsewhere they run as they are.
+    """
+
+    def __init__(self, model: CausalLM, cache: KVCache, room: int, fixed: bool) -> None:
+        self.model, self.cache, self.room, self.fixed = model, cache, room, fixed
+        self.extent = 0
+        self.slots = torch.zeros_like(cache.lengths)
+        self.ids = torch.zeros_like(cache.lengths)
+        self._play: Callable[[], None]
+        self._logits: Tensor
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """The logits [batch, V] behind the next token of each sequence, ids [batch]. The next call may write
+        over them.
+
+        Raises:
+            DataError: a position beyond the model's rotary tables.
+        """
+        cache, limit = self.cache, self.model.spec.position_limit
+        cache.longest += 1
+        if not self.fixed or (limit is not None and cache.longest + cache.ahead > limit):
+            logits = self._step(ids, cache.lengths, cache.longest)
+        else:
+            self.ids.copy_(ids)
+            self.slots.copy_(cache.lengths)
+            if self.extent < cache.longest:
+                self._record()
+            self._play()
+            logits = self._logits
+        cache.lengths = cache.lengths + 1
+        return logits
+
+    def _step(self, ids: Tensor, slots: Tensor, extent: int) -> Tensor:
+        self.cache.reserve_next(slots, extent)
+        cache = self.cache
+        positions = slots if cache.shift is None else slots + cache.shift
+        sequences = Sequences((len(ids), 1), positions, cache.longest + cache.ahead, 1)
+        sequences.cache = self.cache
+        return self.model.logits(self.model.hidden_states(sequences, ids[:, None]))
+
+    def _record(self) -> None:
+        self.extent = max(LEAST_EXTENT, self.extent)
+        while self.extent < self.cache.longest:
+            self.extent *= 2
+        self.extent = min(self.extent, self.room)
+
+        def step() -> None:
+            self._logits = self._step(self.ids, self.slots, self.extent)
+
+        self._play = record(step) if self.ids.is_cuda else step
+
+
+def record(step: Callable[[], None]) -> Callable[[], None]:
+    """`step` as a CUDA graph. It runs once before, which compiles and reserves what it needs."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def can_be_recorded(model: CausalLM) -> bool:
+    """Whether a step does nothing but launch kernels on one GPU: no hooks of others, which may move weights
+    or wait, no weights of a kind that is not torch's own, and no casts that autocast remembers.
+    """
+    device = model.embed_tokens.weight.device
+    if device.type != "cuda" or torch.is_autocast_enabled("cuda"):
+        return False
+    own = all(
+        p.device == device and p.is_floating_point() and type(p.data) is Tensor for p in model.parameters()
+    )
+    return own and not any(has_hooks(module) for module in model.modules())

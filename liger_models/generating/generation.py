@@ -1,0 +1,215 @@
+"""Making text token by token, with a key/value cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_models.convert.checkpoints.shards import is_sharded
+from liger_models.convert.errors import DataError, UnsupportedModelError
+from liger_models.generating.decoding import Decoding, can_be_recorded
+from liger_models.layers.model.call_checks import refuse_unknown
+from liger_models.layers.model.causal_lm import CausalLM
+from liger_models.layers.sequences.rotary import effective_length
+from liger_models.layers.sequences.sequences import Sequences
+
+LOOK_EVERY = 8  # tokens: to see whether all sequences have ended waits for a GPU
+WORTH_RECORDING = 8  # tokens: about what recording a step costs
+
+
+@torch.no_grad()
+def generate(
+    model: CausalLM,
+    input_ids: Tensor,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    *,
+    attention_mask: Tensor | None = None,
+    eos_token_id: int | Iterable[int] | None = None,
+    pad_token_id: int | None = None,
+    seed: int | None = None,
+    on_token: Callable[[Tensor], None] | None = None,
+    **images: Any,
+) -> Tensor:
+    """Continue each prompt of a batch.
+
+    Args:
+        model: the model.
+        input_ids: [batch, seq] prompts.
+        max_new_tokens: how many tokens to add at most.
+        temperature: logits are divided by it before sampling; 0 takes the likeliest token.
+        top_p: sample from the smallest set of tokens whose probability reaches this.
+        top_k: sample from the k likeliest tokens; 0: from all.
+        attention_mask: [batch, seq], 0 at padding (on either side).
+        eos_token_id: ends a sequence: one id, or several.
+        pad_token_id: fills a sequence that has ended while others go on; by default the end token.
+        seed: of the sampling; None draws from torch's own generator.
+        on_token: called with the new tokens, [batch] on the device, as they come.
+        images: what the processor of a model that sees gives beside ids (`pixel_values` and others).
+
+    Returns:
+        [batch, seq + new]: the prompts and what was added.
+
+    Raises:
+        DataError: an empty prompt, ids outside the vocabulary, or more positions than the model's rotary
+            tables hold.
+        UnsupportedModelError: the model is divided over processes.
+        ValueError: an option outside its range.
+        TypeError: a keyword that the model does not know.
+    """
+    _check_options(max_new_tokens, temperature, top_p, top_k)
+    ends = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or ())
+    end_ids = torch.tensor(ends, dtype=torch.long, device=input_ids.device)
+    pad = pad_token_id if pad_token_id is not None else (ends[0] if ends else 0)
+    generator = None
+    if seed is not None:
+        generator = torch.Generator(device=input_ids.device).manual_seed(seed)
+
+    _check_prompts(model, input_ids, attention_mask)
+    batch, seq = input_ids.shape
+    room = seq + max_new_tokens
+    step: Decoding | None = None
+    recorded = max_new_tokens > WORTH_RECORDING and can_be_recorded(model)
+    # Whoever listens hears nothing behind the end.
+    look_every = LOOK_EVERY if input_ids.is_cuda and on_token is None else 1
+    done = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
+    tokens = [input_ids]
+    with in_evaluation(model):
+        for number in range(1, max_new_tokens + 1):
+            if step is None or _tables(model, step.cache.longest) != _tables(model, step.cache.longest + 1):
+                # The prompts; or a length at which all keys are turned otherwise, those in the cache too.
+                ids = torch.cat(tokens, dim=1)
+                step, logits = _begin(model, ids, attention_mask, room, recorded, images)
+            else:
+                logits = step(tokens[-1][:, 0])
+            chosen = _choose(logits.float(), temperature, top_p, top_k, generator)
+            chosen = torch.where(done, pad, chosen)
+            tokens.append(chosen[:, None])
+            if on_token is not None:
+                on_token(chosen)
+            if ends:
+                done = done | torch.isin(chosen, end_ids)
+                if number % look_every == 0 and bool(done.all()):
+                    break
+    text = torch.cat(tokens, dim=1)
+    return _up_to_the_end(text, seq, end_ids) if ends and look_every > 1 else text
+
+
+def _begin(
+    model: CausalLM,
+    ids: Tensor,
+    attention_mask: Tensor | None,
+    room: int,
+    recorded: bool,
+    images: Mapping[str, Any],
+) -> tuple[Decoding, Tensor]:
+    """Read all that there is [batch, seq]: what makes the next tokens, and the logits [batch, V] of the first
+    one.
+    """
+    others = dict(images)
+    sight = None if model.vision is None else model.vision.take(others)
+    refuse_unknown(others)
+    sequences, lengths = _documents(ids, attention_mask)
+    cache = model.new_cache(len(ids), room)
+    sequences.cache = cache
+    sequences.position_ids = cache.reserve(lengths, sequences.max_seqlen)
+    sequences.longest_position = cache.longest
+    hidden = model.hidden_states(sequences, ids, sight=sight)
+    if model.vision is not None and sight is not None:
+        model.vision.finish(sight)
+    return Decoding(model, cache, room, recorded), model.logits(hidden[lengths.cumsum(0) - 1])
+
+
+def _up_to_the_end(text: Tensor, seq: int, end_ids: Tensor) -> Tensor:
+    """[batch, seq + new] without what was made after all sequences had ended."""
+    ended = torch.isin(text[:, seq:], end_ids).cumsum(1) > 0
+    going_on = int((~ended).sum(1).max())
+    return text[:, : seq + going_on + 1]
+
+
+@contextmanager
+def in_evaluation(model: torch.nn.Module) -> Iterator[None]:
+    """The model in evaluation mode: what experts are drawn or counted for in training is no matter here."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _tables(model: CausalLM, longest: int) -> tuple[int, ...]:
+    """What decides by which rotary tables a batch is turned whose longest sequence has this length."""
+    return tuple(effective_length(rope, longest) for rope in model.spec.ropes if rope.depends_on_length)
+
+
+def _check_prompts(model: CausalLM, input_ids: Tensor, attention_mask: Tensor | None) -> None:
+    if input_ids.dim() != 2 or 0 in input_ids.shape:
+        raise DataError(
+            f"prompts must have the shape [batch, seq] and hold a token, found {tuple(input_ids.shape)}"
+        )
+    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+        raise DataError(
+            f"attention_mask must have the shape of the prompts, {tuple(input_ids.shape)}; found "
+            f"{tuple(attention_mask.shape)}"
+        )
+    if any(map(is_sharded, model.parameters())):
+        raise UnsupportedModelError(
+            "the model is divided over processes, which would have to make equally many tokens; save it, and "
+            "generate with the whole one"
+        )
+    model.check_ids(input_ids)
+
+
+def _documents(ids: Tensor, attention_mask: Tensor | None) -> tuple[Sequences, Tensor]:
+    """The prompts, and what was added to them, as packed documents; and their lengths [batch]."""
+    batch, length = ids.shape
+    if attention_mask is not None:
+        added = attention_mask.new_ones(batch, length - attention_mask.shape[1])
+        attention_mask = torch.cat([attention_mask, added], dim=1)
+    sequences = Sequences.from_call((batch, length), ids.device, attention_mask)
+    if sequences.cu_seqlens is None:
+        return sequences, torch.full((batch,), length, dtype=torch.long, device=ids.device)
+    sequences.torn = 0  # positions count the tokens alone, as windows do
+    lengths = sequences.cu_seqlens.diff().long()
+    if bool((lengths == 0).any()):
+        raise DataError("a prompt of the batch is empty: its attention_mask is 0 everywhere")
+    return sequences, lengths
+
+
+def _choose(
+    logits: Tensor, temperature: float, top_p: float, top_k: int, generator: torch.Generator | None
+) -> Tensor:
+    """The next token of each row of [batch, V] logits."""
+    if temperature == 0.0:
+        return logits.argmax(-1)
+    logits = logits / temperature
+    if top_k:
+        kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, float("-inf"))
+    if top_p < 1.0:
+        ordered, order = logits.sort(descending=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        outside = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= top_p)
+        logits = logits.masked_fill(outside, float("-inf"))
+    # As torch.multinomial draws one, which would wait to see that these are probabilities.
+    shares = logits.softmax(-1)
+    return (shares / torch.empty_like(shares).exponential_(generator=generator)).argmax(-1)
+
+
+def _check_options(max_new_tokens: int, temperature: float, top_p: float, top_k: int) -> None:
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, found {max_new_tokens}")
+    if not temperature >= 0:
+        raise ValueError(f"temperature must not be negative, found {temperature}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be above 0 and at most 1, found {top_p}")
+    if top_k < 0:
+        raise ValueError(f"top_k must not be negative, found {top_k}")

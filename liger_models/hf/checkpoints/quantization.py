@@ -1,0 +1,65 @@
+"""Quantised models: bitsandbytes and torchao in the places where they stand in transformers' own models.
+
+transformers puts quantised layers in the place of what is exactly torch's linear layer, before a weight is
+read, and quantises each weight as it comes from the checkpoint. So a model that is to be quantised consists
+of such layers, one for each that transformers' own model has. Blocks of 4 bits and their statistics, of which
+double quantisation takes means over a whole layer, are then the same, and so are saved files. Stacked experts
+and their routers are no linear layers, there and here, and stay as they are; so does the head, unless
+`llm_int8_skip_modules` is given without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from liger_models.convert.errors import ConfigError
+from liger_models.layers.model.head import LMHead
+from liger_models.layers.projections.linear import Linear
+from liger_models.layers.projections.packed_linear import packed_weights
+
+METHODS = ("bitsandbytes", "torchao")
+
+
+def is_quantised(config: Any) -> bool:
+    """Whether transformers is about to quantise a model of this config, or it was saved quantised."""
+    return getattr(config, "quantization_config", None) is not None
+
+
+def give_layers_to_quantise(model: Any) -> None:
+    """Let a model that was just made consist of torch's own linear layers.
+
+    Raises:
+        ConfigError: another method than bitsandbytes and torchao; packed projections of what the checkpoint
+            has in parts.
+    """
+    settings = model.config.quantization_config
+    method = _setting(settings, "quant_method")
+    method = getattr(method, "value", method)
+    if method not in METHODS and not any(_setting(settings, f"load_in_{n}bit") for n in (4, 8)):
+        raise ConfigError(
+            f"quantization_config is of {method!r}; of the ways to quantise our models run with "
+            f"{' and '.join(METHODS)}. Call liger_models.hf.unregister() to load transformers' own model"
+        )
+    weight_map = model.weight_map()
+    if packed := packed_weights(model, weight_map)[0]:
+        raise ConfigError(
+            f"{packed[0]} packs what a quantised checkpoint has as layers of their own "
+            f"({', '.join(ref.name for ref in weight_map[packed[0]].refs())}): its blocks and its files "
+            "would not be those of transformers' own model. Call "
+            'liger_models.hf.register(projections="split") before from_pretrained'
+        )
+    model.split_projections()  # what is packed in the checkpoint too becomes a layer like the others
+    skipped = _setting(settings, "llm_int8_skip_modules") or _setting(settings, "modules_to_not_convert")
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            goes = type(module) is LMHead and skipped is not None and should_convert_module(path, skipped)
+            if goes or type(module) is Linear:
+                module.__class__ = nn.Linear
+
+
+def _setting(settings: Any, name: str) -> Any:
+    return settings.get(name) if isinstance(settings, Mapping) else getattr(settings, name, None)

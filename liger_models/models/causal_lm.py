@@ -1,0 +1,328 @@
+"""The model as its user holds it: layers.CausalLM with a config, a way back to disk and to the hub, and
+generation."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from liger_models.architectures import Architecture
+from liger_models.convert.checkpoints.shards import checkpoint_tensors
+from liger_models.convert.checkpoints.source_layout import SourceLayout
+from liger_models.convert.checkpoints.weight_map import WeightMap
+from liger_models.convert.checkpoints.writing import (
+    CheckpointPlan,
+    find_aux_files,
+    plan_checkpoint,
+    save_checkpoint,
+)
+from liger_models.convert.config.model_config import ModelConfig, export_config
+from liger_models.convert.errors import CheckpointError, ConfigError
+from liger_models.convert.json_file import read_json
+from liger_models.generating.generation import generate
+from liger_models.layers.attention.backends import AttentionBackend
+from liger_models.layers.model.causal_lm import CausalLM
+from liger_models.layers.specs import ModelSpec
+
+GENERATION_CONFIG = "generation_config.json"
+
+
+class LigerCausalLM(CausalLM):
+    """A causal language model with its config. Use `from_hub` or `from_config` to make one.
+
+    Attributes:
+        architecture: the family, as registered.
+        config: the keys of config.json as attributes.
+        carried: patterns (with `*`) of checkpoint tensors that the model does not use and an export repeats.
+        source: the form of the checkpoint that it was read from; None for fresh weights, and for the text
+            part of a multimodal checkpoint.
+        left_out: the names of the tensors of a multimodal checkpoint that were not read.
+        source_folder: the folder of that checkpoint.
+        learned_ends: ids that training has taught the model to end an answer with. They join the
+            `eos_token_id` of the generation config.
+    """
+
+    # What transformers' Trainer and accelerate ask of a model: that the loss takes num_items_in_batch and
+    # shifts the labels, the name of its input, and (below) which modules stay whole when a model is divided.
+    accepts_loss_kwargs = True
+    loss_type = "ForCausalLM"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        architecture: Architecture,
+        raw_config: Mapping[str, Any],
+        attention: AttentionBackend = "auto",
+        activation_memory: str | list[str] = "lean",
+        memory_budget: float | str | None = None,
+    ):
+        super().__init__(spec, attention, activation_memory, memory_budget)
+        self._no_split_modules = self.kinds_of_layers()
+        self.layout = architecture.layouts[0]
+        self.architecture = architecture
+        self.config = ModelConfig(raw_config)
+        self.carried: tuple[str, ...] = ()
+        self.source: SourceLayout | None = None
+        self.source_folder: Path | None = None
+        self.left_out: tuple[str, ...] = ()
+        self.learned_ends: tuple[int, ...] = ()
+
+    def _get_name(self) -> str:
+        # Trainer looks here for a causal language model, whose labels are shifted under label smoothing too.
+        return self.architecture.reference
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        """Asked for by PEFT when it wraps a causal language model; transformers' `generate` is not used here.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("this model generates by its own method: model.generate(input_ids, ...)")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "peft_config":  # PEFT sets it once its adapters are in the model
+            self._run_adapters()
+
+    def train(self, mode: bool = True) -> Self:
+        """As of any module. Trainers call it before every step, so adapters that were added to other layers
+        since the first ones are found here.
+        """
+        if mode and getattr(self, "peft_config", None):
+            self._run_adapters()
+        return super().train(mode)
+
+    def _run_adapters(self) -> None:
+        from liger_models.hf.adapters.lora import take_over  # which imports PEFT
+
+        take_over(self)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_tokens.weight.dtype
+
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        max_shard_size: int | str | None = None,
+        dtype: str | torch.dtype | None = None,
+    ) -> None:
+        """Write a Hugging Face checkpoint that transformers and vLLM read.
+
+        A model that was read from a checkpoint is written as it was read: tensor names, dtypes, division into
+        files, config, generation config, tokenizer and chat template. An existing checkpoint in `folder` is
+        replaced in one step, once the new one is complete. If the model is sharded over processes (FSDP2),
+        all of them must call this: tensors are gathered one at a time, and the first process writes. Of
+        processes with replicas (DDP) one is enough; if several call this at the same time for one folder, one
+        of them writes and the others wait for it.
+
+        Args:
+            folder: where to write.
+            max_shard_size: largest file, in bytes or as "5GB" (10^9) or "5GiB". Default: the source's
+                division, or 5 GB.
+            dtype: of the tensors, torch.bfloat16 or "bfloat16"; "parameters" is what each has in memory.
+                Default: the source's, or what each has in memory.
+
+        Raises:
+            CheckpointError: the disk is full or cannot be written to; an old checkpoint is then untouched. Or
+                the model no longer has the parameters that it was made with, as with an adapter in it.
+            ConfigError: `dtype` is none of these.
+        """
+        parameters, weight_map = self.saved_tensors(), self.weight_map()
+        options = self._plan_options(parameters, weight_map, dtype)
+        save_checkpoint(folder, parameters, weight_map, max_shard_size=max_shard_size, **options)
+
+    def checkpoint_plan(self, dtype: str | torch.dtype | None = None) -> CheckpointPlan:
+        """The files that `save_pretrained` would write, for whoever writes their values otherwise.
+
+        Raises:
+            CheckpointError, ConfigError: as `save_pretrained`.
+        """
+        parameters, weight_map = self.saved_tensors(), self.weight_map()
+        return plan_checkpoint(parameters, weight_map, **self._plan_options(parameters, weight_map, dtype))
+
+    def _plan_options(
+        self,
+        parameters: Mapping[str, Tensor],
+        weight_map: WeightMap,
+        dtype: str | torch.dtype | None,
+    ) -> dict[str, Any]:
+        chosen: Any = dtype if dtype in (None, "parameters") else parse_dtype(dtype)
+        _check_savable(parameters, weight_map)
+        written = _source_dtype(self.source) if self.source and dtype is None else self.dtype
+        written = chosen if isinstance(chosen, torch.dtype) else written
+        config = export_config(
+            self.config.to_dict(), dtype=str(written).removeprefix("torch."), source=self.source is not None
+        )
+        aux = find_aux_files(self.source_folder) if self.source_folder and self.source_folder.is_dir() else {}
+        if (generation := self.generation_config()) is not None:
+            aux[GENERATION_CONFIG] = generation
+        return {
+            "config": config,
+            "source": self.source,
+            "dtype": chosen,
+            "fixed": parameters.keys() - dict(self.named_parameters()).keys(),  # buffers
+            "aux_files": aux,
+        }
+
+    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The (name, tensor) of the checkpoint that `save_pretrained` would write, one after the other, for
+        whoever takes weights without files, such as an engine that generates with the model as it trains.
+
+        Tensors are views of the model's where strides can say so, in its dtypes and on its devices. Of a
+        model that is sharded over processes all of them must run through it together: one tensor at a time
+        is gathered.
+
+        Raises:
+            CheckpointError: the model no longer has the parameters that it was made with, as with an adapter
+                in it.
+        """
+        natives, weight_map = self.saved_tensors(), self.weight_map()
+        _check_savable(natives, weight_map)
+        copies: dict[str, list[str]] = {}
+        for name, original in (self.source.tied if self.source else {}).items():
+            copies.setdefault(original, []).append(name)
+        for name, tensor in checkpoint_tensors(natives.__getitem__, weight_map):
+            yield from ((same, tensor) for same in (name, *copies.get(name, ())))
+        if self.source is not None:
+            yield from self.source.carried.items()
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        token: str | None = None,
+        private: bool | None = None,
+        commit_message: str = "Upload model",
+        revision: str | None = None,
+        max_shard_size: int | str | None = None,
+    ) -> str:
+        """Upload what `save_pretrained` writes, and return the address of the commit.
+
+        Raises:
+            HubError: the hub refused, or could not be reached.
+        """
+        from liger_models.convert.checkpoints.hub import push
+
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, max_shard_size=max_shard_size)
+            return push(
+                folder,
+                repo_id,
+                token=token,
+                private=private,
+                commit_message=commit_message,
+                revision=revision,
+            )
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        *,
+        attention_mask: Tensor | None = None,
+        eos_token_id: int | Iterable[int] | None = None,
+        pad_token_id: int | None = None,
+        seed: int | None = None,
+        on_token: Callable[[Tensor], None] | None = None,
+        **images: Any,
+    ) -> Tensor:
+        """Continue each prompt [batch, seq] of a batch: [batch, seq + new]. See `generate` in
+        liger_models/generating/generation.py; the special ids default to those of the generation config.
+        """
+        return generate(
+            self,
+            input_ids,
+            max_new_tokens,
+            temperature,
+            top_p,
+            top_k,
+            attention_mask=attention_mask,
+            eos_token_id=self.special_id("eos_token_id") if eos_token_id is None else eos_token_id,
+            pad_token_id=self.special_id("pad_token_id") if pad_token_id is None else pad_token_id,
+            seed=seed,
+            on_token=on_token,
+            **images,
+        )
+
+    def special_id(self, key: str) -> Any:
+        """An id by its name in configs, as `eos_token_id`: one, a list, or None. The generation config goes
+        before the model's; ids that were learned to end answers join the others.
+        """
+        value = self._stated_id(key)
+        if key != "eos_token_id":
+            return value
+        stated = value if isinstance(value, list) else [] if value is None else [value]
+        learned = [end for end in self.learned_ends if end not in stated]
+        return [*stated, *learned] if learned else value
+
+    def generation_config(self) -> bytes | None:
+        """The generation_config.json of a model that has learned to end answers with tokens that its own does
+        not name; else None.
+        """
+        key = "eos_token_id"
+        ends = self.special_id(key)
+        if ends == self._stated_id(key):
+            return None
+        stated = self._stated_generation_config()
+        if not stated:  # readers take these from config.json only where this file is missing
+            ids = {name: self._stated_id(name) for name in ("bos_token_id", "pad_token_id")}
+            stated = {name: value for name, value in ids.items() if value is not None}
+        return (json.dumps({**stated, key: ends}, indent=2) + "\n").encode()
+
+    def _stated_id(self, key: str) -> Any:
+        value = self._stated_generation_config().get(key)
+        return getattr(self.config, key, None) if value is None else value
+
+    def _stated_generation_config(self) -> dict[str, Any]:
+        path = self.source_folder / GENERATION_CONFIG if self.source_folder else None
+        return read_json(path) if path is not None and path.is_file() else {}
+
+
+def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """The dtype of a model's weights, from its name or itself.
+
+    Raises:
+        ConfigError: it is none in which a model can be.
+    """
+    parsed = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if parsed not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        raise ConfigError(
+            f"dtype {dtype!r} is not a floating point dtype; expected 'bfloat16', 'float16' or 'float32'"
+        )
+    return parsed
+
+
+def _check_savable(parameters: Mapping[str, Tensor], weight_map: WeightMap) -> None:
+    for name, parameter in parameters.items():
+        if parameter.is_meta:
+            raise CheckpointError(f"{name} is on the meta device, so there are no values to save")
+    if unknown := sorted(parameters.keys() ^ weight_map.keys()):
+        raise CheckpointError(
+            f"the model's parameters are not those that it was made with; they differ in {unknown[:4]}. "
+            "Merge adapters into the layers that they wrap, remove parametrizations, and let a "
+            "tied head stay tied"
+        )
+
+
+def _source_dtype(source: SourceLayout) -> torch.dtype:
+    """The dtype that most of a checkpoint's values have."""
+    sizes: dict[torch.dtype, int] = {}
+    for info in source.tensors.values():
+        sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
+    return max(sizes, key=lambda dtype: sizes[dtype])

@@ -1,0 +1,65 @@
+"""The text part of a multimodal checkpoint, read as a checkpoint of its own."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+
+from liger_models.architectures import find_architecture
+from liger_models.architectures.registry.multimodal import MULTIMODAL, text_config
+from liger_models.convert.checkpoints.reading import CheckpointReader
+from liger_models.convert.checkpoints.safetensors_header import TensorInfo
+from liger_models.convert.checkpoints.source_layout import repeats
+from liger_models.convert.config.hf_config import HFConfig
+
+
+def text_config_of(config: HFConfig) -> HFConfig:
+    """The config of a multimodal model's text part alone; of a language model, its own.
+
+    Raises:
+        UnsupportedModelError, ConfigError: see `text_config`.
+    """
+    if config.model_type in MULTIMODAL:
+        return config.with_raw(text_config(config.raw, config.name))
+    return config
+
+
+def select_text(
+    config: HFConfig, text: HFConfig, reader: CheckpointReader
+) -> tuple[HFConfig, list[TensorInfo]]:
+    """Let a reader know the text part's tensors alone, by the names that a checkpoint of the text has.
+
+    Args:
+        config, text: of the checkpoint, and of its text part.
+        reader: of the checkpoint.
+
+    Returns:
+        The text's config, in which the head is tied if it is so in the files; and what is left out.
+    """
+    family, vocab_size = MULTIMODAL[config.model_type], text.raw["vocab_size"]
+    layout = find_architecture(text.model_type).layouts[0]
+    head, embedding = layout.name("lm_head.weight"), layout.name("embed_tokens.weight")
+    names = {name: family.name_in_text(name, config.raw) for name in reader.tensors}
+    behind, of_images = [], family.extra_ids if type(vocab_size) is int and vocab_size > 0 else 0
+    for name, new in names.items():
+        rows = reader.tensors[name].shape[:1]
+        if of_images and new == embedding and rows == (vocab_size + of_images,):
+            behind.append(reader.cut(name, vocab_size))
+    left_out = [*reader.rename(names.get), *behind]
+    if text.raw["tie_word_embeddings"] and head in reader.tensors:
+        # The reference takes a head that is there for what it is; what is said of it, or meant by saying
+        # nothing, is often wrong.
+        text = text.with_raw({**text.raw, "tie_word_embeddings": repeats(reader, head, embedding)})
+    return text, left_out
+
+
+def warn_of(left_out: list[TensorInfo], config: HFConfig, text: HFConfig) -> None:
+    """Tell the caller of `from_hub` what of its checkpoint was not read."""
+    towers = Counter(info.name.removeprefix("model.").partition(".")[0] for info in left_out)
+    warnings.warn(
+        f"{config.name}: only the text part of this {config.model_type!r} checkpoint was loaded; left out "
+        f"were {len(left_out)} tensors of {sum(info.nbytes for info in left_out)} bytes ("
+        + ", ".join(f"{count} of {tower}" for tower, count in towers.items())
+        + f"). What is saved from it is a {text.model_type!r} checkpoint",
+        stacklevel=3,
+    )

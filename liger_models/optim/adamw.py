@@ -1,0 +1,374 @@
+"""AdamW for training loops: bfloat16 weights that learn as float32 weights do, and clipping on the way.
+
+    optimizer = liger_models.optim.AdamW(model.parameters(), lr=1e-5)
+    for input_ids in batches:
+        model(input_ids, labels=input_ids).loss.backward()
+        norm = optimizer.clip_grad_norm(1.0)      # reads the gradients, and leaves them alone
+        optimizer.step()                          # applies the factor as it goes
+        optimizer.zero_grad()
+
+What `weights` means stands in liger_models/kernels/optimizer/adamw.py, and what was measured in
+docs/optimizer.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from liger_models.kernels.optimizer.adamw import (
+    RESIDUE_DTYPES,
+    WEIGHTS,
+    AdamWSettings,
+    AdamWTensors,
+    adamw,
+)
+from liger_models.kernels.optimizer.sum_of_squares import sum_of_squares
+from liger_models.optim.host_state import adamw_from_host, room_on_host, state_on_host
+
+MOMENTS = ("auto", "float32", "bfloat16")
+
+
+def state_bytes(dtype: torch.dtype, weights: str = "master", moments: str = "auto") -> int:
+    """What `AdamW` keeps of an element of a parameter: two moments, and of bfloat16 what rounding loses."""
+    moment = dtype if moments == "auto" else getattr(torch, moments)
+    residue = RESIDUE_DTYPES.get(weights) if dtype == torch.bfloat16 else None
+    return 2 * moment.itemsize + (0 if residue is None else residue.itemsize)
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW (Loshchilov & Hutter, 2019) in one pass over parameters, gradients and state.
+
+    Args:
+        params: parameters, or groups of them with settings of their own, as for every torch optimizer;
+            float32, bfloat16 or float64, on any devices, DTensors too (FSDP2): each rank updates its shard.
+        lr, betas, eps, weight_decay: as in torch.optim.AdamW.
+        weights: how bfloat16 weights are kept: "master", "compensated", "stochastic" or "plain", see
+            docs/optimizer.md. It makes no difference to float32 weights.
+        moments: the dtype of both moments: "auto" (the parameter's), "float32" or "bfloat16".
+        seed: of the random bits for stochastic rounding. They are a function of the seed, the step, the
+            parameter's place among `params` and the element's place in the parameter: a resumed run draws the
+            same bits, and so does every shard of a DTensor that is cut along its first dimension. Other cuts
+            are rounded just as fairly, but not with the bits of the whole.
+        state_device: "cpu" keeps the state in pinned host memory and streams it through the GPU in each step:
+            see host_state.py. The results are bit for bit the same; a step then waits for the device.
+            Of DTensors each rank holds the state of its shards. None: where the parameters are.
+
+    A group's learning rate may change between steps; its other settings are called "betas", "eps",
+    "weight_decay", "weights", "moments" and "seed". The state of a parameter is exp_avg, exp_avg_sq and step,
+    as in torch's fused AdamW, and for bfloat16 weights "residue": what rounding lost.
+
+    With torch.amp.GradScaler the kernel unscales and skips steps, without waiting for the device; unlike in
+    torch's fused AdamW the gradients are not changed.
+
+    Raises:
+        ValueError: a setting out of its range; parameters whose memory has gaps.
+        TypeError: parameters of another dtype; a learning rate that is a tensor.
+    """
+
+    _step_supports_amp_scaling = True  # GradScaler then sets grad_scale and found_inf
+    state_device: str | None = None
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        weights: str = "master",
+        moments: str = "auto",
+        seed: int = 0,
+        state_device: str | None = None,
+    ) -> None:
+        if state_device not in (None, "cpu"):
+            raise ValueError(f"state_device is {state_device!r}; expected 'cpu' or None")
+        self.state_device = state_device
+        self._factors: dict[torch.device, Tensor] = {}
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, settings | {"weights": weights, "moments": moments, "seed": seed})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        _check_settings(group)
+        for parameter in group["params"]:
+            _check_parameter(parameter)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step, with the factor of `clip_grad_norm` if that was called since the last one.
+
+        Args:
+            closure: computes the loss again, as for every torch optimizer.
+
+        Returns:
+            What `closure` returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        places = itertools.count()
+        for group in self.param_groups:
+            by_device: dict[torch.device, list[AdamWTensors]] = {}
+            for parameter, place in zip(group["params"], places):  # noqa: B905 (the places go on)
+                if parameter.grad is not None:
+                    tensors = self._tensors(parameter, group, place)
+                    by_device.setdefault(tensors.parameter.device, []).append(tensors)
+            for device, updated in by_device.items():
+                factor = self._factors.get(device)
+                if grad_scale is not None:
+                    unscaling = grad_scale.to(device, torch.float32, non_blocking=True).reciprocal()
+                    factor = unscaling if factor is None else factor * unscaling
+                skip = None if found_inf is None else found_inf.to(device, torch.float32, non_blocking=True)
+                steps = [one.step for one in updated]
+                torch._foreach_add_(steps, 1.0)
+                make = adamw if self.state_device is None else adamw_from_host
+                make(updated, _settings(group), factor, skip)
+                if skip is not None:
+                    torch._foreach_sub_(steps, [skip.reshape(()).sign()] * len(steps))
+        self._factors = {}
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._factors = {}  # what was clipped is gone
+        super().zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """The norm of all gradients together; the next step scales them to max_norm at most.
+
+        The gradients are read once and stay as they are: `step` multiplies by min(1, max_norm / norm), as
+        torch.nn.utils.clip_grad_norm_ does. To be called after the last backward pass of a step, and with
+        a GradScaler after its `unscale_`. Nothing waits for the device.
+
+        Returns:
+            The Euclidean norm, float32 without dimensions, on the device of the first parameter. With
+            DTensors it is that of the whole gradients, on every rank: all ranks must call this.
+        """
+        parameters = list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
+        norm, self._factors = _norm_and_factors(parameters, max_norm)
+        return norm
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch, but that every tensor keeps its dtype, and is one that this optimizer can go on with.
+
+        Raises:
+            ValueError: the state of a parameter has another shape or dtype than its group's settings ask for.
+        """
+        # torch would cast the state to the dtype of its parameter, and move all of it to its device.
+        super().load_state_dict({**state_dict, "state": {}})
+        saved = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        for group in self.param_groups:
+            _check_settings(group)
+            for parameter, place in zip(group["params"], saved):  # noqa: B905 (saved goes on)
+                if place in state_dict["state"]:
+                    given = state_dict["state"][place]
+                    _check_state(parameter, group, given, place)
+                    self.state[parameter] = {
+                        name: self._placed(name, value, parameter) for name, value in given.items()
+                    }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._factors = {}
+        for group in self.param_groups:  # a state of torch.optim.AdamW has none of these
+            for name in ("weights", "moments", "seed"):
+                group.setdefault(name, self.defaults[name])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"state_device": self.state_device}  # type: ignore[no-untyped-call]
+
+    def _placed(self, name: str, value: Tensor, parameter: Tensor) -> Tensor:
+        """A part of the state where it belongs."""
+        if self.state_device is None or name == "step":
+            return value.to(parameter.device)
+        return state_on_host(value, parameter)
+
+    def _tensors(self, parameter: Tensor, group: dict[str, Any], place: int) -> AdamWTensors:
+        if not self.state[parameter]:
+            self.state[parameter] = {
+                name: torch.zeros((), dtype=dtype, device=parameter.device)
+                if name == "step"
+                else self._zeros(parameter, dtype)
+                for name, dtype in _state_dtypes(parameter, group).items()
+            }
+        elif self.state_device is not None:  # who loads a state may have put it elsewhere
+            state = self.state[parameter]
+            state.update({name: self._placed(name, value, parameter) for name, value in state.items()})
+        state = {name: _local(value) for name, value in self.state[parameter].items()}
+        moments = _flat(state["exp_avg"]), _flat(state["exp_avg_sq"])
+        residue = _flat(state["residue"]) if "residue" in state else None
+        tensors = _flat(_local(parameter)), _flat(_gradient(parameter)), *moments, state["step"], residue
+        return AdamWTensors(*tensors, place, _first_element(parameter))
+
+    def _zeros(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        """A moment or a residue before the first step, laid out in memory as the parameter."""
+        if self.state_device is None:
+            return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
+        room = room_on_host(parameter, dtype)
+        _local(room).zero_()
+        return room
+
+
+def _check_settings(group: dict[str, Any]) -> None:
+    def check(name: str, good: bool, expected: str) -> None:
+        if not good:
+            raise ValueError(f"{name} is {group[name]!r}; expected {expected}")
+
+    if isinstance(group["lr"], Tensor):
+        raise TypeError("lr is a tensor; expected a number (it may change from step to step)")
+    check("lr", group["lr"] >= 0, "0 or more")
+    check(
+        "betas", all(0 <= beta < 1 for beta in group["betas"]), "two numbers from 0 up to, not including, 1"
+    )
+    check("eps", group["eps"] >= 0, "0 or more")
+    check("weight_decay", group["weight_decay"] >= 0, "0 or more")
+    check("weights", group["weights"] in WEIGHTS, f"one of {', '.join(WEIGHTS)}")
+    check("moments", group["moments"] in MOMENTS, f"one of {', '.join(MOMENTS)}")
+    check("seed", abs(group["seed"]) < 2**63, "a number of 64 bits")
+
+
+def _check_parameter(parameter: Tensor) -> None:
+    if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float64):
+        hint = "; load the model in bfloat16 or float32" if parameter.dtype == torch.float16 else ""
+        raise TypeError(f"a parameter is {parameter.dtype}; expected float32, bfloat16 or float64{hint}")
+    local = _local(parameter.detach())
+    if torch.empty_like(local, device="meta").stride() != local.stride():
+        raise ValueError(
+            f"the memory of a parameter of {tuple(local.shape)} with strides {local.stride()} has gaps or "
+            "overlaps; make it contiguous"
+        )
+
+
+def _settings(group: dict[str, Any]) -> AdamWSettings:
+    names = ("eps", "weight_decay", "weights", "seed")
+    return AdamWSettings(group["lr"], *group["betas"], *(group[name] for name in names))
+
+
+def _state_dtypes(parameter: Tensor, group: dict[str, Any]) -> dict[str, torch.dtype]:
+    """What is kept of a parameter, and its dtypes."""
+    moment = parameter.dtype if group["moments"] == "auto" else getattr(torch, group["moments"])
+    dtypes = {"step": torch.float32, "exp_avg": moment, "exp_avg_sq": moment}
+    if parameter.dtype == torch.bfloat16 and group["weights"] in RESIDUE_DTYPES:
+        dtypes["residue"] = RESIDUE_DTYPES[group["weights"]]
+    return dtypes
+
+
+def _check_state(parameter: Tensor, group: dict[str, Any], given: dict[str, Any], place: Any) -> None:
+    expected = _state_dtypes(parameter, group)
+    if given.keys() != expected.keys():
+        raise ValueError(
+            f"the state of parameter {place} is {', '.join(sorted(given))}; a {parameter.dtype} one with "
+            f"weights={group['weights']!r} has {', '.join(sorted(expected))}"
+        )
+    for name, dtype in expected.items():
+        shape = () if name == "step" else tuple(parameter.shape)
+        found = given[name]
+        if tuple(found.shape) != shape or found.dtype != dtype:
+            raise ValueError(
+                f"{name} of parameter {place} is {found.dtype} {tuple(found.shape)}; expected {dtype} {shape}"
+            )
+
+
+def _local(tensor: Any) -> Tensor:
+    """A DTensor's shard on this rank; any other tensor as it is."""
+    return tensor.to_local() if _is_dtensor(tensor) else tensor
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    if type(tensor) in (Tensor, torch.nn.Parameter) or not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scale gradients in place so that their norm is max_norm at most, for any optimizer, as
+    torch.nn.utils.clip_grad_norm_ does, also where experts are divided: those and other parameters are
+    DTensors on two meshes, whose norms torch's own cannot add ("must have the same mesh").
+
+    Returns:
+        The Euclidean norm before, as that of `AdamW.clip_grad_norm`: all ranks must call this.
+    """
+    parameters = [p for p in parameters if p.grad is not None]
+    if not parameters:
+        return torch.zeros(())
+    norm, factors = _norm_and_factors(parameters, max_norm)
+    for p in parameters:
+        gradient = _local(p.grad)
+        gradient.mul_(factors[gradient.device])
+    return norm
+
+
+def _norm_and_factors(parameters: list[Tensor], max_norm: float) -> tuple[Tensor, dict[Any, Tensor]]:
+    """The norm of the gradients on the first parameter's device, and on each device what clips them."""
+    shards: dict[tuple[Any, ...], list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            gradient = _gradient(parameter)
+            shards.setdefault((gradient.device, *_divided_over(parameter)), []).append(gradient)
+    first = parameters[0].device
+    total = torch.zeros((), dtype=torch.float64, device=first)
+    for (_, *groups), gradients in shards.items():
+        square = sum_of_squares(gradients)
+        for group in groups:
+            torch.distributed.all_reduce(square, group=group)
+        total += square.to(first)
+    norm = total.sqrt().float()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return norm, {device: factor.to(device) for device, *_ in shards}
+
+
+def _gradient(parameter: Any) -> Tensor:
+    """The gradient on this rank, laid out in memory as the parameter."""
+    gradient = parameter.grad
+    if gradient.is_sparse:
+        raise TypeError(
+            f"the gradient of a parameter of {tuple(parameter.shape)} is sparse; expected a dense one"
+        )
+    if _is_dtensor(parameter) and gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+    local, gradient = _local(parameter), _local(gradient)
+    if gradient.stride() == local.stride():
+        return gradient
+    return torch.empty_like(local, dtype=gradient.dtype).copy_(gradient)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """All elements in the order of memory, which has no gaps."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def _first_element(parameter: Any) -> int:
+    """The place, in the whole parameter, of the first element on this rank."""
+    if not _is_dtensor(parameter):
+        return 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, mesh, placements = parameter.shape, parameter.device_mesh, parameter.placements
+    _, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return sum(offset * shape[dim + 1 :].numel() for dim, offset in enumerate(offsets))
+
+
+def _divided_over(parameter: Any) -> Iterable[Any]:
+    """The process groups whose ranks hold different parts of a parameter."""
+    if not _is_dtensor(parameter):
+        return ()
+    mesh = parameter.device_mesh
+    return tuple(
+        mesh.get_group(i) for i, placed in enumerate(parameter.placements) if not placed.is_replicate()
+    )
+
+
+__all__ = ["AdamW", "clip_grad_norm_"]

@@ -1,0 +1,187 @@
+"""The processes of a run, how they share the model, and the little that they tell one another."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, TextIO, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from liger_models.convert.errors import ConfigError
+from liger_models.models.causal_lm import LigerCausalLM
+from liger_models.models.loading import parse_device
+
+SHARDS = ("full", "hybrid", "none")
+# Of collectives: who waits in vain is told sooner by training/watch.py.
+TIMEOUT = timedelta(minutes=30)
+# The first process computes the checksums of what all have written.
+SAVING_TIMEOUT = timedelta(hours=4)
+
+T = TypeVar("T")
+
+
+class World:
+    """The processes of this run: one, or torchrun's ranks.
+
+    Args:
+        device: of this process; "auto" and "cuda": its own GPU.
+        shard: how several share the model: "full" (each has a part of it), "hybrid" (each node has all of
+            it), or "none" (each has all of it, DDP).
+        sequence: how many share each row, and exchange heads (layers/sequences/sequence_parallel.py).
+        experts: how many share the experts of each layer (layers/experts/expert_parallel.py).
+
+    Attributes:
+        data_size, data_rank: how many rows are read at a time, and which of them is this process's, where
+            those that share a row count as one.
+
+    Raises:
+        ConfigError: these numbers do not fit the number of processes.
+    """
+
+    def __init__(self, device: str, shard: str = "none", sequence: int = 1, experts: int = 1) -> None:
+        self.size, self.rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+        self.shard = shard if self.size > 1 else "none"
+        self.sequence, self.experts = sequence, experts
+        if self.size % sequence or self.size % experts:
+            raise ConfigError(
+                f"sequence_parallel is {sequence} and expert_parallel {experts}, and there are {self.size} "
+                "processes; expected numbers that divide them (torchrun starts more)"
+            )
+        self.data_size, self.data_rank = self.size // sequence, self.rank // sequence
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device == "cuda":
+            device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        parsed = parse_device(device)
+        assert parsed is not None  # since one was named
+        self.device = parsed
+        self.main = self.rank == 0
+        self._ours = False
+
+    @staticmethod
+    def is_main() -> bool:
+        """Whether this process is the first rank, before there is a world."""
+        return os.environ.get("RANK", "0") == "0"
+
+    def __enter__(self) -> World:
+        if self.size > 1 and not dist.is_initialized():
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=TIMEOUT)
+            self._ours = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._ours:
+            dist.destroy_process_group()
+
+    @property
+    def divide(self) -> Callable[[LigerCausalLM], object] | None:
+        """Divides a model that has no memory yet over the processes; None where each has all of it.
+
+        Raises:
+            ConfigError: nodes of different sizes, or that cannot share rows or experts so.
+        """
+        if self.shard == "none" and self.sequence == 1:
+            return None
+        from liger_models.layers.sequences.sequence_parallel import divide_sequences
+        from liger_models.parallel import ParallelDims, parallelize
+
+        node = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        dims = ParallelDims(sequence=self.sequence, experts=self.experts)
+        if self.shard == "hybrid":
+            dims = replace(dims, data_replicate=self.size // node, data_shard=node // self.sequence)
+        if self.shard == "none":
+            sequence: Any = dims.meshes(self.device.type).sequence
+            return lambda model: divide_sequences(model, sequence)
+        return lambda model: parallelize(model, dims)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        if self.size == 1 or self.shard != "none":
+            return model
+        # Views into the buckets spare a second copy of the gradients.
+        return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+    @contextlib.contextmanager
+    def micro_batch(self, wrapped: Any, last: bool) -> Iterator[None]:
+        """Around the passes of a micro-batch; gradients are means over the processes after the last one.
+
+        Shards are added up after each: until then every process would hold whole gradients. Replicas of
+        shards wait for the last.
+        """
+        if self.shard != "none":
+            wrapped.set_requires_all_reduce(last)
+            yield
+        else:
+            with contextlib.nullcontext() if last or self.size == 1 else wrapped.no_sync():
+                yield
+
+    def sum(self, value: Tensor) -> Tensor:
+        if self.size > 1:
+            dist.all_reduce(value)
+        return value
+
+    def any(self, mine: bool) -> bool:
+        if self.size == 1:
+            return mine
+        return bool(self.sum(torch.tensor(float(mine), device=self.device)).item())
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+    def once(self, function: Callable[[], T]) -> T:
+        """What `function` returns, or raises, in the first process; in all."""
+        if self.size == 1:
+            return function()
+        outcome: list[Any] = [None, None]
+        if self.main:
+            try:
+                outcome[0] = function()
+            except Exception as error:
+                outcome[1] = error
+        dist.broadcast_object_list(outcome, src=0)
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
+
+    def once_and_all(self, here: Callable[[], tuple[T, Any]], there: Callable[[Any], T]) -> T:
+        """`here()` makes something in the first process, and tells the others how to come by theirs."""
+        made = here() if self.main else None
+        told = [made[1] if made else None]
+        if self.size > 1:
+            dist.broadcast_object_list(told, src=0)
+        return made[0] if made else there(told[0])
+
+    def host_group(self) -> dist.ProcessGroup | None:
+        """All processes, with collectives on the host that no others wait for; None for one process."""
+        return None if self.size == 1 else dist.new_group(backend="gloo", timeout=SAVING_TIMEOUT)
+
+    def say(self, text: str) -> None:
+        if self.main:
+            print(text, file=sys.stderr)
+
+    @contextlib.contextmanager
+    def bar(self, total: int, done: int) -> Iterator[Any]:
+        from liger_models.convert.progress import ProgressBar
+
+        terminal: TextIO = sys.stderr
+        # In a log file every redraw is a line: let them come seldom.
+        interval = 0.2 if terminal.isatty() else 10.0
+        with ProgressBar(
+            total=total,
+            initial=done,
+            unit="step",
+            disable=not self.main,
+            mininterval=interval,
+            dynamic_ncols=True,
+        ) as bar:
+            yield bar

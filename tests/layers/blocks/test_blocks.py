@@ -1,0 +1,166 @@
+"""Layers of every kind: what they say that they keep for the backward pass is what autograd keeps, and what
+they start with.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+
+from liger_models.kernels._dispatch import interpret
+from liger_models.layers.model.causal_lm import CausalLM
+from liger_models.layers.recompute import activation_memory
+from liger_models.layers.recompute.activation_memory import _Kept
+from liger_models.layers.specs import (
+    AttentionSpec,
+    BlockSpec,
+    LayerNormSpec,
+    MLPSpec,
+    ModelSpec,
+    MoESpec,
+    NormSpec,
+    PerLayerInputSpec,
+    QKNormSpec,
+    QueryScaleSpec,
+    RopeSpec,
+    SharedAttentionSpec,
+    SparseMixerSpec,
+)
+
+TOKENS, HIDDEN = 12, 32
+# As many key/value heads as heads: with fewer, attention on a CPU repeats them, and on a GPU it does not.
+ATTENTION = AttentionSpec(4, 4, 16, 0.25, RopeSpec(16, max_position_embeddings=64))
+GROWING = QueryScaleSpec(0.5, 4)
+PRE_NORM = BlockSpec(ATTENTION, MLPSpec(40), NormSpec())
+EXPERTS = MoESpec(4, 2, 12)
+ROUTED = {
+    "experts": EXPERTS,
+    "router's loss": replace(EXPERTS, aux_loss_coef=0.1),
+    "shared expert": replace(EXPERTS, shared_expert=MLPSpec(20), shared_gate=True),
+    "drawn experts": replace(EXPERTS, sparse_mixer=SparseMixerSpec(0.4, 0.1)),
+    "weighted inputs": replace(EXPERTS, weighted="inputs", shared_expert=MLPSpec(20)),
+    "all in float32": replace(EXPERTS, float32_router=True, score="sigmoid", correction_bias=True),
+}
+BLOCKS = {
+    "pre_norm": PRE_NORM,
+    "layer scale": replace(PRE_NORM, topology="layer_scale"),
+    "sandwich": replace(PRE_NORM, topology="sandwich"),
+    "scaled sandwich": replace(PRE_NORM, topology="scaled_sandwich"),
+    "own inputs": replace(
+        PRE_NORM, topology="scaled_sandwich", per_layer_input=PerLayerInputSpec(6, "gelu_tanh")
+    ),
+    "experts beside": replace(
+        PRE_NORM,
+        topology="scaled_sandwich_with_experts",
+        experts=replace(EXPERTS, router_norm_eps=1e-6, expert_scale=True),
+    ),
+    "post_norm": replace(PRE_NORM, topology="post_norm"),
+    "parallel": replace(PRE_NORM, topology="parallel"),
+    "layer norm": replace(PRE_NORM, norm=LayerNormSpec()),
+    "plain mlp": replace(PRE_NORM, mlp=MLPSpec(40, "relu2", gated=False)),
+    "plain gelu": replace(PRE_NORM, mlp=MLPSpec(40, "gelu_tanh", gated=False)),
+    "scaled branches": replace(PRE_NORM, residual_scale=0.5),
+    "norms of heads": replace(PRE_NORM, mixer=replace(ATTENTION, qk_norm=QKNormSpec())),
+    "norms of all heads": replace(
+        PRE_NORM, mixer=replace(ATTENTION, qk_norm=QKNormSpec(scope="all_heads", before_rope=False))
+    ),
+    "norms of values": replace(PRE_NORM, mixer=replace(ATTENTION, qk_norm=QKNormSpec(values=True))),
+    "values that are keys": replace(
+        PRE_NORM, mixer=replace(ATTENTION, qk_norm=QKNormSpec(values=True), values_are_keys=True)
+    ),
+    "without positions": replace(PRE_NORM, mixer=replace(ATTENTION, rope=None)),
+    "norms without weights": replace(
+        PRE_NORM, mixer=replace(ATTENTION, qk_norm=QKNormSpec(scope="unweighted", before_rope=False))
+    ),
+    "chunks": replace(PRE_NORM, mixer=replace(ATTENTION, chunk=7)),
+    "queries that grow": replace(PRE_NORM, mixer=replace(ATTENTION, query_scale=GROWING)),
+    "queries that grow without positions": replace(
+        PRE_NORM, mixer=replace(ATTENTION, rope=None, query_scale=GROWING)
+    ),
+    "queries that grow behind a norm": replace(
+        PRE_NORM, mixer=replace(ATTENTION, qk_norm=QKNormSpec(), query_scale=GROWING)
+    ),
+    **{name: replace(PRE_NORM, mlp=mlp) for name, mlp in ROUTED.items()},
+}
+
+
+SHARED = SharedAttentionSpec(4, 4, 16, 0.25, 0, ATTENTION.rope, q_norm=NormSpec())
+
+
+def model_of(*blocks: BlockSpec, **options) -> CausalLM:
+    ids = 61 if blocks[0].per_layer_input else None
+    return CausalLM(ModelSpec(61, HIDDEN, blocks, NormSpec(), per_layer_vocab_size=ids), **options)
+
+
+def kept_bytes(blocks: tuple[BlockSpec, ...], level: str) -> int:
+    torch.manual_seed(0)
+    model = model_of(*blocks, activation_memory=level)
+    model.reset_parameters()
+    ids = torch.randint(61, (1, TOKENS))
+    saved = weakref.WeakSet()
+
+    class Noted(_Kept):
+        def __init__(self, tensor):
+            super().__init__(tensor)
+            saved.add(self)
+
+    # At these levels the model's own hooks see all that its layers keep, and make _Kept objects of it.
+    with interpret(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(activation_memory, "_Kept", Noted)
+        loss = model(ids, labels=ids).loss
+    assert loss.requires_grad
+    parameters = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    storages = {k.tensor.untyped_storage().data_ptr(): k.tensor.untyped_storage().nbytes() for k in saved}
+    return sum(size for place, size in storages.items() if place not in parameters)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+@pytest.mark.parametrize("level", ["lean", "mlp"])
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
+def test_a_layer_says_what_it_keeps(block, level):
+    layer = model_of(block).layers[0]
+    found = kept_bytes((block,) * 2, level) - kept_bytes((block,), level)
+    unsaid = found - TOKENS * layer.activation_bytes(level, 4)
+    if block.per_layer_input is not None:  # whose norm runs in front of the layers, beyond their hooks
+        unsaid += TOKENS * 4 * (block.per_layer_input.size + 1)
+    # Of experts also where tiles of rows begin, which is no matter of tokens: the offset of each expert and
+    # of the end, and two numbers for each tile, of which there are at most as many as rows and experts.
+    spec = block.mixture
+    routed = spec is not None and level == "lean"
+    tiles = TOKENS * spec.experts_per_token + spec.num_experts if routed else 0
+    assert 0 <= unsaid <= (4 * (spec.num_experts + 1) + 8 * tiles if routed else 0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+@pytest.mark.parametrize("level", ["lean", "mlp"])
+def test_a_layer_that_reads_anothers_keys_keeps_none(level):
+    source = replace(PRE_NORM, topology="scaled_sandwich")
+    reader = replace(source, mixer=SHARED)
+    found = kept_bytes((source, reader, reader), level) - kept_bytes((source, reader), level)
+    assert found == TOKENS * model_of(source, reader).layers[1].activation_bytes(level, 4)
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
+def test_every_parameter_and_buffer_has_a_fresh_value(block):
+    ids = 61 if block.per_layer_input else None
+    spec = ModelSpec(
+        *(61, HIDDEN, (block,), NormSpec(offset=1.0)),
+        initializer_range=0.3,
+        head_bias=True,
+        per_layer_vocab_size=ids,
+    )
+    model = CausalLM(spec)
+    tensors = model.saved_tensors()
+    with torch.no_grad():
+        for tensor in tensors.values():
+            tensor.fill_(float("nan"))
+    model.reset_parameters(torch.Generator().manual_seed(0))
+    for name, tensor in tensors.items():
+        if tensor.dim() > 1:  # hundreds of draws or more: their spread is known to a tenth, six times over
+            assert tensor.std().item() == pytest.approx(0.3, rel=0.5 if tensor.numel() < 200 else 0.2), name
+        else:
+            assert tensor.unique().numel() == 1, name
+    assert not model.norm.weight.any()

@@ -1,0 +1,148 @@
+"""Layers write over the outputs of their own projections, but not where a user's hook has seen them."""
+
+import pytest
+import torch
+
+from liger_models.layers.parts.mlp import LigerSwiGLUMLP
+from liger_models.layers.recompute.activation_memory import LEVELS, output_is_ours
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+
+def test_a_tensor_that_a_forward_hook_kept_is_not_written_over():
+    torch.manual_seed(0)
+    mlp = LigerSwiGLUMLP(8, 12)
+    kept = []
+    mlp.gate_up_proj.register_forward_hook(lambda module, args, output: kept.append(output))
+    mlp(torch.randn(3, 8)).sum().backward()
+    assert kept[0]._version == 0
+
+
+def test_without_hooks_the_output_is_written_over():
+    torch.manual_seed(0)
+    mlp = LigerSwiGLUMLP(8, 12)
+    seen = []
+    product = mlp.gated_product
+    mlp.gated_product = lambda gate_up, **options: (seen.append(gate_up), product(gate_up, **options))[1]
+    mlp(torch.randn(3, 8)).sum().backward()
+    assert seen[0]._version == 1
+
+
+def test_a_global_hook_counts_too():
+    module = torch.nn.Linear(2, 2)
+    assert output_is_ours(module)
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *args: None)
+    try:
+        assert not output_is_ours(module)
+    finally:
+        handle.remove()
+
+
+class KeepsItsOutput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * ctx.saved_tensors[0]
+
+
+class ExponentialLinear(torch.nn.Linear):
+    """A kind of linear layer, by its class, whose backward pass needs its output."""
+
+    def forward(self, x):
+        return KeepsItsOutput.apply(super().forward(x))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("part", ["self_attn.qkv_proj", "mlp.gate_up_proj"])
+def test_a_subclass_that_needs_its_output_has_the_same_gradients_at_every_level(part, level, make_model):
+    ids = torch.arange(5)[None]
+    gradients = []
+    for reuse in (True, False):
+        model = make_model(layers=1, activation_memory=level)
+        parent, name = part.split(".")
+        old = model.layers[0].get_submodule(part)
+        new = ExponentialLinear(old.in_features, old.out_features)
+        new.load_state_dict({key: value / 10 for key, value in old.state_dict().items()})
+        if not reuse:
+            new.register_forward_hook(lambda *args: None)  # now nothing is written over
+        setattr(model.layers[0].get_submodule(parent), name, new)
+        model(ids, labels=ids).loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for found, expected in zip(*gradients, strict=True):
+        assert torch.equal(found, expected)
+
+
+def patched(linear):
+    linear.forward = lambda x: torch.nn.functional.linear(x, linear.weight)
+
+
+def parametrized(linear):
+    torch.nn.utils.parametrizations.orthogonal(linear)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        patched,
+        parametrized,
+        lambda linear: linear.register_full_backward_hook(lambda *args: None),
+        lambda linear: linear.register_full_backward_pre_hook(lambda *args: None),
+        lambda linear: linear.register_forward_hook(lambda *args: None),
+    ],
+)
+def test_a_linear_layer_that_somebody_changed_keeps_its_output(change):
+    linear = torch.nn.Linear(4, 4)
+    assert output_is_ours(linear)
+    change(linear)
+    assert not output_is_ours(linear)
+
+
+def test_a_weight_that_is_more_than_a_tensor_keeps_the_output():
+    class Quantised(torch.Tensor):
+        """Its class decides what a product with it does, and keeps."""
+
+    linear = torch.nn.Linear(4, 4)
+    linear.weight = torch.nn.Parameter(linear.weight.detach().as_subclass(Quantised))
+    assert not output_is_ours(linear)
+
+
+class Wrapped(torch.nn.Module):
+    """A layer around a projection, as adapters are."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+
+    def forward(self, x):
+        self.seen = self.base(x)
+        return self.seen
+
+
+def test_what_a_wrapper_kept_is_not_written_over():
+    torch.manual_seed(0)
+    mlp = LigerSwiGLUMLP(8, 12)
+    mlp.gate_up_proj = wrapper = Wrapped(mlp.gate_up_proj)
+    mlp(torch.randn(3, 8)).sum().backward()
+    assert wrapper.seen._version == 0
+
+
+def test_a_wrapper_whose_backward_needs_its_output_gives_the_gradient_of_the_formula():
+    torch.manual_seed(0)
+    mlp = LigerSwiGLUMLP(8, 12)
+    mlp.gate_up_proj = torch.nn.Sequential(mlp.gate_up_proj, torch.nn.Tanh())
+    x = torch.randn(3, 8)
+    mlp(x).sum().backward()
+    gate, up = torch.tanh(x @ mlp.gate_up_proj[0].weight.T).chunk(2, dim=-1)
+    product = torch.nn.functional.silu(gate) * up
+    (product @ mlp.down_proj.weight.T).sum().backward(inputs=[weight := mlp.gate_up_proj[0].weight])
+    # The sum of two gradients that should be alike: twice the first, to float32's rounding of some ten terms.
+    with torch.no_grad():
+        both = weight.grad.clone()
+    weight.grad = None
+    mlp(x).sum().backward()
+    torch.testing.assert_close(2 * weight.grad, both, rtol=1e-5, atol=1e-6)

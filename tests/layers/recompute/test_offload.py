@@ -1,0 +1,210 @@
+"""What layers keep on the host comes back as it was, at the right time, into memory that nobody else has."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from liger_models.layers.recompute import activation_memory, offload
+from liger_models.layers.recompute.offload import Offload, host_bytes
+
+needs_gpu = pytest.mark.gpu
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(autouse=True)
+def no_memory_from_before(monkeypatch):
+    monkeypatch.setattr(offload, "_MEMORIES", {})
+
+
+def batch(device, rows=2, seq=11, seed=0):
+    ids = torch.randint(0, 61, (rows, seq), generator=torch.Generator().manual_seed(seed))
+    return ids.to(device)
+
+
+def gradients(model, *batches):
+    model.zero_grad()
+    losses = [model(ids, labels=ids).loss for ids in batches]
+    sum(losses).backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def same(found, expected):
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def buffers():
+    """How many buffers there are that no layer uses."""
+    return sum(len(free) for memory in offload._MEMORIES.values() for free in memory.free.values())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_buffers_are_used_again_and_given_back(device, make_model, monkeypatch):
+    monkeypatch.setattr(offload, "CHUNK", 1024)  # a layer's input has 2816 bytes: three buffers
+    monkeypatch.setattr(offload, "_LEAST", 64)
+    model = make_model(activation_memory="checkpoint").to(device)
+    expected = gradients(model, batch(device))
+    model.set_activation_memory("offload")
+    for _ in range(3):
+        assert same(gradients(model, batch(device)), expected)
+        assert buffers() == 3 * 3
+    loss = model(batch(device), labels=batch(device)).loss
+    assert buffers() == 0
+    del loss
+    assert buffers() == 9
+    model.set_activation_memory("lean")
+    assert buffers() == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_two_calls_may_come_before_their_backward_passes(device, make_model):
+    model = make_model(activation_memory="checkpoint").to(device)
+    batches = batch(device, 1), batch(device, 2, seed=1)
+    expected = gradients(model, *batches)
+    model.set_activation_memory("offload")
+    assert same(gradients(model, *batches), expected)
+    # In the other order, and each graph twice.
+    model.zero_grad()
+    losses = [model(ids, labels=ids).loss for ids in batches]
+    for loss in losses:
+        loss.backward(retain_graph=True)
+    del loss
+    assert same([p.grad for p in model.parameters()], expected)
+    model.zero_grad()
+    for loss in losses:
+        loss.backward()
+    assert same([p.grad for p in model.parameters()], expected)
+
+
+def test_a_layer_that_comes_back_has_the_one_before_it_fetched(make_model, monkeypatch):
+    log = []
+    fetch, get = offload._OnHost.fetch, offload._OnHost.get
+
+    def noted(name, function):
+        def run(kept):
+            if name == "get" or kept._there is None:
+                log.append((name, numbers.setdefault(id(kept), len(numbers))))
+            return function(kept)
+
+        return run
+
+    numbers: dict[int, int] = {}
+    monkeypatch.setattr(offload._OnHost, "fetch", noted("fetch", fetch))
+    monkeypatch.setattr(offload._OnHost, "get", noted("get", get))
+    model = make_model(4, activation_memory=["offload", "lean", "offload", "offload"])
+    gradients(model, batch("cpu"))
+    # The last one's input was not let go of in between.
+    assert log == [("get", 0), ("fetch", 1), ("get", 1), ("fetch", 2), ("get", 2)]
+
+
+def test_without_gradients_nothing_is_copied(make_model):
+    model = make_model(activation_memory="offload")
+    with torch.no_grad():
+        model(batch("cpu"))
+    assert not offload._MEMORIES
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_input_that_was_written_into_is_refused(device, make_model):
+    """The copy of it may have been on its way."""
+
+    def edit(module, args):
+        args[0].mul_(1.5)
+
+    model = make_model(activation_memory="offload").to(device)
+    model.layers[1].register_forward_pre_hook(edit)
+    ids = batch(device)
+    loss = model(ids, labels=ids).loss
+    with pytest.raises(RuntimeError, match="modified in place"):
+        loss.backward()
+
+
+def test_the_host_needs_what_is_said():
+    assert host_bytes(3 * offload.CHUNK) == 3 * offload.CHUNK
+    assert host_bytes(offload.CHUNK + 5000) == offload.CHUNK + 8192
+    assert host_bytes(1) == 4096
+
+
+# On a GPU a copy that is not waited for, or memory that is used again too early, is a wrong number now and
+# then. So the copies, or the work, are made slow.
+
+
+@contextlib.contextmanager
+def slow(what, monkeypatch):
+    """While active each copy, or each layer, takes a millisecond longer."""
+    cycles = 2_000_000
+    copy = offload._HostMemory.copy
+
+    def slowly(memory, *args, **kwargs):
+        if what == "copies":
+            memory.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(memory.stream):
+                torch.cuda._sleep(cycles)
+        elif what == "work":
+            torch.cuda._sleep(cycles)
+        copied = copy(memory, *args, **kwargs)
+        if what == "both":
+            torch.cuda._sleep(cycles)
+            with torch.cuda.stream(memory.stream):
+                torch.cuda._sleep(cycles)
+                return memory.stream.record_event()
+        return copied
+
+    with monkeypatch.context() as patch:
+        patch.setattr(offload._HostMemory, "copy", slowly)
+        yield
+
+
+@needs_gpu
+@pytest.mark.parametrize("what", ["nothing", "copies", "work", "both"])
+@pytest.mark.parametrize("tokens", [7, 4096])
+def test_many_layers_and_steps_give_the_bits_of_checkpointing(tokens, what, make_model, monkeypatch):
+    model = make_model(24, max_positions=8192, activation_memory="checkpoint").to("cuda", torch.bfloat16)
+    batches = [batch("cuda", 1, tokens, seed) for seed in range(6)]
+    expected = [gradients(model, ids) for ids in batches]
+    model.set_activation_memory("offload")
+    with slow(what, monkeypatch):
+        found = [gradients(model, ids) for ids in batches]  # nothing waits in between
+        for ids in batches:  # nor for graphs that nobody goes back through
+            model(ids, labels=ids)
+        found += [gradients(model, ids) for ids in batches]
+    assert all(same(*pair) for pair in zip(found, expected * 2, strict=True))
+
+
+def test_random_numbers_are_set_back_where_the_input_is(monkeypatch):
+    """torch's checkpoint does it for the devices of its arguments, of which a layer's own input is none."""
+    given, checkpoint = [], activation_memory.checkpoint
+
+    def noting(run, *args, **options):
+        given.extend(args)
+        return checkpoint(run, *args, **options)
+
+    monkeypatch.setattr(activation_memory, "checkpoint", noting)
+    x = torch.ones(3, requires_grad=True)
+    Offload().recompute(lambda x, rate: torch.dropout(x, rate, train=True), x, 0.5).sum().backward()
+    assert [tensor.device for tensor in given if isinstance(tensor, torch.Tensor)] == [x.device]
+    assert not any(tensor is x for tensor in given)
+
+
+@needs_gpu
+def test_wide_inputs_give_the_bits_of_checkpointing_and_leave_the_gpu(make_model):
+    """16,384 tokens of 32 bfloat16 are 1 MiB, of which 24 layers keep none. (Of so many tokens cuDNN sums in
+    no fixed order.)
+    """
+    options = {"activation_memory": "checkpoint", "attention": "triton"}
+    model = make_model(24, max_positions=1 << 14, **options).to("cuda", torch.bfloat16)
+    ids = batch("cuda", 1, 1 << 14)
+    kept, found = {}, {}
+    for level in ("checkpoint", "offload", "offload"):
+        model.set_activation_memory(level)
+        model.zero_grad()
+        before = torch.cuda.memory_allocated()
+        loss = model(ids, labels=ids).loss
+        kept[level] = torch.cuda.memory_allocated() - before
+        loss.backward()
+        found[level] = [p.grad.clone() for p in model.parameters()]
+    assert same(found["offload"], found["checkpoint"])
+    layer = ids.numel() * 32 * 2
+    assert kept["checkpoint"] - kept["offload"] == pytest.approx(23 * layer, rel=0.01)  # but the last one's
