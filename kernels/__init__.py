@@ -24,6 +24,10 @@ from liger_models.kernels.norms.layer_norm import add_layer_norm, layer_norm
 from liger_models.kernels.norms.rms_norm import add_rms_norm, rms_norm
 from liger_models.kernels.optimizer.adamw import AdamWSettings, AdamWTensors, adamw
 from liger_models.kernels.optimizer.sum_of_squares import sum_of_squares
+from liger_models.kernels.recurrent.channel_delta_rule import (
+    channel_delta_rule,
+    channel_delta_rule_step,
+)
 from liger_models.kernels.recurrent.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
 from liger_models.kernels.recurrent.short_conv import conv_state, short_conv, short_conv_step
 from liger_models.kernels.rotary.qk_norm_rotary import split_norm_rotary_qkv
@@ -40,6 +44,8 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "attention",
+    "channel_delta_rule",
+    "channel_delta_rule_step",
     "clamped_swiglu",
     "conv_state",
     "cross_entropy",

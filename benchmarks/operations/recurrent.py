@@ -1,4 +1,4 @@
-"""What recurrent mixers are made of: the short convolution, the gated delta rule, the gated RMSNorm."""
+"""What recurrent mixers are made of: the short convolution, the delta rules, the gated RMSNorm."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from benchmarks.operations.core import EPS, Cost, near_one, normal, operation, standard_case, wide
 from liger_models import kernels
+from liger_models.kernels.recurrent.channel_delta_rule import channel_delta_rule_plain
 from liger_models.kernels.recurrent.gated_delta_rule import gated_delta_rule_plain
 
 TAPS, HEAD_DIM = 4, 128
@@ -75,4 +76,23 @@ def _gated_delta_rule(shape, dtype, device):
         # Products of a chunk of 64 tokens and a head: forward 5.9 MFLOP a token for 32 heads, backward 15.9.
         forward=Cost(flops=tokens * heads * 184_000),
         training=Cost(flops=tokens * heads * 681_000),
+    )
+
+
+@operation("channel_delta_rule", "tokens x heads", ((2048, 32),), tiny=(16, 2), providers=("ours", "eager"))
+def _channel_delta_rule(shape, dtype, device):
+    """Heads of 128, one document, as in Kimi-Linear. Eager goes token by token."""
+    tokens, heads = shape
+    q, k, v, f, do = (normal((tokens, heads, HEAD_DIM), dtype, device) for _ in range(5))
+    b = normal((tokens, heads), dtype, device)
+    A_log, dt_bias = (normal(size, torch.float32, device) for size in ((heads,), (heads, HEAD_DIM)))
+    return standard_case(
+        (q, k, v, f, b, A_log, dt_bias),
+        (do,),
+        ours=lambda *operands: kernels.channel_delta_rule(*operands)[0],
+        liger=None,
+        eager=lambda *operands: channel_delta_rule_plain(*operands)[0],
+        # The products of the gated delta rule; those of pairs of tokens are taken six times.
+        forward=Cost(flops=tokens * heads * 430_000),
+        training=Cost(flops=tokens * heads * 1_150_000),
     )

@@ -41,6 +41,12 @@ from liger_models.kernels._dispatch import (
     on_device_of,
     once_differentiable,
 )
+from liger_models.kernels.recurrent._chunk_table import (
+    CHUNK,
+    block_of_values,
+    product_precision,
+    with_whole_heads,
+)
 from liger_models.kernels.recurrent._delta_chunk_kernels import (
     key_grads_kernel,
     prepare_kernel,
@@ -48,41 +54,6 @@ from liger_models.kernels.recurrent._delta_chunk_kernels import (
     state_grads_kernel,
     states_kernel,
 )
-
-CHUNK = 64
-
-
-class ChunkTable(NamedTuple):
-    """Where the chunks of packed documents are.
-
-    Attributes:
-        cu_seqlens: [documents + 1] int32.
-        first_chunks: [documents] int32, the number of each document's first chunk.
-        ranges: [2, at most so many chunks] int32, the first token of every chunk and the end of its
-            document; both 0 for chunks that do not exist.
-    """
-
-    cu_seqlens: Tensor
-    first_chunks: Tensor
-    ranges: Tensor
-
-
-def chunk_table(cu_seqlens: Tensor | None, tokens: int, device: torch.device) -> ChunkTable:
-    """The chunks of documents, found without waiting for the device."""
-    if cu_seqlens is None:
-        cu_seqlens = torch.tensor([0, tokens], device=device)
-    bounds = cu_seqlens.to(torch.int32)
-    counts = (bounds.diff() + (CHUNK - 1)) // CHUNK
-    ends = counts.cumsum(0, dtype=torch.int32)
-    first_chunks = ends - counts
-    most = tokens // CHUNK + len(counts)
-    chunk = torch.arange(most, dtype=torch.int32, device=device)
-    document = torch.bucketize(chunk, ends, right=True)
-    exists = document < len(counts)
-    document = document.clamp(max=len(counts) - 1)
-    first = bounds[document] + (chunk - first_chunks[document]) * CHUNK
-    ranges = torch.stack([first, bounds[document + 1]]) * exists
-    return ChunkTable(bounds, first_chunks, ranges.contiguous())
 
 
 class _Prepared(NamedTuple):
@@ -96,7 +67,8 @@ class _Prepared(NamedTuple):
 class GatedDeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, a, b, A_log, dt_bias, state, table, beta_scale, l2_eps):
-        q, k, v = (_with_whole_heads(x) for x in (q, k, v))
+        q, k, v = (with_whole_heads(x) for x in (q, k, v))
+        A_log, dt_bias = A_log.contiguous(), dt_bias.contiguous()
         state = None if state is None else state.float().contiguous()
         ctx.save_for_backward(q, k, v, a, b, A_log, dt_bias, state)
         ctx.table, ctx.beta_scale, ctx.l2_eps = table, beta_scale, l2_eps
@@ -113,7 +85,7 @@ class GatedDeltaRule(torch.autograd.Function):
         q, k, v, a, b, A_log, dt_bias, state = ctx.saved_tensors
         table = ctx.table
         heads, dv_size = v.shape[1:]
-        do = torch.zeros_like(v) if do is None else _with_whole_heads(do)
+        do = torch.zeros_like(v) if do is None else with_whole_heads(do)
         with on_device_of(q):
             prepared = _prepare(q, k, a, b, A_log, dt_bias, table, ctx.beta_scale, ctx.l2_eps)
             shape = table.ranges.shape[1], heads, q.shape[2], dv_size
@@ -150,11 +122,6 @@ class GatedDeltaRule(torch.autograd.Function):
         )
 
 
-def _with_whole_heads(x: Tensor) -> Tensor:
-    """[T, heads, D] whose heads are contiguous and next to one another."""
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
-
-
 def _sizes(q: Tensor, v: Tensor) -> dict[str, int | str]:
     return {
         "HEADS": v.shape[1],
@@ -162,19 +129,8 @@ def _sizes(q: Tensor, v: Tensor) -> dict[str, int | str]:
         "DK": q.shape[2],
         "DV": v.shape[2],
         "BLOCK_K": max(16, next_power_of_2(q.shape[2])),
-        "PRECISION": _precision(q.dtype),
+        "PRECISION": product_precision(q.dtype),
     }
-
-
-def _precision(dtype: torch.dtype) -> str:
-    """How products of this dtype are computed: float32 as three of TF32, to within a rounding or two."""
-    if dtype != torch.float32:
-        return "tf32"  # which says nothing of 16 bits
-    return "ieee" if torch.version.hip else "tf32x3"
-
-
-def _block_v(v: Tensor, most: int) -> int:
-    return min(most, max(16, next_power_of_2(v.shape[2])))
 
 
 def _prepare(q, k, a, b, A_log, dt_bias, table, beta_scale, l2_eps) -> _Prepared:
@@ -210,8 +166,8 @@ def _prepare(q, k, a, b, A_log, dt_bias, table, beta_scale, l2_eps) -> _Prepared
             KEY_HEADS=key_heads,
             DK=dk,
             BLOCK_K=max(16, next_power_of_2(dk)),
-            PRECISION=_precision(q.dtype),
-            SOLVE_PRECISION="tf32" if q.dtype != torch.float32 else _precision(q.dtype),
+            PRECISION=product_precision(q.dtype),
+            SOLVE_PRECISION="tf32" if q.dtype != torch.float32 else product_precision(q.dtype),
             num_warps=4,
         )
     return prepared
@@ -221,7 +177,7 @@ def _run_states(q, k, v, prepared, table, state, output=None, states=None, new=N
     """Pass states over the chunks and return the final ones; write O, or S and N, where asked."""
     documents, heads = len(table.first_chunks), v.shape[1]
     final = torch.empty(documents, heads, q.shape[2], v.shape[2], dtype=torch.float32, device=q.device)
-    block = _block_v(v, 64)
+    block = block_of_values(v, 64)
     if documents:
         states_kernel[(ceil_div(v.shape[2], block), heads, documents)](
             q,
@@ -250,7 +206,7 @@ def _run_state_grads(q, k, do, prepared, table, dfinal, dstates, dresidual, stat
     """Pass the states' gradients back. Write dS' to `dstates` and dR to `dresidual`; returns dstate."""
     documents, heads = len(table.first_chunks), do.shape[1]
     dstate = None if state is None else torch.empty_like(state)
-    block = _block_v(do, 64)
+    block = block_of_values(do, 64)
     if documents:
         state_grads_kernel[(ceil_div(do.shape[2], block), heads, documents)](
             q,
@@ -280,7 +236,7 @@ def _run_operand_grads(
     if not len(q):
         return
     chunks = table.ranges.shape[1]
-    block = _block_v(v, 32 if q.dtype == torch.float32 else 64)
+    block = block_of_values(v, 32 if q.dtype == torch.float32 else 64)
     query_grads_kernel[(chunks, q.shape[1])](
         q,
         k,

@@ -19,16 +19,14 @@ of dk x dv for each chunk and head, are computed again.
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.kernels._dispatch import as_once_differentiable, at_least_float32, use_triton
-from liger_models.kernels.recurrent._delta_chunks import GatedDeltaRule, chunk_table
-
-L2_EPS = 1e-6
+from liger_models.kernels.recurrent._chunk_table import chunk_table
+from liger_models.kernels.recurrent._delta_chunks import GatedDeltaRule
+from liger_models.kernels.recurrent._recurrence import L2_EPS, check_heads, delta_step, recurrence
 
 
 def gated_delta_rule(
@@ -84,21 +82,14 @@ def gated_delta_rule_plain(
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The meaning of `gated_delta_rule`, token by token, in plain PyTorch."""
-    bounds = [0, len(q)] if cu_seqlens is None else cu_seqlens.tolist()
-    outputs, finals = [v[:0]], []
-    for document, (first, end) in enumerate(itertools.pairwise(bounds)):
-        if state is None:
-            s = at_least_float32(v.new_zeros(1, v.shape[1], q.shape[2], v.shape[2]))
-        else:
-            s = at_least_float32(state[document : document + 1])
-        for t in range(first, end):
-            token = slice(t, t + 1)
-            o, s = gated_delta_rule_step(
-                q[token], k[token], v[token], a[token], b[token], A_log, dt_bias, s, beta_scale=beta_scale
-            )
-            outputs.append(o)
-        finals.append(s)
-    return torch.cat(outputs), torch.cat(finals)
+    return recurrence(
+        lambda q, k, v, a, b, s: gated_delta_rule_step(
+            q, k, v, a, b, A_log, dt_bias, s, beta_scale=beta_scale
+        ),
+        (q, k, v, a, b),
+        cu_seqlens,
+        state,
+    )
 
 
 def gated_delta_rule_step(
@@ -123,20 +114,9 @@ def gated_delta_rule_step(
     Returns:
         o [sequences, value_heads, dv] in v's dtype, and the new state, a new tensor.
     """
-    repeats = v.shape[1] // q.shape[1]
-    queries, keys = (_normalised(x).repeat_interleave(repeats, 1) for x in (q, k))
     decay = torch.exp(-at_least_float32(A_log).exp() * F.softplus(at_least_float32(a) + dt_bias))
     beta = beta_scale * torch.sigmoid(at_least_float32(b))
-    state = state * decay[..., None, None]
-    read = (state * keys[..., None]).sum(2)
-    state = state + keys[..., None] * (beta[..., None] * (at_least_float32(v) - read))[:, :, None]
-    o = (state * queries[..., None]).sum(2) * q.shape[2] ** -0.5
-    return o.to(v.dtype), state
-
-
-def _normalised(x: Tensor) -> Tensor:
-    wide = at_least_float32(x)
-    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + L2_EPS)
+    return delta_step(q, k, v, decay[..., None], beta, state)
 
 
 def _check(
@@ -150,13 +130,7 @@ def _check(
     cu_seqlens: Tensor | None,
     state: Tensor | None,
 ) -> None:
-    if q.dim() != 3 or k.shape != q.shape or v.dim() != 3 or len(v) != len(q):
-        raise ValueError(
-            f"q is {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; "
-            "expected [T, key_heads, dk] twice and [T, value_heads, dv]"
-        )
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}; expected one dtype")
+    check_heads(q, k, v, cu_seqlens, state, widest_key=256)
     heads = v.shape[1]
     if heads % q.shape[1]:
         raise ValueError(f"there are {heads} value heads for {q.shape[1]} key heads; expected a multiple")
@@ -165,10 +139,3 @@ def _check(
     if A_log.shape != (heads,) or dt_bias.shape != (heads,):
         found = f"A_log is {tuple(A_log.shape)}, dt_bias {tuple(dt_bias.shape)}"
         raise ValueError(f"{found}; expected ({heads},)")
-    if max(q.shape[2], v.shape[2]) > 256:
-        raise ValueError(f"heads are {q.shape[2]} and {v.shape[2]} wide; expected at most 256")
-    if state is not None:
-        documents = 1 if cu_seqlens is None else len(cu_seqlens) - 1
-        expected = documents, heads, q.shape[2], v.shape[2]
-        if state.shape != expected:
-            raise ValueError(f"state is {tuple(state.shape)}; expected {expected}")

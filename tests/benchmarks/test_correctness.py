@@ -56,7 +56,8 @@ def test_every_public_operation_with_a_kernel_is_measured(benchmarks):
     }
     elsewhere |= {"adamw", "sum_of_squares"}  # by `python -m benchmarks optimizer`
     torch_alone = {"load_balancing_loss", "router_z_loss"}
-    torch_alone |= {"conv_state", "short_conv_step", "gated_delta_rule_step"}  # states, and decoding
+    # States, and decoding.
+    torch_alone |= {"conv_state", "short_conv_step", "gated_delta_rule_step", "channel_delta_rule_step"}
     functions = {name for name in kernels.__all__ if name.islower()}
     assert functions - elsewhere - torch_alone <= set(benchmarks.operations.REGISTRY)
 

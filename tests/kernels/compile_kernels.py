@@ -92,6 +92,11 @@ def recurrent() -> None:
         state = operand(2, 4, key, value, dtype=torch.float32)
         backward(*kernels.gated_delta_rule(*heads, *gates))
         backward(*kernels.gated_delta_rule(*heads, *gates, cu_seqlens=documents, state=state))
+        heads = operand(16, 4, key), operand(16, 4, key), operand(16, 4, value)
+        decays = operand(16, 4, key), operand(16, 4), operand(4), operand(4, key)
+        backward(*kernels.channel_delta_rule(*heads, *decays))
+        settings = {"cu_seqlens": documents, "state": state, "lower_bound": -5.0}
+        backward(*kernels.channel_delta_rule(*heads, *decays, **settings))
 
 
 def norms() -> None:

@@ -33,6 +33,8 @@ KNOWN_SPILLS = {
     "gated norm, Granite 4": "rows of 8192 with their gate fill the registers, once a row",
     "gated delta rule, Qwen 3 Next": "states fill the registers: narrower tiles take as long",
     "gated delta rule, OLMo hybrid": "as above",
+    "channel delta rule, Kimi Linear": "gradients of half the channels fill the registers",
+    "channel delta rule, Ling 3": "as above",
     "attention, LLaMA 8B": "the gradient of keys and values: tiles that do not spill are 6% slower",
     "attention, a tree, LLaMA 8B": "as above",
     "attention, Gemma 2 9B": "as above",
@@ -93,6 +95,12 @@ def gated_delta_rule(key_heads, heads, key, value):
     q, k = (operand(TOKENS, key_heads, key) for _ in range(2))
     gates = operand(TOKENS, heads), operand(TOKENS, heads), operand(heads), operand(heads)
     backward(*kernels.gated_delta_rule(q, k, operand(TOKENS, heads, value), *gates))
+
+
+def channel_delta_rule(heads, width, **options):
+    q, k, v, f = (operand(TOKENS, heads, width) for _ in range(4))
+    gates = operand(TOKENS, heads), operand(heads), operand(heads, width)
+    backward(*kernels.channel_delta_rule(q, k, v, f, *gates, **options))
 
 
 def short_conv(channels, taps, activation):
@@ -205,6 +213,8 @@ CASES = {
     "short convolution, LFM 3": lambda: short_conv(2048, 7, None),
     "gated delta rule, Qwen 3 Next": lambda: gated_delta_rule(16, 32, 128, 128),
     "gated delta rule, OLMo hybrid": lambda: gated_delta_rule(30, 30, 96, 192),
+    "channel delta rule, Kimi Linear": lambda: channel_delta_rule(32, 128),
+    "channel delta rule, Ling 3": lambda: channel_delta_rule(32, 128, lower_bound=-5.0),
     "gated activations": lambda: gated(14336),
     "softmax": softmax,
     "cross entropy": cross_entropy,

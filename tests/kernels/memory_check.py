@@ -5,12 +5,20 @@
 Without its cache, PyTorch gives each tensor an allocation of its own, and the checker sees what lies outside.
 """
 
+import functools
 import sys
 
 import torch
 from kernel_operations import EVERYTHING, make_inputs, run_with_gradients
 
-from liger_models.kernels import AdamWSettings, AdamWTensors, adamw, gated_delta_rule, sum_of_squares
+from liger_models.kernels import (
+    AdamWSettings,
+    AdamWTensors,
+    adamw,
+    channel_delta_rule,
+    gated_delta_rule,
+    sum_of_squares,
+)
 
 # Rows that do not fill a tile, of a width that no block divides.
 SHAPE = (5, 37)
@@ -30,10 +38,16 @@ def run_everything(device: str) -> None:
 
 def pass_a_state(device: str) -> None:
     """Over documents that fill no chunk, in heads that fill no tile."""
-    shapes = [(67, 1, 20)] * 2 + [(67, 2, 24)] + [(67, 2)] * 2 + [(2,)] * 2
-    inputs = [torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_() for shape in shapes]
     documents = torch.tensor([0, 1, 67], device=device)
-    run_with_gradients(lambda *x: gated_delta_rule(*x, cu_seqlens=documents), inputs)
+    values = [(67, 2, 24)]
+    for rule, shapes in (
+        (gated_delta_rule, [(67, 1, 20)] * 2 + values + [(67, 2)] * 2 + [(2,)] * 2),
+        (channel_delta_rule, [(67, 2, 20)] * 2 + values + [(67, 2, 20), (67, 2), (2,), (2, 20)]),
+    ):
+        inputs = [
+            torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_() for shape in shapes
+        ]
+        run_with_gradients(functools.partial(rule, cu_seqlens=documents), inputs)
 
 
 def take_a_step(device: str) -> None:

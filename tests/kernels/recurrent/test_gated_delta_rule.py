@@ -1,15 +1,15 @@
 """gated_delta_rule: the chunk form against the recurrence in float64, documents, states and errors."""
 
+import functools
 import itertools
 
+import delta_problem
 import pytest
 import torch
+from delta_problem import DOCUMENTS, in_float64, relative
 
 from liger_models.kernels import gated_delta_rule, gated_delta_rule_step
-from liger_models.kernels.recurrent._delta_chunks import chunk_table
-
-# Of one token, empty, of a whole chunk, of a chunk and one, and shorter than a chunk.
-DOCUMENTS = [0, 1, 1, 65, 130, 150]
+from liger_models.kernels.recurrent._chunk_table import chunk_table
 
 
 def operands(tokens, key_heads, heads, key, value, documents=0, decay=1.0, device="cpu", dtype=torch.float32):
@@ -27,20 +27,7 @@ def run(inputs, **options):
     return gated_delta_rule(*rest, state=state, **options)
 
 
-def with_gradients(inputs, upstream=None, **options):
-    outputs = run(inputs, **options)
-    upstream = upstream or [torch.randn_like(output) for output in outputs]
-    upstream = [given.to(output) for given, output in zip(upstream, outputs, strict=True)]
-    return [*outputs, *torch.autograd.grad(outputs, inputs, upstream)], upstream
-
-
-def in_float64(inputs):
-    return [x.detach().double().cpu().requires_grad_() for x in inputs]
-
-
-def relative(actual, truth):
-    truth = truth.double()
-    return ((actual.double().to(truth.device) - truth).norm() / truth.norm()).item()
+with_gradients = functools.partial(delta_problem.with_gradients, run)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,426 @@
+"""Kernels of the delta rule with a decay for each channel; `_channel_chunks.py` has the formulas.
+
+Products of rows i > j with the decay exp(G_i - G_j) of each channel are taken by levels, so that no factor
+exceeds one whatever the gates. At level h, rows whose numbers first differ in bit h meet: i is in the upper
+half and j in the lower half of a block of 2^(h+1) rows. With G_r of the upper half's first row,
+exp(G_i - G_j) = exp(G_i - G_r) exp(G_r - G_j), both at most one: each row takes one factor,
+E = exp(-|G - G_r|), and a level is one product of 64 x 64. Six levels hold every pair.
+"""
+
+from __future__ import annotations
+
+from liger_models.kernels._dispatch import jit, tl
+from liger_models.kernels.recurrent._chunk_tiles import (
+    inverse_lengths,
+    log1p,
+    rows_of,
+    state_columns,
+    store_rows,
+    unit_inverse,
+)
+
+
+@jit
+def _running_decays(cumulative, start, count, head, row, key, HEADS: tl.constexpr, DK: tl.constexpr):
+    """G of the given rows, that of the last token also past it: [rows, BLOCK_K]."""
+    token = start.to(tl.int64) + tl.minimum(row, tl.minimum(count, 64) - 1)
+    place = (token[:, None] * HEADS + head) * DK + key[None, :]
+    return tl.load(cumulative + place, (key < DK)[None, :], 0.0)
+
+
+@jit
+def _level_factor(cumulative, g, start, count, head, level, key, HEADS: tl.constexpr, DK: tl.constexpr):
+    """E of a level: [C, BLOCK_K]."""
+    row = tl.arange(0, 64)
+    half = row >> level
+    first_of_upper = (half | 1) << level
+    return tl.exp(
+        -tl.abs(g - _running_decays(cumulative, start, count, head, first_of_upper, key, HEADS, DK))
+    )
+
+
+@jit
+def _log_decay(raw, rate, lower_bound, BOUNDED: tl.constexpr):
+    """g of raw + dt_bias, with rate = exp(A_log)."""
+    if BOUNDED:
+        g = lower_bound * tl.sigmoid(rate * raw)
+    else:
+        g = -rate * (tl.maximum(raw, 0.0) + log1p(tl.exp(-tl.abs(raw))))
+    return g
+
+
+@jit
+def gates_kernel(
+    f,
+    A_log,
+    dt_bias,
+    cumulative,
+    ranges,
+    f_stride,
+    f_head,
+    chunks,
+    lower_bound,
+    HEADS: tl.constexpr,
+    DK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):
+    """Write G [T, HEADS, DK]."""
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    start, end = tl.load(ranges + chunk), tl.load(ranges + chunks + chunk)
+    count = end - start
+    if count <= 0:
+        return
+    key = tl.arange(0, BLOCK_K)
+    row = tl.arange(0, 64)
+    live = (row < count)[:, None] & (key < DK)[None, :]
+    place = start.to(tl.int64) * f_stride + head * f_head + row[:, None] * f_stride + key[None, :]
+    raw = tl.load(f + place, live, 0.0).to(tl.float32)
+    raw += tl.load(dt_bias + head * DK + key, key < DK, 0.0).to(tl.float32)[None, :]
+    rate = tl.exp(tl.load(A_log + head).to(tl.float32))
+    g = tl.where(live, _log_decay(raw, rate, lower_bound, BOUNDED), 0.0)
+    store_rows(cumulative, tl.cumsum(g, 0), start, count, head, key, HEADS, DK)
+
+
+@jit
+def prepare_kernel(
+    q,
+    k,
+    v,
+    b,
+    cumulative,
+    writes,
+    reads,
+    values,
+    queries,
+    scores,
+    transfer,
+    ranges,
+    q_stride,
+    k_stride,
+    v_stride,
+    b_stride,
+    b_head,
+    chunks,
+    beta_scale,
+    l2_eps,
+    scale,
+    HEADS: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    SOLVE_PRECISION: tl.constexpr,
+):
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    start, end = tl.load(ranges + chunk), tl.load(ranges + chunks + chunk)
+    count = end - start
+    if count <= 0:
+        return
+    key = tl.arange(0, BLOCK_K)
+    rows = tl.arange(0, 64)
+    row, other = rows[:, None], rows[None, :]
+    dtype = q.dtype.element_ty
+    token = start.to(tl.int64) + rows
+    rate = tl.load(b + token * b_stride + head * b_head, rows < count, 0.0).to(tl.float32)
+    beta = tl.where(rows < count, beta_scale * tl.sigmoid(rate), 0.0)
+    q_rows = rows_of(q, q_stride, start, count, head, key, DK).to(tl.float32)
+    q_rows *= (scale * inverse_lengths(q_rows, l2_eps))[:, None]
+    k_rows = rows_of(k, k_stride, start, count, head, key, DK).to(tl.float32)
+    k_rows *= inverse_lengths(k_rows, l2_eps)[:, None]
+    g = _running_decays(cumulative, start, count, head, rows, key, HEADS, DK)
+
+    A = tl.zeros([64, 64], tl.float32)
+    P = tl.where(row == other, tl.sum(q_rows * k_rows, 1)[:, None], 0.0)
+    for level in range(0, 6):
+        factor = _level_factor(cumulative, g, start, count, head, level, key, HEADS, DK)
+        upper = ((rows >> level) & 1) == 1
+        keys = (k_rows * factor).to(dtype)
+        mixed = (tl.where(upper[:, None], q_rows, k_rows) * factor).to(dtype)
+        pairs = (((row ^ other) >> level) == 1) & (row > other)
+        A += tl.where(pairs, tl.dot(keys, tl.trans(keys), input_precision=PRECISION), 0.0)
+        P += tl.where(pairs, tl.dot(mixed, tl.trans(mixed), input_precision=PRECISION), 0.0)
+    square = (chunk.to(tl.int64) * HEADS + head) * 4096 + row * 64 + other
+    tl.store(scores + square, P.to(dtype))
+
+    solve = unit_inverse(A * beta[:, None], SOLVE_PRECISION)
+    if transfer is not None:
+        tl.store(transfer + square, solve.to(dtype))
+    solve = (solve * beta[None, :]).to(dtype)
+    faded = tl.exp(g)
+    store_rows(queries, q_rows * faded, start, count, head, key, HEADS, DK)
+    read = tl.dot(solve, (k_rows * faded).to(dtype), input_precision=PRECISION)
+    store_rows(reads, read, start, count, head, key, HEADS, DK)
+    last_token = (start + tl.minimum(count, 64) - 1).to(tl.int64)
+    last = tl.load(cumulative + (last_token * HEADS + head) * DK + key, key < DK, 0.0)
+    store_rows(writes, k_rows * tl.exp(last[None, :] - g), start, count, head, key, HEADS, DK)
+    for begin in range(0, DV, BLOCK_V):
+        column = begin + tl.arange(0, BLOCK_V)
+        v_rows = rows_of(v, v_stride, start, count, head, column, DV)
+        value = tl.dot(solve, v_rows, input_precision=PRECISION)
+        store_rows(values, value, start, count, head, column, HEADS, DV)
+
+
+@jit
+def score_grads_kernel(
+    b,
+    do,
+    new_values,
+    scores,
+    transfer,
+    dnew,
+    db,
+    ranges,
+    b_stride,
+    b_head,
+    do_stride,
+    chunks,
+    beta_scale,
+    HEADS: tl.constexpr,
+    DV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Write dV over dN, dP over P, dA over T, and db."""
+    chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    start, end = tl.load(ranges + chunk), tl.load(ranges + chunks + chunk)
+    count = end - start
+    if count <= 0:
+        return
+    rows = tl.arange(0, 64)
+    row, other = rows[:, None], rows[None, :]
+    dtype = transfer.dtype.element_ty
+    token = start.to(tl.int64) + rows
+    slope = tl.sigmoid(tl.load(b + token * b_stride + head * b_head, rows < count, 0.0).to(tl.float32))
+    beta = tl.where(rows < count, beta_scale * slope, 0.0)
+    square = (chunk * HEADS + head) * 4096
+    solve = tl.load(transfer + square + other * 64 + row)  # transposed
+    dscores = tl.zeros([64, 64], tl.float32)
+    dsolve = tl.zeros([64, 64], tl.float32)
+    drate = tl.zeros([64], tl.float32)
+    for begin in range(0, DV, BLOCK_V):
+        column = begin + tl.arange(0, BLOCK_V)
+        do_rows = rows_of(do, do_stride, start, count, head, column, DV)
+        new = rows_of(new_values, HEADS * DV, start, count, head, column, DV)
+        dnew_rows = rows_of(dnew, HEADS * DV, start, count, head, column, DV)
+        dresidual = tl.dot(solve, dnew_rows, input_precision=PRECISION)
+        drate += tl.sum(dresidual * new.to(tl.float32), 1)
+        dvalue = (dresidual * beta[:, None]).to(dtype)
+        store_rows(dnew, dvalue, start, count, head, column, HEADS, DV)
+        dscores += tl.dot(do_rows, tl.trans(new), input_precision=PRECISION)
+        dsolve -= tl.dot(dvalue, tl.trans(new), input_precision=PRECISION)
+    tl.store(scores + square + row * 64 + other, tl.where(row >= other, dscores, 0.0).to(dtype))
+    tl.store(transfer + square + row * 64 + other, tl.where(row > other, dsolve, 0.0).to(dtype))
+    # beta dbeta = dR . N, and dbeta / db = beta (1 - sigmoid(b)).
+    tl.store(db + token * HEADS + head, (drate * (1.0 - slope)).to(db.dtype.element_ty), rows < count)
+
+
+@jit
+def _channel_grads(
+    q,
+    k,
+    f,
+    A_log,
+    dt_bias,
+    do,
+    cumulative,
+    dscores,
+    dsolve,
+    states,
+    dstates,
+    new_values,
+    dvalues,
+    df,
+    ddt_bias,
+    q_stride,
+    k_stride,
+    f_stride,
+    f_head,
+    do_stride,
+    start,
+    count,
+    chunk,
+    head,
+    key,
+    q_length,
+    k_length,
+    lower_bound,
+    HEADS: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):
+    """Return the gradients of q and k (normalised) and of A_log for the channels `key`; write those of f and
+    dt_bias.
+    """
+    rows = tl.arange(0, 64)
+    row, other = rows[:, None], rows[None, :]
+    dtype = q.dtype.element_ty
+    dq_rows = tl.zeros([64, key.shape[0]], tl.float32)
+    by_reads = tl.zeros([64, key.shape[0]], tl.float32)
+    by_writes = tl.zeros([64, key.shape[0]], tl.float32)
+    carried = tl.zeros([key.shape[0]], tl.float32)
+    offset = (chunk * HEADS + head) * DK * DV
+    for begin in range(0, DV, BLOCK_V):
+        column = begin + tl.arange(0, BLOCK_V)
+        state = state_columns(states, offset, key, column, DK, DV)
+        dstate = state_columns(dstates, offset, key, column, DK, DV)
+        do_rows = rows_of(do, do_stride, start, count, head, column, DV)
+        dq_rows += tl.dot(do_rows, state, input_precision=PRECISION)
+        dvalue = rows_of(dvalues, HEADS * DV, start, count, head, column, DV)
+        by_reads -= tl.dot(dvalue, state, input_precision=PRECISION)
+        new = rows_of(new_values, HEADS * DV, start, count, head, column, DV)
+        by_writes += tl.dot(new, dstate, input_precision=PRECISION)
+        carried += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 0)
+
+    q_rows = rows_of(q, q_stride, start, count, head, key, DK).to(tl.float32) * q_length[:, None]
+    k_rows = rows_of(k, k_stride, start, count, head, key, DK).to(tl.float32) * k_length[:, None]
+    g = _running_decays(cumulative, start, count, head, rows, key, HEADS, DK)
+    last_token = (start + tl.minimum(count, 64) - 1).to(tl.int64)
+    last = tl.load(cumulative + (last_token * HEADS + head) * DK + key, key < DK, 0.0)
+    last_row = (rows == tl.minimum(count, 64) - 1)[:, None]
+    faded = tl.exp(g)
+    dq_rows *= faded
+    by_reads *= faded
+    by_writes *= tl.exp(last[None, :] - g)
+    dk_rows = by_reads + by_writes
+    # What the last token writes, and a token's own score, do not decay: left out, they need not cancel.
+    share = tl.where(last_row, 0.0, k_rows * by_writes)
+    dg = q_rows * dq_rows + k_rows * by_reads - share
+    dg += tl.where(last_row, (tl.sum(share, 0) + tl.exp(last) * carried)[None, :], 0.0)
+    own = tl.sum(tl.where(row == other, dscores, 0.0), 1)[:, None]
+    dq_rows += own * k_rows
+    dk_rows += own * q_rows
+    for level in range(0, 6):
+        factor = _level_factor(cumulative, g, start, count, head, level, key, HEADS, DK)
+        upper = (((rows >> level) & 1) == 1)[:, None]
+        pairs = ((row ^ other) >> level) == 1
+        keys = (k_rows * factor).to(dtype)
+        mixed = (tl.where(upper, q_rows, k_rows) * factor).to(dtype)
+        by_keys = tl.dot(tl.where(pairs, dsolve, 0.0).to(dtype), keys, input_precision=PRECISION)
+        by_scores = tl.dot(tl.where(pairs, dscores, 0.0).to(dtype), mixed, input_precision=PRECISION)
+        # With the rounded factors, a pair adds at one end exactly what it takes off at the other.
+        share = keys.to(tl.float32) * by_keys + mixed.to(tl.float32) * by_scores
+        dg += tl.where(upper, share, -share)
+        by_scores *= factor
+        dq_rows += tl.where(upper, by_scores, 0.0)
+        dk_rows += by_keys * factor + tl.where(upper, 0.0, by_scores)
+
+    # g of a token is in G of all that follow it in the chunk.
+    dg = tl.cumsum(dg, 0, reverse=True)
+    live = (rows < count)[:, None] & (key < DK)[None, :]
+    place = start.to(tl.int64) * f_stride + head * f_head + row * f_stride + key[None, :]
+    raw = tl.load(f + place, live, 0.0).to(tl.float32)
+    raw += tl.load(dt_bias + head * DK + key, key < DK, 0.0).to(tl.float32)[None, :]
+    rate = tl.exp(tl.load(A_log + head).to(tl.float32))
+    if BOUNDED:
+        sigmoid = tl.sigmoid(rate * raw)
+        draw = dg * (lower_bound * rate) * sigmoid * (1.0 - sigmoid)
+        dlog_rate = draw * raw
+    else:
+        draw = -dg * rate * tl.sigmoid(raw)
+        dlog_rate = dg * _log_decay(raw, rate, lower_bound, BOUNDED)
+    draw = tl.where(live, draw, 0.0)
+    store_rows(df, draw, start, count, head, key, HEADS, DK)
+    tl.store(ddt_bias + (chunk * HEADS + head) * DK + key, tl.sum(draw, 0), key < DK)
+    return dq_rows, dk_rows, tl.sum(tl.sum(tl.where(live, dlog_rate, 0.0), 1), 0)
+
+
+@jit
+def channel_grads_kernel(
+    q,
+    k,
+    f,
+    A_log,
+    dt_bias,
+    do,
+    cumulative,
+    dscores,
+    dsolve,
+    states,
+    dstates,
+    new_values,
+    dvalues,
+    dq,
+    dk,
+    df,
+    dA_log,
+    ddt_bias,
+    ranges,
+    q_stride,
+    k_stride,
+    f_stride,
+    f_head,
+    do_stride,
+    chunks,
+    lower_bound,
+    l2_eps,
+    scale,
+    HEADS: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_PART: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):
+    """Write the gradients of q, k and f, and each chunk's part of those of A_log and dt_bias.
+
+    The channels are taken in one or two parts, for which the registers suffice.
+    """
+    chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    start, end = tl.load(ranges + chunk), tl.load(ranges + chunks + chunk)
+    count = end - start
+    if count <= 0:
+        return
+    rows = tl.arange(0, 64)
+    row, other = rows[:, None], rows[None, :]
+    key = tl.arange(0, BLOCK_K)
+    q_length = scale * inverse_lengths(rows_of(q, q_stride, start, count, head, key, DK), l2_eps)
+    k_length = inverse_lengths(rows_of(k, k_stride, start, count, head, key, DK), l2_eps)
+    # Symmetric: a pair of rows acts on the gradients of both.
+    square = (chunk * HEADS + head) * 4096
+    by_scores = tl.load(dscores + square + row * 64 + other).to(tl.float32)
+    by_scores += tl.where(row < other, tl.load(dscores + square + other * 64 + row).to(tl.float32), 0.0)
+    by_solve = tl.load(dsolve + square + row * 64 + other).to(tl.float32)
+    by_solve += tl.load(dsolve + square + other * 64 + row).to(tl.float32)
+
+    part = tl.arange(0, BLOCK_PART)
+    dq_rows, dk_rows, dlog_rate = _channel_grads(
+        q, k, f, A_log, dt_bias, do, cumulative, by_scores, by_solve, states, dstates, new_values, dvalues,
+        df, ddt_bias, q_stride, k_stride, f_stride, f_head, do_stride, start, count, chunk, head,
+        part, q_length, k_length, lower_bound, HEADS, DK, DV, PRECISION, BLOCK_V, BOUNDED,
+    )  # fmt: skip
+    unit_q = rows_of(q, q_stride, start, count, head, part, DK).to(tl.float32) * (q_length / scale)[:, None]
+    unit_k = rows_of(k, k_stride, start, count, head, part, DK).to(tl.float32) * k_length[:, None]
+    along_q, along_k = tl.sum(dq_rows * unit_q, 1), tl.sum(dk_rows * unit_k, 1)
+    if BLOCK_PART < BLOCK_K:
+        rest = BLOCK_PART + part
+        dq_rest, dk_rest, dlog_rate_rest = _channel_grads(
+            q, k, f, A_log, dt_bias, do, cumulative, by_scores, by_solve, states, dstates, new_values,
+            dvalues, df, ddt_bias, q_stride, k_stride, f_stride, f_head, do_stride, start, count, chunk,
+            head, rest, q_length, k_length, lower_bound, HEADS, DK, DV, PRECISION, BLOCK_V, BOUNDED,
+        )  # fmt: skip
+        dlog_rate += dlog_rate_rest
+        unit_q = rows_of(q, q_stride, start, count, head, rest, DK).to(tl.float32)
+        unit_q *= (q_length / scale)[:, None]
+        unit_k = rows_of(k, k_stride, start, count, head, rest, DK).to(tl.float32) * k_length[:, None]
+        along_q += tl.sum(dq_rest * unit_q, 1)
+        along_k += tl.sum(dk_rest * unit_k, 1)
+        dq_rest = (dq_rest - unit_q * along_q[:, None]) * q_length[:, None]
+        dk_rest = (dk_rest - unit_k * along_k[:, None]) * k_length[:, None]
+        store_rows(dq, dq_rest, start, count, head, rest, HEADS, DK)
+        store_rows(dk, dk_rest, start, count, head, rest, HEADS, DK)
+        unit_q = rows_of(q, q_stride, start, count, head, part, DK).to(tl.float32)
+        unit_q *= (q_length / scale)[:, None]
+        unit_k = rows_of(k, k_stride, start, count, head, part, DK).to(tl.float32) * k_length[:, None]
+    # Through the normalisation: the part along the vector itself has no effect.
+    dq_rows = (dq_rows - unit_q * along_q[:, None]) * q_length[:, None]
+    dk_rows = (dk_rows - unit_k * along_k[:, None]) * k_length[:, None]
+    store_rows(dq, dq_rows, start, count, head, part, HEADS, DK)
+    store_rows(dk, dk_rows, start, count, head, part, HEADS, DK)
+    tl.store(dA_log + chunk * HEADS + head, dlog_rate)

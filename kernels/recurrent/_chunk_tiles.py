@@ -1,0 +1,110 @@
+"""Tiles of a chunk of 64 tokens, and their inverses, for the kernels of the delta rules.
+
+Rows past the end of a document read as zeros, with the last token's running decay, so that no difference of
+decays overflows.
+"""
+
+from __future__ import annotations
+
+from liger_models.kernels._dispatch import jit, tl
+
+
+@jit
+def numbers_of(numbers, start, count, head, HEADS: tl.constexpr):
+    """One number of each of a chunk's tokens: [C], zero behind the first `count`."""
+    row = tl.arange(0, 64)
+    return tl.load(numbers + start.to(tl.int64) * HEADS + head + row * HEADS, row < count, 0.0)
+
+
+@jit
+def store_numbers(numbers, values, start, count, head, HEADS: tl.constexpr):
+    row = tl.arange(0, 64)
+    tl.store(numbers + start.to(tl.int64) * HEADS + head + row * HEADS, values, row < count)
+
+
+@jit
+def _places(stride, start, count, head, column, D: tl.constexpr):
+    """Where a chunk's rows of one head begin, their offsets [C, columns] from there, and which exist."""
+    row = tl.arange(0, 64)
+    # 64 bits for the beginning alone: offsets of a tile take registers.
+    offsets = row[:, None] * stride + column[None, :]
+    return start.to(tl.int64) * stride + head * D, offsets, (row < count)[:, None] & (column < D)[None, :]
+
+
+@jit
+def rows_of(x, stride, start, count, head, column, D: tl.constexpr):
+    """A chunk's rows of one head: [C, columns]."""
+    begin, offsets, mask = _places(stride, start, count, head, column, D)
+    return tl.load(x + begin + offsets, mask, 0.0)
+
+
+@jit
+def store_rows(x, values, start, count, head, column, HEADS: tl.constexpr, D: tl.constexpr):
+    """Write [C, columns] into contiguous [T, HEADS, D]."""
+    begin, offsets, mask = _places(HEADS * D, start, count, head, column, D)
+    tl.store(x + begin + offsets, values.to(x.dtype.element_ty), mask)
+
+
+@jit
+def running_decay(cumulative, start, count, head, HEADS: tl.constexpr):
+    """G of a chunk's tokens, that of the last one also behind it, and G of the last."""
+    last = tl.load(cumulative + (start + tl.minimum(count, 64) - 1).to(tl.int64) * HEADS + head)
+    g = numbers_of(cumulative, start, count, head, HEADS)
+    return tl.where(tl.arange(0, 64) < count, g, last), last
+
+
+@jit
+def decay(g_row, g_column, seen):
+    """exp(G_row - G_column) where `seen`, else 0; never infinite."""
+    return tl.where(seen, tl.exp(tl.where(seen, g_row - g_column, 0.0)), 0.0)
+
+
+@jit
+def log1p(x):
+    """log(1 + x), 0 <= x <= 1, without losing a small x."""
+    u = 1.0 + x
+    return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
+
+
+@jit
+def inverse_lengths(rows, l2_eps):
+    wide = rows.to(tl.float32)
+    return 1.0 / tl.sqrt(tl.sum(wide * wide, 1) + l2_eps)
+
+
+@jit
+def _unit_inverses(blocks):
+    """(1 + A)^-1 of strictly lower blocks A [4, 16, 16], by forward substitution."""
+    row, column = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
+    turned = tl.permute(blocks, (0, 2, 1))
+    inverses = tl.where(row == column, 1.0, 0.0) + tl.zeros([4, 16, 16], tl.float32)
+    for i in range(1, 16):
+        factors = tl.sum(tl.where(column == i, turned, 0.0), 2)
+        solved = -tl.sum(factors[:, :, None] * inverses, 1)
+        inverses = tl.where((row == i) & (column < i), solved[:, None, :], inverses)
+    return inverses
+
+
+@jit
+def unit_inverse(A, PRECISION: tl.constexpr):
+    """(1 + A)^-1 of a strictly lower A [64, 64].
+
+    With D the inverses of 1 + A's blocks on the diagonal and M = D (A below those blocks), it is
+    (1 + M)^-1 D = (1 - M) (1 + M^2) D, since M^4 = 0.
+    """
+    row, column = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
+    first, second = tl.arange(0, 4)[:, None, None, None], tl.arange(0, 4)[None, None, :, None]
+    blocks = tl.sum(tl.where(first == second, tl.reshape(A, [4, 16, 4, 16]), 0.0), 2)
+    inverses = _unit_inverses(blocks)
+    D = tl.reshape(tl.where(first == second, inverses[:, :, None, :], 0.0), [64, 64])
+    M = tl.dot(D, tl.where(row // 16 > column // 16, A, 0.0), input_precision=PRECISION)
+    squared = tl.dot(M, M, input_precision=PRECISION)
+    inverse = D + tl.dot(squared, D, input_precision=PRECISION)
+    return inverse - tl.dot(M, inverse, input_precision=PRECISION)
+
+
+@jit
+def state_columns(states, offset, key, column, DK: tl.constexpr, DV: tl.constexpr):
+    """Columns of a state, turned: [columns, BLOCK_K]."""
+    inside = (column < DV)[:, None] & (key < DK)[None, :]
+    return tl.load(states + offset + key[None, :] * DV + column[:, None], inside, 0.0)

@@ -1,0 +1,23 @@
+"""What the tests of the two delta rules share."""
+
+import torch
+
+# Documents of one token, of none, of a whole chunk, of a chunk and one token, and shorter than a chunk.
+DOCUMENTS = [0, 1, 1, 65, 130, 150]
+
+
+def with_gradients(run, inputs, upstream=None, **options):
+    """Outputs and the gradients of all inputs, and the gradients that went in."""
+    outputs = run(inputs, **options)
+    upstream = upstream or [torch.randn_like(output) for output in outputs]
+    upstream = [given.to(output) for given, output in zip(upstream, outputs, strict=True)]
+    return [*outputs, *torch.autograd.grad(outputs, inputs, upstream)], upstream
+
+
+def in_float64(inputs):
+    return [x.detach().double().cpu().requires_grad_() for x in inputs]
+
+
+def relative(actual, truth):
+    truth = truth.double()
+    return ((actual.double().to(truth.device) - truth).norm() / truth.norm()).item()

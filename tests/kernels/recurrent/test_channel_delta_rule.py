@@ -1,0 +1,193 @@
+"""channel_delta_rule: the chunk form against the recurrence in float64, gates, documents and states."""
+
+import functools
+import itertools
+
+import delta_problem
+import pytest
+import torch
+from delta_problem import DOCUMENTS, in_float64, relative
+
+from liger_models.kernels import channel_delta_rule, channel_delta_rule_step, gated_delta_rule
+
+
+def operands(tokens, heads, key, value, documents=0, decay=1.0, device="cpu", dtype=torch.float32):
+    """q, k, v, f, b, A_log, dt_bias, and a state for each document; `decay` scales exp(A_log)."""
+    shapes = [(tokens, heads, key)] * 2 + [(tokens, heads, value), (tokens, heads, key), (tokens, heads)]
+    inputs = [torch.randn(*shape, device=device, dtype=dtype) for shape in shapes]
+    inputs += [(torch.rand(heads, device=device) * decay).log(), torch.randn(heads, key, device=device)]
+    if documents:
+        inputs.append(torch.randn(documents, heads, key, value, device=device))
+    return [x.requires_grad_() for x in inputs]
+
+
+def run(inputs, **options):
+    *rest, state = inputs if len(inputs) == 8 else [*inputs, None]
+    return channel_delta_rule(*rest, state=state, **options)
+
+
+with_gradients = functools.partial(delta_problem.with_gradients, run)
+
+
+def assert_follows(found, truth, bound=2e-5):
+    # Sums over up to 64 tokens and 20 channels in float32, a dozen of them in a row. Gates that hardly
+    # matter (exp of -100) have gradients whose terms all but cancel: they are compared absolutely.
+    for ours, true in zip(found, truth, strict=True):
+        assert torch.isfinite(ours).all()
+        assert relative(ours, true) < bound or (ours.double() - true).abs().max() < bound / 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "documents", "options"),
+    [
+        ((70, 1, 16, 16), None, {}),
+        ((150, 2, 16, 24), DOCUMENTS, {"lower_bound": -5.0}),
+        ((67, 1, 20, 16), [0, 67], {"beta_scale": 2.0}),
+    ],
+    ids=["one document", "packed, bounded gates", "widths that are no power of two"],
+)
+@pytest.mark.parametrize("decay", [0.1, 30.0], ids=["slow", "fast"])
+def test_chunks_follow_the_recurrence(shape, documents, options, decay, interpreted):
+    count = 0 if documents is None else len(documents) - 1
+    inputs = operands(*shape, documents=count, decay=decay)
+    if documents is not None:
+        options = options | {"cu_seqlens": torch.tensor(documents)}
+    found, upstream = with_gradients(inputs, **options)
+    truth, _ = with_gradients(in_float64(inputs), upstream, **options)
+    assert_follows(found, truth)
+
+
+def test_gates_of_hundreds_next_to_gates_of_zero_do_not_overflow(interpreted):
+    # G falls to -4,000 within the chunk, so that a difference of two G is off by up to 2e-4, and with it the
+    # decay between neighbours.
+    inputs = operands(70, 1, 16, 16)
+    with torch.no_grad():
+        inputs[3].mul_(30.0)
+        inputs[3][::3].abs_().mul_(10.0)
+        inputs[5].zero_()
+    found, upstream = with_gradients(inputs)
+    truth, _ = with_gradients(in_float64(inputs), upstream)
+    assert_follows(found, truth, bound=1e-3)
+
+
+def test_equal_channels_give_the_rule_with_a_decay_for_each_head(implementation):
+    inputs = operands(70, 2, 16, 16)
+    q, k, v, f, b, A_log, dt_bias = inputs
+    with torch.no_grad():
+        f.copy_(f[..., :1].expand_as(f))
+        dt_bias.copy_(dt_bias[:, :1].expand_as(dt_bias))
+    found = channel_delta_rule(q, k, v, f, b, A_log, dt_bias)
+    expected = gated_delta_rule(q, k, v, f[..., 0], b, A_log, dt_bias[:, 0])
+    for ours, true in zip(found, expected, strict=True):
+        assert relative(ours, true) < 1e-5
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_parts_of_a_document_and_single_steps_equal_the_whole(lower_bound, implementation):
+    inputs = operands(150, 2, 16, 24)
+    tokens, gates = inputs[:5], inputs[5:]
+    whole, final = channel_delta_rule(*inputs, lower_bound=lower_bound)
+    state, parts = None, []
+    for first, end in ((0, 64), (64, 65), (65, 148)):
+        operands_of_part = [x[first:end] for x in tokens]
+        o, state = channel_delta_rule(*operands_of_part, *gates, state=state, lower_bound=lower_bound)
+        parts.append(o)
+    for t in (148, 149):
+        token = [x[t : t + 1] for x in tokens]
+        o, state = channel_delta_rule_step(*token, *gates, state, lower_bound=lower_bound)
+        parts.append(o)
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(state, final, rtol=1e-5, atol=1e-5)
+
+
+def test_packed_documents_equal_separate_ones_in_every_gradient(implementation):
+    inputs = operands(150, 1, 16, 16, documents=5)
+    tokens, gates, state = inputs[:5], inputs[5:7], inputs[7]
+    packed, upstream = with_gradients(inputs, cu_seqlens=torch.tensor(DOCUMENTS))
+    outputs, finals = [], []
+    for nth, (first, end) in enumerate(itertools.pairwise(DOCUMENTS)):
+        o, final = channel_delta_rule(*(x[first:end] for x in tokens), *gates, state=state[nth : nth + 1])
+        outputs.append(o)
+        finals.append(final)
+    alone = [torch.cat(outputs), torch.cat(finals)]
+    alone += torch.autograd.grad(alone, inputs, upstream)
+    for ours, true in zip(packed, alone, strict=True):
+        assert relative(ours, true) < 1e-5
+
+
+def test_no_tokens_give_no_outputs_and_the_given_states(implementation):
+    inputs = operands(0, 2, 16, 16, documents=2)
+    o, final = run(inputs, cu_seqlens=torch.tensor([0, 0, 0]))
+    assert o.shape == (0, 2, 16)
+    assert torch.equal(final, inputs[7])
+    torch.autograd.grad(final.sum(), inputs, allow_unused=True)
+
+
+def test_a_second_run_and_a_second_backward_pass_give_the_same_bits(interpreted):
+    inputs = operands(70, 2, 16, 16)
+    first, upstream = with_gradients(inputs)
+    second, _ = with_gradients(inputs, upstream)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_the_plain_form_passes_gradcheck_in_float64(lower_bound):
+    inputs = in_float64(operands(5, 1, 3, 4, documents=2))
+    documents = torch.tensor([0, 2, 5])
+    torch.autograd.gradcheck(lambda *x: run(x, cu_seqlens=documents, lower_bound=lower_bound), inputs)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({2: torch.ones(4, 2, 16)}, "2 value heads and 1 key heads"),
+        ({3: torch.ones(4, 1, 15)}, r"f is \(4, 1, 15\), b \(4, 1\)"),
+        ({6: torch.ones(16)}, r"A_log is \(1,\), dt_bias \(16,\)"),
+        ({7: torch.ones(2, 1, 16, 16)}, r"state is \(2, 1, 16, 16\); expected \(1, 1, 16, 16\)"),
+        ({0: torch.ones(4, 1, 144), 1: torch.ones(4, 1, 144)}, "key heads are 144 wide"),
+    ],
+)
+def test_operands_that_do_not_fit_are_refused(change, message):
+    inputs = operands(4, 1, 16, 16, documents=0 if 2 in change else 1)
+    for place, tensor in change.items():
+        inputs[place] = tensor
+    with pytest.raises(ValueError, match=message):
+        run(inputs)
+
+
+def test_a_lower_bound_that_is_not_negative_is_refused():
+    with pytest.raises(ValueError, match=r"lower_bound is 5\.0"):
+        run(operands(4, 1, 16, 16), lower_bound=5.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+@pytest.mark.parametrize("decay", [0.1, 30.0], ids=["slow", "fast"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("key", "value"), [(128, 128), (96, 192), (64, 64)])
+def test_every_gradient_is_the_true_one_on_a_gpu(key, value, dtype, decay, lower_bound):
+    documents = torch.tensor([0, 1, 70, 200])
+    inputs = operands(200, 2, key, value, documents=3, decay=decay, device="cuda", dtype=dtype)
+    options = {"lower_bound": lower_bound}
+    found, upstream = with_gradients(inputs, cu_seqlens=documents.cuda(), **options)
+    truth, _ = with_gradients(in_float64(inputs), upstream, cu_seqlens=documents, **options)
+    # Operands of products are rounded to q's dtype: about a dozen roundings in a row from q to a gradient.
+    for ours, true in zip(found, truth, strict=True):
+        assert relative(ours, true) < 12 * torch.finfo(dtype).eps / 2
+
+
+@pytest.mark.gpu
+def test_many_documents_on_a_gpu_equal_separate_ones():
+    lengths = torch.randint(0, 200, (40,)).tolist()
+    bounds = [0, *itertools.accumulate(lengths)]
+    inputs = operands(bounds[-1], 4, 128, 128, device="cuda", dtype=torch.bfloat16)
+    o, final = run(inputs, cu_seqlens=torch.tensor(bounds, device="cuda"))
+    grads = torch.autograd.grad(o, inputs[:4], upstream := torch.randn_like(o))
+    for nth, (first, end) in enumerate(itertools.pairwise(bounds)):
+        alone, state = channel_delta_rule(*(x[first:end] for x in inputs[:5]), *inputs[5:])
+        assert torch.equal(alone, o[first:end])
+        assert torch.equal(state[0], final[nth])
+        if first < end:
+            single = torch.autograd.grad(alone, inputs[:4], upstream[first:end])
+            for one, packed in zip(single, grads, strict=True):
+                assert torch.equal(one[first:end], packed[first:end])
