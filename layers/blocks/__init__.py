@@ -1,4 +1,37 @@
-"""Transformer blocks: how a mixer, an MLP, norms and residual streams are connected.
+"""Transformer blocks, one file a topology: how a mixer, an MLP, norms and residual streams are connected.
 
 May import attention, experts and parts. A new topology is a new block, never a flag of an old one.
 """
+
+from liger_models.layers.blocks.block import (
+    IMAGES,
+    Block,
+    add_and_norm,
+    keys_and_values,
+    own_input,
+    run_block,
+)
+from liger_models.layers.blocks.gated_cross import GatedCrossBlock
+from liger_models.layers.blocks.gated_pre_norm import GatedPreNormBlock
+from liger_models.layers.blocks.layer_scale import LayerScaleBlock
+from liger_models.layers.blocks.parallel import ParallelBlock
+from liger_models.layers.blocks.post_norm import PostNormBlock
+from liger_models.layers.blocks.pre_norm import PreNormBlock
+from liger_models.layers.blocks.sandwich import SandwichBlock
+from liger_models.layers.blocks.scaled_sandwich import ScaledSandwichBlock
+from liger_models.layers.blocks.scaled_sandwich_with_experts import ScaledSandwichWithExpertsBlock
+
+__all__ = ["BLOCKS", "IMAGES", "Block", "add_and_norm", "keys_and_values", "own_input", "run_block"]
+
+BLOCKS: dict[str, type[Block]] = {
+    "pre_norm": PreNormBlock,
+    "layer_scale": LayerScaleBlock,
+    "gated_pre_norm": GatedPreNormBlock,
+    "gated_cross": GatedCrossBlock,
+    "sandwich": SandwichBlock,
+    "scaled_sandwich": ScaledSandwichBlock,
+    "scaled_sandwich_with_experts": ScaledSandwichWithExpertsBlock,
+    "post_norm": PostNormBlock,
+    "parallel": ParallelBlock,
+}
+"""The class of a block, by the topology of its spec."""

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from liger_models.kernels.losses._linear_chunks import working_bytes
-from liger_models.layers.blocks.blocks import Block
+from liger_models.layers.blocks import Block
 from liger_models.layers.memory.gathered import Gathered
 from liger_models.layers.memory.layer_costs import LayerCosts
 from liger_models.layers.memory.own_parts import own_bytes, own_elements

@@ -12,7 +12,7 @@ from liger_models.kernels._dispatch import ceil_div
 from liger_models.layers.attention.backends import LONG
 from liger_models.layers.attention.cross_attention import CrossAttention
 from liger_models.layers.attention.qk_norm import norm_work
-from liger_models.layers.blocks.blocks import Block
+from liger_models.layers.blocks import Block
 from liger_models.layers.blocks.per_layer_input import PerLayerInput
 from liger_models.layers.experts.moe import MixtureOfExperts
 from liger_models.layers.memory.adapters import AdapterCosts

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.layers.attention.backends import BACKENDS, AttentionBackend
-from liger_models.layers.blocks.blocks import (
+from liger_models.layers.blocks import (
     BLOCKS,
     IMAGES,
     Block,

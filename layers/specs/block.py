@@ -29,7 +29,7 @@ Topology = Literal[
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """One layer: its topology (a class of `layers/blocks/blocks.py`) and its parts.
+    """One layer: its topology (a class of `layers/blocks`) and its parts.
 
     `mixer` lets tokens see each other; which module it is follows from the spec's type, as with `mlp`. `norm`
     is that of each of the layer's norms. `residual_scale` multiplies what each branch adds to the residual

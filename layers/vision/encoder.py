@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_models.layers.attention.backends import AttentionBackend
-from liger_models.layers.blocks.blocks import BLOCKS, Block, add_and_norm, run_block
+from liger_models.layers.blocks import BLOCKS, Block, add_and_norm, run_block
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import as_wide_as
 from liger_models.layers.recompute.activation_memory import set_levels

@@ -24,7 +24,7 @@ from liger_models.convert.errors import DataError
 from liger_models.kernels._dispatch import at_least_float32
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.attention.cross_attention import SeenTiles
-from liger_models.layers.blocks.blocks import BLOCKS, IMAGES, Block, run_block
+from liger_models.layers.blocks import BLOCKS, IMAGES, Block, run_block
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.recompute.activation_memory import set_levels

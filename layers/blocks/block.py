@@ -1,0 +1,176 @@
+"""The base class of blocks, and how one is run.
+
+A block takes and returns the hidden states as two tensors, `x` and `residual`, whose sum is the residual
+stream: the sum is computed inside the next norm, in one kernel. `residual` is None before the first block and
+after blocks that change the sum itself. Everything else that layers read and make, such as keys and values,
+is passed as further arguments and results, so that sharding frameworks and recomputation see every tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.layers.attention.backends import AttentionBackend
+from liger_models.layers.blocks.mixers import MIXERS, Mixer
+from liger_models.layers.experts.moe import MixtureOfExperts
+from liger_models.layers.parts.mlp import GatedMLP, PlainMLP, make_mlp
+from liger_models.layers.parts.norm import Norm
+from liger_models.layers.projections.linear import unwrapped
+from liger_models.layers.recompute.activation_memory import RERUN, ActivationMemory, keep_recipes, recompute
+from liger_models.layers.recompute.offload import Offload
+from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.specs import (
+    AttentionSpec,
+    BlockSpec,
+    CrossAttentionSpec,
+    MoESpec,
+    SharedAttentionSpec,
+)
+
+Streams = tuple[Tensor, Tensor | None]
+
+
+def keys_and_values(layer: int) -> tuple[str, str]:
+    """What the keys and values of a layer are called where later ones read them."""
+    return f"keys.{layer}", f"values.{layer}"
+
+
+IMAGES = "images"
+"""What the features of images are called where layers read them."""
+
+
+def own_input(layer: int) -> str:
+    """What the input is called that a layer has for itself."""
+    return f"input.{layer}"
+
+
+class Block(nn.Module):
+    """A mixer and an MLP, by the types of their specs. What connects them is a subclass.
+
+    Args:
+        hidden_size: the width H of the hidden states.
+        spec: the layer's parts.
+        layer: its place in the model.
+        attention: the attention backend.
+
+    Attributes:
+        reads: the names of the tensors that the layer reads beside the residual stream.
+        makes: and of those that it makes for later layers; of keys and values, if some layer reads them.
+
+    Raises:
+        ValueError: parts that the topology has no room for.
+    """
+
+    reads: tuple[str, ...] = ()
+    makes: tuple[str, ...] = ()
+    has_room_for: tuple[str, ...] = ()
+    mixer_name = "self_attn"
+
+    def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
+        super().__init__()
+        self.hidden_size, self.spec = hidden_size, spec
+        more = {
+            "experts": spec.experts,
+            "per_layer_input": spec.per_layer_input,
+            "keys of another layer": isinstance(spec.mixer, SharedAttentionSpec) or None,
+            "features of images": isinstance(spec.mixer, CrossAttentionSpec) or None,
+        }
+        if no_room := [name for name, part in more.items() if part and name not in self.has_room_for]:
+            raise ValueError(f"layers of topology {spec.topology!r} have no room for {no_room}")
+        self.self_attn: Mixer
+        setattr(self, self.mixer_name, MIXERS[type(spec.mixer)](hidden_size, spec.mixer, layer, attention))
+        self.mlp: GatedMLP | PlainMLP | MixtureOfExperts
+        if isinstance(spec.mlp, MoESpec):
+            self.mlp = MixtureOfExperts(hidden_size, spec.mlp)
+        else:
+            self.mlp = make_mlp(hidden_size, spec.mlp)
+        self.activation_memory: ActivationMemory = "lean"
+
+    @property
+    def mixer(self) -> Mixer:
+        """Which lets a token see others."""
+        return getattr(self, self.mixer_name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """x, residual [T, H], sequences, and what it `reads` -> two tensors [T, H] whose sum is the residual
+        stream behind the layer, or one and None; and what it `makes`.
+        """
+        raise NotImplementedError
+
+    def set_activation_memory(self, level: ActivationMemory) -> None:
+        """Choose what is kept for the backward pass, here and in the parts that have a choice."""
+        parts: Iterable[Any] = self.modules()
+        for part in parts:
+            if hasattr(part, "activation_memory"):
+                part.activation_memory = level
+
+    def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
+        """Bytes that the layer keeps for its backward pass, of each token, as on a GPU.
+
+        What a level needs during the backward pass, one layer at a time, is not in it.
+        """
+        if level in RERUN:
+            own = 0 if level == "offload" else itemsize * self.hidden_size
+            return own + self._noted_bytes(itemsize) + self._handed_bytes(itemsize)
+        parts: Iterable[Any] = self.children()
+        kept = (part.activation_bytes(level, itemsize) for part in parts if hasattr(part, "activation_bytes"))
+        return sum(kept) + itemsize * self.hidden_size * self._branch_inputs(level)
+
+    def _branch_inputs(self, level: ActivationMemory) -> int:
+        """How many tensors [T, H] the branches keep of what they read, beside the norms' own inputs."""
+        raise NotImplementedError
+
+    def norm_outputs(self) -> int:
+        """How many outputs of norms, [T, H], are kept at `all` alone."""
+        return self._branch_inputs("all") - self._branch_inputs("lean")
+
+    def _noted_bytes(self, itemsize: int) -> int:
+        """The router's choice, which the second run takes, and its logits, where the loss reads them."""
+        kept = 0
+        for part in self.children():
+            if isinstance(part, MixtureOfExperts):
+                spec = part.spec
+                logits = spec.num_experts * (4 if spec.float32_router else itemsize)
+                kept += unwrapped(part.router).decision_bytes + (logits if spec.has_router_loss else 0)
+        return kept
+
+    def _handed_bytes(self, itemsize: int) -> int:
+        """The keys and values that later layers read."""
+        mixer = self.spec.mixer
+        return 2 * itemsize * mixer.kv_size if self.makes and isinstance(mixer, AttentionSpec) else 0
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        """What a branch adds to the residual stream."""
+        return x if self.spec.residual_scale == 1.0 else x * self.spec.residual_scale
+
+
+def run_block(
+    layer: Block,
+    x: Tensor,
+    residual: Tensor | None,
+    sequences: Sequences,
+    *read: Tensor,
+    offload: Offload,
+) -> tuple[Any, ...]:
+    """What the layer gives, keeping for the backward pass what its level of activation memory says. `offload`
+    is that of the pass.
+    """
+    offload.settle()
+    lean = torch.is_grad_enabled()
+    # A second run of a layer that fills a cache would fill it twice.
+    if layer.activation_memory in RERUN and lean and sequences.cache is None:
+        # The sum is taken in front of the layer, so that one tensor is kept and not two.
+        again = offload.recompute if layer.activation_memory == "offload" else recompute
+        return again(layer, x if residual is None else x + residual, None, sequences, *read)
+    with keep_recipes() if lean and layer.activation_memory != "all" else nullcontext():
+        return layer(x, residual, sequences, *read)
+
+
+def add_and_norm(norm: Norm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(norm(x + residual), x + residual), or of x alone where there is nothing to add."""
+    return (norm(x), x) if residual is None else norm(x, residual)

@@ -1,0 +1,55 @@
+"""The pre-norm block whose branches are scaled channel by channel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.layers.attention.backends import AttentionBackend
+from liger_models.layers.blocks.block import Streams, add_and_norm
+from liger_models.layers.blocks.pre_norm import PreNormBlock
+from liger_models.layers.recompute.activation_memory import ActivationMemory
+from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.specs import BlockSpec
+
+
+class ChannelScale(nn.Module):
+    """What a branch adds to each channel of the residual stream, times a learned number, which starts small.
+
+    Args:
+        hidden_size: the width H.
+    """
+
+    def __init__(self, hidden_size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., H] -> [..., H]."""
+        return x * self.weight.to(x.dtype)
+
+    def reset_parameters(self, *_: Any) -> None:
+        """A tenth, whatever matrices start with."""
+        nn.init.constant_(self.weight, 0.1)
+
+    def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
+        """Of a token: what it multiplies."""
+        return itemsize * self.weight.numel()
+
+
+class LayerScaleBlock(PreNormBlock):
+    """`h = x + a * attention(norm(x)); y = h + b * mlp(norm(h))`, a and b learned for each channel
+    (LayerScale; Touvron et al., 2021, arXiv:2103.17239): InternVL's encoder.
+    """
+
+    def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
+        super().__init__(hidden_size, spec, layer, attention)
+        self.attention_scale, self.mlp_scale = ChannelScale(hidden_size), ChannelScale(hidden_size)
+
+    def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> Streams:
+        x, residual = add_and_norm(self.input_layernorm, x, residual)
+        x = self._scaled(self.attention_scale(self.self_attn(x, sequences)))
+        x, residual = add_and_norm(self.post_attention_layernorm, x, residual)
+        return self._scaled(self.mlp_scale(self.mlp(x, sequences))), residual

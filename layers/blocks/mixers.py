@@ -1,0 +1,45 @@
+"""Mixers: the part of a layer in which tokens see one another, chosen by the type of its spec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from liger_models.layers.attention.cross_attention import CrossAttention
+from liger_models.layers.attention.latent_attention import LatentAttention
+from liger_models.layers.attention.self_attention import Attention
+from liger_models.layers.attention.shared_attention import SharedAttention
+from liger_models.layers.recompute.activation_memory import ActivationMemory
+from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.specs import (
+    AttentionSpec,
+    CrossAttentionSpec,
+    LatentAttentionSpec,
+    SharedAttentionSpec,
+)
+
+
+class Mixer(Protocol):
+    """Interface of a token mixer: attention or a recurrent layer."""
+
+    def __call__(self, x: Tensor, sequences: Sequences, *handed: Any) -> Any:
+        """x [T, H] -> [T, H]."""
+
+    def new_cache(
+        self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        """Empty cache tensors for `batch` sequences of up to `max_length` tokens."""
+
+    def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
+        """Bytes a token that it keeps for the backward pass."""
+
+
+MIXERS: dict[type, Callable[..., Mixer]] = {
+    AttentionSpec: Attention,
+    SharedAttentionSpec: SharedAttention,
+    LatentAttentionSpec: LatentAttention,
+    CrossAttentionSpec: CrossAttention,
+}

@@ -1,0 +1,27 @@
+"""The block whose attention and MLP read the same norm."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from liger_models.layers.attention.backends import AttentionBackend
+from liger_models.layers.blocks.block import Block, Streams, add_and_norm
+from liger_models.layers.parts.norm import make_norm
+from liger_models.layers.recompute.activation_memory import ActivationMemory
+from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.specs import BlockSpec
+
+
+class ParallelBlock(Block):
+    """`n = norm(x); y = x + attention(n) + mlp(n)` (GPT-J, 2021; PaLM, arXiv:2204.02311): Cohere, Phi."""
+
+    def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
+        super().__init__(hidden_size, spec, layer, attention)
+        self.input_layernorm = make_norm(hidden_size, spec.norm)
+
+    def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> Streams:
+        x, residual = add_and_norm(self.input_layernorm, x, residual)
+        return self._scaled(self.self_attn(x, sequences) + self.mlp(x, sequences)), residual
+
+    def _branch_inputs(self, level: ActivationMemory) -> int:
+        return 1 if level == "all" else 0

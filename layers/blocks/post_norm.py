@@ -1,0 +1,31 @@
+"""The block whose norms come after the branches only."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from liger_models.layers.attention.backends import AttentionBackend
+from liger_models.layers.blocks.block import Block, Streams
+from liger_models.layers.parts.norm import make_norm
+from liger_models.layers.recompute.activation_memory import ActivationMemory
+from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.specs import BlockSpec
+
+
+class PostNormBlock(Block):
+    """`h = x + norm(attention(x)); y = h + norm(mlp(h))` (OLMo 2, arXiv:2501.00656, section 3.2): OLMo 2 and
+    3, EXAONE 4.
+    """
+
+    def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
+        super().__init__(hidden_size, spec, layer, attention)
+        self.post_attention_layernorm = make_norm(hidden_size, spec.norm)
+        self.post_feedforward_layernorm = make_norm(hidden_size, spec.norm)
+
+    def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> Streams:
+        x = x if residual is None else x + residual
+        x = x + self._scaled(self.post_attention_layernorm(self.self_attn(x, sequences)))
+        return self._scaled(self.post_feedforward_layernorm(self.mlp(x, sequences))), x
+
+    def _branch_inputs(self, level: ActivationMemory) -> int:
+        return 2  # the branches read the residual stream itself

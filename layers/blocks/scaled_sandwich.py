@@ -1,0 +1,69 @@
+"""The sandwich block with a stored scale and an input for each layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.layers.attention.backends import AttentionBackend
+from liger_models.layers.blocks.block import add_and_norm, keys_and_values, own_input
+from liger_models.layers.blocks.per_layer_input import PerLayerInput
+from liger_models.layers.blocks.sandwich import SandwichBlock
+from liger_models.layers.parts.norm import make_norm
+from liger_models.layers.recompute.activation_memory import ActivationMemory
+from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.specs import BlockSpec, SharedAttentionSpec
+
+
+class ScaledSandwichBlock(SandwichBlock):
+    """`y = s * (h + norm(own(h)))`, h what the sandwich makes, s a number that is stored and not trained, and
+    `own` a branch for the layer's own input (layers/blocks/per_layer_input.py), where there is one (Gemma 4).
+    """
+
+    has_room_for: tuple[str, ...] = ("per_layer_input", "keys of another layer")
+    layer_scalar: Tensor
+
+    def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
+        super().__init__(hidden_size, spec, layer, attention)
+        self.register_buffer("layer_scalar", torch.ones(1))
+        mixer, own = spec.mixer, spec.per_layer_input
+        self.reads_keys = isinstance(mixer, SharedAttentionSpec)
+        if isinstance(mixer, SharedAttentionSpec):
+            self.reads = keys_and_values(mixer.keys_of)
+        self.per_layer_input = None
+        if own is not None:
+            self.reads = (*self.reads, own_input(layer))
+            self.per_layer_input = PerLayerInput(hidden_size, own)
+            self.post_per_layer_input_norm = make_norm(hidden_size, spec.norm)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, sequences: Sequences, *read: Tensor
+    ) -> tuple[Any, ...]:
+        x, residual = add_and_norm(self.input_layernorm, x, residual)
+        keys = read[:2] if self.reads_keys else (True,) if self.makes else ()
+        attended = self.self_attn(x, sequences, *keys)
+        x, *made = attended if self.makes else (attended,)
+        x = self._scaled(self.post_attention_layernorm(x))
+        x, residual = add_and_norm(self.pre_feedforward_layernorm, x, residual)
+        x = residual + self._scaled(self.post_feedforward_layernorm(self._feed(x, residual, sequences)))
+        if self.per_layer_input is not None:
+            x = x + self._scaled(self.post_per_layer_input_norm(self.per_layer_input(x, read[-1])))
+        return (x * self.layer_scalar.to(x.dtype), None, *made)
+
+    def _feed(self, x: Tensor, residual: Tensor, sequences: Sequences) -> Tensor:
+        """The MLP of x [T, H], which is the norm of `residual`."""
+        return self.mlp(x, sequences)
+
+    def _branch_inputs(self, level: ActivationMemory) -> int:
+        return super()._branch_inputs(level) + (self.per_layer_input is not None)
+
+    def _handed_bytes(self, itemsize: int) -> int:
+        own = self.per_layer_input
+        kept = 0 if own is None else own.activation_bytes("checkpoint", itemsize)
+        return super()._handed_bytes(itemsize) + kept
+
+    def reset_parameters(self, *_: Any) -> None:
+        """A factor of one."""
+        nn.init.ones_(self.layer_scalar)
