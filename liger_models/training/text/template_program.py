@@ -8,6 +8,7 @@ of a loop runs. Nothing of jinja2 itself is changed.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import json
@@ -73,9 +74,12 @@ def _classes() -> tuple[Any, Any]:
     from jinja2.compiler import CodeGenerator
     from jinja2.ext import Extension
     from jinja2.filters import make_attrgetter
+    from jinja2.runtime import LoopContext
     from jinja2.sandbox import SandboxedFormatter
+    from jinja2.utils import Namespace
 
     Limited = limited_environment()
+    of_loop = frozenset(name for name in dir(LoopContext) if not name.startswith("_"))
 
     class GenerationTags(Extension):
         """`{% generation %}...{% endgeneration %}`, which transformers has added to the language."""
@@ -103,6 +107,11 @@ def _classes() -> tuple[Any, Any]:
                 return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
             if (kind is str or kind is Traced) and attribute in _SAFE_OF_STR:
                 return getattr(obj, attribute)
+            if kind is LoopContext and attribute in of_loop:
+                return getattr(obj, attribute)
+            if kind is Namespace and not attribute.startswith("_"):
+                with contextlib.suppress(AttributeError):
+                    return getattr(obj, attribute)
             return super().getattr(obj, attribute)
 
     class Plain(Direct):
@@ -208,8 +217,8 @@ def _classes() -> tuple[Any, Any]:
             return text
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            self.limits.operation(operator, left, right)
             if operator == "%" and isinstance(left, str):
+                self.limits.operation(operator, left, right)
                 return percent(self.trace, left, right) if has_traced([left, right]) else left % right
             return super().call_binop(context, operator, left, right)
 
