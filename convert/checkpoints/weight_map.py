@@ -14,12 +14,13 @@ A weight map is a dict from the native tensor's name to its expression.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -53,6 +54,10 @@ class Expr:
 
     def refs(self) -> Iterator[Ref]:
         """The checkpoint tensors, in order."""
+        raise NotImplementedError
+
+    def with_refs(self, replace: Callable[[Ref], Expr]) -> Expr:
+        """The same expression with another one in the place of each `Ref`."""
         raise NotImplementedError
 
     def places(self, tensor: Tensor) -> Iterator[Place]:
@@ -95,16 +100,24 @@ class Expr:
 
 @dataclass(frozen=True)
 class Ref(Expr):
-    """One tensor of the checkpoint."""
+    """One tensor of the checkpoint.
+
+    In a canonical form, `axes` are the sizes that the module names (`layout.canonical_forms`), by which a
+    layout divides the tensor. They are no part of what the tensor is.
+    """
 
     name: str
     shape: Shape
+    axes: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
 
     def refs(self) -> Iterator[Ref]:
         yield self
+
+    def with_refs(self, replace: Callable[[Ref], Expr]) -> Expr:
+        return replace(self)
 
     def places(self, tensor: Tensor) -> Iterator[Place]:
         _check_native(self, tensor)
@@ -145,6 +158,9 @@ class Cat(Expr):
         for part in self.parts:
             yield from part.refs()
 
+    def with_refs(self, replace: Callable[[Ref], Expr]) -> Expr:
+        return Cat(tuple(part.with_refs(replace) for part in self.parts), self.dim)
+
     def places(self, tensor: Tensor) -> Iterator[Place]:
         _check_native(self, tensor)
         sizes = [part.shape[self.dim] for part in self.parts]
@@ -177,6 +193,9 @@ class Stack(Expr):
     def refs(self) -> Iterator[Ref]:
         for part in self.parts:
             yield from part.refs()
+
+    def with_refs(self, replace: Callable[[Ref], Expr]) -> Expr:
+        return Stack(tuple(part.with_refs(replace) for part in self.parts))
 
     def places(self, tensor: Tensor) -> Iterator[Place]:
         _check_native(self, tensor)
@@ -219,6 +238,9 @@ class Permute(Expr):
     def refs(self) -> Iterator[Ref]:
         yield from self.part.refs()
 
+    def with_refs(self, replace: Callable[[Ref], Expr]) -> Expr:
+        return dataclasses.replace(self, part=self.part.with_refs(replace))
+
     def places(self, tensor: Tensor) -> Iterator[Place]:
         _check_native(self, tensor)
         back = sorted(range(len(self.order)), key=self.order.__getitem__)
@@ -257,6 +279,9 @@ class Rows(Expr):
 
     def refs(self) -> Iterator[Ref]:
         yield from self.part.refs()
+
+    def with_refs(self, replace: Callable[[Ref], Expr]) -> Expr:
+        return dataclasses.replace(self, part=self.part.with_refs(replace))
 
     def places(self, tensor: Tensor) -> Iterator[Place]:
         """Two tensors without memory stand for the whole: one strided as `tensor`, and one whose elements are
@@ -309,6 +334,23 @@ def permuted(name: str, shape: Shape, pattern: str, **sizes: int) -> Permute:
         sizes |= dict.fromkeys(unknown, size // known)
     part = Ref(name, tuple(math.prod(sizes[axis] for axis in group) for group in disk))
     return Permute(part, tuple(sizes[axis] for axis in axes), tuple(map(axes.index, order)), shape)
+
+
+def piece_of_groups(name: str, widths: Sequence[int], piece: int, groups: int, rest: Shape = ()) -> Expr:
+    """One of several native tensors that lie together in checkpoint tensor `name`, group by group.
+
+        piece_of_groups("query_key_value.weight", (64, 64, 64), 1, groups=12, rest=(768,))  # the keys
+
+    The checkpoint tensor has the shape [groups * sum(widths), *rest]: of each group `widths[0]` rows of the
+    first native tensor, then `widths[1]` of the second, and so on. The native tensor, [groups *
+    widths[piece], *rest], has the rows of one of them alone, the groups in the same order.
+    """
+    width, start = sum(widths), sum(widths[:piece])
+    shape = (groups, width, *rest)
+    dims = tuple(range(len(shape)))
+    opened = Permute(Ref(name, (groups * width, *rest)), shape, dims, shape)
+    cut = Rows(opened, start, start + widths[piece], dim=1)
+    return Permute(cut, cut.shape, dims, (groups * widths[piece], *rest))
 
 
 def write(natives: Iterable[tuple[Expr, Tensor]]) -> dict[str, Tensor]:

@@ -48,6 +48,11 @@ class Attention(nn.Module):
     ):
         super().__init__()
         self.spec, self.layer, self.backend = spec, layer, backend
+        self.axes = {
+            "heads": spec.num_attention_heads,
+            "key_value_heads": spec.num_key_value_heads,
+            "head_dim": spec.head_dim,
+        }
         if spec.values_are_keys and spec.qk_norm is None:
             raise ValueError(
                 "values_are_keys takes keys as they were before their norm, and this spec has no qk_norm; "

@@ -14,6 +14,7 @@ from liger_models.convert.checkpoints.weight_map import (
     Stack,
     checkpoint_shapes,
     permuted,
+    piece_of_groups,
 )
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8]
@@ -28,7 +29,7 @@ def random_expr(rng, shape, depth, names):
         if len(shape) > 1 and shape[1] > 1:
             kinds += ["cat1"]
         if shape:
-            kinds += ["permute", "permute a ref", "rows", "shuffled rows"]
+            kinds += ["permute", "permute a ref", "rows", "shuffled rows", "groups"]
     kind = rng.choice(kinds)
     if kind == "ref":
         names.append(f"t{len(names)}")
@@ -48,6 +49,8 @@ def random_expr(rng, shape, depth, names):
         cuts = sorted({0, shape[0], rng.randint(0, shape[0])})
         parts = [Rows(ref, *cut) for cut in itertools.pairwise(cuts)]
         return Cat(rng.sample(parts, len(parts)))
+    if kind == "groups":
+        return random_groups(rng, shape, names)
     if kind == "stack":
         return Stack([random_expr(rng, shape[1:], depth - 1, names) for _ in range(shape[0])])
     dim = 0 if kind == "cat" else 1
@@ -72,6 +75,16 @@ def random_permute(rng, shape, names):
     return Permute(Ref(names[-1], joined), view, order, shape)
 
 
+def random_groups(rng, shape, names):
+    """Pieces of unequal widths that lie together group by group, in another order than in the tensor."""
+    groups = rng.choice([n for n in range(1, shape[0] + 1) if shape[0] % n == 0])
+    cuts = sorted({0, shape[0] // groups, rng.randint(0, shape[0] // groups)})
+    widths = [stop - start for start, stop in itertools.pairwise(cuts)]
+    names.append(f"t{len(names)}")
+    pieces = [piece_of_groups(names[-1], widths, i, groups, shape[1:]) for i in range(len(widths))]
+    return Cat(rng.sample(pieces, len(pieces)))
+
+
 FACTORS = {1: [[1]], 2: [[2], [1, 2]], 3: [[3]], 4: [[4], [2, 2]], 5: [[5]], 6: [[6], [2, 3], [3, 1, 2]]}
 
 
@@ -82,6 +95,8 @@ def holds_all(expr):
             return expr.shape == expr.part.shape and holds_all(expr.part)
         case Cat(parts) if all(isinstance(part, Rows) and isinstance(part.part, Ref) for part in parts):
             return sum(part.shape[0] for part in parts) == parts[0].part.shape[0]
+        case Cat(parts) if len(parts) > 1 and len(set(expr.refs())) == 1:
+            return True  # the pieces of groups
         case Cat() | Stack():
             return all(map(holds_all, expr.parts))
         case Permute():
@@ -221,17 +236,21 @@ def test_heads_that_hold_query_key_and_value_are_taken_apart():
     assert sum(stop - start for _, start, stop, _ in log) == keys.numel()
 
 
-def test_parts_of_heads_of_unequal_sizes_are_a_cat_of_rows():
+def test_pieces_of_unequal_widths_are_taken_out_of_their_groups():
     """Qwen3-Next: each of 2 groups holds 2 rows of query, 2 of key and 3 of value."""
-    disk = Ref("w", (14, 5))
-    starts = {"q": (0, 2), "k": (2, 4), "v": (4, 7)}
-    expr = Cat([Rows(disk, 7 * group + a, 7 * group + b) for a, b in starts.values() for group in range(2)])
+    rows = {"q": slice(0, 2), "k": slice(2, 4), "v": slice(4, 7)}  # of each group
+    pieces = [piece_of_groups("w", (2, 2, 3), i, groups=2, rest=(5,)) for i in range(3)]
+    expr = Cat(pieces)
     assert checkpoint_shapes({"w": expr}) == {"w": (14, 5)}
+    assert checkpoint_shapes(dict(zip("qkv", pieces, strict=True))) == {"w": (14, 5)}  # no row twice
     tensor = torch.randn(14, 5)
     native = expr.read({"w": tensor}.__getitem__)
     groups = tensor.view(2, 7, 5)
-    assert torch.equal(native, torch.cat([groups[:, a:b].flatten(0, 1) for a, b in starts.values()]))
+    assert torch.equal(native, torch.cat([groups[:, cut].flatten(0, 1) for cut in rows.values()]))
     assert torch.equal(expr.write(native)["w"], tensor)
+    log = []
+    pieces[1].read_into(torch.empty(4, 5), fetch_from({"w": tensor}, log))
+    assert [entry[1:3] for entry in log] == [(10, 20), (45, 55)]  # the rows of keys, and nothing else
 
 
 @pytest.mark.parametrize(
