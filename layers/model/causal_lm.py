@@ -33,7 +33,7 @@ from liger_models.layers.model.parameters import (
 )
 from liger_models.layers.model.scoring import Scoring, check_score_call, score_output
 from liger_models.layers.recompute.eager import not_compiled
-from liger_models.layers.sequences.agreement import groups_of_step, refusing_together
+from liger_models.layers.sequences.agreement import exchange_device, groups_of_step, refusing_together
 from liger_models.layers.sequences.cache import KVCache
 from liger_models.layers.sequences.router_loss import router_loss
 from liger_models.layers.sequences.sequences import Sequences
@@ -139,7 +139,7 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
         if teaching is not None:
             teaching.use(self.lm_head, self.hidden_states(teaching.sequences, input_ids), self.logit_form)
             return CausalLMOutput()
-        groups, own_device = groups_of_step(self), next(self.parameters()).device
+        groups, own_device = groups_of_step(self), exchange_device(self)
         with refusing_together(groups, own_device):
             sight = None if self.vision is None else self.vision.take(others)
             refuse_unknown(others)

@@ -40,6 +40,14 @@ def groups_of_step(model: nn.Module) -> list[Any]:
     return groups_of_shards(model.parameters())
 
 
+def exchange_device(model: nn.Module) -> torch.device:
+    """The device whose tensors the processes of a step exchange: that of the mesh, where FSDP2 divides the
+    model, since CPU offloading keeps its shards on the host.
+    """
+    p = next(model.parameters())
+    return torch.device(p.device_mesh.device_type) if is_sharded(p) else p.device  # type: ignore[attr-defined]
+
+
 def ddp_wrapper() -> Any:
     """The DistributedDataParallel whose forward pass is running; None if there is none."""
     from torch.nn.parallel import DistributedDataParallel

@@ -51,7 +51,7 @@ from liger_models.layers.model.distilling import Distilling, TeacherCall, check_
 from liger_models.layers.model.head import LMHead, LogitForm, loss_of_head, scores_of_head
 from liger_models.layers.model.output import CausalLMOutput, DistillationOutput, ScoreOutput
 from liger_models.layers.model.scoring import Scoring, check_score_call, score_output
-from liger_models.layers.sequences.agreement import groups_of_step, refusing_together
+from liger_models.layers.sequences.agreement import exchange_device, groups_of_step, refusing_together
 from liger_models.layers.sequences.sequences import IGNORE_INDEX, Sequences, split_axes
 from liger_models.layers.specs import ModelSpec, MoESpec
 
@@ -157,7 +157,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         others.pop("logits_to_keep", None)  # as TRL's distillation gives it to the base model, too
         sequences, checks = others.pop("sequences", None), others.pop("checks", None)
         groups = groups_of_step(self) if checks is None else checks.groups
-        device = next(self.embed_tokens.parameters()).device
+        device = exchange_device(self.embed_tokens)
         with refusing_together(groups, device):
             if sequences is None:
                 width = self.spec.hidden_size
@@ -261,7 +261,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         others: dict[str, Any],
     ) -> Sequences:
         """The documents of a call, and the view of its cache."""
-        device = next(self.embed_tokens.parameters()).device
+        device = exchange_device(self.embed_tokens)
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ValueError(
                 f"attention_mask must be [batch, seq], 0 at padding; found the shape "
@@ -349,7 +349,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         """Whether position ids say that a row holds several."""
         if attention_mask is not None or position_ids is None:
             return False
-        device = next(self.embed_tokens.parameters()).device
+        device = exchange_device(self.embed_tokens)
         return Sequences.from_call(shape, device, None, position_ids).cu_seqlens is not None
 
 
@@ -433,7 +433,7 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
         with_routers = self.model.wants_router_logits(others.pop("output_router_logits", None))
         if score is not None or distill is not None:
             use_cache = False  # their outputs have no cache
-        groups, device = groups_of_step(self), next(self.parameters()).device
+        groups, device = groups_of_step(self), exchange_device(self)
         with refusing_together(groups, device):
             width, needed = self.model.spec.hidden_size, self.model.needs_ids
             shape, _ = batch_shape(input_ids, inputs_embeds, width, ids_needed=needed)

@@ -24,7 +24,7 @@ from liger_models.layers.model.call_checks import CallChecks, batch_shape
 from liger_models.layers.model.head import LMHead
 from liger_models.layers.model.output import ModelOutput
 from liger_models.layers.recompute.eager import not_compiled
-from liger_models.layers.sequences.agreement import groups_of_step, refusing_together
+from liger_models.layers.sequences.agreement import exchange_device, groups_of_step, refusing_together
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import ModelSpec
 from liger_models.models.causal_lm import LigerCausalLM
@@ -74,7 +74,7 @@ class LigerSequenceClassifier(LigerCausalLM):
             DataError: shapes that do not fit, or ids outside the vocabulary; or another process of the
                 training step refused its batch.
         """
-        groups, own_device = groups_of_step(self), next(self.parameters()).device
+        groups, own_device = groups_of_step(self), exchange_device(self)
         with refusing_together(groups, own_device):
             shape, device = batch_shape(input_ids, None, self.spec.hidden_size)
             sequences = Sequences.from_call(shape, device, attention_mask, position_ids, cu_seqlens)

@@ -31,7 +31,7 @@ from liger_models.layers.model.distilling import TeacherCall
 from liger_models.layers.model.head import LMHead, LogitForm, loss_of_head
 from liger_models.layers.model.output import CausalLMOutput
 from liger_models.layers.projections.linear import Linear
-from liger_models.layers.sequences.agreement import groups_of_step, refusing_together
+from liger_models.layers.sequences.agreement import exchange_device, groups_of_step, refusing_together
 from liger_models.layers.sequences.sequences import IGNORE_INDEX, Sequences
 
 TENSORS, CONFIG = "medusa_lm_head.safetensors", "config.json"
@@ -120,7 +120,7 @@ class MedusaModel(nn.Module):
         Raises:
             DataError: as of the model's own call.
         """
-        groups, own_device = groups_of_step(self), next(self.medusa_head.parameters()).device
+        groups, own_device = groups_of_step(self), exchange_device(self.medusa_head)
         with refusing_together(groups, own_device):
             shape, device = batch_shape(input_ids, None, 0)
             sequences = Sequences.from_call(shape, device, attention_mask, position_ids, cu_seqlens)
