@@ -156,7 +156,7 @@ class CallChecks:
         device: on which they exchange it; else the counts are on that of the targets, or of the ids.
 
     Attributes:
-        own_valid: the number of those here that count, when `finish` has returned.
+        num_valid, own_valid: the number of labels that count, and of those here, once `finish` has returned.
 
     Raises:
         DataError: a count that is not above 0, or of a dtype that does not hold counts.
@@ -252,7 +252,8 @@ class CallChecks:
         """
         found = self._counts.tolist()
         refused = self.groups and found.pop(0)
-        lowest_id, highest_id, num_valid, self.own_valid, lowest_label, highest_label, *given = found
+        lowest_id, highest_id, num_valid, own_valid, lowest_label, highest_label, *given = found
+        self.num_valid, self.own_valid = num_valid, own_valid
         for what, low, high, vocab in (
             ("id", lowest_id, highest_id, self._num_ids),
             ("label", lowest_label, highest_label, self._vocab_size),

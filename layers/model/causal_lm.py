@@ -7,33 +7,27 @@ seq, V]
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_models.layers.attention.backends import AttentionBackend
-from liger_models.layers.model.call_checks import (
-    CallChecks,
-    batch_shape,
-    labels_of_beginnings,
-    refuse_unknown,
-    targets_of,
-)
+from liger_models.layers.model.call_checks import CallChecks, batch_shape, refuse_unknown
 from liger_models.layers.model.decoder import Decoder
-from liger_models.layers.model.distilling import Distilling, check_lesson, learn
-from liger_models.layers.model.head import LMHead, LogitForm, loss_of_head, scores_of_head
-from liger_models.layers.model.output import CausalLMOutput, DistillationOutput, ScoreOutput
+from liger_models.layers.model.distilling import Distilling
+from liger_models.layers.model.head import LMHead, LogitForm
+from liger_models.layers.model.output import ModelOutput
 from liger_models.layers.model.parameters import (
     ModelParameters,
     drop_tied_head,
     restore_tied_head,
     tie_again,
 )
-from liger_models.layers.model.scoring import Scoring, check_score_call, score_output
+from liger_models.layers.model.request import Request
+from liger_models.layers.model.scoring import Scoring
 from liger_models.layers.recompute.eager import not_compiled
-from liger_models.layers.sequences.agreement import exchange_device, groups_of_step, refusing_together
+from liger_models.layers.sequences.agreement import groups_of_step, refusing_together
 from liger_models.layers.sequences.cache import KVCache
 from liger_models.layers.sequences.router_loss import router_loss
 from liger_models.layers.sequences.sequences import Sequences
@@ -92,7 +86,7 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
         logits_to_keep: int | Tensor = 0,
         return_logits: bool | None = None,
         **others: Any,
-    ) -> CausalLMOutput | ScoreOutput:
+    ) -> ModelOutput:
         """Loss with labels, logits without; scores of labels where they are asked for.
 
         Args:
@@ -134,72 +128,44 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
                 process of the training step refused its batch.
             TypeError: a keyword that asks for what is not there.
         """
-        shift_labels, score = others.pop("shift_labels", None), others.pop("score", None)
-        distill, teaching = others.pop("distill", None), others.pop("teaching", None)
-        if teaching is not None:
-            teaching.use(self.lm_head, self.hidden_states(teaching.sequences, input_ids), self.logit_form)
-            return CausalLMOutput()
-        groups, own_device = groups_of_step(self), exchange_device(self)
+        request = Request.take(others, labels, num_items_in_batch)
+        if request.teaching is not None:
+            hidden = self.hidden_states(request.teaching.sequences, input_ids)
+            return request.teach(self.lm_head, self.logit_form, hidden)
+        groups, own_device = groups_of_step(self), next(self.parameters()).device
         with refusing_together(groups, own_device):
             sight = None if self.vision is None else self.vision.take(others)
             refuse_unknown(others)
             width = self.spec.hidden_size
             shape, device = batch_shape(input_ids, inputs_embeds, width, ids_needed=self.needs_ids)
-            if score is not None:
-                asked = num_items_in_batch, return_logits
-                check_score_call(labels, shift_labels, cu_seqlens, shape[0], *asked)
-                num_items_in_batch = 1  # no label at all is no error: nothing is divided by their count
+            request.check_score(shape[0], cu_seqlens, return_logits)
             sequences = Sequences.from_call(shape, device, attention_mask, position_ids, cu_seqlens, parents)
-            targets = targets_of(sequences, labels, shift_labels)
-            beginnings = labels_of_beginnings(sequences, labels, num_items_in_batch)
-            check_lesson(distill, score, targets)
+            targets = request.targets(sequences)
             sequences = sequences.divided(self.sequence_group)
             self.prepare_call(sequences, input_ids, sight)
-            shifted = shift_labels is not None
-            score = None if score is None else score.packed(sequences, shifted)
-            checks = CallChecks(
-                input_ids,
-                targets,
-                self.spec.vocab_size,
-                num_items_in_batch,
-                sequences,
-                self.spec.num_ids,
-                beginnings,
-                groups,
-                own_device,
-            )
+            request = request.packed(sequences)
+            checks = request.checks(input_ids, targets, self.spec, sequences, groups, own_device)
         self.begin_checks(checks, sight)
         hidden = self.run_layers(sequences, input_ids, inputs_embeds, sight=sight)
-        num_valid = checks.finish()
-        targets = None if targets is None else sequences.own(targets)
+        checks.finish()
 
-        if score is not None:
-            assert targets is not None
-            routers, valid = self.spec.router, checks.own_valid
-            scores = scores_of_head(self.lm_head, hidden, targets, valid, self.logit_form, score=score)
-            added = None
-            if routers is not None:
-                added = sequences.summed(
-                    router_loss(sequences.router_logits.take(), routers, sequences.slice)
-                )
-            return score_output(scores, sequences, shifted, added)
-        output: dict[str, Tensor] = {}
-        if targets is not None:
-            items = num_valid if num_items_in_batch is None else num_items_in_batch
-            call = self.lm_head, hidden, targets, checks.own_valid, items, self.logit_form
-            if distill is None:
-                output["loss"] = loss_of_head(*call)
-            else:
-                output |= learn(distill, partial(loss_of_head, *call), input_ids, sequences, *call)
-            loss = output["loss"]
-            if self.spec.router is not None:
-                added = router_loss(sequences.router_logits.take(), self.spec.router, sequences.slice)
-                # Of a step that is divided, this part's: as large beside the rest as in one that is not.
-                loss = loss + added * (num_valid / items)
-            output["loss"] = sequences.summed(loss)
+        own = None if targets is None else sequences.own(targets)
+        output = request.compute(self.lm_head, self.logit_form, hidden, own, checks, sequences, input_ids)
+        added = None if targets is None else self._router_loss(request, checks.num_valid, sequences)
+        output = request.complete(output, sequences, added)
         if return_logits or (return_logits is None and targets is None):
             output["logits"] = self._logits(hidden, sequences, logits_to_keep)
-        return CausalLMOutput(**output) if distill is None else DistillationOutput(**output)
+        return output
+
+    def _router_loss(self, request: Request, num_valid: int, sequences: Sequences) -> Tensor | None:
+        """What the routers add to the output, of a rank's share; None if they add nothing."""
+        if self.spec.router is None:
+            return None
+        added = router_loss(sequences.router_logits.take(), self.spec.router, sequences.slice)
+        if request.score is not None:
+            return added
+        # Of one part of a divided step, in the proportion of its labels, so that the parts sum to the step.
+        return added * (num_valid / request.divisor(num_valid))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits [..., V] of hidden states [..., H], as `hidden_states` gives them."""

@@ -34,6 +34,7 @@ from liger_models.layers.model.head import (
     has_gathered_parts,
     in_one_call,
     in_pieces,
+    loss_of_head,
 )
 from liger_models.layers.model.output import DistillationOutput
 from liger_models.layers.model.scoring import KnowsItsWrapper, refuse_beside_wrapper
@@ -141,12 +142,14 @@ def check_lesson(lesson: Distillation | None, score: Any, targets: Tensor | None
         )
 
 
-def learn(lesson: Distillation, hard_loss: Callable[[], Tensor], *call: Any) -> DistillationOutput:
-    """The loss and its parts, of the labels' own loss and what `_divergence` is called with."""
-    divergence = _divergence(lesson, *call)
+def learn(
+    lesson: Distillation, input_ids: Tensor | None, sequences: Sequences, *call: Any
+) -> DistillationOutput:
+    """The loss and its parts. `call`: the arguments of `loss_of_head`."""
+    divergence = _divergence(lesson, input_ids, sequences, *call)
     loss, hard = lesson.weight * divergence, None
     if lesson.hard_weight:
-        hard = hard_loss()
+        hard = loss_of_head(*call)
         loss = loss + lesson.hard_weight * hard
         hard = hard.detach()
     return DistillationOutput(loss=loss, divergence=divergence.detach(), hard_loss=hard)

@@ -12,7 +12,7 @@ libraries around it ask of a model.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,16 +41,15 @@ from liger_models.kernels import load_balancing_loss
 from liger_models.layers.model.call_checks import (
     CallChecks,
     batch_shape,
-    labels_of_beginnings,
     refuse_float16_training,
     refuse_unknown,
-    targets_of,
 )
 from liger_models.layers.model.decoder import Decoder
-from liger_models.layers.model.distilling import Distilling, TeacherCall, check_lesson, learn
-from liger_models.layers.model.head import LMHead, LogitForm, loss_of_head, scores_of_head
-from liger_models.layers.model.output import CausalLMOutput, DistillationOutput, ScoreOutput
-from liger_models.layers.model.scoring import Scoring, check_score_call, score_output
+from liger_models.layers.model.distilling import Distilling
+from liger_models.layers.model.head import LMHead, LogitForm
+from liger_models.layers.model.output import CausalLMOutput, ModelOutput
+from liger_models.layers.model.request import Request
+from liger_models.layers.model.scoring import Scoring
 from liger_models.layers.sequences.agreement import exchange_device, groups_of_step, refusing_together
 from liger_models.layers.sequences.sequences import IGNORE_INDEX, Sequences, split_axes
 from liger_models.layers.specs import ModelSpec, MoESpec
@@ -397,7 +396,7 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **others: Any,
-    ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast | CausalLMOutput | ScoreOutput:
+    ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast | ModelOutput:
         """As `LigerModel.forward`, and:
 
         Args:
@@ -421,47 +420,33 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
             DataError: as `LigerModel.forward`; labels outside the vocabulary, or none that counts.
         """
         # Not in the signature: trainers take any parameter with "label" in its name for a column of labels.
-        shift_labels = others.pop("shift_labels", None)
-        score, num_items = others.pop("score", None), others.pop("num_items_in_batch", None)
-        return_logits = others.pop("return_logits", None)
-        skip_logits = others.pop("skip_logits", None)
-        distill, teaching = others.pop("distill", None), others.pop("teaching", None)
-        if shift_labels is not None:
+        if others.get("shift_labels") is not None:
             labels = None  # as in transformers
-        if teaching is not None:
-            return self._teach(input_ids, teaching)
+        request = Request.take(others, labels, others.pop("num_items_in_batch", None))
+        return_logits, skip_logits = others.pop("return_logits", None), others.pop("skip_logits", None)
+        if request.teaching is not None:
+            sequences = request.teaching.sequences
+            output = self.model(input_ids=input_ids, sequences=sequences, use_cache=False)
+            hidden = sequences.pack(output.last_hidden_state)
+            return request.teach(self.lm_head, self.logit_form, hidden)
         with_routers = self.model.wants_router_logits(others.pop("output_router_logits", None))
-        if score is not None or distill is not None:
-            use_cache = False  # their outputs have no cache
-        groups, device = groups_of_step(self), exchange_device(self)
+        alone = request.score is not None or request.lesson is not None  # an output without a cache
+        use_cache = False if alone else use_cache
+        groups, device = groups_of_step(self), next(self.parameters()).device
         with refusing_together(groups, device):
-            width, needed = self.model.spec.hidden_size, self.model.needs_ids
-            shape, _ = batch_shape(input_ids, inputs_embeds, width, ids_needed=needed)
-            with_labels = labels is not None or shift_labels is not None
+            spec, needed = self.model.spec, self.model.needs_ids
+            shape, _ = batch_shape(input_ids, inputs_embeds, spec.hidden_size, ids_needed=needed)
             if labels is not None and labels.shape != shape:
-                labels = _labels_of_all(labels, logits_to_keep, shape)
-            if score is not None:
-                bounds = others.get("cu_seq_lens_q", others.get("cu_seqlens"))
-                check_score_call(labels, shift_labels, bounds, shape[0], num_items, return_logits)
-                num_items = 1  # no label at all is no error: nothing is divided by their count
+                request = replace(request, labels=_labels_of_all(labels, logits_to_keep, shape))
+            bounds = others.get("cu_seq_lens_q", others.get("cu_seqlens"))
+            request.check_score(shape[0], bounds, return_logits)
             sequences, past_key_values = self.model.begin(
-                shape, attention_mask, position_ids, past_key_values, use_cache, others, with_labels
+                shape, attention_mask, position_ids, past_key_values, use_cache, others, request.with_labels
             )
-            shifted = shift_labels is not None
-            score = None if score is None else score.packed(sequences, shifted)
-            targets = targets_of(sequences, labels, shift_labels)
-            check_lesson(distill, score, targets)
+            targets = request.targets(sequences)
+            request = request.packed(sequences)
             # The base model begins them, once it has seen the images.
-            checks = CallChecks(
-                input_ids,
-                targets,
-                self.lm_head_width(),
-                num_items,
-                num_ids=self.model.spec.num_ids,
-                beginnings=labels_of_beginnings(sequences, labels, num_items),
-                groups=groups,
-                device=device,
-            )
+            checks = request.checks(input_ids, targets, spec, sequences, groups, device)
         output = self.model(
             input_ids=input_ids,
             past_key_values=past_key_values,
@@ -472,31 +457,22 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
             checks=checks,
             **others,
         )
-        hidden, loss, logits = output.last_hidden_state, None, None
-        routers: dict[str, Any] = {}
+        hidden, routers, added = output.last_hidden_state, {}, None
         if with_routers:
             # Padding does not count, as in theirs.
             of_tokens = [sequences.pack(x.unflatten(0, shape)) for x in output.router_logits]
             aux_loss, added = self.model.router_loss(of_tokens)
             routers = {"aux_loss": aux_loss, "router_logits": output.router_logits}
-        if score is not None:
-            assert targets is not None
-            packed, num_valid = sequences.pack(hidden), checks.finish()
-            scores = scores_of_head(self.lm_head, packed, targets, num_valid, self.logit_form, score=score)
-            return score_output(scores, sequences, shifted, added if with_routers else None)
-        if distill is not None:
-            assert targets is not None
-            num_valid, packed = checks.finish(), sequences.pack(hidden)
-            items = num_valid if num_items is None else num_items
-            call = self.lm_head, packed, targets, num_valid, items, self.logit_form
-            lesson = learn(distill, partial(loss_of_head, *call), input_ids, sequences, *call)
-            return DistillationOutput(lesson | ({"loss": lesson["loss"] + added} if with_routers else {}))
+        found: ModelOutput = CausalLMOutput()
         if targets is not None:
-            num_valid = checks.finish()
             packed = sequences.pack(hidden)
-            loss = loss_of_head(self.lm_head, packed, targets, num_valid, num_items, self.logit_form)
-            if with_routers:
-                loss = loss + added
+            found = request.compute(
+                self.lm_head, self.logit_form, packed, targets, checks, sequences, input_ids
+            )
+            found = request.complete(found, sequences, added)
+        if alone:
+            return found
+        logits = None
         if return_logits is None:
             return_logits = targets is None or not (self.training or skip_logits)
         if return_logits:
@@ -504,23 +480,12 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
             logits = self.logit_form(self.lm_head(hidden[:, kept]))
         make = MoeCausalLMOutputWithPast if routers else CausalLMOutputWithPast
         return make(
-            loss=loss,
+            loss=found.get("loss"),
             logits=logits,
             past_key_values=output.past_key_values,
             hidden_states=output.hidden_states,
             **routers,
         )
-
-    def _teach(self, input_ids: Tensor | None, teaching: TeacherCall) -> CausalLMOutput:
-        """As a teacher: layers/model/distilling.py."""
-        sequences = teaching.sequences
-        output = self.model(input_ids=input_ids, sequences=sequences, use_cache=False)
-        teaching.use(self.lm_head, sequences.pack(output.last_hidden_state), self.logit_form)
-        return CausalLMOutput()
-
-    def lm_head_width(self) -> int:
-        """The number of logits, which labels must be below."""
-        return self.model.spec.vocab_size
 
     @staticmethod
     def create_masks_for_generate(*, attention_mask: Tensor | None = None, **others: Any) -> Tensor | None:
