@@ -16,7 +16,7 @@ import torch
 
 from liger_models.cards import training_step
 from liger_models.cards.workshop import STEPS, Workshop
-from liger_models.verification import TOLERANCE, relative_distance, verify_bytes, verify_numbers
+from liger_models.models.verification import TOLERANCE, relative_distance, verify_bytes, verify_numbers
 
 Values = Mapping[str, Any]
 TRAINING_STEP = "training_step"

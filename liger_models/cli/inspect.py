@@ -83,7 +83,7 @@ def find_config(name: str) -> tuple[Any, dict[str, str], Path | None]:
 def _checked_dtypes(folder: Path, model: "LigerCausalLM") -> dict[str, str]:
     """The dtype of every checkpoint tensor, after the check that the files are those of this model."""
     from liger_models.convert.checkpoints.reading import CheckpointReader
-    from liger_models.models.loading import find_layout
+    from liger_models.models.matching import find_layout
 
     with CheckpointReader(folder) as reader:
         find_layout(model, reader)
@@ -125,7 +125,7 @@ def _memory(model: "LigerCausalLM", dtypes: dict[str, str]) -> dict[str, Any]:
     import torch
 
     from liger_models.layers.recompute.activation_memory import LEVELS
-    from liger_models.models.loading import exact_dtypes
+    from liger_models.models.matching import exact_dtypes
 
     if dtypes:
         stored = {name: getattr(torch, dtype) for name, dtype in dtypes.items()}

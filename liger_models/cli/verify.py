@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from liger_models.convert.checkpoints.reading import RoundTrip
-    from liger_models.verification import Comparison
+    from liger_models.models.verification import Comparison
 
 SHOWN = 10
 
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     import liger_models
     from liger_models.cli.checkpoints import find_checkpoint
     from liger_models.models.classifier import LigerSequenceClassifier
-    from liger_models.verification import verify_bytes, verify_numbers
+    from liger_models.models.verification import verify_bytes, verify_numbers
 
     folder = find_checkpoint(args.name)
     trip = verify_bytes(folder)
@@ -69,7 +69,7 @@ def _print_round_trip(trip: "RoundTrip") -> None:
 
 def _print_comparison(found: "Comparison") -> None:
     from liger_models.cli.checkpoints import print_table
-    from liger_models.verification import ROWS
+    from liger_models.models.verification import ROWS
 
     images = f" with {found.images} random images" if found.images else ""
     print(f"against transformers {found.transformers}, float32, {ROWS} x {found.length} random ids{images}:")

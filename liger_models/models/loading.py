@@ -1,25 +1,27 @@
-"""From a name, a folder or a config to a model."""
+"""From a name, a folder or a config to a model, in stages.
+
+resolve the name to a folder -> read its config.json -> choose the architecture and the tensors to read
+-> lay the model out without memory, in its dtypes and divided over processes -> fill it
+"""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from liger_models.architectures import Architecture, find_architecture
-from liger_models.convert.checkpoints.layout import Layout
-from liger_models.convert.checkpoints.reading import WEIGHT_DTYPES, CheckpointReader, load_parameters
-from liger_models.convert.checkpoints.source_layout import SourceLayout, match_layout, repeats
+from liger_models.convert.checkpoints.reading import CheckpointReader, load_parameters
+from liger_models.convert.checkpoints.safetensors_header import TensorInfo
 from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.config.model_config import ModelConfig
 from liger_models.convert.errors import ConfigError, UnsupportedModelError
 from liger_models.layers.attention.backends import AttentionBackend
-from liger_models.layers.model.causal_lm import CausalLM
 from liger_models.models.causal_lm import LigerCausalLM, parse_dtype
 from liger_models.models.classifier import (
     LigerSequenceClassifier,
@@ -28,9 +30,41 @@ from liger_models.models.classifier import (
     leave_out_head,
     with_labels,
 )
+from liger_models.models.matching import exact_dtypes, find_layout, has_own_head
 from liger_models.models.text_part import select_text, text_config_of, warn_of
+from liger_models.presets import PRESETS, preset
 
 Projections = Literal["fused", "split"]
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a model is made, from a checkpoint or a config alone: the arguments that `from_hub` and
+    `from_config` share. `from_hub` describes them.
+
+    Raises:
+        ConfigError: the device cannot be used, or there are no such projections.
+    """
+
+    dtype: str | torch.dtype = "auto"
+    device: str | torch.device | None = None
+    attention: AttentionBackend = "auto"
+    activation_memory: str | list[str] = "lean"
+    memory_budget: float | str | None = None
+    projections: Projections = "fused"
+    shard: Callable[[LigerCausalLM], object] | None = None
+    text_only: bool = False
+    labels: int | None = None
+    dropout: float | None = None
+    ignore_config_keys: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        parse_device(self.device)
+        if self.projections not in get_args(Projections):
+            raise ConfigError(f"projections must be 'fused' or 'split', found {self.projections!r}")
+
+    def read(self, config: Mapping[str, Any] | str | Path) -> HFConfig:
+        return HFConfig.load(config, ignore_config_keys=self.ignore_config_keys, dropout=self.dropout)
 
 
 def from_hub(
@@ -91,48 +125,38 @@ def from_hub(
     """
     from liger_models.convert.checkpoints.hub import resolve
 
-    device = parse_device(device)
-    _check_projections(projections)
+    options = LoadOptions(
+        dtype,
+        device,
+        attention,
+        activation_memory,
+        memory_budget,
+        projections,
+        shard,
+        text_only,
+        labels,
+        dropout,
+        ignore_config_keys,
+    )
     folder = resolve(
         name_or_path, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
     )
-    config = HFConfig.load(folder, ignore_config_keys=ignore_config_keys, dropout=dropout)
-    text = text_config_of(config) if text_only else config
-    architecture, labels = _architecture(text), labels or labels_of(text.raw)
-    fresh: tuple[str, ...] = ()
+    config = options.read(folder)
     with CheckpointReader(folder) as reader:
-        if text is not config:
-            text, left_out = select_text(config, text, reader)
-        whole = text is config
-        if labels is not None:
-            fresh = ("lm_head.weight",) if leave_out_head(reader, architecture) else ()
-            architecture = as_classifier(architecture)
-            text = text.with_raw(with_labels(text.raw, labels, architecture.reference))
-        text.most_layers = min(text.most_layers, len(reader.tensors))
-        untied = architecture.sees and _has_own_head(architecture, reader)
-        model = _skeleton(text, architecture, attention, activation_memory, memory_budget, untied)
-        source = find_layout(model, reader, fresh)
-        stored = reader.dtypes
-        for name in fresh:  # which has the dtype of the embedding
-            stored[model.layout.name(name)] = stored[model.layout.name("embed_tokens.weight")]
-        model.materialize("meta", exact_dtypes(model, stored) if dtype == "auto" else parse_dtype(dtype))
-        if shard is not None:  # wrappers note the dtypes
-            _split_if(projections, model)
-            shard(model)
-        model.materialize(device)
-        tensors, weight_map = model.saved_tensors(), model.weight_map()
-        for name in fresh:
-            del tensors[name], weight_map[name]
-        load_parameters(tensors, weight_map, reader, progress=True)
+        choice = _choose(config, options, reader)
+        model = _skeleton(choice, options)
+        source = find_layout(model, reader, choice.fresh)
+        _lay_out(model, options, _dtype_of_files(model, reader, choice.fresh))
+        _fill_from(reader, model, choice.fresh)
     model.source_folder = folder
-    if fresh:
+    if choice.fresh:
         model.reset_parameters_of(model.lm_head)
-    elif whole:
+    elif choice.left_out is None:
         model.source = source
-    else:  # which goes out as a checkpoint of its own
-        left_out += [reader.tensors[name] for name in source.carried]
+    else:  # the text part is saved as a checkpoint of its own
+        left_out = [*choice.left_out, *(reader.tensors[name] for name in source.carried)]
         model.left_out = tuple(info.name for info in left_out)
-        warn_of(left_out, config, text)
+        warn_of(left_out, config, choice.config)
     if shard is None:
         _split_if(projections, model)  # over the memory of the packed ones
     return model
@@ -142,7 +166,7 @@ from_pretrained = from_hub
 
 
 def from_config(
-    config: Mapping[str, Any] | str | Path,
+    config: Mapping[str, Any] | ModelConfig | str | Path,
     *,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
@@ -159,7 +183,8 @@ def from_config(
     """A model with fresh random weights, made directly on the device (torch's seed decides them).
 
     Args:
-        config: what a config.json holds: a dict, a file, or a folder with one.
+        config: the contents of a config.json: a dict, a file, a folder with one, the `config` of another
+            model, or the name of a preset (liger_models/presets.py).
         dtype: of the parameters; "auto" takes the config's, or float32.
         device, attention, activation_memory, memory_budget, projections, text_only, labels, dropout,
             ignore_config_keys: as for `from_hub`.
@@ -169,22 +194,27 @@ def from_config(
     Raises:
         UnsupportedModelError, ConfigError: as for `from_hub`.
     """
-    device = parse_device(device)
-    _check_projections(projections)
-    read = HFConfig.load(config, ignore_config_keys=ignore_config_keys, dropout=dropout)
-    read = text_config_of(read) if text_only else read
-    architecture, labels = _architecture(read), labels or labels_of(read.raw)
-    if labels is not None:
-        architecture = as_classifier(architecture)
-        read = read.with_raw(with_labels(read.raw, labels, architecture.reference))
-    model = _skeleton(read, architecture, attention, activation_memory, memory_budget)
-    if dtype == "auto":
-        dtype = read.raw.get("dtype") or read.raw.get("torch_dtype") or "float32"
-    model.materialize("meta", parse_dtype(dtype))
-    if shard is not None:  # wrappers note the dtype
-        _split_if(projections, model)
-        shard(model)
-    model.materialize(device)
+    options = LoadOptions(
+        dtype,
+        device,
+        attention,
+        activation_memory,
+        memory_budget,
+        projections,
+        shard,
+        text_only,
+        labels,
+        dropout,
+        ignore_config_keys,
+    )
+    if isinstance(config, ModelConfig):
+        config = config.to_dict()
+    elif isinstance(config, str) and config in PRESETS and not Path(config).exists():
+        config = preset(config)
+    choice = _choose(options.read(config), options)
+    model = _skeleton(choice, options)
+    raw = choice.config.raw
+    _lay_out(model, options, raw.get("dtype") or raw.get("torch_dtype") or "float32")
     if not model.embed_tokens.weight.is_meta:  # there torch draws nothing, and imports its compiler for it
         model.reset_parameters()
     if shard is None:
@@ -192,38 +222,66 @@ def from_config(
     return model
 
 
-def find_layout(
-    model: LigerCausalLM, reader: CheckpointReader, missing: tuple[str, ...] = ()
-) -> SourceLayout:
-    """Which of its family's layouts a checkpoint has, without the `missing` tensors of the model; from here
-    on it is the model's.
+class _Choice(NamedTuple):
+    """The model that a config describes, and how the checkpoint's tensors differ from its own.
 
-    Raises:
-        CheckpointError: its tensors are those of none of them.
+    Attributes:
+        config: of the model: the text part's or the classifier's, as the options ask.
+        left_out: the tensors of a multimodal checkpoint outside its text part; None of a whole checkpoint.
+        fresh: the parameters that the checkpoint does not have.
+        untied: the head is a tensor of its own, whatever the config says.
     """
-    tied = {}
-    if model.spec.tie_word_embeddings:  # the head's tensor may be there beside the embedding that it repeats
-        tied = dict(map(_head_and_embedding, model.architecture.layouts))
-    maps = {
-        layout: {name: expr for name, expr in model.weight_map(layout).items() if name not in missing}
-        for layout in model.architecture.layouts
-    }
-    source = match_layout(reader, maps, carried=model.carried, tied_duplicates=tied)
-    model.layout = source.layout
-    return source
+
+    config: HFConfig
+    architecture: Architecture
+    left_out: list[TensorInfo] | None = None
+    fresh: tuple[str, ...] = ()
+    untied: bool = False
 
 
-def _head_and_embedding(layout: Layout) -> tuple[str, str]:
-    return layout.name("lm_head.weight"), layout.name("embed_tokens.weight")
+def _choose(config: HFConfig, options: LoadOptions, reader: CheckpointReader | None = None) -> _Choice:
+    """The architecture of a config, and of a checkpoint the tensors to read."""
+    read = text_config_of(config) if options.text_only else config
+    architecture, labels = _architecture(read), options.labels or labels_of(read.raw)
+    left_out, fresh, untied = None, False, False
+    if reader is not None and read is not config:
+        read, left_out = select_text(config, read, reader)
+    if labels is not None:
+        fresh = reader is not None and leave_out_head(reader, architecture)
+        architecture = as_classifier(architecture)
+        read = read.with_raw(with_labels(read.raw, labels, architecture.reference))
+    if reader is not None:
+        read.most_layers = min(read.most_layers, len(reader.tensors))
+        untied = architecture.sees and has_own_head(architecture, reader)
+    return _Choice(read, architecture, left_out, ("lm_head.weight",) if fresh else (), untied)
 
 
-def _has_own_head(architecture: Architecture, reader: CheckpointReader) -> bool:
-    """Whether a checkpoint has a head that is not its embedding. Then it is what the reference takes of a
-    model that sees, whatever the config says of it, or means by saying nothing.
-    """
-    pairs = map(_head_and_embedding, architecture.layouts)
-    there = {head: embedding for head, embedding in pairs if {head, embedding} <= reader.tensors.keys()}
-    return any(not repeats(reader, head, embedding) for head, embedding in there.items())
+def _dtype_of_files(
+    model: LigerCausalLM, reader: CheckpointReader, fresh: tuple[str, ...]
+) -> dict[str, torch.dtype]:
+    """The dtype of each tensor that rounds nothing. Fresh parameters have the dtype of the embedding."""
+    stored = reader.dtypes
+    for name in fresh:
+        stored[model.layout.name(name)] = stored[model.layout.name("embed_tokens.weight")]
+    return exact_dtypes(model, stored)
+
+
+def _lay_out(model: LigerCausalLM, options: LoadOptions, auto: str | dict[str, torch.dtype]) -> None:
+    """Give the model dtypes, divide it over processes, and allocate its memory. `auto`: the dtype "auto"."""
+    dtype = auto if options.dtype == "auto" else options.dtype
+    model.materialize("meta", dtype if isinstance(dtype, dict) else parse_dtype(dtype))
+    if options.shard is not None:  # wrappers note the dtypes
+        _split_if(options.projections, model)
+        options.shard(model)
+    model.materialize(parse_device(options.device))
+
+
+def _fill_from(reader: CheckpointReader, model: LigerCausalLM, fresh: tuple[str, ...]) -> None:
+    """Read all tensors but the fresh ones."""
+    tensors, weight_map = model.saved_tensors(), model.weight_map()
+    for name in fresh:
+        del tensors[name], weight_map[name]
+    load_parameters(tensors, weight_map, reader, progress=True)
 
 
 def _architecture(config: HFConfig) -> Architecture:
@@ -233,49 +291,17 @@ def _architecture(config: HFConfig) -> Architecture:
         raise UnsupportedModelError(f"{config.name}: {error}") from error
 
 
-def exact_dtypes(model: CausalLM, stored: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
-    """A dtype for each of the model's tensors in which a checkpoint's values are exact, by native name.
-
-    All matrices get one, since they multiply one another's results. What else is stored in a wider one, a
-    norm or a bias, has that for itself: it must not double the model.
-
-    Args:
-        model: with the layout of the checkpoint.
-        stored: the dtypes of the checkpoint's tensors.
-    """
-    tensors, canonical = model.saved_tensors(), model.weight_map(Layout())
-    found = {name: {stored[ref.name] for ref in expr.refs()} for name, expr in model.weight_map().items()}
-    matrices = {name for name, expr in canonical.items() if any(len(ref.shape) > 1 for ref in expr.refs())}
-    # What is no dtype of weights is refused, by its name, when it is loaded.
-    of_matrices = set().union(*(found[name] for name in matrices)).intersection(WEIGHT_DTYPES)
-    shared = functools.reduce(torch.promote_types, of_matrices or {torch.float32})
-
-    def exact(name: str) -> torch.dtype:
-        if name in matrices:
-            return shared
-        least = shared if isinstance(tensors[name], nn.Parameter) else tensors[name].dtype
-        wider = found[name].intersection(WEIGHT_DTYPES) if least.is_floating_point else set()
-        return functools.reduce(torch.promote_types, wider, least)
-
-    return {name: exact(name) for name in tensors}
-
-
-def _skeleton(
-    config: HFConfig,
-    architecture: Architecture,
-    attention: AttentionBackend,
-    activation_memory: str | list[str],
-    memory_budget: float | str | None,
-    untied: bool = False,
-) -> LigerCausalLM:
-    """The model on the meta device: shapes without memory. `untied`: whatever the config says."""
+def _skeleton(choice: _Choice, options: LoadOptions) -> LigerCausalLM:
+    """The model on the meta device: shapes without memory."""
+    config, architecture = choice.config, choice.architecture
     spec = architecture.spec(config)
-    spec = replace(spec, tie_word_embeddings=False) if untied else spec
+    spec = replace(spec, tie_word_embeddings=False) if choice.untied else spec
     raw = {"architectures": [architecture.reference], **config.raw}
     try:
         with torch.device("meta"), _NoInitialisation():
             kind = LigerCausalLM if labels_of(raw) is None else LigerSequenceClassifier
-            model = kind(spec, architecture, raw, attention, activation_memory, memory_budget)
+            memory = options.activation_memory, options.memory_budget
+            model = kind(spec, architecture, raw, options.attention, *memory)
     except RuntimeError as error:  # sizes whose product is beyond 64 bits
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{config.name}: a model of these sizes cannot be laid out ({reason})") from error
@@ -299,11 +325,6 @@ class _NoInitialisation(TorchFunctionMode):
 def _split_if(projections: str, model: LigerCausalLM) -> None:
     if projections == "split":
         model.split_projections()
-
-
-def _check_projections(projections: str) -> None:
-    if projections not in get_args(Projections):
-        raise ConfigError(f"projections must be 'fused' or 'split', found {projections!r}")
 
 
 def parse_device(device: str | torch.device | None) -> torch.device | None:

@@ -75,8 +75,8 @@ def test_the_reference_reads_what_we_write(family, written_by_reference, failure
 @pytest.mark.parametrize("stack", ["gate_up_proj", "down_proj"])
 def test_verify_notices_the_gradient_of_a_single_expert(stack, name, written_by_reference, monkeypatch):
     """By a thousandth, of the expert whose gradient is the smallest."""
-    from liger_models import verification
     from liger_models.layers.experts import moe
+    from liger_models.models import verification
 
     compute, spoilt = moe.moe_experts, []
 

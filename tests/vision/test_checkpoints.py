@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import liger_models
 from liger_models.architectures import find_architecture, list_architectures
 from liger_models.convert.errors import CheckpointError, ConfigError
-from liger_models.verification import verify_numbers
+from liger_models.models.verification import verify_numbers
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import liger_models
 from liger_models.convert.checkpoints.reading import CheckpointReader, RoundTrip, verify_roundtrip
 from liger_models.convert.checkpoints.weight_map import checkpoint_shapes
 from liger_models.convert.config.hf_config import HFConfig
@@ -25,7 +24,8 @@ from liger_models.convert.errors import UnsupportedModelError
 from liger_models.images.scenes import Image, Scenes, documents_with_images
 from liger_models.layers.specs import ModelSpec
 from liger_models.models.causal_lm import LigerCausalLM
-from liger_models.models.loading import exact_dtypes, find_layout
+from liger_models.models.loading import from_config, from_hub
+from liger_models.models.matching import exact_dtypes, find_layout
 
 # float32 rounds to 6e-8, and between a parameter and its gradient lie some hundred roundings.
 TOLERANCE = 1e-5
@@ -36,7 +36,7 @@ ROWS, LENGTH = 2, 64
 
 def verify_bytes(folder: Path) -> RoundTrip:
     """Compare every tensor with what comes back from our layout, one parameter at a time."""
-    skeleton = liger_models.from_config(folder, device="meta", dropout=0.0)
+    skeleton = from_config(folder, device="meta", dropout=0.0)
     with CheckpointReader(folder) as reader:
         find_layout(skeleton, reader)
         dtypes = exact_dtypes(skeleton, reader.dtypes)
@@ -89,7 +89,7 @@ def verify_numbers(folder: Path) -> Comparison:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    skeleton = liger_models.from_config(folder, device="meta", dropout=0.0)
+    skeleton = from_config(folder, device="meta", dropout=0.0)
     call, images = _call_of(skeleton.spec, folder)
     # One model after the other: both at once would need half as much again.
     # By its name: the Auto class does not know every family, and may have been given ours.
@@ -107,7 +107,7 @@ def verify_numbers(folder: Path) -> Comparison:
     spread = {name: relative_distance(again[name], expected[name]) for name in expected}
     del reference, again
 
-    model = liger_models.from_hub(folder, dtype=torch.float32, device="cpu", dropout=0.0).eval()
+    model = from_hub(folder, dtype=torch.float32, device="cpu", dropout=0.0).eval()
     found = _results(model, call, return_logits=True)
     found |= _gradients_as_named_in(expected, model)
     distance = {
