@@ -155,16 +155,36 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _steps_or_share(text: str) -> float:
+    number = float(text)
+    return int(number) if number.is_integer() else number
+
+
 def _add_optimizer(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("optimizer (AdamW)").add_argument
     add("--lr", type=float, default=3e-4, metavar="X", help="peak learning rate (default: %(default)s)")
     add(
         "--schedule",
-        choices=("cosine", "linear", "constant"),
+        choices=("cosine", "linear", "wsd", "constant"),
         default="cosine",
-        help="of the learning rate after warmup; the first two end at zero (default: %(default)s)",
+        help="of the learning rate after warmup; wsd stays at the peak and falls at the end "
+        "(default: %(default)s)",
     )
-    add("--warmup", type=int, default=0, metavar="N", help="steps of linear warmup (default: %(default)s)")
+    add("--min-lr", type=float, default=0.0, metavar="X", help="learning rate at the end (default: 0)")
+    add(
+        "--warmup",
+        type=_steps_or_share,
+        default=0,
+        metavar="N",
+        help="steps of linear warmup, or a share of the run below 1 (default: %(default)s)",
+    )
+    add(
+        "--decay",
+        type=_steps_or_share,
+        default=0.2,
+        metavar="N",
+        help="steps in which wsd falls, or a share of the run below 1 (default: %(default)s)",
+    )
     add(
         "--weight-decay", type=float, default=0.1, metavar="X", help="of matrices only (default: %(default)s)"
     )

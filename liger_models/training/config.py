@@ -12,11 +12,11 @@ from liger_models.layers.recompute.activation_memory import LEVELS
 from liger_models.models.quantization import METHODS
 from liger_models.optim.adamw import MOMENTS
 from liger_models.training.data import TRAIN_ON
+from liger_models.training.learning_rate import SCHEDULES
 from liger_models.training.lora import LoraSettings
 from liger_models.training.objectives import OBJECTIVES, make_objective
 from liger_models.training.processes.world import SHARDS
 
-SCHEDULES = ("cosine", "linear", "constant")
 DTYPES = ("auto", "float32", "bfloat16")
 NOT_FINITE = ("stop", "skip")
 # Settings that may differ from one part of a run to the next without a word.
@@ -45,7 +45,10 @@ class TrainConfig:
     train_on           answers of a conversation that are learned: "all"; the "last" alone; or "each" in an
                        example of its own, rendered as it is when the model is asked (docs/data.md)
     steps, epochs      the length of the run: exactly one of the two
-    lr, schedule, warmup    peak learning rate, its decay (to zero), steps of linear warmup
+    lr, schedule       peak learning rate, and how it falls: cosine, linear, wsd or constant
+                       (training/learning_rate.py)
+    warmup, decay      steps of linear warmup, and steps in which "wsd" falls; below 1: a share of the run
+    min_lr             the learning rate at the end
     weight_decay       of AdamW, on matrices only
     clip               largest norm of the gradient; 0 leaves it alone
     dtype              of weights and of what is saved; auto: the checkpoint's (a preset: bfloat16 on a GPU)
@@ -102,7 +105,9 @@ class TrainConfig:
     epochs: float | None = None
     lr: float = 3e-4
     schedule: str = "cosine"
-    warmup: int = 0
+    warmup: float = 0
+    decay: float = 0.2
+    min_lr: float = 0.0
     weight_decay: float = 0.1
     clip: float = 1.0
     dtype: str = "auto"
@@ -146,7 +151,17 @@ class TrainConfig:
         ranks = ("sequence_parallel", "expert_parallel")
         for name in ("seq_len", "batch_size", "gradient_accumulation", *ranks):
             check(name, getattr(self, name) >= 1, "a whole number of 1 or more")
-        for name in ("warmup", "eval_every", "save_every", "keep", "weight_decay", "clip", "profile"):
+        for name in (
+            "warmup",
+            "decay",
+            "min_lr",
+            "eval_every",
+            "save_every",
+            "keep",
+            "weight_decay",
+            "clip",
+            "profile",
+        ):
             check(name, getattr(self, name) >= 0, "0 or more")
         if (self.steps is None) == (self.epochs is None):
             found = "neither" if self.steps is None else f"steps={self.steps} and epochs={self.epochs}"
@@ -155,6 +170,10 @@ class TrainConfig:
         check("epochs", self.epochs is None or 0 < self.epochs < float("inf"), "more than 0, and not endless")
         check("lr", 0 < self.lr < float("inf"), "a number above 0")
         check("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
+        for name in ("warmup", "decay"):
+            number = getattr(self, name)
+            check(name, number < 1 or number == int(number), "a whole number of steps, or a share below 1")
+        check("min_lr", self.min_lr <= self.lr, f"at most lr, which is {self.lr:g}")
         check("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
         check("bias_update_rate", 0 <= self.bias_update_rate < float("inf"), "a number of 0 or more")
         check("weights", self.weights in WEIGHTS, f"one of {', '.join(WEIGHTS)}")

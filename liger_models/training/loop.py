@@ -51,6 +51,7 @@ from liger_models.training.inputs import (
     read_spec,
     tokenizer_folder,
 )
+from liger_models.training.learning_rate import LearningRate
 from liger_models.training.objectives import make_objective
 from liger_models.training.observing.flops import measure_peak
 from liger_models.training.observing.metrics import (
@@ -63,7 +64,7 @@ from liger_models.training.observing.metrics import (
 )
 from liger_models.training.observing.profiling import StepProfiler
 from liger_models.training.observing.trackers import numbers_of, open_trackers, parse_trackers
-from liger_models.training.optimizer import build_adamw, learning_rate
+from liger_models.training.optimizer import build_adamw
 from liger_models.training.processes.signals import Signals
 from liger_models.training.processes.watch import Watch
 from liger_models.training.processes.world import World
@@ -197,6 +198,9 @@ class Run:
         self.total = config.steps or self.progress.step + math.ceil(
             self.stream.rows_left(config.epochs or 0) / self.rows_per_step
         )
+        self.learning_rate = LearningRate(
+            config.schedule, config.lr, self.total, config.warmup, config.decay, config.min_lr
+        )
         self.wrapped = world.wrap(self.model)
         self.saver = Saver(world)
         world.barrier()  # every rank has found the checkpoint where it was
@@ -229,9 +233,7 @@ class Run:
                 self._record({"step": 0, "tokens": 0, **evaluated})
             while (step := self.progress.step) < self.total:
                 started = time.perf_counter()
-                rate = learning_rate(
-                    step, peak=config.lr, total=self.total, warmup=config.warmup, schedule=config.schedule
-                )
+                rate = self.learning_rate.rate(step)
                 with profiler.step():
                     outcome = self.step(rate, signals)
                 if outcome is None:

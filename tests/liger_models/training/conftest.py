@@ -191,7 +191,7 @@ def settings_for(checkpoint, data):
             "gradient_accumulation": 2,
             "steps": 6,
             "lr": 3e-3,
-            "warmup": 2,
+            "warmup": min(2, changes.get("steps") or 2),
             "eval_fraction": 0.1,
             "eval_every": 2,
             "save_every": 2,

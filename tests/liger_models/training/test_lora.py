@@ -17,9 +17,10 @@ from liger_models.architectures import find_architecture
 from liger_models.convert.errors import CheckpointError, ConfigError
 from liger_models.training import TrainingInterrupted
 from liger_models.training.data import Documents
+from liger_models.training.learning_rate import LearningRate
 from liger_models.training.loop import Run
 from liger_models.training.lora import LoraSettings
-from liger_models.training.optimizer import BETAS, EPS, learning_rate
+from liger_models.training.optimizer import BETAS, EPS
 from liger_models.training.processes.world import World
 
 peft = pytest.importorskip("peft")
@@ -82,9 +83,7 @@ def train_stock(model, run, steps):
             loss += share.item() / labels
         torch.nn.utils.clip_grad_norm_(trained, config.clip)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(
-                step, peak=config.lr, total=steps, warmup=config.warmup, schedule=config.schedule
-            )
+            group["lr"] = LearningRate(config.schedule, config.lr, steps, config.warmup).rate(step)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss)

@@ -13,8 +13,9 @@ import liger_models
 from liger_models.convert.errors import ConfigError, DataError, TrainingError
 from liger_models.presets import PRESETS, preset
 from liger_models.training import loop
+from liger_models.training.learning_rate import LearningRate
 from liger_models.training.observing.metrics import COLUMNS, plot_losses
-from liger_models.training.optimizer import BETAS, build_adamw, learning_rate
+from liger_models.training.optimizer import BETAS, build_adamw
 
 
 @pytest.fixture
@@ -83,17 +84,40 @@ def test_clipping_scales_the_gradient_to_the_given_norm(start):
     assert norm == pytest.approx(0.01, rel=1e-4)
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
-def test_the_learning_rate_rises_linearly_and_falls_to_zero(schedule):
-    rates = [learning_rate(step, peak=2.0, total=110, warmup=10, schedule=schedule) for step in range(111)]
+# After a quarter of the way down, a half, and all of it.
+FALLS = {
+    "cosine": (0.5 + math.sqrt(0.5) / 2, 0.5, 0.0),
+    "linear": (0.75, 0.5, 0.0),
+    "wsd": (0.5, 1 - math.sqrt(0.5), 0.0),
+    "constant": (1.0, 1.0, 1.0),
+}
+
+
+@pytest.mark.parametrize("schedule", FALLS)
+@pytest.mark.parametrize("minimum", [0.0, 0.4])
+def test_the_learning_rate_rises_linearly_and_falls_as_its_schedule_says(schedule, minimum):
+    start, end = (70, 110) if schedule == "wsd" else (10, 110)
+    settings = LearningRate(schedule, 2.0, 110, warmup=10, decay=40, minimum=minimum)
+    rates = [settings.rate(step) for step in range(111)]
     assert rates[:10] == pytest.approx([0.2 * (k + 1) for k in range(10)])
-    assert rates[10] == 2.0
-    end, middle = {"cosine": (0, 1.0), "linear": (0, 1.0), "constant": (2.0, 2.0)}[schedule]
-    assert rates[60] == pytest.approx(middle)
-    assert rates[110] == pytest.approx(end)
+    assert rates[10 : start + 1] == [2.0] * (start - 9)
+    shares = (start + (end - start) // 4, start + (end - start) // 2, end)
+    expected = [minimum + (2.0 - minimum) * left for left in FALLS[schedule]]
+    assert [rates[step] for step in shares] == pytest.approx(expected)
     assert all(rate > 0 for rate in rates[:110])
-    quarter = {"cosine": 1 + math.sqrt(0.5), "linear": 1.5, "constant": 2.0}[schedule]
-    assert rates[35] == pytest.approx(quarter)
+
+
+def test_warmup_and_decay_may_be_shares_of_the_run():
+    in_shares = LearningRate("wsd", 1.0, 200, warmup=0.05, decay=0.5)
+    in_steps = LearningRate("wsd", 1.0, 200, warmup=10, decay=100)
+    assert [in_shares.rate(step) for step in range(200)] == [in_steps.rate(step) for step in range(200)]
+
+
+def test_a_warmup_longer_than_the_run_is_refused(start):
+    with pytest.raises(ConfigError, match="7 steps of warmup in a run of 6 steps"):
+        start(warmup=7)
+    with pytest.raises(ConfigError, match="4 steps of warmup and 3 of decay in a run of 6 steps"):
+        start(warmup=4, schedule="wsd", decay=0.5)
 
 
 def test_only_matrices_decay():
@@ -172,7 +196,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_weights_take_harm(st
     [
         ({"steps": None}, "found neither; give exactly one of steps and epochs"),
         ({"epochs": 1}, "found steps=6 and epochs=1"),
-        ({"schedule": "cosinus"}, "'cosinus'; expected one of cosine, linear, constant"),
+        ({"schedule": "cosinus"}, "'cosinus'; expected one of cosine, linear, wsd, constant"),
+        ({"warmup": 1.5}, "warmup is 1.5; expected a whole number of steps, or a share below 1"),
+        ({"min_lr": 1.0}, "min_lr is 1.0; expected at most lr"),
         ({"lr": 0.0}, "lr is 0.0; expected a number above 0"),
         ({"lr": math.nan}, "lr is nan"),
         ({"attention": "fast"}, "attention is 'fast'; expected one of auto, sdpa"),
