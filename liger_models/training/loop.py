@@ -17,7 +17,6 @@ import itertools
 import math
 import signal
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,33 +28,12 @@ from liger_models.convert.checkpoints.hub import local_path
 from liger_models.convert.checkpoints.shards import local_tensor
 from liger_models.convert.errors import ConfigError, TrainingError
 from liger_models.layers.experts.load_balance import forget_load, update_correction_bias
-from liger_models.models.causal_lm import LigerCausalLM
-from liger_models.models.classifier import LigerSequenceClassifier
 from liger_models.training.checkpoints import state as states
-from liger_models.training.checkpoints.run_folder import abandon_after, locked
-from liger_models.training.checkpoints.saving import Saver
+from liger_models.training.checkpoints.run_folder import locked
 from liger_models.training.checkpoints.state import Progress, Trained
 from liger_models.training.config import TrainConfig
-from liger_models.training.data import (
-    Groups,
-    StepData,
-    Stream,
-    ahead,
-    read_steps,
-)
-from liger_models.training.inputs import (
-    can_share_prompts,
-    load_beside,
-    load_data,
-    load_model,
-    read_spec,
-    tokenizer_folder,
-)
-from liger_models.training.learning_rate import LearningRate
-from liger_models.training.objectives import make_objective
-from liger_models.training.observing.flops import measure_peak
+from liger_models.training.data import StepData, Stream
 from liger_models.training.observing.metrics import (
-    Metrics,
     Speeds,
     finite_or_none,
     peak_memory,
@@ -63,17 +41,12 @@ from liger_models.training.observing.metrics import (
     read_metrics,
 )
 from liger_models.training.observing.profiling import StepProfiler
-from liger_models.training.observing.trackers import numbers_of, open_trackers, parse_trackers
-from liger_models.training.optimizer import build_adamw
+from liger_models.training.observing.trackers import numbers_of
 from liger_models.training.processes.signals import Signals
 from liger_models.training.processes.watch import Watch
 from liger_models.training.processes.world import World
-from liger_models.training.random_numbers import random_states, restored_random_states, seed_generators
-from liger_models.training.reference import add_reference
-from liger_models.training.resuming import check_resumed, find_checkpoint
-from liger_models.training.tally import Tally
-from liger_models.training.text.tokenizer import TextTokenizer
-from liger_models.training.untrained_rows import untrained_rows_warning
+from liger_models.training.random_numbers import random_states, restored_random_states
+from liger_models.training.run_parts import RunParts
 
 MOST_SKIPPED = 10  # steps in a row whose gradient is not finite: what goes on after them is lost
 
@@ -127,96 +100,15 @@ def train(config: TrainConfig) -> TrainResult:
         World(config.device, *shares) as world,
         restored_random_states(world.device),
         Watch(world, config.hang_timeout) as watch,
+        Run(config, world, watch) as run,
     ):
-        run = Run(config, world, watch)
-        try:
-            result = run.train()
-            watch.mark("the end of the run")
-            return result
-        finally:
-            run.steps.close()  # the thread that reads ahead
-            run.saver.close()
-            del run.wrapped, run.model  # what outlives its process group waits for ever now and then
+        result = run.train()
+        watch.mark("the end of the run")
+        return result
 
 
-class Run:
-    """One run in one process: its model, data, optimizer and progress."""
-
-    def __init__(self, config: TrainConfig, world: World, watch: Watch | None = None) -> None:
-        self.config, self.world = config, world
-        self.watch = watch or Watch(world, config.hang_timeout)
-        self.output = local_path(config.output, ConfigError)
-        trackers = parse_trackers(config.log)
-        checkpoint, resumed = find_checkpoint(config, world, self.output)
-        self.tokenizer = TextTokenizer(tokenizer_folder(config, checkpoint))
-        # Before a device is touched: of what cannot be used one learns at once.
-        spec = read_spec(config, self.tokenizer, checkpoint)
-        self.documents, self.held_out = load_data(config, world, spec, self.tokenizer)
-        seed_generators(config.seed, world.device)  # fresh weights are the same in every rank
-        loaded = load_model(config, world, self.tokenizer, checkpoint)
-        self.model, self.adapters, self.flops, self.size = loaded
-        self._note_special_tokens()
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.seeing = list(self.model.seeing_parameters())
-        self.objective = make_objective(config.objective, config.objective_options)
-        for documents in (self.documents, self.held_out):
-            if isinstance(documents, Groups):
-                documents.shares = self.objective.shares_prompts and can_share_prompts(
-                    self.model.spec, config
-                )
-        self.tally = Tally(self.objective.metrics, world)
-        self.objective.prepare(lambda name: load_beside(config, world, self.tokenizer, name))
-        if self.objective.needs_reference:
-            self._add_reference(checkpoint)
-        self.optimizer = build_adamw(
-            self.model,
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            weights=config.weights,
-            moments=config.moments,
-            seed=config.seed,
-            state_device="cpu" if config.optimizer_memory == "host" else None,
-        )
-        self.progress, self.resumed = Progress(), checkpoint is not None
-        self.data = self.documents.fingerprint()
-        if checkpoint and resumed:
-            check_resumed(config, world, checkpoint, resumed, self.data)
-            self.progress = states.restore(checkpoint, resumed, self.model, self.optimizer)
-        self.stream = Stream(self.documents, config.seq_len, config.seed, self.progress.position)
-        self.rows_per_step = world.data_size * config.gradient_accumulation * config.batch_size
-        self.steps = ahead(
-            read_steps(
-                self.stream,
-                config.batch_size,
-                config.gradient_accumulation,
-                world.data_rank,
-                world.data_size,
-                world.device,
-            )
-        )
-        # Steps that are done may have been longer or shorter: on more processes, or on fewer.
-        self.total = config.steps or self.progress.step + math.ceil(
-            self.stream.rows_left(config.epochs or 0) / self.rows_per_step
-        )
-        self.learning_rate = LearningRate(
-            config.schedule, config.lr, self.total, config.warmup, config.decay, config.min_lr
-        )
-        self.wrapped = world.wrap(self.model)
-        self.saver = Saver(world)
-        world.barrier()  # every rank has found the checkpoint where it was
-        if world.main:
-            for left in abandon_after(self.output, checkpoint) if checkpoint else ():
-                world.say(
-                    f"what came after {checkpoint} is set aside as {left}; remove it if it is of no use"
-                )
-            self.output.mkdir(parents=True, exist_ok=True)
-            resumed_step = self.progress.step if checkpoint else None
-            told = self.objective.metrics
-            self.metrics = Metrics(self.output, resumed_step=resumed_step, told=told)
-            self.trackers = open_trackers(trackers, self.output, config.to_dict(), resumed_step)
-        self.skipped = 0  # steps in a row
-        self.peak = measure_peak(world.device, self.model.dtype)
-        self._announce(checkpoint)
+class Run(RunParts):
+    """One run in one process: its steps, evaluations and saves."""
 
     def train(self) -> TrainResult:
         config, world = self.config, self.world
@@ -367,25 +259,6 @@ class Run:
             own = rows[world.data_rank * size :][:size]
             yield self.held_out.batch(own or rows[:size]), bool(own)
 
-    def _note_special_tokens(self) -> None:
-        learned = self.documents.learned_tokens()
-        if not isinstance(self.model, LigerSequenceClassifier):
-            self.model.learned_ends = tuple(learned.ends())
-            warning = untrained_rows_warning(self.model, learned, self.tokenizer)
-            if warning and self.world.main:
-                warnings.warn(warning, stacklevel=2)
-
-    def _add_reference(self, checkpoint: Path | None) -> None:
-        config, world = self.config, self.world
-        resumed = checkpoint is not None and not self.adapters
-
-        def load() -> LigerCausalLM:
-            return load_model(config, world, self.tokenizer, None).model
-
-        parts = self.documents, self.held_out
-        load_again = load if resumed else None
-        add_reference(config, world, self.objective, parts, self.model, load_again, self.watch.mark)
-
     def save(self, *, keep: int | None = None, meanwhile: bool = False) -> None:
         """Save the state, and drop all but the newest `keep` checkpoints (default: as the settings say);
         `meanwhile`: the run may go on while it is written.
@@ -451,8 +324,6 @@ class Run:
             self.adapters = None
             self._export(self.output / "merged")
         if self.world.main:
-            for tracker in self.trackers:
-                tracker.close()
             records = list(read_metrics(self.metrics.jsonl))
             told = self.objective
             plot_losses(records, self.output / "loss.png", told.unit, told.metrics)
@@ -488,22 +359,6 @@ class Run:
             f"{skipped}. The state before this step is saved in {self.output / f'checkpoint-{step}'}; resume "
             "from an earlier checkpoint with a lower --lr, a longer --warmup or a smaller --clip"
         )
-
-    def _announce(self, checkpoint: Path | None) -> None:
-        dtype = str(self.model.dtype).removeprefix("torch.")
-        if self.adapters:
-            trained = sum(p.numel() for p in self.parameters)
-            self.world.say(f"adapters: {trained:,} parameters on {len(self.adapters.names)} layers")
-        self.world.say(
-            f"model: {self.size:,} parameters, {self.config.quantize or dtype} on "
-            f"{self.world.device}; {self.total:,} steps of {self.rows_per_step} rows of "
-            f"{self.config.seq_len} tokens"
-        )
-        self.world.say(f"packing: {self.stream.efficiency():.1%} of the places of a row are filled")
-        if checkpoint:
-            self.world.say(f"resumed from {checkpoint}, step {self.progress.step}")
-        elif self.config.resume:
-            self.world.say(f"no checkpoint in {self.output} yet: starting anew")
 
 
 __all__ = ["TrainConfig", "TrainResult", "TrainingInterrupted", "train"]

@@ -7,21 +7,30 @@ installed is told before anything is loaded.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Self
 
 from liger_models.convert.errors import ConfigError
 
 
-class Tracker(Protocol):
-    """Takes records of numbers."""
+class Tracker(ABC):
+    """Takes records of numbers, until it is left as a context manager."""
 
+    @abstractmethod
     def write(self, step: int, numbers: dict[str, float]) -> None:
         """The numbers of a step, by name."""
 
-    def close(self) -> None:
-        """No more come."""
+    @abstractmethod
+    def close(self, failed: bool) -> None:
+        """End the record of a run."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.close(failed=kind is not None)
 
 
 def parse_trackers(names: str | None) -> tuple[str, ...]:
@@ -46,9 +55,10 @@ def parse_trackers(names: str | None) -> tuple[str, ...]:
 
 def open_trackers(
     names: Iterable[str], folder: Path, config: dict[str, Any], resumed_step: int | None
-) -> list[Tracker]:
-    """Of a run whose output is `folder`."""
-    return [TRACKERS[name](folder, config, resumed_step) for name in names]
+) -> Iterator[Tracker]:
+    """Open the trackers of a run whose output is `folder`, one at a time."""
+    for name in names:
+        yield TRACKERS[name](folder, config, resumed_step)
 
 
 def numbers_of(record: dict[str, Any]) -> dict[str, float]:
@@ -59,7 +69,7 @@ def numbers_of(record: dict[str, Any]) -> dict[str, float]:
     }
 
 
-class TensorBoard:
+class TensorBoard(Tracker):
     """Event files in `folder`/tensorboard. What follows the step that a run goes on from is taken back."""
 
     def __init__(self, folder: Path, config: dict[str, Any], resumed_step: int | None) -> None:
@@ -70,11 +80,11 @@ class TensorBoard:
         for name, value in numbers.items():
             self.writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         self.writer.close()
 
 
-class WeightsAndBiases:
+class WeightsAndBiases(Tracker):
     """A run of the project "liger_models", or of what WANDB_PROJECT says, with the settings as its config. A
     run that goes on is the same run there; of steps that are made again it keeps the first values, which are
     the same.
@@ -100,8 +110,8 @@ class WeightsAndBiases:
     def write(self, step: int, numbers: dict[str, float]) -> None:
         self.run.log(numbers, step=step)
 
-    def close(self) -> None:
-        self.run.finish()
+    def close(self, failed: bool) -> None:
+        self.run.finish(exit_code=1) if failed else self.run.finish()
 
 
 def _import_tensorboard() -> Any:

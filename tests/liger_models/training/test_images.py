@@ -358,7 +358,7 @@ def test_what_cannot_be_seen_is_named_by_file_and_line(load, tmp_path, jsonl, me
 
 
 def test_bad_images_are_told_before_the_model_is_loaded(seeing_settings, run, tmp_path, jsonl, monkeypatch):
-    monkeypatch.setattr("liger_models.training.loop.load_model", None)
+    monkeypatch.setattr("liger_models.training.run_parts.load_model", None)
     file = jsonl(tmp_path / "a.jsonl", [asked({"type": "image", "path": "none.png"}, "red")])
     with pytest.raises(DataError, match="line 1"):
         run(seeing_settings(data=(file,)))

@@ -1,0 +1,209 @@
+"""What a run holds: its inputs, model, objective, optimizer, data and outputs, opened in stages.
+
+If a stage fails, everything that earlier ones opened is closed, as at the end of a run.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+from liger_models.convert.checkpoints.hub import local_path
+from liger_models.convert.errors import ConfigError
+from liger_models.models.causal_lm import LigerCausalLM
+from liger_models.models.classifier import LigerSequenceClassifier
+from liger_models.training.checkpoints import state as states
+from liger_models.training.checkpoints.run_folder import abandon_after
+from liger_models.training.checkpoints.saving import Saver
+from liger_models.training.checkpoints.state import Progress
+from liger_models.training.config import TrainConfig
+from liger_models.training.data import Groups, Stream, ahead, read_steps
+from liger_models.training.inputs import (
+    can_share_prompts,
+    load_beside,
+    load_data,
+    load_model,
+    read_spec,
+    tokenizer_folder,
+)
+from liger_models.training.learning_rate import LearningRate
+from liger_models.training.objectives import make_objective
+from liger_models.training.observing.flops import measure_peak
+from liger_models.training.observing.metrics import Metrics
+from liger_models.training.observing.trackers import open_trackers, parse_trackers
+from liger_models.training.optimizer import build_adamw
+from liger_models.training.processes.watch import Watch
+from liger_models.training.processes.world import World
+from liger_models.training.random_numbers import seed_generators
+from liger_models.training.reference import add_reference
+from liger_models.training.resuming import check_resumed, find_checkpoint
+from liger_models.training.tally import Tally
+from liger_models.training.text.tokenizer import TextTokenizer
+from liger_models.training.untrained_rows import untrained_rows_warning
+
+
+class RunParts:
+    """The parts of one run in one process, a context manager that closes them.
+
+    Raises:
+        ConfigError, DataError, CheckpointError, UnsupportedModelError: the settings or the inputs cannot be
+            used. Nothing is left open.
+    """
+
+    def __init__(self, config: TrainConfig, world: World, watch: Watch | None = None) -> None:
+        self.config, self.world = config, world
+        self.watch = watch or Watch(world, config.hang_timeout)
+        self.output = local_path(config.output, ConfigError)
+        trackers = parse_trackers(config.log)
+        checkpoint, resumed = find_checkpoint(config, world, self.output)
+        with ExitStack() as opened:
+            self._read_inputs(checkpoint)
+            opened.callback(self._forget_model)
+            self._load_model(checkpoint)
+            self._make_objective(checkpoint)
+            self._make_optimizer()
+            self._restore(checkpoint, resumed)
+            self._read_steps(opened)
+            self._join_processes(opened)
+            if world.main:
+                self._open_outputs(checkpoint, trackers, opened)
+            self.peak = measure_peak(world.device, self.model.dtype)
+            self._announce(checkpoint)
+            self._opened = opened.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._opened.__exit__(*error)
+
+    def _read_inputs(self, checkpoint: Path | None) -> None:
+        """Read the tokenizer, the model's config and the data, and fail fast if they are unusable, before any
+        device is touched.
+        """
+        self.tokenizer = TextTokenizer(tokenizer_folder(self.config, checkpoint))
+        spec = read_spec(self.config, self.tokenizer, checkpoint)
+        self.documents, self.held_out = load_data(self.config, self.world, spec, self.tokenizer)
+
+    def _load_model(self, checkpoint: Path | None) -> None:
+        # Fresh weights are the same in every rank.
+        seed_generators(self.config.seed, self.world.device)
+        loaded = load_model(self.config, self.world, self.tokenizer, checkpoint)
+        self.model, self.adapters, self.flops, self.size = loaded
+        self._note_special_tokens()
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.seeing = list(self.model.seeing_parameters())
+
+    def _forget_model(self) -> None:
+        """Drop the references to the model: one that outlives its process group sometimes waits forever."""
+        for name in ("wrapped", "model"):
+            vars(self).pop(name, None)
+
+    def _make_objective(self, checkpoint: Path | None) -> None:
+        config, world = self.config, self.world
+        self.objective = make_objective(config.objective, config.objective_options)
+        shares = self.objective.shares_prompts and can_share_prompts(self.model.spec, config)
+        for documents in (self.documents, self.held_out):
+            if isinstance(documents, Groups):
+                documents.shares = shares
+        self.tally = Tally(self.objective.metrics, world)
+        self.objective.prepare(lambda name: load_beside(config, world, self.tokenizer, name))
+        if self.objective.needs_reference:
+            self._add_reference(checkpoint)
+
+    def _make_optimizer(self) -> None:
+        config = self.config
+        self.optimizer = build_adamw(
+            self.model,
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            weights=config.weights,
+            moments=config.moments,
+            seed=config.seed,
+            state_device="cpu" if config.optimizer_memory == "host" else None,
+        )
+
+    def _restore(self, checkpoint: Path | None, resumed: dict[str, Any] | None) -> None:
+        """Restore weights, optimizer and progress from the checkpoint, or begin at step 0."""
+        self.progress, self.resumed = Progress(), checkpoint is not None
+        self.skipped = 0  # steps in a row
+        self.data = self.documents.fingerprint()
+        if checkpoint and resumed:
+            check_resumed(self.config, self.world, checkpoint, resumed, self.data)
+            self.progress = states.restore(checkpoint, resumed, self.model, self.optimizer)
+
+    def _read_steps(self, opened: ExitStack) -> None:
+        """Begin to read the rows of steps, in a thread that runs ahead."""
+        config, world = self.config, self.world
+        self.stream = Stream(self.documents, config.seq_len, config.seed, self.progress.position)
+        self.rows_per_step = world.data_size * config.gradient_accumulation * config.batch_size
+        share = world.data_rank, world.data_size, world.device
+        steps = read_steps(self.stream, config.batch_size, config.gradient_accumulation, *share)
+        self.steps = ahead(steps)
+        opened.callback(self.steps.close)
+        # Completed steps may have had another size, on more processes or on fewer.
+        self.total = config.steps or self.progress.step + math.ceil(
+            self.stream.rows_left(config.epochs or 0) / self.rows_per_step
+        )
+        self.learning_rate = LearningRate(
+            config.schedule, config.lr, self.total, config.warmup, config.decay, config.min_lr
+        )
+
+    def _join_processes(self, opened: ExitStack) -> None:
+        self.wrapped = self.world.wrap(self.model)
+        self.saver = Saver(self.world)
+        opened.callback(self.saver.close)
+        self.world.barrier()  # every rank has found the checkpoint where it was
+
+    def _open_outputs(self, checkpoint: Path | None, trackers: tuple[str, ...], opened: ExitStack) -> None:
+        """Open the metrics and the trackers, and set aside what an earlier run wrote after the checkpoint."""
+        for left in abandon_after(self.output, checkpoint) if checkpoint else ():
+            self.world.say(
+                f"what came after {checkpoint} is set aside as {left}; remove it if it is of no use"
+            )
+        self.output.mkdir(parents=True, exist_ok=True)
+        resumed_step = self.progress.step if checkpoint else None
+        self.metrics = Metrics(self.output, resumed_step=resumed_step, told=self.objective.metrics)
+        settings = self.config.to_dict()
+        self.trackers = [
+            opened.enter_context(tracker)
+            for tracker in open_trackers(trackers, self.output, settings, resumed_step)
+        ]
+
+    def _note_special_tokens(self) -> None:
+        learned = self.documents.learned_tokens()
+        if not isinstance(self.model, LigerSequenceClassifier):
+            self.model.learned_ends = tuple(learned.ends())
+            warning = untrained_rows_warning(self.model, learned, self.tokenizer)
+            if warning and self.world.main:
+                warnings.warn(warning, stacklevel=2)
+
+    def _add_reference(self, checkpoint: Path | None) -> None:
+        config, world = self.config, self.world
+        resumed = checkpoint is not None and not self.adapters
+
+        def load() -> LigerCausalLM:
+            return load_model(config, world, self.tokenizer, None).model
+
+        parts = self.documents, self.held_out
+        load_again = load if resumed else None
+        add_reference(config, world, self.objective, parts, self.model, load_again, self.watch.mark)
+
+    def _announce(self, checkpoint: Path | None) -> None:
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        if self.adapters:
+            trained = sum(p.numel() for p in self.parameters)
+            self.world.say(f"adapters: {trained:,} parameters on {len(self.adapters.names)} layers")
+        self.world.say(
+            f"model: {self.size:,} parameters, {self.config.quantize or dtype} on "
+            f"{self.world.device}; {self.total:,} steps of {self.rows_per_step} rows of "
+            f"{self.config.seq_len} tokens"
+        )
+        self.world.say(f"packing: {self.stream.efficiency():.1%} of the places of a row are filled")
+        if checkpoint:
+            self.world.say(f"resumed from {checkpoint}, step {self.progress.step}")
+        elif self.config.resume:
+            self.world.say(f"no checkpoint in {self.output} yet: starting anew")
