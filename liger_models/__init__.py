@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from liger_models.models.loading import from_config, from_hub, from_pretrained
     from liger_models.parallel.dims import ParallelDims
     from liger_models.parallel.sharding import parallelize
+    from liger_models.presets import preset
 
 __version__ = "0.1.0"
 
@@ -53,6 +54,7 @@ __all__ = [
     "from_pretrained",
     "list_architectures",
     "parallelize",
+    "preset",
     "update_correction_bias",
 ]
 
@@ -68,13 +70,26 @@ _HOMES = {
     "from_pretrained": "models.loading",
     "list_architectures": "architectures",
     "parallelize": "parallel.sharding",
+    "preset": "presets",
     "update_correction_bias": "layers.experts.load_balance",
 }
+_PACKAGES = (
+    "generating",
+    "hf",
+    "images",
+    "kernels",
+    "layers",
+    "losses",
+    "models",
+    "optim",
+    "parallel",
+    "training",
+)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "optim":
-        return importlib.import_module(f"{__name__}.optim")
+    if name in _PACKAGES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
@@ -82,4 +97,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(globals().keys() | _HOMES.keys())
+    return sorted({*globals(), *_HOMES, *_PACKAGES})

@@ -236,6 +236,20 @@ def test_the_package_offers_what_it_lists():
         _ = liger_models.from_the_hub
 
 
+def test_packages_that_the_docs_name_are_attributes(tmp_path):
+    pytest.importorskip("peft")
+    done = run_python(
+        """
+        import liger_models
+        print(liger_models.losses.__name__, liger_models.images.Preprocessor.__name__)
+        print(liger_models.models.MedusaModel.__name__)
+        assert all(getattr(liger_models.hf, name) for name in liger_models.hf.__all__)
+        """,
+        tmp_path,
+    )
+    assert done.stdout.split() == ["liger_models.losses", "Preprocessor", "MedusaModel"], done.stderr
+
+
 def test_every_module_imports_without_triton_and_the_extras(tmp_path):
     done = run_python(
         f"""

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    **dict.fromkeys(("load_adapter", "save_adapter"), "adapters"),
+    **dict.fromkeys(("load_adapter", "save_adapter"), "adapters.adapters"),
     "CorrectionBiasCallback": "callbacks",
     **dict.fromkeys(("LigerForCausalLM", "LigerForSequenceClassification", "LigerModel"), "models"),
     "LigerForConditionalGeneration": "seeing",
