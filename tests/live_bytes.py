@@ -22,7 +22,7 @@ from liger_models.kernels.losses import _linear_chunks
 from liger_models.layers.attention import backends
 from liger_models.layers.memory import layer_costs
 from liger_models.layers.model import distilling, head
-from liger_models.layers.projections import low_rank
+from liger_models.layers.projections import low_rank_autograd
 from liger_models.layers.recompute import offload, tiles
 
 TILE = 64
@@ -120,7 +120,7 @@ def as_on_a_gpu(device: str = "cpu") -> Iterator[None]:
         (backends, "_boundaries_are_at_hand", lambda q, sequences: False),
         (offload._HostMemory, "copy", _nothing),
         # In place on a GPU, and by copies on a CPU, which meta is taken for.
-        (low_rank, "_outer", _wide_product),
+        (low_rank_autograd, "_outer", _wide_product),
         (_linear_chunks, "_without_gaps", lambda x: x),
     ]
     for name, stand_in in (("use_triton", _use_triton), ("add_product", _nothing)):

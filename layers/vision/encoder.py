@@ -25,7 +25,8 @@ from liger_models.layers.recompute.activation_memory import set_levels
 from liger_models.layers.recompute.offload import Offload
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import PatchSpec, VisionSpec
-from liger_models.layers.vision.pictures import Pictures, places_of, windows_of
+from liger_models.layers.vision.patch_order import places_of, windows_of
+from liger_models.layers.vision.pictures import Pictures
 from liger_models.layers.vision.position_table import make_table
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from liger_models.kernels._dispatch import at_least_float32
 from liger_models.layers.specs import AxesTable, CubicTable, FixedTable, StretchedTable, VisionSpec
-from liger_models.layers.vision.pictures import Grid, places_of
+from liger_models.layers.vision.patch_order import Grid, places_of
 
 
 def make_table(spec: VisionSpec) -> PositionTable | PositionsByAxes | None:

@@ -14,40 +14,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_models.convert.errors import DataError
-from liger_models.kernels._dispatch import at_least_float32
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.attention.cross_attention import SeenTiles
-from liger_models.layers.blocks import BLOCKS, IMAGES, Block, run_block
-from liger_models.layers.parts.norm import make_norm
+from liger_models.layers.blocks import IMAGES
 from liger_models.layers.projections.linear import Linear
-from liger_models.layers.recompute.activation_memory import set_levels
-from liger_models.layers.recompute.offload import Offload
 from liger_models.layers.sequences.host_copy import HostCopy
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.tree import Tree
 from liger_models.layers.specs import TiledVisionSpec
-from liger_models.layers.vision.encoder import PatchEmbedding
+from liger_models.layers.vision.tiled_encoder import TiledEncoder, TiledImages
 from liger_models.layers.vision.vision import is_of_several
-
-
-class TiledImages:
-    """Images [batch, images] of a batch, rows of fewer filled up.
-
-    Attributes:
-        pixels: [batch, images, tiles, channels, size, size].
-        ratios: how the tiles of each lie, [batch, images] from 1 on; 0: none is there.
-        filled: which tiles are, [batch, images, tiles].
-    """
-
-    def __init__(self, pixels: Tensor, ratios: Tensor, filled: Tensor):
-        self.pixels, self.ratios, self.filled = pixels, ratios, filled
 
 
 class TiledSight:
@@ -289,132 +272,3 @@ def _blocks(seen: Tensor, bounds: list[int], tree: Tree | None) -> list[_Block] 
 
 
 KEYWORDS = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask")
-
-
-class TiledEncoder(nn.Module):
-    """Images to features of their tiles.
-
-    Args:
-        spec: the parts.
-        attention: the attention backend.
-
-    Raises:
-        ValueError: a layer is taken that is not there.
-    """
-
-    def __init__(self, spec: TiledVisionSpec, attention: AttentionBackend = "auto"):
-        super().__init__()
-        width = spec.hidden_size
-        if not set(spec.taken) <= set(range(len(spec.blocks))):
-            raise ValueError(f"layers {spec.taken} are taken, of {len(spec.blocks)}")
-        self.spec = spec
-        self.patch_embed = PatchEmbedding(spec.patches, width)
-        self.class_token = nn.Parameter(torch.empty(width))
-        self.before = OfTile(spec, width)
-        self.place = PlaceInTiles(spec)
-        self.behind = OfTile(spec, width)
-        self.norm_before, self.norm_behind = (make_norm(width, spec.norm) for _ in range(2))
-
-        def blocks(specs: Sequence[Any], first: int) -> nn.ModuleList:
-            made = [BLOCKS[b.topology](width, b, first + i, attention) for i, b in enumerate(specs)]
-            return nn.ModuleList(made)
-
-        self.local, self.overall = blocks(spec.blocks, 0), blocks(spec.global_blocks, len(spec.blocks))
-
-    @property
-    def layers(self) -> list[Block]:
-        """All layers, in the order in which they run."""
-        return cast(Any, [*self.local, *self.overall])
-
-    def forward(self, pictures: TiledImages) -> tuple[Tensor, ...]:
-        """[batch * images, tiles, P, (1 + taken layers) * D]."""
-        spec, size = self.spec, self.spec.patches.size
-        ratios = pictures.ratios.flatten().clamp(0, spec.ratios)
-        side = spec.image_size // size
-        tiles = pictures.pixels.flatten(0, 1)[..., : side * size, : side * size]
-        patches = tiles.unflatten(4, (side, size)).unflatten(3, (side, size)).permute(0, 1, 3, 5, 2, 4, 6)
-        x = self.patch_embed(patches.flatten(4).flatten(2, 3))  # [images, tiles, P - 1, D]
-        x = x + self.before(ratios)
-        x = torch.cat([self.class_token.to(x.dtype).expand(*x.shape[:2], 1, -1), x], dim=2)
-        x = self.norm_before((x + self.place(ratios)).to(x.dtype))
-        images, count, patches_of_tile, _ = x.shape
-        x = F.pad(x, (0, 0, 0, -patches_of_tile % 8))
-        length = x.shape[2]
-        real = torch.arange(length, device=x.device) < patches_of_tile
-        pads = ~(pictures.filled.flatten(0, 1)[:, :, None] & real).flatten(1)
-        # Padding behind all else: what a token sees is one range then.
-        order = pads.byte().argsort(dim=1, stable=True)
-        sequences = Sequences.from_call((images, count * length), x.device)
-        sequences.pads = pads.gather(1, order).flatten()
-        first = torch.arange(0, order.numel(), count * length, device=x.device)[:, None]
-        order = (order + first).flatten()
-        blocks = (*spec.blocks, *spec.global_blocks)
-        sequences.prepare_rotary(tuple(dict.fromkeys(rope for b in blocks for rope in b.mixer.ropes)))
-        offload, taken = Offload(), {}
-        x, residual = x.flatten(0, 2)[order], None
-        for number, layer in enumerate(self.local):
-            x, residual = run_block(cast(Any, layer), x, residual, sequences, offload=offload)
-            if number in spec.taken:
-                x, residual = x if residual is None else x + residual, None
-                taken[number] = x
-        x = self.norm_behind(x if residual is None else x + residual)
-        behind = self.behind(ratios).expand(-1, -1, length, -1).flatten(0, 2)  # whose gradient is one sum
-        x, residual = x + behind[order], None
-        for layer in self.overall:
-            x, residual = run_block(cast(Any, layer), x, residual, sequences, offload=offload)
-        x = x if residual is None else x + residual
-        made = [x, torch.stack([taken[number] for number in spec.taken], dim=-1).flatten(1)]
-        features = torch.cat(made, dim=1)[order.argsort()]
-        return (features.view(images, count, length, -1)[:, :, :patches_of_tile],)
-
-    def set_activation_memory(self, levels: str | Sequence[str]) -> None:
-        """`set_levels` of all layers."""
-        set_levels(self.layers, levels)
-
-    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """The class token as every matrix."""
-        nn.init.normal_(self.class_token, 0.0, std, generator)
-
-
-class OfTile(nn.Module):
-    """`tanh(gate) * weight[ratio, tile]`."""
-
-    def __init__(self, spec: TiledVisionSpec, width: int):
-        super().__init__()
-        self.tiles = spec.tiles
-        self.gate = nn.Parameter(torch.empty(1))
-        self.weight = nn.Parameter(torch.empty(spec.ratios + 1, spec.tiles * width))
-
-    def forward(self, ratios: Tensor) -> Tensor:
-        """ratios [N] -> [N, tiles, 1, D]."""
-        return self.gate.tanh() * self.weight[ratios].unflatten(1, (self.tiles, 1, -1))
-
-    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """A closed gate."""
-        nn.init.zeros_(self.gate)
-        nn.init.normal_(self.weight, 0.0, std, generator)
-
-
-class PlaceInTiles(nn.Module):
-    """`(1 - tanh(gate)) * embedding[place] + tanh(gate) * weight[ratio, tile, place]`."""
-
-    def __init__(self, spec: TiledVisionSpec):
-        super().__init__()
-        places = (spec.image_size // spec.patches.size) ** 2 + 1
-        self.tiles = spec.tiles
-        self.gate = nn.Parameter(torch.empty(1))
-        self.embedding = nn.Parameter(torch.empty(places, spec.hidden_size))
-        self.weight = nn.Parameter(torch.empty(spec.ratios + 1, spec.tiles * places * spec.hidden_size))
-
-    def forward(self, ratios: Tensor) -> Tensor:
-        """ratios [N] -> [N, tiles, P, D], in float32 at the least."""
-        in_tiles = self.weight[ratios].unflatten(1, (self.tiles, *self.embedding.shape))
-        # One sum is the gate's gradient: of two, each rounded, little would be left.
-        embedding, gate = at_least_float32(self.embedding), at_least_float32(self.gate).tanh()
-        return embedding + gate * (in_tiles - embedding)
-
-    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """A closed gate."""
-        nn.init.zeros_(self.gate)
-        nn.init.normal_(self.embedding, 0.0, std, generator)
-        nn.init.normal_(self.weight, 0.0, std, generator)

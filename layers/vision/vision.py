@@ -19,16 +19,10 @@ from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import AnyresPictures, VisionSpec
 from liger_models.layers.vision.anyres import Newline
 from liger_models.layers.vision.encoder import VisionEncoder
-from liger_models.layers.vision.pictures import (
-    Grid,
-    Pictures,
-    TiledPictures,
-    blank_picture,
-    cut,
-    take_pictures,
-    whole_blocks,
-)
+from liger_models.layers.vision.patch_order import Grid, cut, whole_blocks
+from liger_models.layers.vision.pictures import Pictures, TiledPictures, blank_picture
 from liger_models.layers.vision.positions import IMAGE, TEXT, VIDEO, axis_positions, longest_position
+from liger_models.layers.vision.processor_inputs import take_pictures
 from liger_models.layers.vision.projectors import PROJECTORS
 from liger_models.layers.vision.spans import prefixes, spans_of
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from liger_models.hf.adapters.adapters import load_adapter, save_adapter
+    from liger_models.hf.base_model import LigerModel
     from liger_models.hf.callbacks import CorrectionBiasCallback
     from liger_models.hf.families import classes_of, register, unregister
-    from liger_models.hf.models import LigerForCausalLM, LigerForSequenceClassification, LigerModel
+    from liger_models.hf.models import LigerForCausalLM, LigerForSequenceClassification
     from liger_models.hf.seeing import LigerForConditionalGeneration
 
 __all__ = [
@@ -35,7 +36,8 @@ __all__ = [
 _HOMES = {
     **dict.fromkeys(("load_adapter", "save_adapter"), "adapters.adapters"),
     "CorrectionBiasCallback": "callbacks",
-    **dict.fromkeys(("LigerForCausalLM", "LigerForSequenceClassification", "LigerModel"), "models"),
+    "LigerModel": "base_model",
+    **dict.fromkeys(("LigerForCausalLM", "LigerForSequenceClassification"), "models"),
     "LigerForConditionalGeneration": "seeing",
     **dict.fromkeys(("classes_of", "register", "unregister"), "families"),
 }

@@ -18,8 +18,9 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from liger_models.architectures import find_architecture, list_architectures
+from liger_models.hf.base_model import LigerModel
 from liger_models.hf.checkpoints.unread import own_class
-from liger_models.hf.models import LigerForCausalLM, LigerForSequenceClassification, LigerModel
+from liger_models.hf.models import LigerForCausalLM, LigerForSequenceClassification
 from liger_models.hf.pretrained import LigerPreTrainedModel
 from liger_models.hf.seeing import METHODS, LigerForConditionalGeneration
 

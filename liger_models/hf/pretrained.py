@@ -2,7 +2,7 @@
 
     checkpoints         names and layouts, its loader and writer, projections fused or split
     parameters          fresh values, resized embeddings
-    activation memory   its switches for checkpointing, our levels
+    activation memory   checkpointing.py
     adapters            what PEFT has put in, and transformers' own loading of adapters
 
 The models themselves are in models.py.
@@ -11,7 +11,7 @@ The models themselves are in models.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -28,6 +28,7 @@ from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.checkpoints.shards import checkpoint_tensors, is_sharded, is_zero3, shape_of
 from liger_models.convert.checkpoints.weight_map import Expr, Ref
 from liger_models.convert.errors import CheckpointError
+from liger_models.hf.checkpointing import CheckpointingSwitches
 from liger_models.hf.checkpoints.merged import merged_tensors
 from liger_models.hf.checkpoints.module_names import refuse_ambiguous
 from liger_models.hf.checkpoints.quantization import give_layers_to_quantise, is_quantised
@@ -48,10 +49,9 @@ from liger_models.layers.projections.packed_linear import (
     split_projections,
     weight_map_of_parts,
 )
-from liger_models.layers.recompute.activation_memory import RERUN, ActivationMemory
 
 
-class LigerPreTrainedModel(PreTrainedModel):
+class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
     """What the models below have in common.
 
     Attributes:
@@ -286,59 +286,6 @@ class LigerPreTrainedModel(PreTrainedModel):
         head = self.get_output_embeddings()
         if self.base_decoder is not self and head is not None:
             head.requires_grad_("language" not in parts)
-
-    # -- activation memory
-
-    @property
-    def activation_memory(self) -> tuple[ActivationMemory, ...]:
-        """The level of each layer: layers/recompute/activation_memory.py."""
-        return Decoder.activation_memory.fget(self.base_decoder)  # type: ignore[attr-defined]
-
-    def set_activation_memory(
-        self, levels: str | Sequence[str], memory_budget: float | str | None = None
-    ) -> None:
-        """`layers.Decoder.set_activation_memory`."""
-        Decoder.set_activation_memory(self.base_decoder, levels, memory_budget)
-
-    def activation_checkpointing_enable(
-        self,
-        activation_checkpointing_kwargs: Mapping[str, Any] | None = None,
-        every_n_layers: int = 1,
-        offload: bool = False,
-    ) -> None:
-        """`layers.Decoder.activation_checkpointing_enable`: the level `checkpoint`."""
-        Decoder.activation_checkpointing_enable(
-            self.base_decoder, activation_checkpointing_kwargs, every_n_layers, offload
-        )
-        if getattr(self, "_hf_peft_config_loaded", False):
-            self.disable_input_require_grads()  # it would lose sight of hooks that are there already
-            self.enable_input_require_grads()
-
-    def gradient_checkpointing_enable(
-        self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, **options: Any
-    ) -> None:
-        """The older name of `activation_checkpointing_enable`."""
-        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
-
-    def gradient_checkpointing_disable(self) -> None:
-        """Back to the levels that were chosen before."""
-        Decoder.gradient_checkpointing_disable(self.base_decoder)
-        if getattr(self, "_hf_peft_config_loaded", False):
-            self.disable_input_require_grads()
-
-    activation_checkpointing_disable = gradient_checkpointing_disable
-
-    def _set_gradient_checkpointing(self, enable: bool = True, *others: Any, **options: Any) -> None:
-        """What tools with a checkpointing function of their own call (LLaMA-Factory): our level takes its
-        place.
-        """
-        (self.activation_checkpointing_enable if enable else self.gradient_checkpointing_disable)()
-
-    @property
-    def is_gradient_checkpointing(self) -> bool:
-        return any(level in RERUN for level in self.activation_memory)
-
-    is_activation_checkpointing = is_gradient_checkpointing
 
     # -- adapters, and what others put into the model
 

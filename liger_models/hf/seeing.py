@@ -24,7 +24,8 @@ from liger_models.hf.checkpoints.module_names import LanguageModel, move_to_the_
 from liger_models.hf.models import LigerForCausalLM
 from liger_models.layers.model.call_checks import refuse_unknown
 from liger_models.layers.sequences.sequences import Sequences
-from liger_models.layers.vision.pictures import Pictures, seconds_as_numbers, take_pictures
+from liger_models.layers.vision.pictures import Pictures
+from liger_models.layers.vision.processor_inputs import seconds_as_numbers, take_pictures
 from liger_models.layers.vision.vision import Sight
 
 PICTURES = (

@@ -18,6 +18,12 @@ transformers = pytest.importorskip("transformers")
 FAMILIES = ["llama", "gemma2", "qwen3_moe", "gemma4_text"]
 
 
+def test_the_package_offers_what_it_lists():
+    import liger_models.hf
+
+    assert {name for name in liger_models.hf.__all__ if not hasattr(liger_models.hf, name)} == set()
+
+
 def test_the_auto_classes_give_our_models_once_registered(make_both, hf):
     both = make_both("llama")
     assert type(both.ours).__name__ == "LigerLlamaForCausalLM"

@@ -175,8 +175,10 @@ def test_our_operation_runs_them(make_quantised, batch, monkeypatch):
     both, kept = make_quantised("llama", 4), []
     ours = peft.get_peft_model(both.ours, peft.LoraConfig(r=4, target_modules="all-linear"))
     assert {type(m).__name__ for m in ours.modules() if hasattr(m, "lora_A")} == {"LowRankLinear4bit"}
-    run = low_rank._run
-    monkeypatch.setattr(low_rank, "_run", lambda x, *rest, **more: kept.append(x) or run(x, *rest, **more))
+    run = low_rank.run_low_rank
+    monkeypatch.setattr(
+        low_rank, "run_low_rank", lambda x, *rest, **more: kept.append(x) or run(x, *rest, **more)
+    )
     ours(**batch).loss.backward()
     layers = len(both.ours.model.layers)
     assert len(kept) == 4 * layers  # query, key and value are one, and gate and up

@@ -204,10 +204,10 @@ def pytest_configure(config: Any) -> None:
     if not os.environ[MODEL_TYPES]:
         return
     import liger_models.hf
-    from liger_models.hf import models
+    from liger_models.hf import base_model
 
-    spec_of = models.spec_of
-    models.spec_of = lambda family, config, ignored=(): spec_of(family, config, (*ignored, *ADDED_KEYS))
+    spec_of = base_model.spec_of
+    base_model.spec_of = lambda family, config, ignored=(): spec_of(family, config, (*ignored, *ADDED_KEYS))
     liger_models.hf.register()
     for model_type in os.environ[MODEL_TYPES].split(","):
         for model in liger_models.hf.classes_of(model_type):

@@ -19,7 +19,7 @@ from liger_models.layers.recompute import activation_memory
 from liger_models.layers.recompute.activation_memory import LEVELS
 from liger_models.layers.specs import SquarePictures, TiledVisionSpec
 from liger_models.layers.vision.pictures import Pictures
-from liger_models.layers.vision.tiled import TiledImages
+from liger_models.layers.vision.tiled_encoder import TiledImages
 
 
 def pictures_for(spec):

@@ -7,7 +7,7 @@ import torch
 
 from liger_models.convert.errors import DataError
 from liger_models.layers.specs import PatchSpec
-from liger_models.layers.vision.pictures import cut, places_of, windows_of
+from liger_models.layers.vision.patch_order import cut, places_of, windows_of
 
 
 @pytest.mark.parametrize("size", [(28, 56), (84, 28)])

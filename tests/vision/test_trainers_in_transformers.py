@@ -10,7 +10,7 @@ import torch
 from rounding import OtherOrder, beyond_rounding, relative_distance
 from scenes import Image
 
-from liger_models.layers.vision.pictures import cut
+from liger_models.layers.vision.patch_order import cut
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from liger_models.hf.adapters import peft_forward
 from liger_models.hf.adapters.peft_layers import active_adapters, is_known
-from liger_models.layers.projections.low_rank import Projection, low_rank_linear, projection_of
+from liger_models.layers.projections.low_rank import low_rank_linear, projection_of
+from liger_models.layers.projections.low_rank_plan import Projection
 from liger_models.layers.recompute.activation_memory import ActivationMemory
 
 

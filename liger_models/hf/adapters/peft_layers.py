@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 
 from liger_models.layers.projections.linear import has_hooks
-from liger_models.layers.projections.low_rank import Adapter, projection_of
+from liger_models.layers.projections.low_rank import projection_of
+from liger_models.layers.projections.low_rank_plan import Adapter
 
 
 def active_adapters(layer: Any) -> tuple[Adapter, ...] | None:

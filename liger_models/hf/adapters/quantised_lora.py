@@ -23,7 +23,8 @@ from torch.autograd.function import once_differentiable
 from liger_models.hf.adapters.peft_forward import keep_input_alone
 from liger_models.hf.adapters.peft_layers import active_adapters, is_known
 from liger_models.layers.projections.linear import has_hooks
-from liger_models.layers.projections.low_rank import Projection, add_low_rank, low_rank_linear
+from liger_models.layers.projections.low_rank import add_low_rank, low_rank_linear
+from liger_models.layers.projections.low_rank_plan import Projection
 from liger_models.layers.recompute.activation_memory import ActivationMemory
 
 

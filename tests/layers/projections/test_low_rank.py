@@ -12,13 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.low_rank import (
-    Adapter,
-    Projection,
     add_low_rank,
     low_rank_linear,
     plain_low_rank_linear,
     projection_of,
 )
+from liger_models.layers.projections.low_rank_plan import Adapter, Projection
 from liger_models.layers.recompute.activation_memory import (
     carry_recipe,
     keep_recipes,

@@ -7,13 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from liger_models.layers.projections.low_rank import (
-    Adapter,
-    Projection,
-    _kept_elements,
-    low_rank_linear,
-    plain_low_rank_linear,
-)
+from liger_models.layers.projections.low_rank import low_rank_linear, plain_low_rank_linear
+from liger_models.layers.projections.low_rank_autograd import _kept_elements
+from liger_models.layers.projections.low_rank_plan import Adapter, Projection
 
 pytestmark = pytest.mark.gpu
 

@@ -1,0 +1,152 @@
+"""The activation memory level of each layer, as users choose it and as trainers switch checkpointing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from liger_models.layers.blocks import Block
+from liger_models.layers.memory import FittingLevels
+from liger_models.layers.recompute.activation_memory import RERUN, ActivationMemory, set_levels
+from liger_models.layers.recompute.offload import drop_unused_buffers
+
+
+class _Levels(NamedTuple):
+    """A choice of levels, and what chooses them again for a larger batch."""
+
+    layers: tuple[ActivationMemory, ...]
+    encoder: tuple[ActivationMemory, ...]
+    fit_levels: FittingLevels | None
+
+
+class ActivationLevels(nn.Module):
+    """A module with layers, and perhaps an encoder of images, whose activation memory can be chosen.
+
+    Attributes:
+        fit_levels: chooses the levels when a batch arrives; None unless "auto" was asked for.
+    """
+
+    layers: Sequence[Block]
+    vision: Any
+    fit_levels: FittingLevels | None = None
+    _before_checkpointing: _Levels | None = None  # while a trainer has it enabled
+    _disabled_levels: tuple[_Levels, ...] = ()  # for each time that a trainer has disabled it, until enabled
+
+    @property
+    def activation_memory(self) -> tuple[ActivationMemory, ...]:
+        """The level of each layer."""
+        return tuple(layer.activation_memory for layer in self.layers)
+
+    def set_activation_memory(
+        self,
+        levels: str | Sequence[str],
+        memory_budget: float | str | None = None,
+        optimizer_bytes: float | None = None,
+        say: Callable[[str], object] | None = None,
+    ) -> None:
+        """Choose what is kept for the backward pass: one level for all layers, or one a layer. One for all is
+        that of an encoder of images too; for others see its `set_activation_memory`.
+
+        "auto" chooses the levels that repeat the least work within a budget of memory, when a batch to train
+        on is there: see `FittingLevels` in layers/memory/, which tells of the other arguments.
+
+        Raises:
+            ValueError: an unknown level, the wrong number of them, or a budget that cannot be honoured.
+        """
+        self.fit_levels = None
+        if levels == "auto":
+            self.fit_levels = FittingLevels(memory_budget, optimizer_bytes, say)
+            levels = "lean"
+        elif memory_budget is not None:
+            raise ValueError(f"memory_budget is {memory_budget!r}, but only the level 'auto' has a budget")
+        if self.vision is not None and isinstance(levels, str):
+            self.vision.encoder.set_activation_memory(levels)
+        set_levels(self.layers, levels)
+        if "offload" not in self.activation_memory:
+            drop_unused_buffers()
+        self._before_checkpointing, self._disabled_levels = None, ()
+
+    def activation_checkpointing_enable(
+        self,
+        activation_checkpointing_kwargs: Mapping[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
+        """Recompute layers in the backward pass, as trainers switch it on: level `checkpoint`, or with
+        `offload` the level `offload`, for the first of every `every_n_layers` layers.
+
+        What `set_activation_memory` chose and recomputes already stays: a layer at `tiled` or `offload`, and
+        "auto". After `gradient_checkpointing_disable` the levels come back that it found, lists too: trainers
+        disable and enable around the pass of a reference model.
+
+        `use_reentrant` and `preserve_rng_state` may be anything: the results are those of a run without
+        checkpointing whatever they say.
+
+        Raises:
+            ValueError: another option, which would not be honoured.
+        """
+        given = set(activation_checkpointing_kwargs or {}) - {"use_reentrant", "preserve_rng_state"}
+        if given or every_n_layers < 1:
+            found = f"{sorted(given)}" if given else f"every_n_layers={every_n_layers}"
+            raise ValueError(
+                f"found {found}; of the options of checkpointing only use_reentrant, preserve_rng_state, "
+                "every_n_layers (1 or more) and offload are known"
+            )
+        if every_n_layers == 1 and not offload:
+            if self._disabled_levels:
+                *earlier, last = self._disabled_levels
+                self._disabled_levels = tuple(earlier)
+                return self._restore_levels(last)
+            if self.fit_levels is not None:
+                return
+        before = self._before_checkpointing or self._chosen_levels()
+
+        def some(levels: Sequence[ActivationMemory]) -> tuple[ActivationMemory, ...]:
+            return tuple(
+                level if i % every_n_layers else "offload" if offload else _recomputed(level)
+                for i, level in enumerate(levels)
+            )
+
+        self._restore_levels(_Levels(some(before.layers), some(before.encoder), None))
+        self._before_checkpointing, self._disabled_levels = before, ()
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        """The older name of `activation_checkpointing_enable`."""
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Back to what was chosen before checkpointing was enabled. Levels of layers that were recomputed by
+        choice stay.
+        """
+        if self.is_gradient_checkpointing:
+            self._disabled_levels += (self._chosen_levels(),)
+        if self._before_checkpointing is not None:
+            self._restore_levels(self._before_checkpointing)
+
+    def _chosen_levels(self) -> _Levels:
+        encoder = () if self.vision is None else self.vision.encoder.layers
+        of_encoder = tuple(layer.activation_memory for layer in encoder)
+        return _Levels(self.activation_memory, of_encoder, self.fit_levels)
+
+    def _restore_levels(self, chosen: _Levels) -> None:
+        set_levels(self.layers, chosen.layers)
+        if self.vision is not None:
+            self.vision.encoder.set_activation_memory(chosen.encoder)
+        self.fit_levels = chosen.fit_levels
+        if "offload" not in self.activation_memory:
+            drop_unused_buffers()
+
+    activation_checkpointing_disable = gradient_checkpointing_disable
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """Whether some layer runs again as a whole in the backward pass."""
+        return any(level in RERUN for level in self.activation_memory)
+
+
+def _recomputed(level: ActivationMemory) -> ActivationMemory:
+    return level if level in RERUN else "checkpoint"

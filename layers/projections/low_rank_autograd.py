@@ -1,0 +1,303 @@
+"""The forward and backward passes of `low_rank_linear`: low_rank.py has the formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from liger_models.layers.projections.linear import one_below_another
+from liger_models.layers.projections.low_rank_plan import Adapter, Path, Plan, Projection
+
+
+def run_low_rank(
+    x: Tensor, y: Tensor | None, projections: Sequence[Projection], dtype: torch.dtype, in_place: bool
+) -> Tensor:
+    outs: list[slice] = []
+    found: list[tuple[int, Adapter]] = []
+    for i, projection in enumerate(projections):
+        start = outs[-1].stop if outs else 0
+        rows = projection.adapters[0].b.shape[0] if projection.adapters else projection.weight.shape[0]
+        outs.append(slice(start, start + rows))
+        found += [(i, adapter) for adapter in projection.adapters]
+    found.sort(key=lambda path: path[1].dropout > 0)
+    paths: list[Path] = []
+    for layer, adapter in found:
+        first = paths[-1].rank.stop if paths else 0
+        rank = slice(first, first + adapter.a.shape[0])
+        paths.append(Path(layer, outs[layer], rank, float(adapter.scale), adapter.dropout))
+    plan = Plan(
+        dtype,
+        tuple(outs),
+        tuple(projection.dense for projection in projections),
+        torch.is_autocast_enabled(x.device.type),
+        tuple(paths),
+        sum(adapter.a.shape[0] for _, adapter in found if adapter.dropout == 0),
+        in_place,
+    )
+    tensors: list[Any] = [
+        *(projection.weight for projection in projections),
+        *(projection.bias for projection in projections),
+        *(adapter.a for _, adapter in found),
+        *(adapter.b for _, adapter in found),
+    ]
+    small = _cast(plan, tensors)
+    t = _Keep.apply(plan, small, x, *tensors)
+    return _Sum.apply(plan, small, t.grad_fn, x, t, y, *tensors)
+
+
+class _Keep(torch.autograd.Function):
+    """t, and all that backward needs.
+
+    Apart from `_Sum`, which is the rest and keeps nothing: a layer that runs again in the backward pass stops
+    at the last tensor that is kept, and so before the product of W.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, small: _Small, x: Tensor, *tensors: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            rows = _rows(x, plan.dtype)
+            t = rows.new_empty(len(rows), plan.rank)
+            if plan.shared:
+                scales = {path.scale for path in plan.paths if path.dropout == 0}
+                together = t[:, : plan.shared]
+                alpha = scales.pop() if len(scales) == 1 else 1.0
+                torch.addmm(together, rows, small.shared.T, beta=0, alpha=alpha, out=together)
+                for path in plan.paths if scales else ():
+                    if path.dropout == 0:
+                        t[:, path.rank].mul_(path.scale)
+            ctx.states = {}
+            for i, path in enumerate(plan.paths):
+                if path.dropout > 0:
+                    ctx.states[i] = _random_state(x.device)
+                    seen = _dropped(rows, _kept_elements(rows, path.dropout, None), path.dropout)
+                    own = t[:, path.rank]
+                    torch.addmm(own, seen, small.down[i].T, beta=0, alpha=path.scale, out=own)
+        ctx.save_for_backward(x, t, *tensors)
+        ctx.set_materialize_grads(False)
+        return t
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[None, ...]:
+        return (None,) * len(ctx.needs_input_grad)
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        plan: Plan,
+        small: _Small,
+        kept: Any,
+        x: Tensor,
+        t: Tensor,
+        y: Tensor | None,
+        *tensors: Tensor,
+    ) -> Tensor:
+        weights, biases, _, _ = plan.parts(tensors)
+        ctx.plan, ctx.kept = plan, kept
+        with torch.autocast(x.device.type, enabled=False):
+            if y is None:
+                out = _outputs(plan, _rows(x, plan.dtype), t, weights, biases, small.up)
+                return out.view(*x.shape[:-1], plan.width)
+            if plan.in_place:
+                ctx.mark_dirty(y)
+            out = y if plan.in_place else y.clone(memory_format=torch.contiguous_format)
+            for path, b in zip(plan.paths, small.up, strict=True):
+                out.view(-1, plan.width).addmm_(t[:, path.rank], b.T)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        plan: Plan = ctx.plan
+        x, t, *tensors = ctx.kept.saved_tensors
+        _, _, _, dx_needed, _, dy_needed, *needed = ctx.needs_input_grad
+        with torch.autocast(dy.device.type, enabled=False):
+            flat, small = dy.reshape(-1, plan.width), _cast(plan, tensors)
+            grads, u = _parameter_grads(ctx, small, x, t, flat, tensors, needed)
+            shape, dtype = x.shape, x.dtype
+            del x  # made again from a recipe, it need not be there beside dx
+            dx = _input_grad(ctx, small, flat, u, tensors).view(shape).to(dtype) if dx_needed else None
+        return None, None, None, dx, None, dy if dy_needed else None, *grads
+
+
+def _outputs(
+    plan: Plan, x: Tensor, t: Tensor, weights: list[Tensor], biases: list[Any], up: list[Tensor]
+) -> Tensor:
+    """[tokens, sum of out]. Biases and paths come first, and the product of W is added to them: it reads them
+    while it computes, and the other way round y would be read and written once more.
+    """
+    y = x.new_empty(len(x), plan.width)
+    begun = [False] * len(plan.outs)
+    for path, b in zip(plan.paths, up, strict=True):
+        part, columns, bias = y[:, path.out], t[:, path.rank], biases[path.layer]
+        if begun[path.layer]:
+            part.addmm_(columns, b.T)
+        elif bias is not None:
+            torch.addmm(bias.to(plan.dtype), columns, b.T, out=part)
+        else:
+            torch.mm(columns, b.T, out=part)
+        begun[path.layer] = True
+    matrix = _one_matrix(plan, weights)
+    for i, (out, bias) in enumerate(zip(plan.outs, biases, strict=True)):
+        if not begun[i] and (bias is not None or matrix is not None):
+            y[:, out] = 0 if bias is None else bias
+            begun[i] = True
+    if matrix is not None:
+        return y.addmm_(x, matrix.T)
+    for i, out in enumerate(plan.outs):
+        matrix = _matrix(plan, i, weights)
+        if begun[i]:
+            y[:, out].addmm_(x, matrix.T)
+        else:
+            torch.mm(x, matrix.T, out=y[:, out])
+    return y
+
+
+def _parameter_grads(
+    ctx: Any,
+    small: _Small,
+    x: Tensor,
+    t: Tensor,
+    dy: Tensor,
+    tensors: list[Tensor],
+    needed: list[bool],
+) -> tuple[list[Tensor | None], Tensor]:
+    """The gradients of the tensors that need one, and u = s dy B."""
+    plan: Plan = ctx.plan
+    weights, biases, down, up = plan.parts(tensors)
+    of_weights, of_biases, of_down, of_up = (list(part) for part in plan.parts(needed))  # type: ignore[arg-type]
+    rows = _rows(x, plan.dtype)
+    grads: list[Tensor | None] = [None] * len(tensors)
+    m, n = len(plan.outs), len(plan.paths)
+    for i, out in enumerate(plan.outs):
+        if of_weights[i]:
+            grads[i] = (dy[:, out].T @ rows).to(weights[i].dtype)
+        if of_biases[i]:
+            grads[m + i] = dy[:, out].sum(0).to(biases[i].dtype)
+    u = dy.new_empty(len(dy), plan.rank)
+    for i, path in enumerate(plan.paths):
+        dy_part, u_part = dy[:, path.out], u[:, path.rank]
+        torch.addmm(u_part, dy_part, small.up[i], beta=0, alpha=path.scale, out=u_part)
+        if of_up[i]:
+            grads[2 * m + n + i] = _outer(dy_part, t[:, path.rank]).to(up[i].dtype)
+    if any(of_down[i] for i, path in enumerate(plan.paths) if path.dropout == 0):
+        shared = _outer(u[:, : plan.shared], rows)
+        for i, path in enumerate(plan.paths):
+            if path.dropout == 0:
+                grads[2 * m + i] = shared[path.rank].to(down[i].dtype)
+    for i, state in ctx.kept.states.items():
+        path = plan.paths[i]
+        if of_down[i]:
+            seen = _dropped(rows, _kept_elements(rows, path.dropout, state), path.dropout)
+            grads[2 * m + i] = _outer(u[:, path.rank], seen).to(down[i].dtype)
+    return grads, u
+
+
+def _input_grad(ctx: Any, small: _Small, dy: Tensor, u: Tensor, tensors: list[Tensor]) -> Tensor:
+    """dx = u A + dy W, [tokens, in], in this order."""
+    plan: Plan = ctx.plan
+    weights = plan.parts(tensors)[0]
+    dx: Tensor | None = None
+    if plan.shared:
+        dx = u[:, : plan.shared] @ small.shared
+    for i, state in ctx.kept.states.items():
+        path = plan.paths[i]
+        through = u[:, path.rank] @ small.down[i]
+        through = _dropped(through, _kept_elements(through, path.dropout, state), path.dropout)
+        dx = through if dx is None else dx.add_(through)
+    if weights[0] is None:
+        assert dx is not None
+        return dx
+    matrix = _one_matrix(plan, weights)
+    products = (
+        [(dy, matrix)]
+        if matrix is not None
+        else [(dy[:, out], _matrix(plan, i, weights)) for i, out in enumerate(plan.outs)]
+    )
+    for gradient, matrix in products:
+        dx = gradient @ matrix if dx is None else dx.addmm_(gradient, matrix)
+    assert dx is not None
+    return dx
+
+
+def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).to(dtype)
+
+
+class _Small(NamedTuple):
+    """The matrices of the paths in the dtype of the product, and the A's of those without dropout as one."""
+
+    down: list[Tensor]
+    up: list[Tensor]
+    shared: Tensor
+
+
+def _cast(plan: Plan, tensors: Sequence[Tensor]) -> _Small:
+    """All of them with one launch: there are many, and they are short."""
+    _, _, trained_down, trained_up = plan.parts(tensors)
+    down, up = [a.detach() for a in trained_down], [b.detach() for b in trained_up]
+    if any(matrix.dtype != plan.dtype for matrix in (*down, *up)):
+        sizes = [matrix.numel() for matrix in (*down, *up)]
+        room = torch.empty(sum(sizes), dtype=plan.dtype, device=down[0].device)
+        own = [part.view_as(p) for part, p in zip(room.split(sizes), (*down, *up), strict=True)]
+        torch._foreach_copy_(own, [*down, *up])
+        down, up = own[: len(down)], own[len(down) :]
+    shared = [a for a, path in zip(down, plan.paths, strict=True) if path.dropout == 0]
+    if not shared:
+        return _Small(down, up, torch.empty(0))
+    together = one_below_another(shared)
+    return _Small(down, up, torch.cat(shared) if together is None else together)
+
+
+def _matrix(plan: Plan, i: int, weights: list[Tensor]) -> Tensor:
+    """The weight of one layer, in the dtype of the product where autocast or its own form asks for it."""
+    dense = plan.dense[i]
+    if dense is not None:
+        return dense(weights[i]).to(plan.dtype)
+    return weights[i].to(plan.dtype) if plan.autocast else weights[i]
+
+
+def _one_matrix(plan: Plan, weights: list[Tensor]) -> Tensor | None:
+    """The weights as one matrix, if they lie below one another."""
+    if plan.autocast or any(plan.dense) or weights[0] is None:
+        return None
+    return one_below_another([weight.detach() for weight in weights])
+
+
+def _outer(left: Tensor, right: Tensor) -> Tensor:
+    """left^T right, summed and returned in float32 at the least."""
+    wide = torch.promote_types(left.dtype, torch.float32)
+    if left.dtype == wide:
+        return left.T @ right
+    if left.is_cuda:
+        return torch.mm(left.T, right, out_dtype=wide)
+    return left.T.to(wide) @ right.to(wide)
+
+
+# Dropout keeps a random state rather than a mask, which would take half as much room as x.
+
+
+def _random_state(device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    return torch.get_device_module(device).get_rng_state(device)
+
+
+def _kept_elements(like: Tensor, dropout: float, state: Tensor | None) -> Tensor:
+    """Which elements stay, drawn from the device's random numbers, or again from where these stood."""
+    generator = None
+    if state is not None:
+        generator = torch.Generator(like.device)
+        generator.set_state(state)
+    # Into fresh memory, always of one layout: which number an element gets depends on it.
+    mask = torch.empty(like.shape, dtype=torch.bool, device=like.device)
+    return mask.bernoulli_(1 - dropout, generator=generator)
+
+
+def _dropped(x: Tensor, kept: Tensor, dropout: float) -> Tensor:
+    return (x * kept).mul_(1 / (1 - dropout) if dropout < 1 else 0.0)

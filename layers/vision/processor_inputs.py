@@ -1,0 +1,334 @@
+"""From the outputs of a processor to `Pictures`.
+
+Outputs differ between families: `VisionSpec.pictures` names their form, and `READERS` has a reader for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_models.convert.errors import DataError
+from liger_models.layers.specs import (
+    AnyresPictures,
+    AxesTable,
+    CubicTable,
+    GridPictures,
+    PaddedPictures,
+    PlacedPictures,
+    SquarePictures,
+    VisionSpec,
+)
+from liger_models.layers.vision.anyres import Taps, best_resolution, of_tiles, of_video, of_whole
+from liger_models.layers.vision.patch_order import Grid, cut_image, places_in_picture
+from liger_models.layers.vision.pictures import Pictures, TiledPictures
+
+_ROUNDED = (torch.bfloat16, torch.float16)  # which do not hold the seconds of videos
+
+
+def take_pictures(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
+    """The pictures among a call's keywords, which are taken out of it; None if there are none.
+
+    Raises:
+        DataError: something is missing; shapes, dtypes or counts that do not fit.
+    """
+    return READERS[type(spec.pictures)](spec, merge, keywords)
+
+
+def seconds_as_numbers(keywords: dict[str, Any]) -> dict[str, Any]:
+    """A call's keywords, with seconds of videos as numbers. Mixed precision of FSDP2 rounds every floating
+    point tensor among the arguments of a module that it divides, and seconds in bfloat16 would give videos
+    other positions.
+    """
+    seconds = keywords.get("second_per_grid_ts")
+    if isinstance(seconds, Tensor) and seconds.dtype not in _ROUNDED:
+        return keywords | {"second_per_grid_ts": seconds.tolist()}
+    return keywords
+
+
+def _grids(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
+    timed = spec.positions is not None and spec.positions.tokens_per_second is not None
+    names = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+    given = _taken(keywords, *names, *(["second_per_grid_ts"] if timed else []))  # elsewhere of no effect
+    images, image_grids = _of_kind(spec, merge, given, "pixel_values", "image_grid_thw")
+    videos, video_grids = _of_kind(spec, merge, given, "pixel_values_videos", "video_grid_thw")
+    seconds = _seconds(given.get("second_per_grid_ts"), len(video_grids))
+    patches = [values for values in (images, videos) if values is not None]
+    if not patches:
+        return None
+    return Pictures(torch.cat(patches), image_grids + video_grids, len(image_grids), seconds)
+
+
+def _of_kind(
+    spec: VisionSpec, merge: int, given: Mapping[str, Any], pixels: str, grids: str
+) -> tuple[Tensor | None, list[Grid]]:
+    if not _together(given, pixels, grids):
+        return None, []
+    values, table = given[pixels], torch.as_tensor(given[grids])
+    if table.dim() != 2 or table.shape[1] != 3 or table.is_floating_point():
+        raise DataError(
+            f"{grids} must be integers [pictures, 3], their patches in time, height and width; found "
+            f"{table.dtype} of shape {tuple(table.shape)}"
+        )
+    shapes: list[Grid] = [(t, h, w) for t, h, w in table.tolist()]
+    for i, (t, h, w) in enumerate(shapes):
+        if min(t, h, w) < 1 or h % merge or w % merge:
+            raise DataError(
+                f"{grids}[{i}] is {(t, h, w)}; expected numbers above 0, height and width multiples of "
+                f"{merge}, since so many patches side by side make one token"
+            )
+    total, width = sum(t * h * w for t, h, w in shapes), spec.patches.width
+    if tuple(values.shape) != (total, width) or not values.is_floating_point():
+        raise DataError(
+            f"{pixels} must be floating point of shape [{total}, {width}], by {grids} and the model's "
+            f"patches; found {values.dtype} of shape {tuple(values.shape)}"
+        )
+    return values, shapes
+
+
+def _seconds(given: Any, videos: int) -> list[float] | None:
+    if given is None:
+        return None
+    if isinstance(given, Tensor) and given.dtype in _ROUNDED:
+        raise DataError(
+            f"second_per_grid_ts came as {given.dtype}, in which the videos' positions would be others; give "
+            "a list (mixed precision casts floating point tensors)"
+        )
+    seconds = given.tolist() if isinstance(given, Tensor) else list(given)
+    if len(seconds) != videos:
+        raise DataError(f"second_per_grid_ts has {len(seconds)} values for {videos} videos; expected as many")
+    return seconds
+
+
+def _padded(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
+    given = _taken(keywords, "pixel_values", "image_sizes")
+    if not _together(given, "pixel_values", "image_sizes"):
+        return None
+    values, sizes = given["pixel_values"], torch.as_tensor(given["image_sizes"])
+    size, channels = spec.patches.size, spec.patches.channels
+    if values.dim() != 4 or values.shape[1] != channels or not values.is_floating_point():
+        raise DataError(
+            f"pixel_values must be floating point of shape [images, {channels}, height, width]; found "
+            f"{values.dtype} of shape {tuple(values.shape)}"
+        )
+    if tuple(sizes.shape) != (len(values), 2) or sizes.is_floating_point():
+        raise DataError(
+            f"image_sizes must be integers [{len(values)}, 2], the height and the width of each image in "
+            f"pixels; found {sizes.dtype} of shape {tuple(sizes.shape)}"
+        )
+    patches, grids = [], []
+    for i, (image, (height, width)) in enumerate(zip(values, sizes.tolist(), strict=True)):
+        if min(height, width) < size * merge or height > image.shape[1] or width > image.shape[2]:
+            raise DataError(
+                f"image_sizes[{i}] is {(height, width)}; expected at least {size * merge} pixels on either "
+                f"side, which make a token, and at most the {tuple(image.shape[1:])} of pixel_values"
+            )
+        grid = (1, height // size, width // size)
+        patches.append(cut_image(image, grid, merge, size))
+        grids.append(grid)
+    return Pictures(torch.cat(patches), grids, len(grids))
+
+
+def _placed(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
+    names = "pixel_values", "image_position_ids"
+    of_videos = "pixel_values_videos", "video_position_ids", "num_frames_per_video"
+    given = _taken(keywords, *names, *of_videos)
+    parts = [
+        _placed_of_kind(spec, merge, given[kind[0]], torch.as_tensor(given[kind[1]]), *kind[:2])
+        for kind in (names, of_videos)
+        if _together(given, *kind)
+    ]
+    if not parts:
+        return None
+    steps = len(parts[-1][1])
+    counts = given.get("num_frames_per_video")
+    if counts is not None and int(torch.as_tensor(counts).sum()) != steps:
+        raise DataError(f"num_frames_per_video is {counts}, of {steps} steps together; expected their number")
+    grids = [grid for _, own in parts for grid in own]
+    images = len(grids) - (0 if counts is None else steps)
+    return Pictures(torch.cat([patches for patches, _ in parts]), grids, images)
+
+
+def _placed_of_kind(
+    spec: VisionSpec, merge: int, values: Tensor, places: Tensor, pixels: str, ids: str
+) -> tuple[Tensor, list[Grid]]:
+    if values.dim() != 3 or values.shape[2] != spec.patches.width or not values.is_floating_point():
+        raise DataError(
+            f"{pixels} must be floating point of shape [pictures, patches, {spec.patches.width}]; found "
+            f"{values.dtype} of shape {tuple(values.shape)}"
+        )
+    if tuple(places.shape) != (*values.shape[:2], 2) or places.is_floating_point():
+        raise DataError(
+            f"{ids} must be integers of shape {(*values.shape[:2], 2)}, by {pixels}; found {places.dtype} of "
+            f"shape {tuple(places.shape)}"
+        )
+    places = places.cpu()
+    patches, grids = [], []
+    assert isinstance(spec.position_table, AxesTable)
+    for i, (picture, own) in enumerate(zip(values, places, strict=True)):
+        w, h = (own.amax(0) + 1).tolist()
+        row, column = places_in_picture(1, h, w, 1) if min(h, w) > 0 else own.new_zeros(2, 0)
+        filled = torch.full_like(own, -1)
+        filled[: h * w] = torch.stack([column, row], 1)[: len(own)]
+        if min(h, w) < 1 or h % merge or w % merge or not torch.equal(filled, own):
+            raise DataError(
+                f"{ids}[{i}] must name the patches of {h} rows and {w} columns, row by row, and -1 behind "
+                f"them, rows and columns multiples of {merge}; it does not"
+            )
+        if max(h, w) > spec.position_table.size:
+            raise DataError(
+                f"{ids}[{i}] has {h} rows and {w} columns; the model has positions for "
+                f"{spec.position_table.size}"
+            )
+        row, column = places_in_picture(1, h, w, merge).to(values.device, non_blocking=True)
+        patches.append(picture[row * w + column])
+        grids.append((1, h, w))
+    size, channels = spec.patches.size, spec.patches.channels
+    rows = torch.cat(patches).unflatten(1, (size, size, channels)).permute(0, 3, 1, 2).flatten(1)
+    return 2 * (rows - 0.5), grids
+
+
+def _squares(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
+    given = _taken(keywords, "pixel_values")
+    if not given:
+        return None
+    values = given["pixel_values"]
+    size = _side_of_squares(spec, merge, values)
+    expected = spec.patches.channels, size, size
+    if values.dim() != 4 or tuple(values.shape[1:]) != expected or not values.is_floating_point():
+        raise DataError(
+            f"pixel_values must be floating point of shape [images, {', '.join(map(str, expected))}], to "
+            f"which the model's processor resizes every image; found {values.dtype} of shape "
+            f"{tuple(values.shape)}"
+        )
+    side = size // spec.patches.size
+    patches = [cut_image(image, (1, side, side), merge, spec.patches.size) for image in values]
+    if not patches:
+        return None
+    grids = [(1, side, side)] * len(values)
+    return Pictures(torch.cat(patches), grids, len(values), beside=int(spec.class_feature))
+
+
+def _side_of_squares(spec: VisionSpec, merge: int, values: Tensor) -> int:
+    """In pixels: that which positions are made for; or where these are stretched that which is there, if its
+    patches make whole blocks.
+    """
+    assert isinstance(spec.pictures, SquarePictures)
+    if isinstance(spec.position_table, CubicTable) and values.dim() == 4:
+        patches = values.shape[-1] // spec.patches.size
+        if patches and patches % merge == 0:
+            return values.shape[-1]
+    return spec.pictures.size
+
+
+def _anyres(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
+    images_alone = "pixel_values", "image_sizes", "batch_num_images"
+    given = _taken(keywords, *images_alone, "pixel_values_videos", "num_frames_per_video")
+    side = _anyres_side(spec)
+    tiles, taps = _tiles_of_images(spec, given)
+    images = len(tiles)
+    if "pixel_values_videos" in given:
+        tiles += _frames_of_videos(spec, given["pixel_values_videos"], given.get("num_frames_per_video"))
+        taps += [of_video(side, len(video)) for video in tiles[images:]]
+    if not tiles:
+        return None
+    patches = [cut_image(tile, (1, side, side), merge, spec.patches.size) for tile in torch.cat(tiles)]
+    return TiledPictures(torch.cat(patches), side, taps, [len(tile) for tile in tiles], images)
+
+
+def _frames_of_videos(spec: VisionSpec, values: Tensor, counts: Any) -> list[Tensor]:
+    """The frames of each video, [frames, channels, size, size]: of videos of one length, or of several by
+    `counts`.
+    """
+    if counts is None:
+        _check_tiles("pixel_values_videos", "frames", values, spec)
+        return list(values)
+    _check_tiles("pixel_values_videos", "1", values[:, None], spec)
+    lengths = torch.as_tensor(counts).flatten().tolist()
+    if sum(lengths) != len(values):
+        raise DataError(
+            f"num_frames_per_video is {lengths}, {sum(lengths)} frames together; found {len(values)}"
+        )
+    return list(values.split(lengths))
+
+
+def _anyres_side(spec: VisionSpec) -> int:
+    assert isinstance(spec.pictures, AnyresPictures)
+    return spec.pictures.size // spec.patches.size
+
+
+def _tiles_of_images(spec: VisionSpec, given: Mapping[str, Any]) -> tuple[list[Tensor], list[Taps]]:
+    """Of each image its tiles, [tiles, channels, size, size], and what makes its tokens."""
+    assert isinstance(spec.pictures, AnyresPictures)
+    if not _together(given, "pixel_values", "image_sizes"):
+        if "batch_num_images" in given:
+            raise DataError("got batch_num_images without pixel_values: give all, as the processor does")
+        return [], []
+    values, sizes = given["pixel_values"], torch.as_tensor(given["image_sizes"])
+    _check_tiles("pixel_values", "tiles", values, spec)
+    if tuple(sizes.shape) != (len(values), 2) or sizes.is_floating_point() or bool((sizes < 1).any()):
+        raise DataError(
+            f"image_sizes must be integers above 0 [{len(values)}, 2], the height and the width of each "
+            f"image in pixels; found {sizes.dtype} of shape {tuple(sizes.shape)}"
+        )
+    alone = _alone(given.get("batch_num_images"), len(values))
+    tiles, taps, size, side = [], [], spec.pictures.size, _anyres_side(spec)
+    for i, (image, (height, width), tiled) in enumerate(zip(values, sizes.tolist(), alone, strict=True)):
+        h, w = best_resolution(height, width, spec.pictures.resolutions)
+        count = 1 + h // size * (w // size) if tiled else 1
+        if len(image) < count:
+            raise DataError(
+                f"pixel_values[{i}] has {len(image)} tiles; an image of {(height, width)} pixels has {count} "
+                "by the model's resolutions"
+            )
+        tiles.append(image[:count])
+        many = spec.pictures.most
+        taps.append(of_tiles(side, h // size, w // size, height, width, many) if tiled else of_whole(side))
+    return tiles, taps
+
+
+def _check_tiles(name: str, many: str, values: Tensor, spec: VisionSpec) -> None:
+    assert isinstance(spec.pictures, AnyresPictures)
+    expected = spec.patches.channels, spec.pictures.size, spec.pictures.size
+    if values.dim() != 5 or tuple(values.shape[2:]) != expected or not values.is_floating_point():
+        raise DataError(
+            f"{name} must be floating point of shape [pictures, {many}, {', '.join(map(str, expected))}]; "
+            f"found {values.dtype} of shape {tuple(values.shape)}"
+        )
+
+
+def _alone(given: Any, images: int) -> list[bool]:
+    """Whether each image is the only one of its row."""
+    if given is None:
+        return [True] * images
+    counts = torch.as_tensor(given).flatten().tolist()
+    if sum(counts) != images:
+        raise DataError(f"batch_num_images is {counts}, {sum(counts)} images together; found {images}")
+    return [count == 1 for count in counts for _ in range(count)]
+
+
+def _taken(keywords: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Those that are there, which are taken out."""
+    return {name: value for name in names if (value := keywords.pop(name, None)) is not None}
+
+
+def _together(given: Mapping[str, Any], *names: str) -> bool:
+    """Whether they are given, all of them or none."""
+    there, missing = [n for n in names if n in given], [n for n in names if n not in given]
+    if there and missing:
+        raise DataError(
+            f"got {' and '.join(there)} without {' and '.join(missing)}: give all, as the processor does"
+        )
+    return bool(there)
+
+
+READERS: dict[type, Callable[[VisionSpec, int, dict[str, Any]], Pictures | None]] = {
+    GridPictures: _grids,
+    PaddedPictures: _padded,
+    SquarePictures: _squares,
+    PlacedPictures: _placed,
+    AnyresPictures: _anyres,
+}

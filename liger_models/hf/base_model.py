@@ -1,0 +1,364 @@
+"""Our decoder as a base model of transformers, with its caches and outputs.
+
+    LigerModel: ids [batch, seq] -> BaseModelOutputWithPast, hidden states [batch, seq, H]
+
+The computation is that of `layers.Decoder`, as in the native model; this file has what transformers and the
+libraries around it ask of a base model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    MoeModelOutputWithPast,
+)
+from transformers.utils.generic import can_return_tuple
+
+from liger_models.architectures import Architecture
+from liger_models.convert.checkpoints.layout import Layout, canonical_forms
+from liger_models.convert.checkpoints.weight_map import Expr, Ref
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.errors import DataError
+from liger_models.hf.cache import TransformersCache, UnfilledCache
+from liger_models.hf.checkpoints.module_names import LanguageModel, give_names, hide_matrices
+from liger_models.hf.checkpoints.unread import carry_unread, own_layout, own_skeleton
+from liger_models.hf.pretrained import LigerPreTrainedModel
+from liger_models.kernels import load_balancing_loss
+from liger_models.layers.model.call_checks import (
+    CallChecks,
+    batch_shape,
+    refuse_float16_training,
+    refuse_unknown,
+)
+from liger_models.layers.model.decoder import Decoder
+from liger_models.layers.sequences.agreement import exchange_device, groups_of_step, refusing_together
+from liger_models.layers.sequences.sequences import Sequences, split_axes
+from liger_models.layers.specs import ModelSpec, MoESpec
+
+
+class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
+    """Embeddings, blocks and a final norm.
+
+    Args:
+        config: transformers' config of the family.
+        ignore_config_keys: unknown keys of it that are known not to matter. `from_pretrained` and
+            `from_config` of the Auto classes hand them on.
+    """
+
+    forms: dict[str, Expr]  # by the names in the native model
+    names: dict[str, str]  # from those to the names that tensors have here
+    ambiguous: set[str]
+    own_layout: Layout  # that of the modules of transformers' own model, and of ours
+    # Tensors that are carried along, by their names here: as transformers' own has them.
+    unread: dict[str, Ref]
+    initializers: dict[type, Callable[[nn.Module], None]]  # of their modules, by type
+
+    def __init__(self, config: Any, ignore_config_keys: Collection[str] = ()):
+        super().__init__(config)
+        self.make_decoder(
+            spec_of(self.architecture, config, ignore_config_keys),
+            "eager" if config._attn_implementation == "eager" else "auto",
+        )
+        Decoder.set_activation_memory(self, "lean")
+        self.note_forms()
+        self.layouts = self.architecture.layouts
+        self.names, self.unread = {name: name for name in self.forms}, {}
+        self.initializers = {}
+        theirs = own_skeleton(self.architecture, config) if self.vision is not None else None
+        self.own_layout = own_layout(self, theirs)
+        self.names, self.ambiguous = give_names(self, self.weight_map(self.own_layout))
+        hide_matrices(self, self.weight_map(self.own_layout))
+        LanguageModel.within(self)
+        if theirs is not None:
+            carry_unread(self, theirs)
+        if self.projections == "split":
+            self.split_projections()
+        self._begin()
+
+    def get_decoder(self) -> Any:
+        """The language model: all of this one if it does not see, or if another module has the name of the
+        language model (Gemma 4).
+        """
+        found = self._modules.get("language_model")
+        return found if isinstance(found, LanguageModel) else self
+
+    def note_forms(self) -> None:
+        """Remember what the tensors are before adapters and the like come between."""
+        forms = canonical_forms(self) if not hasattr(self, "forms") else self.forms
+        embedding = "embed_tokens.weight"
+        self.forms = {**forms, embedding: Ref(embedding, (self.spec.num_ids, self.spec.hidden_size))}
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        **others: Any,
+    ) -> BaseModelOutputWithPast | MoeModelOutputWithPast:
+        """Hidden states behind the final norm, [batch, seq, H], zero at padding.
+
+        Args:
+            input_ids: [batch, seq]; or `inputs_embeds` [batch, seq, H] in their place, or beside them where
+                layers have inputs of their own, by id.
+            attention_mask: [batch, all tokens so far], 0 at padding.
+            position_ids: [batch, seq]. Where they start anew, without an attention mask and a cache, a
+                document begins, which neither sees nor is seen by the one before. Of a model whose positions
+                have three axes also [3, batch, seq], or [4, batch, seq] with these in front.
+            past_key_values: any cache of transformers.
+            use_cache: fill a cache. Default: the config's `use_cache`, unless a row holds several documents.
+                A step of training then fills none, and returns an `UnfilledCache`: see `new_cache`.
+            output_hidden_states: also the input of each layer and the last output, [batch, seq, H] each, from
+                which the output is computed: `retain_grad` works on them.
+            output_attentions: not supported.
+            others: `pixel_values` and what else the processor of a family that sees gives beside ids;
+                `cu_seq_lens_q`, or `cu_seqlens`, [n + 1], the bounds of packed documents, and `parents` [n],
+                which others these continue (layers/sequences/tree.py); `output_router_logits`, by default the
+                config's: also the routers' logits of each layer of experts, [batch * seq, E], zero at
+                padding; `logits_to_keep`, the head's business; keywords that ask for nothing.
+
+        Raises:
+            DataError: shapes that do not fit, ids outside the vocabulary, positions beyond the rotary tables.
+            ValueError: attention weights are asked for, router logits of a model without experts, or a cache
+                in training under gradient checkpointing.
+            TypeError: a keyword that asks for what is not there, or training with hidden states in float16.
+        """
+        text = self.config.get_text_config()
+        if text.output_attentions if output_attentions is None else output_attentions:
+            raise ValueError(
+                "output_attentions=True: attention weights are never made here; take transformers' own model"
+            )
+        with_routers = self.wants_router_logits(others.pop("output_router_logits", None))
+        others.pop("logits_to_keep", None)  # as TRL's distillation gives it to the base model, too
+        sequences, checks = others.pop("sequences", None), others.pop("checks", None)
+        groups = groups_of_step(self) if checks is None else checks.groups
+        device = exchange_device(self.embed_tokens)
+        with refusing_together(groups, device):
+            if sequences is None:
+                width = self.spec.hidden_size
+                shape, _ = batch_shape(input_ids, inputs_embeds, width, ids_needed=self.needs_ids)
+                sequences, past_key_values = self.begin(
+                    shape, attention_mask, position_ids, past_key_values, use_cache, others
+                )
+            sight = self._sight(sequences, others)
+            _refuse_others(others)
+            ids = input_ids if self.needs_ids or sight is not None else None
+            self.prepare_call(sequences, ids, sight)
+        sequences.router_logits.asked_for = with_routers
+        if checks is None:
+            checks = CallChecks(input_ids, None, self.spec.num_ids, groups=groups, device=device)
+        self.begin_checks(checks, sight)
+        if inputs_embeds is None:
+            assert input_ids is not None
+            # With its batch and padding, as hooks on the embedding (NEFTune) expect it.
+            inputs_embeds = self.embed_tokens(input_ids.clamp(0, self.spec.num_ids - 1))
+        refuse_float16_training(self, inputs_embeds)
+        if output_hidden_states is None:
+            output_hidden_states = text.output_hidden_states
+        inner: list[Tensor] | None = [] if output_hidden_states else None
+        last = sequences.unpack(self.run_layers(sequences, ids, inputs_embeds, inner, sight))
+        checks.finish()
+        if isinstance(sequences.cache, TransformersCache):
+            sequences.cache.keep()
+        output: dict[str, Any] = {
+            "last_hidden_state": last,
+            "past_key_values": past_key_values,
+            "hidden_states": None if inner is None else (*inner, last),
+        }
+        routers = sequences.router_logits.take()
+        if not with_routers:
+            return BaseModelOutputWithPast(**output)
+        # As theirs: not divided into rows.
+        padded = tuple(sequences.unpack(logits).flatten(0, 1) for logits in routers)
+        return MoeModelOutputWithPast(**output, router_logits=padded)
+
+    def _sight(self, sequences: Sequences, others: dict[str, Any]) -> Any:
+        """What a call shows the model, taken out of its keywords.
+
+        Raises:
+            DataError: something is missing or does not fit, or the cache holds tokens already.
+        """
+        sight = None if self.vision is None else self.vision.take(others)
+        view = sequences.cache
+        if sight is None or not (isinstance(view, TransformersCache) and view.seen):
+            return sight
+        if sight.pictures is not None:
+            raise DataError(
+                f"got images beside a cache that holds {view.seen} tokens a row: give the whole "
+                "conversation, with all of its images, and a new cache"
+            )
+        return None  # generated tokens are text
+
+    def wants_router_logits(self, asked: bool | None) -> bool:
+        """What a call asks for, or else the config as it is now: TRL switches it when a trainer is made."""
+        if asked is None:
+            asked = getattr(self.config.get_text_config(), "output_router_logits", False)
+        if asked and self._experts() is None:
+            raise ValueError(f"output_router_logits={asked}: no layer of this model has experts")
+        return bool(asked)
+
+    def router_loss(self, logits: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """(the load balancing loss, what the routers add to the model's loss), from the logits [T, E] of each
+        layer of experts and the coefficient that the config has now.
+        """
+        experts = self._experts()
+        assert experts is not None
+        balance = load_balancing_loss(logits, experts.experts_per_token)
+        return balance, getattr(self.config.get_text_config(), "router_aux_loss_coef", 0.0) * balance
+
+    def _experts(self) -> MoESpec | None:
+        return next((block.mlp for block in self.spec.blocks if isinstance(block.mlp, MoESpec)), None)
+
+    def begin(
+        self,
+        shape: tuple[int, int],
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        past_key_values: Cache | None,
+        use_cache: bool | None,
+        others: dict[str, Any],
+        with_labels: bool = False,
+    ) -> tuple[Sequences, Cache | None]:
+        """The documents of a call, with the view of its cache, and the cache that the call returns."""
+        if past_key_values is None:
+            new = self.new_cache(shape, attention_mask, position_ids, use_cache, others, with_labels)
+            past_key_values, filled = new, None if isinstance(new, UnfilledCache) else new
+        else:
+            filled = past_key_values
+        return self.sequences(shape, attention_mask, position_ids, filled, others), past_key_values
+
+    def sequences(
+        self,
+        shape: tuple[int, int],
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        past_key_values: Cache | None,
+        others: dict[str, Any],
+    ) -> Sequences:
+        """The documents of a call, and the view of its cache."""
+        device = exchange_device(self.embed_tokens)
+        if attention_mask is not None and attention_mask.dim() != 2:
+            raise ValueError(
+                f"attention_mask must be [batch, seq], 0 at padding; found the shape "
+                f"{tuple(attention_mask.shape)}. Packed documents are told by position_ids or cu_seq_lens_q."
+            )
+        if past_key_values is None:
+            bounds, parents = others.pop("cu_seq_lens_q", None), others.pop("parents", None)
+            bounds = others.pop("cu_seqlens", None) if bounds is None else bounds
+            if bounds is not None or position_ids is not None:
+                for name in ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"):
+                    others.pop(name, None)  # the same documents in other words
+            return Sequences.from_call(shape, device, attention_mask, position_ids, bounds, parents)
+        seen = int(past_key_values.get_seq_length())
+        if torch.is_grad_enabled() and self.training and self.is_gradient_checkpointing:
+            raise ValueError(
+                "gradient checkpointing cannot recompute layers that fill a cache: disable checkpointing, or "
+                "leave out use_cache and past_key_values"
+            )
+        if seen == 0 and self._are_documents(shape, attention_mask, position_ids):
+            raise DataError(_NO_CACHE)
+        if attention_mask is not None and (
+            len(attention_mask) != shape[0] or attention_mask.shape[1] < seen + shape[1]
+        ):
+            raise DataError(
+                f"attention_mask must be of all tokens so far, [{shape[0]}, {seen + shape[1]}], those in the "
+                f"cache too; found {list(attention_mask.shape)}"
+            )
+        if attention_mask is not None and bool((attention_mask != 0).all()):
+            attention_mask = None
+        if attention_mask is not None and seen == 0:
+            sequences = Sequences.from_call(shape, device, attention_mask[:, : shape[1]], position_ids)
+        else:
+            given, axes = (None, None) if position_ids is None else split_axes(position_ids.to(device), shape)
+            positions = given
+            if positions is None:
+                positions = torch.arange(seen, seen + shape[1], device=device).repeat(shape[0])
+            sequences = Sequences(shape, positions, int(positions.max()) + 1, shape[1])
+            sequences.take_positions(position_ids is not None, axes)
+        sequences.cache = view = TransformersCache(past_key_values, sequences, attention_mask)
+        if view.shift is not None and not sequences.positions_given:
+            # Of images, which take fewer positions than tokens.
+            sequences.position_ids = (
+                torch.arange(seen, view.longest, device=device) + view.shift[:, None]
+            ).flatten()
+            sequences.longest_position = view.longest + view.ahead
+        return sequences
+
+    def new_cache(
+        self,
+        shape: tuple[int, int],
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        use_cache: bool | None,
+        others: dict[str, Any],
+        with_labels: bool = False,
+    ) -> Cache | None:
+        """The cache that a first call fills.
+
+        None for packed documents, since later tokens would attend to all of them. Where only the config asks
+        for a cache, a step of training fills none either, because the keys and values would outlive the step:
+        if gradients are enabled and at least two hold of training mode, labels and gradient checkpointing.
+        Using the `UnfilledCache` that it returns is an error.
+
+        Raises:
+            DataError: `use_cache` is true, and a row holds several documents.
+        """
+        wanted = use_cache
+        if wanted is None:
+            wanted = bool(self.config.get_text_config().use_cache)
+        if not wanted:
+            return None
+        packed = any(others.get(name) is not None for name in ("cu_seq_lens_q", "cu_seqlens", "parents"))
+        if packed or self._are_documents(shape, attention_mask, position_ids):
+            if use_cache:
+                raise DataError(_NO_CACHE)
+            return None
+        signs = self.training, with_labels, self.is_gradient_checkpointing
+        if use_cache is None and torch.is_grad_enabled() and sum(signs) > 1:
+            return UnfilledCache()
+        return DynamicCache(config=self.config)
+
+    def _are_documents(
+        self, shape: tuple[int, int], attention_mask: Tensor | None, position_ids: Tensor | None
+    ) -> bool:
+        """Whether position ids say that a row holds several."""
+        if attention_mask is not None or position_ids is None:
+            return False
+        device = exchange_device(self.embed_tokens)
+        return Sequences.from_call(shape, device, None, position_ids).cu_seqlens is not None
+
+
+_NO_CACHE = (
+    "position_ids or cu_seqlens say that a row holds several documents, and what follows in a cache would "
+    "see all of them: leave past_key_values out, and use_cache too. If they are one document with positions "
+    "that jump, give an attention_mask of ones."
+)
+
+
+def spec_of(architecture: Architecture, config: Any, ignore_config_keys: Collection[str] = ()) -> ModelSpec:
+    """The spec of one of transformers' configs.
+
+    Raises:
+        ConfigError: it asks for what the family does not have.
+    """
+    raw = {key: value for key, value in config.to_dict().items() if key != "quantization_config"}
+    read = HFConfig.load(raw, ignore_config_keys=tuple(ignore_config_keys))
+    read.complete = True
+    return architecture.spec(read)
+
+
+def _refuse_others(others: dict[str, Any]) -> None:
+    """What transformers' models take beside what is above, and we do not."""
+    others.pop("return_dict", None)
+    refuse_unknown(others)
