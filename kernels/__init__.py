@@ -1,4 +1,4 @@
-"""Triton operations, each beside its plain PyTorch twin."""
+"""Triton operations, each with its plain PyTorch twin."""
 
 from liger_models.kernels.activations.gated import ClampedSwiGLU, clamped_swiglu, geglu, relu2, swiglu
 from liger_models.kernels.activations.softmax import softmax

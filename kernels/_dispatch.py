@@ -1,12 +1,12 @@
-"""Which of an operation's two forms runs: its Triton kernel, or its plain PyTorch twin.
+"""Choose between an operation's two forms: its Triton kernel or its plain PyTorch twin.
 
-Triton takes float16, bfloat16 and float32 tensors on a GPU. Everything else goes to the plain twin: a CPU,
-float64, a machine without Triton, tensor subclasses (DTensor, FakeTensor), and code under torch.compile,
-where Inductor fuses the twin with its neighbours. Tests on a CPU run the kernels in Triton's interpreter:
-see `interpret`.
+Triton takes float16, bfloat16 and float32 tensors on a GPU. Everything else goes to the plain twin: CPU
+tensors, float64, machines without Triton, tensor subclasses (DTensor, FakeTensor), and code under
+torch.compile, where Inductor fuses the twin with its neighbours. Tests on a CPU run the kernels in Triton's
+interpreter: see `interpret`.
 
-A kernel file takes `jit`, `tl` and `triton` from here and begins with `from __future__ import annotations`,
-so that it can be imported where Triton is not installed.
+Kernel files import `jit`, `tl` and `triton` from here and begin with `from __future__ import annotations`, so
+that they can be imported without Triton.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    # Whether a kernel is compiled or interpreted is decided once, where `jit` decorates it.
+    # Whether a kernel is compiled or interpreted is fixed when `jit` decorates it.
     interpreted = triton.knobs.runtime.interpret
 
     def jit(function):
-        """triton.jit, for kernels that fuse products with sums unless their launch says otherwise: the bits
-        of a result depend on it, and Triton's default on its version and on the environment.
+        """triton.jit with multiply-add fusion on by default. Triton's own default depends on its version and
+        the environment, and changes the bits of results.
         """
         kernel = triton.jit(function)
         if not interpreted:
@@ -48,7 +48,7 @@ except ImportError:
     interpreted = False
 
     def jit(function):
-        """Stand in for triton.jit where Triton is not installed: the kernel is never called."""
+        """Placeholder for triton.jit without Triton: the kernel is never called."""
         return function
 
 
@@ -59,7 +59,7 @@ _interpreting = False
 
 
 def use_triton(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether the Triton kernel runs for these tensors; None stands for an absent operand.
+    """Return whether the Triton kernel runs for these tensors; None means an absent operand.
 
     Raises ValueError if they are not all on one device, TypeError if `x` is not a floating point tensor.
     """
@@ -83,11 +83,11 @@ def use_triton(x: Tensor, *others: Tensor | None) -> bool:
 def interpret() -> Iterator[None]:
     """Run the kernels on CPU tensors in Triton's interpreter. Slow, and meant for tests.
 
-    TRITON_INTERPRET=1 must have been set before Triton was first imported; by itself it changes nothing.
+    TRITON_INTERPRET=1 must be set before Triton is first imported; the variable alone changes nothing.
     """
     global _interpreting
     if not interpreted:
-        raise RuntimeError("Triton compiles: set TRITON_INTERPRET=1 before the first import of triton")
+        raise RuntimeError("Triton is compiling: set TRITON_INTERPRET=1 before the first import of triton")
     before, _interpreting = _interpreting, True
     try:
         yield
@@ -96,17 +96,17 @@ def interpret() -> Iterator[None]:
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager:
-    """Make x's GPU the current one, as a launch needs. Next to free if it already is, or on a CPU."""
+    """Make x's GPU the current device for a launch. Nearly free if it already is, or on a CPU."""
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
         return _NOTHING
     return torch.cuda.device(x.device)
 
 
 def early_start(x: Tensor) -> dict[str, bool]:
-    """Launch options of a kernel that begins with `wait_for_inputs`: on a Hopper GPU or later its programs
-    are set up while the kernel before it still runs ("programmatic dependent launch").
+    """Launch options for a kernel that begins with `wait_for_inputs`: from Hopper on, its programs are set up
+    while the previous kernel still runs (programmatic dependent launch).
 
-    That saves about 1.5 us between two such kernels, a tenth of the time of a norm of 8192 x 2048.
+    Saves about 1.5 us between two such kernels, a tenth of the time of a norm of 8192 x 2048.
     """
     if x.is_cuda and not interpreted and _is_hopper_or_later(x.device.index):
         return {"EARLY_START": True, "launch_pdl": True}
@@ -120,22 +120,22 @@ def _is_hopper_or_later(device_index: int) -> bool:
 
 @jit
 def wait_for_inputs(EARLY_START: tl.constexpr):
-    """Wait for the kernel before to end, and let the next be set up. No memory may be touched before."""
+    """Wait for the previous kernel to end, and let the next be set up. Touch no memory before this call."""
     if EARLY_START:
         gdc_wait()
         gdc_launch_dependents()
 
 
 def rows_to_copy(rows: int, *operands: Tensor) -> list[Any]:
-    """What describes tiles of `rows` rows of one head of each operand [T, heads, D] to the copy engine of a
-    Hopper GPU (TMA), which fetches them while a program computes: `.load([row, head * D])`, zero beyond the
-    tokens. None for all of them where it cannot fetch one: a program then loads element by element.
+    """Tensor descriptors for tiles of `rows` rows of one head of each operand [T, heads, D], which Hopper's
+    copy engine (TMA) fetches while a program computes: `.load([row, head * D])`, zero past the last token. If
+    any operand cannot be described, returns None for all, and programs load element by element.
     """
     described = []
     for x in operands:
         size, dim = x.element_size(), x.shape[2]
         able = size == 2 and dim in (64, 128, 256) and x.stride()[1:] == (dim, 1) and not x.data_ptr() % 16
-        apart = x.stride(0) >= x.shape[1] * dim and not x.stride(0) * size % 16  # and no row repeated
+        apart = x.stride(0) >= x.shape[1] * dim and not x.stride(0) * size % 16  # and rows do not overlap
         if not able or not apart or (x.is_cuda and not _is_hopper_or_later(x.device.index)):
             return [None] * len(operands)
         described.append(TensorDescriptor(x, [len(x), x.shape[1] * dim], [x.stride(0), 1], [rows, dim]))
@@ -143,7 +143,7 @@ def rows_to_copy(rows: int, *operands: Tensor) -> list[Any]:
 
 
 def num_sms(x: Tensor) -> int:
-    """Multiprocessors of x's GPU; 2 in the interpreter, so that tests meet more than one program."""
+    """Multiprocessors of x's GPU; 2 in the interpreter, so that tests run more than one program."""
     return _multi_processor_count(x.device.index) if x.is_cuda else 2
 
 
@@ -153,7 +153,7 @@ def _multi_processor_count(device_index: int) -> int:
 
 
 def shared_memory(x: Tensor) -> int:
-    """Bytes of shared memory that a program may take on x's GPU; on a CPU, a Hopper's."""
+    """Bytes of shared memory available to a program on x's GPU; on a CPU, a Hopper GPU's."""
     return _shared_memory_per_program(x.device.index) if x.is_cuda else 227 * 1024
 
 
@@ -163,49 +163,49 @@ def _shared_memory_per_program(device_index: int) -> int:
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up. Triton's own functions for this and the next take microseconds a call."""
+    """a / b, rounded up. Triton's versions of this and the next function take microseconds a call."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
-    """The least power of two that is at least n, of n >= 1."""
+    """The smallest power of two >= n, for n >= 1."""
     return 1 << (n - 1).bit_length()
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """[..., H] as [rows, H] with an inner stride of one: x or a view where strides permit, else a copy."""
+    """View [..., H] as [rows, H] with an inner stride of one; copies only if the strides require it."""
     if x.dim() != 2:
         x = x.reshape(-1 if x.numel() else x.shape[:-1].numel(), x.shape[-1])
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
 def as_heads(x: Tensor) -> Tensor:
-    """[..., heads, D] with an inner stride of one and heads whose offsets fit 32 bits: x, else a copy.
+    """[..., heads, D] with an inner stride of one and head offsets that fit 32 bits: x, or a copy.
 
-    Those of [heads, T, D], seen as [T, heads, D], lie T D apart: 32 heads of 128 elements and half a million
-    tokens are too far.
+    In a [heads, T, D] tensor viewed as [T, heads, D], heads are T * D elements apart: with 32 heads of 128
+    elements, half a million tokens are too many.
     """
     *_, head_stride, stride = x.stride()
     return x if stride == 1 and head_stride * x.shape[-2] < 2**31 else x.contiguous()
 
 
 def contiguous_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Contiguous memory of x's shape, and of its dtype if no other is given."""
-    if x.is_contiguous():  # then a memory format need not be named, which takes as long as the rest
+    """Empty contiguous tensor of x's shape, in `dtype` or x's own."""
+    if x.is_contiguous():  # naming a memory format would double the time of this call
         return torch.empty_like(x, dtype=dtype)
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """x in float32, or as it is if it is float64: the precision in which the plain twins compute."""
+    """x in float32, or unchanged if it is float64: the precision in which the plain twins compute."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def once_differentiable(backward):
-    """A backward pass that raises RuntimeError where it is itself to be differentiated.
+    """Decorate a backward pass so that differentiating it raises RuntimeError.
 
-    torch's decorator of that name raises only if a gradient that comes in requires one. That of a loss does
-    not, and what goes out would be a constant without a word.
+    torch's decorator of that name raises only if an incoming gradient requires grad. A loss's gradient does
+    not, and the result would silently be a constant.
     """
 
     @functools.wraps(backward)
@@ -217,7 +217,7 @@ def once_differentiable(backward):
 
 
 def as_once_differentiable(*results: Tensor) -> Any:
-    """Results of a plain twin, which from now on refuse what those of a kernel refuse."""
+    """Make results of a plain twin refuse double backward, as results of a kernel do."""
     if not torch.compiler.is_compiling():
         for result in results:
             if result.grad_fn is not None:
@@ -226,16 +226,16 @@ def as_once_differentiable(*results: Tensor) -> Any:
 
 
 def _refuse_create_graph(*_) -> None:
-    # A backward pass runs with gradients enabled if and only if a graph of it is made.
+    # A backward pass runs with gradients enabled if and only if create_graph is set.
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(
             "the operations of liger_models are differentiable once, and create_graph=True asks for the "
-            "gradient of a gradient: leave it away (retain_graph=True keeps the graph for another backward)"
+            "gradient of a gradient: leave it out (retain_graph=True keeps the graph for another backward)"
         )
 
 
 def graph_is_kept() -> bool:
-    """In a backward pass: whether it runs with retain_graph=True. Where that cannot be known, assume so."""
+    """In a backward pass: whether it runs with retain_graph=True; True if that cannot be determined."""
     if torch.compiler.is_compiling():
         return True
     keeps = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)

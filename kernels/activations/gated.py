@@ -9,7 +9,7 @@
 Phi is the normal distribution's, "none": (1 + erf(g / sqrt(2))) / 2, or its approximation "tanh" (Hendrycks
 and Gimpel, 2016, arXiv:1606.08415): (1 + tanh(u)) / 2 = sigmoid(2 u), u = sqrt(2 / pi) (g + 0.044715 g^3).
 
-All is computed in float32 and rounded once. Bytes moved at the least, for I outputs a row of b bytes each:
+Everything is computed in float32 and rounded once. Minimum traffic, for I outputs a row of b bytes each:
 forward 3 I b, backward 5 I b; ReLU squared 2 I b and 3 I b. Only the inputs are kept for the backward pass.
 """
 
@@ -40,7 +40,8 @@ from liger_models.kernels._dispatch import (
 
 @dataclass(frozen=True)
 class ClampedSwiGLU:
-    """The clamped SwiGLU with its two numbers, where an activation is given as data: see `clamped_swiglu`."""
+    """The clamped SwiGLU and its two constants, where an activation is passed as data: see
+    `clamped_swiglu`."""
 
     alpha: float = 1.702
     limit: float = 7.0
@@ -53,16 +54,16 @@ def swiglu(gate_up: Tensor, up: Tensor | None = None, *, reuse_input: bool = Fal
     """silu(gate) * up.
 
     Args:
-        gate_up: [..., 2 I], the gate first; or the gate alone, [..., I], if `up` is given.
+        gate_up: [..., 2 I], gate first; or the gate alone, [..., I], if `up` is given.
         up: [..., I] in the gate's dtype.
-        reuse_input: let the backward pass write the gradient over a packed `gate_up`, unless the graph is
-            retained. The caller promises that nobody reads `gate_up` after that.
+        reuse_input: let the backward pass overwrite a packed `gate_up` with the gradient, unless the graph is
+            retained. The caller guarantees that `gate_up` is not read afterwards.
 
     Returns:
-        [..., I] in the input's dtype, contiguous. Running it again gives the same bits.
+        [..., I] in the input's dtype, contiguous. Results are deterministic.
 
     Raises:
-        ValueError: an odd last dimension, gate and up of different shapes or dtypes, or on several devices.
+        ValueError: an odd last dimension; gate and up of different shapes or dtypes, or on different devices.
     """
     return _gated(gate_up, up, "silu", reuse_input)
 
@@ -70,7 +71,7 @@ def swiglu(gate_up: Tensor, up: Tensor | None = None, *, reuse_input: bool = Fal
 def geglu(
     gate_up: Tensor, up: Tensor | None = None, approximate: str = "tanh", *, reuse_input: bool = False
 ) -> Tensor:
-    """gelu(gate) * up. `approximate` is "tanh" or "none", as in torch; the rest is as in `swiglu`."""
+    """gelu(gate) * up. `approximate` is "tanh" or "none", as in torch; otherwise as `swiglu`."""
     return _gated(gate_up, up, _gelu_name(approximate), reuse_input)
 
 
@@ -84,19 +85,18 @@ def clamped_swiglu(
 ) -> Tensor:
     """g * sigmoid(alpha * g) * (clip(up, -limit, limit) + 1), g = min(gate, limit).
 
-    The limits themselves have gradients, what lies beyond has none, as in torch.clamp. The rest is as in
-    `swiglu`.
+    At the limits gradients are nonzero, beyond them zero, as in torch.clamp. Otherwise as `swiglu`.
     """
     return _gated(gate_up, up, ClampedSwiGLU(alpha, limit), reuse_input)
 
 
 def relu2(x: Tensor) -> Tensor:
-    """max(x, 0)^2 of x [...], any floating dtype; the result has x's shape and dtype and is contiguous."""
+    """max(x, 0)^2 of x [...] in any floating dtype. The result is contiguous, of x's shape and dtype."""
     return _ReLU2.apply(x) if use_triton(x) else as_once_differentiable(relu2_plain(x))
 
 
 def relu2_plain(x: Tensor) -> Tensor:
-    """The meaning of `relu2`, in plain PyTorch."""
+    """Plain twin of `relu2`."""
     return at_least_float32(x).relu().square().to(x.dtype)
 
 
@@ -123,7 +123,7 @@ def _gated(gate_up: Tensor, up: Tensor | None, activation: Activation, reuse_inp
 
 
 def gated_plain(gate_up: Tensor, up: Tensor | None, activation: Activation) -> Tensor:
-    """The meaning of `swiglu` ("silu"), of `geglu` ("gelu_tanh", "gelu") and of `clamped_swiglu`."""
+    """Plain twin of `swiglu` ("silu"), `geglu` ("gelu_tanh", "gelu") and `clamped_swiglu`."""
     gate, up = gate_up.chunk(2, -1) if up is None else (gate_up, up)
     gate, wide_up = at_least_float32(gate), at_least_float32(up)
     if isinstance(activation, ClampedSwiGLU):
@@ -152,7 +152,7 @@ class _Packed(torch.autograd.Function):
     def backward(ctx, dy):
         (gate_up,) = ctx.saved_tensors
         if ctx.reuse_input and gate_up.is_contiguous() and not graph_is_kept():
-            # Every element's gradient is written by the thread that has read the element.
+            # Each element's gradient is written by the thread that read the element.
             dgate_up = gate_up
             torch.autograd.graph.increment_version(gate_up)
         else:
@@ -206,7 +206,7 @@ def _flat_grid(count: int) -> tuple[int]:
 
 
 def _launch_forward(gate: Tensor, up: Tensor | None, y: Tensor, activation: Activation) -> None:
-    """Write act(gate) * up into y [..., I]; without `up`, gate is [..., 2 I] and holds it."""
+    """Write act(gate) * up into y [..., I]; without `up`, gate is the packed [..., 2 I]."""
     if y.numel():
         gate, up = as_rows(gate), None if up is None else as_rows(up)
         up_stride = None if up is None else up.stride(0)
@@ -230,7 +230,7 @@ def _launch_forward(gate: Tensor, up: Tensor | None, y: Tensor, activation: Acti
 def _launch_backward(
     dy: Tensor, gate: Tensor, up: Tensor | None, dgate: Tensor, dup: Tensor | None, activation: Activation
 ) -> None:
-    """Write the gradients of gate and up into dgate and dup, contiguous; all in dgate without up and dup."""
+    """Write the gradients of gate and up into dgate and dup, contiguous; if packed, both into dgate."""
     if dy.numel():
         dy, gate, up = as_rows(dy), as_rows(gate), None if up is None else as_rows(up)
         up_stride = None if up is None else up.stride(0)
@@ -255,16 +255,16 @@ def _launch_backward(
 
 
 def activation_constants(activation: Activation) -> dict[str, Any]:
-    """What a kernel is told of an activation, by the names of its arguments."""
+    """Kernel arguments that describe an activation."""
     if isinstance(activation, ClampedSwiGLU):
         return {"ACTIVATION": "clamped_swiglu", "ALPHA": activation.alpha, "LIMIT": activation.limit}
     return {"ACTIVATION": activation, "ALPHA": 0.0, "LIMIT": 0.0}
 
 
 def _tiles(rows: int, width: int) -> tuple[tuple[int], tuple[int, int], int]:
-    """The grid, the rows and columns of tiles with about `_TILE` elements, and their warps.
+    """Grid, tile shape (rows, columns) of about `_TILE` elements, and warps.
 
-    They are numbered along a row first, so that programs that run together stream through memory together.
+    Tiles are numbered along a row first, so that concurrent programs stream through adjacent memory.
     """
     elements, num_warps = _TILE
     block_width = min(elements, next_power_of_2(width))
@@ -282,7 +282,7 @@ _TILE = 1024, 4
 
 @jit
 def _tile(width, BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    """The rows [BLOCK_ROWS, 1] and columns [1, BLOCK_WIDTH] of this program's tile."""
+    """Rows [BLOCK_ROWS, 1] and columns [1, BLOCK_WIDTH] of this program's tile."""
     tiles_in_row = tl.cdiv(width, BLOCK_WIDTH)
     row = (tl.program_id(0) // tiles_in_row).to(tl.int64) * BLOCK_ROWS
     column = (tl.program_id(0) % tiles_in_row) * BLOCK_WIDTH
@@ -306,7 +306,7 @@ def _gated_forward_kernel(
 ):
     row, column = _tile(width, BLOCK_ROWS, BLOCK_WIDTH)
     mask = (row < rows) & (column < width)
-    if up is None:  # behind the gate, in the same rows
+    if up is None:  # packed after the gate, in the same rows
         up = gate + width
         up_stride = gate_stride
     g = tl.load(gate + row * gate_stride + column, mask, 0.0).to(tl.float32)
@@ -336,7 +336,7 @@ def _gated_backward_kernel(
     row, column = _tile(width, BLOCK_ROWS, BLOCK_WIDTH)
     mask = (row < rows) & (column < width)
     gradient_stride = width
-    if up is None:  # behind the gate, in the same rows
+    if up is None:  # packed after the gate, in the same rows
         up = gate + width
         dup = dgate + width
         up_stride = gate_stride
@@ -352,10 +352,10 @@ def _gated_backward_kernel(
 
 @jit
 def gated_factors(g, u, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """The result's two factors, that of the gate g and that of up u, each with its derivative after it."""
+    """The two factors of the result, from gate g and up u, each followed by its derivative."""
     factor, factor_derivative = u, 1.0
     if ACTIVATION == "clamped_swiglu":
-        beyond, up_beyond = g > LIMIT, tl.abs(u) > LIMIT  # both false for nan, which passes as in torch
+        beyond, up_beyond = g > LIMIT, tl.abs(u) > LIMIT  # both false for nan, which propagates as in torch
         g = tl.where(beyond, LIMIT, g)
         slope = tl.sigmoid(ALPHA * g)
         derivative = tl.where(beyond, 0.0, slope + g * (ALPHA * slope * (1 - slope)))

@@ -2,10 +2,10 @@
 
     y_c = exp(x_c) / sum_k exp(x_k),   dx_c = y_c (dy_c - sum_k dy_k y_k)
 
-The fewest bytes that must move: the forward reads x and writes y, the backward reads y and dy and writes
-dx. A row too wide for a program's registers is read a second time, out of the L2 cache as far as it goes.
+Minimum traffic: the forward reads x and writes y; the backward reads y and dy and writes dx. A row too wide
+for a program's registers is read twice, the second time from the L2 cache where it fits.
 
-One pass for the maximum and the sum: Milakov and Gimelshein, "Online normalizer calculation for softmax"
+Maximum and sum come from one pass: Milakov and Gimelshein, "Online normalizer calculation for softmax"
 (2018).
 """
 
@@ -31,14 +31,14 @@ from liger_models.kernels.losses._logit_tiles import fit_tile, load_columns
 
 
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
-    """The softmax over a dimension, in x's dtype, from sums in float32 (float64 for float64).
+    """Softmax over a dimension, in x's dtype, with sums in float32 (float64 for float64).
 
-    x of any shape with at least one dimension, any floating dtype. A row of nothing but -inf gives nan, as in
-    torch. Another dimension than the last costs a copy. Raises TypeError for integers, IndexError for a
-    dimension that x does not have.
+    x has any floating dtype and at least one dimension. A row of only -inf gives nan, as in torch. A
+    dimension other than the last costs a copy. Raises TypeError for integers, IndexError for a dimension that
+    x does not have.
     """
     if x.dim() == 0:
-        raise IndexError("x has no dimensions; expected at least one, to take a softmax over")
+        raise IndexError("x has no dimensions; softmax needs at least one")
     if not use_triton(x):
         return as_once_differentiable(softmax_plain(x, dim))
     if dim in (-1, x.dim() - 1):
@@ -47,7 +47,7 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
 
 
 def softmax_plain(x: Tensor, dim: int = -1) -> Tensor:
-    """The plain twin of `softmax`."""
+    """Plain twin of `softmax`."""
     return torch.softmax(at_least_float32(x), dim).to(x.dtype)
 
 
@@ -91,18 +91,19 @@ def _launch(kernel, wide_kernel, wide_tile, out, strided, *contiguous):
         )
 
 
-_WIDEST_WHOLE = 16384  # elements of a row that a program keeps in registers: 16 a thread spill none
-_LEAST_ELEMENTS = 1024  # that a program takes, so that narrow rows share one
-# Lanes and depth for wider rows, the fastest of several on an H200 at a width of 128,256 in bfloat16. With 32
-# warps a multiprocessor has one row at a time, or one pair, so that the L2 cache may hold what is read again.
+_WIDEST_WHOLE = 16384  # elements of a row that a program keeps in registers: 16 a thread, without spills
+_LEAST_ELEMENTS = 1024  # per program, so that narrow rows share one
+# Lanes and depth for wider rows: the fastest of several on an H200 at width 128,256 in bfloat16. With 32
+# warps a multiprocessor works on one or two rows at a time, so the L2 cache can hold them for the second
+# read.
 _FORWARD_TILE = 8192, 4
 _BACKWARD_TILE = 8192, 2
 
 
 @jit
 def _exp(x, EXACT):
-    """exp(x) of x <= 0. Its product with log2(e), which the hardware's exp2 wants, has a rounding that counts
-    where the result is not rounded further, in float32: EXACT gives back what it cut off, as a factor.
+    """exp(x) for x <= 0. The hardware's exp2 takes x * log2(e), whose rounding error shows in float32
+    results. EXACT restores the lost part as a factor.
     """
     log2_e = 1.4426950408889634
     product = x * log2_e
@@ -116,7 +117,7 @@ def _exp(x, EXACT):
 
 @jit
 def _tile(rows, width, ROWS, LANES):
-    """Row numbers [ROWS, 1], columns [1, LANES], and which of their elements exist."""
+    """Row indices [ROWS, 1], column indices [1, LANES], and the mask of existing elements."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     columns = tl.arange(0, LANES)[None, :]
     return row, columns, (row < rows) & (columns < width)
@@ -126,7 +127,7 @@ def _tile(rows, width, ROWS, LANES):
 def _forward_kernel(y_ptr, x_ptr, x_stride, rows, width, ROWS: tl.constexpr, LANES: tl.constexpr):
     row, columns, exists = _tile(rows, width, ROWS, LANES)
     x = tl.load(x_ptr + row * x_stride + columns, mask=exists, other=-float("inf")).to(tl.float32)
-    # Rows that do not exist must not make a nan of -inf - -inf.
+    # Missing rows must not produce nan from -inf - -inf.
     largest = tl.where(row < rows, tl.max(x, 1)[:, None], 0.0)
     e = _exp(x - largest, x_ptr.dtype.element_ty == tl.float32)
     y = e * tl.div_rn(1.0, tl.sum(e, 1)[:, None])
@@ -144,7 +145,7 @@ def _backward_kernel(dx_ptr, dy_ptr, y_ptr, dy_stride, rows, width, ROWS: tl.con
 
 @jit
 def _accumulate(maximum, total, x_ptr, columns, width, MASKED):
-    """Take elements [DEPTH, LANES] into each lane's maximum and sum of exponentials."""
+    """Accumulate elements [DEPTH, LANES] into each lane's maximum and sum of exponentials."""
     x = load_columns(x_ptr, columns, width, MASKED, -float("inf"))
     larger = tl.maximum(maximum, tl.max(x, 0))
     # While every element so far is -inf, subtract zero: exp(-inf - -inf) would be nan.
@@ -171,7 +172,7 @@ def _wide_forward_kernel(y_ptr, x_ptr, x_stride, width, LANES: tl.constexpr, DEP
     x_ptr += row * x_stride
     tile = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     whole = width // (DEPTH * LANES) * (DEPTH * LANES)
-    # Each lane keeps its own maximum and sum, so that no thread waits for another before the row's end.
+    # Each lane keeps its own maximum and sum, so that threads synchronise only at the row's end.
     maximum = tl.full([LANES], -float("inf"), tl.float32)
     total = tl.zeros([LANES], tl.float32)
     for start in range(0, whole, DEPTH * LANES):
@@ -218,7 +219,7 @@ def _wide_backward_kernel(dx_ptr, dy_ptr, y_ptr, dy_stride, width, LANES: tl.con
             load_columns(dy_ptr, columns, width, True) * load_columns(y_ptr, columns, width, True), 0
         )
     total = tl.sum(product, 0)
-    # From the row's end, which was read last and is likeliest to be in the cache.
+    # Backwards: the row's end was read last and is most likely still cached.
     if whole < width:
         _write_gradient(dx_ptr, dy_ptr, y_ptr, whole + tile, width, total, True)
     for done in range(0, whole, DEPTH * LANES):

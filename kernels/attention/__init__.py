@@ -1,1 +1,1 @@
-"""Our own attention: packed documents, windows, soft caps, sinks."""
+"""Flash attention over packed documents, with windows, soft caps and sinks."""

@@ -1,4 +1,4 @@
-"""The Triton kernel of the forward pass of `flash_attention.py`. _tiles.py says how it meets the scores."""
+"""Triton kernel of the forward pass of `flash_attention.py`. `_tiles.py` describes the tiling of scores."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def attention_forward_kernel(
                     seen = visible(keys[None, :], firsts[:, None], ends[:, None], bounds, window)
                     scores = tl.where(seen, scores, -float("inf"))
                     larger = tl.maximum(largest, tl.max(scores, 1))
-                    # While a query has seen nothing, subtract zero: exp2(-inf - -inf) would be nan.
+                    # For a query with no visible key so far, subtract zero: exp2(-inf - -inf) would be nan.
                     shift = tl.where(larger == -float("inf"), 0.0, larger)
                 weights = tl.exp2(scores - shift[:, None])
                 decay = tl.exp2(largest - shift)

@@ -1,5 +1,5 @@
-"""The Triton kernels of the backward pass of `flash_attention.py`: the gradient of queries, and that of keys
-and values. _tiles.py says how they meet the scores.
+"""Triton kernels of the backward pass of `flash_attention.py`: one for queries, one for keys and values.
+`_tiles.py` describes the tiling of scores.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from liger_models.kernels.attention._tiles import (
     load_rows,
     load_tile,
     nth_tile,
-    parts_that_are_met,
+    parts_to_visit,
     query_block,
     query_tiles,
     store_rows,
@@ -60,7 +60,7 @@ def attention_query_gradient_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """dq, and on the way delta, which the other kernel needs too."""
+    """Compute dq, and delta for the other kernel."""
     FLOAT32: tl.constexpr = q.dtype.element_ty == tl.float32
     REST_DIM: tl.constexpr = HEAD_DIM - BLOCK_DIM
     head, row = query_block(tokens, heads, BLOCK_Q)
@@ -163,11 +163,11 @@ def attention_key_value_gradient_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """dk and dv of a block of keys, over all query heads that share its head, in a fixed order."""
+    """Compute dk and dv of a block of keys, over all query heads that share its head, in a fixed order."""
     FLOAT32: tl.constexpr = q.dtype.element_ty == tl.float32
     REST_DIM: tl.constexpr = HEAD_DIM - BLOCK_DIM
     kv_head = (tl.program_id(0) % kv_heads).to(tl.int64)
-    # The first keys are seen by most queries.
+    # The first keys are visible to the most queries.
     column = tl.program_id(0) // kv_heads * BLOCK_K
     keys = column + tl.arange(0, BLOCK_K)
     k += kv_head * k_head_stride
@@ -182,7 +182,7 @@ def attention_key_value_gradient_kernel(
         dk_rest = tl.zeros([BLOCK_K, BLOCK_REST], tl.float32)
     dv_tile = tl.zeros([BLOCK_K, BLOCK_VALUE], tl.float32)
     if RANGES:
-        parts = parts_that_are_met(keys, bounds, parts, tokens)
+        parts = parts_to_visit(keys, bounds, parts, tokens)
     for part in range(0, parts):
         firsts = first_query(keys, bounds, part, tokens, RANGES)
         ends = end_query(keys, bounds, part, tokens, window, RANGES)
@@ -214,7 +214,8 @@ def attention_key_value_gradient_kernel(
                     exists = queries < tokens
                     row_lse = tl.load(lse + head * tokens + queries, exists, 0.0)
                     row_delta = tl.load(delta + head * tokens + queries, exists, 0.0)
-                    # Everything transposed, [keys, queries], so that both products below take it as it is.
+                    # Everything is transposed, [keys, queries], so that both products below can use it
+                    # directly.
                     products = tl.dot(k_tile, q_tile.T, input_precision="ieee")
                     if BLOCK_REST:
                         q_rest = load_rows(

@@ -1,19 +1,19 @@
-"""What the Triton kernels of `flash_attention.py` stand on: the tiles that a block meets, their scores, how
-they are loaded and stored.
+"""Building blocks of the kernels of `flash_attention.py`: the tiles a block visits, their scores, loads and
+stores.
 
-What a query sees is a range of keys, and what a key is seen by a range of queries. So the tiles that a block
-meets are some at its beginning that are visible in part, then some that are visible as a whole, then some at
-its end that are visible in part. Only the outer ones need a mask. They are taken first.
+Each query sees a range of keys, and each key is seen by a range of queries. A block therefore visits partly
+visible tiles at both ends of its range and fully visible ones between. Only the partly visible tiles need a
+mask, and they are visited first.
 
-The ranges are those of causal attention, `first .. query` and `key .. last`, where `bounds` [2, T] says where
-documents begin and end; or, RANGES, they are given, and there may be several that do not overlap: `bounds`
-[2 * parts, T] holds first and end of each, of the keys of each query or of the queries of each key. A range
-from T to 0 is empty, and does not widen those of its block.
+In causal attention the ranges are `first .. query` and `key .. last`, where `bounds` [2, T] holds the start
+and end of each token's document. With RANGES they are explicit, and several disjoint ones are allowed:
+`bounds` [2 * parts, T] holds the start and end of each part, of keys per query or of queries per key. The
+range from T to 0 is empty and does not widen the block's range.
 
-Scores and `lse` are in units of ln(2), so that exp2 is the softmax's exponential.
+Scores and `lse` are in units of ln(2), so that the softmax can use exp2.
 
-Queries and keys have HEAD_DIM elements, values and results VALUE_DIM. A tile's sizes are powers of two, so a
-head of 192 is taken in two parts, BLOCK_DIM = 128 and BLOCK_REST = 64; BLOCK_REST is 0 where one part does.
+Queries and keys have HEAD_DIM elements, values and results VALUE_DIM. Tile sizes are powers of two, so a head
+of 192 is processed in two parts, BLOCK_DIM = 128 and BLOCK_REST = 64; BLOCK_REST is 0 if one part suffices.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from liger_models.kernels._dispatch import jit, tl
 
 @jit
 def query_block(tokens, heads, BLOCK_Q: tl.constexpr):
-    """This program's head and first query: the last queries, which see most, first."""
+    """This program's head and first query. The last queries, which see the most keys, come first."""
     block = tl.cdiv(tokens, BLOCK_Q) - 1 - tl.program_id(0) // heads
     return (tl.program_id(0) % heads).to(tl.int64), block * BLOCK_Q
 
 
 @jit
 def first_key(query, bounds, part, tokens, window, RANGES: tl.constexpr):
-    """The first key that each query sees; a query beyond the last is as the last."""
+    """First key that each query sees; out-of-range queries are treated as the last."""
     query = tl.minimum(query, tokens - 1)
     if RANGES:
-        return _given(bounds, 2 * part, tokens, query)
+        return _load_bound(bounds, 2 * part, tokens, query)
     else:
         first = query * 0
         if bounds is not None:
@@ -45,28 +45,28 @@ def first_key(query, bounds, part, tokens, window, RANGES: tl.constexpr):
 
 @jit
 def end_key(query, bounds, part, tokens, RANGES: tl.constexpr):
-    """The first key behind those that each query sees."""
+    """End (exclusive) of the keys that each query sees."""
     if RANGES:
-        return _given(bounds, 2 * part + 1, tokens, tl.minimum(query, tokens - 1))
+        return _load_bound(bounds, 2 * part + 1, tokens, tl.minimum(query, tokens - 1))
     else:
         return query + 1
 
 
 @jit
 def first_query(key, bounds, part, tokens, RANGES: tl.constexpr):
-    """The first query that sees each key."""
+    """First query that sees each key."""
     if RANGES:
-        return _given(bounds, 2 * part, tokens, tl.minimum(key, tokens - 1))
+        return _load_bound(bounds, 2 * part, tokens, tl.minimum(key, tokens - 1))
     else:
         return key
 
 
 @jit
 def end_query(key, bounds, part, tokens, window, RANGES: tl.constexpr):
-    """The first query behind those that see each key; a key beyond the last is as the last."""
+    """End (exclusive) of the queries that see each key; out-of-range keys are treated as the last."""
     key = tl.minimum(key, tokens - 1)
     if RANGES:
-        return _given(bounds, 2 * part + 1, tokens, key)
+        return _load_bound(bounds, 2 * part + 1, tokens, key)
     else:
         end = key * 0 + tokens
         if bounds is not None:
@@ -77,18 +77,22 @@ def end_query(key, bounds, part, tokens, window, RANGES: tl.constexpr):
 
 
 @jit
-def parts_that_are_met(token, bounds, parts, tokens):
-    """One, where a block's ranges are empty but for the first: then all behind the second are, too."""
-    # No condition stands in front of this: ptxas 12.8 took the mask of a load for it, and of heads of 96 in
-    # float32 left the lanes out of the reductions that load nothing.
+def parts_to_visit(token, bounds, parts, tokens):
+    """Number of parts to visit: one if the block's second range is empty, since then all later ones are,
+    too."""
+    # No condition surrounds this: ptxas 12.8 mistook it for the mask of a load, and with heads of 96 in
+    # float32 left the lanes that load nothing out of the reductions.
     second = tl.minimum(parts - 1, 1)
     token = tl.minimum(token, tokens - 1)
-    firsts, ends = _given(bounds, 2 * second, tokens, token), _given(bounds, 2 * second + 1, tokens, token)
+    firsts, ends = (
+        _load_bound(bounds, 2 * second, tokens, token),
+        _load_bound(bounds, 2 * second + 1, tokens, token),
+    )
     return tl.where(tl.min(firsts, 0) < tl.max(ends, 0), parts, 1)
 
 
 @jit
-def _given(bounds, row, tokens, token):
+def _load_bound(bounds, row, tokens, token):
     return tl.load(bounds + tl.cast(row, tl.int64) * tokens + token)
 
 
@@ -112,10 +116,10 @@ def key_tiles(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The tiles of keys that a block of queries meets, as `_tiles` gives them."""
+    """Tiles of keys that a block of queries visits, as `_tiles` returns them."""
     if RANGES:
         return _tiles_of_ranges(firsts, ends, BLOCK_K)
-    else:  # neither end ever falls from one query to the next
+    else:  # both ends are non-decreasing over queries
         last_row = tl.minimum(row + BLOCK_Q, tokens) - 1
         return _tiles(
             first_key(row, bounds, 0, tokens, window, RANGES),
@@ -138,7 +142,7 @@ def query_tiles(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The tiles of queries that a block of keys meets, as `_tiles` gives them."""
+    """Tiles of queries that a block of keys visits, as `_tiles` returns them."""
     if RANGES:
         return _tiles_of_ranges(firsts, ends, BLOCK_Q)
     else:
@@ -155,16 +159,16 @@ def query_tiles(
 @jit
 def _tiles_of_ranges(firsts, ends, BLOCK: tl.constexpr):
     end = tl.max(ends, 0)
-    first = tl.minimum(tl.min(firsts, 0), end)  # where all are empty, they end before they begin
+    first = tl.minimum(tl.min(firsts, 0), end)  # if all are empty, end precedes first
     return _tiles(first, tl.max(firsts, 0), tl.min(ends, 0), end, BLOCK)
 
 
 @jit
 def _tiles(first, whole_first, whole_end, end, BLOCK: tl.constexpr):
-    """The tiles of first .. end, of which those inside of whole_first .. whole_end are visible as a whole.
+    """Tiles that cover first .. end; those inside whole_first .. whole_end are fully visible.
 
-    Returns the first tile, how many partly visible ones precede the whole ones, how many whole ones there
-    are, and how many partly visible ones.
+    Returns the first tile, the number of partly visible tiles before the fully visible ones, the number of
+    fully visible tiles, and the number of partly visible ones.
     """
     tile = first // BLOCK
     count = tl.cdiv(end, BLOCK) - tile
@@ -175,7 +179,8 @@ def _tiles(first, whole_first, whole_end, end, BLOCK: tl.constexpr):
 
 @jit
 def nth_tile(i, before, whole, WHOLE: tl.constexpr):
-    """The i-th whole tile, or the i-th of the others, counted from the first tile."""
+    """Index of the i-th fully visible tile (WHOLE), or of the i-th partly visible one, from the first
+    tile."""
     if WHOLE:
         return before + i
     else:
@@ -184,7 +189,7 @@ def nth_tile(i, before, whole, WHOLE: tl.constexpr):
 
 @jit
 def capped_scores(products, scale, softcap, FLOAT32: tl.constexpr):
-    """Scaled and capped scores in units of ln(2), and the slope of the cap."""
+    """Scaled and capped scores in units of ln(2), and the derivative of the cap."""
     if softcap is None:
         scores = products * (scale * 1.4426950408889634)
         slope = 1.0
@@ -192,8 +197,8 @@ def capped_scores(products, scale, softcap, FLOAT32: tl.constexpr):
         if FLOAT32:
             tanh = _tanh(products * (scale / softcap))
         else:
-            # Weights are rounded to 16 bits: tanh(x) = 2 / (1 + exp(-2x)) - 1 is near enough and takes half
-            # the time of the exact form. So does the root squared beside a division.
+            # Weights are rounded to 16 bits: tanh(x) = 2 / (1 + exp(-2x)) - 1 is accurate enough and takes
+            # half the time of the exact form, and so does the squared root in place of a division.
             root = tl.rsqrt(0.5 + 0.5 * tl.exp2(products * (scale / softcap * -2.8853900817779268)))
             tanh = root * root - 1.0
         scores = tanh * (softcap * 1.4426950408889634)
@@ -203,7 +208,7 @@ def capped_scores(products, scale, softcap, FLOAT32: tl.constexpr):
 
 @jit
 def _tanh(x):
-    """tanh to a few roundings: from exp(-2|x|), and near zero, where that cancels, by its series."""
+    """tanh within a few roundings: from exp(-2|x|), and by its series near zero, where that cancels."""
     e = tl.exp2(-2.8853900817779268 * tl.abs(x))
     far = (1.0 - e) / (1.0 + e)
     s = x * x
@@ -224,7 +229,7 @@ def load_tile(
     BLOCK_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """[BLOCK, BLOCK_DIM] of a head that begins at `start`, by the copy engine where `rows` describes it."""
+    """[BLOCK, BLOCK_DIM] of a head starting at `start`, through TMA if `rows` is a descriptor."""
     if rows is not None:
         return rows.load([row, tl.cast(head, tl.int32) * DIM])
     else:
@@ -242,8 +247,8 @@ def load_rows(
     BLOCK_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """[BLOCK, BLOCK_DIM] of a head from `row` on, zero beyond the tokens and beyond HEAD_DIM."""
-    # A 64-bit start and 32-bit offsets from it, which cost half the registers.
+    """[BLOCK, BLOCK_DIM] of a head from `row` on, zero past the last token and past HEAD_DIM."""
+    # A 64-bit base and 32-bit offsets use half the registers of 64-bit offsets.
     start = head + tl.cast(row, tl.int64) * stride
     i = tl.arange(0, BLOCK)[:, None]
     column = tl.arange(0, BLOCK_DIM)[None, :]

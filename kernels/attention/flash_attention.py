@@ -1,23 +1,23 @@
 """Attention over packed documents, with soft cap, sliding window and sinks; causal, or over ranges of keys.
 
     s_qk  = scale * q . k,                       with a cap: softcap * tanh(s_qk / softcap)
-    p_qk  = exp(s_qk) / (sum_k exp(s_qk) + exp(sink)),       over the keys that q sees
+    p_qk  = exp(s_qk) / (sum_k exp(s_qk) + exp(sink)),       over the keys visible to q
     out_q = sum_k p_qk v_k
 
-A query sees the tokens of its own document up to itself, and of those the last `window`, if there is one. Or
-it sees ranges of keys that are given (visible_keys.py): all of its document, as in the encoder of an image,
-its image's tokens beside what precedes them, or beside its own document the one that it continues.
+A query sees the tokens of its own document up to itself, or with a window the last `window` of those.
+Explicit ranges of keys (visible_keys.py) replace this rule: the whole document, as in an image encoder; the
+tokens of the same image in addition to the preceding ones; or a parent document in addition to its own.
 
     delta_q = dout_q . out_q,      ds_qk = p_qk (dout_q . v_k - delta_q),      with a cap times 1 - tanh^2
     dq = scale * sum_k ds_qk k,    dk = scale * sum_q ds_qk q,    dv = sum_q p_qk dout_q
     dsink = -sum_q exp(sink - lse_q) delta_q,      lse_q the logarithm of p's denominator
 
-FlashAttention 2 (Dao, 2023, arXiv:2307.08691), with dq in a kernel of its own in place of atomic additions:
-gradients are the same bits in every run. The cap is Gemma 2's (arXiv:2408.00118, section 2), the sinks are
-those of gpt-oss (arXiv:2508.10925, section 2).
+FlashAttention 2 (Dao, 2023, arXiv:2307.08691), with dq in a separate kernel instead of atomic additions, so
+that gradients are deterministic. The cap is Gemma 2's (arXiv:2408.00118, section 2), the sinks are gpt-oss's
+(arXiv:2508.10925, section 2).
 
-Scores never leave the chip. Kept for the backward pass are q, k, v, out and lse. The work is that of the
-tiles of scores in which anything is visible, in 2 products forward and 7 backward.
+Scores never leave the chip. Saved for the backward pass: q, k, v, out and lse. The work is proportional to
+the tiles with any visible score, with 2 products in the forward pass and 7 in the backward pass.
 """
 
 from __future__ import annotations
@@ -63,34 +63,34 @@ def attention(
     sinks: Tensor | None = None,
     bounds: Tensor | KeyRanges | None = None,
 ) -> Tensor:
-    """Attention over packed documents, causal unless `bounds` says what is seen.
+    """Attention over packed documents, causal unless `bounds` holds explicit ranges.
 
     Args:
-        q: [T, heads, D], of any strides; D is 512 at most.
-        k: [T, kv_heads, D], v: [T, kv_heads, V], of q's dtype; V is 512 at most, and need not be D. Query
-            head h reads key head h // (heads / kv_heads).
-        scale: of the scores; D ** -0.5 if None.
-        cu_seqlens: [documents + 1] integers on q's device that rise from 0 to T, the documents' boundaries;
+        q: [T, heads, D], any strides; D <= 512.
+        k: [T, kv_heads, D], v: [T, kv_heads, V], in q's dtype; V <= 512 and may differ from D. Query head h
+            uses key head h // (heads / kv_heads).
+        scale: of the scores; None: D ** -0.5.
+        cu_seqlens: [documents + 1] integers on q's device, rising from 0 to T: the documents' boundaries.
             None: one document.
-        window: how many tokens a query sees at the most, itself included; None: all before it.
+        window: maximum number of visible tokens, the query's own included; None: unlimited.
         softcap: bound of the scaled scores; None: no cap.
-        sinks: [heads], a logit of each head that takes its share of the weights and gives nothing.
-        bounds: `document_bounds(cu_seqlens, T)` in place of `cu_seqlens`, for calls that share documents; or
-            `key_ranges(...)` or `tree_ranges(...)`, which say all of what is seen, so that `window` must be
-            None.
+        sinks: [heads], one logit per head that takes a share of the weights and contributes no value.
+        bounds: `document_bounds(cu_seqlens, T)` instead of `cu_seqlens`, for calls that share documents; or
+            `key_ranges(...)` or `tree_ranges(...)`, which define visibility completely, so that `window` must
+            be None.
 
     Returns:
-        [T, heads, V] in q's dtype. Products are summed in float32, and those of float32 are exact (never
-        TF32). Gradients are for q, k, v and sinks.
+        [T, heads, V] in q's dtype. Products accumulate in float32; float32 products are exact (never TF32).
+        q, k, v and sinks have gradients.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit; a window or a cap that is not positive.
+        ValueError: incompatible shapes, dtypes or devices; a window or cap that is not positive.
         TypeError: a tensor of integers among q, k, v, sinks; boundaries that are not integers.
     """
     _check(q, k, v, window, softcap, sinks)
     if cu_seqlens is not None:
         if bounds is not None:
-            raise ValueError("got both cu_seqlens and bounds, which say the same; give one of them")
+            raise ValueError("got both cu_seqlens and bounds; pass only one of them")
         bounds = document_bounds(cu_seqlens, len(q))
     elif bounds is not None:
         _check_bounds(bounds, len(q), window)
@@ -117,7 +117,7 @@ def attention_plain(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """The plain twin of `attention`, with memory for all scores."""
+    """Plain twin of `attention`; materialises all scores."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     weights = attention_weights(scores, visible_keys(len(q), bounds, window, q.device), softcap, sinks)
@@ -127,8 +127,8 @@ def attention_plain(
 def attention_weights(
     scores: Tensor, sees: Tensor, softcap: float | None = None, sinks: Tensor | None = None
 ) -> Tensor:
-    """Scaled scores [..., heads, queries, keys] to the weights of their values: cap, and the softmax over the
-    keys where `sees` is true and over the sinks.
+    """Softmax weights from scaled scores [..., heads, queries, keys]: applies the cap, then the softmax over
+    the sinks and the keys where `sees` is true.
     """
     wide = at_least_float32(scores)
     if softcap is not None:
@@ -148,20 +148,20 @@ def _check(
         expected = "q [T, heads, D], k [T, kv_heads, D] and v [T, kv_heads, V]"
         raise ValueError(f"found {_shapes(q, k, v)}; expected {expected}")
     if not q.shape[1] or not k.shape[1] or q.shape[1] % k.shape[1]:
-        raise ValueError(f"found {_shapes(q, k, v)}: the query heads are no multiple of the key heads")
+        raise ValueError(f"found {_shapes(q, k, v)}: query heads must be a multiple of key heads")
     for size in (q.shape[2], v.shape[2]):
         if not 0 < size <= MOST_HEAD_DIM:
             raise ValueError(f"the head size is {size}; expected 1 to {MOST_HEAD_DIM}")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"found q, k, v in {q.dtype}, {k.dtype}, {v.dtype}; expected one dtype")
     if window is not None and window < 1:
-        raise ValueError(f"window is {window}; a query sees itself at least: expected 1 or more, or None")
+        raise ValueError(f"window is {window}; expected 1 or more (a query sees itself), or None")
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap is {softcap}; expected a positive number, or None for no cap")
     if sinks is None:
         return
     if sinks.shape != q.shape[1:2]:
-        raise ValueError(f"sinks has the shape {tuple(sinks.shape)}; expected one a query head, {q.shape[1]}")
+        raise ValueError(f"sinks has the shape {tuple(sinks.shape)}; expected [{q.shape[1]}]")
     if not sinks.is_floating_point():
         raise TypeError(f"sinks holds {sinks.dtype}; expected a floating point tensor")
 
@@ -172,11 +172,11 @@ def _check_bounds(bounds: Tensor | KeyRanges, tokens: int, window: int | None) -
         fits = rows.dim() == 2 and rows.shape[1] == tokens and rows.dtype == torch.int32
         if not fits or (len(rows) % 2 if ranges else len(rows) != 2):
             raise ValueError(
-                f"bounds is {rows.dtype} of the shape {tuple(rows.shape)}; expected [2, {tokens}] int32, as "
-                f"document_bounds gives it, or KeyRanges of [2 * ranges, {tokens}], as key_ranges"
+                f"bounds is {rows.dtype} of the shape {tuple(rows.shape)}; expected [2, {tokens}] int32 from "
+                f"document_bounds, or KeyRanges of [2 * ranges, {tokens}] from key_ranges"
             )
     if ranges and window is not None:
-        raise ValueError(f"window is {window}, and bounds are ranges of keys: give the window to key_ranges")
+        raise ValueError(f"window is {window}, but bounds are ranges of keys: pass the window to key_ranges")
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
@@ -184,7 +184,7 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 
 def _with_small_strides(x: Tensor) -> Tensor:
-    """x if its inner stride is one and a tile's offsets fit 32 bits, else a copy."""
+    """x if its inner stride is one and the offsets in a tile fit 32 bits, else a copy."""
     return x if x.stride(2) == 1 and x.stride(0) < 2**23 else x.contiguous()
 
 
@@ -283,7 +283,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Tiles(NamedTuple):
-    """How much one program of a kernel takes at a time, and how it is compiled."""
+    """Tile sizes and compilation options of a kernel."""
 
     queries: int
     keys: int
@@ -297,9 +297,9 @@ class _Configuration(NamedTuple):
     key_value_gradient: _Tiles
 
 
-# By the largest sizes of a key's and of a value's head, in 16 bits. On a data centre's GPU these are the
-# fastest of several on an H200, spills included; but the last for heads of 64, and those of other GPUs, are
-# chosen from what the compiler reports.
+# By the largest head size of keys and of values, in 16 bits. For data-centre GPUs these are the fastest of
+# several on an H200, spills included. The last one for heads of 64 and those for other GPUs are chosen from
+# the compiler's reports.
 _DATA_CENTRE = {  # up to 197 KB of shared memory
     (64, 64): _Configuration(_Tiles(64, 64, 4, 3), _Tiles(64, 64, 4, 3), _Tiles(64, 128, 8, 2)),
     (128, 128): _Configuration(_Tiles(64, 64, 4, 3), _Tiles(128, 64, 8, 3), _Tiles(64, 64, 4, 2)),
@@ -313,7 +313,7 @@ _DESKTOP = {  # up to 99 KB
     (256, 256): _Configuration(_Tiles(64, 32, 8, 1), _Tiles(32, 32, 8, 1), _Tiles(32, 32, 8, 1)),
     (512, 512): _Configuration(*[_Tiles(16, 16, 4, 1)] * 3),
 }
-# Products of float32 need their operands in registers.
+# Operands of float32 products must be in registers.
 _FLOAT32 = {
     (64, 64): _Configuration(*[_Tiles(32, 32, 8, 2)] * 3),
     (256, 256): _Configuration(*[_Tiles(16, 32, 8, 2)] * 3),
@@ -337,7 +337,7 @@ def _parts(bounds: Tensor | None) -> int:
 
 def _constants(q: Tensor, k: Tensor, v: Tensor, ranges: bool, tiles: _Tiles) -> dict[str, int]:
     head_dim, value_dim = q.shape[2], v.shape[2]
-    block, rest = max(16, next_power_of_2(head_dim)), 0  # tensor cores take no less than 16
+    block, rest = max(16, next_power_of_2(head_dim)), 0  # tensor cores need at least 16
     if block >= 256 and head_dim <= block * 3 // 4:
         block //= 2
         rest = max(16, next_power_of_2(head_dim - block))

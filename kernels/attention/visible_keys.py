@@ -1,9 +1,9 @@
-"""Which keys a query sees, as tensors that `attention` takes: documents, or ranges of keys.
+"""Visibility of keys to queries, as tensors that `attention` takes: documents or ranges of keys.
 
-`document_bounds` says where documents begin and end, in which attention is causal. `KeyRanges` says all of
-what is seen: the ranges of keys that each query sees, and the same from the other side, the ranges of queries
-that see each key. One each does for tokens that see ahead (`key_ranges`); where a document continues another
-(`tree_ranges`) a query sees some of that one and some of its own.
+`document_bounds` gives the start and end of documents in causal attention. `KeyRanges` defines visibility
+completely: the ranges of keys that each query sees, and the ranges of queries that see each key.
+Bidirectional spans need one range of each (`key_ranges`). If documents continue others (`tree_ranges`), a
+query sees part of the parent document and part of its own.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 
 
 class KeyRanges(NamedTuple):
-    """Ranges that do not overlap, [2 * how many, T] int32 each: first and end of the first, then of the next.
+    """Disjoint ranges, [2 * ranges, T] int32 each: start and end of the first, then of the next.
 
     Attributes:
-        of_queries: of the keys that each query sees. Every query sees some of the first range.
-        of_keys: of the queries that see each key; how many there are is another number.
+        of_queries: ranges of keys that each query sees. The first one is never empty.
+        of_keys: ranges of queries that see each key; their number may differ.
 
-    An empty range is one from T to 0. Of a token's ranges the empty ones come last.
+    An empty range goes from T to 0. A token's empty ranges come last.
     """
 
     of_queries: Tensor
@@ -31,10 +31,10 @@ class KeyRanges(NamedTuple):
 
 
 def document_bounds(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Where each token's document begins and ends: [2, tokens] int32, on cu_seqlens' device.
+    """Start and end of each token's document: [2, tokens] int32, on cu_seqlens' device.
 
-    cu_seqlens: [documents + 1] integers that rise from 0 to `tokens`; a document may be empty. That is
-    checked on a CPU alone: on a GPU it would mean to wait for it. Raises ValueError, TypeError.
+    cu_seqlens: [documents + 1] integers that rise from 0 to `tokens`; documents may be empty. Values are
+    checked on a CPU only, since the check would synchronise a GPU. Raises ValueError, TypeError.
     """
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
         raise ValueError(f"cu_seqlens has the shape {tuple(cu_seqlens.shape)}; expected [documents + 1]")
@@ -50,21 +50,21 @@ def document_bounds(cu_seqlens: Tensor, tokens: int) -> Tensor:
     token = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     document = torch.bucketize(token, cu_seqlens[1:], right=True)
     bounds = torch.stack([cu_seqlens[document], cu_seqlens[document + 1]]).int()
-    return bounds.clamp_(0, tokens)  # no kernel reads beside the tokens, even if the boundaries are wrong
+    return bounds.clamp_(0, tokens)  # no kernel reads out of bounds, even if the boundaries are wrong
 
 
 def key_ranges(
     bounds: Tensor, spans: Tensor | None = None, window: int | None = None, whole_spans: bool = False
 ) -> KeyRanges:
-    """What is seen where attention is not causal, or not everywhere: one range of each query and each key.
+    """Ranges for attention that is bidirectional within spans: one range per query and per key.
 
     Args:
-        bounds: [2, T] int32, where each token's document begins and ends, as `document_bounds` gives it.
-        spans: [2, T] int32, where the span begins and ends in which a token stands whose tokens all see one
-            another, beside what precedes them; (t, t + 1) for a token in none. Neither row ever falls. None:
-            a document is one span.
-        window: of what lies before it a query sees the last so many tokens, itself included, and no more.
-        whole_spans: but all of its span, even what lies before the window.
+        bounds: [2, T] int32, start and end of each token's document, as `document_bounds` returns it.
+        spans: [2, T] int32, start and end of the span that contains each token. Tokens of a span all see one
+            another, in addition to the preceding tokens. (t, t + 1) for a token in no span. Both rows are
+            non-decreasing. None: each document is one span.
+        window: maximum number of visible tokens up to the query, itself included.
+        whole_spans: make the whole span visible, even the part before the window.
     """
     if spans is None:
         spans = bounds
@@ -75,7 +75,7 @@ def key_ranges(
         if whole_spans:
             first = torch.minimum(first, torch.maximum(spans[0], bounds[0]))
             end = torch.maximum(end, torch.minimum(spans[1], bounds[1]))
-    # A query of the same span sees a key behind it, and one within the window a key before it.
+    # A query of the same span sees later keys, and a query within the window sees earlier ones.
     of_queries = torch.stack([first, torch.minimum(spans[1], bounds[1])])
     return KeyRanges(of_queries, torch.stack([torch.maximum(spans[0], bounds[0]), end]))
 
@@ -89,21 +89,21 @@ def tree_ranges(
     spans: Tensor | None = None,
     shared: Sequence[int] | None = None,
 ) -> KeyRanges:
-    """What is seen causally where documents continue others: the document that a query's own continues, and
-    its own up to itself, or to the end of its span. Nothing waits for the device.
+    """Ranges for causal attention where documents continue others: a query sees its document's parent, and
+    its own document up to itself or to the end of its span. Does not synchronise the device.
 
     Args:
-        bounds: [documents + 1], where documents begin and end in the row.
-        parents: [documents], the number of the document that each continues, or -1. That one continues none,
-            and all that continue it follow it at once.
-        shared: [documents], how many tokens each document sees of its parent, from the first on. Documents
-            with the same parent are in descending order of it. None: all tokens of the parent.
-        window: how many tokens a query sees at the most, itself included.
+        bounds: [documents + 1], the documents' boundaries in the row.
+        parents: [documents], the number of the document that each continues, or -1. A parent has no parent
+            itself, and its children follow it directly.
+        shared: [documents], how many of the parent's first tokens each document sees, in descending order
+            among children of one parent. None: all of them.
+        window: maximum number of visible tokens, the query's own included.
         chunk: a query sees nothing before the last multiple of it.
-        spans: as of `key_ranges`, each within a document.
+        spans: as in `key_ranges`, each within a document.
 
-    Window and chunk count positions, which in a document that continues another go on after the last token
-    that it sees of that one.
+    Window and chunk count positions. In a document that continues another, positions go on after the last
+    token that it sees of the parent.
     """
     total, limited = bounds[-1], window is not None or chunk is not None
     if shared is None:
@@ -112,7 +112,7 @@ def tree_ranges(
     (start, end, parent_start, before), answers = table[:4], table[4:].view((len(table) - 4) // 3, 3, total)
     token = torch.arange(total, dtype=torch.int32, device=device)
     position = token - start + before
-    # Positions: the first that it sees, and the first behind those that see it.
+    # Positions: the first that it sees, and the end of those that see it.
     first, beyond = torch.zeros_like(token), torch.full_like(token, total)
     if window is not None:
         first, beyond = torch.maximum(first, position - window + 1), torch.minimum(beyond, position + window)
@@ -129,20 +129,20 @@ def tree_ranges(
 
 
 def _seen_by(answers: Tensor, place: Tensor, beyond: Tensor, limited: bool) -> Tensor:
-    """The ranges of queries in other documents that see each key, [2 * n, T].
+    """Ranges of queries in other documents that see each key, [2 * n, T].
 
     Args:
-        answers: [n, 3, T], as `_of_each_token` gives them.
-        place: [T], of the key in its document, which continues none if others continue it.
-        beyond: [T], position after the last one that sees the key.
+        answers: [n, 3, T], as `_of_each_token` returns them.
+        place: [T], position of the key in its document, which has no parent if it has children.
+        beyond: [T], end of the positions that see the key.
     """
     first, end, shared = answers.unbind(1)
     end = torch.minimum(end, first + beyond - shared)
     ranges = _range(first, end.where(place < shared, 0))
-    if limited:  # the first ones may be empty, where a window ends before they begin
+    if limited:  # the first ones are empty if the window ends before they begin
         first, order = ranges[0].sort(dim=0)
         ranges = torch.stack([first, ranges[1].gather(0, order)])
-    elif len(answers):  # one after another: those that see the key are the first ones
+    elif len(answers):  # adjacent, and the first of them see the key
         ranges = torch.stack([ranges[0].amin(0, True), ranges[1].amax(0, True)])
     return ranges.transpose(0, 1).flatten(0, 1)
 
@@ -154,9 +154,9 @@ def _of_each_token(
     limited: bool,
     device: torch.device,
 ) -> Tensor:
-    """[4 + 3 * n, T] int32: start and end of the token's document; start of its parent, and how many tokens
-    it sees of that; then of each document that continues it start, end and what this sees. Where nothing is
-    limited, neighbours that see the same count as one.
+    """[4 + 3 * n, T] int32: start and end of the token's document; start of its parent and the number of its
+    visible tokens; then, for each child, its start, end and number of visible parent tokens. Without limits,
+    adjacent children that see the same count as one.
     """
     total = bounds[-1]
     answers: list[list[tuple[int, int, int]]] = [[] for _ in parents]
@@ -180,7 +180,7 @@ def _of_each_token(
 
 
 def _range(first: Tensor, end: Tensor) -> Tensor:
-    """[2, ..., T], each as it is written if it is empty."""
+    """[2, ..., T], with empty ranges in their normal form."""
     there = first < end
     return torch.stack([first.where(there, first.shape[-1]), end.where(there, 0)])
 
@@ -188,7 +188,7 @@ def _range(first: Tensor, end: Tensor) -> Tensor:
 def visible_keys(
     tokens: int, bounds: Tensor | KeyRanges | None, window: int | None, device: torch.device
 ) -> Tensor:
-    """Which key (column) each query (row) sees: [tokens, tokens] bool. `bounds` as in `attention`."""
+    """Mask [tokens, tokens] of the keys (columns) that each query (row) sees. `bounds` as in `attention`."""
     token = torch.arange(tokens, device=device)
     if isinstance(bounds, KeyRanges):
         ranges = bounds.of_queries.unflatten(0, (-1, 2))[..., None]

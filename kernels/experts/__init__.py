@@ -1,1 +1,1 @@
-"""A mixture of experts: routing, and the experts' products."""
+"""Mixture of experts: routing and the experts' matrix products."""

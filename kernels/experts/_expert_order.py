@@ -1,7 +1,8 @@
-"""Sorting assignments of tokens to experts by expert, on their device and without waiting for it.
+"""Sort token-to-expert assignments by expert on the device, without synchronisation.
 
 A counting sort in three launches: each chunk of assignments counts its experts; each expert sums its counts
-over the chunks; each chunk places its assignments. It keeps the order of tokens within an expert.
+over the chunks; each chunk places its assignments. The sort is stable: tokens keep their order within an
+expert.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from liger_models.kernels._dispatch import ceil_div, jit, next_power_of_2, on_de
 
 
 class ExpertOrder(NamedTuple):
-    """The R assignments of tokens to experts, sorted by expert, and their division into tiles. R is T k, but
-    for slots that are nothing (expert -1).
+    """The R assignments of tokens to experts, sorted by expert, and their division into tiles. R is T k less
+    the empty slots (expert -1).
 
-    A tile is `block` consecutive rows or fewer, all of one expert: each expert leaves at most one unfilled.
+    A tile is up to `block` consecutive rows of one expert; each expert has at most one partial tile.
 
     Attributes:
         order: [R] int32. Row r is assignment order[r]: slot order[r] % k of token order[r] // k.
-        position: [T k] int32, its inverse: assignment a is row position[a], or -1 if it is nothing.
-        offsets: [E + 1] int32. The rows of expert e are offsets[e] to offsets[e + 1], the latter excluded.
-        tile_expert, tile_row: the expert and the first row of each tile. There are as many as the worst
-            distribution of R rows needs; an expert of -1 marks those that this one does not.
-        num_tiles: [1] int32, how many this one does.
-        block, top_k: rows a tile, and k.
+        position: [T k] int32, its inverse: assignment a is row position[a], or -1 if the slot is empty.
+        offsets: [E + 1] int32. Expert e has the rows offsets[e] to offsets[e + 1] (exclusive).
+        tile_expert, tile_row: the expert and first row of each tile, allocated for the worst distribution of
+            R rows; unused tiles have expert -1.
+        num_tiles: [1] int32, the number of used tiles.
+        block, top_k: rows per tile, and k.
     """
 
     order: Tensor
@@ -45,8 +46,8 @@ class ExpertOrder(NamedTuple):
 
 
 def sort_by_expert(experts: Tensor, num_experts: int, num_rows: int | None = None) -> ExpertOrder:
-    """Sort the assignments `experts` [T, k], integers in [0, num_experts), or -1 in all but `num_rows` of
-    them. Neither is checked.
+    """Sort the assignments `experts` [T, k], integers in [0, num_experts), or -1 for empty slots. `num_rows`
+    is the number of the others. Nothing is checked.
     """
     slots, top_k = experts.numel(), experts.shape[1]
     num_rows = slots if num_rows is None else num_rows
@@ -63,7 +64,7 @@ def sort_by_expert(experts: Tensor, num_experts: int, num_rows: int | None = Non
         num_tiles.zero_()
         return sorted_rows
     block_experts = next_power_of_2(num_experts)
-    # A tile of chunk x experts has 16,384 elements: 64 registers of each of 256 threads.
+    # A tile of chunk x experts has 16,384 elements: 64 registers for each of 256 threads.
     chunk = max(1, min(1024, 16384 // block_experts))
     chunks = ceil_div(slots, chunk)
     counts = torch.empty(num_experts, chunks, dtype=torch.int32, device=experts.device)
@@ -101,7 +102,7 @@ def sort_by_expert(experts: Tensor, num_experts: int, num_rows: int | None = Non
 
 
 def _block_rows(num_rows: int, num_experts: int) -> int:
-    """128; or 64, where an even load would leave half of that empty."""
+    """128, or 64 if an even load would leave half of a tile empty."""
     return 64 if num_rows <= 64 * num_experts else 128
 
 
@@ -117,7 +118,7 @@ def _count_kernel(experts, counts, slots, num_experts, CHUNK: tl.constexpr, BLOC
 
 @jit
 def _sum_counts_kernel(counts, totals, chunks, BLOCK: tl.constexpr):
-    """Replace an expert's counts by how many assignments to it lie in earlier chunks."""
+    """Replace an expert's counts by the number of its assignments in earlier chunks."""
     expert = tl.program_id(0)
     before = 0
     for first in range(0, chunks, BLOCK):
@@ -180,7 +181,7 @@ def _tiles_kernel(
     last = tl.cumsum(tiles, 0)
     first = last - tiles
     tile = tl.program_id(0) * BLOCK_TILES + tl.arange(0, BLOCK_TILES)
-    mine = (first[None, :] <= tile[:, None]) & (tile[:, None] < last[None, :])  # of one expert, or of none
+    mine = (first[None, :] <= tile[:, None]) & (tile[:, None] < last[None, :])  # of at most one expert
     which = tl.sum(tl.where(mine, expert[None, :] + 1, 0), 1) - 1
     row = tl.sum(tl.where(mine, start[None, :] + (tile[:, None] - first[None, :]) * BLOCK, 0), 1)
     if tl.program_id(0) == 0:

@@ -1,9 +1,9 @@
-"""What happens to the rows of experts between their matrix products: each kernel one pass over memory.
+"""Row operations between the experts' matrix products: each kernel makes one pass over memory.
 
     spread_rows:     rows[r] = x[token of r]                                 T H + R H elements moved
     sum_slots:       y[t] = sum over slots j of weights[t, j] * rows[row of (t, j)]      R H + T H
     weighted_gated:  a = act(gate) * up, [gate | up] = weights[r] * h[r]                       3 R I
-    gated_backward:  of a = act(gate) * up, [gate | up] = h, or the same                       6 R I
+    gated_backward:  gradients of weighted_gated, or of weights * a with [gate | up] = h         6 R I
     sum_by_expert:   sums[e] = sum over the rows r of e of weights[r] * rows[r]                  R H
 
 Sums are in float32 and in a fixed order, without atomics.
@@ -20,7 +20,7 @@ from liger_models.kernels.experts._expert_order import ExpertOrder
 
 
 def spread_rows(x: Tensor, order: ExpertOrder) -> Tensor:
-    """x [T, H] -> [R, H], row r being that of its token. Each row of x is read once."""
+    """x [T, H] -> [R, H], each row a copy of its token. Reads each row of x once."""
     x = as_rows(x)
     width = x.shape[1]
     rows = x.new_empty(order.num_rows, width)
@@ -34,7 +34,7 @@ def spread_rows(x: Tensor, order: ExpertOrder) -> Tensor:
 
 
 def sum_slots(rows: Tensor, weights: Tensor | None, order: ExpertOrder) -> Tensor:
-    """rows [R, H], weights [T, k] or None for ones -> y [T, H], slot after slot."""
+    """rows [R, H], weights [T, k] or None for ones -> y [T, H], summed in the order of slots."""
     width = rows.shape[1]
     y = rows.new_empty(order.position.numel() // order.top_k, width)
     if y.numel():
@@ -48,7 +48,7 @@ def sum_slots(rows: Tensor, weights: Tensor | None, order: ExpertOrder) -> Tenso
 
 
 def weighted_gated(h: Tensor, weights: Tensor, order: ExpertOrder, activation: Activation) -> Tensor:
-    """From h [R, 2 I] and weights [T, k] the a [R, I] of weights * h."""
+    """Return a [R, I] of weights * h, from h [R, 2 I] and weights [T, k]."""
     _, _, a = gated_backward(
         None, h, weights, order, activation, False, False, want_product=True, inputs=True
     )
@@ -69,17 +69,18 @@ def gated_backward(
     of_bias: Tensor | None = None,
     experts: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """From h [R, 2 I] and dproduct [R, I], the gradient of a before its weight: those that are wanted of
+    """Return the requested ones of dh [R, 2 I], dweights [T, k] and weights * a [R, I].
 
-    dh [R, 2 I], dweights [T, k], and weights * a [R, I]. Only the last does without dproduct. To dweights is
-    added what the bias of the last product makes of it, of_bias [T, E] float32 at experts [T, k], if given.
+    h is [R, 2 I], and dproduct [R, I] the gradient of a before weighting; only the last result can be
+    computed without it. dweights includes the gradient through the last product's bias, of_bias [T, E]
+    float32 at experts [T, k], if given.
 
-    With `inputs` it is h that the weights multiply, and not a; the last result is then a itself.
+    With `inputs` the weights multiply h instead of a, and the last result is a.
     """
     num_rows, width = h.shape[0], h.shape[1] // 2
     weights = weights.contiguous()
     dh = torch.empty_like(h) if want_h else None
-    # Slots that are nothing have no row that writes their gradient.
+    # Empty slots have no row that writes their gradient.
     memory = torch.empty_like if num_rows == weights.numel() else torch.zeros_like
     dweights = memory(weights) if want_weights else None
     product = h.new_empty(num_rows, width) if want_product else None
@@ -131,7 +132,7 @@ def _spread_rows_kernel(x, position, rows, x_stride, width, TOP_K: tl.constexpr,
     value = tl.load(x + token * x_stride + column, mask)
     for slot in tl.static_range(TOP_K):
         row = tl.load(position + token * TOP_K + slot).to(tl.int64)
-        # As mask & (row >= 0), which Triton 3.9's interpreter refuses: a block mask and a scalar.
+        # Equivalent to mask & (row >= 0), a block mask and a scalar, which Triton 3.9's interpreter rejects.
         tl.store(rows + row * width + column, value, column < tl.where(row >= 0, width, 0))
 
 

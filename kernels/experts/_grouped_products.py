@@ -1,25 +1,24 @@
-"""Matrix products of rows that are grouped by expert: one weight a group, and one weight gradient a group.
+"""Grouped matrix products over rows sorted by expert: one weight and one weight gradient per expert.
 
     rows_product:    C[r] = A[r] @ B[e(r)] + bias[e(r)]         r: a row, e(r): its expert
     weight_product:  D[e] = sum over the rows r of e of P[r]^T Q[r]
 
-Rows lie sorted by expert (`_expert_order.py`). How many an expert has is known on the device alone, and no
-launch waits for it: grids have the most programs that any distribution could need, or as many as run at once.
+Rows are sorted by expert (`_expert_order.py`). Rows per expert are known on the device only, and launches do
+not wait for them: grids have the most programs that any distribution needs, or as many as run at once.
 
-Tiles are fetched through tensor descriptors, which Hopper's copy engine serves (elsewhere Triton turns them
-into ordinary loads). They end where a tensor ends, and give zeros beyond, so odd widths need no masks here.
-In rows_product a program makes tile after tile, and its loops are one: the next tile's first blocks are on
-their way while this one is written. On an H200 at the shape of Qwen3-30B-A3B that took 12% off the product
-with the shortest sums (768), 9% off the gathered one, and 3% off the other two, to 560 to 595 TFLOP/s at the
-power limit; at gpt-oss's 2% to 5%. The activation within the first product was slower than behind it (3.19 ms
-against 2.77 and 0.31): it wants the registers that the larger tile has. Gathering A's rows by pointers costs
-less than a gathered copy would. It costs 40% in weight_product, whose inner dimension are the rows: gather
-first.
+Tiles are loaded through tensor descriptors, by TMA on Hopper (elsewhere Triton turns them into ordinary
+loads). Out-of-range elements read as zero, so odd widths need no masks. A program of rows_product computes
+one tile after another in a single flattened loop, so that the next tile's first blocks load while this one is
+stored. On an H200 at Qwen3-30B-A3B's shapes that saved 12% on the product with the shortest sums (768), 9% on
+the gathered one, and 3% on the other two, reaching 560 to 595 TFLOP/s at the power limit; at gpt-oss's shapes
+2% to 5%. Fusing the activation into the first product was slower than running it afterwards (3.19 ms against
+2.77 + 0.31), since the larger tile needs the registers. Gathering A's rows by pointer is cheaper than a
+gathered copy. In weight_product, with rows as the inner dimension, it costs 40%: copy first.
 
-Of many rows of bfloat16 on a Hopper GPU, torch's own grouped product (CUTLASS) makes the weight gradient: in
-profiles of Mixtral's step it took 64 ms where our kernel took 74. A whole step gains 1% at most, for the
-power limit slows down both. Elsewhere it asks for aligned memory, or goes from group to group and waits for
-the device.
+For many bfloat16 rows on a Hopper GPU, torch's grouped product (CUTLASS) computes the weight gradient: in
+profiles of Mixtral's step it took 64 ms against 74 for our kernel. A whole step gains at most 1%, since the
+power limit slows down both. Elsewhere it requires aligned memory, or loops over groups and synchronises the
+device.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ def rows_product(
     gather: bool = False,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """C [R, N], C[r] = A[r] @ B[e(r)] + bias[e(r)], summed in float32 and rounded once.
+    """C [R, N], C[r] = A[r] @ B[e(r)] + bias[e(r)], accumulated in float32 and rounded once.
 
-    a: [R, K] in the order of rows; or [T, K] in that of tokens, with `gather`. Its inner stride is one.
+    a: [R, K] in row order; or [T, K] in token order, with `gather`. Inner stride one.
     b: [E, K, N], or [E, N, K] if `transposed`; contiguous. bias: [E, N] or None, contiguous.
     """
     inner, width = (b.shape[2], b.shape[1]) if transposed else (b.shape[1], b.shape[2])
@@ -83,14 +82,15 @@ def rows_product(
 
 
 def weight_product(p: Tensor, q: Tensor, order: ExpertOrder) -> Tensor:
-    """D [E, M, N], D[e] = the sum of P[r]^T Q[r] over e's rows, in float32 and rounded once; or zero.
+    """D [E, M, N], D[e] = sum of P[r]^T Q[r] over e's rows, accumulated in float32 and rounded once; zero
+    without rows.
 
-    p [R, M] and q [R, N] in the order of rows, with an inner stride of one.
+    p [R, M] and q [R, N] in row order, with an inner stride of one.
     """
     num_experts, height, width = order.offsets.numel() - 1, p.shape[1], q.shape[1]
     if not height * width * order.num_rows:
         return p.new_zeros(num_experts, height, width)
-    if _library_has(p, q, num_experts):
+    if _library_is_faster(p, q, num_experts):
         return F.grouped_mm(p.t(), q, offs=order.offsets[1:])
     d = p.new_empty(num_experts, height, width)
     block_m, block_n, block_k, num_warps, num_stages = _weight_config(width, num_experts, p)
@@ -113,7 +113,8 @@ def weight_product(p: Tensor, q: Tensor, order: ExpertOrder) -> Tensor:
 
 
 def _descriptor(x: Tensor, block: list[int]):
-    """A tensor descriptor of x; of a copy, if x does not begin and step by 16 bytes as the hardware asks."""
+    """Tensor descriptor of x, or of a copy if x's start or strides are not multiples of the required 16
+    bytes."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     step = 16 // x.element_size()
@@ -124,14 +125,14 @@ def _descriptor(x: Tensor, block: list[int]):
 
 
 def _rows_config(block_m: int, inner: int, width: int, a: Tensor) -> tuple[int, int, int, int, int]:
-    """Block of columns, block of the inner dimension, warps, stages, programs a multiprocessor."""
+    """Block of columns, block of the inner dimension, warps, stages, programs per multiprocessor."""
     if a.dtype == torch.float32:
         # Exact products run outside the tensor cores: larger tiles would not fit the registers.
         return (64, 32, 4, 2, 2) if _precision(a.dtype) == "tf32" else (64, 16, 8, 2, 2)
-    if not _has_room(a):
+    if not _has_data_centre_memory(a):
         return 128, 32, 4, 3, 2
     if inner % 64 or width % 16:
-        return 128, 64, 8, 3, 1  # rows that have rests take registers
+        return 128, 64, 8, 3, 1  # partial rows need registers
     if block_m < 128 or width <= 128 or shared_memory(a) < 227 * 1024:
         return 128, 64, 4, 3, 2
     return 256, 64, 8, 4, 1
@@ -141,8 +142,8 @@ def _weight_config(width: int, num_experts: int, p: Tensor) -> tuple[int, int, i
     """Blocks of rows, columns and the inner dimension of D, warps, stages."""
     if p.dtype == torch.float32:
         return (64, 64, 32, 4, 2) if _precision(p.dtype) == "tf32" else (64, 64, 16, 8, 2)
-    # Where writing D takes as long as the product, small tiles let the two overlap.
-    if _few_rows(p, num_experts) or width <= 128 or not _has_room(p):
+    # If writing D takes as long as the product, small tiles let the two overlap.
+    if _few_rows(p, num_experts) or width <= 128 or not _has_data_centre_memory(p):
         return 64, 128, 32, 4, 4
     return 128, 256, 64, 8, 3
 
@@ -152,10 +153,11 @@ def _few_rows(p: Tensor, num_experts: int) -> bool:
     return len(p) <= 768 * num_experts
 
 
-def _library_has(p: Tensor, q: Tensor, num_experts: int) -> bool:
-    """Whether torch's grouped product is one launch here, and faster than ours.
+def _library_is_faster(p: Tensor, q: Tensor, num_experts: int) -> bool:
+    """Whether torch's grouped product is a single launch here, and faster than ours.
 
-    It takes fewer than 1,024 groups, and memory that begins and steps by 16 bytes, to which it pads D's rows.
+    It takes fewer than 1,024 groups, and memory whose start and strides are multiples of 16 bytes, to which
+    it pads D's rows.
     """
     if not p.is_cuda or p.dtype != torch.bfloat16 or not _is_hopper(p.device.index):
         return False
@@ -168,13 +170,13 @@ def _is_hopper(device_index: int) -> bool:
     return torch.version.cuda is not None and torch.cuda.get_device_capability(device_index) == (9, 0)
 
 
-def _has_room(x: Tensor) -> bool:
-    """Whether x's GPU has the shared memory of a data centre's (160 KB), not that of a desktop's (99 KB)."""
+def _has_data_centre_memory(x: Tensor) -> bool:
+    """Whether x's GPU has a data-centre GPU's shared memory (160 KB), not a desktop GPU's (99 KB)."""
     return shared_memory(x) >= 160 * 1024
 
 
 def _precision(dtype: torch.dtype) -> str:
-    """float32 products are exact or in TF32 as torch.backends.cuda.matmul says, which torch's own obey."""
+    """Precision of float32 products: exact or TF32, following torch.backends.cuda.matmul as torch does."""
     return (
         "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
     )
@@ -182,7 +184,8 @@ def _precision(dtype: torch.dtype) -> str:
 
 @jit
 def _in_bands(program, height, width):
-    """Walk a grid of height x width by bands of 8 rows, so that neighbours in time share operands in L2."""
+    """Traverse a grid of height x width in bands of 8 rows, so that concurrent programs share operands in
+    L2."""
     band = program // (8 * width)
     rows = tl.minimum(height - band * 8, 8)
     inside = program % (8 * width)
@@ -212,7 +215,7 @@ def _rows_kernel(
     BLOCK_K: tl.constexpr,
 ):
     tiles, blocks_n = tl.load(num_tiles), tl.cdiv(width, BLOCK_N)
-    # Flattened, the loops over tiles and along a tile's sums are one to the pipeline.
+    # Flattened into one loop, so that the pipeline spans tiles.
     for program in tl.range(tl.program_id(0), tiles * blocks_n, tl.num_programs(0), flatten=True):
         tile, n = _in_bands(program, tiles, blocks_n)
         expert = tl.load(tile_expert + tile)
@@ -221,7 +224,7 @@ def _rows_kernel(
         row_mask = row < tl.load(offsets + expert + 1)
         column = n * BLOCK_N
         if TOKENS:
-            # Rows of the next expert load the first token instead, and are not stored.
+            # Rows of the next expert load the first token instead and are not stored.
             source = tl.load(order + row, row_mask, 0) // TOKENS
             k = tl.arange(0, BLOCK_K)
             a_tile = a + source.to(tl.int64)[:, None] * a_stride + k[None, :]
@@ -269,7 +272,7 @@ def _weight_kernel(
         p_block = p.load([first, m * BLOCK_M])
         q_block = q.load([first, n * BLOCK_N])
         total = tl.dot(p_block.T, q_block, total, input_precision=PRECISION)
-    if whole < end:  # the last rows, without those of the next expert, which may hold nan
+    if whole < end:  # the last rows; mask the next expert's, which may hold nan
         mask = (whole + tl.arange(0, BLOCK_K) < end)[:, None]
         p_block = tl.where(mask, p.load([whole, m * BLOCK_M]), 0.0)
         q_block = tl.where(mask, q.load([whole, n * BLOCK_N]), 0.0)

@@ -1,30 +1,30 @@
-"""The experts of a mixture of experts: gated MLPs, each of which sees only the tokens routed to it.
+"""Experts of a mixture of experts: gated MLPs that process only the tokens routed to them.
 
     y[t] = sum over slots j of weights[t, j] * (down[e] @ (act(gate) * up) + down_bias[e]),
            gate, up = gate_up[e] @ x[t] + gate_up_bias[e],
            e = experts[t, j]                                     (Mixtral, arXiv:2401.04088, section 2.1)
 
-Biases are optional, and added inside the products. Or the weights are those of what goes into the experts
-(Llama 4); without biases that is to weight what comes out of the first product:
+Biases are optional and added inside the products. Weights can multiply the experts' inputs instead (Llama 4);
+without biases that equals weighting the output of the first product:
 
     y[t] = sum over slots j of down[e] @ (act(gate) * up),   gate, up = weights[t, j] * (gate_up[e] @ x[t])
 
 The T k assignments are sorted by expert, so that each matrix product is one launch over all experts
-(`_grouped_products.py`), with whatever distribution and without the host waiting for it. With R = T k rows
-h = [gate | up], a = act(gate) * up and dy the gradient of y:
+(`_grouped_products.py`) for any distribution, without synchronising with the host. With R = T k rows, h =
+[gate | up], a = act(gate) * up and dy the gradient of y:
 
     da = dy[t] @ down[e]                        (not yet weighted)
-    dweights[t, j] = da . a + dy . down_bias[e]      which is dy . (down a + bias), without making that again
+    dweights[t, j] = da . a + dy . down_bias[e]      equals dy . (down a + bias), without recomputing it
     dh = weights[t, j] * da * (the activation's derivatives)
     dx[t] = sum over j of dh @ gate_up[e],  dgate_up[e] = sum of dh x^T,  ddown[e] = sum of dy (weights a)^T
     dgate_up_bias[e] = sum of dh,  ddown_bias[e] = sum of weights dy
 
-With weighted inputs h is kept without its weight, and
+With weighted inputs h is saved unweighted, and
 
     dh = weights[t, j] * d,   dweights[t, j] = d . h,   d = da * (the activation's derivatives, at weights h)
 
-Kept for the backward pass: the operands, h [R, 2 I] and the order of rows. Sums over slots are in float32 and
-in a fixed order: the same input gives the same bits.
+Saved for the backward pass: the operands, h [R, 2 I] and the row order. Sums over slots are in float32 and in
+a fixed order, so results are deterministic.
 """
 
 from __future__ import annotations
@@ -82,27 +82,27 @@ def moe_experts(
     Args:
         x: [T, H], any floating dtype.
         weights: [T, k], any floating dtype; used in float32.
-        experts: [T, k], integers in [0, E). A GPU does not check them: with others the result is undefined.
+        experts: [T, k], integers in [0, E). Not checked on a GPU, where other values are undefined behaviour.
         gate_up: [E, 2 I, H], the gate's rows first, in x's dtype.
         down: [E, H, I], in x's dtype.
         activation: of the gate: "silu", "gelu_tanh" or "gelu"; or of both, a `ClampedSwiGLU`.
         gate_up_bias: [E, 2 I], the gate's first, in x's dtype, or None.
-        down_bias: [E, H], in x's dtype, or None. It is weighted as the rest of an expert's output is.
-        weighted: what the weights multiply: the experts' "outputs"; or their "inputs", without biases.
-        num_rows: given, slots whose expert is -1 are nothing, of no work and no memory, and this is how many
-            the others are, which a GPU does not check: where experts are divided, a token has some elsewhere.
+        down_bias: [E, H], in x's dtype, or None. It is weighted like the rest of an expert's output.
+        weighted: whether the weights multiply the experts' "outputs", or their "inputs" (without biases).
+        num_rows: for expert parallelism: allows empty slots (expert -1), which cost no work and no memory,
+            and gives the number of the other slots. Not checked on a GPU.
 
-    Under autocast x, the matrices and their biases may have any dtypes, and autocast's is taken. In a graph
-    of torch.compile on a CPU, all experts compute all tokens.
+    Under autocast, x, the matrices and their biases may have any dtypes and are cast to autocast's. Under
+    torch.compile on a CPU, all experts compute all tokens.
 
     Returns:
-        [T, H] in the dtype of the products. Running it again gives the same bits, gradients included; those
-        are computed for the inputs that require them alone.
+        [T, H] in the products' dtype. Results and gradients are deterministic. Gradients are computed only
+        for inputs that require them.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown activation, weighted inputs beside biases, tensors on
-            several devices; slots that are nothing in a graph of torch.compile.
-        TypeError: dtypes that do not fit.
+        ValueError: incompatible shapes, an unknown activation, weighted inputs with biases, tensors on
+            different devices; empty slots under torch.compile.
+        TypeError: incompatible dtypes.
         IndexError: an expert outside [0, E), on a CPU.
     """
     _check(x, weights, experts, gate_up, down, activation, gate_up_bias, down_bias, weighted)
@@ -111,7 +111,9 @@ def moe_experts(
     operands = x, weights, experts, gate_up, down, gate_up_bias, down_bias
     if torch.compiler.is_compiling():
         if num_rows is not None:
-            raise ValueError("num_rows was given: slots that are nothing cannot be compiled; run it as it is")
+            raise ValueError(
+                "num_rows was given: empty slots are not supported under torch.compile; run this eagerly"
+            )
         if triton is not None and x.is_cuda and x.dtype != torch.float64:
             return _operator(*operands, *activation_constants(activation).values(), inputs)[0]
         return _dense(*operands, activation, inputs)
@@ -135,11 +137,11 @@ def moe_experts_plain(
     weighted: Weighted = "outputs",
     num_rows: int | None = None,
 ) -> Tensor:
-    """The meaning of `moe_experts`, in plain PyTorch."""
+    """Plain twin of `moe_experts`."""
     least = 0 if num_rows is None else -1
     if experts.numel() and not least <= experts.min() <= experts.max() < len(gate_up):
         found = f"from {int(experts.min())} to {int(experts.max())}"
-        raise IndexError(f"experts lie {found}; expected {least} to {len(gate_up) - 1}")
+        raise IndexError(f"experts range {found}; expected {least} to {len(gate_up) - 1}")
     if num_rows is not None and (found_rows := int((experts >= 0).sum())) != num_rows:
         raise ValueError(f"num_rows is {num_rows}, but {found_rows} slots have an expert")
     y = torch.zeros_like(at_least_float32(x))
@@ -166,13 +168,13 @@ def _dense(
     activation: Activation,
     inputs: bool,
 ) -> Tensor:
-    """The same through all experts for all tokens: the one form without shapes that depend on data."""
+    """Plain form in which all experts compute all tokens: the only one without data-dependent shapes."""
     h = torch.einsum("th,eih->tei", x, gate_up)
     h = h if gate_up_bias is None else h + gate_up_bias
     wide = at_least_float32(h)
     weights = at_least_float32(weights).to(wide.dtype)
     share = wide.new_zeros(len(x), len(gate_up)).scatter_add(1, experts.long(), weights)
-    if inputs:  # nothing goes into the other experts, and so nothing comes out
+    if inputs:  # other experts get zero input and return zero
         h, share = share.unsqueeze(-1) * wide, torch.ones_like(share)
     rows = torch.einsum("tei,ehi->teh", _gated(h, activation).to(x.dtype), down)
     rows = at_least_float32(rows if down_bias is None else rows + down_bias)
@@ -223,7 +225,7 @@ def _check(
 
 
 def _cast(x: Tensor, *operands: Tensor | None) -> tuple[Any, ...]:
-    """All operands of the products in autocast's dtype where it is on; else as they are, in one."""
+    """Cast all operands of the products to autocast's dtype if it is on; otherwise require one dtype."""
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
         return tuple(None if t is None else t.to(dtype) for t in (x, *operands))
@@ -231,14 +233,14 @@ def _cast(x: Tensor, *operands: Tensor | None) -> tuple[Any, ...]:
     if any(dtype != x.dtype for dtype in dtypes):
         found = f"{x.dtype} and {', '.join(str(dtype) for dtype in dtypes)}"
         raise TypeError(
-            f"x and its experts' matrices and biases are {found}; expected one floating dtype: cast them, or "
+            f"x and the experts' matrices and biases are {found}; expected one floating dtype: cast them, or "
             "use autocast"
         )
     return x, *operands
 
 
 class _Wanted(NamedTuple):
-    """Which gradients are."""
+    """Which inputs require gradients."""
 
     x: bool
     weights: bool
@@ -253,7 +255,7 @@ class _Experts(torch.autograd.Function):
     def forward(ctx, x, weights, experts, gate_up, down, gate_up_bias, down_bias, activation, inputs, rows):
         order = sort_by_expert(experts, len(gate_up), rows)
         y, h = _forward(x, weights, gate_up, down, gate_up_bias, down_bias, order, activation, inputs)
-        experts = None if down_bias is None else experts  # which only the bias has a use for
+        experts = None if down_bias is None else experts  # needed for the bias only
         ctx.save_for_backward(x, weights, experts, gate_up, down, down_bias, h, *order[:_TENSORS])
         ctx.sizes = order[_TENSORS:]
         ctx.options = activation, inputs
@@ -270,7 +272,7 @@ class _Experts(torch.autograd.Function):
         return dx, dweights, None, *dexperts, None, None, None
 
 
-_TENSORS = 6  # of an ExpertOrder: its first fields
+_TENSORS = 6  # the leading fields of ExpertOrder that are tensors
 
 
 def _wanted(ctx: Any) -> _Wanted:
@@ -289,7 +291,7 @@ def _forward(
     activation: Activation,
     inputs: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The result [T, H], and h [R, 2 I]."""
+    """Return the result [T, H] and h [R, 2 I]."""
     gate_up_bias, down_bias = (None if b is None else b.contiguous() for b in (gate_up_bias, down_bias))
     h = rows_product(as_rows(x), gate_up.contiguous(), order, transposed=True, gather=True, bias=gate_up_bias)
     product = weighted_gated(h, weights, order, activation) if inputs else _gated(h, activation)
@@ -311,19 +313,19 @@ def _backward(
     inputs: bool,
     want: _Wanted,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients that are wanted, as in `_Wanted`. Buffers are freed as soon as they are used."""
+    """Return the required gradients, in the order of `_Wanted`. Buffers are freed as soon as possible."""
     want_h = want.x or want.gate_up or want.gate_up_bias
     dx = dgate_up = ddown = dgate_up_bias = ddown_bias = dproduct = None
     biased = {}
     if down_bias is not None and experts is not None and want.weights:
-        # Of all experts: dy is read once, and not once a slot.
+        # For all experts at once: reads dy once instead of once per slot.
         biased = {"of_bias": _wide_product(dy, down_bias.T), "experts": experts.contiguous()}
     dy = spread_rows(dy, order)  # [R, H]
     if want_h or want.weights:
         dproduct = rows_product(dy, down.contiguous(), order, transposed=False)  # [R, I]
     dh: Any
     product: Any
-    dh, dweights, product = gated_backward(  # each None unless it is wanted
+    dh, dweights, product = gated_backward(  # None where not required
         dproduct, h, weights, order, activation, want_h, want.weights, want.down, inputs, **biased
     )
     del dproduct
@@ -342,14 +344,14 @@ def _backward(
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, summed and returned in float32."""
+    """a @ b, accumulated and returned in float32."""
     if a.dtype == torch.float32:
         return a @ b
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
-# torch.compile cannot look into the layer: how many rows an expert has would be a shape that depends on data.
-# These two operators show it shapes alone. They sort twice, so that nothing but h passes between them.
+# torch.compile cannot trace the layer, since the number of rows per expert is a data-dependent shape. These
+# two operators expose only static shapes. They sort twice, so that nothing but h passes between them.
 
 
 @torch.library.custom_op("liger_models::moe_experts", mutates_args=())

@@ -1,4 +1,4 @@
-"""Routing in a mixture of experts: which experts a token goes to, and with what weights.
+"""Routing in a mixture of experts: choose each token's experts and their weights.
 
     softmax (Shazeer et al., 2017, arXiv:1701.06538; Mixtral, arXiv:2401.04088):
         p = softmax(logits),  choose the k largest p,  weights = p / sum of the chosen p, or p itself
@@ -7,15 +7,14 @@
     sigmoid (DeepSeek-V3, arXiv:2412.19437, section 2.1.2; GLM-4.5):
         s = sigmoid(logits),  choose by s + bias,  weights = scale * s / sum of the chosen s
 
-With g the gradient of the weights, zero for experts that were not chosen, and w = s / S, S = sum of chosen s:
+With g the gradient of the weights, zero for unchosen experts, and w = s / S, S = sum of chosen s:
 
-    ds = (g - sum g w) / S for the chosen, or g if the weights are not divided by their sum
+    ds = (g - sum g w) / S for the chosen, or g without division by the sum
     dlogits = s (1 - s) ds  for a sigmoid,   s (ds - sum ds s)  for a softmax
 
-The fewest bytes that must move, for logits of b bytes: the forward reads b E and writes 8 k a token, the
-backward reads as much and writes b E. A row of logits lies in registers, where choosing takes k maxima in
-turn; the backward computes the scores again. More than 1,024 experts, and more than 64 for a token, are plain
-PyTorch.
+Minimum traffic, for logits of b bytes: the forward reads b E and writes 8 k per token; the backward reads as
+much and writes b E. A row of logits stays in registers, and choosing takes k successive maxima; the backward
+pass recomputes the scores. More than 1,024 experts, or more than 64 per token, run in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -52,30 +51,30 @@ def route(
     scale: float = 1.0,
     experts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Choose `top_k` of E experts for every token, and their weights.
+    """Choose `top_k` of E experts for every token, and compute their weights.
 
     Args:
         logits: [T, E], any floating dtype; scores are computed in float32.
         score: "softmax" over all experts, or "sigmoid" of each.
-        softmax_after_top_k: choose by the logits, and take the softmax of the chosen ones alone.
+        softmax_after_top_k: choose by the logits, and take the softmax over the chosen ones only.
         renormalize: divide the weights by their sum over the chosen experts.
-        correction_bias: [E], added to the scores for the choice alone; weights and gradients do not see it.
-        num_groups, top_groups: consecutive experts form `num_groups` groups of one size, and only experts of
-            the `top_groups` best are chosen.
-        group_score: how good a group is, by its (corrected) scores: "top_2", the sum of its two best
+        correction_bias: [E], added to the scores for the choice only; weights and gradients ignore it.
+        num_groups, top_groups: consecutive experts form `num_groups` groups of equal size, and experts are
+            chosen only from the `top_groups` best.
+        group_score: quality of a group, from its (corrected) scores: "top_2", the sum of its two best
             (DeepSeek-V3), or "max", its best (DeepSeek-V2, arXiv:2405.04434, section 2.2.2).
         scale: multiplies the weights.
-        experts: [T, k] int32, chosen before by this function: nothing is chosen, and these are weighed. What
-            a backward pass computes again has the bits of the first time then, or, where the logits differ
-            by a rounding, the same experts all the same.
+        experts: [T, k] int32, an earlier choice of this function, for which only the weights are computed.
+            Recomputation in a backward pass then reproduces the same bits, or at least the same experts if
+            the logits differ by a rounding.
 
     Returns:
         weights [T, k] in float32 (float64 for float64 logits), and experts [T, k], int32, distinct in a row,
-        best first. Of experts that are equally good the kernel takes the first, the plain form whichever
-        torch.topk does. Logits that are nan give weights that are nan, and experts in range.
+        best first. Among equal experts the kernel takes the first, the plain form torch.topk's. NaN logits
+        give NaN weights and experts in range.
 
     Raises:
-        ValueError: shapes or options that do not fit, tensors on several devices.
+        ValueError: incompatible shapes or options, tensors on different devices.
         TypeError: logits that are not floating point.
     """
     groups = num_groups, top_groups, group_score
@@ -83,8 +82,8 @@ def route(
     _check_choice(experts, logits, top_k)
     fused = use_triton(logits, correction_bias, experts)
     if fused and logits.shape[1] <= _MOST_EXPERTS and top_k <= _MOST_CHOSEN:
-        # Divided by the sum of the chosen, a softmax over all is the softmax of the chosen. A bias may choose
-        # experts whose share of all is nothing in float32: there the two differ.
+        # Softmax over all, divided by the sum over the chosen, is the softmax of the chosen. They differ if a
+        # bias selects experts whose probability underflows in float32.
         plainly = correction_bias is None and top_groups == num_groups
         of_chosen = softmax_after_top_k or (score == "softmax" and renormalize and plainly)
         score, renormalize = ("softmax_of_chosen", False) if of_chosen else (score, renormalize)
@@ -122,14 +121,14 @@ def route_plain(
     scale: float = 1.0,
     experts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The meaning of `route`, in plain PyTorch."""
+    """Plain twin of `route`."""
     logits = at_least_float32(logits)
     scores = logits.sigmoid() if score == "sigmoid" else logits
     if score == "softmax" and not softmax_after_top_k:
         scores = logits.softmax(-1)
     if experts is None:
         with torch.no_grad():
-            choice = logits  # which have the order of their scores, and no ties from rounding them
+            choice = logits  # same order as scores, without ties from rounding
             if correction_bias is not None or top_groups < num_groups:
                 choice = scores if correction_bias is None else scores + correction_bias.to(scores.dtype)
             if top_groups < num_groups:
@@ -149,7 +148,7 @@ def _best_groups_only(choice: Tensor, num_groups: int, top_groups: int, group_sc
     quality = grouped.topk(2 if group_score == "top_2" else 1, dim=-1).values.sum(-1)
     best = torch.zeros_like(quality, dtype=torch.bool)
     best.scatter_(-1, quality.topk(top_groups, dim=-1).indices, True)
-    # Corrected scores may be negative: only -inf keeps every other expert behind.
+    # Corrected scores may be negative: mask the other experts with -inf.
     return grouped.masked_fill(~best.unsqueeze(-1), -torch.inf).flatten(-2)
 
 
@@ -181,10 +180,10 @@ def _check(
         size, rest = divmod(num_experts, num_groups)
         least = 2 if group_score == "top_2" else 1
         if rest or size < least or top_k > top_groups * size:
-            expected = f"groups of one size, of {least} experts or more, and enough of them"
+            expected = f"equal groups of at least {least} experts, with enough experts in the chosen groups"
             raise ValueError(
-                f"{num_groups} groups, of which {top_groups} are taken, do not fit {num_experts} experts, "
-                f"{top_k} a token; expected {expected}"
+                f"{num_groups} groups with top_groups={top_groups} do not fit {num_experts} experts and "
+                f"{top_k} per token; expected {expected}"
             )
 
 
@@ -194,12 +193,12 @@ def _check_choice(experts: Tensor | None, logits: Tensor, top_k: int) -> None:
     if experts.shape != (len(logits), top_k) or experts.dtype != torch.int32:
         raise ValueError(
             f"experts are {tuple(experts.shape)}, {experts.dtype}; expected ({len(logits)}, {top_k}) int32, "
-            "as they were chosen for these tokens"
+            "the earlier choice for these tokens"
         )
 
 
 def check_top_k(top_k: int, num_experts: int) -> None:
-    """Raise ValueError for a number of experts a token that cannot be."""
+    """Raise ValueError if a token cannot have `top_k` experts."""
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k is {top_k}; expected 1 to {num_experts}, the number of experts")
 
@@ -207,7 +206,7 @@ def check_top_k(top_k: int, num_experts: int) -> None:
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, correction_bias, given, top_k, score, renormalize, scale, groups):
-        # Of given experts that are no choice (one twice, one that is not there) a place is not written to.
+        # Invalid given experts (duplicates, or out of range) leave places unwritten.
         memory = torch.empty if given is None else torch.zeros
         weights = memory(len(logits), top_k, dtype=torch.float32, device=logits.device)
         experts = torch.empty_like(weights, dtype=torch.int32) if given is None else given.contiguous()
@@ -218,7 +217,7 @@ class _Route(torch.autograd.Function):
         grouping["GIVEN"] = given is not None
         _launch(_forward_kernel, logits, weights, experts, correction_bias, *ctx.options, **grouping)
         ctx.save_for_backward(logits, experts)
-        ctx.set_materialize_grads(False)  # else zeros are written for the experts in every backward pass
+        ctx.set_materialize_grads(False)  # otherwise every backward pass allocates zeros for experts
         if given is not None:
             return weights, None
         ctx.mark_non_differentiable(experts)
@@ -261,14 +260,14 @@ def _launch(kernel, logits, weights, experts, extra, score, renormalize, scale, 
         )
 
 
-_ELEMENTS = 1024  # of a program's tile: 8 in each of its 128 threads
+_ELEMENTS = 1024  # per tile: 8 for each of 128 threads
 _MOST_EXPERTS = _ELEMENTS
 _MOST_CHOSEN = 64  # the backward pass is unrolled over them: 2 s to compile, but 49 for 256
 
 
 @jit
 def _load_tile(logits, stride, rows, num_experts, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """Row numbers [ROWS, 1], experts [1, LANES], and logits in float32, -inf beyond the last expert."""
+    """Row indices [ROWS, 1], experts [1, LANES], and logits in float32, -inf past the last expert."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     expert = tl.arange(0, LANES)[None, :]
     x = tl.load(logits + row * stride + expert, (row < rows) & (expert < num_experts), 0.0)
@@ -286,7 +285,7 @@ def _scores(x, SCORE: tl.constexpr):
 
 @jit
 def _sort_key(x):
-    """Integers in the order of x, the least integer apart: zeros are equal, and nan is the largest of all."""
+    """Integers in the order of x, above the least integer; zeros compare equal, and nan is largest."""
     bits = x.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return tl.where(x != x, 0x7FFFFFFF, tl.where(x == 0.0, 0, key))
@@ -301,7 +300,7 @@ def _group_quality(
     GROUP_SCORE: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """How good each expert's group is; of a group with a nan, nan."""
+    """Score of each expert's group; nan if the group contains a nan."""
     quality = choice
     for g in range(NUM_GROUPS):
         mine = group == g
@@ -329,13 +328,13 @@ def _ranks(
     TOP_GROUPS: tl.constexpr,
     GROUP_SCORE: tl.constexpr,
 ):
-    """The place of each expert among the chosen, best first; TOP_K of the others."""
+    """Rank of each expert among the chosen, best first; TOP_K for the others."""
     TAKEN: tl.constexpr = -(1 << 31)
-    choice = x  # which has the order of its scores, and no ties from rounding them
+    choice = x  # same order as scores, without ties from rounding
     if correction_bias is not None:
         choice = scores + tl.load(correction_bias + expert, expert < num_experts, 0.0).to(tl.float32)
     if TOP_GROUPS < NUM_GROUPS:
-        choice = scores if correction_bias is None else choice  # sums of logits have another order
+        choice = scores if correction_bias is None else choice  # logits + bias would have another order
         group = expert // (num_experts // NUM_GROUPS)
         quality = _group_quality(choice, expert, group, NUM_GROUPS, GROUP_SCORE, LANES)
         group_key = tl.where(expert < num_experts, _sort_key(quality), TAKEN)
@@ -345,14 +344,14 @@ def _ranks(
             first = tl.min(tl.where(group_key == largest, group, NUM_GROUPS), 1)[:, None]
             group_key = tl.where(group == first, TAKEN, group_key)
             kept = tl.where(group == first, 1, kept)
-        # Corrected scores may be negative: only -inf keeps every other expert behind.
+        # Corrected scores may be negative: mask the other experts with -inf.
         choice = tl.where(kept == 1, choice, -float("inf"))
     key = tl.where(expert < num_experts, _sort_key(choice), TAKEN)
     rank = tl.full((ROWS, LANES), TOP_K, tl.int32)
     for slot in range(TOP_K):
-        # Two reductions of integers: from 128 experts on, a warp does each in one instruction.
+        # Two integer reductions: from 128 experts on, a warp does each in one instruction.
         largest = tl.max(key, 1)[:, None]
-        best = expert == tl.min(tl.where(key == largest, expert, LANES), 1)[:, None]  # of equals the first
+        best = expert == tl.min(tl.where(key == largest, expert, LANES), 1)[:, None]  # first among equals
         key = tl.where(best, TAKEN, key)
         rank = tl.where(best, slot, rank)
     return rank
@@ -384,7 +383,7 @@ def _forward_kernel(
         scores = _scores(x, SCORE)
     if GIVEN:
         rank = tl.full((ROWS, LANES), TOP_K, tl.int32)
-        for slot in tl.static_range(TOP_K):  # unrolled, so that no load waits for the one before
+        for slot in tl.static_range(TOP_K):  # unrolled, so that loads overlap
             rank = tl.where(expert == tl.load(experts + row * TOP_K + slot, row < rows, 0), slot, rank)
     else:
         rank = _ranks(
@@ -430,7 +429,7 @@ def _backward_kernel(
     row, expert, x = _load_tile(logits, stride, rows, num_experts, ROWS, LANES)
     chosen = tl.zeros((ROWS, LANES), tl.int1)
     grad = tl.zeros((ROWS, LANES), tl.float32)
-    for slot in tl.static_range(TOP_K):  # unrolled, so that no load waits for the one before
+    for slot in tl.static_range(TOP_K):  # unrolled, so that loads overlap
         mine = expert == tl.load(experts + row * TOP_K + slot, row < rows, 0)
         chosen = chosen | mine
         grad = tl.where(mine, scale * tl.load(dweights + row * TOP_K + slot, row < rows, 0.0), grad)
@@ -442,7 +441,7 @@ def _backward_kernel(
         mean = tl.div_rn(tl.sum(grad * scores, 1)[:, None], total)
         grad = tl.where(chosen, tl.div_rn(grad - mean, total), 0.0)
     if SCORE == "sigmoid":
-        dx = grad * scores * _scores(-x, SCORE)  # which is 1 - scores, without its cancellation
+        dx = grad * scores * _scores(-x, SCORE)  # scores * (1 - scores) without cancellation
     else:
         dx = scores * (grad - tl.sum(grad * scores, 1)[:, None])
     dx = dx.to(dlogits.dtype.element_ty)

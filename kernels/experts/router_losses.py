@@ -1,4 +1,4 @@
-"""The losses of a router in a mixture of experts, in plain PyTorch.
+"""Router losses of a mixture of experts, in plain PyTorch.
 
 Load balancing (Switch Transformer, arXiv:2101.03961, equations 4 to 6), with p = softmax(logits):
 
@@ -29,16 +29,16 @@ def load_balancing_loss(
     """Auxiliary loss for an even load.
 
     Args:
-        logits: [T, E], or one such tensor a layer: tokens of all layers are then counted together.
-        top_k: experts a token, chosen by the logits; the loss of an even load is `top_k`.
-        assignments, tokens: [E] and their number, of more tokens than those of the logits, which are a part
-            of them: the loss is then that part's share, and those of all parts have the sum of all.
+        logits: [T, E], or one such tensor per layer; tokens of all layers are then counted together.
+        top_k: experts per token, chosen by the logits; an even load has the loss `top_k`.
+        assignments, tokens: [E] and a number, counted over a larger batch that contains these logits. The
+            loss is then this part's share, and the parts' losses add up to the batch's.
 
     Returns:
-        A scalar in float32 (float64 for float64 logits). Gradients flow through the probabilities alone.
+        A scalar in float32 (float64 for float64 logits). Only the probabilities have gradients.
 
     Raises:
-        ValueError: no logits at all, or top_k outside 1 .. E.
+        ValueError: no logits, or top_k outside 1 .. E.
     """
     layers = [logits] if isinstance(logits, Tensor) else list(logits)
     if not layers:
@@ -55,12 +55,12 @@ def load_balancing_loss(
 
 @torch.no_grad()
 def assignments_of(layers: Sequence[Tensor], top_k: int) -> Tensor:
-    """How many tokens of all layers, logits [T, E] each, choose each expert: [E] int64."""
+    """Number of tokens that choose each expert, over all layers' logits [T, E]: [E] int64."""
     assignments = layers[0].new_zeros(layers[0].shape[-1], dtype=torch.int64)
     for layer in layers:
         probabilities = at_least_float32(layer).softmax(-1)
         chosen = probabilities.topk(top_k, dim=-1).indices.flatten().to(assignments.device)
-        assignments.scatter_add_(0, chosen, torch.ones_like(chosen))  # integers: the order does not matter
+        assignments.scatter_add_(0, chosen, torch.ones_like(chosen))  # integers: order-independent
     return assignments
 
 

@@ -1,10 +1,10 @@
-"""Rows of tokens copied for several readers, and the sums of what these make of them.
+"""Copy token rows for several readers, and sum over a token's copies.
 
     copy_tokens:  rows[position[t, j]] = x[t]                            where position[t, j] is not -1
-    sum_copies:   y[t] = sum over j of rows[position[t, j]]              of a token without copies, zero
+    sum_copies:   y[t] = sum over j of rows[position[t, j]]              zero for a token without copies
 
-Each is the other's gradient. Sums are in float32 and in the order of j, without atomics: the same input gives
-the same bits. The fewest bytes that must move are those of x and rows.
+Each is the other's gradient. Sums are in float32, in the order of j and without atomics, so results are
+deterministic. Minimum traffic: x and rows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def copy_tokens(x: Tensor, position: Tensor, num_rows: int) -> Tensor:
 
     Args:
         x: any floating dtype.
-        position: [T, n] int32; each of 0 .. num_rows - 1 is in it once, the rest is -1. It is not checked.
+        position: [T, n] int32; contains each of 0 .. num_rows - 1 once, and -1 elsewhere. Not checked.
     """
     return _Copies.apply(x, position, num_rows)
 
@@ -44,7 +44,7 @@ def sum_copies(rows: Tensor, position: Tensor) -> Tensor:
 class _Copies(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, position: Tensor, num_rows: int) -> Tensor:
-        ctx.position = position  # not saved: who runs this again need not come this far for it
+        ctx.position = position  # not saved: recomputation can stop before it
         rows = x.new_empty(num_rows, x.shape[1])
         if use_triton(x, position):
             x = as_rows(x)
@@ -80,7 +80,7 @@ class _Sums(torch.autograd.Function):
 
 
 def _launch(kernel: Any, position: Tensor, width: int, *operands: Any) -> None:
-    """A program for each token and block of columns."""
+    """Launch one program per token and block of columns."""
     if position.numel() and width:
         block = min(1024, next_power_of_2(width))
         with on_device_of(position):

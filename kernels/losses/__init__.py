@@ -1,1 +1,1 @@
-"""Losses over a vocabulary, of logits and of the product that makes them."""
+"""Losses over a vocabulary, from logits or fused with the linear layer that computes them."""

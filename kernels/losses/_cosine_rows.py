@@ -1,9 +1,9 @@
-"""One minus the cosine of two rows of logits s and t, scaled and capped as in `cross_entropy`, and its slope.
+"""One minus the cosine of logit rows s and t, scaled and capped as in `cross_entropy`, and its gradient.
 
     loss = 1 - cos(s, t),   dcos/ds = (t / |t| - cos s / |s|) / |s|
 
-Lengths below 1e-8 count as 1e-8, and there have no slope. The forward kernel reads both rows once, and once
-more to write the gradient over the student's.
+Norms below 1e-8 count as 1e-8 and have no gradient. The forward kernel reads both rows once, and once more to
+write the gradient over the student's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def row_cosine_distances(
     options: DivergenceOptions,
     grad_scale: Tensor | None = None,
 ) -> Tensor:
-    """One minus each pair of rows' cosine [N]; operands and the gradient's place as in `row_divergences`."""
+    """One minus each row pair's cosine [N]; operands and gradient as in `row_divergences`."""
     if use_triton(student_logits, teacher_logits):
         rows, vocab = student_logits.shape
         losses = torch.zeros(rows, dtype=torch.float32, device=student_logits.device)
@@ -53,15 +53,15 @@ def row_cosine_distances(
     ignored = False if labels is None else (labels == options.ignore_index).unsqueeze(1)
     ignored = torch.as_tensor(ignored, device=cosines.device)
     if grad_scale is not None:
-        # Where a length counts as the smallest one it is a constant, and has no slope.
+        # A norm clamped to the minimum is a constant without gradient.
         slope = cosines.where(student_length > SMALLEST_LENGTH, 0.0) * student - teacher
         grad = slope * (grad_scale.unsqueeze(1) / student_length.clamp(min=SMALLEST_LENGTH))
         student_logits.copy_((grad * cap_slope).masked_fill(ignored, 0.0))
     return (1 - cosines).masked_fill(ignored, 0.0).squeeze(1)
 
 
-# Chosen by reasoning, and not measured: with 32 warps to a pair of rows few of them are in flight, and the L2
-# cache holds more of them for the second reading.
+# Chosen by reasoning, not measured: with 32 warps per pair of rows few pairs are in flight, so the L2 cache
+# holds more of them for the second read.
 _COSINE_BLOCK = 8192
 
 
@@ -87,7 +87,8 @@ def _cosine_kernel(
     SMALLEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a row. Given grad_scale, the gradient replaces the student's row.  losses, zero before"""
+    """One program per row. Given grad_scale, the gradient replaces the student's row.  losses must be
+    zeroed"""
     row = tl.program_id(0).to(tl.int64)
     student_row_ptr = student_ptr + row * student_stride
     teacher_row_ptr = teacher_ptr + row * teacher_stride
@@ -115,7 +116,7 @@ def _cosine_kernel(
     cosine = tl.sum(product, 0) * inverse * teacher_inverse
     tl.store(losses_ptr + row, 1.0 - cosine, mask=counts)
     if grad_scale_ptr is not None:
-        # Where a length counts as the smallest one it is a constant, and has no slope.
+        # A norm clamped to the minimum is a constant without gradient.
         radial = tl.where(student_length > SMALLEST, cosine, 0.0) * inverse
         for start in range(0, vocab, BLOCK):
             columns = start + tl.arange(0, BLOCK)

@@ -1,8 +1,8 @@
-"""The kernels under `cross_entropy` and `linear_cross_entropy`, which tell the formulas.
+"""Kernels of `cross_entropy` and `linear_cross_entropy`, whose files have the formulas.
 
-The forward kernel reads a row once, and gives its loss and log-sum-exp. Two things it does on request: it
-names the row's largest logit, for which it reads the row again, out of the L2 cache; and it writes the
-gradient over the row. The backward kernel writes the gradient elsewhere.
+The forward kernel reads a row once and returns its loss and log-sum-exp. On request it also finds the largest
+logit, which takes a second read (from the L2 cache), and writes the gradient over the row. The backward
+kernel writes the gradient elsewhere.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from liger_models.kernels.losses._logit_tiles import (
 
 
 class LossOptions(NamedTuple):
-    """What a row's loss depends on beside its logits, its label and the class weights."""
+    """Parameters of a row's loss apart from its logits, its label and the class weights."""
 
     ignore_index: int
     label_smoothing: float
@@ -44,11 +44,12 @@ def launch_forward(
     labels_ok: Tensor | None = None,
     predict: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Each row's loss, log-sum-exp and, to `predict`, largest logit's column (-1 without a label).
+    """Loss and log-sum-exp of each row and, with `predict`, the column of its largest logit (-1 without a
+    label).
 
-    logits [N, C] with an inner stride of one; labels [N]; grad_scale [N] or [1], to write over the logits
-    it times the loss's gradient, plus grad_lse, contiguous [N], times that of the log-sum-exp. labels_ok,
-    one int32, becomes zero if a label lies outside the vocabulary.
+    logits [N, C] with an inner stride of one; labels [N]. grad_scale [N] or [1]: overwrite the logits with it
+    times the loss's gradient, plus grad_lse, contiguous [N], times the log-sum-exp's. labels_ok, one int32,
+    is set to zero if a label is outside the vocabulary.
     """
     rows, vocab = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -57,7 +58,7 @@ def launch_forward(
     if rows:
         arguments, flags = _common(logits, labels, class_weight, options)
         lanes, depth = fit_tile(vocab, _LOSS_TILE if grad_scale is None else _GRADIENT_TILE)
-        # Every option wants registers: at the full depth 32 warps would run out of them.
+        # Every option needs registers: at full depth 32 warps would run out of them.
         weighs_columns = flags["HAS_SMOOTHING"] and class_weight is not None
         depth = max(depth >> (sum(flags.values()) + weighs_columns), 1)
         with on_device_of(logits):
@@ -111,7 +112,7 @@ def launch_backward(
 
 
 def _common(logits, labels, class_weight, options):
-    """The arguments that both kernels begin with, and the flags they are compiled for."""
+    """Leading arguments and compile-time flags of both kernels."""
     smoothing = float(options.label_smoothing)
     weight_sum = class_weight.sum(dtype=torch.float32) if class_weight is not None and smoothing else None
     arguments = (
@@ -132,8 +133,8 @@ def _common(logits, labels, class_weight, options):
 
 
 # Chosen on an H200 at a vocabulary of 128,256 in bfloat16. The first tile reads logits at 98% of a copy's
-# bandwidth. The second, with 32 warps, keeps so few rows in flight that the L2 cache holds them: writing the
-# gradient over them takes 11% less than three passes would. The backward kernel goes at 95%.
+# bandwidth. The second, with 32 warps, keeps so few rows in flight that the L2 cache holds them: overwriting
+# them with the gradient takes 11% less than three passes. The backward kernel reaches 95%.
 _LOSS_TILE = 1024, 8  # lanes, depth
 _GRADIENT_TILE = 8192, 4
 _BACKWARD_BLOCK = 4096
@@ -172,8 +173,8 @@ def _gradient(
     HAS_SMOOTHING,
     MASKED,
 ):
-    """The gradient of grad_loss * loss + grad_lse * lse for logits a of some columns of a row. If label is
-    None, none of them is taken for the label."""
+    """Gradient of grad_loss * loss + grad_lse * lse for logits a of some columns of a row. If label is None,
+    no column is the label's."""
     z, slope = scaled_logits(a, logit_scale, softcap, HAS_SOFTCAP)
     grad_loss *= logit_scale
     factor = grad_loss * label_weight * (1.0 - smoothing + 2.0 * z_loss * lse) + grad_lse * logit_scale
@@ -211,7 +212,7 @@ def _overwrite(
     HAS_SMOOTHING,
     MASKED,
 ):
-    """The gradient in place of the logits of some columns, none of which is taken for the label."""
+    """Overwrite the logits of some columns, none of them the label's, with their gradient."""
     grad = _gradient(
         load_columns(row_ptr, columns, vocab, MASKED),
         columns,
@@ -263,7 +264,7 @@ def _forward_kernel(
     LANES: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """One program a row. Given grad_scale, the row's gradient replaces it while it is in the L2 cache."""
+    """One program per row. Given grad_scale, the gradient replaces the row while it is in the L2 cache."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride
     label = tl.load(labels_ptr + row * labels_stride)
@@ -278,12 +279,12 @@ def _forward_kernel(
                 zeros = tl.zeros([LANES], row_ptr.dtype.element_ty)
                 tl.store(row_ptr + columns, zeros, mask=columns < vocab)
         return
-    # A label outside the vocabulary must not read beyond the row; its loss becomes nan below.
+    # A label outside the vocabulary must not be read; its loss becomes nan below.
     inside = (label >= 0) & (label < vocab)
     label = tl.where(inside, label, 0)
     if labels_ok_ptr is not None:
         tl.store(labels_ok_ptr, 0, mask=inside == 0)
-    # Read before anything may be written over it.
+    # Read before anything overwrites it.
     label_a = tl.load(row_ptr + label).to(tl.float32)
     label_logit, _ = scaled_logits(label_a, logit_scale, softcap, HAS_SOFTCAP)
     label_weight = _label_weight(class_weight_ptr, label)
@@ -302,7 +303,7 @@ def _forward_kernel(
     lse = lse2 * 0.6931471805599453
 
     loss = label_weight * (1.0 - smoothing) * (lse2 - label_logit) * 0.6931471805599453
-    if z_loss != 0.0:  # else the square of a huge lse, infinity, would make it nan
+    if z_loss != 0.0:  # 0 * lse^2 would be nan if the square overflows
         loss += label_weight * z_loss * lse * lse
     if HAS_SMOOTHING:
         total_weight = _total_weight(class_weight_sum_ptr, vocab)
@@ -356,7 +357,7 @@ def _forward_kernel(
                 HAS_SMOOTHING,
                 True,
             )
-        # To look for the label in all columns, and to mask them all, would double the loop's instructions.
+        # Checking for the label and masking in all columns would double the loop's instructions.
         grad = _gradient(
             label_a,
             label,
@@ -376,7 +377,7 @@ def _forward_kernel(
             HAS_SMOOTHING,
             True,
         )
-        tl.debug_barrier()  # another thread has written there
+        tl.debug_barrier()  # another thread wrote this element
         tl.store(row_ptr + label, grad.to(row_ptr.dtype.element_ty))
 
 
@@ -405,7 +406,7 @@ def _backward_kernel(
     HAS_SMOOTHING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a block of a row, of `blocks`; grad is contiguous [N, C]."""
+    """One program per block of a row, of `blocks`; grad is contiguous [N, C]."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     label = tl.load(labels_ptr + row * labels_stride)

@@ -1,8 +1,8 @@
-"""The kernels under `divergence` and `linear_divergence`, which tell the formulas, and their launches.
+"""Kernels of `divergence` and `linear_divergence`, whose files have the formulas, and their launches.
 
-The forward kernel reads both rows once for a KL divergence (`_kl_sums.py`). For other divergences it reads
-them twice, first for the log-sum-exps. Given a scale it reads them once more and writes the gradient where it
-is told, which may be over the student's row. The backward kernel writes the gradient elsewhere.
+The forward kernel reads both rows once for a KL divergence (`_kl_sums.py`), and twice for other divergences,
+first for the log-sum-exps. Given a scale it reads them once more and writes the gradient, possibly over the
+student's row. The backward kernel writes the gradient elsewhere.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def launch_forward(
     grad: Tensor | None = None,
     keep_statistics: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Each row's divergence [N] and, for `launch_backward`, statistics [N, 3].
+    """Divergence [N] of each row, and statistics [N, 3] for `launch_backward`.
 
-    Logits [N, V] with an inner stride of one; labels [N]; grad_scale [N] or [1], to write it times the
-    gradient into grad [N, V] with an inner stride of one, which is the student's logits, or shares no memory
-    with them, or is one of half their element size whose rows begin where theirs do.
+    Logits [N, V] with an inner stride of one; labels [N]; grad_scale [N] or [1]: write it times the gradient
+    into grad [N, V] with an inner stride of one. grad is the student's logits, or shares no memory with them,
+    or has half their element size and rows that begin where theirs do.
     """
     rows, vocab = student.shape
     losses = torch.zeros(rows, dtype=torch.float32, device=student.device)
@@ -91,8 +91,8 @@ def launch_backward(
 
 
 # Lanes and depth, chosen on an H200 at a vocabulary of 128,256 in bfloat16. The sums of a KL divergence take
-# one read, at 98% of a copy's bandwidth. For the others rows are read twice, and two rows of every program
-# are more than the L2 cache holds: what counts is how many loads are in flight.
+# one read, at 98% of a copy's bandwidth. The others read rows twice, and two rows per program exceed the L2
+# cache, so the number of loads in flight decides.
 _KL_TILE = 1024, 2
 _FORWARD_TILE = 2048, 2
 _BACKWARD_BLOCK = 4096
@@ -125,7 +125,7 @@ def _forward_kernel(
     LANES: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """One program a row.  losses, zero before"""
+    """One program per row.  losses must be zeroed"""
     row = tl.program_id(0).to(tl.int64)
     student_row_ptr = student_ptr + row * student_stride
     teacher_row_ptr = teacher_ptr + row * teacher_stride
@@ -176,7 +176,7 @@ def _forward_kernel(
         )
         losses = tl.zeros([LANES], tl.float32)
         sums = tl.zeros([LANES], tl.float32)
-        # From the rows' ends, which were read last and are likeliest to be in the cache.
+        # Backwards: the rows' ends were read last and are most likely still cached.
         tiles = tl.cdiv(vocab, DEPTH * LANES)
         for done in range(0, tiles):
             columns = (tiles - 1 - done) * (DEPTH * LANES) + tile
@@ -257,7 +257,7 @@ def _backward_kernel(
     HAS_TEACHER_SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a block of a row, of `blocks`; grad is contiguous [N, V]."""
+    """One program per block of a row, of `blocks`; grad is contiguous [N, V]."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     grad_row_ptr = grad_ptr + row * vocab

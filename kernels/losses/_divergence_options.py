@@ -1,4 +1,4 @@
-"""What a row's divergence depends on, and how kernels over rows of a student and a teacher are given it."""
+"""Parameters of a row's divergence, and their form as kernel arguments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from liger_models.kernels.losses._logit_tiles import fold_temperature
 
 
 class DivergenceOptions(NamedTuple):
-    """What a row's divergence depends on beside its two rows of logits and its label."""
+    """Parameters of a row's divergence apart from its logits and its label."""
 
     kind: str  # "forward_kl", "reverse_kl", "jsd", "total_variation", or linear_divergence's "cosine"
     ignore_index: int
@@ -21,17 +21,17 @@ class DivergenceOptions(NamedTuple):
 
     @property
     def student_scaling(self) -> tuple[float, float | None]:
-        """The scale and the cap that give the student's capped logits over the temperature."""
+        """Scale and cap that give the student's capped logits divided by the temperature."""
         return fold_temperature(self.logit_scale, self.softcap, self.temperature)
 
     @property
     def teacher_scaling(self) -> tuple[float, float | None]:
-        """The same of the teacher."""
+        """The same for the teacher."""
         return fold_temperature(self.teacher_logit_scale, self.teacher_softcap, self.temperature)
 
 
 def row_arguments(student, teacher, labels, options):
-    """The arguments that a kernel over rows of two begins with, and the flags that it is compiled for."""
+    """Leading arguments and compile-time flags of kernels over rows of student and teacher."""
     scale, cap = options.student_scaling
     teacher_scale, teacher_cap = options.teacher_scaling
     arguments = (

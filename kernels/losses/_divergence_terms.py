@@ -1,7 +1,7 @@
-"""What a column adds to a row's divergence and to its gradient, given both rows' log-sum-exps, in tiles.
+"""A column's terms in a row's divergence and gradient, given both rows' log-sum-exps, in tiles.
 
-With q of the student and p of the teacher, the gradient by the student's logits is q r - q sum(q r), where
-r is the slope of the divergence by q; `divergence.py` tells r.
+With student probabilities q and teacher probabilities p, the gradient with respect to the student's logits is
+q r - q sum(q r), where r is the divergence's derivative by q (see `divergence.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def log_probs(
     HAS_TEACHER_SOFTCAP,
     MASKED,
 ):
-    """log2 q, log2 p, and the slope of the student's cap. Beyond the row both logarithms are of zero."""
+    """log2 q, log2 p, and the derivative of the student's cap. Past the row's end both logarithms are those
+    of zero."""
     student = load_columns(student_row_ptr, columns, vocab, MASKED)
     teacher = load_columns(teacher_row_ptr, columns, vocab, MASKED)
     student, slope = scaled_logits(student, scale, softcap, HAS_SOFTCAP)
@@ -37,7 +38,7 @@ def log_probs(
         log_q = tl.where(columns < vocab, log_q, -float("inf"))
         log_p = tl.where(columns < vocab, log_p, -float("inf"))
     if KIND == "jsd":
-        # Below the least float32 at any rate, and differences of two of them are finite. A nan stays one.
+        # Finite, so that differences are, and below the smallest float32. A nan stays nan.
         log_q = tl.maximum(log_q, -10000.0, propagate_nan=tl.PropagateNan.ALL)
         log_p = tl.maximum(log_p, -10000.0, propagate_nan=tl.PropagateNan.ALL)
     return log_q, log_p, slope
@@ -45,10 +46,10 @@ def log_probs(
 
 @jit
 def _mixture(log_q, log_p, beta):
-    """Of the larger of p and q: log2(m / larger), m / larger, and the share of the smaller in it; and how far
-    apart log2 p and log2 q are.
+    """With larger = max(p, q): log2(m / larger), m / larger, the smaller one's share of m, and the distance
+    between log2 p and log2 q.
     """
-    # From the larger of the two, which neither over- nor underflows.
+    # Relative to the larger one, so that nothing over- or underflows.
     distance = tl.abs(log_p - log_q)
     p_is_larger = log_p > log_q
     small = tl.where(p_is_larger, 1.0 - beta, beta) * tl.exp2(-distance)
@@ -58,7 +59,7 @@ def _mixture(log_q, log_p, beta):
 
 @jit
 def losses_and_slopes(log_q, log_p, beta, KIND):
-    """The terms of a JSD or a total variation, and q r, whose logarithms are divided by ln 2."""
+    """Terms of a JSD or a total variation, and q r, with logarithms in units of ln 2."""
     if KIND == "jsd":
         log_m, m, small, distance = _mixture(log_q, log_p, beta)
         loss = -tl.exp2(tl.maximum(log_q, log_p)) * (m * log_m + small * distance)
@@ -72,12 +73,12 @@ def losses_and_slopes(log_q, log_p, beta, KIND):
 
 @jit
 def _logit_gradient(log_q, log_p, sum_of_qr, beta, KIND):
-    """q r - q sum_of_qr, whose logarithms are divided by ln 2."""
+    """q r - q sum_of_qr, with logarithms in units of ln 2."""
     q = tl.exp2(log_q)
     if KIND == "forward_kl":
         grad = q - tl.exp2(log_p)
     elif KIND == "reverse_kl":
-        # A product with a zero probability is zero, also where the logarithm beside it is infinite.
+        # A product with a zero probability is zero, even if the logarithm is infinite.
         grad = tl.where(q == 0.0, 0.0, q * (log_q - log_p - sum_of_qr))
     elif KIND == "jsd":
         log_m, _m, _small, _distance = _mixture(log_q, log_p, beta)
@@ -108,7 +109,7 @@ def write_gradient(
     HAS_SOFTCAP,
     HAS_TEACHER_SOFTCAP,
 ):
-    """The gradient of grad_loss * divergence for some columns of a row; in place if asked."""
+    """Write the gradient of grad_loss * divergence for some columns of a row; in place if asked."""
     log_q, log_p, slope = log_probs(
         student_row_ptr,
         teacher_row_ptr,
@@ -132,7 +133,7 @@ def write_gradient(
     if HAS_SOFTCAP:
         grad *= slope
     if grad_row_ptr.dtype.element_ty != student_row_ptr.dtype.element_ty:
-        # Narrower gradients over wider logits: they end before those of the next tiles begin, but may cover
-        # those of this one that another thread is still to read.
+        # Narrower gradients over wider logits end before the next tile's logits begin, but may cover logits
+        # of this tile that another thread has not read yet.
         tl.debug_barrier()
     tl.store(grad_row_ptr + columns, grad.to(grad_row_ptr.dtype.element_ty), mask=columns < vocab)

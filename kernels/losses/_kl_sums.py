@@ -1,9 +1,9 @@
-"""KL(softmax(y) || softmax(z)) of two rows of logits, in one read of both.
+"""KL(softmax(y) || softmax(z)) of two rows of logits, in a single pass.
 
     sum_c a_c log(a_c / b_c) = sum_c a_c (y_c - z_c) - log(Y / Z)
 
-where y and z are the logits, each less its row's largest, Y and Z the sums of their exponentials, a is
-exp(y) / Y and b is exp(z) / Z: the sum is gathered beside the normalizers.
+where y and z are the logits less their row's maximum, Y and Z the sums of their exponentials, a = exp(y) / Y
+and b = exp(z) / Z: the sum is accumulated together with the normalizers.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def _take_pair(
     Z_HAS_SOFTCAP,
     MASKED,
 ):
-    """Take columns [DEPTH, THREADS, WIDTH] into what each thread keeps: the largest y and z, the sums of the
-    exponentials of y and z less these, and the sum of exp2(y) (y - z) of the same."""
+    """Accumulate columns [DEPTH, THREADS, WIDTH] into each thread's maxima of y and z, sums of exponentials
+    of y and z less these, and sum of exp2(y) (y - z)."""
     y, _ = scaled_logits(load_columns(y_row_ptr, columns, vocab, MASKED), y_scale, y_softcap, Y_HAS_SOFTCAP)
     z, _ = scaled_logits(load_columns(z_row_ptr, columns, vocab, MASKED), z_scale, z_softcap, Z_HAS_SOFTCAP)
     if MASKED:
@@ -44,7 +44,7 @@ def _take_pair(
     z -= _finite(larger_z)[None, :, None]
     y_sum, z_sum, products = _shift_sums(y_max, y_sum, z_max, z_sum, products, larger_y, larger_z)
     e = tl.exp2(y)
-    # A product with a zero probability is zero, also where the difference beside it is infinite.
+    # A product with a zero probability is zero, even if the difference is infinite.
     products += tl.sum(tl.sum(tl.where(e == 0.0, 0.0, e * (y - z)), 2), 0)
     y_sum += tl.sum(tl.sum(e, 2), 0)
     z_sum += tl.sum(tl.sum(tl.exp2(z), 2), 0)
@@ -53,13 +53,14 @@ def _take_pair(
 
 @jit
 def _finite(maximum):
-    """What to subtract from logits: while all of them are -inf, zero. exp2(-inf - -inf) would be nan."""
+    """Value to subtract from logits: zero while all of them are -inf, since exp2(-inf - -inf) would be
+    nan."""
     return tl.where(maximum == -float("inf"), 0.0, maximum)
 
 
 @jit
 def _shift_sums(y_max, y_sum, z_max, z_sum, products, larger_y, larger_z):
-    """The three sums of logits less other maxima."""
+    """The three sums, rebased to other maxima."""
     rescale = tl.exp2(y_max - _finite(larger_y))
     change = (_finite(y_max) - _finite(larger_y)) - (_finite(z_max) - _finite(larger_z))
     products = tl.where(rescale == 0.0, 0.0, rescale * (products + y_sum * change))
@@ -81,8 +82,8 @@ def kl_sums(
     DEPTH,
 ):
     """log2 of the sums of exp(y) and exp(z), and KL(softmax(y) || softmax(z)) / ln 2, in one read."""
-    # Five numbers are kept for each thread, and not for each lane, which would fill the registers.
-    WIDTH: tl.constexpr = 8 if LANES >= 8 else LANES  # which a thread loads at a time in half precision
+    # Five numbers per thread, not per lane, which would fill the registers.
+    WIDTH: tl.constexpr = 8 if LANES >= 8 else LANES  # elements per load of a thread in half precision
     THREADS: tl.constexpr = LANES // WIDTH
     lane = tl.arange(0, THREADS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     tile = tl.arange(0, DEPTH)[:, None, None] * LANES + lane[None, :, :]

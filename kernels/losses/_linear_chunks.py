@@ -1,11 +1,11 @@
-"""What the losses of a linear layer's output, `x @ weight.T + bias`, have in common.
+"""Shared machinery of the losses of a linear layer's output, `x @ weight.T + bias`.
 
-The logits of such a loss never exist all at once: `in_chunks` makes those of some tokens at a time, hands
-them to its caller's `step`, and takes the gradient that the step leaves in their place into dx and the sums
-of dW and dbias. Tokens without a label are left out of all products.
+The full logits never exist at once: `in_chunks` computes them for some tokens at a time, calls `step`, and
+accumulates the gradient that `step` writes in their place into dx, dW and dbias. Tokens without a label are
+left out of all products.
 
-A loss that is a sum over tokens makes its gradients so in the forward pass, for an upstream gradient of one
-(`reduced_forward`); the backward pass has only to multiply by the true one (`release_gradients`).
+A loss that is a sum over tokens computes its gradients in the forward pass, for an upstream gradient of one
+(`reduced_forward`); the backward pass only multiplies by the true one (`release_gradients`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor
 from liger_models.kernels._dispatch import ceil_div, graph_is_kept, jit, on_device_of, tl, use_triton
 from liger_models.kernels.losses._reductions import raise_label_error
 
-# Room for a chunk of logits and for what the float32 sum of dW takes beyond dW itself. An H200 computes dW at
-# 561, 614, 633 TFLOP/s from chunks of 2,048, 4,096, 8,192 tokens (hidden size 4096, vocabulary 128,256,
-# bfloat16 summed in float32). There, 2 GiB gives one chunk to 8,192 tokens, and chunks of 4,096 to more.
+# Memory for a chunk of logits and the float32 sum of dW in excess of dW itself. An H200 computes dW at 561,
+# 614, 633 TFLOP/s from chunks of 2,048, 4,096, 8,192 tokens (hidden size 4096, vocabulary 128,256, bfloat16
+# accumulated in float32). There, 2 GiB gives one chunk for 8,192 tokens, and chunks of 4,096 for more.
 CHUNK_BYTES = 2 << 30
-_FEWEST_TOKENS = 1024  # in a chunk: below, moving the sum of dW takes longer than its product
-# Without dW nothing is won by longer chunks: of 1,024 tokens logits and dx are products at full speed.
+_FEWEST_TOKENS = 1024  # per chunk: below, moving the sum of dW takes longer than its product
+# Without dW longer chunks bring nothing: with 1,024 tokens, products for logits and dx run at full speed.
 FROZEN_CHUNK_BYTES = 256 << 20
 
 
@@ -36,17 +36,17 @@ class Linear(NamedTuple):
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V]
     dtype: torch.dtype  # of the products
-    logits_dtype: torch.dtype | None = None  # if not that of the products: float32, and they are not rounded
+    logits_dtype: torch.dtype | None = None  # None: the products' dtype; float32: not rounded
 
     @property
     def row_bytes(self) -> int:
-        """Of a row of logits."""
+        """Bytes of a row of logits."""
         return len(self.weight) * (self.logits_dtype or self.dtype).itemsize
 
 
-def gradient_place(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Where a step leaves the gradient, of the products' dtype, of logits [N, V]: in their memory, each row's
-    where that row of logits begins."""
+def gradient_view(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """View for the gradient of logits [N, V], in the products' dtype, within the logits' memory: each row
+    begins where the row of logits does."""
     return logits if logits.dtype == dtype else logits.view(dtype)[:, : logits.shape[1]]
 
 
@@ -61,13 +61,13 @@ def in_chunks(
     teacher: Linear | None = None,
     kept: KeptLogits | None = None,
 ) -> list[Tensor | None]:
-    """Call step(chunk, logits) for each chunk of x's rows; give dx, dw, dbias where wanted.
+    """Call step(chunk, logits) for each chunk of x's rows; return dx, dw, dbias where wanted.
 
-    index holds the rows to take, None for all; `chunk` indexes [T]. Where a gradient is wanted the step
-    leaves that of the logits in their `gradient_place`. With a teacher, a layer over the same tokens and
-    without gradients, it is step(chunk, logits, teacher_logits). dw and dbias have their operands' dtypes, or
-    float32 if not round_dw. A pass without gradients leaves its last chunk's logits in `kept`, and the one
-    with them that follows begins there.
+    index holds the rows to process, None for all; `chunk` indexes [T]. If gradients are wanted, the step
+    writes the logits' gradient into their `gradient_view`. With a teacher, a layer over the same tokens
+    without gradients, the call is step(chunk, logits, teacher_logits). dw and dbias have their operands'
+    dtypes, or float32 if not round_dw. A pass without gradients leaves its last chunk's logits in `kept`, and
+    the following pass with gradients begins with them.
     """
     x, weight, bias, dtype, _ = linear
     want_dx, want_dw, want_db = wanted
@@ -104,7 +104,7 @@ def in_chunks(
             step(chunk, logits)
         else:
             step(chunk, logits, teacher_buffer.fill(_without_gaps(teacher.x[chunk].to(teacher.dtype))))
-        dlogits = _safe_to_multiply(gradient_place(logits, dtype)) if any(wanted) else logits
+        dlogits = _safe_to_multiply(gradient_view(logits, dtype)) if any(wanted) else logits
         if dx is not None:
             if isinstance(chunk, slice) and dx.dtype == dtype:
                 torch.mm(dlogits, buffer.weight, out=dx[chunk])
@@ -114,24 +114,24 @@ def in_chunks(
             add_product(dw, dlogits.t(), x_chunk, first=start == starts[0])
         if db is not None:
             db += dlogits.sum(0, dtype=sum_dtype)
-        del logits, dlogits  # views that would keep the buffer alive
+        del logits, dlogits  # views keep the buffer alive
     if kept is not None and not any(wanted):
         kept.put(buffer.rows)
-    del buffer, teacher_buffer  # make room for the rounded dw
+    del buffer, teacher_buffer  # free memory for the rounded dw
     if round_dw:
         dw = None if dw is None else dw.to(weight.dtype)
         db = None if db is None or bias is None else db.to(bias.dtype)
     return [dx, dw, db]
 
 
-# A CPU's matrix library takes a row in tiles, of which the last may reach into the gap before the next row.
-# There it multiplies by zero what it finds: with AMX, in bfloat16, nan of unwritten memory is nan in the
-# product. cuBLAS does not look there, and wants rows that are aligned.
+# CPU matrix libraries read a row in tiles, the last of which may reach into the gap before the next row and
+# multiply its contents by zero: with AMX in bfloat16, a nan in uninitialised memory becomes nan in the
+# product. cuBLAS does not read there, and needs aligned rows.
 _TILE = 64  # columns
 
 
 def _safe_to_multiply(gradient: Tensor) -> Tensor:
-    """The gradient of logits [N, V] with numbers in the gap between its rows, or with no gap on a CPU."""
+    """Gradient of logits [N, V] with finite numbers in the gaps between rows, or without gaps on a CPU."""
     if not gradient.is_cuda:
         return _without_gaps(gradient)
     vocab = gradient.shape[1]
@@ -142,21 +142,21 @@ def _safe_to_multiply(gradient: Tensor) -> Tensor:
 
 
 def _without_gaps(x: Tensor) -> Tensor:
-    """On a CPU, matrix x or a copy of it in which row follows on row, or column on column."""
+    """On a CPU, matrix x or a copy of it whose rows, or columns, are adjacent in memory."""
     return x if x.is_cuda or x.t().is_contiguous() else x.contiguous()
 
 
 class KeptLogits:
-    """The logits of a forward pass' last chunk, with which its backward pass begins: a product less.
+    """Logits of a forward pass's last chunk, reused by its backward pass to save a product.
 
-    They wait in the room that the backward pass takes for a chunk. On each device there is room for those of
-    the latest forward pass; earlier ones are made again.
+    They occupy the buffer that the backward pass would allocate for a chunk. Each device holds those of the
+    latest forward pass only; earlier ones are recomputed.
     """
 
     _latest: ClassVar[weakref.WeakValueDictionary[torch.device, KeptLogits]] = weakref.WeakValueDictionary()
 
     def __init__(self, device: torch.device, want_dw: bool):
-        """For a forward pass that begins, whose backward pass makes dW if `want_dw`."""
+        """For a forward pass about to begin, whose backward pass computes dW if `want_dw`."""
         self.want_dw = want_dw
         self._rows: Tensor | None = None
         if (earlier := self._latest.get(device)) is not None:
@@ -167,13 +167,13 @@ class KeptLogits:
         self._rows = rows
 
     def take(self) -> Tensor | None:
-        """The logits; None if they were taken, for good."""
+        """Remove and return the logits; None if they are gone."""
         rows, self._rows = self._rows, None
         return rows
 
 
 class _LogitsBuffer:
-    """Room for a chunk of logits, used again for every chunk."""
+    """Buffer for a chunk of logits, reused by every chunk."""
 
     def __init__(self, linear: Linear, rows: int, made: Tensor | None = None):
         dtype, vocab = linear.dtype, len(linear.weight)
@@ -210,11 +210,11 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 def _chunk_size(rows: int, row_bytes: int, sum_bytes: int, chunk_bytes: int) -> int:
-    """Tokens in a chunk: all if their logits fit, else equal parts beside the float32 sum of dW.
+    """Tokens in a chunk: all if their logits fit, else equal parts next to the float32 sum of dW.
 
-    With S bytes that the sum has beyond dW, which is what dW has in 16 bits, parts take 3 S at the least: the
-    sum, and at the end its rounded copy. So do the logits of all in 2 S beside dW itself, and S of logits in
-    parts: neither costs anything.
+    Let S be the sum's bytes in excess of dW, which equal dW's bytes in 16 bits. Several chunks take at least
+    3 S: the sum, and at the end its rounded copy. A single chunk with 2 S of logits next to dW takes as much,
+    and so do several with S of logits, so neither raises the peak.
     """
     if rows * row_bytes <= max(chunk_bytes, 2 * sum_bytes):
         return max(rows, 1)
@@ -231,8 +231,8 @@ def working_bytes(
     trained: bool = True,
     labels: int | None = None,
 ) -> int:
-    """What a loss over `rows` tokens takes at its largest, dx and dW among it, with operands of `itemsize`
-    bytes an element; dW where the layer is trained. So many of the tokens have `labels`; None: all.
+    """Peak memory of a loss over `rows` tokens, dx and dW included (dW if the layer is trained), with
+    `itemsize` bytes per operand element. `labels` of the tokens have a label; None: all.
     """
     row_bytes, elements = vocab_size * itemsize, vocab_size * hidden_size
     wide = 4 if itemsize < 4 else itemsize
@@ -241,24 +241,24 @@ def working_bytes(
     size = _chunk_size(count, row_bytes, sum_bytes, CHUNK_BYTES if trained else FROZEN_CHUNK_BYTES)
     dw = elements * (wide if size < count else itemsize) if trained else 0
     rounded = elements * itemsize if dw > elements * itemsize else 0
-    # Of a chunk its logits, and as labels are left out, the tokens that have one, and their gradients.
+    # Per chunk: its logits and, if tokens are left out, the labelled tokens and their gradients.
     chunk = min(size, count) * (row_bytes + 2 * hidden_size * itemsize)
     return rows * hidden_size * itemsize + dw + max(chunk, rounded)
 
 
 def part_of(values: Tensor | None, chunk: slice | Tensor) -> Tensor | None:
-    """A chunk's part of a vector [T]; one value alone stands for all tokens."""
+    """A chunk's part of a vector [T]; a single value applies to all tokens."""
     return values if values is None or len(values) == 1 else values[chunk]
 
 
 def valid_rows(labels: Tensor, vocab_size: int, ignore_index: int, num_valid: int | None) -> Tensor | None:
-    """The indices of the rows to take; None if all are. IndexError for a label outside the vocabulary."""
+    """Indices of the rows to process; None for all. IndexError for a label outside the vocabulary."""
     if num_valid is None and labels.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     if num_valid is None or not labels.is_cuda:
         valid = labels != ignore_index
         outside = ((labels < 0) | (labels >= vocab_size)) & valid
-        counted, num_outside = torch.stack([valid.sum(), outside.sum()]).tolist()  # the one wait for the GPU
+        counted, num_outside = torch.stack([valid.sum(), outside.sum()]).tolist()  # the only synchronisation
         if num_outside:
             raise_label_error(labels, outside, vocab_size, ignore_index)
         if num_valid not in (None, counted):
@@ -268,26 +268,26 @@ def valid_rows(labels: Tensor, vocab_size: int, ignore_index: int, num_valid: in
         raise ValueError(f"num_valid is {num_valid}; expected 0 to {len(labels)}, the number of labels")
     if num_valid == len(labels):
         return None
-    # A stable sort puts the valid rows first, in their order; unlike nonzero it needs no count from the GPU.
+    # A stable sort moves the valid rows to the front in order; unlike nonzero it does not synchronise.
     return torch.sort(labels == ignore_index, stable=True).indices[:num_valid]
 
 
 def check_operands(x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
-    """Raise ValueError for shapes that do not fit: x [..., H], weight [V, H], labels [...], bias [V]."""
+    """Raise ValueError for incompatible shapes: x [..., H], weight [V, H], labels [...], bias [V]."""
     if weight.dim() != 2 or x.dim() < 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"found x {list(x.shape)} and weight {list(weight.shape)}; expected x [..., H] and weight [V, H]"
         )
     if labels.shape != x.shape[:-1]:
         raise ValueError(
-            f"labels have shape {list(labels.shape)}; expected one a token, {list(x.shape[:-1])}"
+            f"labels have shape {list(labels.shape)}; expected one per token, {list(x.shape[:-1])}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias has shape {list(bias.shape)}; expected {list(weight.shape[:1])}")
 
 
 def product_dtype(x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
-    """The dtype of the products: that of autocast where it is on (float64 it leaves alone), else x's."""
+    """Dtype of the products: autocast's if it is on (float64 stays float64), else x's."""
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
     dtypes = [operand.dtype for operand in (x, weight, bias) if operand is not None]
@@ -299,7 +299,7 @@ def product_dtype(x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype
 
 
 def gradients_wanted(*operands: Tensor | None) -> tuple[bool, ...]:
-    """Which of the operands a forward pass makes gradients for."""
+    """Whether the forward pass computes a gradient for each operand."""
     return tuple(
         torch.is_grad_enabled() and operand is not None and operand.requires_grad for operand in operands
     )
@@ -314,18 +314,18 @@ def reduced_forward(
     token_weights: Tensor | None,
     chunked: Callable[[Tensor, bool], Sequence[Tensor | None]],
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The sum of all rows' losses times `inverse`, and other results; ctx keeps the gradients.
+    """Sum of all rows' losses times `inverse`, and other results; gradients are stored in ctx.
 
-    chunked(grad_scale, round_dw) gives the losses [T], other results, and the gradients of grad_scale ([1] or
-    [T]) times the losses for x, weight and bias where they are `wanted`. dtype is that of the products;
-    `inverse` has no dimensions, token_weights [T] are factors of the losses.
+    chunked(grad_scale, round_dw) returns the losses [T], other results, and the gradients of grad_scale ([1]
+    or [T]) times the losses for x, weight and bias where `wanted`. dtype is the products'; `inverse` has no
+    dimensions; token_weights [T] are factors of the losses.
     """
-    # float16 would lose gradients divided by the count of tokens: there the divisor waits for the backward
-    # pass, where it meets the loss scale that is meant to keep gradients in range.
+    # float16 would underflow in gradients divided by the token count: the divisor is then applied in the
+    # backward pass, after the loss scale that keeps gradients in range.
     late = dtype == torch.float16
     grad_scale, late_scale = inverse, None
     if late:
-        # One over no tokens does not wait: it would make nan of gradients that are zero.
+        # 1 / 0 tokens is applied now: later it would turn zero gradients into nan.
         infinite = inverse.isinf()
         grad_scale, late_scale = inverse.where(infinite, 1.0), inverse.masked_fill(infinite, 1.0)
     grad_scale = grad_scale.reshape(1) if token_weights is None else grad_scale * token_weights
@@ -342,26 +342,26 @@ def reduced_forward(
 
 
 def release_gradients(ctx: Any, upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients that `reduced_forward` made for an upstream gradient of one, times the true one.
+    """Gradients that `reduced_forward` computed for an upstream gradient of one, times the true one.
 
-    They leave ctx unless the graph is retained.
+    They are removed from ctx unless the graph is retained.
     """
     if upstream is None:
         return (None,) * len(ctx.dtypes)
     if ctx.grads is None:
         raise RuntimeError(
-            "the gradients of this loss were used up by an earlier backward; call that one with "
-            "retain_graph=True to go through the graph again"
+            "the gradients of this loss were freed by an earlier backward pass; call that one with "
+            "retain_graph=True to run backward again"
         )
     grads, factor = ctx.grads, upstream if ctx.late_scale is None else upstream * ctx.late_scale
     keep = graph_is_kept()
     if not keep:
-        ctx.grads = None  # a gradient that nobody else holds moves into .grad without a copy
+        ctx.grads = None  # an unshared gradient moves into .grad without a copy
     return tuple(_scaled(grad, factor, dtype, keep) for grad, dtype in zip(grads, ctx.dtypes, strict=True))
 
 
 def _scaled(grad: Tensor | None, factor: Tensor, dtype: torch.dtype | None, keep: bool) -> Tensor | None:
-    """grad * factor in dtype; in grad's own memory unless that is to be kept."""
+    """grad * factor in dtype, in place unless `keep`."""
     if grad is None:
         return None
     if keep or grad.dtype != dtype:
@@ -376,12 +376,12 @@ def _scaled(grad: Tensor | None, factor: Tensor, dtype: torch.dtype | None, keep
 
 
 _SCALE_BLOCK = 4096
-_SCALE_BLOCKS = 16  # a program: where the factor is one, all that a launch takes is to start its programs
+_SCALE_BLOCKS = 16  # per program: with a factor of one, a launch only starts programs
 
 
 @jit
 def _scale_kernel(values_ptr, factor_ptr, count, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    """Multiply in place, and do not touch the values where the factor is exactly one."""
+    """Multiply in place; leaves the values untouched if the factor is exactly one."""
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor == 1.0:
         return
@@ -393,23 +393,23 @@ def _scale_kernel(values_ptr, factor_ptr, count, BLOCK: tl.constexpr, BLOCKS: tl
         tl.store(values_ptr + offsets, values, mask=offsets < count)
 
 
-# A custom op gives tensors only, so that for torch.compile the absent ones are empty.
+# A custom op returns tensors only, so absent ones are empty under torch.compile.
 
 
 def fill_absent(results: Sequence[Tensor | None], like: Tensor) -> list[Tensor]:
-    """A custom op's results: an empty tensor for one that is not there."""
+    """Results of a custom op, with an empty tensor for each absent one."""
     return [like.new_empty(0) if result is None else result for result in results]
 
 
 def drop_absent(results: Sequence[Tensor], present: Sequence[bool]) -> list[Tensor | None]:
-    """What `fill_absent` was given."""
+    """Inverse of `fill_absent`."""
     return [result if there else None for result, there in zip(results, present, strict=True)]
 
 
 def fake_gradients(
     operands: Sequence[Tensor | None], wanted: Sequence[bool], dtype: torch.dtype, round_dw: bool = True
 ) -> list[Tensor]:
-    """Stand-ins for what `in_chunks` gives to a product dtype, as `fill_absent` has it."""
+    """Fake results of `in_chunks`, up to a dtype, in the form of `fill_absent`."""
     x = operands[0]
     assert x is not None
     sum_dtype = torch.promote_types(dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""Rows of logits, which the kernels of the losses read in tiles, scaled and capped on the way:
+"""Tile reads of logit rows, scaled and capped, for the loss kernels:
 
     z = softcap * tanh(logit_scale * a / softcap),   or logit_scale * a without a cap
 
@@ -23,7 +23,7 @@ from liger_models.kernels._dispatch import (
 if triton is not None and not interpreted:
     from triton.language.extra import libdevice
 
-    # The hardware's own, off by 2^-22 at the most; tl.log2 takes about thirty instructions.
+    # The hardware's instruction, with an error of at most 2^-22; tl.log2 takes about thirty instructions.
     fast_log2 = libdevice.fast_log2f
 else:
 
@@ -34,7 +34,8 @@ else:
 
 
 def cap_logits(logits: Tensor, logit_scale: float, softcap: float | None) -> tuple[Tensor, Tensor | float]:
-    """z of the formula above, and its slope dz/dlogits, in float32 at least: what the kernels mean."""
+    """z of the formula above and its derivative dz/dlogits, in float32 or float64: plain twin of the
+    kernels."""
     z = at_least_float32(logits) * logit_scale
     if softcap is None:
         return z, logit_scale
@@ -43,13 +44,13 @@ def cap_logits(logits: Tensor, logit_scale: float, softcap: float | None) -> tup
 
 
 def check_softcap(softcap: float | None, name: str = "softcap") -> None:
-    """Raise ValueError for a cap that is not positive."""
+    """Raise ValueError unless the cap is None or positive."""
     if softcap is not None and not softcap > 0:
         raise ValueError(f"{name} is {softcap}; expected a positive number, or None for no cap")
 
 
 def check_temperature(temperature: float) -> None:
-    """Raise TypeError for a tensor of temperatures, and ValueError for one that is not positive."""
+    """Raise TypeError for a tensor of temperatures, ValueError for a temperature that is not positive."""
     if isinstance(temperature, Tensor):
         learned = " that requires a gradient" if temperature.requires_grad else ""
         raise TypeError(
@@ -64,25 +65,25 @@ def check_temperature(temperature: float) -> None:
 def fold_temperature(
     logit_scale: float, softcap: float | None, temperature: float
 ) -> tuple[float, float | None]:
-    """The scale and the cap that give z / temperature: a smaller scale and a lower cap."""
+    """Scale and cap that give z / temperature: a smaller scale and a lower cap."""
     scale = float(logit_scale) / float(temperature)
     return scale, None if softcap is None else float(softcap) / float(temperature)
 
 
 def fit_tile(vocab: int, tile: tuple[int, int]) -> tuple[int, int]:
-    """Lanes and depth of a tile, no larger than `tile`, that is not much longer than a row."""
+    """Lanes and depth of a tile no larger than `tile` and not much longer than a row."""
     lanes = min(next_power_of_2(vocab), tile[0])
     return lanes, min(next_power_of_2(ceil_div(vocab, lanes)), tile[1])
 
 
 def row_stride(values: Tensor | None) -> int:
-    """The stride of a vector of one value a row, zero for one value that stands for all rows."""
+    """Stride of a vector of one value per row; zero for a single value."""
     return 0 if values is None or len(values) == 1 else values.stride(0)
 
 
 @jit
 def load_columns(pointer, columns, vocab, MASKED, OTHER=0.0):
-    """float32 values of the columns; only the last tile of a row needs the comparisons that a mask costs."""
+    """float32 values of the columns; only a row's last tile needs the comparisons of a mask."""
     if MASKED:
         values = tl.load(pointer + columns, mask=columns < vocab, other=OTHER)
     else:
@@ -92,11 +93,11 @@ def load_columns(pointer, columns, vocab, MASKED, OTHER=0.0):
 
 @jit
 def scaled_logits(a, logit_scale, softcap, HAS_SOFTCAP, UNIT=1.4426950408889634):
-    """UNIT z, which is z log2(e) so that exp2 gives exp(z) without another product; and dz/da of the cap
-    alone."""
+    """UNIT z (by default z log2(e), so that exp2 gives exp(z) without another product), and dz/da of the cap
+    only."""
     slope = 1.0
     if HAS_SOFTCAP:
-        # From exp(-2|x|), which neither overflows nor loses the slope where tanh is close to one.
+        # From exp(-2|x|), which neither overflows nor loses the derivative where tanh is close to one.
         x = a * (logit_scale / softcap)
         e = tl.exp(-2.0 * tl.abs(x))
         t = (1.0 - e) / (1.0 + e)
@@ -122,7 +123,8 @@ def _accumulate(
     HAS_SMOOTHING,
     MASKED,
 ):
-    """Take the logits of columns [DEPTH, LANES] into each lane's maximum, sum of exp2 and sum of w_c z_c."""
+    """Accumulate logits of columns [DEPTH, LANES] into each lane's maximum, sum of exp2 and sum of w_c
+    z_c."""
     z, _ = scaled_logits(load_columns(row_ptr, columns, vocab, MASKED), logit_scale, softcap, HAS_SOFTCAP)
     if HAS_SMOOTHING:
         term = z
@@ -152,14 +154,14 @@ def row_sums(
     LANES,
     DEPTH,
 ):
-    """log2 of the sum of exp(z) over a row, and each lane's sum of w_c z_c log2(e), in one read."""
-    # Each lane keeps its own maximum and sum, so that no thread waits for another before the row's end. It
-    # takes DEPTH logits at a time, which brings the exponentials to 1 + 1/DEPTH a logit.
+    """log2 of the sum of exp(z) over a row, and each lane's sum of w_c z_c log2(e), in one pass."""
+    # Each lane keeps its own maximum and sum, so that threads synchronise only at the row's end. Taking
+    # DEPTH logits at a time costs 1 + 1/DEPTH exponentials per logit.
     tile = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     whole = vocab // (DEPTH * LANES) * (DEPTH * LANES)
     maximum = tl.full([LANES], -float("inf"), tl.float32)
     normalizer = tl.zeros([LANES], tl.float32)
-    weighted_sum = tl.zeros([LANES], tl.float32)  # which label smoothing needs
+    weighted_sum = tl.zeros([LANES], tl.float32)  # for label smoothing
     for start in range(0, whole, DEPTH * LANES):
         maximum, normalizer, weighted_sum = _accumulate(
             maximum,
@@ -197,14 +199,14 @@ def row_sums(
 
 @jit
 def row_lse2(row_ptr, vocab, logit_scale, softcap, HAS_SOFTCAP, LANES, DEPTH):
-    """log2 of the sum of exp(z) over a row, in one read."""
+    """log2 of the sum of exp(z) over a row, in one pass."""
     lse2, _ = row_sums(row_ptr, None, vocab, logit_scale, softcap, HAS_SOFTCAP, False, LANES, DEPTH)
     return lse2
 
 
 @jit
 def row_argmax(row_ptr, vocab, logit_scale, LANES):
-    """The column of a row's largest scaled logit, the first of equal ones; nan is larger than all others."""
+    """Column of a row's largest scaled logit, the first among equals; nan is the largest."""
     sign = tl.where(logit_scale > 0, 1.0, tl.where(logit_scale < 0, -1.0, 0.0))
     best = tl.full([LANES], -0x80000000, tl.int32)  # below the key of -inf
     index = tl.zeros([LANES], tl.int32)
@@ -212,7 +214,7 @@ def row_argmax(row_ptr, vocab, logit_scale, LANES):
         columns = start + tl.arange(0, LANES)
         a = load_columns(row_ptr, columns, vocab, True) * sign + 0.0  # which makes 0 of -0
         bits = a.to(tl.int32, bitcast=True)
-        # As integers, a float's bits have its order, once those of negative ones are turned around.
+        # A float's bits, as an integer, have the float's order once negative ones are inverted.
         key = tl.where(a != a, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
         better = (key > best) & (columns < vocab)
         best = tl.where(better, key, best)

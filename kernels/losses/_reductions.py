@@ -1,6 +1,4 @@
-"""What the losses over a vocabulary have in common beside their formulas: which labels count, what a mean
-divides by, and the errors that say what is wrong with them.
-"""
+"""Shared parts of the losses over a vocabulary: valid labels, the divisor of a mean, and input checks."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from torch import Tensor
 def label_weights(
     labels: Tensor, ignore_index: int, weight: Tensor | None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The class weight of each label, zero where it is ignored.  labels [N] -> [N]"""
+    """Class weight of each label, zero where ignored.  labels [N] -> [N]"""
     valid = labels != ignore_index
     if weight is None:
         return valid.to(dtype)
@@ -26,8 +24,8 @@ def loss_denominator(
     num_items: int | Tensor | None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """What reduction="mean" divides by, as a tensor without dimensions on the labels' device.  labels and
-    token_weights [N], the latter of `dtype`"""
+    """Divisor of reduction="mean", a 0-d tensor on the labels' device.  labels and token_weights [N], the
+    latter of `dtype`"""
     if num_items is not None:
         if isinstance(num_items, Tensor):
             return num_items.detach().to(labels.device, dtype).reshape(())
@@ -41,7 +39,7 @@ def loss_denominator(
 def reduce_losses(
     losses: Tensor, reduction: str, token_weights: Tensor | None, divisor: Tensor | None
 ) -> Tensor:
-    """Losses [T] times token_weights [T], under a reduction: each for "none", else their sum, for "mean" over
+    """Reduce losses [T] times token_weights [T]: per token for "none", else their sum, for "mean" over
     `divisor`."""
     if token_weights is not None:
         losses = losses * token_weights
@@ -53,7 +51,7 @@ def reduce_losses(
 def mean_divisor(
     labels: Tensor | None, tokens: int, ignore_index: int, num_items: int | Tensor | None, like: Tensor
 ) -> Tensor:
-    """`loss_denominator` of labels that may be absent: then all tokens count. Of like's device and dtype."""
+    """`loss_denominator` with optional labels: None counts all tokens. Has like's device and dtype."""
     if labels is None and num_items is None:
         return like.new_full((), tokens)
     counted = like.new_empty(0) if labels is None else labels
@@ -61,7 +59,7 @@ def mean_divisor(
 
 
 def check_reduction(reduction: str, num_items: int | Tensor | None) -> None:
-    """Raise ValueError for a reduction that there is not, or for a divisor that it does not use."""
+    """Raise ValueError for an unknown reduction, or for a divisor that it does not use."""
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}; expected 'none', 'mean' or 'sum'")
     if num_items is not None and reduction != "mean":
@@ -71,7 +69,7 @@ def check_reduction(reduction: str, num_items: int | Tensor | None) -> None:
 
 
 def check_label_dtype(labels: Tensor) -> None:
-    """Raise TypeError for labels that are not whole numbers of 32 or 64 bits."""
+    """Raise TypeError for labels that are not int32 or int64."""
     if labels.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"labels are {labels.dtype}; expected int64 or int32")
 
@@ -79,7 +77,7 @@ def check_label_dtype(labels: Tensor) -> None:
 def check_weights(
     labels: Tensor, vocab_size: int, class_weight: Tensor | None, token_weights: Tensor | None
 ) -> None:
-    """Raise TypeError or ValueError for labels, class weights or token weights that do not fit each other."""
+    """Raise TypeError or ValueError for incompatible labels, class weights or token weights."""
     check_label_dtype(labels)
     if class_weight is not None and class_weight.shape != (vocab_size,):
         raise ValueError(f"class weights have shape {list(class_weight.shape)}; expected [{vocab_size}]")
@@ -90,9 +88,9 @@ def check_weights(
 
 
 def check_labels(labels: Tensor, vocab_size: int, ignore_index: int) -> None:
-    """Raise IndexError for a label outside the vocabulary, where labels can be read without waiting.
+    """Raise IndexError for a label outside the vocabulary, if labels can be read without synchronising.
 
-    On a GPU the kernel asserts as much, and in compiled code the plain twin's gather does.
+    On a GPU the kernel asserts this, and in compiled code the plain twin's gather does.
     """
     if labels.is_cuda or torch.compiler.is_compiling():
         return
@@ -102,10 +100,10 @@ def check_labels(labels: Tensor, vocab_size: int, ignore_index: int) -> None:
 
 
 def raise_label_error(labels: Tensor, outside: Tensor, vocab_size: int, ignore_index: int) -> None:
-    """IndexError about the first label that `outside`, of the labels' shape, marks."""
+    """Raise IndexError for the first label marked in `outside`, of the labels' shape."""
     place = outside.nonzero()[0].tolist()
     label, position = int(labels[tuple(place)]), place[0] if len(place) == 1 else place
     raise IndexError(
-        f"label {label} at position {position} lies outside the vocabulary of {vocab_size}; "
+        f"label {label} at position {position} is outside the vocabulary of {vocab_size}; "
         f"expected 0 to {vocab_size - 1}, or {ignore_index} for a token without a label"
     )

@@ -1,12 +1,12 @@
-"""The scores of rows of logits, and their gradient, which is written over the logits.
+"""Scores of logit rows, and their gradient, which overwrites the logits.
 
-With z, p, lse and H as in log_probs.py, m the largest z so far and n, s, q the sums of e, e (z - m), e^2 for
-e = exp(z - m), each of which follows when m grows (Milakov and Gimelshein, 2018, for n), one read of a row
-gives all of its scores:
+With z, p, lse and H as in log_probs.py, m the largest z so far, and n, s, q the sums of e, e (z - m), e^2 for
+e = exp(z - m), all rebased when m grows (Milakov and Gimelshein, 2018, for n), one pass over a row gives all
+of its scores:
 
     lse = m + log n,   H = log n - s / n,   log_sum_sq_probs = log q - 2 log n
 
-Both terms of H are above zero, so that nothing cancels.
+Both terms of H are non-negative, so nothing cancels.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from liger_models.kernels.losses._logit_tiles import (
 
 
 class RowOptions(NamedTuple):
-    """What a row's scores depend on beside its logits and its label, the temperature folded in; and which of
-    them are wanted."""
+    """Parameters of a row's scores apart from its logits and label, with the temperature folded in, and the
+    scores to compute."""
 
     ignore_index: int
     softcap: float | None
@@ -49,25 +49,25 @@ def row_options(
     top1: bool,
     log_sum_sq_probs: bool,
 ) -> RowOptions:
-    """Raise ValueError for options that have no meaning."""
+    """Check the options and fold the temperature into them; ValueError if they are invalid."""
     check_temperature(temperature)
     check_softcap(softcap)
     scale, cap = fold_temperature(logit_scale, softcap, temperature)
     return RowOptions(ignore_index, cap, scale, bool(entropy), bool(top1), bool(log_sum_sq_probs))
 
 
-# The rows of what `row_scores` gives.
+# Rows of the result of `row_scores`.
 LOG_PROB, LSE, ENTROPY, LOG_SUM_SQ, TOP1 = range(5)
 
 
 def row_scores(
     logits: Tensor, labels: Tensor, options: RowOptions, coefficients: Tensor | None = None
 ) -> Tensor:
-    """The scores of each row, [5, N]: see `LOG_PROB` and so on. Given `coefficients` [N], the gradient of
-    coefficients * log_prob is written over the logits.
+    """Scores of each row, [5, N]: see `LOG_PROB` and so on. Given `coefficients` [N], overwrites the logits
+    with the gradient of coefficients * log_prob.
 
-    logits [N, V] with an inner stride of one; labels [N]. What is not wanted is zero, and so is all of a row
-    without a label. A label outside the vocabulary gives nan. Not differentiable.
+    logits [N, V] with an inner stride of one; labels [N]. Scores that are not requested are zero, as is
+    everything in a row without a label. A label outside the vocabulary gives nan. Not differentiable.
     """
     if use_triton(logits, labels):
         return _launch_forward(logits, labels, options, coefficients)
@@ -101,8 +101,8 @@ def write_gradient(
     *,
     options: RowOptions,
 ) -> None:
-    """Put the gradient of grad_log_probs * log_prob + grad_entropy * entropy over the logits [N, V], of which
-    `row_scores` made found [5, N]. Both upstream gradients are contiguous [N]."""
+    """Overwrite logits [N, V] with the gradient of grad_log_probs * log_prob + grad_entropy * entropy, given
+    `found` [5, N] from `row_scores`. Both upstream gradients are contiguous [N]."""
     lse, entropy = found[LSE].contiguous(), found[ENTROPY].contiguous()
     if use_triton(logits, labels):
         vocab = logits.shape[1]
@@ -134,7 +134,7 @@ def write_gradient(
 
 
 def first_largest(logits: Tensor, logit_scale: float) -> Tensor:
-    """The column of each row's largest scaled logit, the first of equal ones.  [..., V] -> [...]"""
+    """Column of each row's largest scaled logit, the first among equals.  [..., V] -> [...]"""
     sign = (logit_scale > 0) - (logit_scale < 0)
     return (logits if sign == 1 else logits * sign).argmax(-1)
 
@@ -143,7 +143,7 @@ def _launch_forward(logits, labels, options, coefficients):
     rows, vocab = logits.shape
     found = torch.zeros(5, rows, dtype=torch.float32, device=logits.device)
     if rows:
-        # Every score wants registers, and so does the cap.
+        # Every score, and the cap, needs registers.
         extras = options.entropy + options.top1 + options.log_sum_sq_probs + (options.softcap is not None)
         lanes, depth = _SCORE_TILE if coefficients is None else _GRADIENT_TILE[extras > 1]
         lanes, depth = fit_tile(vocab, (lanes, max(depth >> extras, 1)))
@@ -165,7 +165,7 @@ def _launch_forward(logits, labels, options, coefficients):
 
 
 def _common(logits, labels, options):
-    """The arguments that both kernels begin with."""
+    """Leading arguments of both kernels."""
     return (
         logits,
         labels.contiguous(),
@@ -177,8 +177,8 @@ def _common(logits, labels, options):
     )
 
 
-# Those of cross entropy. Where much is wanted half the warps share the registers of 32: so few rows are in
-# flight in any case that the L2 cache holds them until the gradient is written over them.
+# Cross entropy's tile. For many scores, half the warps share the registers of 32: few enough rows are in
+# flight in any case for the L2 cache to hold them until the gradient overwrites them.
 _SCORE_TILE = 1024, 8  # lanes, depth
 _GRADIENT_TILE = (8192, 4), (4096, 4)
 _BACKWARD_BLOCK = 4096
@@ -204,8 +204,8 @@ def _accumulate(
     WITH_SQUARES,
     MASKED,
 ):
-    """Take the logits of columns [DEPTH, LANES] into each lane's m, n, s, q of the formulas above, for powers
-    of two; and into whether one of them comes before the label's."""
+    """Accumulate logits of columns [DEPTH, LANES] into each lane's m, n, s, q of the formulas above, in
+    powers of two, and into whether one of them precedes the label's."""
     a = load_columns(row_ptr, columns, vocab, MASKED)
     z, _ = scaled_logits(a, logit_scale, softcap, HAS_SOFTCAP)
     if MASKED:
@@ -218,7 +218,7 @@ def _accumulate(
     decay = tl.exp2(maximum - shift)
     if WITH_ENTROPY:
         grown = tl.where(normalizer == 0.0, 0.0, maximum - shift) * normalizer
-        # What is further below weighs nothing, and -inf * 0 would be nan.
+        # Logits further below have no weight, and -inf * 0 would be nan.
         surprises = (surprises + grown) * decay + tl.sum(e * tl.maximum(below, -1000.0), 0)
     if WITH_SQUARES:
         squares = squares * (decay * decay) + tl.sum(e * e, 0)
@@ -233,7 +233,7 @@ def _accumulate(
 
 @jit
 def _overwrite(row_ptr, columns, label, lse2, coefficient, vocab, logit_scale, softcap, HAS_SOFTCAP, MASKED):
-    """The gradient of coefficient / logit_scale * log_prob in place of the logits of some columns."""
+    """Overwrite the logits of some columns with the gradient of coefficient / logit_scale * log_prob."""
     z, slope = scaled_logits(load_columns(row_ptr, columns, vocab, MASKED), logit_scale, softcap, HAS_SOFTCAP)
     grad = -coefficient * tl.exp2(z - lse2)
     grad = tl.where(columns == label, grad + coefficient, grad)
@@ -264,7 +264,7 @@ def _forward_kernel(
     LANES: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """One program a row.  found [5, rows], zero before"""
+    """One program per row.  found [5, rows] must be zeroed"""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride
     label = tl.load(labels_ptr + row)
@@ -275,12 +275,12 @@ def _forward_kernel(
                 zeros = tl.zeros([LANES], row_ptr.dtype.element_ty)
                 tl.store(row_ptr + columns, zeros, mask=columns < vocab)
         return
-    # A label outside the vocabulary must not read beyond the row. Its logit is read before anything may be
-    # written over it.
+    # A label outside the vocabulary must not be read. The label's logit is read before anything overwrites
+    # it.
     inside = (label >= 0) & (label < vocab)
     a_label = tl.load(row_ptr + tl.where(inside, label, 0)).to(tl.float32)
     z_label, _slope = scaled_logits(a_label, logit_scale, softcap, HAS_SOFTCAP)
-    # Each lane keeps its own largest logit and sums: no thread waits for another before the row's end.
+    # Each lane keeps its own maximum and sums: threads synchronise only at the row's end.
     tile = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     whole = vocab // (DEPTH * LANES) * (DEPTH * LANES)
     maximum = tl.full([LANES], -float("inf"), tl.float32)
@@ -395,7 +395,7 @@ def _backward_kernel(
     HAS_SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a block of a row, of `blocks`; the row's values are contiguous."""
+    """One program per block of a row, of `blocks`; the row's values are contiguous."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     row_ptr = logits_ptr + row * logits_stride

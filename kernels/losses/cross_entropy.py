@@ -1,4 +1,4 @@
-"""Cross entropy over a vocabulary, with the options that language models use.
+"""Cross entropy over a vocabulary, with the options used by language models.
 
 For a row of logits a, let z = softcap * tanh(logit_scale * a / softcap) / temperature, lse =
 log(sum_c exp(z_c)), y the label, V the vocabulary size, w the class weights (ones if not given) and s the
@@ -8,9 +8,9 @@ label smoothing:
     dloss/dz_c = f softmax(z)_c - (1 - s) w_y [c = y] - s/V w_c
              f = (1 - s) w_y + s/V sum_c w_c + 2 z_loss w_y lse
 
-Rows whose label is `ignore_index` have no loss and no gradient. The fewest bytes that must move are three
-passes over the logits: the forward reads them, the backward reads them and writes their gradient.
-`linear_cross_entropy` owns its logits: there `row_losses` puts the gradient over them in the same launch.
+Rows whose label is `ignore_index` have no loss and no gradient. Minimum traffic: three passes over the
+logits; the forward reads them, the backward reads them and writes their gradient. For `linear_cross_entropy`,
+which owns its logits, `row_losses` overwrites them with the gradient in the same launch.
 
 Label smoothing: Szegedy et al., "Rethinking the Inception Architecture" (2016), section 7. z-loss: Chowdhery
 et al., "PaLM" (2022), section 5. Soft cap: Gemma Team, "Gemma 2" (2024), section 2.
@@ -46,7 +46,7 @@ from liger_models.kernels.losses._reductions import (
 
 
 class CrossEntropyOutput(NamedTuple):
-    """What a cross entropy gives if more than the loss is asked for; None for what was not."""
+    """Results of a cross entropy when more than the loss is requested; None for those not requested."""
 
     loss: Tensor
     z_loss: Tensor | None
@@ -72,28 +72,27 @@ def cross_entropy(
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
 ) -> Tensor | CrossEntropyOutput:
-    """Cross entropy of logits, in float32 (float64 for float64 logits). The logits are not altered.
+    """Cross entropy of logits, in float32 (float64 for float64 logits). Does not modify the logits.
 
     logits [N, C] or [N, C, d...], any floating dtype; labels [N] or [N, d...], int64 or int32, in [0, C) or
     equal to `ignore_index`. weight [C] weighs classes, token_weights (of the labels' shape) weigh tokens;
-    both are constants to autograd. The temperature divides the logits last, after the scale and the cap.
-    reduction "none" gives losses of the labels' shape, "sum" their sum. "mean" divides it by `num_items` (a
+    neither has a gradient. The temperature divides the logits last, after the scale and the cap. reduction
+    "none" returns losses of the labels' shape, "sum" their sum. "mean" divides the sum by `num_items` (a
     number, or a tensor of one) if given, else by the sum over valid tokens of class weight times token
-    weight, which is their count if neither is given. The mean over no valid token is nan, as in torch.
+    weight, which is their count without weights. The mean over no valid token is nan, as in torch.
 
-    What else is asked for makes the result a CrossEntropyOutput:
+    Each of these flags makes the result a CrossEntropyOutput:
 
-    return_z_loss: z_loss, the z-loss's share of the loss, reduced alike and differentiable.
+    return_z_loss: z_loss, the z-loss's share of the loss, with the same reduction, differentiable.
     return_predicted_tokens: predicted_tokens, int64, of the labels' shape: the class of the largest scaled
-        logit, the first of equal ones, as torch.argmax finds it (the cap and the temperature keep the
-        order, a negative logit_scale turns it around; a nan counts as the largest), and -1 where the label
-        is `ignore_index`.
-    return_token_accuracy: token_accuracy, float32 without a gradient: whether a valid token was predicted.
-        One or zero a token (zero where ignored) for "none", their count for "sum", their share of the
-        valid tokens for "mean", weights and num_items apart; the share of none is nan.
+        logit, the first among equals, as torch.argmax (the cap and the temperature keep the order, a negative
+        logit_scale reverses it; nan counts as the largest), and -1 where the label is `ignore_index`.
+    return_token_accuracy: token_accuracy, float32 without a gradient: whether valid tokens were predicted
+        correctly. Zeros and ones (zero where ignored) for "none", the count for "sum", the fraction of valid
+        tokens for "mean", regardless of weights and num_items; nan without valid tokens.
 
-    Raises ValueError or TypeError for shapes, dtypes and options that do not fit, IndexError for a label
-    outside the vocabulary. On a GPU such a label ends the program by a device-side assertion, as in torch.
+    Raises ValueError or TypeError for incompatible shapes, dtypes or options, IndexError for a label outside
+    the vocabulary. On a GPU such a label triggers a device-side assertion, as in torch.
     """
     options = loss_options(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
     check_reduction(reduction, num_items)
@@ -126,8 +125,8 @@ def cross_entropy(
 def cross_entropy_plain(
     logits: Tensor, labels: Tensor, weight: Tensor | None, options: LossOptions, predict: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The plain twin of `cross_entropy`: each row's loss, log-sum-exp and, to `predict`, predicted token, in
-    PyTorch's own operations.  [N, C], [N], [C] -> [N] each"""
+    """Plain twin of `cross_entropy`: loss, log-sum-exp and, with `predict`, predicted token of each row.  [N,
+    C], [N], [C] -> [N] each"""
     z = at_least_float32(logits) * options.logit_scale
     if options.softcap is not None:
         z = options.softcap * torch.tanh(z / options.softcap)
@@ -147,7 +146,7 @@ def cross_entropy_plain(
 
 
 def predict_plain(logits: Tensor, labels: Tensor, options: LossOptions) -> Tensor:
-    """The column of each row's largest scaled logit, -1 where the label is ignored.  [N, C], [N] -> [N]"""
+    """Column of each row's largest scaled logit, -1 where the label is ignored.  [N, C], [N] -> [N]"""
     sign = (options.logit_scale > 0) - (options.logit_scale < 0)
     ordered = logits if sign == 1 else logits * sign
     return ordered.argmax(1).where(labels != options.ignore_index, -1)
@@ -161,8 +160,7 @@ def loss_options(
     logit_scale: float,
     temperature: float,
 ) -> LossOptions:
-    """The options of a row's loss, the temperature folded into scale and cap; ValueError for what has no
-    meaning."""
+    """Options of a row's loss, with the temperature folded into scale and cap; ValueError if invalid."""
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing is {label_smoothing}; expected a number from 0 to 1")
     check_softcap(softcap)
@@ -172,7 +170,7 @@ def loss_options(
 
 
 class Extras(NamedTuple):
-    """What is asked for beside the loss."""
+    """Results requested in addition to the loss."""
 
     z_loss: bool
     token_accuracy: bool
@@ -194,8 +192,8 @@ def add_extras(
     reduction: str,
     reduced: Callable[[Tensor], Tensor],
 ) -> Tensor | CrossEntropyOutput:
-    """The loss, alone if nothing else is asked for. A loss of reduction "none", lse and predicted are [T],
-    labels [...]; `reduced` takes losses [T]."""
+    """Add the requested extras to the loss; without any, return the loss alone. A loss of reduction "none",
+    lse and predicted are [T], labels [...]; `reduced` reduces losses [T]."""
     shape = labels.shape if reduction == "none" else loss.shape
     loss = loss if loss.shape == shape else loss.view(shape)
     if not any(extras):
@@ -216,7 +214,7 @@ def add_extras(
 
 
 def _as_matrix(logits: Tensor) -> Tensor:
-    """[N, C, d...] as [N d..., C], in the order in which labels [N, d...] lie."""
+    """[N, C, d...] as [N d..., C], in the memory order of labels [N, d...]."""
     return as_rows(logits if logits.dim() == 2 else logits.movedim(1, -1))
 
 
@@ -241,12 +239,11 @@ def row_losses(
     grad_lse: Tensor | None = None,
     predict: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Each row's loss, log-sum-exp and, to `predict`, predicted token; given `grad_scale`, it times the
-    loss's gradient, plus grad_lse times that of the log-sum-exp, is written over the logits.
+    """Loss, log-sum-exp and, with `predict`, predicted token of each row. Given `grad_scale`, overwrites the
+    logits with grad_scale times the loss's gradient plus grad_lse times the log-sum-exp's.
 
     logits [N, C] with an inner stride of one; labels [N]; grad_scale [N] or [1] and grad_lse, contiguous [N],
-    float32 (float64 for float64 logits). Not differentiable, and no check: a label outside the vocabulary
-    gives nan.
+    float32 (float64 for float64 logits). Not differentiable; labels outside the vocabulary give nan.
     """
     if use_triton(logits, labels, class_weight):
         return launch_forward(
@@ -274,7 +271,7 @@ def row_losses(
     factor = w_label * (1 - smoothing + 2 * options.z_loss * lse)  # of the softmax, in the gradient
     if smoothing:
         w = z.new_ones(vocab) if class_weight is None else class_weight.to(z.dtype)
-        losses += smoothing / vocab * (w.sum() * lse - (z * w).sum(1))  # z @ w would fall under autocast
+        losses += smoothing / vocab * (w.sum() * lse - (z * w).sum(1))  # autocast would lower z @ w
         factor += smoothing / vocab * w.sum()
     losses = losses.where(inside, float("nan")).where(valid, 0.0)
     if grad_scale is not None:
@@ -294,15 +291,17 @@ def row_losses(
 
 @functools.cache
 def _labels_ok(device: torch.device) -> Tensor:
-    """One, for all calls on a device: when a kernel writes a zero here, the assertion ends the program."""
-    # Copied from the host, which waits for it once (so the first call cannot be captured in a CUDA graph): a
-    # fill could run after what reads it on another stream.
+    """One int32 of one per device, shared by all calls: a kernel that writes zero here triggers the
+    assertion."""
+    # Copied from the host, which synchronises once (so the first call cannot be captured in a CUDA
+    # graph): a fill could run after its readers on another stream.
     return torch.ones((), dtype=torch.int32, device="cpu").to(device)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The reduced loss, the rows' log-sum-exps if the z-loss is asked for, both differentiable, and predicted
-    tokens, from one read of the logits. To reduce in here spares a small batch the nodes of sum and division.
+    """Reduced loss, the rows' log-sum-exps if the z-loss is requested (both differentiable), and predicted
+    tokens, from one read of the logits. Reducing here saves small batches the autograd nodes of sum and
+    division.
     """
 
     @staticmethod
@@ -312,7 +311,7 @@ class _CrossEntropy(torch.autograd.Function):
             logits, labels, class_weight, options, labels_ok=labels_ok, predict=extras.need_predictions
         )
         if labels_ok is not None:
-            torch._assert_async(labels_ok, f"a label lies outside the vocabulary of {logits.shape[1]}")
+            torch._assert_async(labels_ok, f"a label is outside the vocabulary of {logits.shape[1]}")
         ctx.save_for_backward(logits, labels, class_weight, token_weights, divisor, lse)
         ctx.options = options
         ctx.set_materialize_grads(False)
@@ -327,7 +326,7 @@ class _CrossEntropy(torch.autograd.Function):
             grad_losses = lse.new_zeros(1)
         else:
             grad_losses = grad_loss if divisor is None else grad_loss / divisor
-            grad_losses = grad_losses.reshape(-1)  # one for all rows where the loss is reduced
+            grad_losses = grad_losses.reshape(-1)  # a single one if the loss is reduced
             if token_weights is not None:
                 grad_losses = grad_losses * token_weights
         grad = contiguous_like(logits)

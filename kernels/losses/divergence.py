@@ -1,7 +1,7 @@
 """Divergences between a student's and a teacher's next-token distributions, for distillation.
 
-For a row of logits, scaled and capped as in `cross_entropy` where that is asked for, let q =
-softmax(student / T), p = softmax(teacher / T), m = beta p + (1 - beta) q:
+For a row of logits, scaled and capped as in `cross_entropy` on request, let q = softmax(student / T), p =
+softmax(teacher / T), m = beta p + (1 - beta) q:
 
     generalized_jsd = beta KL(p || m) + (1 - beta) KL(q || m)      0 < beta < 1
                     = KL(p || q), the forward KL                   beta = 0
@@ -11,13 +11,13 @@ softmax(student / T), p = softmax(teacher / T), m = beta p + (1 - beta) q:
     dloss/dstudent_c = q_c (r_c - sum_k q_k r_k) / T,   r_c = dloss/dq_c:
         (1 - beta) log(q_c / m_c),   -p_c / q_c,   log(q_c / p_c) + 1,   1/2 sign(q_c - p_c)
 
-The teacher is a constant. The fewest bytes that must move are five passes over a tensor of logits: the
-forward reads both, the backward reads both and writes one. A KL divergence takes no more. The others read a
-row twice in the forward, the second time once its two log-sum-exps are known, in part out of the L2 cache.
+The teacher is a constant. Minimum traffic: five passes over a tensor of logits; the forward reads both, the
+backward reads both and writes one. A KL divergence takes no more. The others read rows twice in the forward,
+the second time after the log-sum-exps are known, partly from the L2 cache.
 
 Source: Agarwal et al., "On-Policy Distillation of Language Models" (GKD, 2023), sections 2 and 3. Its JSD
-goes to zero with beta and with 1 - beta; the two KL divergences, which those limits divided by beta and by
-1 - beta are, stand in their place.
+vanishes as beta goes to 0 or 1; beta = 0 and 1 mean the two KL divergences instead, the limits after division
+by beta and by 1 - beta.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ def generalized_jsd(
     """Generalized Jensen-Shannon divergence of two next-token distributions, in nats, in float32 (float64 for
     a float64 student). beta 0 is KL(teacher || student), beta 1 is KL(student || teacher).
 
-    student_logits and teacher_logits [..., V], any floating dtypes; log-probabilities are logits too. Only
-    the student has a gradient. logit_scale and softcap (the student's) and teacher_logit_scale and
-    teacher_softcap are those of `cross_entropy`; the temperature, common to both, comes after them. labels
-    [...], if given, only say which tokens count: those whose label is not `ignore_index`.
+    student_logits and teacher_logits [..., V], any floating dtypes; log-probabilities are valid logits. Only
+    the student has a gradient. logit_scale and softcap (for the student), teacher_logit_scale and
+    teacher_softcap work as in `cross_entropy`; the shared temperature is applied after them. labels [...], if
+    given, only select tokens: those whose label is not `ignore_index`.
 
-    reduction "none" gives [...], "sum" the sum over tokens; "mean" divides it by `num_items` if given, else
-    by the count of tokens (torch's "batchmean"), and is nan if there is none. A KL divergence is infinite
+    reduction "none" returns [...], "sum" the sum over tokens; "mean" divides it by `num_items` if given, else
+    by the number of tokens (torch's "batchmean"), and is nan without tokens. A KL divergence is infinite
     where its second distribution is zero and its first is not. There is no factor of temperature^2.
 
-    Raises ValueError or TypeError for shapes, dtypes and options that do not fit.
+    Raises ValueError or TypeError for incompatible shapes, dtypes or options.
     """
     options = divergence_options(
         jsd_kind(beta),
@@ -96,8 +96,8 @@ def kl_div(
     reduction: str = "mean",
     num_items: int | Tensor | None = None,
 ) -> Tensor:
-    """KL(teacher || student), as torch.nn.functional.kl_div(student_log_probs, teacher_probs) has it: the
-    forward KL, `generalized_jsd` with beta 0, where shapes, options and errors are told."""
+    """KL(teacher || student), as torch.nn.functional.kl_div(student_log_probs, teacher_probs): the forward
+    KL. See `generalized_jsd`, of which this is beta 0, for shapes, options and errors."""
     options = divergence_options(
         "forward_kl",
         ignore_index,
@@ -124,7 +124,7 @@ def total_variation(
     reduction: str = "mean",
     num_items: int | Tensor | None = None,
 ) -> Tensor:
-    """Half the sum of |p - q|, from 0 to 1. Shapes, options and errors are those of `generalized_jsd`."""
+    """Half the sum of |p - q|, from 0 to 1. Shapes, options and errors as in `generalized_jsd`."""
     options = divergence_options(
         "total_variation",
         ignore_index,
@@ -138,14 +138,14 @@ def total_variation(
 
 
 def jsd_kind(beta: float) -> str:
-    """The kind of divergence that a beta stands for; ValueError if it stands for none."""
+    """Kind of divergence for a beta; ValueError if beta is out of range."""
     if not 0.0 <= beta <= 1.0:
         raise ValueError(f"beta is {beta}; expected a number from 0 (forward KL) to 1 (reverse KL)")
     return {0.0: "forward_kl", 1.0: "reverse_kl"}.get(float(beta), "jsd")
 
 
 def divergence_options(kind: str, ignore_index: int, **numbers: Any) -> DivergenceOptions:
-    """DivergenceOptions, in floating point and checked: ValueError."""
+    """DivergenceOptions as checked floats; ValueError if invalid."""
     numbers = {name: None if number is None else float(number) for name, number in numbers.items()}
     options = DivergenceOptions(kind, ignore_index, **numbers)
     check_temperature(options.temperature)
@@ -157,10 +157,10 @@ def divergence_options(kind: str, ignore_index: int, **numbers: Any) -> Divergen
 def divergence_plain(
     student_logits: Tensor, teacher_logits: Tensor, labels: Tensor | None, options: DivergenceOptions
 ) -> Tensor:
-    """The plain twin of all three: each row's divergence.  [N, V], [N, V], [N] -> [N]"""
+    """Plain twin of all three divergences, per row.  [N, V], [N, V], [N] -> [N]"""
     if labels is not None:
         valid = labels != options.ignore_index
-        # Before anything else, so that no row without a label, whatever it holds, reaches the gradient.
+        # First of all, so that rows without a label cannot affect the gradient, whatever they hold.
         student_logits = student_logits.masked_fill(~valid.unsqueeze(1), 0.0)
     log_q, log_p, _ = _log_probs(student_logits, teacher_logits, options)
     losses = _losses(log_q, log_p, options)
@@ -175,12 +175,12 @@ def row_divergences(
     grad_scale: Tensor | None = None,
     grad: Tensor | None = None,
 ) -> Tensor:
-    """Each row's divergence [N]; given `grad_scale`, it times the gradient is written into `grad`, by default
-    over the student's logits.
+    """Divergence of each row [N]. Given `grad_scale`, writes grad_scale times the gradient into `grad`, by
+    default over the student's logits.
 
     Both logits and grad [N, V] with an inner stride of one; labels [N]; grad_scale [N] or [1], float32
-    (float64 for float64 logits). grad may be the student's logits, share no memory with them, or be one of
-    half their element size whose rows begin where theirs do. Not differentiable.
+    (float64 for float64 logits). grad is the student's logits, or shares no memory with them, or has half
+    their element size and rows that begin where theirs do. Not differentiable.
     """
     if grad_scale is None:
         grad = None
@@ -205,11 +205,11 @@ def _divergence(student_logits, teacher_logits, labels, options, reduction, num_
     if student_logits.shape != teacher_logits.shape or student_logits.dim() < 1:
         raise ValueError(
             f"found the student's logits {list(student_logits.shape)} and the teacher's "
-            f"{list(teacher_logits.shape)}; expected both [..., V], of one vocabulary"
+            f"{list(teacher_logits.shape)}; expected both [..., V], over one vocabulary"
         )
     shape = student_logits.shape[:-1]
     if labels is not None and labels.shape != shape:
-        raise ValueError(f"labels have shape {list(labels.shape)}; expected one a token, {list(shape)}")
+        raise ValueError(f"labels have shape {list(labels.shape)}; expected one per token, {list(shape)}")
     student, teacher = as_rows(student_logits), as_rows(teacher_logits.detach())
     if labels is not None:
         check_label_dtype(labels)
@@ -227,21 +227,21 @@ def _divergence(student_logits, teacher_logits, labels, options, reduction, num_
 
 
 def _log_probs(student_logits, teacher_logits, options):
-    """log q, log p and the slope of q's logits, [N, V] in the student's precision, float32 at least."""
+    """log q, log p and the derivative of q's logits, [N, V] in the student's precision or float32."""
     student, slope = cap_logits(student_logits, *options.student_scaling)
     teacher, _ = cap_logits(teacher_logits, *options.teacher_scaling)
     return torch.log_softmax(student, 1), torch.log_softmax(teacher.to(student.dtype), 1), slope
 
 
 def _kl_terms(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """a log(a / b), zero where a is, whatever b is."""
+    """a log(a / b), zero where a is zero, whatever b is."""
     a = log_a.exp()
     return a * (log_a - log_b).masked_fill(a == 0, 0.0)
 
 
 def _log_mixture(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
     mixture = beta * log_p.exp() + (1 - beta) * log_q.exp()
-    return mixture.masked_fill(mixture == 0, 1.0).log()  # where it is zero, so are both its weights
+    return mixture.masked_fill(mixture == 0, 1.0).log()  # where it is zero, both weights are
 
 
 def _losses(log_q: Tensor, log_p: Tensor, options: DivergenceOptions) -> Tensor:
@@ -259,7 +259,7 @@ def _losses(log_q: Tensor, log_p: Tensor, options: DivergenceOptions) -> Tensor:
 
 
 def _weighted_slopes(log_q: Tensor, log_p: Tensor, options: DivergenceOptions) -> Tensor:
-    """q_c r_c of the formula at the head, [N, V]. A constant in r cancels in the gradient."""
+    """q_c r_c of the module's formula, [N, V]. A constant in r cancels in the gradient."""
     if options.kind == "forward_kl":
         return -log_p.exp()
     if options.kind == "reverse_kl":
@@ -271,7 +271,7 @@ def _weighted_slopes(log_q: Tensor, log_p: Tensor, options: DivergenceOptions) -
 
 
 class _Divergence(torch.autograd.Function):
-    """Each row's divergence, from one kernel forward and one backward."""
+    """Divergence of each row, with one kernel in each direction."""
 
     @staticmethod
     def forward(ctx, student, teacher, labels, options):

@@ -1,13 +1,13 @@
-"""Cross entropy of a linear layer's output, `x @ weight.T + bias`, whose logits never exist all at once.
+"""Cross entropy of a linear layer's output, `x @ weight.T + bias`, without materialising all logits.
 
-The loss of a row of logits and its gradient are those of `cross_entropy`. Tokens are taken in chunks:
+Loss and gradient of a row of logits are those of `cross_entropy`. Tokens are processed in chunks:
 
-    logits = x W^T + b,  losses, and dlogits written over the logits,  dx = dlogits W,  dW += dlogits^T x
+    logits = x W^T + b,  losses, dlogits written over the logits,  dx = dlogits W,  dW += dlogits^T x
 
-so the forward pass already holds the gradients for an upstream gradient of one, and the backward pass has
-only to multiply by the true one. That takes the three matrix products that a backward needs, none of them
-twice. Tokens without a label are left out of the products. Memory beside the results: a chunk of logits,
-and the float32 sum of dW if there is more than one chunk.
+The forward pass computes the gradients for an upstream gradient of one, and the backward pass only multiplies
+by the true one. That takes the three matrix products of any backward pass, each once. Tokens without a label
+are left out of the products. Additional memory: a chunk of logits, and the float32 sum of dW if there is more
+than one chunk.
 """
 
 from __future__ import annotations
@@ -74,24 +74,23 @@ def linear_cross_entropy(
 ) -> Tensor | CrossEntropyOutput:
     """cross_entropy(x @ weight.T + bias, labels), in float32 (float64 for float64 inputs).
 
-    x [..., H]; weight [V, H] and bias [V] of x's dtype, or of any under autocast, whose dtype the products
-    then take; labels [...], int64 or int32, in [0, V) or equal to `ignore_index`. class_weight [V] and
-    token_weights [...] are constants to autograd. Reductions, options and what else than the loss may be
-    asked for are those of `cross_entropy`: the mean over no valid token is nan.
+    x [..., H]; weight [V, H] and bias [V] of x's dtype, or of any dtype under autocast, which then determines
+    the products' dtype; labels [...], int64 or int32, in [0, V) or equal to `ignore_index`. class_weight [V]
+    and token_weights [...] have no gradient. Reductions, options and additional results as in
+    `cross_entropy`: the mean over no valid token is nan.
 
     Gradients are computed for those of x, weight and bias that require them, in the forward pass; with
-    reduction "none" in the backward pass, which makes the logits again, as does the gradient of a returned
-    z-loss. Sums over tokens are in float32 and rounded once.
+    reduction "none", and for the gradient of a returned z-loss, in the backward pass, which recomputes the
+    logits. Sums over tokens are in float32 and rounded once.
 
-    num_valid is the count of labels that differ from `ignore_index`. A caller who knows it, and that all
-    labels lie in the vocabulary, spares a GPU the wait for both; a label outside then makes the loss nan.
-    Else they are counted and checked: IndexError. A CUDA graph cannot wait: without num_valid, labels are not
-    checked there, and ignored tokens stay in the products.
+    num_valid is the count of labels that differ from `ignore_index`. Passing it, which asserts that all
+    labels are in the vocabulary, avoids synchronising a GPU; a label outside then makes the loss nan.
+    Otherwise labels are counted and checked: IndexError. Under CUDA graph capture without num_valid, labels
+    are not checked, and ignored tokens stay in the products.
 
-    chunk_bytes is the memory to spend beside the results; a chunk has 1,024 tokens at least, however little
-    that is.
+    chunk_bytes is the additional memory to use; a chunk has at least 1,024 tokens regardless.
 
-    Raises ValueError or TypeError for shapes, dtypes and options that do not fit.
+    Raises ValueError or TypeError for incompatible shapes, dtypes or options.
     """
     options = loss_options(ignore_index, label_smoothing, z_loss, softcap, logit_scale, temperature)
     check_reduction(reduction, num_items)
@@ -140,7 +139,7 @@ def linear_cross_entropy_plain(
     class_weight: Tensor | None = None,
     **options,
 ) -> Tensor | CrossEntropyOutput:
-    """What `linear_cross_entropy` means, with the options of `cross_entropy`: all logits at once."""
+    """Plain twin of `linear_cross_entropy`, with the options of `cross_entropy`: all logits at once."""
     logits = torch.nn.functional.linear(x, weight, bias)
     return cross_entropy(logits.movedim(-1, 1), labels, weight=class_weight, **options)
 
@@ -155,8 +154,8 @@ class _Plan(NamedTuple):
 
 
 class _ReducedLoss(torch.autograd.Function):
-    """The sum of all rows' losses times `inverse`; its gradients wait in ctx for the upstream one. Beside it
-    the rows' log-sum-exps and predicted tokens, or None."""
+    """Sum of all rows' losses times `inverse`, with its gradients stored in ctx; and the rows' log-sum-exps
+    and predicted tokens, or None."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, labels, class_weight, token_weights, inverse, plan, wanted):
@@ -176,7 +175,7 @@ class _ReducedLoss(torch.autograd.Function):
 
 
 class _TokenLosses(torch.autograd.Function):
-    """Each row's loss. The rows' upstream gradients enter every sum, so backward makes the logits anew."""
+    """Loss of each row. The rows' upstream gradients enter every sum, so backward recomputes the logits."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, labels, class_weight, plan):
@@ -197,7 +196,7 @@ class _TokenLosses(torch.autograd.Function):
 
 
 class _LogSumExps(torch.autograd.Function):
-    """Each row's log-sum-exp, already known; only backward has anything to do."""
+    """Pass through each row's known log-sum-exp; only backward computes."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, labels, lse, plan):
@@ -222,10 +221,10 @@ class _LogSumExps(torch.autograd.Function):
 def _chunked(
     x, weight, bias, labels, class_weight, grad_scale, plan, wanted, round_dw=True, grad_lse=None
 ) -> list[Tensor | None]:
-    """Each row's loss, log-sum-exp and predicted token [T]; and, where wanted, the gradients of grad_scale
+    """Loss, log-sum-exp and predicted token [T] of each row; and, where wanted, the gradients of grad_scale
     ([1] or [T]) times the loss plus grad_lse [T] times the log-sum-exp.
 
-    dW and dbias have their operands' dtypes, or are left in float32 if not round_dw.
+    dW and dbias have their operands' dtypes, or float32 if not round_dw.
     """
     if torch.compiler.is_compiling():
         vectors = labels, class_weight, grad_scale, grad_lse
@@ -289,7 +288,7 @@ def _chunked_op(
     want_db: bool,
     round_dw: bool,
 ) -> list[Tensor]:
-    """`_chunked` as one operation of a compiled graph; what is not wanted is an empty tensor."""
+    """`_chunked` as a single operation of a compiled graph; unwanted results are empty tensors."""
     options = LossOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     plan = _Plan(options, dtype, chunk_bytes, num_valid, keep_lse, predict)
     wanted = want_dx, want_dw, want_db

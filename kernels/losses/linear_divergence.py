@@ -1,17 +1,17 @@
-"""Distillation from hidden states: the divergence between two linear layers' outputs, whose logits never
-exist all at once.
+"""Distillation from hidden states: divergence of two linear layers' outputs, without materialising all
+logits.
 
     student = x W^T + b,   teacher = x' W'^T + b',
     row losses of `generalized_jsd`, or 1 - cos(student, teacher)
 
-Tokens are taken in chunks, as in `linear_cross_entropy`: the gradient of a chunk is written over the
-student's logits and goes into dx and the sum of dW at once, in the forward pass, for an upstream gradient
-of one; the backward pass has only to multiply by the true one. The teacher is a constant: its layer costs
-one product. Tokens without a label are left out of all products. Memory beside the results: two chunks of
-logits, and the float32 sum of dW if there is more than one chunk.
+Tokens are processed in chunks, as in `linear_cross_entropy`: in the forward pass a chunk's gradient, for an
+upstream gradient of one, overwrites the student's logits and is accumulated into dx and dW at once; the
+backward pass only multiplies by the true one. The teacher is a constant: its layer costs one product. Tokens
+without a label are left out of all products. Additional memory: two chunks of logits, and the float32 sum of
+dW if there is more than one chunk.
 
-The logits of a JSD or a KL divergence are not rounded to 16 bits. Their gradient is made of probabilities
-alone, whose relative error is the error of a logit: 2% for one of 10 in bfloat16, more than all else rounds.
+Logits of a JSD or a KL divergence are not rounded to 16 bits. Their gradient consists of probabilities, whose
+relative error is a logit's absolute error: 2% for a logit of 10 in bfloat16, more than all other rounding.
 
 JSD: Agarwal et al., "On-Policy Distillation of Language Models" (2023).
 """
@@ -33,7 +33,7 @@ from liger_models.kernels.losses._linear_chunks import (
     drop_absent,
     fake_gradients,
     fill_absent,
-    gradient_place,
+    gradient_view,
     gradients_wanted,
     in_chunks,
     part_of,
@@ -73,22 +73,21 @@ def linear_jsd(
     num_valid: int | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Tensor:
-    """generalized_jsd(student_x @ student_weight.T + student_bias, the same of the teacher), in float32
+    """generalized_jsd of two linear layers' outputs, x @ weight.T + bias of student and teacher, in float32
     (float64 for a float64 student). beta 0 is KL(teacher || student), beta 1 is KL(student || teacher).
 
-    student_x [..., H], student_weight [V, H], student_bias [V] of one dtype, or of any under autocast, whose
-    dtype the products then take; teacher_x [..., H'], teacher_weight [V, H'], teacher_bias [V] likewise,
-    constants to autograd. labels [...], if given, say which tokens count: those whose label is not
-    `ignore_index`; the others are left out of the products. Reductions, scales and caps are those of
-    `generalized_jsd`.
+    student_x [..., H], student_weight [V, H], student_bias [V] of one dtype, or of any dtypes under autocast,
+    which then determines the products' dtype; teacher_x [..., H'], teacher_weight [V, H'], teacher_bias [V]
+    likewise, without gradients. labels [...], if given, select tokens: those whose label is not
+    `ignore_index`; others are left out of the products. Reductions, scales and caps as in `generalized_jsd`.
 
     Gradients are computed for those of the student's operands that require them, in the forward pass; with
-    reduction "none" in the backward pass, which makes the logits again. num_valid, the count of labels that
-    differ from `ignore_index`, spares a GPU the wait for it, as in `linear_cross_entropy`. chunk_bytes is the
-    memory to spend beside the results; a chunk has 1,024 tokens at least, however little that is.
+    reduction "none" in the backward pass, which recomputes the logits. num_valid, the count of labels that
+    differ from `ignore_index`, avoids synchronising a GPU, as in `linear_cross_entropy`. chunk_bytes is the
+    additional memory to use; a chunk has at least 1,024 tokens regardless.
 
-    Raises ValueError or TypeError for shapes, dtypes and options that do not fit, IndexError for a label
-    outside the vocabulary unless num_valid vouches for them.
+    Raises ValueError or TypeError for incompatible shapes, dtypes or options, IndexError for a label outside
+    the vocabulary unless num_valid is given.
     """
     options = divergence_options(
         jsd_kind(beta),
@@ -124,7 +123,7 @@ def linear_kl(
     num_valid: int | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Tensor:
-    """KL(teacher || student) of two linear layers' outputs: `linear_jsd`, which tells the rest at beta 0."""
+    """KL(teacher || student) of two linear layers' outputs: `linear_jsd` at beta 0; see there."""
     options = divergence_options(
         "forward_kl",
         ignore_index,
@@ -157,11 +156,11 @@ def linear_cosine_distillation(
     num_valid: int | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Tensor:
-    """One minus the cosine between a student's and a teacher's row of logits, of two linear layers, each
+    """One minus the cosine between rows of student and teacher logits, outputs of two linear layers, each
     scaled and capped.
 
-    Shapes, options and errors are those of `linear_jsd`. Lengths below 1e-8 count as 1e-8, as in torch's
-    cosine_similarity, and there have no slope.
+    Shapes, options and errors as in `linear_jsd`. Norms below 1e-8 count as 1e-8, as in torch's
+    cosine_similarity, and have no gradient.
     """
     options = divergence_options(
         "cosine",
@@ -181,7 +180,7 @@ def linear_divergence_plain(
     labels: Tensor | None,
     options: DivergenceOptions,
 ) -> Tensor:
-    """The plain twin of all three, with all logits at once: each token's loss, of x [T, H], weight, bias."""
+    """Plain twin of all three losses, with all logits at once: the loss of each token of x [T, H]."""
     student_logits = torch.nn.functional.linear(*student)
     with torch.no_grad():
         teacher_logits = torch.nn.functional.linear(*teacher)
@@ -237,7 +236,7 @@ def _distillation(student, teacher, labels, options, reduction, num_items, num_v
 
 
 class _ReducedDivergence(torch.autograd.Function):
-    """The sum of all rows' losses times `inverse`; its gradients wait in ctx for the upstream one."""
+    """Sum of all rows' losses times `inverse`, with its gradients stored in ctx."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, teacher_x, teacher_weight, teacher_bias, labels, inverse, plan, wanted):
@@ -255,7 +254,7 @@ class _ReducedDivergence(torch.autograd.Function):
 
 
 class _TokenDivergences(torch.autograd.Function):
-    """Each row's loss. The rows' upstream gradients enter every sum, so backward makes the logits anew."""
+    """Loss of each row. The rows' upstream gradients enter every sum, so backward recomputes the logits."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, teacher_x, teacher_weight, teacher_bias, labels, plan):
@@ -275,7 +274,7 @@ class _TokenDivergences(torch.autograd.Function):
 
 
 def _chunked(student, teacher, labels, grad_scale, plan, wanted, round_dw=True):
-    """The loss of each row [T], and the gradients of grad_scale ([1] or [T]) times it where wanted."""
+    """Loss of each row [T], and the gradients of grad_scale ([1] or [T]) times it where wanted."""
     if torch.compiler.is_compiling():
         results = _chunked_op(
             *student, *teacher, labels, grad_scale, *plan.options, *plan[1:], *wanted, round_dw
@@ -295,7 +294,7 @@ def _chunked(student, teacher, labels, grad_scale, plan, wanted, round_dw=True):
         if options.kind == "cosine":
             losses[chunk] = row_cosine_distances(*rows)
         else:
-            losses[chunk] = row_divergences(*rows, gradient_place(logits, plan.dtype))
+            losses[chunk] = row_divergences(*rows, gradient_view(logits, plan.dtype))
 
     def linear(x, weight, bias, dtype):
         rounded = options.kind == "cosine"
@@ -340,7 +339,7 @@ def _chunked_op(
     want_db: bool,
     round_dw: bool,
 ) -> list[Tensor]:
-    """`_chunked` as one operation of a compiled graph; a gradient that is not wanted is an empty tensor."""
+    """`_chunked` as a single operation of a compiled graph; unwanted gradients are empty tensors."""
     options = DivergenceOptions(
         kind,
         ignore_index,

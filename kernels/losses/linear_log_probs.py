@@ -1,17 +1,16 @@
-"""Scores of given tokens out of hidden states: log-probabilities and what else `log_probs` tells. The logits
-never exist all at once.
+"""Scores of given tokens from hidden states: the scores of `log_probs` without materialising all logits.
 
-For a token with hidden state x and label y, the scores are those of `log_probs` for x W^T + b. Tokens are
-taken in chunks. Where the gradients of the scores are not known before the scores are, the forward keeps what
-it found of each token, and the logits of the last chunk; the backward writes these logits' gradient over
-them, and makes those of other chunks again. That is three matrix products if all fit one chunk, and up to
-four if not. Where they are known (`coefficients`: the loss is a weighted sum of log-probabilities, such as a
-negative log-likelihood, or a policy gradient on fresh samples, whose ratios are one), the gradient is written
-over each chunk in the forward pass, as in `linear_cross_entropy`: three products.
+For a token with hidden state x and label y, the scores are those of `log_probs` for x W^T + b, computed in
+chunks of tokens. If the scores' gradients depend on the scores, the forward keeps its results for each token
+and the logits of the last chunk; the backward overwrites these logits with their gradient and recomputes
+those of other chunks. That is three matrix products if all tokens fit one chunk, else up to four. If the
+gradients are known in advance (`coefficients`: the loss is a weighted sum of log-probabilities, such as a
+negative log-likelihood, or a policy gradient on fresh samples, whose ratios are one), the gradient overwrites
+each chunk in the forward pass, as in `linear_cross_entropy`: three products.
 
-Tokens without a label are left out of all products. Memory beside the results: a chunk of logits, from the
-forward pass to the end of the backward, and in that the float32 sum of dW if there is more than one chunk.
-Passes forward whose backward is still to come keep one chunk between them, on each device.
+Tokens without a label are left out of all products. Additional memory: a chunk of logits, from the forward
+pass to the end of the backward, which includes the float32 sum of dW if there is more than one chunk. Forward
+passes whose backward is pending share one chunk on each device.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from liger_models.kernels.losses.log_probs import (
     log_probs_plain,
     mark_constants,
     scores_of,
-    upstream_of,
+    upstream_gradients,
     wanted_scores,
 )
 
@@ -73,20 +72,19 @@ def linear_log_probs(
     num_valid: int | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> TokenScores:
-    """The scores of labels under x @ weight.T + bias, [...] each, in float32 (float64 for float64 inputs),
-    and zero where the label is `ignore_index`; `log_probs` and `entropy` have gradients for x, weight and
-    bias.
+    """Scores of labels under x @ weight.T + bias, [...] each, in float32 (float64 for float64 inputs), zero
+    where the label is `ignore_index`. `log_probs` and `entropy` have gradients for x, weight and bias.
 
-    x [..., H]; weight [V, H] and bias [V] of x's dtype, or of any under autocast, whose dtype the products
-    then take; labels [...], int64 or int32, in [0, V) or equal to `ignore_index`. The temperature divides
-    the logits last, after the scale and the cap. num_valid and chunk_bytes are those of
+    x [..., H]; weight [V, H] and bias [V] of x's dtype, or of any dtype under autocast, which then determines
+    the products' dtype; labels [...], int64 or int32, in [0, V) or equal to `ignore_index`. The temperature
+    divides the logits last, after the scale and the cap. num_valid and chunk_bytes as in
     `linear_cross_entropy`.
 
-    coefficients [...], constants to autograd: then `weighted_sum`, the sum of coefficients * log_probs, has
-    the gradients, made in the forward pass, and the other scores have none.
+    With coefficients [...], which have no gradient, only `weighted_sum`, the sum of coefficients * log_probs,
+    is differentiable, and its gradients are computed in the forward pass.
 
-    Raises ValueError or TypeError for shapes, dtypes and options that do not fit, IndexError for a label
-    outside the vocabulary. If num_valid vouches for labels on a GPU, one outside gives nan instead.
+    Raises ValueError or TypeError for incompatible shapes, dtypes or options, IndexError for a label outside
+    the vocabulary. With num_valid, such a label gives nan on a GPU instead.
     """
     options = row_options(ignore_index, softcap, logit_scale, temperature, entropy, top1, log_sum_sq_probs)
     check_operands(x, weight, labels, bias)
@@ -98,7 +96,7 @@ def linear_log_probs(
         return scores_of(_LogProbs.apply(rows, weight, bias, row_labels, plan, wanted), labels.shape)
     if coefficients.shape != labels.shape:
         raise ValueError(
-            f"coefficients have shape {list(coefficients.shape)}; expected one a label, {list(labels.shape)}"
+            f"coefficients have shape {list(coefficients.shape)}; expected {list(labels.shape)}, as labels"
         )
     accumulate = torch.promote_types(plan.dtype, torch.float32)
     coefficients = coefficients.detach().reshape(-1).to(accumulate)
@@ -109,7 +107,7 @@ def linear_log_probs(
 def linear_log_probs_plain(
     x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, **options
 ) -> TokenScores:
-    """What `linear_log_probs` means, with the options of `log_probs_plain`: all logits at once."""
+    """Plain twin of `linear_log_probs`, with the options of `log_probs_plain`: all logits at once."""
     return log_probs_plain(torch.nn.functional.linear(x, weight, bias), labels, **options)
 
 
@@ -121,7 +119,7 @@ class _Plan(NamedTuple):
 
 
 class _LogProbs(torch.autograd.Function):
-    """log_probs, entropy, is_top1 and log_sum_sq_probs [T]; None for what is not wanted."""
+    """log_probs, entropy, is_top1 and log_sum_sq_probs [T]; None where not wanted."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, labels, plan, wanted):
@@ -138,14 +136,14 @@ class _LogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_log_probs, grad_entropy, *_):
         x, weight, bias, labels, found = ctx.saved_tensors
-        upstream = upstream_of(found, grad_log_probs, grad_entropy)
+        upstream = upstream_gradients(found, grad_log_probs, grad_entropy)
         given, wanted = (x, weight, bias, labels, found), ctx.needs_input_grad[:3]
         return *_backward(*given, *upstream, plan=ctx.plan, wanted=wanted, kept=ctx.kept), *(None,) * 3
 
 
 class _WeightedSum(torch.autograd.Function):
-    """The scores of `_LogProbs`, without gradients, and the sum of coefficients * log_probs; its gradients
-    wait in ctx for the upstream one."""
+    """Scores of `_LogProbs` without gradients, and the sum of coefficients * log_probs, with its gradients
+    stored in ctx."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, labels, coefficients, plan, wanted):
@@ -169,9 +167,9 @@ class _WeightedSum(torch.autograd.Function):
 
 
 def _chunked(x, weight, bias, labels, coefficients, plan, wanted, round_dw=True, kept=None) -> list[Any]:
-    """What `row_scores` finds, [5, T]; and, where wanted, the gradients of the sum of coefficients [T] times
-    the log-probabilities. dW and dbias have their operands' dtypes, or are left in float32 if not round_dw.
-    Without gradients `kept` gets the last chunk's logits.
+    """Results of `row_scores`, [5, T]; and, where wanted, the gradients of the sum of coefficients [T] times
+    the log-probabilities. dW and dbias have their operands' dtypes, or float32 if not round_dw. Without
+    gradients the last chunk's logits are left in `kept`.
     """
     if torch.compiler.is_compiling():
         results = _chunked_op(
@@ -234,7 +232,7 @@ def _chunked_op(
     want_db: bool,
     round_dw: bool,
 ) -> list[Tensor]:
-    """`_chunked` as one operation of a compiled graph; a gradient that is not wanted is an empty tensor."""
+    """`_chunked` as a single operation of a compiled graph; unwanted gradients are empty tensors."""
     options = RowOptions(ignore_index, softcap, logit_scale, entropy, top1, log_sum_sq_probs)
     plan, wanted = _Plan(options, dtype, chunk_bytes, num_valid), (want_dx, want_dw, want_db)
     return fill_absent(_chunked(x, weight, bias, labels, coefficients, plan, wanted, round_dw), x)
@@ -269,7 +267,7 @@ def _backward_op(
     want_dw: bool,
     want_db: bool,
 ) -> list[Tensor]:
-    """`_backward` as one operation of a compiled graph; a gradient that is not wanted is an empty tensor."""
+    """`_backward` as a single operation of a compiled graph; unwanted gradients are empty tensors."""
     options = RowOptions(ignore_index, softcap, logit_scale, entropy, top1, log_sum_sq_probs)
     plan, wanted = _Plan(options, dtype, chunk_bytes, num_valid), (want_dx, want_dw, want_db)
     upstream = grad_log_probs, grad_entropy

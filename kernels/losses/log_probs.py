@@ -1,5 +1,5 @@
-"""Scores of given tokens under a row of logits each: the log-probability of the token and, on request, what
-tells about the distribution that it comes from.
+"""Scores of given tokens under rows of logits: the token's log-probability and, on request, properties of its
+distribution.
 
 For logits a and the label y of a row, let z = softcap * tanh(logit_scale * a / softcap) / T, p = softmax(z):
 
@@ -7,7 +7,7 @@ For logits a and the label y of a row, let z = softcap * tanh(logit_scale * a / 
     is_top1 = whether y is the first of the largest logits,   log_sum_sq_probs = log sum_c p_c^2
     d log_prob / dz_c = [c = y] - p_c,   dH / dz_c = - p_c (log p_c + H)
 
-WPO (Zhou et al., 2024) asks for the sum of squares. _score_rows.py computes them all in one read of a row.
+WPO (Zhou et al., 2024) needs the sum of squares. _score_rows.py computes all scores in one pass over a row.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from liger_models.kernels.losses._score_rows import (
 
 
 class TokenScores(NamedTuple):
-    """Of each label, [...] in float32 (float64 for float64 inputs), zero and False where the label does not
-    count; None for what was not asked for.
+    """Scores of each label, [...] in float32 (float64 for float64 inputs), zero and False where the label is
+    ignored; None where not requested.
 
     log_probs and entropy, in nats, have gradients; is_top1 (bool) and log_sum_sq_probs do not. weighted_sum,
-    without dimensions, is there where coefficients are given, and has the gradients alone.
+    a 0-d tensor, is present if coefficients are given; it is then the only differentiable one.
     """
 
     log_probs: Tensor
@@ -60,13 +60,13 @@ def log_probs(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> TokenScores:
-    """The scores of labels under logits.
+    """Scores of labels under logits.
 
     logits [..., V]; labels [...], int64 or int32, in [0, V) or equal to `ignore_index`. The temperature
     divides the logits last, after the scale and the cap.
 
-    Raises ValueError or TypeError for shapes, dtypes and options that do not fit, IndexError for a label
-    outside the vocabulary where labels lie on a CPU. On a GPU such a label gives nan.
+    Raises ValueError or TypeError for incompatible shapes, dtypes or options, IndexError for a label outside
+    the vocabulary on a CPU. On a GPU such a label gives nan.
     """
     options = row_options(ignore_index, softcap, logit_scale, temperature, entropy, top1, log_sum_sq_probs)
     if logits.dim() < 2 or labels.shape != logits.shape[:-1]:
@@ -94,7 +94,7 @@ def log_probs_plain(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> TokenScores:
-    """The plain twin of `log_probs`, in PyTorch's own operations."""
+    """Plain twin of `log_probs`."""
     z, _ = cap_logits(logits, logit_scale, softcap)
     log_p = torch.log_softmax(z / temperature, -1)
     p = log_p.exp()
@@ -109,14 +109,14 @@ def log_probs_plain(
 
 
 def scores_of(found: tuple[Tensor | None, ...], shape: torch.Size) -> TokenScores:
-    """Scores [T], or None, and perhaps a weighted sum, as they are given to a caller."""
+    """TokenScores of the given shape, from scores [T] or None and an optional weighted sum."""
     scores, weighted = found[:4], found[4:]
     return TokenScores(*(None if score is None else score.view(shape) for score in scores), *weighted)  # type: ignore[arg-type]
 
 
 def wanted_scores(found: Tensor, options: RowOptions) -> tuple[Tensor | None, ...]:
-    """log_probs, entropy, is_top1, log_sum_sq_probs [T] of found [5, T]: copies, which a caller may alter in
-    place."""
+    """log_probs, entropy, is_top1, log_sum_sq_probs [T] from found [5, T], as copies that callers may
+    modify."""
     return (
         found[LOG_PROB].clone(),
         found[ENTROPY].clone() if options.entropy else None,
@@ -126,13 +126,15 @@ def wanted_scores(found: Tensor, options: RowOptions) -> tuple[Tensor | None, ..
 
 
 def mark_constants(ctx, scores: tuple[Tensor | None, ...]) -> None:
-    """Say of an autograd function's outputs which of them have no gradient."""
+    """Mark the autograd function's outputs that have no gradient."""
     ctx.mark_non_differentiable(*(score for score in scores if score is not None))
     ctx.set_materialize_grads(False)
 
 
-def upstream_of(found: Tensor, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> list[Tensor]:
-    """The two upstream gradients, contiguous, zeros for one that is absent."""
+def upstream_gradients(
+    found: Tensor, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
+) -> list[Tensor]:
+    """The two upstream gradients, contiguous, with zeros for an absent one."""
     rows = found.shape[1]
     return [found.new_zeros(rows) if g is None else g.contiguous() for g in (grad_log_probs, grad_entropy)]
 
@@ -152,6 +154,6 @@ class _LogProbs(torch.autograd.Function):
     def backward(ctx, grad_log_probs, grad_entropy, *_):
         logits, labels, found = ctx.saved_tensors
         grad = logits.clone(memory_format=torch.contiguous_format)
-        upstream = upstream_of(found, grad_log_probs, grad_entropy)
+        upstream = upstream_gradients(found, grad_log_probs, grad_entropy)
         write_gradient(grad, labels, found, *upstream, options=ctx.options)
         return grad, None, None

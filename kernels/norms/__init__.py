@@ -1,1 +1,1 @@
-"""Norms: RMSNorm with and without the residual add, LayerNorm."""
+"""Norms: RMSNorm and LayerNorm, with and without the residual add, and gated RMSNorm."""

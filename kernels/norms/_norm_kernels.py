@@ -1,4 +1,4 @@
-"""The kernels under RMSNorm and LayerNorm, which differ only in whether the mean is taken away.
+"""Kernels of RMSNorm and LayerNorm, which differ only in whether the mean is subtracted.
 
     n = (x - mean) / sqrt(mean((x - mean)^2) + eps)         (RMSNorm: mean = 0)
     y = n * (offset + weight) + bias
@@ -7,14 +7,13 @@
     dx      = (g - n * mean(g * n) - mean(g)) * rstd        (RMSNorm: without mean(g))
     dweight = sum over rows of dy * n,  dbias = sum over rows of dy
 
-Bytes moved at the least, for rows of H elements of b bytes: forward 2 H b a row (4 H b with the residual
-add), backward 3 H b a row (4 H b with the residual's gradient).
+Minimum traffic, for rows of H elements of b bytes: forward 2 H b per row (4 H b with the residual add),
+backward 3 H b per row (4 H b with the residual's gradient).
 
-A row of up to `MAX_BLOCK_WIDTH` elements (half as many in the backward pass of LayerNorm) stays in
-registers: the forward kernel gives each program a few rows, the backward kernel lets a fixed number of
-programs stride over all rows, each with its own sums for dweight and dbias; a second kernel adds those up in
-a fixed order, so gradients are the same bits in every run. Wider rows are read in blocks, once for every sum
-that they need.
+A row of up to `MAX_BLOCK_WIDTH` elements (half as many in LayerNorm's backward pass) stays in registers. A
+program of the forward kernel processes a few rows; in the backward kernel a fixed number of programs stride
+over all rows, each with its own sums for dweight and dbias, which a second kernel adds up in a fixed order,
+so that gradients are deterministic. Wider rows are read in blocks, once for every sum they need.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ from liger_models.kernels.norms._wide_norm_kernels import (
 
 MAX_BLOCK_WIDTH = 16384
 
-# No fused multiply-add in the backward pass: a norm's gradient is rounded before the residual's is added to
-# it. In float32 the sum then has the bits that autograd gives where add and norm are two operations.
+# No fused multiply-add in the backward pass: a norm's gradient is rounded before the residual's is added. In
+# float32 the sum then has the bits that autograd computes for separate add and norm operations.
 _ROUND_PRODUCTS = {"enable_fp_fusion": False}
 
 
@@ -62,8 +61,8 @@ def norm_forward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """Normalise x, or x + residual.
 
-    `center` takes the mean away (LayerNorm). `round_first` rounds n to the input's dtype before it meets the
-    weight, and the product has the dtype to which PyTorch promotes them.
+    `center` subtracts the mean (LayerNorm). `round_first` rounds n to the input's dtype before multiplying by
+    the weight; the product has the dtype to which PyTorch promotes them.
 
     Returns y [..., H], x + residual [..., H] or None, mean [rows] float32 or None, rstd [rows] float32.
     """
@@ -125,9 +124,9 @@ def norm_backward(
     want_dweight: bool,
     dbias_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradients of x (plus `dtotal`, the gradient that reaches x by the residual), weight and bias.
+    """Gradients of x (plus `dtotal`, the gradient that reaches x through the residual), weight and bias.
 
-    x is what was normalised: for a residual add, the sum.
+    x is the normalised tensor: after a residual add, the sum.
     """
     dx = contiguous_like(x)
     x_rows, dy_rows = as_rows(x), as_rows(dy)
@@ -142,16 +141,16 @@ def norm_backward(
         return dx, dweight, dbias
 
     block_width = next_power_of_2(width)
-    # LayerNorm has one more sum in registers, so its rows become too wide earlier.
+    # LayerNorm keeps one more sum in registers, so its limit on the width is lower.
     wide = block_width > (MAX_BLOCK_WIDTH if mean is None else MAX_BLOCK_WIDTH // 2)
     if wide:
-        programs = min(64, ceil_div(rows, 16))  # of the kernel that sums over rows
+        programs = min(64, ceil_div(rows, 16))  # for the kernel that sums over rows
     else:
         block_rows, num_warps, stages, programs_per_sm = _backward_config(block_width)
         element_sizes = sum(t.element_size() for t in (dy, dtotal, x) if t is not None)
-        # 16 bytes a row for mean and rstd, which wait in the queue as well: narrow rows are many.
+        # 16 bytes per row for mean and rstd, which are pipelined too: narrow rows are many.
         if block_rows * (block_width * element_sizes + 16) * (stages - 1) > shared_memory(x) - 1024:
-            stages = 1  # float32 on a GPU with less room than a Hopper: loads wait in no queue
+            stages = 1  # float32 on a GPU with less shared memory than Hopper: no pipelining
         programs = min(ceil_div(rows, block_rows), num_sms(x) * programs_per_sm)
     gradients = [gradient for gradient in (dweight, dbias) if gradient is not None]
     sums = rstd.new_empty(len(gradients), programs, width) if gradients else None
@@ -211,8 +210,8 @@ def norm_backward(
 
 
 def _forward_config(block_width: int, center: bool) -> tuple[int, int]:
-    """Rows a program, and warps: 16 elements a thread for RMSNorm of middling width, else 32. Measured on an
-    H200, as are those of the backward pass.
+    """Rows per program, and warps: 16 elements a thread for RMSNorm of medium width, else 32. Measured on an
+    H200, as is the backward pass's.
     """
     block_rows = max(1, 2048 // block_width)
     elements = 16 if not center and 1024 <= block_width <= 4096 else 32
@@ -220,9 +219,9 @@ def _forward_config(block_width: int, center: bool) -> tuple[int, int]:
 
 
 def _backward_config(block_width: int) -> tuple[int, int, int, int]:
-    """Rows a tile, warps, stages of the pipeline of loads, and programs a multiprocessor.
+    """Rows per tile, warps, pipeline stages of loads, and programs per multiprocessor.
 
-    The limit is registers: at 128 a thread, 512 threads fit a multiprocessor.
+    The limit is registers: with 128 per thread, 512 threads fit a multiprocessor.
     """
     if block_width <= 4096:
         return 4096 // block_width, 4 if block_width <= 1024 else 8, 3, 2
@@ -259,7 +258,7 @@ def _forward_kernel(
     if residual is not None:
         dtype = total.dtype.element_ty
         value += tl.load(residual + row * residual_stride + column, mask, 0.0).to(tl.float32)
-        # What is normalised is the sum as the caller gets it, so that rms_norm(total) gives the same bits.
+        # Normalise the sum as rounded for the caller, so that rms_norm(total) gives the same bits.
         value = value.to(dtype)
         tl.store(total + row * width + column, value, mask)
         value = value.to(tl.float32)

@@ -1,4 +1,4 @@
-"""What the norms' kernels have in common: 1 / sqrt(mean square), and adding up what each program summed."""
+"""Shared parts of the norm kernels: 1 / sqrt(mean square), and adding up the programs' sums."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from liger_models.kernels._dispatch import ceil_div, early_start, jit, tl, wait_
 def column_sum(sums: Tensor, *results: Tensor) -> None:
     """Write the sums over the rows of float32 `sums` [results, programs, H] into each result [H].
 
-    One or two results; for one, [programs, H] will do. The launch is on the current GPU.
+    Takes one or two results; for one, `sums` may be [programs, H]. Launches on the current GPU.
     """
     rows, width = sums.shape[-2:]
     first, second = results if len(results) == 2 else (*results, None)
@@ -21,7 +21,7 @@ def column_sum(sums: Tensor, *results: Tensor) -> None:
 
 @jit
 def rstd_of(sum_of_squares, width, eps):
-    # Correctly rounded, unlike tl.sqrt and /: an error here would be common to the whole row.
+    # Correctly rounded, unlike tl.sqrt and /: an error here would affect the whole row.
     return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(sum_of_squares, width * 1.0) + eps))
 
 
@@ -39,7 +39,7 @@ def _column_sum_kernel(
     wait_for_inputs(EARLY_START)
     column = tl.program_id(0) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)[None, :]
     sums += tl.program_id(1).to(tl.int64) * rows * width
-    # In float64, so that only the programs' own sums round; there are too few of them to cost anything.
+    # In float64, so that only the programs' own sums round; there are too few of them for the cost to matter.
     accumulated = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float64)
     for start in range(0, rows, BLOCK_ROWS):
         row = start + tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)

@@ -1,4 +1,4 @@
-"""The kernels of `_norm_kernels.py` for rows too wide for registers, which read them in blocks."""
+"""Kernels of `_norm_kernels.py` for rows too wide for registers, which are read in blocks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def wide_forward_kernel(
             value = tl.load(x + row * x_stride + column, column < width, 0.0).to(tl.float32)
             value += tl.load(residual + row * residual_stride + column, column < width, 0.0).to(tl.float32)
             tl.store(total + row * width + column, value.to(dtype), column < width)
-        tl.debug_barrier()  # the sum is read again by other threads than those that wrote it
+        tl.debug_barrier()  # the sum is read by other threads than wrote it
     row_mean = 0.0
     if mean is not None:
         accumulated = tl.zeros([BLOCK_WIDTH], tl.float32)
@@ -101,7 +101,7 @@ def wide_backward_kernel(
         if weight is not None:
             gradient *= tl.load(weight + column, column < width, 0.0).to(tl.float32) + offset
         n = (tl.load(x + row * x_stride + column, column < width, 0.0).to(tl.float32) - row_mean) * row_rstd
-        products += gradient * n  # beyond the width the gradient is zero
+        products += gradient * n  # past the width the gradient is zero
         gradients += gradient
     mean_product = tl.sum(products, 0) / width
     mean_gradient = 0.0

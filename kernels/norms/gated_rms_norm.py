@@ -11,7 +11,7 @@ Gradients, with s = act(gate) and p(g) = (g - n * mean(g * n)) / rms:
     norm first:  dx = p(dy s weight),          dgate = dy n weight act'(gate),  dweight = sum dy s n
     gate first:  dh = p(dy weight), dx = dh s, dgate = dh x act'(gate),         dweight = sum dy n
 
-Computed in float32. Bytes moved at the least, for T C elements of b bytes: forward 3 T C b, backward 5 T C b.
+Computed in float32. Minimum traffic, for T C elements of b bytes: forward 3 T C b, backward 5 T C b.
 Only x and the gate are kept for the backward pass.
 """
 
@@ -51,7 +51,7 @@ def gated_rms_norm(
     activation: str = "silu",
     cast: str = "llama",
 ) -> Tensor:
-    """RMSNorm over groups of `group_size` neighbouring channels, multiplied by act(gate) before or after.
+    """RMSNorm over groups of `group_size` adjacent channels, multiplied by act(gate) before or after.
 
     Args:
         x: [..., C], any floating dtype; C is a multiple of `group_size`.
@@ -59,16 +59,16 @@ def gated_rms_norm(
         weight: [group_size], shared by all groups, or [C].
         eps: added to the mean square.
         group_size: channels that are normalised together, at most 16,384.
-        gate_first: whether the gate multiplies x before the norm, or the norm's output.
+        gate_first: multiply x by the gate before the norm, instead of the norm's output.
         activation: of the gate, "silu" or "sigmoid".
         cast: "llama" rounds n to x's dtype before the weight, and its product with the weight to the dtype
             to which PyTorch promotes both; "float32" rounds once, at the end.
 
     Returns:
-        [..., C], contiguous: in x's dtype, or with `gate_first` and cast "llama" in the promoted one.
+        [..., C], contiguous: in x's dtype, or with `gate_first` and cast "llama" in the promoted dtype.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown activation or cast, or tensors on several devices.
+        ValueError: incompatible shapes, an unknown activation or cast, or tensors on different devices.
     """
     _check(x, gate, weight, group_size, activation, cast)
     options = (eps, group_size, gate_first, activation == "silu", cast == "llama")
@@ -87,7 +87,7 @@ def gated_rms_norm_plain(
     silu: bool,
     round_first: bool,
 ) -> Tensor:
-    """The meaning of `gated_rms_norm`, in plain PyTorch."""
+    """Plain twin of `gated_rms_norm`."""
     wide_gate = at_least_float32(gate)
     activated = F.silu(wide_gate) if silu else torch.sigmoid(wide_gate)
     wide = at_least_float32(x) * activated if gate_first else at_least_float32(x)
@@ -193,13 +193,13 @@ class _GatedRMSNorm(torch.autograd.Function):
 
 
 def _rows_of(x: Tensor, weight: Tensor, group_size: int) -> tuple[int, int]:
-    """The rows that share a part of the weight, and how many such parts there are."""
+    """Rows per part of the weight that they share, and the number of such parts."""
     own = len(weight) // group_size
     return x.numel() // group_size // own, own
 
 
 def _tile(group_size: int, halvings: int) -> tuple[int, int, int]:
-    """Rows and columns of a tile, and its warps: about 8 elements a thread, fewer where more are held."""
+    """Rows and columns of a tile, and warps: about 8 elements per thread, fewer if more values are live."""
     block_width = next_power_of_2(group_size)
     block_rows = max(1, (4096 >> halvings) // block_width)
     elements = block_rows * block_width
@@ -300,7 +300,7 @@ def _backward_kernel(
         hidden = value * activated if GATE_FIRST else value
         rstd = rstd_of(tl.sum(hidden * hidden, 1, keep_dims=True), width, eps)
         normed = hidden * rstd
-        seen = normed.to(dtype).to(tl.float32) if ROUND_FIRST else normed  # what met the weight
+        seen = normed.to(dtype).to(tl.float32) if ROUND_FIRST else normed  # the factor of the weight
         if GATE_FIRST:
             accumulated += gradient * seen
             dnormed = gradient * scale

@@ -31,11 +31,11 @@ def layer_norm(
         offset: added to the weight, in float32 (Nemotron's LayerNorm1P: 1.0).
 
     Returns:
-        y [..., H] in x's dtype, contiguous. Running it again on the same tensors gives the same bits.
+        y [..., H] in x's dtype, contiguous. Results are deterministic.
 
     Raises:
-        ValueError: weight's or bias's shape is not (H,), an offset has no weight, or tensors lie on several
-            devices.
+        ValueError: weight's or bias's shape is not (H,), an offset has no weight, or tensors are on
+            different devices.
     """
     _check(x, weight, bias, offset)
     if use_triton(x, weight, bias):
@@ -46,7 +46,7 @@ def layer_norm(
 def layer_norm_plain(
     x: Tensor, weight: Tensor | None, bias: Tensor | None = None, eps: float = 1e-5, offset: float = 0.0
 ) -> Tensor:
-    """The meaning of `layer_norm`, in plain PyTorch."""
+    """Plain twin of `layer_norm`."""
     wide = at_least_float32(x)
     centered = wide - wide.mean(-1, keepdim=True)
     y = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
@@ -72,8 +72,8 @@ def add_layer_norm(
         weight, bias, eps, offset: as in `layer_norm`.
 
     Returns:
-        y and total, both [..., H]: the same bits as `total = x + residual`, `y = layer_norm(total, weight,
-        bias)`. Of the activations, only `total` is kept for the backward pass.
+        y and total, both [..., H]: bitwise equal to `total = x + residual`, `y = layer_norm(total, weight,
+        bias)`. Of the activations, only `total` is saved for the backward pass.
 
     Raises:
         ValueError: as `layer_norm`, or the shapes of x and residual differ.
@@ -94,7 +94,7 @@ def add_layer_norm_plain(
     eps: float = 1e-5,
     offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """The meaning of `add_layer_norm`, in plain PyTorch."""
+    """Plain twin of `add_layer_norm`."""
     total = x + residual
     return layer_norm_plain(total, weight, bias, eps, offset), total
 

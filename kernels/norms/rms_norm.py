@@ -29,14 +29,14 @@ def rms_norm(
         weight: [H], or None for none.
         eps: added to the mean square.
         offset: added to the weight, in float32 (Gemma: 1.0).
-        cast: where the families round to x's dtype. "llama": before the weight, and the result has the dtype
-            to which PyTorch promotes x and weight. "gemma", "float32" (OLMo 2): once, after the weight.
+        cast: where the result is rounded to x's dtype. "llama": before the weight, and the result has the
+            dtype to which PyTorch promotes x and weight. "gemma", "float32" (OLMo 2): once, after the weight.
 
     Returns:
-        y [..., H], contiguous. Running it again on the same x and weight gives the same bits.
+        y [..., H], contiguous. Results are deterministic.
 
     Raises:
-        ValueError: the weight's shape is not (H,), an offset has no weight, tensors lie on several devices,
+        ValueError: the weight's shape is not (H,), an offset has no weight, tensors are on different devices,
             or `cast` is unknown.
     """
     _check(x, weight, offset, cast)
@@ -48,7 +48,7 @@ def rms_norm(
 def rms_norm_plain(
     x: Tensor, weight: Tensor | None, eps: float = 1e-6, offset: float = 0.0, cast: str = "llama"
 ) -> Tensor:
-    """The meaning of `rms_norm`, in plain PyTorch."""
+    """Plain twin of `rms_norm`."""
     wide = at_least_float32(x)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if weight is None:
@@ -74,8 +74,8 @@ def add_rms_norm(
         weight, eps, offset, cast: as in `rms_norm`.
 
     Returns:
-        y and total, both [..., H]: the same bits as `total = x + residual`, `y = rms_norm(total, weight)`.
-        Of the activations, only `total` is kept for the backward pass.
+        y and total, both [..., H]: bitwise equal to `total = x + residual`, `y = rms_norm(total, weight)`. Of
+        the activations, only `total` is saved for the backward pass.
 
     Raises:
         ValueError: as `rms_norm`, or the shapes of x and residual differ.
@@ -96,7 +96,7 @@ def add_rms_norm_plain(
     offset: float = 0.0,
     cast: str = "llama",
 ) -> tuple[Tensor, Tensor]:
-    """The meaning of `add_rms_norm`, in plain PyTorch."""
+    """Plain twin of `add_rms_norm`."""
     total = x + residual
     return rms_norm_plain(total, weight, eps, offset, cast), total
 

@@ -1,1 +1,1 @@
-"""Optimizers: the update of AdamW, in each way to keep bfloat16 weights."""
+"""Optimizers: AdamW's update, for each representation of bfloat16 weights."""

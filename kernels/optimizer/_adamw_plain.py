@@ -1,15 +1,14 @@
-"""The plain twin of `adamw`: the same formula, operation by operation, for a CPU.
+"""Plain twin of `adamw`: the same formula, operation by operation, for a CPU.
 
-Every operation here has one correctly rounded result, the same on every CPU and with any number of threads.
-`addcmul`, `lerp` and `alpha=` are not used, since they round once or twice depending on the CPU, nor is the
-`sqrt` of float32, which is MKL's and on some CPUs off by a unit. The operations and their order are the
-kernel's, so in Triton's interpreter both forms agree in every bit. On a GPU so do the moments; the square
-root and the quotient of the step are off by up to two units there.
+Every operation used here has one correctly rounded result, on every CPU and with any number of threads.
+`addcmul`, `lerp` and `alpha=` are avoided, since they round once or twice depending on the CPU, and so is
+float32 `sqrt`, which is MKL's and wrong by one ulp on some CPUs. Operations and their order are the kernel's,
+so both forms agree bitwise in Triton's interpreter. On a GPU the moments agree, too; the step's square root
+and quotient are off by up to two ulps there.
 
-A parameter is updated in pieces of 131,072 elements: about 40 operations, whose intermediate results share
-3 MiB of buffers, however large the parameter is, and stay in the L2 caches of two cores. Memory is read and
-written once. Larger pieces would leave the caches; with smaller ones, starting an operation would take longer
-than the operation.
+A parameter is updated in pieces of 131,072 elements with about 40 operations, whose intermediate results
+share 3 MiB of buffers and stay in the L2 caches of two cores. Memory is read and written once. Larger pieces
+would exceed the caches; smaller ones would spend more time dispatching than computing.
 """
 
 from __future__ import annotations
@@ -32,22 +31,26 @@ _PIECE = 2 * PERIOD
 
 
 class Buffers:
-    """Memory for the intermediate results of a piece, which one piece takes after the other."""
+    """Memory for intermediate results, reused by one piece after another."""
 
     def __init__(self) -> None:
         self._memory: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        self._room: _Room | None = None
+        self._room: _Scratch | None = None
 
-    def room(self, count: int, dtype: torch.dtype, device: torch.device) -> _Room:
-        """Buffers of `count` elements. They lie where those of the call before were."""
-        room = self._room
-        if room is not None and room.m.shape == (count,) and (room.m.dtype, room.m.device) == (dtype, device):
-            return room
+    def scratch(self, count: int, dtype: torch.dtype, device: torch.device) -> _Scratch:
+        """Buffers of `count` elements, in the memory of the previous call's."""
+        scratch = self._room
+        if (
+            scratch is not None
+            and scratch.m.shape == (count,)
+            and (scratch.m.dtype, scratch.m.device) == (dtype, device)
+        ):
+            return scratch
         memory = self._memory.get((dtype, device))
         if memory is None or memory.numel() < 6 * count:
             memory = self._memory[dtype, device] = torch.empty(6 * count, dtype=dtype, device=device)
         spare, m, v, w, x = memory[: 6 * count].split([2 * count, *[count] * 4])
-        self._room = _Room(
+        self._room = _Scratch(
             spare[:count],
             m,
             v,
@@ -59,9 +62,9 @@ class Buffers:
         return self._room
 
 
-class _Room(NamedTuple):
-    """Gradient, moments, weight and scratch memory. The root in float64 and then the random words take the
-    place of the gradient. `_bits` are the float32 numbers seen as int32."""
+class _Scratch(NamedTuple):
+    """Gradient, moments, weight and scratch memory. The float64 root and then the random words reuse the
+    gradient's memory. `_bits` are int32 views of the float32 numbers."""
 
     g: Tensor
     m: Tensor
@@ -82,7 +85,7 @@ def adamw_plain(
     factor: Tensor | None = None,
     buffers: Buffers | None = None,
 ) -> None:
-    """The meaning of `adamw`, in plain PyTorch, for one parameter. Random bits are those of the kernel."""
+    """Plain twin of `adamw`, for one parameter. Random bits are the kernel's."""
     size, first = tensors.parameter.numel(), tensors.offset
     wide = torch.float64 if tensors.parameter.dtype == torch.float64 else torch.float32
     numbers = _Numbers(tensors.step, settings, wide)
@@ -95,13 +98,13 @@ def adamw_plain(
     flat = [None if tensor is None else tensor.view(-1) for tensor in (*tensors[:4], tensors.residue)]
     pieces = [[None] * len(sizes) if tensor is None else tensor.split(sizes) for tensor in flat]
     for count, *piece in zip(sizes, *pieces, strict=True):
-        room = buffers.room(count, wide, tensors.parameter.device)
-        _update_piece(piece, first, settings.weights, numbers, factor, words, room)
+        scratch = buffers.scratch(count, wide, tensors.parameter.device)
+        _update_piece(piece, first, settings.weights, numbers, factor, words, scratch)
         first += count
 
 
 class _Numbers:
-    """What a step multiplies with: tensors without dimensions, of the dtype that it computes in."""
+    """Scalar factors of a step, as 0-d tensors of the dtype of the computation."""
 
     def __init__(self, step: Tensor, settings: AdamWSettings, dtype: torch.dtype):
         given = [torch.tensor(number, dtype=dtype, device=step.device) for number in numbers_of(settings)]
@@ -114,7 +117,7 @@ class _Numbers:
 
 
 class _Words:
-    """The random words of a parameter."""
+    """Random words of a parameter."""
 
     def __init__(self, tensors: AdamWTensors, seed: int):
         key = seed, tensors.step, tensors.place
@@ -126,7 +129,7 @@ class _Words:
         self.table = table_of_words(*key, self.start, self.start + stop - first if one else PERIOD)
 
     def write(self, first: int, words: Tensor) -> None:
-        """Write the words of consecutive elements of the parameter, of which the first is given."""
+        """Write the words of consecutive elements of the parameter, starting with `first`."""
         stop = first + len(words)
         for period in range(first // PERIOD, -(-stop // PERIOD)):
             begin, end = max(first, period * PERIOD), min(stop, (period + 1) * PERIOD)
@@ -136,9 +139,11 @@ class _Words:
             torch.bitwise_xor(table, of_period, out=words[begin - first : end - first])
 
 
-def _update_piece(pieces, first, weights, n: _Numbers, factor, random: _Words | None, room: _Room) -> None:
+def _update_piece(
+    pieces, first, weights, n: _Numbers, factor, random: _Words | None, scratch: _Scratch
+) -> None:
     parameter, gradient, exp_avg, exp_avg_sq, residue = pieces
-    g, m, v, w, x, double, words, m_bits, v_bits, w_bits, x_bits = room
+    g, m, v, w, x, double, words, m_bits, v_bits, w_bits, x_bits = scratch
     g.copy_(gradient)
     if factor is not None:
         g.mul_(factor)
@@ -151,11 +156,11 @@ def _update_piece(pieces, first, weights, n: _Numbers, factor, random: _Words | 
         w_bits.add_(x_bits.copy_(residue))
     w.add_(torch.mul(w, n.minus_decay, out=x))
     # The square of a midpoint of two float32 neighbours has 50 bits and v has 24: the root of v is at least 4
-    # units of float64 away from a midpoint. A float64 root is off by less than one, and rounds correctly.
+    # float64 ulps away from a midpoint. A float64 root is off by less than one ulp, and so rounds correctly.
     x.copy_(double.copy_(v).sqrt_()).add_(n.floor)
-    w.addcdiv_(m, x, value=-n.step_size)  # the product, the quotient and the sum: each is rounded
+    w.addcdiv_(m, x, value=-n.step_size)  # product, quotient and sum are each rounded
 
-    # NaN in a moment makes a NaN of the weight. Masking it in every piece would take half as long as a step.
+    # A NaN moment makes the weight NaN. Masking it in every piece would take half as long as a step.
     careful = w.device.type != "cpu" or math.isnan(w.sum().item())
     noise = None
     if random is not None:
@@ -171,13 +176,13 @@ def _update_piece(pieces, first, weights, n: _Numbers, factor, random: _Words | 
         parameter.copy_(w)
         residue.copy_(w.sub_(x.copy_(parameter)))
     else:
-        # A tie goes away from zero and not to the even number: the loss is then the lower half, with a sign.
+        # Ties round away from zero, not to even: the loss is then the lower half, with a sign.
         residue.copy_(w_bits.masked_fill(w.isnan(), 0) if careful else w_bits)
         _store(parameter, w, w_bits, 0x8000, careful)
 
 
 def _store(target: Tensor, wide: Tensor, bits: Tensor, noise: Tensor | int | None, careful: bool) -> None:
-    """Round to the nearest; or to bfloat16 by cutting the bits, in place, after adding noise of 16 bits."""
+    """Round to nearest; or to bfloat16 by truncation, in place, after adding 16 bits of noise."""
     if noise is None or target.dtype != torch.bfloat16:
         target.copy_(wide)
         return
@@ -187,7 +192,7 @@ def _store(target: Tensor, wide: Tensor, bits: Tensor, noise: Tensor | int | Non
     nan = wide.isnan() if careful else None
     bits.add_(noise).bitwise_right_shift_(16)
     if nan is not None:
-        bits.masked_fill_(nan, _NAN)  # a carry would make zeros of some NaNs
+        bits.masked_fill_(nan, _NAN)  # a carry would turn some NaNs into zeros
     target.view(torch.int16).copy_(bits)
 
 

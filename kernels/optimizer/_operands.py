@@ -1,4 +1,4 @@
-"""Operands of AdamW's two forms: settings, tensors, and the numbers of a step."""
+"""Operands of both forms of AdamW: settings, tensors, and the scalars of a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class AdamWSettings(NamedTuple):
-    """What the parameters of a group have in common. `weights` is of WEIGHTS, `seed` a number of 64 bits."""
+    """Settings shared by a parameter group. `weights` is one of WEIGHTS, `seed` a 64-bit number."""
 
     lr: float
     beta1: float
@@ -22,16 +22,16 @@ class AdamWSettings(NamedTuple):
 
 
 class AdamWTensors(NamedTuple):
-    """A parameter and what belongs to it: contiguous, of one size, on one device.
+    """A parameter and its state: contiguous, of one size, on one device.
 
     Args:
         parameter: float32, bfloat16 or float64.
         gradient: any floating dtype.
         exp_avg, exp_avg_sq: the moments m and v, of one dtype: the parameter's, float32 or bfloat16.
-        step: the number t of the step that is to be made, float32 without dimensions.
-        residue: what rounding lost, of RESIDUE_DTYPES[weights], of a bfloat16 parameter; else None.
-        place: the parameter's place in the optimizer, for random bits.
-        offset: the place of its first element in the whole parameter, of which this may be a shard.
+        step: the number t of the upcoming step, a float32 0-d tensor.
+        residue: rounding errors of a bfloat16 parameter, of RESIDUE_DTYPES[weights]; else None.
+        place: the parameter's index in the optimizer, for random bits.
+        offset: index of its first element in the whole parameter, of which this may be a shard.
     """
 
     parameter: Tensor
@@ -45,14 +45,14 @@ class AdamWTensors(NamedTuple):
 
 
 def numbers_of(settings: AdamWSettings) -> list[float]:
-    """The numbers of a step, as the kernel takes them and rounds them to float32: lr, beta1, 1 - beta1,
-    log2 beta1, beta2, 1 - beta2, log2 beta2, eps, lr * weight_decay."""
+    """Scalars of a step as the kernel takes them, rounded to float32: lr, beta1, 1 - beta1, log2 beta1,
+    beta2, 1 - beta2, log2 beta2, eps, lr * weight_decay."""
     lr, *betas, eps, weight_decay = settings[:5]
     of_betas = ((beta, 1.0 - beta, math.log2(beta) if beta else -math.inf) for beta in betas)
     return [float(number) for number in (lr, *sum(of_betas, ()), eps, lr * weight_decay)]
 
 
 def draws(parameter: Tensor, exp_avg: Tensor, weights: str) -> bool:
-    """Whether anything is rounded at random."""
+    """Whether anything is rounded stochastically."""
     stochastic = weights == "stochastic" and parameter.dtype == torch.bfloat16
     return stochastic or (weights != "plain" and exp_avg.dtype == torch.bfloat16)

@@ -1,27 +1,28 @@
-"""AdamW (Loshchilov & Hutter, 2019, arXiv:1711.05101, algorithm 2), and ways to keep weights in bfloat16.
+"""AdamW (Loshchilov & Hutter, 2019, arXiv:1711.05101, algorithm 2), with several ways to keep weights in
+bfloat16.
 
     g = gradient * factor                    clipping and the loss scale, folded in
     m = beta1 m + (1 - beta1) g
     v = beta2 v + (1 - beta2) g^2
     w = w - lr * weight_decay * w - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
 
-the last as lr r / (1 - beta1^t) * m / (sqrt(v) + eps r), with r = sqrt(1 - beta2^t).
-All is computed in float32 (float64 for such weights). A bfloat16 weight of 0.02 has neighbours at a distance
-of 0.0001, so that rounding w to the nearest loses every step that is less than half of that. Hence:
+computing the last term as lr r / (1 - beta1^t) * m / (sqrt(v) + eps r), with r = sqrt(1 - beta2^t).
+Everything is computed in float32 (float64 for float64 weights). The spacing of bfloat16 around 0.02 is
+0.0001, so rounding w to nearest loses every step smaller than half of that. Hence:
 
-    stochastic     w is rounded up or down at random, with the odds that make it right on average (as Gupta et
-                   al., 2015, arXiv:1502.02551); 2 bytes a weight
-    compensated    what rounding lost is kept, as a bfloat16, and added before the next step (Kahan, 1965);
+    stochastic     w is rounded up or down at random, so that it is right on average (as Gupta et al., 2015,
+                   arXiv:1502.02551); 2 bytes a weight
+    compensated    the rounding error is kept in bfloat16 and added before the next step (Kahan, 1965);
                    4 bytes, which hold about 17 bits of the weight
-    master         what rounding lost is kept exactly: the weight and 16 further bits are the two halves of a
-                   float32, and the course is that of float32 weights; 4 bytes
-    plain          rounded to the nearest, as torch.optim.AdamW does; 2 bytes
+    master         the rounding error is kept exactly: the weight and 16 more bits are the two halves of a
+        float32, and training matches float32 weights; 4 bytes
+    plain          round to nearest, as torch.optim.AdamW; 2 bytes
 
-bfloat16 moments are rounded stochastically, with plain to the nearest: rounded to the nearest, beta2 = 0.999
-could never let a second moment fall.
+bfloat16 moments are rounded stochastically, or to nearest with `plain`: rounding to nearest with beta2 =
+0.999 would never let a second moment decrease.
 
-Bytes moved at the least, for moments of b bytes: 6 + 4 b a bfloat16 weight (gradient and weight read, weight
-written, moments read and written), 10 + 4 b with what rounding lost. One launch for all tensors.
+Minimum traffic, for moments of b bytes: 6 + 4 b per bfloat16 weight (gradient and weight read, weight
+written, moments read and written), 10 + 4 b with a residue. One launch for all tensors.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from liger_models.kernels.optimizer._random_bits import (
 
 WEIGHTS = ("stochastic", "compensated", "master", "plain")
 
-# What is kept of a bfloat16 weight besides itself.
+# State of a bfloat16 weight in addition to itself.
 RESIDUE_DTYPES = {"compensated": torch.bfloat16, "master": torch.int16}
 
 
@@ -55,17 +56,17 @@ def adamw(
     factor: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """One step of AdamW on parameters of one device, in place: parameters, moments and residues change.
+    """One step of AdamW on parameters of one device; updates parameters, moments and residues in place.
 
     Args:
         tensors: the parameters and their state.
-        settings: what they have in common.
-        factor: gradients are multiplied by it; float32 without dimensions, None for 1.
-        found_inf: nothing changes if it is not 0; float32 without dimensions.
+        settings: shared by all of them.
+        factor: multiplies gradients; a float32 0-d tensor, None for 1.
+        found_inf: skip the step if nonzero; a float32 0-d tensor.
 
     Raises:
-        TypeError: a dtype that is not taken.
-        ValueError: sizes that differ, memory that is not contiguous, or several devices.
+        TypeError: an unsupported dtype.
+        ValueError: different sizes, memory that is not contiguous, or tensors on different devices.
     """
     tensors = [one for one in tensors if one.parameter.numel()]
     if not tensors:
@@ -104,7 +105,7 @@ def _check(tensors: AdamWTensors, weights: str) -> None:
         if tensor is None:
             continue
         if tensor.numel() != parameter.numel():
-            raise ValueError(f"found {tuple(tensor.shape)} beside a parameter of {tuple(parameter.shape)}")
+            raise ValueError(f"found {tuple(tensor.shape)} for a parameter of {tuple(parameter.shape)}")
         if not tensor.is_contiguous():
             raise ValueError(
                 f"a tensor of {tuple(tensor.shape)} has strides {tensor.stride()}: not contiguous"
@@ -113,8 +114,8 @@ def _check(tensors: AdamWTensors, weights: str) -> None:
             raise ValueError(f"found tensors on {parameter.device} and on {tensor.device}")
 
 
-# The table of a launch has a row a tensor: six addresses, then numel, offset, index, seed and the number of
-# the tensor's first chunk. A program does one chunk.
+# The table of a launch has a row per tensor: six addresses, then numel, offset, index, seed and the number of
+# the tensor's first chunk. A program processes one chunk.
 _COLUMNS = 11
 _CHUNK_BLOCKS = 4
 _NUM_WARPS = 4
@@ -127,7 +128,7 @@ def _launch(
     for one in tensors:
         kind = (one.parameter.dtype, one.gradient.dtype, one.exp_avg.dtype, _is_aligned(one))
         kinds.setdefault(kind, []).append(one)
-    # Autograd must notice a step between forward and backward pass, and does not see what a kernel writes.
+    # Tell autograd about writes by the kernel, so that it detects a step between forward and backward pass.
     torch.autograd.graph.increment_version([one.parameter for one in tensors])
     with on_device_of(tensors[0].parameter):
         for kind, alike in kinds.items():
@@ -135,7 +136,7 @@ def _launch(
 
 
 def _is_aligned(tensors: AdamWTensors) -> bool:
-    """Whether 16 bytes can be read at once, whatever the dtype."""
+    """Whether 16-byte loads are possible, whatever the dtype."""
     if tensors.offset % 16 or tensors.parameter.numel() % 16:
         return False
     return not any(tensor is not None and tensor.data_ptr() % 16 for tensor in (*tensors[:4], tensors[5]))
@@ -152,7 +153,7 @@ def _launch_alike(tensors, kind, settings, factor, found_inf) -> None:
         counts.append(ceil_div(blocks, _CHUNK_BLOCKS))
     device = tensors[0].parameter.device
     table = torch.tensor([[*row, count] for row, count in zip(rows, counts, strict=True)])
-    if device.type == "cuda":  # from pinned memory, so that the host need not wait
+    if device.type == "cuda":  # from pinned memory, to avoid synchronising
         table = table.pin_memory().to(device, non_blocking=True)
     numbers = torch.arange(len(rows), dtype=torch.int32, device=device)
     tensor_of_chunk = numbers.repeat_interleave(table[:, _COLUMNS], output_size=sum(counts))
@@ -181,11 +182,11 @@ def _launch_alike(tensors, kind, settings, factor, found_inf) -> None:
 
 
 def _signed(seed: int) -> int:
-    """The same 64 bits, as int64 has them."""
+    """Reinterpret 64 unsigned bits as int64."""
     return (seed + 2**63) % 2**64 - 2**63
 
 
-# How the kernel sees memory: bfloat16 as its bits, so that rounding is spelled out and alike everywhere.
+# Memory types in the kernel: bfloat16 as its bits, so that rounding is explicit and the same everywhere.
 _STORED = {torch.float32: "float32", torch.bfloat16: "bits", torch.float16: "float16"}
 
 
@@ -235,15 +236,15 @@ def _adamw_kernel(
     floor = (eps * root).to(tl.float32)
     scale = 1.0 if factor is None else tl.load(factor)
 
-    # Blocks are counted from the whole parameter's first element, of which this tensor may be a part.
+    # Blocks are counted from the first element of the whole parameter, of which this tensor may be a part.
     first = offset // (4 * QUARTER) + (chunk - tl.load(row + 10)) * CHUNK_BLOCKS
     last = tl.minimum(first + CHUNK_BLOCKS, (offset + size + 4 * QUARTER - 1) // (4 * QUARTER))
     if found_inf is not None:
         last = tl.where(tl.load(found_inf) == 0.0, last, first)
     lane = tl.arange(0, QUARTER)
     if DRAWS:
-        # Read from memory, as the operands are: then the words come to the threads that need them, and not
-        # by way of shared memory.
+        # Read from memory, as the operands are: the words then arrive in the threads that need them, without
+        # passing through shared memory.
         drawing_lane = tl.load(lanes + lane)
     for block in range(first, last):
         if DRAWS:
@@ -266,11 +267,11 @@ def _adamw_kernel(
                 kept = tl.load(residue + start + lane, inside, 0).to(tl.int32)
                 w = (w.to(tl.int32, bitcast=True) + kept).to(tl.float32, bitcast=True)
 
-            # Every product is rounded by itself (enable_fp_fusion=False), as in the plain form.
+            # Every product is rounded (enable_fp_fusion=False), as in the plain form.
             m = beta1 * m + rest1 * g
             v = beta2 * v + rest2 * g * g
             w = w - decay * w
-            w -= step_size * m / (tl.sqrt(v) + floor)  # a unit or two of the step off, which is far below w
+            w -= step_size * m / (tl.sqrt(v) + floor)  # the step is off by an ulp or two, far below w
 
             noise = tl.zeros([QUARTER], tl.int32)
             if DRAWS:
@@ -295,7 +296,7 @@ def _adamw_kernel(
 
 @jit
 def _pointer(cell, STORED: tl.constexpr, ALIGNED: tl.constexpr):
-    """The address in a cell of the table, as a pointer."""
+    """Pointer from the address in a cell of the table."""
     address = tl.load(cell)
     if STORED == "bits":
         pointer = address.to(tl.pointer_type(tl.int16))
@@ -327,12 +328,12 @@ def _write(pointers, wide, inside, noise, STORED: tl.constexpr, AT_RANDOM: tl.co
 
 @jit
 def _cut(wide, noise):
-    """The bits of a bfloat16: the upper half of a float32's, after noise was added to the lower."""
+    """Bits of a bfloat16: the upper half of a float32's, after adding noise to the lower half."""
     bits = (wide.to(tl.int32, bitcast=True) + noise) >> 16
-    return tl.where(wide == wide, bits, 0x7FC0).to(tl.int16)  # a carry would make zeros of some NaNs
+    return tl.where(wide == wide, bits, 0x7FC0).to(tl.int16)  # a carry would turn some NaNs into zeros
 
 
 @jit
 def _nearest(wide):
-    """The bits of the nearest bfloat16, ties to even."""
+    """Bits of the nearest bfloat16, ties to even."""
     return _cut(wide, 0x7FFF + ((wide.to(tl.int32, bitcast=True) >> 16) & 1))

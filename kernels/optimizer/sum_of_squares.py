@@ -1,7 +1,7 @@
-"""The squared norm of many tensors, as clipping needs it: the sum of x^2 over all elements of all tensors.
+"""Squared norm of many tensors, for clipping: the sum of x^2 over all elements of all tensors.
 
-A program sums a chunk in float32, and float64 adds up programs. Bytes moved at the least: each tensor once.
-One launch for all tensors, and the same bits every time.
+Each program sums a chunk in float32, and the programs' sums are added in float64. Minimum traffic: each
+tensor once. One launch for all tensors; deterministic.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from liger_models.kernels._dispatch import ceil_div, jit, on_device_of, tl, use_
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of the squares of all elements: float64 without dimensions, on the tensors' device.
+    """Sum of the squares of all elements: a float64 0-d tensor on the tensors' device.
 
     Args:
         tensors: at least one; of any floating dtypes and shapes, on one device.
@@ -34,8 +34,8 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def sum_of_squares_plain(tensors: Sequence[Tensor]) -> Tensor:
-    """The meaning of `sum_of_squares`, in plain PyTorch."""
-    # Norms in float32: one in bfloat16, which would be the default, has an error of half a percent.
+    """Plain twin of `sum_of_squares`."""
+    # Norms in float32: in bfloat16, the default, they would have an error of half a percent.
     wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
     return torch.stack(torch._foreach_norm(list(tensors), 2.0, dtype=wide)).double().square().sum()
 
@@ -46,7 +46,7 @@ _ELEMENT = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16:
 
 
 def _launch(tensors: Sequence[Tensor], aligned: bool) -> Tensor:
-    """The sums of all chunks."""
+    """Sums of all chunks."""
     rows, chunks = [], 0
     for tensor in tensors:
         count = ceil_div(tensor.numel(), _BLOCK * _CHUNK_BLOCKS)
@@ -54,7 +54,7 @@ def _launch(tensors: Sequence[Tensor], aligned: bool) -> Tensor:
         chunks += count
     device = tensors[0].device
     table = torch.tensor(rows)
-    if device.type == "cuda":  # from pinned memory, so that the host need not wait
+    if device.type == "cuda":  # from pinned memory, to avoid synchronising
         table = table.pin_memory().to(device, non_blocking=True)
     numbers = torch.arange(len(rows), dtype=torch.int32, device=device)
     tensor_of_chunk = numbers.repeat_interleave(table[:, 3], output_size=chunks)

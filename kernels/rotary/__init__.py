@@ -1,1 +1,1 @@
-"""Rotary positions: alone, with the split of q|k|v, and with the norm of queries and keys."""
+"""Rotary position embeddings: alone, fused with the split of q|k|v, and with the query/key norms."""

@@ -1,8 +1,8 @@
-"""Tiles of attention heads: where they lie, how they are loaded, turned, summed and stored.
+"""Tiles of attention heads: addressing, loading, rotation, sums and stores.
 
-A tile is ROWS heads, a head a row, in three parts: `a` and `b` [ROWS, BLOCK_HALF], the two sides of the pairs
-that rotary turns, and `r` [ROWS, BLOCK_REST], what it leaves alone. GROUP rows are normalised together: one,
-or a token's heads, filled up to a power of two.
+A tile is ROWS heads, one per row, in three parts: `a` and `b` [ROWS, BLOCK_HALF], the two sides of the
+rotated pairs, and `r` [ROWS, BLOCK_REST], the elements left unchanged. GROUP rows are normalised together:
+one, or a token's heads, padded to a power of two.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from liger_models.kernels._dispatch import jit, tl
 
 @jit
 def place(tile, tokens, HEADS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, PER_HEAD: tl.constexpr):
-    """Token and head of each row of a tile, and which rows exist; the groups that are normalised, likewise.
+    """Token and head of each row of a tile and the mask of existing rows; the same for the normalised groups.
 
-    The token is one for the whole tile where heads of one token fill it.
+    If heads of one token fill the tile, the token is a scalar.
     """
     row = tl.arange(0, ROWS)[:, None]
     if PER_HEAD:
@@ -46,7 +46,7 @@ def place(tile, tokens, HEADS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.const
 
 @jit
 def load_tables(cos, sin, mask, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
-    """Rows of the tables, which start at `cos` and `sin`: one for the tile, or one a head."""
+    """Rows of the tables starting at `cos` and `sin`: one for the tile, or one per head."""
     pair = tl.arange(0, BLOCK_HALF)[None, :]
     if cos.shape == mask.shape:
         inside = mask & (pair < HALF)
@@ -71,7 +71,7 @@ def load_weight(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """offset + weight, in one row for every head, or in a row of its own for each."""
+    """offset + weight, in one row for all heads or one row per head."""
     COUNT: tl.constexpr = 1 if PER_HEAD else HEADS
     BLOCK: tl.constexpr = 1 if PER_HEAD else ROWS
     head = tl.arange(0, BLOCK)[:, None] % GROUP
@@ -92,7 +92,7 @@ def load_heads(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """The heads at `start` [ROWS, 1], in float32: both sides of all pairs, and what is not turned."""
+    """Load the heads at `start` [ROWS, 1] in float32: both sides of all pairs, and the unrotated rest."""
     if INTERLEAVED:
         both = tl.arange(0, 2 * BLOCK_HALF)[None, :]
         x = tl.load(start + both, mask & (both < 2 * HALF), 0.0).to(tl.float32)
@@ -138,7 +138,7 @@ def store_heads(
 
 
 @jit
-def turn(a, b, c, s):
+def rotate(a, b, c, s):
     return a * c - b * s, b * c + a * s
 
 
@@ -149,7 +149,7 @@ def rounded(x, dtype: tl.constexpr):
 
 @jit
 def group_sum(a, b, r, REST: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr):
-    """The sum over what is normalised together: [ROWS, 1], or [1, 1] where that is the whole tile."""
+    """Sum over each normalised group: [ROWS, 1], or [1, 1] if the group is the whole tile."""
     total = tl.sum(a + b, 1, keep_dims=True)
     if REST > 0:
         total += tl.sum(r, 1, keep_dims=True)

@@ -1,6 +1,6 @@
-"""The kernels of `qk_norm_rotary.py`: forward, and backward with each program's sums for the weights.
+"""Kernels of `qk_norm_rotary.py`: forward, and backward with per-program sums for the weights.
 
-Queries and keys go through the same code, once for each, in one launch, in tiles of `_head_tiles.py`.
+Queries and keys run through the same code in one launch, in tiles of `_head_tiles.py`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from liger_models.kernels.rotary._head_tiles import (
     load_tables,
     load_weight,
     place,
+    rotate,
     rounded,
     store_heads,
-    turn,
 )
 
 
@@ -154,7 +154,7 @@ def _forward_tile(
     start = source + token * source_stride + head * HEAD_DIM
     a, b, r = load_heads(start, mask, HALF, REST, INTERLEAVED, ROWS, BLOCK_HALF, BLOCK_REST)
     if not NORM_FIRST:
-        a, b = turn(a, b, c, s)
+        a, b = rotate(a, b, c, s)
         a, b = rounded(a, dtype), rounded(b, dtype)
     WIDTH: tl.constexpr = HEAD_DIM if PER_HEAD else HEADS * HEAD_DIM
     row_rstd = rstd_of(group_sum(a * a, b * b, r * r, REST, ROWS, GROUP), WIDTH, eps)
@@ -170,7 +170,7 @@ def _forward_tile(
     if NORM_FIRST:
         if ROUND_BETWEEN:
             a, b = rounded(a, dtype), rounded(b, dtype)
-        a, b = turn(a, b, c, s)
+        a, b = rotate(a, b, c, s)
     start = target + token * (TARGET_HEADS * HEAD_DIM) + head * HEAD_DIM
     store_heads(start, a, b, r, mask, HALF, REST, INTERLEAVED, ROWS, BLOCK_HALF, BLOCK_REST)
 
@@ -335,7 +335,7 @@ def _backward_tiles(
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Gradients of this program's share of the queries, or of the keys, and its sums for their weight."""
+    """Gradients of this program's share of the queries or keys, and its sums for their weight."""
     REST: tl.constexpr = HEAD_DIM - 2 * HALF
     dtype = x.dtype.element_ty
     WIDTH: tl.constexpr = HEAD_DIM if PER_HEAD else HEADS * HEAD_DIM
@@ -357,9 +357,9 @@ def _backward_tiles(
             c, s = load_tables(cos + token * cos_stride, sin + token * sin_stride, mask, HALF, BLOCK_HALF)
             row_rstd = tl.load(rstd + token * GROUPS + group, group_mask, 0.0)
             if NORM_FIRST:
-                ga, gb = turn(ga, gb, c, -s)
+                ga, gb = rotate(ga, gb, c, -s)
             else:
-                a, b = turn(a, b, c, s)
+                a, b = rotate(a, b, c, s)
                 a, b = rounded(a, dtype), rounded(b, dtype)
             a, b, r = a * row_rstd, b * row_rstd, r * row_rstd
             if sums is not None:
@@ -376,11 +376,11 @@ def _backward_tiles(
             mean = group_sum(ga * a, gb * b, gr * r, REST, ROWS, GROUP) / WIDTH
             ga, gb, gr = (ga - a * mean) * row_rstd, (gb - b * mean) * row_rstd, (gr - r * mean) * row_rstd
             if not NORM_FIRST:
-                ga, gb = turn(ga, gb, c, -s)
+                ga, gb = rotate(ga, gb, c, -s)
             start = dx + token * (DX_HEADS * HEAD_DIM) + head * HEAD_DIM
             store_heads(start, ga, gb, gr, mask, HALF, REST, INTERLEAVED, ROWS, BLOCK_HALF, BLOCK_REST)
     if sums is not None:
-        # A row for each head that has a weight of its own.
+        # One row per head that has its own weight.
         sum_a = tl.sum(tl.reshape(sum_a, [ROWS // GROUP, GROUP, BLOCK_HALF]), 0)
         sum_b = tl.sum(tl.reshape(sum_b, [ROWS // GROUP, GROUP, BLOCK_HALF]), 0)
         sum_r = tl.sum(tl.reshape(sum_r, [ROWS // GROUP, GROUP, BLOCK_REST]), 0)

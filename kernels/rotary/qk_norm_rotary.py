@@ -1,22 +1,22 @@
 """Query/key norm and rotary in one pass over packed queries, keys and values.
 
-For each of queries and keys, with x a head's elements (Qwen 3, arXiv:2505.09388, section 2) or those of all
-heads (OLMo 2, arXiv:2501.00656, section 3.2), and R the turn of `rotary.py`, head by head:
+For queries and keys each, with x a head's elements (Qwen 3, arXiv:2505.09388, section 2) or all heads' (OLMo
+2, arXiv:2501.00656, section 3.2), and R the rotation of `rotary.py`, head by head:
 
     norm first:     y = R(n * s),   n = x * rstd,       s = offset + weight,  rstd = 1 / sqrt(mean(x^2) + eps)
     norm last:      y = n * s,      n = R(x) * rstd,    rstd of R(x)
 
     gradients:      g = R^T dy (norm last: dy)
                     dweight = sum over tokens (and heads, if they share the weight) of g * n
-                    dn = g * s,     dx = (dn - n * mean(dn * n)) * rstd     (norm last: R^T of that)
+                    dn = g * s,     dx = (dn - n * mean(dn * n)) * rstd     (norm last: then R^T)
 
-Bytes moved at the least, for a token's q, k and v of b bytes each: forward 2 (q + k), backward
-3 (q + k) + 2 v. Kept for the backward pass are only qkv, which the projection made, and rstd.
+Minimum traffic, for a token's q, k and v of b bytes each: forward 2 (q + k), backward 3 (q + k) + 2 v. Saved
+for the backward pass are only qkv, the projection's output, and rstd.
 
-A tile is a few heads, which stay in registers, or all heads of a token or a few if they are normalised
-together. The forward kernel gives a tile to each program. In the backward pass a fixed number of programs
+A tile is a few heads, which stay in registers, or all heads of one or a few tokens if they are normalised
+together. A program of the forward kernel processes one tile. In the backward pass a fixed number of programs
 stride over the tiles, each with its own sums for the weights; a second kernel adds those up in a fixed order,
-so that gradients are the same bits in every run. The kernels: `_qk_norm_rotary_kernels.py`.
+so that gradients are deterministic. The kernels are in `_qk_norm_rotary_kernels.py`.
 """
 
 from __future__ import annotations
@@ -59,24 +59,24 @@ def split_norm_rotary_qkv(
     norm_first: bool = True,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split packed queries, keys and values; normalise and turn the queries and keys.
+    """Split packed queries, keys and values; normalise and rotate the queries and keys.
 
     Args:
         qkv: [T, (num_heads + 2 num_kv_heads) head_dim], queries first, then keys, then values.
-        q_weight, k_weight: the norms' weights, of one dtype: [head_dim] each if `per_head`, else
-            [num_heads head_dim] and [num_kv_heads head_dim]. None for both: no weights (Llama 4).
+        q_weight, k_weight: the norms' weights, of one dtype: [head_dim] each if `per_head`, else [num_heads
+            head_dim] and [num_kv_heads head_dim]. Both None: no weights (Llama 4).
         cos, sin: [T, R/2] with R <= head_dim, as in `split_rotary_qkv`.
         eps, offset, cast: as in `rms_norm`.
-        per_head: normalise each head by itself (Qwen 3, Gemma 3), or all heads together (OLMo 2).
-        norm_first: normalise before turning, or after (Hunyuan, Llama 4).
-        interleaved: which elements form a pair, as in `rotary`.
+        per_head: normalise each head separately (Qwen 3, Gemma 3), or all heads together (OLMo 2).
+        norm_first: normalise before the rotation, or after it (Hunyuan, Llama 4).
+        interleaved: pairing of elements, as in `rotary`.
 
     Returns:
         q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim], in qkv's dtype. v is a view of qkv.
 
     Raises:
-        ValueError: shapes that do not fit, tables that require gradients, an unknown `cast`, one weight
-            without the other, an offset without weights, or tensors on several devices.
+        ValueError: incompatible shapes, tables that require gradients, an unknown `cast`, one weight
+            without the other, an offset without weights, or tensors on different devices.
     """
     width = (num_heads + 2 * num_kv_heads) * head_dim
     if qkv.dim() != 2 or qkv.shape[1] != width:
@@ -125,7 +125,7 @@ def split_norm_rotary_qkv_plain(
     norm_first: bool = True,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The meaning of `split_norm_rotary_qkv`, in plain PyTorch."""
+    """Plain twin of `split_norm_rotary_qkv`."""
     q, k, v = qkv.unflatten(-1, (-1, head_dim)).split([num_heads, num_kv_heads, num_kv_heads], -2)
 
     def norm(x: Tensor, weight: Tensor | None) -> Tensor:
@@ -138,7 +138,8 @@ def split_norm_rotary_qkv_plain(
     else:
         q, k = rotary_plain(q, k, cos, sin, interleaved)
         q, k = norm(q, q_weight), norm(k, k_weight)
-    # A weight wider than the activations promotes the norm's result; attention wants q, k and v alike.
+    # A weight wider than the activations promotes the norm's result; attention needs one dtype for q, k and
+    # v.
     return q.to(qkv.dtype), k.to(qkv.dtype), v
 
 
@@ -167,7 +168,7 @@ class _SplitNormRotaryQKV(torch.autograd.Function):
         tokens = qkv.shape[0]
         weights = [None if weight is None else weight.contiguous() for weight in (q_weight, k_weight)]
         cos, sin = (table if table.stride(1) == 1 else table.contiguous() for table in (cos, sin))
-        # As in `rms_norm`, "llama" gives the promoted dtype: then nothing is rounded before the turn.
+        # As in `rms_norm`, "llama" gives the promoted dtype: then nothing is rounded before the rotation.
         promotes = weights[0] is not None and torch.promote_types(qkv.dtype, weights[0].dtype) != qkv.dtype
         options = {
             "Q_HEADS": num_heads,
@@ -217,7 +218,7 @@ class _SplitNormRotaryQKV(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.heads, ctx.offset, ctx.per_head, ctx.options = heads, offset, per_head, options
         q, k = turned.split_with_sizes([num_heads, num_kv_heads], 1)
-        # Detached, so that autograd makes no view of qkv out of what this function gives a gradient.
+        # Detached, so that autograd does not treat this function's differentiable result as a view of qkv.
         v = qkv.detach()[:, -num_kv_heads * head_dim :].unflatten(1, (num_kv_heads, head_dim))
         return q, k, v
 
@@ -290,17 +291,17 @@ def _launch_backward(ctx, gradients, qkv, weights, cos, sin, rstd, dqkv, dweight
 
 
 def _widest_row(options) -> int:
-    """Elements of the widest row that every head of a tile shares: of tables, or of a weight's part."""
+    """Elements of the widest row shared by all heads of a tile: of the tables, or of a part of the weight."""
     return max(options["BLOCK_HALF"], options["BLOCK_REST"])
 
 
 def _forward_config(heads: tuple[int, int, int], per_head: bool, row: int) -> tuple[int, int, int]:
-    """Heads a tile of queries, heads a tile of keys, and warps. Chosen on an H200.
+    """Heads per tile of queries and of keys, and warps. Chosen on an H200.
 
-    With twice as many threads as elements of a shared row, Triton loads the row as the tile lies in
-    registers. With no more threads than elements it gives each thread a few columns of all heads, and moves
-    the tile through shared memory before and after: 11% slower for heads of 128. Only heads of 256 are faster
-    that way, with few threads.
+    With twice as many threads as elements of a shared row, Triton loads the row in the tile's register
+    layout. With at most as many threads as elements, each thread gets a few columns of all heads, and the
+    tile moves through shared memory before and after: 11% slower for heads of 128. Only heads of 256 are
+    faster that way, with few threads.
     """
     num_heads, num_kv_heads, head_dim = heads
     width = next_power_of_2(head_dim)
@@ -318,11 +319,13 @@ def _forward_config(heads: tuple[int, int, int], per_head: bool, row: int) -> tu
 def _backward_config(
     heads: tuple[int, int, int], per_head: bool, row: int, element_size: int, light: bool
 ) -> tuple[int, int, int, int, int]:
-    """Heads a tile of queries and of keys, warps, programs a multiprocessor, stages of the loads' pipeline.
+    """Heads per tile of queries and of keys, warps, programs per multiprocessor, pipeline stages of the
+    loads.
 
-    The limit is registers, as in `_norm_kernels.py`, whose configurations these are: at 128 a thread, 512
-    threads fit a multiprocessor, and somewhat more if all of a head of up to 128 turns after a norm that
-    rounds (`light`). A thread has 32 bytes of a tile, and threads are twice the elements of a shared row.
+    The limit is registers, as for `_norm_kernels.py`, whose configurations these are: with 128 per thread,
+    512 threads fit a multiprocessor, and somewhat more if all of a head of up to 128 is rotated after a norm
+    that rounds (`light`). A thread has 32 bytes of a tile, and there are twice as many threads as elements of
+    a shared row.
     """
     head_dim = heads[2]
     width = next_power_of_2(head_dim)
@@ -338,10 +341,10 @@ def _backward_config(
 
 
 def _rows_of_whole_tokens(heads: tuple[int, int, int]) -> tuple[int, int]:
-    """Rows of tiles that hold all of a token's queries, and all keys of one token or of a few.
+    """Rows of tiles that hold all of a token's queries, and all keys of one or a few tokens.
 
-    Keys are often fewer by far: a tile of one token's would leave most threads without work. Half as many
-    rows as queries have, since keys of several tokens need as many rows of the tables.
+    There are often far fewer keys: a tile of one token's would leave most threads idle. Half as many rows as
+    for queries, since keys of several tokens need as many rows of the tables.
     """
     q_rows, k_rows = next_power_of_2(heads[0]), next_power_of_2(heads[1])
     return q_rows, max(k_rows, q_rows // 2)

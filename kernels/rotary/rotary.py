@@ -1,18 +1,18 @@
 """Rotary position embedding (Su et al., 2021, arXiv:2104.09864), on packed or separate queries and keys.
 
-Of each head's D elements the first R are taken in pairs, each turned by its position's angle:
+The first R of each head's D elements are rotated in pairs by the angle of their position:
 
     a' = a cos - b sin,  b' = b cos + a sin         pair i: (i, i + R/2), or interleaved: (2 i, 2 i + 1)
 
-The gradient is turned back by the transpose, which is right also if a scaling is multiplied into cos and sin:
+The gradient is rotated by the transpose, which also holds if a scaling is multiplied into cos and sin:
 
     da = da' cos + db' sin,  db = db' cos - da' sin
 
-Positions of several axes (time, height and width of an image's patches) change the tables alone:
-`multi_axis_tables`. Llama 4's product of complex numbers is the interleaved form.
+Multi-axis positions (time, height and width of image patches) change only the tables: `multi_axis_tables`.
+Llama 4's complex product is the interleaved form.
 
-All is computed in float32 and rounded once. Bytes moved at the least: queries and keys once in and once out,
-and with them, in the backward pass of the packed form, the gradient of the values.
+Everything is computed in float32 and rounded once. Minimum traffic: queries and keys once in and once out,
+plus the values' gradient in the backward pass of the packed form.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ def split_rotary_qkv(
     interleaved: bool = False,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split packed queries, keys and values, and turn the queries and keys.
+    """Split packed queries, keys and values, and rotate the queries and keys.
 
     Args:
         qkv: [T, (num_heads + 2 num_kv_heads) head_dim], queries first, then keys, then values.
-        cos, sin: [T, R/2] with R <= head_dim, float32 advised, no gradients; a scaling of attention (YaRN,
-            LongRoPE) is multiplied into both.
-        interleaved: which elements form a pair, see above.
-        inplace: turn queries and keys inside qkv's storage where the kernel runs. The caller promises that
-            nobody reads qkv again; autograd raises if somebody kept it for a backward pass.
+        cos, sin: [T, R/2] with R <= head_dim, preferably float32, without gradients; an attention scaling
+            (YaRN, LongRoPE) is multiplied into both.
+        interleaved: pairing of elements, see above.
+        inplace: rotate queries and keys in qkv's storage if the kernel runs. The caller guarantees that qkv
+            is not read again; autograd raises if it was saved for a backward pass.
 
     Returns:
         q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim], views of packed memory.
 
     Raises:
-        ValueError: shapes that do not fit, tables that require gradients, or tensors on several devices.
+        ValueError: incompatible shapes, tables that require gradients, or tensors on different devices.
     """
     width = (num_heads + 2 * num_kv_heads) * head_dim
     if qkv.dim() != 2 or qkv.shape[1] != width:
@@ -84,7 +84,7 @@ def split_rotary_qkv_plain(
     head_dim: int,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The meaning of `split_rotary_qkv`, in plain PyTorch."""
+    """Plain twin of `split_rotary_qkv`."""
     q, k, v = qkv.unflatten(-1, (-1, head_dim)).split([num_heads, num_kv_heads, num_kv_heads], -2)
     return *rotary_plain(q, k, cos, sin, interleaved), v
 
@@ -92,25 +92,25 @@ def split_rotary_qkv_plain(
 def rotary(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Turn queries and keys.
+    """Rotate queries and keys.
 
     Args:
-        q, k: [T, heads, D] or [B, S, heads, D], any strides; their counts of heads may differ.
-        cos, sin: [T, R/2] or [S, R/2] or [B, S, R/2] with R <= D; see `split_rotary_qkv`.
-        interleaved: which elements form a pair, see above.
+        q, k: [T, heads, D] or [B, S, heads, D], any strides; their numbers of heads may differ.
+        cos, sin: [T, R/2], [S, R/2] or [B, S, R/2] with R <= D; see `split_rotary_qkv`.
+        interleaved: pairing of elements, see above.
 
     Returns:
-        q and k turned, of the same shapes and dtypes, contiguous.
+        Rotated q and k, of the same shapes and dtypes, contiguous.
 
     Raises:
-        ValueError: shapes that do not fit, tables that require gradients, or tensors on several devices.
+        ValueError: incompatible shapes, tables that require gradients, or tensors on different devices.
     """
-    # Tuples, since torch's sizes take several times as long to be sliced and compared.
+    # Tuples: torch.Size takes several times as long to slice and compare.
     q_shape, k_shape = tuple(q.shape), tuple(k.shape)
     alike = q_shape[:-2] == k_shape[:-2] and q_shape[-1:] == k_shape[-1:]
     if len(q_shape) not in (3, 4) or not alike:
         found = f"q is {q_shape} and k {k_shape}"
-        raise ValueError(f"{found}; expected [T, heads, D] or [B, S, heads, D], alike but for the heads")
+        raise ValueError(f"{found}; expected [T, heads, D] or [B, S, heads, D], equal except for the heads")
     check_tables(cos, sin, q_shape[:-2], q_shape[-1])
     if use_triton(q, k, cos, sin):
         return _Rotary.apply(q, k, cos, sin, interleaved)
@@ -120,10 +120,10 @@ def rotary(
 def rotary_plain(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The meaning of `rotary`, in plain PyTorch."""
+    """Plain twin of `rotary`."""
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # [..., 1, R/2], the same for every head
 
-    def turn(x: Tensor) -> Tensor:
+    def rotate(x: Tensor) -> Tensor:
         turned, rest = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], -1)
         wide = at_least_float32(turned)
         a, b = wide.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else wide.chunk(2, -1)
@@ -131,27 +131,27 @@ def rotary_plain(
         turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
         return torch.cat([turned.to(x.dtype), rest], -1)
 
-    return turn(q), turn(k)
+    return rotate(q), rotate(k)
 
 
 def multi_axis_tables(
     cos: Tensor, sin: Tensor, sections: Sequence[int], interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """One pair of tables out of those of several axes of position (M-RoPE: Qwen2-VL, arXiv:2409.12191,
-    section 2.1). Each frequency turns by one axis.
+    """Combine the tables of several position axes into one pair (M-RoPE: Qwen2-VL, arXiv:2409.12191, section
+    2.1). Each frequency uses one axis.
 
     Args:
-        cos, sin: [A, T, R/2] or [A, B, S, R/2], the tables of each of A axes by itself.
+        cos, sin: [A, T, R/2] or [A, B, S, R/2], tables of each of A axes.
         sections: how many of the R/2 frequencies each axis takes.
-        interleaved: the axes take turns, frequency i going to axis i % A, until those after the first have
-            had their share; the first takes all that is left (Qwen3-VL, arXiv:2511.21631). Otherwise each
-            axis takes its frequencies in a row, in the order of the axes.
+        interleaved: alternate axes, frequency i using axis i % A, until the axes after the first have all of
+            theirs; the first takes the rest (Qwen3-VL, arXiv:2511.21631). Otherwise each axis takes
+            consecutive frequencies, in the order of the axes.
 
     Returns:
         cos, sin without the first dimension, for `rotary` and `split_rotary_qkv`.
 
     Raises:
-        ValueError: the tables' shapes differ, or the sections do not share out all frequencies.
+        ValueError: the tables' shapes differ, or the sections do not add up to all frequencies.
     """
     axes, half = cos.shape[0], cos.shape[-1]
     if cos.shape != sin.shape or len(sections) != axes or sum(sections) != half:
@@ -178,7 +178,7 @@ def check_tables(cos: Tensor, sin: Tensor, positions: tuple[int, ...], head_dim:
         found = f"cos is {shape} and sin {tuple(sin.shape)}"
         raise ValueError(f"{found}; expected {[*positions, 'R/2']} for both")
     if not 0 < 2 * shape[-1] <= head_dim:
-        raise ValueError(f"cos and sin turn {2 * shape[-1]} elements a head; heads have {head_dim}")
+        raise ValueError(f"cos and sin rotate {2 * shape[-1]} elements per head; heads have {head_dim}")
     if cos.requires_grad or sin.requires_grad:
         raise ValueError("cos and sin require gradients, which rotary does not compute; detach them")
 
@@ -190,7 +190,7 @@ class _SplitRotaryQKV(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.interleaved, ctx.dtype = interleaved, qkv.dtype
         ctx.heads, ctx.head_dim = (num_heads, num_kv_heads, num_kv_heads), head_dim
-        # Detached, so that autograd sees a write into storage (the version) but no view to trace.
+        # Detached, so that autograd sees a write to the storage (the version) but no view to trace.
         q, k, v = qkv.detach().unflatten(1, (-1, head_dim)).split_with_sizes(ctx.heads, 1)
         rows_lie_apart = qkv.stride(1) == 1 and qkv.stride(0) >= qkv.shape[1]
         if inplace and rows_lie_apart:
@@ -201,7 +201,7 @@ class _SplitRotaryQKV(torch.autograd.Function):
             fresh = qkv.new_empty(qkv.shape[0], num_heads + num_kv_heads, head_dim)
             q_out, k_out = fresh.split_with_sizes(ctx.heads[:2], 1)
         targets, stride = (q_out, k_out, None), q_out.stride(0)
-        _turn((q, k, None), targets, cos, sin, interleaved, transpose=False, target_stride=stride)
+        _rotate((q, k, None), targets, cos, sin, interleaved, transpose=False, target_stride=stride)
         return q_out, k_out, v
 
     @staticmethod
@@ -217,7 +217,7 @@ class _SplitRotaryQKV(torch.autograd.Function):
             if gradient is None:
                 target.zero_()
         stride = dqkv.stride(0)
-        _turn(gradients, targets, cos, sin, ctx.interleaved, transpose=True, target_stride=stride)
+        _rotate(gradients, targets, cos, sin, ctx.interleaved, transpose=True, target_stride=stride)
         return dqkv.flatten(1), None, None, None, None, None, None, None
 
 
@@ -228,7 +228,7 @@ class _Rotary(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.interleaved = interleaved
         fresh = _fresh(q), _fresh(k)
-        _turn((q, k, None), (*fresh, None), cos, sin, interleaved, transpose=False)
+        _rotate((q, k, None), (*fresh, None), cos, sin, interleaved, transpose=False)
         return fresh
 
     @staticmethod
@@ -238,7 +238,7 @@ class _Rotary(torch.autograd.Function):
             return (None,) * 5
         cos, sin = ctx.saved_tensors
         fresh = _fresh(dq), _fresh(dk)
-        _turn((dq, dk, None), (*fresh, None), cos, sin, ctx.interleaved, transpose=True)
+        _rotate((dq, dk, None), (*fresh, None), cos, sin, ctx.interleaved, transpose=True)
         return *fresh, None, None, None
 
 
@@ -246,15 +246,15 @@ def _fresh(x):
     return None if x is None else contiguous_like(x)
 
 
-def _turn(sources, targets, cos, sin, interleaved, transpose, target_stride=None):
-    """Turn queries and keys [..., heads, D] into their targets and copy values, all in one launch.
+def _rotate(sources, targets, cos, sin, interleaved, transpose, target_stride=None):
+    """Rotate queries and keys [..., heads, D] into their targets and copy values, in a single launch.
 
-    The sources are queries, keys and values; None where one is absent. Heads of a target lie side by side
-    and its tokens `target_stride` elements apart, or, without that, in a row. A target may be its source.
-    Tables of fewer than T rows repeat.
+    The sources are queries, keys and values; None where absent. Heads of a target are adjacent, and its
+    tokens are `target_stride` elements apart or, by default, adjacent. A target may be its source. Tables of
+    fewer than T rows repeat.
 
-    A launch costs the host more than it costs the device if there are few tokens, and every argument some
-    tenths of a microsecond, hence what is shared or derived here.
+    With few tokens, a launch costs more on the host than on the device, and every argument some tenths of a
+    microsecond; hence arguments are shared or derived here.
     """
     q, k, v = sources
     q_out, k_out, v_out = targets
@@ -274,8 +274,8 @@ def _turn(sources, targets, cos, sin, interleaved, transpose, target_stride=None
     blocks = ceil_div(q_heads, block_heads) + ceil_div(k_heads, block_heads) + ceil_div(v_heads, block_heads)
     in_place = q_out is q and k_out is k
     with on_device_of(cos):
-        # Numbered along a token's heads first, so that programs that run together stream through memory.
-        _turn_kernel[(tokens * blocks,)](
+        # Numbered along a token's heads first, so that concurrent programs stream through memory.
+        _rotate_kernel[(tokens * blocks,)](
             q,
             k,
             v,
@@ -310,20 +310,20 @@ def _turn(sources, targets, cos, sin, interleaved, transpose, target_stride=None
 
 def _rows_of_heads(x):
     """x [T, heads, D] or [B, S, heads, D], its heads, and the strides of its tokens and heads; a copy of x if
-    its tokens do not lie in a row or for what `as_heads` copies.
+    its tokens are not evenly spaced, or if `as_heads` copies.
     """
     if x is None:
         return None, 0, None, None
     strides = x.stride()
     if len(strides) == 4 and strides[0] != x.shape[1] * strides[1]:
-        x = x.flatten(0, 1)  # a copy where it has to be one
+        x = x.flatten(0, 1)  # copies if necessary
     x = as_heads(x)
     *_, token_stride, head_stride, _ = x.stride()
     return x, x.shape[-2], token_stride, head_stride
 
 
 def _rows_of_tables(cos, sin):
-    """cos and sin, or copies, with rows that lie in a row; and the stride of the rows, the same for both."""
+    """cos and sin, or copies, with contiguous rows; and the stride of the rows, the same for both."""
     strides = cos.stride()
     in_a_row = len(strides) == 2 or strides[0] == cos.shape[1] * strides[1]
     if strides[-1] != 1 or strides != sin.stride() or not in_a_row:
@@ -332,12 +332,12 @@ def _rows_of_tables(cos, sin):
     return cos, sin, strides[-2]
 
 
-# Pairs a program, about, and its warps: 16 pairs a thread, in bfloat16 two loads of 16 bytes of each half.
+# Approximate pairs per program, and warps: 16 pairs a thread, two 16-byte loads of each half in bfloat16.
 _TILE = 1024, 2
 
 
 @jit
-def _turn_kernel(
+def _rotate_kernel(
     q,
     k,
     v,
@@ -379,11 +379,11 @@ def _turn_kernel(
     if TRANSPOSE:
         s = -s
     head = tl.arange(0, BLOCK_HEADS)[:, None]
-    # Whether a pointer is None is known when compiling, the block is not: hence one condition inside another.
+    # Whether a pointer is None is known at compile time, the block is not: hence nested conditions.
     if q is not None:  # noqa: SIM102
         if block < q_blocks:
             q_head = block * BLOCK_HEADS + head
-            _turn_heads(
+            _rotate_heads(
                 q + token * q_stride + q_head * q_head_stride,
                 q_out + token * _stride_or(target_stride, Q_HEADS * HEAD_DIM) + q_head * HEAD_DIM,
                 c,
@@ -399,7 +399,7 @@ def _turn_kernel(
     if k is not None:  # noqa: SIM102
         if (block >= q_blocks) & (block < k_end):
             k_head = (block - q_blocks) * BLOCK_HEADS + head
-            _turn_heads(
+            _rotate_heads(
                 k + token * k_stride + k_head * k_head_stride,
                 k_out + token * _stride_or(target_stride, K_HEADS * HEAD_DIM) + k_head * HEAD_DIM,
                 c,
@@ -426,7 +426,7 @@ def _stride_or(stride, OTHERWISE: tl.constexpr):
 
 
 @jit
-def _turn_heads(
+def _rotate_heads(
     source,
     target,
     c,
@@ -439,7 +439,7 @@ def _turn_heads(
     BLOCK_HALF: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """Turn the heads that start at `source` [heads, 1]; a thread reads its pairs before it writes them."""
+    """Rotate the heads that start at `source` [heads, 1]; a thread reads its pairs before writing them."""
     pair = tl.arange(0, BLOCK_HALF)[None, :]
     dtype = target.dtype.element_ty
     if INTERLEAVED:

@@ -95,7 +95,7 @@ def test_slots_of_no_expert_are_counted_and_not_compiled(monkeypatch):
     with pytest.raises(ValueError, match="num_rows is 14, but 13 slots have an expert"):
         moe_experts(x, weights, experts, *matrices, num_rows=14)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    with pytest.raises(ValueError, match="cannot be compiled"):
+    with pytest.raises(ValueError, match="empty slots are not supported under"):
         moe_experts(x, weights, experts, *matrices, num_rows=13)
 
 
@@ -383,8 +383,8 @@ def test_sorting_keeps_the_order_of_tokens_and_tiles_cover_every_row_once(
         ({"experts": torch.zeros(2, 2)}, TypeError, "experts are torch.float32"),
         ({"weights": torch.zeros(2, 2).long()}, TypeError, "weights torch.int64"),
         ({"x": torch.zeros(2, 4).bfloat16()}, TypeError, "torch.bfloat16 and torch.float32, torch.float32"),
-        ({"experts": torch.full((2, 2), 5)}, IndexError, "experts lie from 5 to 5; expected 0 to 4"),
-        ({"experts": torch.full((2, 2), -1)}, IndexError, "experts lie from -1 to -1; expected 0 to 4"),
+        ({"experts": torch.full((2, 2), 5)}, IndexError, "experts range from 5 to 5; expected 0 to 4"),
+        ({"experts": torch.full((2, 2), -1)}, IndexError, "experts range from -1 to -1; expected 0 to 4"),
     ],
 )
 def test_what_does_not_fit_is_a_clear_error(change, error, message):

@@ -391,7 +391,7 @@ def test_label_outside_the_vocabulary_is_an_error_that_names_it(implementation, 
     [
         ({"weight": torch.ones(V, H + 1)}, ValueError, r"weight \[37, 9\]"),
         ({"bias": torch.ones(V + 1)}, ValueError, r"expected \[37\]"),
-        ({"labels": torch.zeros(5, dtype=torch.long)}, ValueError, r"expected one a token, \[11\]"),
+        ({"labels": torch.zeros(5, dtype=torch.long)}, ValueError, r"expected one per token, \[11\]"),
         ({"labels": torch.zeros(11)}, TypeError, "int64 or int32"),
         ({"num_valid": 8}, ValueError, "num_valid is 8, but 9"),
         ({"reduction": "none", "num_items": 8}, ValueError, "num_items"),

@@ -311,7 +311,7 @@ def test_results_may_be_altered_in_place(implementation):
         ({"labels": torch.zeros(6, dtype=torch.long)}, ValueError, "labels have shape"),
         ({"labels": torch.full((7,), -1)}, IndexError, f"label -1 .* vocabulary of {V}"),
         ({"weight": torch.zeros(V, H).half()}, TypeError, "one floating dtype"),
-        ({"coefficients": torch.zeros(6)}, ValueError, "expected one a label"),
+        ({"coefficients": torch.zeros(6)}, ValueError, r"expected \[\d+\], as labels"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, error, message):

@@ -379,7 +379,7 @@ def test_autograd_sees_that_a_parameter_has_changed(implementation):
     [
         ({"parameter": torch.zeros(8, dtype=torch.float16)}, TypeError, "a parameter is torch.float16"),
         ({"gradient": torch.zeros(8, dtype=torch.int32)}, TypeError, "a gradient is torch.int32"),
-        ({"gradient": torch.zeros(9)}, ValueError, r"found \(9,\) beside a parameter of \(8,\)"),
+        ({"gradient": torch.zeros(9)}, ValueError, r"found \(9,\) for a parameter of \(8,\)"),
         ({"gradient": torch.zeros(16)[::2]}, ValueError, "not contiguous"),
         ({"gradient": torch.zeros(8, device="meta")}, ValueError, "on cpu and on meta"),
         ({"exp_avg": torch.zeros(8, dtype=torch.float64)}, TypeError, "a moment is torch.float64"),

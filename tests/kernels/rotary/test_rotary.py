@@ -287,9 +287,9 @@ def test_operands_that_do_not_fit_are_refused():
         split_rotary_qkv(qkv, cos, sin, 4, 1, 8)
     with pytest.raises(ValueError, match=r"expected \[4, 'R/2'\] for both"):
         split_rotary_qkv(qkv, cos[:3], sin[:3], 3, 1, 8)
-    with pytest.raises(ValueError, match="turn 10 elements a head; heads have 8"):
+    with pytest.raises(ValueError, match="rotate 10 elements per head; heads have 8"):
         split_rotary_qkv(qkv, *tables(4, 5), 3, 1, 8)
     with pytest.raises(ValueError, match="detach them"):
         rotary(q, q, cos.requires_grad_(), sin)
-    with pytest.raises(ValueError, match="alike but for the heads"):
+    with pytest.raises(ValueError, match="equal except for the heads"):
         rotary(q, torch.randn(4, 3, 6), cos.detach(), sin)
