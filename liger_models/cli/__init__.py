@@ -1,11 +1,11 @@
 """`liger-models`: the command line.
 
-Each command is a module of this package with `add_parser(subparsers)`, which describes its arguments, and
-`run(args)`, which does the work and returns an exit code (None is 0). A command module imports nothing heavy
-before `run`, so that `--help` answers at once.
+Each command is a module of this package with `add_parser(subparsers)`, which declares its arguments, and
+`run(args)`, which does the work and returns an exit code (None is 0). Command modules import nothing heavy
+before `run`, so that `--help` is fast.
 
-Exit codes: 0 done, 1 the command ran and its verdict is no, 2 it could not be done (one line on stderr says
-why; `--debug` shows the traceback), 130 interrupted.
+Exit codes: 0 success, 1 the command ran and its check failed, 2 the command could not run (one line on stderr
+says why; `--debug` shows the traceback), 130 interrupted.
 """
 
 import argparse
@@ -25,19 +25,20 @@ COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; `argv` without the program's name (default: `sys.argv[1:]`). Returns the exit code."""
+    """Run one command; `argv` excludes the program's name (default: `sys.argv[1:]`). Returns the exit
+    code."""
     parser = build_parser()
     args, others = parser.parse_known_args(argv)
     if others and args.command != "bench":
         parser.error(f"unrecognized arguments: {' '.join(others)}")
-    args.others = others  # which `bench` passes on
+    args.others = others  # forwarded by `bench`
     try:
         return args.run(args) or 0
     except KeyboardInterrupt:
         print(f"liger-models {args.command}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of a pipe (`| head`) has gone: not a failure, and Python must not flush into it at exit.
+        # The reader of a pipe (`| head`) closed it: not a failure, and Python must not flush into it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (LigerModelsError, OSError) as error:
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Prints a usage error and where to find help, not the usage, which takes dozens of lines."""
+    """Prints a usage error and how to get help, but not the usage text, which takes dozens of lines."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\nSee `{self.prog} --help`.\n")

@@ -1,4 +1,4 @@
-"""`python -m liger_models.cli`: the command line where no script is installed, as under `torchrun -m`."""
+"""`python -m liger_models.cli`: the command line if the script is not installed, as under `torchrun -m`."""
 
 import sys
 

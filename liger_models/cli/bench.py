@@ -1,4 +1,4 @@
-"""`liger-models bench`: the benchmarks of a checkout, `python -m benchmarks`, which gets all arguments."""
+"""`liger-models bench`: run a checkout's benchmarks, forwarding all arguments to `python -m benchmarks`."""
 
 import argparse
 from pathlib import Path
@@ -7,8 +7,8 @@ from pathlib import Path
 def add_parser(subparsers) -> None:
     subparsers.add_parser(
         "bench",
-        help="measure kernels, training steps and loading beside their peers (from a checkout)",
-        add_help=False,  # the benchmarks have their own
+        help="benchmark kernels, training steps and loading against other libraries (in a checkout)",
+        add_help=False,  # handled by the benchmarks
     )
 
 
@@ -22,10 +22,10 @@ def run(args: argparse.Namespace) -> int:
     checkout = Path(__file__).parents[2]
     if not (checkout / "benchmarks" / "__main__.py").is_file():
         raise LigerModelsError(
-            f"found no benchmarks in {checkout}: they stand in the repository and are not installed with the "
+            f"found no benchmarks in {checkout}: they are in the repository and not installed with the "
             "package. Clone it, and run `pip install -e '.[bench]'` there"
         )
-    # Not by changing the folder: --out and the like are meant from the user's.
+    # Without changing the working directory: --out and others are relative to the user's.
     paths = [str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     return subprocess.run([sys.executable, "-m", "benchmarks", *args.others], env=environment).returncode

@@ -1,12 +1,12 @@
-"""`liger-models card`: checks families, and writes what was found to docs/families, in a checkout.
+"""`liger-models card`: check families and write the results to docs/families, in a checkout.
 
-Of each family, from its registration alone: transformers writes a tiny checkpoint with random parameters,
-which is read, written back, compared with transformers, continued, trained, resumed and given back. Where
-there are GPUs, a training step of real widths is measured beside transformers and liger-kernel, of all
-families named in one run, a family on each GPU at a time; with --compiled beside these under torch.compile
-too. What this machine cannot run stays as an earlier card has it. Each card is written as soon as something
-of it is found. At the end, or at once where no family is named, the pages that are made from the registry and
-the cards are renewed, the README's table of models among them.
+For each family, transformers writes a tiny random checkpoint, which is loaded, saved, compared with
+transformers, used for generation, trained, resumed and exported. On machines with GPUs, a training step at
+the family's real sizes is benchmarked against transformers and liger-kernel, one family per GPU at a time;
+--compiled also measures these under torch.compile. Results that this machine cannot produce are kept from the
+existing card. Each card is written as soon as it has a new result. At the end (at once if no family is
+given), the pages generated from the registry and the cards are updated, including the README's table of
+models.
 
 Exit code 1 if a check failed.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 def add_parser(subparsers) -> None:
     parser = subparsers.add_parser(
         "card",
-        help="check a family against transformers and write its card (in a checkout)",
+        help="check families against transformers and write their cards (in a checkout)",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -33,14 +33,14 @@ def add_parser(subparsers) -> None:
     parser.add_argument(
         "--compiled",
         action="store_true",
-        help="for the training step: also peers under torch.compile, which takes up to minutes for each",
+        help="for the training step: also measure the other libraries under torch.compile (minutes each)",
     )
     parser.add_argument(
         "--repository",
         metavar="FOLDER",
         type=Path,
         default=Path(__file__).parents[2],
-        help="where docs/families is (default: the checkout that this command is run from)",
+        help="the checkout with docs/families (default: the one that contains this installation)",
     )
 
 
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
     if not (args.repository / "README.md").is_file():
         raise LigerModelsError(
-            f"{args.repository} is not a checkout of liger_models; name one with --repository"
+            f"{args.repository} is not a checkout of liger_models; pass one with --repository"
         )
     every = [*list_architectures(), *list_architectures(sees=True)]
     names = every if args.all else args.families
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         raise LigerModelsError("transformers is not installed: pip install 'liger_models[hf]'")
     checks = args.only or list(CHECKS)
     if unknown := set(checks) - CHECKS.keys():
-        raise LigerModelsError(f"found --only {', '.join(sorted(unknown))}; there are {', '.join(CHECKS)}")
+        raise LigerModelsError(f"found --only {', '.join(sorted(unknown))}; expected {', '.join(CHECKS)}")
     cards: dict[str, Card] = {}
 
     def show(family: Architecture, line: Line) -> None:

@@ -1,4 +1,4 @@
-"""`liger-models export`: a checkpoint, or the newest one of a training run, as a Hugging Face checkpoint."""
+"""`liger-models export`: write a checkpoint, or a training run's newest one, as a Hugging Face checkpoint."""
 
 import argparse
 
@@ -6,11 +6,11 @@ import argparse
 def add_parser(subparsers) -> None:
     parser = subparsers.add_parser(
         "export",
-        help="write a Hugging Face checkpoint, if asked in another dtype or with other shards",
+        help="write a Hugging Face checkpoint, optionally with another dtype or shard size",
         description=__doc__,
     )
     parser.add_argument("src", metavar="SRC", help="hub id, checkpoint folder, or a training run's folder")
-    parser.add_argument("out", metavar="OUT", help="the folder to write")
+    parser.add_argument("out", metavar="OUT", help="output folder")
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
@@ -20,7 +20,7 @@ def add_parser(subparsers) -> None:
         "--max-shard-size",
         metavar="SIZE",
         type=size,
-        help="largest file, such as 5GB or 500MiB (default: the same files as the source)",
+        help="maximum file size, such as 5GB or 500MiB (default: the source's files)",
     )
 
     parser.add_argument(
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
 
     source, out = find_checkpoint(args.src), Path(args.out)
     if out.resolve() == source.resolve():
-        raise CheckpointError(f"{out} is the checkpoint itself; choose another folder to write to")
+        raise CheckpointError(f"{out} is the source checkpoint; choose another output folder")
     model = liger_models.from_hub(source, device="cpu", text_only=args.text_only, dropout=0.0)
     dtype = getattr(torch, args.dtype) if args.dtype else None
     model.save_pretrained(out, max_shard_size=args.max_shard_size, dtype=dtype)

@@ -1,7 +1,6 @@
-"""`liger-models generate`: continue a prompt; the words appear as they come.
+"""`liger-models generate`: continue a prompt, streaming the text.
 
-With --image the prompt is what a user asks about the images, in the model's chat template, and the answer
-appears.
+With --image the prompt is a user's question about the images, formatted with the model's chat template.
 """
 
 import argparse
@@ -21,14 +20,13 @@ if TYPE_CHECKING:
 def add_parser(subparsers) -> None:
     parser = subparsers.add_parser("generate", help="continue a prompt", description=__doc__)
     parser.add_argument("name", metavar="NAME", help="hub id, checkpoint folder, or a training run's folder")
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what to continue")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue")
     parser.add_argument(
         "--image",
         action="append",
         default=[],
         metavar="PATH",
-        help="an image that the prompt is about, for multimodal models; may be given more than once "
-        "(needs the extra vision)",
+        help="an image that the prompt is about, for multimodal models; repeatable (needs the extra vision)",
     )
     add_max_image_pixels(parser)
     parser.add_argument(
@@ -36,23 +34,23 @@ def add_parser(subparsers) -> None:
         type=_positive,
         default=100,
         metavar="N",
-        help="most tokens to add (default: %(default)s)",
+        help="maximum number of new tokens (default: %(default)s)",
     )
     parser.add_argument(
         "--temperature",
         type=_temperature,
         default=0.0,
         metavar="T",
-        help="sampling temperature; 0 always takes the likeliest token (default: %(default)s)",
+        help="sampling temperature; 0 is greedy decoding (default: %(default)s)",
     )
     parser.add_argument(
         "--top-p",
         type=_probability,
         default=1.0,
         metavar="P",
-        help="sample from the likeliest tokens whose probabilities reach this sum (default: %(default)s)",
+        help="nucleus sampling: sample from the likeliest tokens that reach this total probability (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=_seed, metavar="N", help="makes the sampling repeatable")
+    parser.add_argument("--seed", type=_seed, metavar="N", help="seed for reproducible sampling")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
     parser.add_argument(
         "--text-only", action="store_true", help="take only the language model of a multimodal checkpoint"
@@ -72,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
     from liger_models.layers.vision.packing import ON_HOST
     from liger_models.training.text.tokenizer import TextTokenizer
 
-    try:  # bytes of the command line that are no text arrive as halves of surrogate pairs
+    try:  # undecodable bytes of the command line arrive as lone surrogates
         args.prompt.encode()
     except UnicodeEncodeError as error:
         raise DataError("the prompt is not valid text in the terminal's encoding") from error
@@ -88,8 +86,8 @@ def run(args: argparse.Namespace) -> None:
         images = {name: x if name in ON_HOST else x.to(device) for name, x in images.items()}
     else:
         ids = tokenizer.encode(args.prompt)
-    # A token may be part of a character, and a word's leading space depends on the token before it: the
-    # stream has seen the prompt, and holds bytes back until they are whole.
+    # A token may be part of a character, and a word's leading space depends on the previous token: the stream
+    # was fed the prompt, and buffers bytes until characters are complete.
     stream = DecodeStream(ids=ids, skip_special_tokens=True)
 
     def show(token: torch.Tensor) -> None:
@@ -112,8 +110,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _ends(of_model: Any, of_tokenizer: int | None) -> list[int]:
-    """The ids that end a text: those that the model names, which may end turns too, and the one that training
-    puts behind documents.
+    """Ids that end the text: the model's, which may include end-of-turn ids, and the end-of-document id used
+    in training.
     """
     named = of_model if isinstance(of_model, list) else [of_model]
     return sorted({end for end in (*named, of_tokenizer) if end is not None})
@@ -122,12 +120,12 @@ def _ends(of_model: Any, of_tokenizer: int | None) -> list[int]:
 def ask(
     prompt: str, paths: list[str], folder: "Path", spec: "ModelSpec", tokenizer: "TextTokenizer"
 ) -> "tuple[list[int], dict[str, Tensor]]":
-    """The ids of a question about images, up to where the answer begins, and the keywords of a call that hold
-    the images.
+    """Token ids of a question about images, up to the start of the answer, and the model's keyword arguments
+    for the images.
 
     Raises:
-        ConfigError: the model sees none.
-        DataError: an image, or the question beside it, cannot be used.
+        ConfigError: the model does not accept images.
+        DataError: an unusable image or question.
     """
     from pathlib import Path
 
@@ -135,7 +133,9 @@ def ask(
     from liger_models.images import Preprocessor, find_image
 
     if spec.vision is None:
-        raise ConfigError(f"--image: the model in {folder} sees no images; leave --image and --text-only out")
+        raise ConfigError(
+            f"--image: the model in {folder} does not accept images; omit --image and --text-only"
+        )
     content = [*({"type": "image"} for _ in paths), {"type": "text", "text": prompt}]
     text = tokenizer.render_question([{"role": "user", "content": content}])
     preprocessor = Preprocessor(folder, spec)
@@ -145,7 +145,7 @@ def ask(
 
 def _seed(text: str) -> int:
     if abs(value := int(text)) >= 2**63:
-        raise argparse.ArgumentTypeError(f"must be a number of 64 bits, found {text}")
+        raise argparse.ArgumentTypeError(f"must be a 64-bit integer, found {text}")
     return value
 
 

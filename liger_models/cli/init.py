@@ -1,19 +1,19 @@
-"""`liger-models init`: a fresh checkpoint with random weights, in the Hugging Face format."""
+"""`liger-models init`: create a checkpoint with random weights in the Hugging Face format."""
 
 import argparse
 
 
 def add_parser(subparsers) -> None:
     parser = subparsers.add_parser(
-        "init", help="write a fresh, untrained checkpoint from a preset", description=__doc__
+        "init", help="create a randomly initialised checkpoint from a preset", description=__doc__
     )
     parser.add_argument("preset", metavar="PRESET", help="a preset's name (`liger-models list` shows them)")
-    parser.add_argument("out", metavar="OUT", help="the folder to write")
+    parser.add_argument("out", metavar="OUT", help="output folder")
     parser.add_argument(
         "--tokenizer",
         metavar="DIR",
         help="a folder with tokenizer.json: its vocabulary size and ids replace the preset's, and its files "
-        "go along into OUT",
+        "are copied to OUT",
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of the random weights (default: %(default)s)"
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
 
     out = Path(args.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out} exists and is not an empty folder; choose another, or remove it first")
+        raise CheckpointError(f"{out} exists and is not an empty folder; choose another or remove it first")
     if args.tokenizer:
         tokenizer = TextTokenizer(args.tokenizer)
         config = preset(

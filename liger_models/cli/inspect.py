@@ -1,6 +1,6 @@
-"""`liger-models inspect`: what a model is made of, where its parameters come from, and what memory it takes.
+"""`liger-models inspect`: show a model's layers, parameters, checkpoint tensors and memory requirements.
 
-Reads config.json and the headers of the weight files; of a repository on the hub no weights are downloaded.
+Reads config.json and the headers of the weight files; for hub repositories, no weights are downloaded.
 """
 
 import argparse
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def add_parser(subparsers) -> None:
     parser = subparsers.add_parser(
-        "inspect", help="a model's parts, parameters and memory", description=__doc__
+        "inspect", help="show a model's layers, parameters and memory", description=__doc__
     )
     parser.add_argument("name", metavar="NAME", help="hub id, checkpoint folder, or preset")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
@@ -31,13 +31,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 def inspect(name: str) -> dict[str, Any]:
-    """All that the command shows, as JSON holds it; every parameter and every layer by itself."""
+    """Everything the command shows, as JSON-serialisable data, with every parameter and layer listed
+    separately."""
     from dataclasses import asdict
 
     import liger_models
 
     config, dtypes, folder = find_config(name)
-    preset = not dtypes and folder is None  # which `init` makes in bfloat16
+    preset = not dtypes and folder is None  # `init` creates it in bfloat16
     dtype = "bfloat16" if preset else "auto"
     model = liger_models.from_config(config, device="meta", dtype=dtype, dropout=0.0)
     if folder is not None:
@@ -62,7 +63,8 @@ def inspect(name: str) -> dict[str, Any]:
 
 
 def find_config(name: str) -> tuple[Any, dict[str, str], Path | None]:
-    """The config; the dtype of every checkpoint tensor, if the hub told them; the folder, if there is one."""
+    """The config, the dtype of every checkpoint tensor if the hub lists them, and the folder if there is
+    one."""
     from liger_models.cli.checkpoints import find_checkpoint
     from liger_models.convert.checkpoints.hub import read_headers, resolve
     from liger_models.convert.errors import HubError
@@ -75,13 +77,13 @@ def find_config(name: str) -> tuple[Any, dict[str, str], Path | None]:
         return PRESETS[name], {}, None
     try:
         folder = resolve(name, local_files_only=True)
-    except HubError:  # not in the cache: look at it from here
+    except HubError:  # not in the cache: read the headers remotely
         return *read_headers(name), None
     return folder, {}, folder
 
 
 def _checked_dtypes(folder: Path, model: "LigerCausalLM") -> dict[str, str]:
-    """The dtype of every checkpoint tensor, after the check that the files are those of this model."""
+    """Dtype of every checkpoint tensor, after checking that the files match the model."""
     from liger_models.convert.checkpoints.reading import CheckpointReader
     from liger_models.models.matching import find_layout
 
@@ -105,7 +107,7 @@ def _parameters(model: "LigerCausalLM", dtypes: dict[str, str]) -> list[dict[str
 
 
 def _expression(expr: "Expr") -> str:
-    """An expression of the algebra as text: `cat(a, b)`, `stack(...)`, `permute(a, ...)`, or a name."""
+    """Text of a weight-map expression: `cat(a, b)`, `stack(...)`, `permute(a, ...)`, or a name."""
     from liger_models.convert.checkpoints.weight_map import Cat, Permute, Ref, Stack
 
     match expr:
@@ -136,7 +138,7 @@ def _memory(model: "LigerCausalLM", dtypes: dict[str, str]) -> dict[str, Any]:
         "dtype": str(dtype).removeprefix("torch."),
         "weights": weights,
         "gradients": weights,
-        # Two moments, and of bfloat16 weights the bits that rounding would lose.
+        # Two moments, and the residual bits of bfloat16 weights.
         "adamw": (3 if dtype == torch.bfloat16 else 2) * weights,
         "activations_per_token": {
             level: sum(layer.activation_bytes(level, dtype.itemsize) for layer in model.layers)
@@ -161,7 +163,7 @@ def print_report(report: dict[str, Any]) -> None:
         for line in _spec_lines(block):
             print(f"    {line}")
 
-    print("\nParameters, and the checkpoint tensors that they are made of")
+    print("\nParameters and their checkpoint tensors")
     rows = []
     for row in _folded(report["parameters"]):
         rows.append((row["name"], str(row["shape"]), row["dtype"], f"= {row['expression']}"))
@@ -176,7 +178,7 @@ def print_report(report: dict[str, Any]) -> None:
         ]
     )
     layers = len(spec["blocks"])
-    print(f"\nActivations kept for the backward pass, by --activation-memory ({layers} layers)")
+    print(f"\nActivations saved for the backward pass, by --activation-memory ({layers} layers)")
     rows = [("level", "per token and layer", "per token", "8192 tokens")]
     for level, total in memory["activations_per_token"].items():
         rows.append((level, *map(bytes_text, (total / layers, total, total * 8192))))
@@ -184,7 +186,7 @@ def print_report(report: dict[str, Any]) -> None:
 
 
 def _spec_lines(spec: dict[str, Any]) -> list[str]:
-    """The settings of a spec that are set, one line; the specs inside it below."""
+    """A spec's non-default settings on one line, with nested specs below."""
     plain = [
         f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
         for name, value in spec.items()
@@ -199,7 +201,7 @@ def _spec_lines(spec: dict[str, Any]) -> list[str]:
 
 
 def _runs(layers: list[Any]) -> list[tuple[tuple[int, int], Any]]:
-    """Equal neighbours as one: ((first, last), layer)."""
+    """Merge equal neighbours: ((first, last), layer)."""
     runs: list[tuple[tuple[int, int], Any]] = []
     for i, layer in enumerate(layers):
         if runs and runs[-1][1] == layer:
@@ -210,7 +212,7 @@ def _runs(layers: list[Any]) -> list[tuple[tuple[int, int], Any]]:
 
 
 def _folded(parameters: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of equal neighbouring layers as one, with {first..last} for the layer's number."""
+    """Merge the rows of equal neighbouring layers, with {first..last} as the layer number."""
     import itertools
     import re
 

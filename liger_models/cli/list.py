@@ -1,11 +1,11 @@
-"""`liger-models list`: what can be read, and the presets that can be made fresh."""
+"""`liger-models list`: show the supported architectures and the presets for new models."""
 
 import argparse
 from pathlib import Path
 
 
 def add_parser(subparsers) -> None:
-    subparsers.add_parser("list", help="supported architectures and presets", description=__doc__)
+    subparsers.add_parser("list", help="show supported architectures and presets", description=__doc__)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -17,8 +17,8 @@ def run(args: argparse.Namespace) -> None:
     from liger_models.presets import PRESETS
 
     architectures = [find_architecture(name) for name in liger_models.list_architectures()]
-    print("Architectures: the model_type of config.json, the models, and their class in transformers; in a")
-    print("checkout also what the cards say of a training step on a GPU beside the fastest peer:")
+    print("Architectures: model_type in config.json, models, and class in transformers; in a checkout also")
+    print("the speed of a training step on a GPU relative to the fastest other library (from the cards):")
     checkout = Path(__file__).parents[2]
     print_table(
         [
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
     seeing = [find_architecture(name) for name in liger_models.list_architectures(sees=True)]
     print("Vision-language models:")
     print_table([(family.model_type, about(family).name, family.reference) for family in seeing])
-    print("Presets, for fresh models (`init`, `train`):")
+    print("Presets for new models (`init`, `train`):")
     rows = []
     for name, config in PRESETS.items():
         count = liger_models.from_config(config, device="meta").num_parameters()

@@ -1,8 +1,8 @@
-"""`liger-models plan`: whether a training step fits on a GPU, with which levels of activation memory, the
-largest batch and the longest context. On any machine: nothing is loaded but config.json.
+"""`liger-models plan`: whether a training step fits on a GPU, the activation memory levels it needs, the
+largest batch and the longest context. Runs on any machine and reads only config.json.
 
-A row beyond the model's `max_position_embeddings` is counted like any other. What is pinned in the host's
-memory (the level `offload`, --optimizer-memory host) is counted too.
+Rows longer than the model's `max_position_embeddings` are allowed. Pinned host memory (the level `offload`,
+--optimizer-memory host) is counted, too.
 """
 
 import argparse
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from liger_models.layers.memory import Plan, Shown, StepMemory
     from liger_models.models.causal_lm import LigerCausalLM
 
-# Memory that a program can have, in GiB, of GPUs by the names that people know them by: of H200 and H100 as
-# their driver says, of the others a little under what their makers state.
+# Memory available to a program, in GiB, by the GPUs' common names: for H200 and H100 as reported by the
+# driver, for the others slightly below the vendors' figures.
 GPUS = {
     "B200": 178.0,
     "H200": 139.8,
@@ -26,68 +26,93 @@ GPUS = {
     "RTX4090": 23.5,
     "T4": 14.6,
 }
-SHARE = 0.95  # of it that is planned with: the allocator's gaps, workspaces and the driver need the rest
-MOST = 1 << 24  # tokens that are looked for
-QUANTISED = {"nf4": 0.5 + 4 / 64, "int8": 1.0}  # bytes an element, with a float32 scale for each 64
+SHARE = 0.95  # of the memory, for the plan: the rest is for fragmentation, workspaces and the driver
+MOST = 1 << 24  # upper bound of the search, in tokens
+QUANTISED = {"nf4": 0.5 + 4 / 64, "int8": 1.0}  # bytes per element, with a float32 scale per 64 of nf4
 
 
 def add_parser(subparsers) -> None:
     parser = subparsers.add_parser(
-        "plan", help="whether a training step fits on a GPU, and with what", description=__doc__
+        "plan",
+        help="check whether a training step fits on a GPU, and with which settings",
+        description=__doc__,
     )
     add = parser.add_argument
     add("name", metavar="NAME", help="hub id, checkpoint folder, config.json, or preset")
-    add("--gpu", required=True, metavar="GPU", help=f"{', '.join(GPUS)}, or its memory, such as 80GiB")
-    add("--batch", type=_positive, default=1, metavar="N", help="rows on a GPU (default: %(default)s)")
-    add("--seq", type=_tokens, default=4096, metavar="N", help="tokens in a row (%(default)s); max: the most")
+    add("--gpu", required=True, metavar="GPU", help=f"{', '.join(GPUS)}, or a memory size such as 80GiB")
+    add("--batch", type=_positive, default=1, metavar="N", help="rows per GPU (default: %(default)s)")
+    add(
+        "--seq",
+        type=_tokens,
+        default=4096,
+        metavar="N",
+        help="tokens per row (%(default)s); max: as many as fit",
+    )
     add(
         "--labels",
         type=_share,
         default=1.0,
         metavar="SHARE",
-        help="of the tokens that have one (%(default)s)",
+        help="fraction of the tokens with a label (%(default)s)",
     )
-    add("--images", type=_count, default=0, metavar="N", help="in each row, their tokens among --seq's")
+    add(
+        "--images",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="images per row; their tokens count towards --seq",
+    )
     add(
         "--image-size",
         type=_size_of_image,
         default=(1024, 1024),
         metavar="HxW",
-        help="of them in pixels, as the model's processor resizes them (default: 1024x1024)",
+        help="image size in pixels, after the model's processor has resized it (default: 1024x1024)",
     )
     add("--freeze", default="", metavar="PARTS", help="as for `train`: vision, projector, language")
-    add("--gpus", type=_positive, default=1, metavar="N", help="that divide the parameters (FSDP2)")
+    add(
+        "--gpus",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="number of GPUs that share the parameters (FSDP2)",
+    )
     add(
         "--sequence-parallel",
         type=_positive,
         default=1,
         metavar="N",
-        help="of the GPUs, so many divide each row among them; batch and seq are those of the N together",
+        help="GPUs that share each row; --batch and --seq are then per group of N",
     )
     add("--lora", metavar="r=16", help="as for `train`: adapters of this rank on all linear layers")
-    add("--quantize", choices=tuple(QUANTISED), help="of the layers' matrices, beside adapters")
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights (%(default)s)")
+    add("--quantize", choices=tuple(QUANTISED), help="quantise the base matrices below the adapters")
+    add(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        default="bfloat16",
+        help="dtype of the weights (%(default)s)",
+    )
     add("--weights", choices=("master", "compensated", "stochastic", "plain"), default="master")
     add("--moments", choices=("auto", "float32", "bfloat16"), default="auto", help="see `train --help`")
     add(
         "--optimizer-memory",
         choices=("device", "host"),
         default="device",
-        help="where the optimizer's state is (default: %(default)s)",
+        help="where the optimizer state is kept (default: %(default)s)",
     )
-    add("--host-memory", metavar="SIZE", help="that one GPU's process has, such as 256GiB (default: enough)")
-    add("--accumulate", action="store_true", help="more micro-batches than one in a step")
+    add("--host-memory", metavar="SIZE", help="host memory per GPU, such as 256GiB (default: unlimited)")
+    add("--accumulate", action="store_true", help="plan for several micro-batches per step")
     add(
         "--activation-memory",
         choices=("auto", "all", "lean", "mlp", "checkpoint", "tiled", "offload"),
         default="auto",
-        help="auto: the levels that repeat least among those that fit (default: %(default)s)",
+        help="auto: the least recomputation that fits (default: %(default)s)",
     )
     add("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 1 if it does not fit."""
+    """Print the plan; the exit code is 1 if the step does not fit."""
     report = plan(args)
     if args.json:
         import json
@@ -99,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def plan(args: argparse.Namespace) -> dict[str, Any]:
-    """All that the command shows, as JSON holds it."""
+    """Everything the command shows, as JSON-serialisable data."""
     from liger_models.convert.errors import ConfigError
     from liger_models.layers.memory import NOTHING, largest, shown_of_size
     from liger_models.layers.recompute.activation_memory import LEVELS
@@ -129,9 +154,9 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     if args.seq is not None and args.seq <= of_images:
         raise ConfigError(
             f"--seq {args.seq}: {args.images} images of {height}x{width} pixels "
-            f"take {of_images} tokens of {args.name}; expected more"
+            f"take {of_images} tokens of {args.name}; pass a larger --seq"
         )
-    counted.plan(["all"] * len(counted.stages))  # what does not depend on the batch is counted here, once
+    counted.plan(["all"] * len(counted.stages))  # caches everything independent of the batch
     seq = args.seq or longest(args.batch, args.activation_memory) or 256
 
     def most(level: str) -> dict[str, int]:
@@ -174,7 +199,7 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _model(args: argparse.Namespace) -> "LigerCausalLM":
-    """Without memory, and frozen in part; raises ConfigError where the options do not go together."""
+    """Build the model on the meta device, partly frozen; raises ConfigError for incompatible options."""
     import torch
 
     import liger_models
@@ -183,7 +208,7 @@ def _model(args: argparse.Namespace) -> "LigerCausalLM":
     from liger_models.training.inputs import freeze
 
     if args.quantize and not args.lora:
-        raise ConfigError("--quantize is for --lora: quantised weights are not trained")
+        raise ConfigError("--quantize needs --lora: quantised weights are not trained")
     if args.gpus % args.sequence_parallel:
         raise ConfigError(
             f"--sequence-parallel {args.sequence_parallel} does not divide --gpus {args.gpus}, of which its "
@@ -193,14 +218,14 @@ def _model(args: argparse.Namespace) -> "LigerCausalLM":
     dtype = getattr(torch, args.dtype)
     model = liger_models.from_config(config, device="meta", dtype=dtype, dropout=0.0)
     if args.images and model.spec.vision is None:
-        raise ConfigError(f"--images {args.images}: {args.name} sees none; leave it out")
+        raise ConfigError(f"--images {args.images}: {args.name} does not accept images; omit it")
     if args.freeze:
         freeze(model, tuple(args.freeze.split(",")))
     return model
 
 
 def _step_memory(args: argparse.Namespace, model: "LigerCausalLM") -> "StepMemory":
-    """Of rows of one token, yet to be resized."""
+    """Memory of a step with rows of one token, to be resized."""
     import torch
 
     from liger_models.layers.memory import Step, StepMemory
@@ -210,7 +235,7 @@ def _step_memory(args: argparse.Namespace, model: "LigerCausalLM") -> "StepMemor
 
     lora = LoraSettings.parse(args.lora) if args.lora else None
     rank = 0 if lora is None else lora.r
-    # Adapters are in float32, and so are the moments of theirs.
+    # Adapters and their moments are in float32.
     dtype, moments = (torch.float32, "auto") if rank else (getattr(torch, args.dtype), args.moments)
     per_element = state_bytes(dtype, args.weights, moments)
     on_host = args.optimizer_memory == "host"
@@ -248,9 +273,9 @@ def print_report(report: dict[str, Any]) -> None:
         f"tokens{images} on {gpus}; the plan may use {gib(report['budget'])} of its {gib(report['memory'])}\n"
     )
     print("It fits:" if report["fits"] else "It does NOT fit:", report["summary"])
-    print(f"\nAt its largest, in {report['moment']}")
+    print(f"\nPeak memory, in {report['moment']}")
     print_table([(name, gib(count)) for name, count in report["parts"].items()] + [("", gib(report["peak"]))])
-    print("\nAll layers at one level of --activation-memory")
+    print("\nAll layers at the same --activation-memory level")
     host = any(found["host"] for found in report["by_level"].values())
     head = ("level", "peak", *["pinned on the host"] * host, "work repeated")
     rows = [(*head, f"rows of {report['seq']} that fit", "longest row")]
@@ -273,9 +298,7 @@ def _gib(gpu: str) -> float:
     except ValueError:
         count = None
     if count is None:
-        raise ConfigError(
-            f"the GPU {gpu!r} is not known; name its memory, such as 80GiB, or {', '.join(GPUS)}"
-        )
+        raise ConfigError(f"unknown GPU {gpu!r}; pass its memory, such as 80GiB, or one of {', '.join(GPUS)}")
     return count / 2**30
 
 
@@ -290,7 +313,7 @@ def _size(text: str) -> int:
 
 
 def _tokens(text: str) -> int | None:
-    """None for the most that fit."""
+    """Parse --seq; None means as many as fit."""
     return None if text == "max" else _positive(text)
 
 

@@ -1,4 +1,4 @@
-"""liger-models tokenize: data to a corpus beforehand, with what is in it and how it packs."""
+"""`liger-models tokenize`: tokenize data into a corpus in advance, and report its contents and packing."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 from liger_models.cli.train import OBJECTIVES, add_data, add_train_on, use_max_image_pixels
 
 DESCRIPTION = """\
-Tokenize data as `train` would, into the cache where `train` finds them, or into a folder of your choice:
+Tokenize data as `train` would, into the cache that `train` uses, or into a folder:
   liger-models tokenize meta-llama/Llama-3.2-1B --data texts/ --output corpus
   liger-models train meta-llama/Llama-3.2-1B --data corpus ...
-Prints what was read, and how well it packs into rows of --seq-len.
+Prints what was read and how well it packs into rows of --seq-len.
 """
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "tokenize",
-        help="tokenize data beforehand, and see how it packs",
+        help="tokenize data in advance, and show how it packs",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -26,9 +26,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add = parser.add_argument
     add("tokenizer", help="hub id of a model, or a folder with tokenizer.json")
     add_data(parser)
-    add("--output", metavar="FOLDER", help="write the corpus to this folder, to be given to --data")
+    add("--output", metavar="FOLDER", help="write the corpus to this folder, for --data")
     add("--seq-len", type=int, default=2048, metavar="N", help="tokens per row (default: %(default)s)")
-    add("--objective", choices=OBJECTIVES, default="sft", help="what the data are for (default: %(default)s)")
+    add(
+        "--objective",
+        choices=OBJECTIVES,
+        default="sft",
+        help="objective that the data are for (default: %(default)s)",
+    )
     add_train_on(parser)
     add("--truncate", action="store_true", help="cut examples with a prompt at --seq-len")
     add(
@@ -36,7 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="seed of the order in which rows are packed (default: 0)",
+        help="seed of the packing order (default: 0)",
     )
 
 
@@ -57,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
     use_max_image_pixels(args)
     folder = Path(args.tokenizer).expanduser()
     tokenizer = TextTokenizer(folder if (folder / "tokenizer.json").is_file() else resolve(args.tokenizer))
-    # Whether its ids have a place in a model is for `train` to see.
+    # `train` checks that the model has embeddings for its ids.
     options: dict[str, Any] = {"seq_len": args.seq_len, "vocab_size": 1 << 31, "truncate": args.truncate}
     options["train_on"] = args.train_on
     options["form"] = OBJECTIVES[args.objective].form
@@ -75,6 +80,5 @@ def run(args: argparse.Namespace) -> None:
         print(part.corpus.folder)
     print(describe(documents.counts))
     print(
-        f"an epoch: {stream.rows_of(0):,} rows of {args.seq_len:,} places, "
-        f"{stream.efficiency():.2%} of which are filled"
+        f"one epoch: {stream.rows_of(0):,} rows of {args.seq_len:,} tokens, {stream.efficiency():.2%} filled"
     )

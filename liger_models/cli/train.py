@@ -1,4 +1,4 @@
-"""liger-models train: pretrain or fine-tune on text, JSONL, Parquet or data sets of the hub."""
+"""`liger-models train`: pretrain or fine-tune on text, JSONL, Parquet or data sets of the hub."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import sys
 
 DESCRIPTION = """\
 Train a model on text (.txt, .md), JSONL (.jsonl, .jsonl.gz, .jsonl.zst), Parquet, or data sets of the hub
-(hf:OWNER/NAME[:CONFIG[:SPLIT]]). Each record is {"text": ...}, or {"prompt": ..., "completion": ...}, or
-{"messages": [{"role": ..., "content": ...}, ...]}, or ShareGPT's {"conversations": [...]}; where there is a
-prompt, only the completion, or what the assistant says, is trained on. Data are tokenized once, into
-memory-mapped files. Documents are packed into rows without padding, and do not see each other. More in
+(hf:OWNER/NAME[:CONFIG[:SPLIT]]). Each record is {"text": ...}, {"prompt": ..., "completion": ...},
+{"messages": [{"role": ..., "content": ...}, ...]}, or ShareGPT's {"conversations": [...]}. If there is a
+prompt, the loss covers only the completion or the assistant's answers. Data are tokenized once, into
+memory-mapped files. Documents are packed into rows without padding and do not attend to one another. See
 docs/data.md.
 
-OUTPUT gets metrics.jsonl and metrics.csv, loss.png where matplotlib is installed, checkpoint-N folders to
-resume from, and final: the trained model as a Hugging Face checkpoint, or its adapter. On several GPUs, each
+OUTPUT receives metrics.jsonl and metrics.csv, loss.png if matplotlib is installed, checkpoint-N folders for
+--resume, and final: the trained model as a Hugging Face checkpoint, or its adapter. On several GPUs, each
 holding a part of the model (--shard):
   torchrun --nproc-per-node 8 -m liger_models.cli train ...
 """
@@ -23,14 +23,15 @@ holding a part of the model (--shard):
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "train",
-        help="pretrain or fine-tune on text, JSONL, Parquet or the hub's data sets",
+        help="pretrain or fine-tune on text, JSONL, Parquet or hub data sets",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run)
     add = parser.add_argument
     add(
-        "model", help="hub id, folder with a Hugging Face checkpoint, or a preset (fresh weights; see `list`)"
+        "model",
+        help="hub id, folder with a Hugging Face checkpoint, or a preset (random weights; see `list`)",
     )
 
     add("--text-only", action="store_true", help="train only the language model of a multimodal checkpoint")
@@ -38,14 +39,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--freeze",
         default="",
         metavar="PARTS",
-        help="parts of a multimodal model that are not trained, separated by commas: vision, projector, "
-        "language; with --lora they get no adapters",
+        help="parts of a multimodal model to freeze, separated by commas: vision, projector, language; with "
+        "--lora they get no adapters",
     )
     add(
         "--dropout",
         type=float,
         metavar="0",
-        help="train without the dropout that the model's config asks for (default: refuse such a model)",
+        help="train without the dropout in the model's config (default: refuse such a model)",
     )
 
     _add_data_group(parser)
@@ -72,7 +73,7 @@ def _add_data_group(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="F",
-        help="or hold out this share of the documents for evaluation",
+        help="or hold out this fraction of the documents for evaluation",
     )
     add("--tokenizer", metavar="FOLDER", help="folder with tokenizer.json (default: the model's own)")
     add("--seq-len", type=int, default=2048, metavar="N", help="tokens per packed row (default: %(default)s)")
@@ -87,11 +88,11 @@ def _add_data_group(parser: argparse.ArgumentParser) -> None:
 def _add_run(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the run")
     add = group.add_argument
-    add("--output", required=True, metavar="FOLDER", help="where everything is written")
+    add("--output", required=True, metavar="FOLDER", help="output folder")
     length = group.add_mutually_exclusive_group(required=True)
     length.add_argument("--steps", type=int, metavar="N", help="optimizer steps")
     length.add_argument(
-        "--epochs", type=float, metavar="N", help="or passes over the data, also fractions of one"
+        "--epochs", type=float, metavar="N", help="or passes over the data; may be a fraction"
     )
     add("--batch-size", type=int, default=1, metavar="N", help="rows per micro-batch (default: %(default)s)")
     add(
@@ -113,7 +114,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="steps between evaluations (default: before the first and after the last step)",
+        help="steps between evaluations (default: only before the first and after the last step)",
     )
     add(
         "--save-every",
@@ -134,17 +135,17 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="auto",
         metavar="CHECKPOINT",
-        help="continue from OUTPUT's newest checkpoint, or from this one, as if never stopped",
+        help="resume exactly from OUTPUT's newest checkpoint, or from this one",
     )
 
     add(
         "--not-finite",
         choices=("stop", "skip"),
         default="stop",
-        help="what to do with a step whose loss or gradient is not finite: stop, or skip up to nine in a row "
+        help="for a step with a non-finite loss or gradient: stop, or skip up to nine in a row "
         "(default: %(default)s)",
     )
-    add("--log", metavar="NAMES", help="log also to tensorboard, wandb, or both, separated by a comma")
+    add("--log", metavar="NAMES", help="also log to tensorboard, wandb, or both, separated by a comma")
     add(
         "--profile",
         type=int,
@@ -167,26 +168,29 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
         "--schedule",
         choices=("cosine", "linear", "wsd", "constant"),
         default="cosine",
-        help="of the learning rate after warmup; wsd stays at the peak and falls at the end "
-        "(default: %(default)s)",
+        help="learning rate after warmup; wsd holds the peak and decays at the end (default: %(default)s)",
     )
-    add("--min-lr", type=float, default=0.0, metavar="X", help="learning rate at the end (default: 0)")
+    add("--min-lr", type=float, default=0.0, metavar="X", help="final learning rate (default: 0)")
     add(
         "--warmup",
         type=_steps_or_share,
         default=0,
         metavar="N",
-        help="steps of linear warmup, or a share of the run below 1 (default: %(default)s)",
+        help="steps of linear warmup, or a fraction of the run below 1 (default: %(default)s)",
     )
     add(
         "--decay",
         type=_steps_or_share,
         default=0.2,
         metavar="N",
-        help="steps in which wsd falls, or a share of the run below 1 (default: %(default)s)",
+        help="steps of the decay of wsd, or a fraction of the run below 1 (default: %(default)s)",
     )
     add(
-        "--weight-decay", type=float, default=0.1, metavar="X", help="of matrices only (default: %(default)s)"
+        "--weight-decay",
+        type=float,
+        default=0.1,
+        metavar="X",
+        help="applied to matrices only (default: %(default)s)",
     )
     add(
         "--clip",
@@ -200,8 +204,9 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
         "--weights",
         choices=("master", "compensated", "stochastic", "plain"),
         default="master",
-        help="how bfloat16 weights are kept: with 16 more bits, with the rounding error as a bfloat16, with "
-        "stochastic rounding, or rounded to nearest, which loses small steps (default: %(default)s)",
+        help="how bfloat16 weights are updated: with 16 more bits of state, with the rounding error kept in "
+        "bfloat16, with stochastic rounding, or rounded to nearest, which loses small steps (default: "
+        "%(default)s)",
     )
     add(
         "--moments",
@@ -213,7 +218,7 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
         "--optimizer-memory",
         choices=("device", "host"),
         default="device",
-        help="where AdamW's state is kept; from the host each step streams it through the GPU, with the same "
+        help="where AdamW's state is kept; host: each step streams it through the GPU, with the same "
         "results (default: %(default)s)",
     )
 
@@ -222,8 +227,8 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.001,
         metavar="X",
-        help="by how much each step moves the correction bias, in models that balance the load of experts "
-        "with one; 0: not at all (default: %(default)s)",
+        help="step size of the correction bias in models that balance experts with one; 0: do not change it "
+        "(default: %(default)s)",
     )
 
 
@@ -235,7 +240,7 @@ def _add_adapters(parser: argparse.ArgumentParser) -> None:
         const="",
         metavar="SETTINGS",
         help="train only low-rank adapters: r=16,alpha=32,targets=all-linear,dropout=0.0[,dora][,rslora]; "
-        "each part may be left out (these are the defaults); several targets are joined by +",
+        "each part is optional (these are the defaults); join several targets with +",
     )
     add(
         "--quantize",
@@ -246,7 +251,7 @@ def _add_adapters(parser: argparse.ArgumentParser) -> None:
     add(
         "--merge",
         action="store_true",
-        help="also write OUTPUT/merged, the model with the adapters merged into it",
+        help="also write OUTPUT/merged, the model with merged adapters",
     )
 
 
@@ -256,19 +261,19 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
         default="auto",
-        help="of weights and of what is saved (default: the checkpoint's; for presets bfloat16 on a GPU)",
+        help="dtype of trained and saved weights (default: the checkpoint's; for presets bfloat16 on a GPU)",
     )
     add("--device", default="auto", help="cuda, cuda:1, cpu (default: a GPU if there is one)")
     add(
         "--activation-memory",
         choices=("all", "lean", "mlp", "checkpoint", "tiled", "offload", "auto"),
         default="lean",
-        help="what is kept for the backward pass; auto: as much as fits (default: %(default)s)",
+        help="activations saved for the backward pass; auto: as many as fit (default: %(default)s)",
     )
     add(
         "--memory-budget",
         metavar="SIZE",
-        help="memory of a GPU that auto may use: such as 120GiB, or a share of what is free (default: 0.95)",
+        help="GPU memory that auto may use, such as 120GiB, or a fraction of the free memory (default: 0.95)",
     )
     add(
         "--shard",
@@ -298,13 +303,13 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=600.0,
         metavar="SECONDS",
-        help="if one of several processes makes no progress for this long, all end and name it "
+        help="if a process makes no progress for this long, all processes exit and name it "
         "(default: %(default)g)",
     )
     add("--attention", default="auto", help="attention backend (default: %(default)s)")
 
 
-# By option: its type, what stands for its value, and what it is.
+# By option: its type, its metavar and its help.
 OBJECTIVE_OPTIONS: dict[str, tuple[type, str, str]] = {
     "beta": (
         float,
@@ -319,7 +324,7 @@ OBJECTIVE_OPTIONS: dict[str, tuple[type, str, str]] = {
     "label_smoothing": (
         float,
         "P",
-        "for dpo and simpo: the probability that a pair is the wrong way round (0)",
+        "for dpo and simpo: probability that a pair's labels are swapped (0)",
     ),
     "f_divergence": (
         str,
@@ -329,21 +334,21 @@ OBJECTIVE_OPTIONS: dict[str, tuple[type, str, str]] = {
     "desensitize": (
         float,
         "X",
-        "for dpo: the weight of tokens by which one answer is longer than the other (1)",
+        "for dpo: weight of the tokens by which one answer is longer than the other (1)",
     ),
-    "margin": (float, "X", "for simpo (1) and reward (0): by how much the chosen answer should score higher"),
-    "nll_weight": (float, "X", "for simpo: the weight of the chosen answer's likelihood loss (0)"),
-    "centering": (float, "X", "for reward: the weight of a term that keeps rewards around zero (0)"),
-    "desirable_weight": (float, "X", "for kto: the weight of good answers (1)"),
-    "undesirable_weight": (float, "X", "for kto: the weight of bad answers (1)"),
+    "margin": (float, "X", "for simpo (1) and reward (0): target margin between chosen and rejected answers"),
+    "nll_weight": (float, "X", "for simpo: weight of the chosen answer's likelihood loss (0)"),
+    "centering": (float, "X", "for reward: weight of a term that centres rewards around zero (0)"),
+    "desirable_weight": (float, "X", "for kto: weight of good answers (1)"),
+    "undesirable_weight": (float, "X", "for kto: weight of bad answers (1)"),
     "teacher": (str, "MODEL", "for distill: hub id or folder of a model with the same vocabulary"),
     "temperature": (float, "X", "for distill: divides both models' logits (1)"),
     "top_k": (
         int,
         "K",
-        "for distill: compare only the teacher's K likeliest tokens, and the rest as one (all)",
+        "for distill: compare only the teacher's K likeliest tokens, and the others as one (all)",
     ),
-    "hard_weight": (float, "X", "for distill: the weight of the labels' own loss beside the divergence (0)"),
+    "hard_weight": (float, "X", "for distill: weight of the cross entropy added to the divergence (0)"),
 }
 
 
@@ -356,9 +361,9 @@ def add_objective(parser: argparse.ArgumentParser) -> None:
         "--objective",
         choices=OBJECTIVES,
         default="sft",
-        help="what is minimised: dpo, orpo, simpo and reward read records of prompt, chosen and rejected; "
-        "kto those of prompt, completion and label; the others those above (default: %(default)s). Its "
-        "options follow, with defaults in brackets; one that it does not have is refused:",
+        help="training objective: dpo, orpo, simpo and reward read records of prompt, chosen and rejected; "
+        "kto reads prompt, completion and label; the others the records above (default: %(default)s). Its "
+        "options follow, with defaults in brackets; others are refused:",
     )
     for name, (kind, metavar, text) in OBJECTIVE_OPTIONS.items():
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
@@ -375,7 +380,7 @@ def add_train_on(group: argparse._ActionsContainer) -> None:
 
 
 def add_data(group: argparse._ActionsContainer) -> None:
-    """The options that name data, which `tokenize` has too."""
+    """Add the data options shared with `tokenize`."""
     group.add_argument(
         "--data",
         nargs="+",
@@ -388,12 +393,12 @@ def add_data(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--data-cache",
         metavar="FOLDER",
-        help="where tokenized data are kept (default: liger_models/data in the user's cache folder)",
+        help="cache for tokenized data (default: liger_models/data in the user's cache folder)",
     )
     group.add_argument(
         "--verify-data",
         action="store_true",
-        help="check the digests of all corpora (default: only where files are newer than their manifest)",
+        help="verify the digests of all corpora (default: only of files newer than their manifest)",
     )
     add_max_image_pixels(group)
 
@@ -408,9 +413,10 @@ def add_max_image_pixels(group: argparse._ActionsContainer) -> None:
 
 
 def use_max_image_pixels(args: argparse.Namespace) -> None:
-    """
+    """Raise Pillow's limit to --max-image-pixels.
+
     Raises:
-        ConfigError: it is no number of pixels.
+        ConfigError: not a number of pixels.
     """
     from liger_models.convert.errors import ConfigError
     from liger_models.images.files import allow_pixels

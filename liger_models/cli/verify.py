@@ -1,12 +1,12 @@
-"""`liger-models verify`: that a checkpoint survives the round trip, and computes what transformers computes.
+"""`liger-models verify`: check a checkpoint's round trip, and its results against transformers.
 
-First every parameter is read into our layout and written back, and the bytes are compared with the file's.
-Then, where transformers is installed, logits, loss and every gradient are compared in float32 on random ids.
-The distance is |ours - theirs| / |theirs|, over a whole tensor, and must be at most 1e-5. Where a gradient
-cancels to almost nothing no float32 program gets that close to another: there the measure is how far two of
-transformers' own implementations of attention are from each other.
+First every parameter is converted into our layout and back, and the bytes are compared with the file's. Then,
+if transformers is installed, logits, loss and every gradient are compared in float32 on random ids. The
+distance |ours - theirs| / |theirs| of each tensor must be at most 1e-5. If a gradient nearly cancels, no two
+float32 programs agree that closely; the bound is then the distance between two of transformers' own attention
+implementations.
 
-Exit code 1 if a byte or a distance is off.
+Exit code 1 if a byte differs or a distance is too large.
 """
 
 import argparse
@@ -22,7 +22,7 @@ SHOWN = 10
 def add_parser(subparsers) -> None:
     parser = subparsers.add_parser(
         "verify",
-        help="check a checkpoint's round trip, and its numbers against transformers",
+        help="check a checkpoint's round trip and its results against transformers",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -30,7 +30,7 @@ def add_parser(subparsers) -> None:
     parser.add_argument(
         "--transformers",
         action=argparse.BooleanOptionalAction,
-        help="compare with transformers (default: if it is installed and the memory suffices)",
+        help="compare with transformers (default: if it is installed and fits in memory)",
     )
 
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     if args.transformers is False:
         return 0 if same else 1
     skeleton = liger_models.from_config(folder, device="meta", dropout=0.0)
-    obstacle: str | None = "it is a sequence classifier, and language models are compared"
+    obstacle: str | None = "only language models are compared, and this is a sequence classifier"
     if not isinstance(skeleton, LigerSequenceClassifier):
         obstacle = _obstacle(skeleton.num_parameters(), asked=args.transformers)
     if obstacle:
@@ -81,14 +81,14 @@ def _print_comparison(found: "Comparison") -> None:
     if len(found.gradients) > SHOWN:
         print(f"  and {len(found.gradients) - SHOWN} gradients that are closer")
     if found.lonely:
-        print(f"  not compared, since only one side has the name: {', '.join(found.lonely)}")
+        print(f"  not compared, since only one side has them: {', '.join(found.lonely)}")
     far = found.too_far
     names = f": {', '.join(far[:SHOWN])}" if far else ""
     print(f"{len(found.distance)} compared, {len(far)} too far apart{names}")
 
 
 def _obstacle(num_parameters: int, asked: bool | None) -> str | None:
-    """Why the comparison with transformers is left out; an error if it was asked for and cannot be had."""
+    """Why the comparison with transformers is skipped; raises if it was requested and is impossible."""
     import importlib.util
     import os
 
@@ -99,11 +99,11 @@ def _obstacle(num_parameters: int, asked: bool | None) -> str | None:
         if asked:
             raise LigerModelsError("transformers is not installed: pip install 'liger_models[hf]'")
         return "it is not installed (pip install 'liger_models[hf]')"
-    # In float32: a model with its gradients, and the gradients of the run before.
+    # In float32: the model, its gradients, and the previous run's gradients.
     needed = 3 * 4 * num_parameters
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > free and not asked:
         return (
-            f"it takes {bytes_text(needed)} and {bytes_text(free)} are free; --transformers tries it anyway"
+            f"it needs {bytes_text(needed)} and {bytes_text(free)} are free; --transformers tries it anyway"
         )
     return None

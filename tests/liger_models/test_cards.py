@@ -60,7 +60,7 @@ def test_a_card_is_made_from_the_registration(repository, without_a_gpu, capsys)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "is not a checkout of liger_models; name one with --repository"),
+        ([], "is not a checkout of liger_models; pass one with --repository"),
         (["lama"], "the model type 'lama' is not supported. The nearest: llama"),
     ],
 )
