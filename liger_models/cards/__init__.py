@@ -1,1 +1,1 @@
-"""Cards: what was checked of each family, and the pages that show it (`liger-models card`)."""
+"""Cards: the checks of each family, and the pages that show them (`liger-models card`)."""

@@ -1,4 +1,4 @@
-"""A family's card: what was checked of it, when and where, as data (docs/families/FAMILY.json).
+"""A family's card: results of its checks, with date and machine, as data (docs/families/FAMILY.json).
 
 card = make_card(find_architecture("llama"), earlier=Card.read(path), repository=Path())
 card.write(path)
@@ -30,15 +30,15 @@ PACKAGES = ("torch", "transformers", "liger-kernel")
 
 @dataclass(frozen=True)
 class Line:
-    """What one check found.
+    """Result of one check.
 
     Attributes:
         check: its name in `CHECKS`.
-        passed: None if it has not been run, here or anywhere.
-        values: what it measured; `error` if it broke down, or `not_run`, what it needs.
-        command: makes the line.
+        passed: None if it has never been run.
+        values: measured values; or `error` if it crashed, or `not_run`, its missing requirement.
+        command: reproduces the line.
         date: ISO 8601, UTC.
-        machine, versions: where, and with what.
+        machine, versions: hardware and library versions.
     """
 
     check: str
@@ -78,21 +78,21 @@ def make_card(
     checks: Sequence[str] = tuple(CHECKS),
     on_line: Callable[[Line], None] = lambda line: None,
 ) -> Card:
-    """Run a family's checks; what is left out, or cannot be run here, stays as the earlier card has it.
+    """Run a family's checks; results of skipped checks are kept from the earlier card.
 
     Args:
         architecture: the family.
         repository: a checkout.
-        earlier: the card of another time or machine.
-        checks: those to run; the training step is left to `with_training_step`.
-        on_line: called with each line when it is there.
+        earlier: a card from another time or machine.
+        checks: the checks to run; the training step is left to `with_training_step`.
+        on_line: called with each finished line.
     """
     before = {line.check: line for line in earlier.lines} if earlier else {}
     lines = []
     with tempfile.TemporaryDirectory() as folder:
         shop = Workshop(architecture, Path(folder), repository)
         for check, runs in CHECKS.items():
-            line = before.get(check) or _not_run(check, architecture, "has not been asked for")
+            line = before.get(check) or _not_run(check, architecture, "not requested")
             if check in checks and runs.run is not None:
                 line = _kept(line, _line(check, shop))
                 on_line(line)
@@ -101,7 +101,7 @@ def make_card(
 
 
 def with_training_step(card: Card, architecture: Architecture, found: Outcome | NotRun) -> Card:
-    """The card with what `training_step.measure` found; as it is where that could not be run."""
+    """Card updated with the result of `training_step.measure`; unchanged if that could not be run."""
     if isinstance(found, NotRun):
         line = _not_run(TRAINING_STEP, architecture, str(found))
     else:
@@ -113,7 +113,7 @@ def with_training_step(card: Card, architecture: Architecture, found: Outcome | 
 
 
 def _kept(old: Line, new: Line) -> Line:
-    """What was found at another time stays where nothing could be found now."""
+    """Keep an earlier result if there is no new one."""
     return old if new.passed is None and old.passed is not None else new
 
 
@@ -122,11 +122,11 @@ def _line(check: str, shop: Workshop) -> Line:
     assert run is not None
     try:
         if shop.reference_class is None:
-            raise NotRun(f"needs a transformers that has {shop.architecture.reference}")
+            raise NotRun(f"needs a version of transformers with {shop.architecture.reference}")
         passed, values = run(shop)
     except NotRun as reason:
         return _not_run(check, shop.architecture, str(reason))
-    except Exception as error:  # whatever breaks down is a line of the card, and the others go on
+    except Exception as error:  # a crash becomes a line of the card, and the other checks go on
         first = (str(error).splitlines() or [""])[0]
         passed, values = False, {"error": f"{type(error).__name__}: {first}"}
     return _new_line(check, shop.architecture, passed, values)

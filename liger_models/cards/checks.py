@@ -1,7 +1,7 @@
-"""What a card says of a family: each check runs on what a `Workshop` makes, and says what it found.
+"""The checks of a card: each runs on the artefacts of a `Workshop` and returns its result.
 
-A check returns whether it passed, and what it measured, as data; `say` puts that into words. One that this
-machine cannot run raises `NotRun`. What it measured holds the `command` that measures it, where that is not
+A check returns whether it passed and its measurements as data, which `say` formats. If it cannot run on this
+machine it raises `NotRun`. The measurements include the `command` that produces them, unless that is
 `liger-models card` itself.
 """
 
@@ -28,9 +28,10 @@ class Check:
     """One line of a card.
 
     Attributes:
-        title: what is compared.
-        run: does it; None for the training step, which `training_step.measure` runs for all families at once.
-        say: what it found, in words.
+        title: the subject of the check.
+        run: runs the check; None for the training step, which `training_step.measure` runs for all families
+            at once.
+        say: formats the result.
     """
 
     title: str
@@ -105,7 +106,7 @@ def generation(shop: Workshop) -> tuple[bool, Values]:
     found = model.generate(**prompt, max_new_tokens=NEW_TOKENS, eos_token_id=())
     if found.shape != expected.shape:
         return False, {"tokens": PROMPTS * NEW_TOKENS, "same": 0}
-    # What follows the name of a picture that is not there, no processor would give.
+    # No processor produces the token after a placeholder without its image.
     made = expected[:, ids.shape[1] :]
     named = torch.isin(made, torch.tensor(shop.picture_ids))
     counts = named.cumsum(1) - named.int() == 0
@@ -123,9 +124,9 @@ def resume(shop: Workshop) -> tuple[bool, Values]:
 
 
 def _say_resume(found: Values) -> str:
-    bits = "the same weights and losses, bit for bit" if found["same"] else "other weights or losses"
+    bits = "bitwise equal weights and losses" if found["same"] else "different weights or losses"
     return (
-        f"{found['steps']} steps, and again from the checkpoint of step {found['from']}: {bits} "
+        f"{found['steps']} steps, and resumed from the checkpoint of step {found['from']}: {bits} "
         f"(loss {found['first_loss']:.3f} to {found['last_loss']:.3f})"
     )
 
@@ -150,18 +151,18 @@ def _count(number: int, noun: str) -> str:
 
 CHECKS: Mapping[str, Check] = {
     "round_trip": Check("round trip of a checkpoint", round_trip, _say_round_trip),
-    "numbers": Check("logits, loss and gradients beside transformers, float32", numbers, _say_numbers),
+    "numbers": Check("logits, loss and gradients against transformers, float32", numbers, _say_numbers),
     "generation": Check(
-        "greedy generation beside transformers",
+        "greedy generation against transformers",
         generation,
         lambda found: (
             f"{found['same']} of {found['tokens']} tokens the same"
-            f"{', behind images' if found.get('images') else ''}"
+            f"{', after images' if found.get('images') else ''}"
         ),
     ),
-    "resume": Check("a training run resumed", resume, _say_resume),
+    "resume": Check("resuming a training run", resume, _say_resume),
     "reload": Check(
-        "what training saved, in transformers",
+        "trained checkpoint loaded in transformers",
         reload,
         lambda found: f"relative distance of logits {found['logits']:.1e}",
     ),

@@ -1,5 +1,5 @@
-"""The pages that are made from the registry and the cards: docs/families/FAMILY.md, each from its data beside
-it; docs/families/README.md, all families at a glance; and the README's table of models.
+"""Pages generated from the registry and the cards: docs/families/FAMILY.md, each from the data next to it;
+docs/families/README.md, an overview of all families; and the README's table of models.
 
     write_pages(repository)    # a checkout's folder
 """
@@ -25,7 +25,7 @@ MADE = f"{BEGIN}\n"
 
 
 def card_path(model_type: str, repository: Path) -> Path:
-    """Where the data of a family's card lie."""
+    """Path of a family's card data."""
     return repository / CARDS / f"{model_type}.json"
 
 
@@ -35,7 +35,7 @@ def read_card(model_type: str, repository: Path) -> Card | None:
 
 
 def write_pages(repository: Path) -> list[Path]:
-    """Renew what is made from the registry and the cards; returns the files that changed."""
+    """Regenerate all pages made from the registry and the cards; returns the files that changed."""
     pages = make_pages(repository)
     stale = [path for path, text in pages.items() if not path.is_file() or path.read_text() != text]
     for path in stale:
@@ -45,7 +45,7 @@ def write_pages(repository: Path) -> list[Path]:
 
 
 def make_pages(repository: Path) -> dict[Path, str]:
-    """The text of every such page, by its path."""
+    """Text of every generated page, by path."""
     families = [*_by_name(list_architectures()), *_by_name(list_architectures(sees=True))]
     pages = {repository / CARDS / "README.md": overview(families, repository)}
     for family in families:
@@ -64,7 +64,7 @@ def _by_name(model_types: Sequence[str]) -> list[Architecture]:
 
 
 def models_table(families: Sequence[Architecture], repository: Path) -> str:
-    """The README's tables of models: of language models, and of those that see."""
+    """The README's tables of language models and of vision-language models."""
 
     def table(first: str, sees: bool) -> str:
         rows = []
@@ -72,7 +72,7 @@ def models_table(families: Sequence[Architecture], repository: Path) -> str:
             if family.sees == sees:
                 words = about(family)
                 name = _linked(f"`{family.model_type}`", family, repository, str(CARDS) + "/")
-                step = beside_peers(read_card(family.model_type, repository))
+                step = against_peers(read_card(family.model_type, repository))
                 rows.append([words.name, words.traits, source(words), name, step])
         return markdown_table([first, "in a few words", "from", "model_type", "a training step"], rows)
 
@@ -81,7 +81,7 @@ def models_table(families: Sequence[Architecture], repository: Path) -> str:
 
 
 def overview(families: Sequence[Architecture], repository: Path) -> str:
-    """All families at a glance."""
+    """Overview of all families."""
     rows = []
     for family in families:
         rows.append(
@@ -98,19 +98,18 @@ def overview(families: Sequence[Architecture], repository: Path) -> str:
     note = f"{training_step.SHARED_NOTE}\n\n" if training_step.SHARED in table else ""
     return (
         f"{MADE}# Families\n\n"
-        "Generated from the registry, the published configs and the cards. A card records what was\n"
-        "checked of a family against its reference in transformers, by the command `liger-models card\n"
-        "FAMILY`. Layouts are the forms in which its checkpoints are found; not every size has all of the\n"
-        "features named. A training step is that of the smallest known size, with as many layers as fit\n"
-        "on one GPU, relative to the faster of transformers and transformers with liger-kernel, each in\n"
-        "its fastest setting.\n\n"
+        "Generated from the registry, the published configs and the cards. A card records the checks of a\n"
+        "family against its reference in transformers, run by `liger-models card FAMILY`. Layouts are the\n"
+        "formats of its checkpoints; not every size has all features listed. Training steps are\n"
+        "measured for the smallest known size, with as many layers as fit on one GPU, relative to the\n"
+        "faster of transformers and transformers with liger-kernel, each in its fastest setting.\n\n"
         f"{note}"
         f"{table}\n"
     )
 
 
 def card_page(family: Architecture, card: Card, repository: Path) -> str:
-    """A card, for people."""
+    """A card as a page."""
     words = about(family)
     presets = [f"`{name}`" for name, config in PRESETS.items() if config["model_type"] == family.model_type]
     facts = [
@@ -141,20 +140,20 @@ def card_page(family: Architecture, card: Card, repository: Path) -> str:
 
 
 def sizes(family: Architecture, repository: Path) -> str:
-    """The known models with their billions of parameters."""
+    """Known models with their parameters in billions."""
     return ", ".join(
         f"{model.name} ({model.parameters / 1e9:.3g} B)" for model in published(family, repository)
     )
 
 
 def source(words: About) -> str:
-    """The papers, linked; who published it, where there are none."""
+    """Links to the papers; the publisher if there are none."""
     links = [f"[{paper}](https://arxiv.org/abs/{paper})" for paper in words.papers]
     return ", ".join(links) or words.source
 
 
 def between_markers(page: str, text: str) -> str:
-    """The page with `text` in the place of what stands between the markers."""
+    """The page with the text between the markers replaced."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{text}\n{END}{after}"
@@ -170,14 +169,14 @@ def _linked(text: str, family: Architecture, repository: Path, folder: str = "")
     return f"[{text}]({folder}{card.with_suffix('.md').name})" if card.is_file() else text
 
 
-def beside_peers(card: Card | None) -> str:
-    """Our training step's speed and memory over those of the fastest peer; nothing if it was not measured."""
+def against_peers(card: Card | None) -> str:
+    """Speed and memory of our training step relative to the fastest peer; empty if not measured."""
     step = card.lines[-1] if card is not None else None
-    return training_step.say_beside_peers(step.values) if step is not None and step.passed else ""
+    return training_step.format_against_peers(step.values) if step is not None and step.passed else ""
 
 
 def _state(card: Card | None) -> tuple[str, str]:
-    """How a card stands: the checks that every machine can run, and the training step."""
+    """A card's status: the checks that any machine can run, and the training step."""
     if card is None:
         return "not yet", "not run"
     *others, step = card.lines
@@ -185,7 +184,7 @@ def _state(card: Card | None) -> tuple[str, str]:
     passed = sum(bool(line.passed) for line in ran)
     dates = sorted({line.date for line in ran})
     checked = f"{passed} of {len(others)} passed, {dates[0]}" if ran else "not run"
-    return checked, beside_peers(card) or _verdict(step)
+    return checked, against_peers(card) or _verdict(step)
 
 
 def _verdict(line: Line) -> str:

@@ -1,7 +1,7 @@
-"""What is known of a family's models: config.json of well-known sizes, and what their specs have.
+"""Known models of a family: config.json of well-known sizes, and the features of their specs.
 
-The configs stand in a checkout, in tests/architectures/published: NAME.json holds {"parameters": ...,
-"config": {...}}, `dropout`, the keys with which it asks for dropout, and `source`, what it was compared with.
+The configs are in a checkout, in tests/architectures/published: NAME.json holds {"parameters": ..., "config":
+{...}}, `dropout`, the keys that request dropout, and `source`, the copy it was compared with.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Published:
 
 
 def published(architecture: Architecture, repository: Path) -> list[Published]:
-    """The family's known models, the smallest first."""
+    """The family's known models, smallest first."""
     found = [read_published(path) for path in (repository / FOLDER).glob("*.json")]
     own = [model for model in found if model.config["model_type"] == architecture.model_type]
     return sorted(own, key=lambda model: (model.parameters, model.name))
@@ -40,21 +40,21 @@ def read_published(path: Path) -> Published:
 
 
 def read_config(path: Path) -> Mapping[str, Any]:
-    """The config in such a file, or in a config.json, without what is to be switched off."""
+    """The config in such a file, or in a config.json, without the keys to switch off."""
     raw = json.loads(path.read_text())
     return {**raw.get("config", raw), **dict.fromkeys(raw.get("dropout", ()), 0)}
 
 
 def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """A config of the first layers of the language model alone; what it lists by layer is cut too."""
+    """Config with only the first layers of the language model; per-layer lists are cut, too."""
     if "text_config" in config:
         return {**config, "text_config": with_layers(config["text_config"], layers)}
-    before: Any = config.get("num_hidden_layers")  # None: as its class has it
+    before: Any = config.get("num_hidden_layers")  # None: the default of its class
     cut = {
         key: value[:layers] if isinstance(value, list) and len(value) == before else value
         for key, value in config.items()
     }
-    if shared := cut.get("num_kv_shared_layers"):  # which are the last ones
+    if shared := cut.get("num_kv_shared_layers"):  # the last ones
         cut["num_kv_shared_layers"] = max(0, layers - (config["num_hidden_layers"] - shared))
     for key in ("moe_layers", "cross_attention_layers"):
         if listed := cut.get(key):
@@ -63,20 +63,20 @@ def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
 
 
 def layers_of_every_kind(config: Mapping[str, Any]) -> int:
-    """How many of the first layers show each kind that a model has."""
+    """Number of leading layers that include every kind of layer in the model."""
     blocks = find_architecture(config["model_type"]).spec(HFConfig.load(dict(config))).blocks
     return next(count for count in range(1, len(blocks) + 1) if set(blocks[:count]) == set(blocks))
 
 
 def features_of_family(architecture: Architecture, repository: Path) -> list[str]:
-    """What the known models have, any of them; what the family's tests have, if none is known."""
+    """Features of any known model; those of the family's test config if none is known."""
     configs = [model.config for model in published(architecture, repository)] or [architecture.tiny]
     found = [set(features(architecture.spec(HFConfig.load(dict(config))))) for config in configs]
     return [name for name in FEATURES if any(name in names for names in found)]
 
 
 def features(spec: ModelSpec) -> Iterator[str]:
-    """Names in `FEATURES`."""
+    """Names in `FEATURES` that apply to the spec."""
     for name, has in FEATURES.items():
         if has(spec):
             yield name
@@ -124,4 +124,4 @@ FEATURES: Mapping[str, Any] = {
     "images": lambda spec: spec.vision is not None,
     "videos": lambda spec: getattr(spec.vision, "video_id", None) is not None,
 }
-"""Each with how a spec shows it."""
+"""Features, each with a predicate on specs."""

@@ -1,13 +1,13 @@
-"""The line of a card that needs a GPU: a training step of real widths beside transformers, and transformers
-with liger-kernel.
+"""The card's GPU benchmark: a training step at real widths against transformers, and transformers with
+liger-kernel.
 
     for family, passed, values in measure(families, repository):
         ...
 
-A family is measured by its smallest published model, with as many of its first layers as fit. Peers run in
-each setting that may be the best of them: of attention, of experts, and where asked for under torch.compile.
-`benchmarks/training`, in a checkout, measures all families in one run; each family's providers side by side
-on one GPU.
+A family is measured with its smallest published model and as many of its first layers as fit. Peers run in
+every setting that may be their fastest: attention backends, experts implementations and, on request,
+torch.compile. `benchmarks/training`, in a checkout, measures all families in one run, with each family's
+providers on the same GPU.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from liger_models.convert.errors import LigerModelsError
 from liger_models.layers.specs import AttentionSpec, ModelSpec
 
 OURS, PEERS = "ours", ("transformers+liger", "transformers")
-TOKENS, TOKENS_OF_A_STEP = 4096, 2 * 4096  # of a row, if the model takes so many
+TOKENS, TOKENS_OF_A_STEP = 4096, 2 * 4096  # per row, if the model allows
 WARMUP, STEPS = 2, 5
-TIME_LIMIT = 60.0  # seconds for a provider
+TIME_LIMIT = 60.0  # seconds per provider
 # Weights, gradients and both moments in bfloat16; logits of a peer in bfloat16 and twice in float32.
 BYTES_OF_A_PARAMETER, BYTES_OF_A_LOGIT = 8, 10
 SHARE = 0.35  # of the memory for these; the rest is for activations
 
-# Of results from before each provider had a process of its own: in one, peers ran after ours.
+# For results from before each provider had its own process.
 SHARED = "†"
 SHARED_NOTE = (
     f"{SHARED} Measured when all providers shared one process, in which peers ran after ours. That made "
@@ -55,13 +55,13 @@ def measure(
     devices: Sequence[str] | None = None,
     compiled: bool = False,
 ) -> Iterator[tuple[Architecture, Outcome | NotRun]]:
-    """Each family with what was found, as it comes; or with the reason why it cannot be measured.
+    """Yield each family with its result when ready, or with the reason why it cannot be measured.
 
     Args:
-        families: those to measure.
+        families: the families to measure.
         repository: a checkout, for published configs and the benchmarks.
         devices: each measures one family at a time; None: all GPUs.
-        compiled: peers also under torch.compile, which takes up to minutes each.
+        compiled: also measure peers under torch.compile, which takes minutes each.
     """
     if devices is None:
         devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
@@ -71,7 +71,7 @@ def measure(
             plans[family.model_type] = plan(family, repository, devices, compiled)
         except NotRun as reason:
             yield family, reason
-        except LigerModelsError as error:  # of one family, and no reason to leave out the others
+        except LigerModelsError as error:  # affects one family only
             yield family, NotRun(f"a config that can be cut to fewer layers: {error}")
     if not plans:
         return
@@ -87,25 +87,25 @@ def measure(
 def plan(
     family: Architecture, repository: Path, devices: Sequence[str], compiled: bool = False
 ) -> list[dict[str, Any]]:
-    """A job for each provider, as `benchmarks/training/step.py` has them.
+    """One job per provider, in the form of `benchmarks/training/step.py`.
 
     Raises:
-        NotRun: something is missing here.
+        NotRun: a requirement is missing here.
     """
     if not devices:
         raise NotRun("needs a GPU")
     if not (repository / "benchmarks" / "training").is_dir():
-        raise NotRun("needs a checkout, where the benchmarks are")
+        raise NotRun("needs a checkout with the benchmarks")
     known = published(family, repository)
     if not known:
         raise NotRun("needs a published config of the family")
     config = dict(known[0].config)
-    if config.get("first_k_dense_replace", 0) > 1:  # dense layers ahead of those with experts: one shows them
+    if config.get("first_k_dense_replace", 0) > 1:  # one of the leading dense layers suffices
         config["first_k_dense_replace"] = 1
     tokens = min(TOKENS, config.get("max_position_embeddings") or TOKENS)
     batch, data = TOKENS_OF_A_STEP // tokens, "full"
     if family.sees:
-        tokens, data = tokens // 2, "images"  # so many tokens of text, and images beside them
+        tokens, data = tokens // 2, "images"  # text tokens; images come on top
     config = with_layers(config, layers_that_fit(config, _memory(devices[0])))
     job = {"model": known[0].name, "config": config, "batch": batch, "seq": tokens}
     job |= {"warmup": WARMUP, "steps": STEPS, "data": data}
@@ -117,9 +117,9 @@ def plan(
 
 
 def settings_of_peers(spec: ModelSpec, tokens: int, compiled: bool = False) -> list[str]:
-    """What of a peer may be its fastest: SDPA has no soft cap and no sinks, and windows by a mask, which
-    transformers makes if no fewer tokens come than a window has; experts' products are grouped, or a loop.
-    With `compiled` those that may be the fastest also under torch.compile.
+    """Settings that may be a peer's fastest: SDPA has no soft cap and no sinks, and implements windows with a
+    mask, which transformers creates only if the tokens exceed the window; experts are grouped products or a
+    loop. `compiled` adds the settings that may be fastest under torch.compile.
     """
     attention = [block.mixer for block in spec.blocks if isinstance(block.mixer, AttentionSpec)]
     if any(part.softcap or part.sinks for part in attention):
@@ -140,8 +140,8 @@ def settings_of_peers(spec: ModelSpec, tokens: int, compiled: bool = False) -> l
 
 
 def layers_that_fit(config: Mapping[str, Any], memory: int) -> int:
-    """As many of a model's layers as a GPU with `memory` bytes trains without trouble; at least as many as
-    show each of their kinds.
+    """Number of a model's layers that train comfortably in `memory` bytes; at least enough to include each
+    kind.
     """
     model = liger_models.from_config(config, device="meta")
     sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in model.layers]
@@ -152,7 +152,7 @@ def layers_that_fit(config: Mapping[str, Any], memory: int) -> int:
 
 
 def outcome(job: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]]) -> Outcome:
-    """A family's results by provider: it passed if ours was measured."""
+    """A family's results by provider; passed if ours was measured."""
     return "tokens_per_second" in results[OURS], {
         "model": job["model"],
         "layers": job["config"].get("text_config", job["config"])["num_hidden_layers"],
@@ -165,7 +165,7 @@ def outcome(job: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]]) ->
 
 
 def fastest(found: Mapping[str, Any], *peers: str) -> tuple[str, Mapping[str, Any]] | None:
-    """The fastest setting of these peers (`transformers` is without liger-kernel), with its result."""
+    """The fastest setting among these peers (`transformers` is without liger-kernel), with its result."""
     ran = [
         (name, result)
         for name, result in found["providers"].items()
@@ -174,8 +174,8 @@ def fastest(found: Mapping[str, Any], *peers: str) -> tuple[str, Mapping[str, An
     return max(ran, key=lambda item: item[1]["tokens_per_second"], default=None)
 
 
-def beside_peers(found: Mapping[str, Any]) -> tuple[float, float | None] | None:
-    """Our speed over that of the fastest peer, and our memory over that peer's; None where unknown."""
+def against_peers(found: Mapping[str, Any]) -> tuple[float, float | None] | None:
+    """Our speed and memory relative to the fastest peer's; None where unknown."""
     peer = fastest(found, *PEERS)
     ours = found["providers"][OURS]
     if peer is None or "tokens_per_second" not in ours:
@@ -185,9 +185,9 @@ def beside_peers(found: Mapping[str, Any]) -> tuple[float, float | None] | None:
     return ours["tokens_per_second"] / best["tokens_per_second"], memory
 
 
-def say_beside_peers(found: Mapping[str, Any]) -> str:
+def format_against_peers(found: Mapping[str, Any]) -> str:
     """'1.27 x the speed, 0.83 x the memory', marked if peers shared a process with ours."""
-    ratios = beside_peers(found)
+    ratios = against_peers(found)
     if ratios is None:
         return "no peer ran"
     speed, memory = ratios
@@ -210,7 +210,7 @@ def say(found: Mapping[str, Any]) -> str:
             parts.append(f"{peer}: {next(iter(notes.values()))}")
         else:
             parts += [f"{name}: {note}" for name, note in notes.items()]
-    beside = say_beside_peers(found) + (" of the fastest peer" if beside_peers(found) else "")
+    beside = format_against_peers(found) + (" of the fastest peer" if against_peers(found) else "")
     return f"{shape}, bfloat16, fused AdamW: {beside}. {'; '.join(parts)}"
 
 
@@ -251,7 +251,7 @@ def _memory(device: str) -> int:
 def _run(
     groups: Sequence[Sequence[Mapping[str, Any]]], repository: Path, devices: Sequence[str]
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """The benchmarks' own process: jobs with their results, as they come."""
+    """Run jobs in the benchmarks' own process; yields them with their results as they finish."""
     asked = {"groups": groups, "devices": list(devices), "time_limit": TIME_LIMIT}
     asked["ahead"] = all(device.startswith("cuda") for device in devices)
     command = [sys.executable, "-m", "benchmarks.training"]

@@ -1,4 +1,4 @@
-"""One family's tiny checkpoint, as its reference in transformers writes it, and what is made from it."""
+"""One family's tiny checkpoint, written by its reference in transformers, and artefacts made from it."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from liger_models.layers.specs import ModelSpec
 from liger_models.models.causal_lm import LigerCausalLM
 from liger_models.training import TrainConfig, TrainResult, train
 
-FILE_BYTES = 100_000  # which divides a tiny checkpoint into several files
+FILE_BYTES = 100_000  # splits a tiny checkpoint into several files
 LETTERS = "abcdefghij "
 STEPS = 4  # of the short run; a checkpoint is saved halfway
 
 
 class NotRun(Exception):
-    """A check cannot be run on this machine; says what it needs."""
+    """A check cannot be run on this machine; the message names the missing requirement."""
 
 
 class Workshop:
-    """Makes the checkpoints of a family's checks, in `folder`.
+    """Makes the checkpoints for a family's checks, in `folder`.
 
     Attributes:
         architecture: the family.
-        repository: a checkout, where published configs and the benchmarks are, if there is one.
+        repository: a checkout with published configs and the benchmarks, if there is one.
     """
 
     def __init__(self, architecture: Architecture, folder: Path, repository: Path) -> None:
@@ -47,7 +47,7 @@ class Workshop:
 
     @property
     def reference_class(self) -> Any:
-        """The family's class in transformers; None if this version does not have it."""
+        """The family's class in transformers; None if the installed version lacks it."""
         import transformers
 
         transformers.logging.set_verbosity_error()
@@ -56,7 +56,7 @@ class Workshop:
 
     @cached_property
     def reference(self) -> Any:
-        """The reference of the family's tiny config, in float32, every parameter random."""
+        """The reference of the family's tiny config, in float32, with random parameters."""
         config = self.reference_class.config_class(**copy.deepcopy(dict(self.architecture.tiny)))
         config._attn_implementation = "eager"
         model = self.reference_class(config)
@@ -65,7 +65,7 @@ class Workshop:
 
     @cached_property
     def checkpoint(self) -> Path:
-        """What the reference writes."""
+        """Checkpoint written by the reference."""
         path = self.folder / "reference"
         self.reference.save_pretrained(path, max_shard_size=FILE_BYTES)
         return path
@@ -74,7 +74,7 @@ class Workshop:
         return liger_models.from_hub(folder, dtype=torch.float32, device="cpu").eval()
 
     def in_layout(self, layout: Layout) -> Path:
-        """The same tensors in one of the family's layouts; in the reference's own, its own files."""
+        """The same tensors in one of the family's layouts; for the reference's own layout, its files."""
         model = self.load(self.checkpoint)
         if layout == model.layout:
             return self.checkpoint
@@ -93,12 +93,12 @@ class Workshop:
 
     @property
     def picture_ids(self) -> list[int]:
-        """Ids that stand for images and videos."""
+        """Placeholder ids of images and videos."""
         ids = (getattr(self.spec.vision, name, None) for name in ("image_id", "video_id"))
         return [number for number in ids if number is not None]
 
     def prompt(self, rows: int, length: int) -> dict[str, Any]:
-        """Random ids, with images among them where the family sees."""
+        """Random ids, with images among them for vision-language models."""
         if self.spec.vision is None:
             return {"input_ids": self.random_ids(rows, length)}
         scenes = Scenes(self.spec, self.architecture.tiny, torch.Generator().manual_seed(2))
@@ -112,7 +112,7 @@ class Workshop:
 
     @cached_property
     def resumed(self) -> TrainResult:
-        """The same, from the checkpoint that it saved halfway."""
+        """The same run, resumed from the checkpoint saved halfway."""
         halfway = Path(self.trained.final).parent / f"checkpoint-{STEPS // 2}"
         return self._train(self.folder / "resumed", resume=str(halfway))
 
@@ -136,16 +136,16 @@ class Workshop:
             keep=0,
             **options,
         )
-        with contextlib.redirect_stderr(io.StringIO()):  # it tells of its progress there
+        with contextlib.redirect_stderr(io.StringIO()):  # progress is printed there
             return train(config)
 
     def _tokenizer(self) -> Path:
-        """A token for each letter, and one for the end."""
+        """A tokenizer with one token per letter, and an end token."""
         from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
         path = self.folder / "tokenizer"
         path.mkdir(exist_ok=True)
-        special = [f"<{number}>" for number in range(FIRST_OF_TEXT - 2)]  # some name pictures
+        special = [f"<{number}>" for number in range(FIRST_OF_TEXT - 2)]  # some are image placeholders
         tokens = ["<end>", "<unknown>", *special, *LETTERS]
         ids = {token: number for number, token in enumerate(tokens)}
         tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unknown>"))
@@ -156,16 +156,16 @@ class Workshop:
 
 
 def randomise(model: nn.Module, generator: torch.Generator) -> None:
-    """Every parameter random, and every saved buffer: the ones of fresh norms and the zeros of fresh biases
+    """Randomise every parameter and every saved buffer: fresh norms are ones and fresh biases zeros, which
     would hide a mix-up.
     """
     with torch.no_grad():
         for name, tensor in _saved_once(model):
             noise = torch.randn(tensor.shape, generator=generator)
             if tensor.dim() > 1 and not name.endswith("norm.weight"):
-                # such that activations and scores stay of the order of one
+                # scaled to keep activations and scores of order one
                 tensor.copy_(noise / math.sqrt(tensor.shape[-1]))
-            else:  # around what it starts with: a factor of one, by whatever weight, no bias, and a bound
+            else:  # around the initial value: one for factors, zero for biases, or a bound
                 tensor.nan_to_num_(posinf=1.0, neginf=-1.0).add_(0.3 * noise)
 
 

@@ -48,7 +48,7 @@ def add_parser(subparsers) -> None:
         type=_probability,
         default=1.0,
         metavar="P",
-        help="nucleus sampling: sample from the likeliest tokens that reach this total probability (default: %(default)s)",
+        help="nucleus sampling: only the likeliest tokens up to this probability (default: %(default)s)",
     )
     parser.add_argument("--seed", type=_seed, metavar="N", help="seed for reproducible sampling")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))

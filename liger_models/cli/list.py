@@ -12,7 +12,7 @@ def run(args: argparse.Namespace) -> None:
     import liger_models
     from liger_models.architectures import find_architecture
     from liger_models.architectures.registry.about import about
-    from liger_models.cards.pages import beside_peers, read_card
+    from liger_models.cards.pages import against_peers, read_card
     from liger_models.cli.checkpoints import print_table
     from liger_models.presets import PRESETS
 
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> None:
                 family.model_type,
                 about(family).name,
                 family.reference,
-                beside_peers(read_card(family.model_type, checkout)),
+                against_peers(read_card(family.model_type, checkout)),
             )
             for family in architectures
         ]

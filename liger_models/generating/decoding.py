@@ -1,9 +1,9 @@
-"""One more token of each sequence at a time, over a key/value cache.
+"""Decoding: one token per sequence and step, with a key/value cache.
 
-On a GPU a step is recorded as a CUDA graph and played back: to launch the kernels of a small batch one by one
-takes the host several times as long as the device needs to run them. What is recorded reads its ids and their
-places from the same memory each time, and looks at a fixed number of places of the cache, its extent, where
-the empty ones are masked. Sequences that have outgrown it get a step of twice the extent.
+On a GPU, steps are captured and replayed as CUDA graphs, since launching the kernels of a small batch takes
+the host several times as long as the device needs to run them. A captured step reads ids and positions from
+fixed memory and attends to a fixed number of cache slots, its extent, masking the empty ones. When sequences
+outgrow it, a step with twice the extent is captured.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Decoding:
     Args:
         model: in evaluation mode.
         cache: holds the prompts.
-        room: the tokens of a sequence that the cache has room for.
-        fixed: steps that can be recorded, and are on a GPU; elsewhere they run as they are.
+        room: capacity of the cache in tokens per sequence.
+        fixed: capture steps on a GPU; otherwise they run eagerly.
     """
 
     def __init__(self, model: CausalLM, cache: KVCache, room: int, fixed: bool) -> None:
@@ -40,8 +40,7 @@ class Decoding:
         self._logits: Tensor
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """The logits [batch, V] behind the next token of each sequence, ids [batch]. The next call may write
-        over them.
+        """Logits [batch, V] after each sequence's next token, ids [batch]. The next call may overwrite them.
 
         Raises:
             DataError: a position beyond the model's rotary tables.
@@ -81,7 +80,7 @@ class Decoding:
 
 
 def record(step: Callable[[], None]) -> Callable[[], None]:
-    """`step` as a CUDA graph. It runs once before, which compiles and reserves what it needs."""
+    """Capture `step` as a CUDA graph. It runs once before, to compile kernels and reserve memory."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -94,8 +93,8 @@ def record(step: Callable[[], None]) -> Callable[[], None]:
 
 
 def can_be_recorded(model: CausalLM) -> bool:
-    """Whether a step does nothing but launch kernels on one GPU: no hooks of others, which may move weights
-    or wait, no weights of a kind that is not torch's own, and no casts that autocast remembers.
+    """Whether a step only launches kernels on one GPU: no foreign hooks, which may move weights or
+    synchronise, no weight subclasses other than torch's own, and no casts cached by autocast.
     """
     device = model.embed_tokens.weight.device
     if device.type != "cuda" or torch.is_autocast_enabled("cuda"):

@@ -1,4 +1,4 @@
-"""Making text token by token, with a key/value cache."""
+"""Token-by-token text generation with a key/value cache."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from liger_models.layers.model.causal_lm import CausalLM
 from liger_models.layers.sequences.rotary import effective_length
 from liger_models.layers.sequences.sequences import Sequences
 
-LOOK_EVERY = 8  # tokens: to see whether all sequences have ended waits for a GPU
-WORTH_RECORDING = 8  # tokens: about what recording a step costs
+LOOK_EVERY = 8  # tokens: checking whether all sequences have ended synchronises the GPU
+WORTH_RECORDING = 8  # tokens: roughly the cost of capturing a step
 
 
 @torch.no_grad()
@@ -42,26 +42,26 @@ def generate(
     Args:
         model: the model.
         input_ids: [batch, seq] prompts.
-        max_new_tokens: how many tokens to add at most.
-        temperature: logits are divided by it before sampling; 0 takes the likeliest token.
-        top_p: sample from the smallest set of tokens whose probability reaches this.
+        max_new_tokens: maximum number of new tokens.
+        temperature: divides the logits before sampling; 0 is greedy.
+        top_p: sample from the smallest set of tokens with at least this total probability.
         top_k: sample from the k likeliest tokens; 0: from all.
         attention_mask: [batch, seq], 0 at padding (on either side).
-        eos_token_id: ends a sequence: one id, or several.
-        pad_token_id: fills a sequence that has ended while others go on; by default the end token.
-        seed: of the sampling; None draws from torch's own generator.
-        on_token: called with the new tokens, [batch] on the device, as they come.
-        images: what the processor of a model that sees gives beside ids (`pixel_values` and others).
+        eos_token_id: one id or several that end a sequence.
+        pad_token_id: fills sequences that end before others; default: the end token.
+        seed: for sampling; None uses torch's global generator.
+        on_token: called with the new tokens, [batch] on the device, after each step.
+        images: outputs of a vision-language model's processor other than ids (`pixel_values` and others).
 
     Returns:
-        [batch, seq + new]: the prompts and what was added.
+        [batch, seq + new]: prompts and continuations.
 
     Raises:
         DataError: an empty prompt, ids outside the vocabulary, or more positions than the model's rotary
             tables hold.
-        UnsupportedModelError: the model is divided over processes.
+        UnsupportedModelError: the model is sharded over processes.
         ValueError: an option outside its range.
-        TypeError: a keyword that the model does not know.
+        TypeError: an unknown keyword.
     """
     _check_options(max_new_tokens, temperature, top_p, top_k)
     ends = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or ())
@@ -76,14 +76,14 @@ def generate(
     room = seq + max_new_tokens
     step: Decoding | None = None
     recorded = max_new_tokens > WORTH_RECORDING and can_be_recorded(model)
-    # Whoever listens hears nothing behind the end.
+    # Nothing is reported to on_token after the end.
     look_every = LOOK_EVERY if input_ids.is_cuda and on_token is None else 1
     done = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
     tokens = [input_ids]
     with in_evaluation(model):
         for number in range(1, max_new_tokens + 1):
             if step is None or _tables(model, step.cache.longest) != _tables(model, step.cache.longest + 1):
-                # The prompts; or a length at which all keys are turned otherwise, those in the cache too.
+                # The prompts; or a length that needs other rotary tables for all keys, cached ones included.
                 ids = torch.cat(tokens, dim=1)
                 step, logits = _begin(model, ids, attention_mask, room, recorded, images)
             else:
@@ -109,8 +109,8 @@ def _begin(
     recorded: bool,
     images: Mapping[str, Any],
 ) -> tuple[Decoding, Tensor]:
-    """Read all that there is [batch, seq]: what makes the next tokens, and the logits [batch, V] of the first
-    one.
+    """Process all tokens [batch, seq]; returns the decoder of the next tokens and the first logits [batch,
+    V].
     """
     others = dict(images)
     sight = None if model.vision is None else model.vision.take(others)
@@ -127,7 +127,7 @@ def _begin(
 
 
 def _up_to_the_end(text: Tensor, seq: int, end_ids: Tensor) -> Tensor:
-    """[batch, seq + new] without what was made after all sequences had ended."""
+    """[batch, seq + new] without tokens after the end of all sequences."""
     ended = torch.isin(text[:, seq:], end_ids).cumsum(1) > 0
     going_on = int((~ended).sum(1).max())
     return text[:, : seq + going_on + 1]
@@ -135,7 +135,7 @@ def _up_to_the_end(text: Tensor, seq: int, end_ids: Tensor) -> Tensor:
 
 @contextmanager
 def in_evaluation(model: torch.nn.Module) -> Iterator[None]:
-    """The model in evaluation mode: what experts are drawn or counted for in training is no matter here."""
+    """Put the model in evaluation mode, without the noise and load counts of experts in training."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -146,7 +146,7 @@ def in_evaluation(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _tables(model: CausalLM, longest: int) -> tuple[int, ...]:
-    """What decides by which rotary tables a batch is turned whose longest sequence has this length."""
+    """Key of the rotary tables for a batch whose longest sequence has this length."""
     return tuple(effective_length(rope, longest) for rope in model.spec.ropes if rope.depends_on_length)
 
 
@@ -162,14 +162,14 @@ def _check_prompts(model: CausalLM, input_ids: Tensor, attention_mask: Tensor | 
         )
     if any(map(is_sharded, model.parameters())):
         raise UnsupportedModelError(
-            "the model is divided over processes, which would have to make equally many tokens; save it, and "
-            "generate with the whole one"
+            "the model is sharded over processes, which would have to generate the same number of tokens; "
+            "save it, and generate with an unsharded model"
         )
     model.check_ids(input_ids)
 
 
 def _documents(ids: Tensor, attention_mask: Tensor | None) -> tuple[Sequences, Tensor]:
-    """The prompts, and what was added to them, as packed documents; and their lengths [batch]."""
+    """Prompts and their continuations as packed documents, and their lengths [batch]."""
     batch, length = ids.shape
     if attention_mask is not None:
         added = attention_mask.new_ones(batch, length - attention_mask.shape[1])
@@ -177,7 +177,7 @@ def _documents(ids: Tensor, attention_mask: Tensor | None) -> tuple[Sequences, T
     sequences = Sequences.from_call((batch, length), ids.device, attention_mask)
     if sequences.cu_seqlens is None:
         return sequences, torch.full((batch,), length, dtype=torch.long, device=ids.device)
-    sequences.torn = 0  # positions count the tokens alone, as windows do
+    sequences.torn = 0  # positions and windows count tokens only
     lengths = sequences.cu_seqlens.diff().long()
     if bool((lengths == 0).any()):
         raise DataError("a prompt of the batch is empty: its attention_mask is 0 everywhere")
@@ -187,7 +187,7 @@ def _documents(ids: Tensor, attention_mask: Tensor | None) -> tuple[Sequences, T
 def _choose(
     logits: Tensor, temperature: float, top_p: float, top_k: int, generator: torch.Generator | None
 ) -> Tensor:
-    """The next token of each row of [batch, V] logits."""
+    """Choose the next token for each row of [batch, V] logits."""
     if temperature == 0.0:
         return logits.argmax(-1)
     logits = logits / temperature
@@ -199,7 +199,7 @@ def _choose(
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
         outside = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= top_p)
         logits = logits.masked_fill(outside, float("-inf"))
-    # As torch.multinomial draws one, which would wait to see that these are probabilities.
+    # torch.multinomial's algorithm without its check of the probabilities, which synchronises.
     shares = logits.softmax(-1)
     return (shares / torch.empty_like(shares).exponential_(generator=generator)).argmax(-1)
 

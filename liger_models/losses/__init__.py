@@ -1,11 +1,11 @@
-"""Losses of post-training: functions on the scores of `model.score`, each with its formula and source.
+"""Post-training losses: functions of the scores of `model.score`, each with its formula and source.
 
     scores = model.score(input_ids, labels, attention_mask=mask)                  # rows [chosen, rejected]
     chosen, rejected = sequence_log_probs(scores.log_probs).chunk(2)
     loss = dpo_loss(chosen, rejected, *reference, beta=0.1).loss
 
-Their inputs are float32 tensors, and what is not trained is a constant to autograd. losses/rows.py says what
-the means are over.
+Their inputs are float32 tensors; reference scores and other inputs that are not trained have no gradient.
+losses/rows.py defines the means.
 """
 
 from liger_models.losses.cpo_loss import cpo_loss

@@ -1,4 +1,4 @@
-"""CPO (Xu et al., 2024, arXiv:2401.08417): DPO without a reference, and the chosen sequence's likelihood.
+"""CPO (Xu et al., 2024, arXiv:2401.08417): DPO without a reference, plus the chosen sequence's likelihood.
 
 loss = - log S(beta (log p(chosen) - log p(rejected))) + alpha nll                            (eq. 3 to 5)
 """
@@ -24,16 +24,16 @@ def cpo_loss(
     label_smoothing: float = 0.0,
     num_items: Tensor | int | float | None = None,
 ) -> PreferenceLoss:
-    """The mean loss of N pairs, over the pairs here or over `num_items`, plus alpha times `nll`.
+    """Mean loss of N pairs, over these pairs or over `num_items`, plus alpha times `nll`.
 
     Args:
-        chosen, rejected: log-probabilities of the sequences, [N]; by token for "ipo".
+        chosen, rejected: log-probabilities of the sequences, [N]; per token for "ipo".
         nll: the chosen sequences' negative log-likelihood, a scalar, a mean over tokens.
         loss_type: "sigmoid", "hinge" (SLiC: arXiv:2305.10425) or "ipo" (arXiv:2310.12036).
-        label_smoothing: the probability that a pair is the wrong way round, for "sigmoid".
+        label_smoothing: the probability that a pair's labels are swapped, for "sigmoid".
 
     Raises:
-        ValueError: an unknown type, a probability that is none, or shapes that do not fit.
+        ValueError: an unknown type, an invalid probability, or incompatible shapes.
     """
     return margin_loss(chosen, rejected, nll, loss_type, beta, 0.0, alpha, label_smoothing, num_items)
 
@@ -41,12 +41,12 @@ def cpo_loss(
 def margin_loss(
     chosen, rejected, nll, loss_type, beta, gamma, alpha, label_smoothing, num_items
 ) -> PreferenceLoss:
-    """The loss of beta (chosen - rejected) - gamma."""
+    """Loss of beta (chosen - rejected) - gamma."""
     check_sequences(chosen=chosen, rejected=rejected)
     if not 0 <= label_smoothing < 1 or (label_smoothing and loss_type != "sigmoid"):
         raise ValueError(
-            f"label_smoothing is {label_smoothing} with loss_type={loss_type!r}; expected 0, or with "
-            "sigmoid a number from 0 to below 1"
+            f"label_smoothing is {label_smoothing} with loss_type={loss_type!r}; expected 0, or for sigmoid "
+            "a number from 0 to below 1"
         )
     logits = beta * (chosen - rejected) - gamma
     if loss_type == "sigmoid":

@@ -1,12 +1,12 @@
-"""Preference optimisation against a reference model: DPO and its kin.
+"""Preference optimisation against a reference model: DPO and its variants.
 
-Of a pair with sequence log-probabilities log p(chosen), log p(rejected) under the policy and under the
-reference, let r be their differences (log-ratios), s = f'(exp r) for an f-divergence (reverse KL: s = r),
-d = s_chosen - s_rejected and S the logistic function. DPO (Rafailov et al., 2023, arXiv:2305.18290) is
+For a pair with sequence log-probabilities log p(chosen), log p(rejected) under the policy and under the
+reference, let r be their differences (log-ratios), s = f'(exp r) for an f-divergence (reverse KL: s = r), d =
+s_chosen - s_rejected and S the logistic function. DPO (Rafailov et al., 2023, arXiv:2305.18290) is
 
     loss = - log S(beta d)
 
-and the other types below are named, with their sources, where they are defined.
+The other types are defined below with their sources.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from liger_models.losses.rows import check_sequences, mean_of
 
 
 class PreferenceLoss(NamedTuple):
-    """The loss, a scalar with gradients, and beta times each sequence's log-ratio [N] without."""
+    """The differentiable scalar loss, and beta times each sequence's log-ratio [N], without gradient."""
 
     loss: Tensor
     chosen_rewards: Tensor
@@ -31,12 +31,12 @@ class PreferenceLoss(NamedTuple):
 
     @property
     def margin(self) -> Tensor:
-        """The mean difference of the rewards."""
+        """Mean difference of the rewards."""
         return (self.chosen_rewards - self.rejected_rewards).mean()
 
     @property
     def accuracy(self) -> Tensor:
-        """The share of pairs whose chosen sequence has the larger reward."""
+        """Fraction of pairs whose chosen sequence has the larger reward."""
         return (self.chosen_rewards > self.rejected_rewards).float().mean()
 
 
@@ -58,27 +58,26 @@ def dpo_loss(
     weights: Tensor | None = None,
     num_items: Tensor | int | float | None = None,
 ) -> PreferenceLoss:
-    """The mean loss of N pairs, over the pairs here or over `num_items` (see losses/rows.py). Two types are
-    functions of all pairs of a call, whose parts do not make the whole: `aot` and `aot_unpaired` sort them.
+    """Mean loss of N pairs, over these pairs or over `num_items` (see losses/rows.py). Two types, `aot` and
+    `aot_unpaired`, sort all pairs of a call, so that losses of parts do not add up to the whole.
 
     Args:
-        chosen, rejected, reference_chosen, reference_rejected: log-probabilities of the sequences, [N], as
-            `sequence_log_probs` gives them, all four with the same `desensitized`; the reference's are
-            constants.
+        chosen, rejected, reference_chosen, reference_rejected: log-probabilities of the sequences, [N], from
+            `sequence_log_probs`, all four with the same `desensitized`; the reference's have no gradient.
         loss_type: a name of `TYPES`, or a mapping from names to the weights of a sum (MPO: Wang et al., 2024,
             arXiv:2411.10442).
-        beta: how strongly the policy is held to the reference.
-        label_smoothing: the probability that a pair is the wrong way round, for `robust`, `exo_pair`, `aot`
-            and `aot_unpaired`.
+        beta: strength of the KL regularisation towards the reference.
+        label_smoothing: the probability that a pair's labels are swapped, for `robust`, `exo_pair`, `aot` and
+            `aot_unpaired`.
         f_divergence: "reverse_kl", "forward_kl", "js_divergence" or "alpha_divergence", with `f_alpha` (Wang
             et al., 2023, arXiv:2309.16240).
         discopop_tau: the temperature of `discopop`.
         chosen_lengths, rejected_lengths: labels of each sequence, [N], for `ipo` and `sigmoid_norm`.
         nll: for `sft`, the chosen sequences' negative log-likelihood, a scalar, a mean over tokens.
-        weights: of the pairs, [N], such as `wpo_weights` gives.
+        weights: of the pairs, [N], such as those of `wpo_weights`.
 
     Raises:
-        ValueError: an unknown name, options that do not go together, or shapes that do not fit.
+        ValueError: an unknown name, incompatible options, or incompatible shapes.
     """
     types = {loss_type: 1.0} if isinstance(loss_type, str) else dict(loss_type)
     check_sequences(
@@ -133,7 +132,7 @@ class _Pairs(NamedTuple):
 
     @property
     def mean_difference(self) -> Tensor:
-        """The difference of the scores by token."""
+        """Difference of the scores per token."""
         assert self.chosen_lengths is not None
         assert self.rejected_lengths is not None
         a, b = self.chosen_lengths.clamp(min=1), self.rejected_lengths.clamp(min=1)
@@ -141,14 +140,14 @@ class _Pairs(NamedTuple):
 
 
 def _slope_of_divergence(ratio: Tensor, f_divergence: str, alpha: float) -> Tensor:
-    """f'(t) of t = exp(ratio), but for constants that cancel in a pair's difference."""
+    """f'(t) at t = exp(ratio), up to constants that cancel in a pair's difference."""
     if f_divergence == "forward_kl":
         return 1 - (-ratio).exp()
     if f_divergence == "js_divergence":
         return math.log(2) + logsigmoid(ratio)
     if f_divergence == "alpha_divergence" and abs(alpha - 1) >= 1e-6:
-        return ((alpha - 1) * ratio).clamp(max=80.0).expm1() / (alpha - 1)  # exp(80) is float32 still
-    return ratio  # of the reverse KL, and of alpha = 1
+        return ((alpha - 1) * ratio).clamp(max=80.0).expm1() / (alpha - 1)  # exp(80) is finite in float32
+    return ratio  # reverse KL, and alpha = 1
 
 
 def _smoothed(logits: Tensor, smoothing: float) -> Tensor:
@@ -162,13 +161,13 @@ def _exo_pair(p: _Pairs) -> Tensor:
 
 
 def _nca_pair(p: _Pairs) -> Tensor:
-    """Chen et al., 2024, arXiv:2402.05369, of two answers."""
+    """Chen et al., 2024, arXiv:2402.05369, for two answers."""
     a, b = p.beta * p.chosen_ratio, p.beta * p.rejected_ratio
     return -logsigmoid(a) - 0.5 * logsigmoid(-a) - 0.5 * logsigmoid(-b)
 
 
 def _robust(p: _Pairs) -> Tensor:
-    """Chowdhury et al., 2024, arXiv:2403.00409: unbiased for labels that are wrong so often."""
+    """Chowdhury et al., 2024, arXiv:2403.00409: unbiased for labels with this error rate."""
     flipped = p.smoothing * logsigmoid(-p.logits)
     return (flipped - (1 - p.smoothing) * logsigmoid(p.logits)) / (1 - 2 * p.smoothing)
 
@@ -179,18 +178,18 @@ def _bco_pair(p: _Pairs) -> Tensor:
 
 
 def _sppo_hard(p: _Pairs) -> Tensor:
-    """Wu et al., 2024, arXiv:2405.00675, eq. 4.7, of a winner that always wins."""
+    """Wu et al., 2024, arXiv:2405.00675, eq. 4.7, with a winner that always wins."""
     half = 0.5 / p.beta
     return (p.chosen_ratio - half) ** 2 + (p.rejected_ratio + half) ** 2
 
 
 def _aot(p: _Pairs) -> Tensor:
-    """Melnyk et al., 2024, arXiv:2406.05882: margins of policy and reference, each in their order."""
+    """Melnyk et al., 2024, arXiv:2406.05882: margins of policy and reference, each sorted."""
     return _smoothed(p.beta * (p.margin.sort().values - p.reference_margin.sort().values), p.smoothing)
 
 
 def _aot_unpaired(p: _Pairs) -> Tensor:
-    """The same of the log-ratios of chosen and of rejected sequences."""
+    """The same for the log-ratios of chosen and of rejected sequences."""
     ordered = p.chosen_ratio.sort().values - p.rejected_ratio.sort().values
     return _smoothed(p.beta * ordered, p.smoothing)
 
@@ -201,7 +200,7 @@ def _apo_zero(p: _Pairs) -> Tensor:
 
 
 def _apo_down(p: _Pairs) -> Tensor:
-    """Its eq. 8: for chosen answers below that level."""
+    """The same paper's eq. 8: for chosen answers below the model's level."""
     worse = (p.beta * (p.rejected_ratio - p.chosen_ratio)).sigmoid()
     return (p.beta * p.chosen_ratio).sigmoid() + worse
 
@@ -215,7 +214,7 @@ def _discopop(p: _Pairs) -> Tensor:
 TYPES: dict[str, Callable[[_Pairs], Tensor]] = {
     "sigmoid": lambda p: -logsigmoid(p.logits),
     "hinge": lambda p: torch.relu(1 - p.logits),  # SLiC: Zhao et al., 2023, arXiv:2305.10425
-    # Azar et al., 2023, arXiv:2310.12036, eq. 17, by token as its authors have it in code.
+    # Azar et al., 2023, arXiv:2310.12036, eq. 17, per token as in the authors' code.
     "ipo": lambda p: (p.mean_difference - 1 / (2 * p.beta)) ** 2,
     "exo_pair": _exo_pair,
     "nca_pair": _nca_pair,
@@ -227,7 +226,7 @@ TYPES: dict[str, Callable[[_Pairs], Tensor]] = {
     "apo_zero": _apo_zero,
     "apo_down": _apo_down,
     "discopop": _discopop,
-    "sft": lambda p: torch.zeros_like(p.margin),  # nothing of pairs: nll stands beside their mean
+    "sft": lambda p: torch.zeros_like(p.margin),  # no pair term: nll is added to the mean
     # Length-normalised DPO: Lambert et al., 2024, arXiv:2411.15124
     "sigmoid_norm": lambda p: -logsigmoid(p.beta * p.mean_difference),
 }
@@ -243,31 +242,31 @@ def _check(types, f_divergence, smoothing, chosen_lengths, rejected_lengths, nll
     if f_divergence not in _DIVERGENCES:
         raise ValueError(f"unknown f_divergence {f_divergence!r}; choose from {', '.join(_DIVERGENCES)}")
     if f_divergence != "reverse_kl" and (others := sorted(types.keys() - _OF_SCORES)):
-        raise ValueError(f"{', '.join(others)}: defined for f_divergence='reverse_kl' alone")
+        raise ValueError(f"{', '.join(others)}: defined only for f_divergence='reverse_kl'")
     if types.keys() & _OF_LENGTHS and (chosen_lengths is None or rejected_lengths is None):
         raise ValueError(
             f"{', '.join(types.keys() & _OF_LENGTHS)}: needs chosen_lengths and rejected_lengths"
         )
     if (nll is None) is ("sft" in types):
-        raise ValueError(f"loss_type={[*types]}: sft needs nll, and sft alone; found nll={nll}")
+        raise ValueError(f"loss_type={[*types]}: sft needs nll, other types take none; found nll={nll}")
     if "exo_pair" in types and not 0 < smoothing < 1:
         raise ValueError(f"exo_pair: label_smoothing is {smoothing}; expected above 0, such as 1e-3")
     if smoothing and not types.keys() & _SMOOTHED:
-        raise ValueError(f"label_smoothing has no meaning here: it is for {', '.join(sorted(_SMOOTHED))}")
+        raise ValueError(f"label_smoothing has no effect here; it applies to {', '.join(sorted(_SMOOTHED))}")
     if not 0 <= smoothing < (0.5 if "robust" in types else 1):
-        raise ValueError(f"label_smoothing is {smoothing}; expected 0 or more, below 1, for robust below 0.5")
+        raise ValueError(f"label_smoothing is {smoothing}; expected 0 to below 1, for robust below 0.5")
     if weights is not None and (others := sorted(types.keys() & {"aot", "aot_unpaired", "sft"})):
         raise ValueError(
-            f"{', '.join(others)}: pairs have no weights of their own, for aot sorts the batch and sft is "
-            "a mean over its tokens"
+            f"{', '.join(others)}: weights are not supported, since aot sorts the batch and sft is a mean "
+            "over tokens"
         )
 
 
 def wpo_weights(log_probs: Tensor, log_sum_sq_probs: Tensor, counted: Tensor) -> Tensor:
-    """Weights [N] of pairs, by how likely the policy is to write them (WPO: Zhou et al., 2024,
-    arXiv:2406.11827, eq. 2, aligned by the sampled distributions' own mean).
+    """Weights [N] of pairs by their likelihood under the policy (WPO: Zhou et al., 2024, arXiv:2406.11827,
+    eq. 2, aligned by the mean of the sampled distributions).
 
-    All [2 N, seq], rows [chosen, rejected], as `model.score` gives them; counted: which places have a label.
+    All inputs [2 N, seq], rows [chosen, rejected], from `model.score`; counted marks positions with a label.
     """
     aligned = (log_probs - log_sum_sq_probs).detach() * counted
     return (aligned.sum(1) / counted.sum(1).clamp(min=1)).exp().unflatten(0, (2, -1)).prod(0)

@@ -1,21 +1,22 @@
-"""Policy gradients on groups of sampled answers: GRPO and its kin.
+"""Policy gradients on groups of sampled answers: GRPO and its variants.
 
-With advantages A and ratios w = p / p_old, of tokens, or of whole sequences by token (GSPO: Zheng et al.,
+With advantages A and ratios w = p / p_old, per token or, per sequence, normalised by length (GSPO: Zheng et
+al.,
 2025, arXiv:2507.18071), GRPO (Shao et al., 2024, arXiv:2402.03300, eq. 3) is
 
     loss = mean of  - min(w A, clip(w, 1 - low, 1 + high) A) + beta KL,   KL = q/p - log(q/p) - 1
 
-q being the reference's probability. A type says what stands for the first term, and what the mean is over:
+with q the reference's probability. The type determines the first term, and the set that the mean is over:
 
     grpo       tokens of a sequence, then sequences
-    bnpo       all tokens here
+    bnpo       all tokens of this call
     dr_grpo    sequences times a constant length (Liu et al., 2025, arXiv:2503.20783)
     dapo       all tokens of the step (Yu et al., 2025, arXiv:2503.14476)
     luspo      sequences, of sums over tokens (2026, arXiv:2602.05261)
-    cispo      dapo's, of - min(w, high) A log p, w constant (MiniMax-M1, 2025, arXiv:2506.13585)
-    sapo       grpo's, of - 4/t S(t (w - 1)) A, t by the sign of A (2025, arXiv:2511.20347)
-    vespo      dapo's, of - phi(W) A log p, phi(W) = W^k exp(lambda (1 - W)) constant, W the sequence's ratio
-               (2026, arXiv:2602.10693)
+    cispo      as dapo, with - min(w, high) A log p, w constant (MiniMax-M1, 2025, arXiv:2506.13585)
+    sapo       as grpo, with - 4/t S(t (w - 1)) A, t by the sign of A (2025, arXiv:2511.20347)
+    vespo      as dapo, with - phi(W) A log p, phi(W) = W^k exp(lambda (1 - W)) constant, W the sequence's
+               ratio (2026, arXiv:2602.10693)
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ _BY_TOKENS_OF_STEP = ("dapo", "cispo", "vespo")
 
 
 class PolicyLoss(NamedTuple):
-    """The loss, a scalar with gradients; without: the mean KL term of the tokens (None without a reference),
-    and the share of tokens whose ratio is clipped.
+    """The differentiable scalar loss; and, without gradient, the tokens' mean KL term (None without a
+    reference) and the fraction of clipped tokens.
     """
 
     loss: Tensor
@@ -45,20 +46,20 @@ class PolicyLoss(NamedTuple):
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """How far a policy may move, and how its loss is made.
+    """Type of the loss, and limits on the policy's change.
 
     Attributes:
         loss_type: one of `TYPES`.
-        level: "token" or "sequence": of what ratios are.
-        low, high: the bounds of clipping, 1 - low and 1 + high; high is low's by default. "cispo" needs high,
-            which is the largest ratio itself, such as 5: 1 or more.
-        delta: the largest ratio where A is negative, above 1 + high (two-sided clipping: INTELLECT-2, 2025,
+        level: "token" or "sequence" ratios.
+        low, high: clipping bounds, 1 - low and 1 + high; high defaults to low. "cispo" requires high, the
+            largest ratio itself, such as 5: 1 or more.
+        delta: the largest ratio for negative A, above 1 + high (two-sided clipping: INTELLECT-2, 2025,
             arXiv:2505.07291).
-        beta: the weight of the KL term.
-        unbiased_kl: weigh the KL term of a token by its ratio (DeepSeek-V3.2, 2025, arXiv:2512.02556).
-        length: of "dr_grpo": the constant, such as the longest answer that may be sampled.
-        temperatures: of "sapo", for positive advantages and for others.
-        vespo: k and lambda of "vespo", for advantages from zero on, and then for those below.
+        beta: weight of the KL term.
+        unbiased_kl: multiply a token's KL term by its ratio (DeepSeek-V3.2, 2025, arXiv:2512.02556).
+        length: for "dr_grpo": the constant, such as the maximum length of sampled answers.
+        temperatures: for "sapo", of positive advantages and of others.
+        vespo: k and lambda of "vespo", for non-negative advantages, and then for negative ones.
     """
 
     loss_type: str = "dapo"
@@ -73,20 +74,22 @@ class PolicyOptions:
     vespo: tuple[float, float, float, float] = (2.0, 3.0, 3.0, 2.0)
 
     def __post_init__(self) -> None:
-        """Raises:
-        ValueError: an unknown name, or what does not go together.
+        """Check the options.
+
+        Raises:
+            ValueError: an unknown name, or incompatible options.
         """
         if self.loss_type not in TYPES:
             raise ValueError(f"unknown loss_type {self.loss_type!r}; choose from {', '.join(TYPES)}")
         if self.level not in ("token", "sequence"):
             raise ValueError(f"level is {self.level!r}; expected 'token' or 'sequence'")
         if self.loss_type == "vespo" and self.level != "token":
-            raise ValueError("vespo makes the ratios of sequences itself: leave level at 'token'")
+            raise ValueError("vespo computes sequence ratios itself: leave level at 'token'")
         if self.loss_type == "cispo" and not (self.high is not None and self.high >= 1):
-            raise ValueError(f"high is {self.high}, which for cispo is the largest ratio: expected 1 or more")
+            raise ValueError(f"high is {self.high}; for cispo it is the largest ratio: expected 1 or more")
         if (self.loss_type == "dr_grpo") is (self.length is None):
             raise ValueError(
-                f"loss_type={self.loss_type!r}, length={self.length}: dr_grpo alone needs a length"
+                f"loss_type={self.loss_type!r}, length={self.length}: only dr_grpo takes a length"
             )
         if self.delta is not None and self.delta <= 1 + self.upper:
             raise ValueError(f"delta is {self.delta}; expected more than 1 + high = {1 + self.upper}")
@@ -108,24 +111,23 @@ def grpo_loss(
     kept: Tensor | None = None,
     num_items: Tensor | int | float | None = None,
 ) -> PolicyLoss:
-    """The loss of N sampled answers.
+    """Loss of N sampled answers.
 
     Args:
-        log_probs: of the answers' tokens, [N, seq], as `model.score` gives them.
-        advantages: [N], or [N, seq] for one a token.
-        counted: which places are an answer's, [N, seq].
-        options: the type and its settings.
-        old_log_probs: [N, seq] of the policy that is improved. Default: log_probs, so that ratios are one.
+        log_probs: of the answers' tokens, [N, seq], from `model.score`.
+        advantages: [N], or [N, seq] for one per token.
+        counted: which positions belong to an answer, [N, seq].
+        options: type and settings.
+        old_log_probs: [N, seq] of the policy that sampled. Default: log_probs, so that ratios are one.
         reference: [N, seq], of the reference model, for the KL term.
-        sampler_ratio: [N, seq] or [N, 1], as `sampler_ratio` gives it: a factor of the first term.
-        kept: [N, seq] or [N, 1]: the first term counts here alone, such as `top_entropy` or `on_policy` say;
-            the means are over the same counts.
-        num_items: the tokens of "dapo", "cispo" and "vespo", or else the sequences (tokens of "bnpo") that
-            the mean is over: those of the whole step on all ranks, over the number of ranks. Default: those
-            here.
+        sampler_ratio: [N, seq] or [N, 1], from `sampler_ratio`: a factor of the first term.
+        kept: [N, seq] or [N, 1]: restricts the first term, for example to `top_entropy` or `on_policy`; the
+            means keep their divisor.
+        num_items: the divisor of the mean: tokens for "dapo", "cispo", "vespo" and "bnpo", else sequences, of
+            the whole step on all ranks, divided by the number of ranks. Default: those of this call.
 
     Raises:
-        ValueError: beta without a reference, or shapes that do not fit.
+        ValueError: beta without a reference, or incompatible shapes.
     """
     check_tokens(
         log_probs,
@@ -167,7 +169,7 @@ def grpo_loss(
 
 
 def _first_term(log_probs, log_ratio, ratio, advantages, counted, options, sampler_ratio) -> Tensor:
-    """What a type has in the place of - min(w A, clip(w) A): [N, seq], or [N, 1]."""
+    """A type's counterpart of - min(w A, clip(w) A): [N, seq], or [N, 1]."""
     if options.loss_type == "cispo":
         return -ratio.clamp(max=options.upper).detach() * advantages * log_probs
     if options.loss_type == "sapo":
@@ -184,7 +186,7 @@ def _first_term(log_probs, log_ratio, ratio, advantages, counted, options, sampl
 
 @torch.no_grad()
 def _vespo_weight(log_ratio, advantages, counted, options, sampler_ratio) -> Tensor:
-    """phi(W), [N, 1]; W between 1e-8 and e^20, its sampler's part included."""
+    """phi(W), [N, 1], with W, including the sampler ratio, between 1e-8 and e^20."""
     lowest = math.log(1e-8)
     log_w = (log_ratio.clamp(-20, 20) * counted).sum(1, keepdim=True)
     if sampler_ratio is not None:
@@ -207,7 +209,7 @@ def _is_clipped(ratio, advantages, options) -> Tensor:
 
 
 def _mean(losses: Tensor, counted: Tensor, options: PolicyOptions, num_items) -> Tensor:
-    """The mean of losses [N, seq], zero where they do not count, over what the type says."""
+    """Mean of losses [N, seq], zero where not counted, over the type's divisor."""
     if options.loss_type in (*_BY_TOKENS_OF_STEP, "bnpo"):
         return losses.sum() / (counted.sum().clamp(min=1) if num_items is None else num_items)
     sums = losses.sum(1)

@@ -1,4 +1,4 @@
-"""KTO (Ethayarajh et al., 2024, arXiv:2402.01306): answers that are good or bad, without pairs.
+"""KTO (Ethayarajh et al., 2024, arXiv:2402.01306): unpaired answers, each good or bad.
 
 With r the log-ratio of an answer, z the KL divergence of policy and reference, S the logistic function:
 
@@ -19,7 +19,7 @@ from liger_models.losses.rows import check_sequences, mean_of
 
 
 class KTOLoss(NamedTuple):
-    """The loss, a scalar with gradients, and beta times each answer's log-ratio, [N], without."""
+    """The differentiable scalar loss, and beta times each answer's log-ratio [N], without gradient."""
 
     loss: Tensor
     rewards: Tensor
@@ -36,15 +36,15 @@ def kto_loss(
     undesirable_weight: float = 1.0,
     num_items: Tensor | int | float | None = None,
 ) -> KTOLoss:
-    """The mean loss of N answers, over the answers here or over `num_items` (see losses/rows.py).
+    """Mean loss of N answers, over these answers or over `num_items` (see losses/rows.py).
 
     Args:
-        log_probs, reference: log-probabilities of the answers, [N]; the reference's are constants.
-        desirable: whether each is good, [N] bool.
-        kl: as `kto_kl` gives it: KTO. None: apo_zero_unpaired.
+        log_probs, reference: log-probabilities of the answers, [N]; the reference's have no gradient.
+        desirable: whether each answer is good, [N] bool.
+        kl: result of `kto_kl` for KTO; None for apo_zero_unpaired.
 
     Raises:
-        ValueError: shapes that do not fit, or numbers (1 and 0, or 1 and -1?) for what is good.
+        ValueError: incompatible shapes, or `desirable` is not bool.
     """
     check_sequences(log_probs=log_probs, reference=reference, desirable=desirable)
     if desirable.dtype != torch.bool:
@@ -58,13 +58,13 @@ def kto_loss(
 
 @torch.no_grad()
 def kto_kl(log_probs: Tensor, reference: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The KL term z, at least 0: the mean of log_probs - reference over all ranks' mismatched answers (those
-    of other prompts), [N] each, scored under torch.no_grad().
+    """KL term z >= 0: the mean of log_probs - reference over all ranks' mismatched answers (answers to other
+    prompts), [N] each, scored under torch.no_grad().
 
-    It is the mean over answers, also where ranks have different numbers of them. All ranks must call it.
+    The mean is over answers even if ranks have different numbers of them. All ranks must call this.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: incompatible shapes.
     """
     check_sequences(log_probs=log_probs, reference=reference)
     total = torch.stack([(log_probs - reference).sum(), torch.full_like(log_probs.sum(), len(log_probs))])

@@ -1,8 +1,8 @@
-"""ORPO (Hong et al., 2024, arXiv:2403.07691): likelihood of the chosen sequence, and the odds of both.
+"""ORPO (Hong et al., 2024, arXiv:2403.07691): the chosen sequence's likelihood, and the odds ratio.
 
     loss = nll - beta log S(log odds(chosen) - log odds(rejected)),   odds(y) = p(y) / (1 - p(y))
 
-with p(y) the geometric mean of the tokens' probabilities, eq. 4 to 7. It needs no reference.
+with p(y) the geometric mean of the tokens' probabilities, eq. 4 to 7. No reference model.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ def orpo_loss(
     beta: float = 0.1,
     num_items: Tensor | int | float | None = None,
 ) -> PreferenceLoss:
-    """`nll` plus the mean odds loss of N pairs, over the pairs here or over `num_items`.
+    """`nll` plus the mean odds-ratio loss of N pairs, over these pairs or over `num_items`.
 
     Args:
-        chosen, rejected: log-probabilities by token, [N]: `sequence_log_probs` over the sequence's count of
-            labels.
-        nll: the negative log-likelihood, a scalar, which the paper takes over the chosen sequences with their
-            prompts, a mean over tokens.
-        beta: the weight of the odds, the paper's lambda.
+        chosen, rejected: log-probabilities per token, [N]: `sequence_log_probs` divided by the sequence's
+            number of labels.
+        nll: the negative log-likelihood, a scalar, a mean over tokens; in the paper, of the chosen sequences
+            with their prompts.
+        beta: weight of the odds-ratio term, the paper's lambda.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: incompatible shapes.
     """
     check_sequences(chosen=chosen, rejected=rejected)
     log_odds = chosen - rejected - (_log1mexp(chosen) - _log1mexp(rejected))
@@ -44,7 +44,7 @@ def orpo_loss(
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """log(1 - exp(x)) of x < 0, in each of its halves in the form that does not cancel."""
+    """log(1 - exp(x)) for x < 0, in a form without cancellation for each half of the range."""
     small = x < -math.log(2)
-    # What is not chosen must not be infinite: its gradient, zero times infinity, would be nan.
+    # The unselected branch must be finite: its gradient, zero times infinity, would be nan.
     return torch.where(small, (-x.where(small, -1.0).exp()).log1p(), (-x.where(~small, -0.5).expm1()).log())

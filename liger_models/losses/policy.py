@@ -1,5 +1,5 @@
-"""What a policy gradient weighs its tokens with: advantages from rewards, ratios between the engine that
-sampled and the model that is trained, and which tokens count.
+"""Token weights of policy gradients: advantages from rewards, ratios between the sampling engine and the
+trained model, and token filters.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from liger_models.losses.rows import check_tokens
 
 
 def group_advantages(rewards: Tensor, group_size: int, scale: str = "group") -> Tensor:
-    """Rewards [N] of answers, group after group, less their group's mean (GRPO: arXiv:2402.03300, sec. 4.1).
+    """Rewards [N] of answers, grouped consecutively, minus their group's mean (GRPO: arXiv:2402.03300, sec.
+    4.1).
 
-    scale: divided by the standard deviation of the "group", or of the "batch" (arXiv:2508.08221), each plus
-    1e-4, or by nothing: "none" (Dr. GRPO: arXiv:2503.20783). All of a step's rewards belong in one call,
-    those of other ranks included. nan stands for no reward: the others of the group count, and its advantage
-    is zero.
+    scale: divide by the standard deviation of the "group" or of the "batch" (arXiv:2508.08221), plus 1e-4; or
+    "none" (Dr. GRPO: arXiv:2503.20783). Pass all of a step's rewards in one call, including other ranks'. nan
+    means no reward: the answer's advantage is zero, and the rest of its group counts.
 
     Raises:
-        ValueError: rewards that do not fill groups, or an unknown scale.
+        ValueError: the rewards do not fill whole groups, or an unknown scale.
     """
     groups = _groups(rewards, group_size)
     if scale not in ("group", "batch", "none"):
@@ -33,13 +33,14 @@ def group_advantages(rewards: Tensor, group_size: int, scale: str = "group") -> 
 
 
 def rloo_advantages(rewards: Tensor, group_size: int, normalize: bool = False) -> Tensor:
-    """Rewards [N] of answers, group after group, less the mean of the others of their group (RLOO:
-    arXiv:2402.14740); to `normalize`, less the mean of all and over their standard deviation plus 1e-4.
+    """Rewards [N] of answers, grouped consecutively, minus the mean of the others in their group (RLOO:
+    arXiv:2402.14740). `normalize` then subtracts the overall mean and divides by the standard deviation plus
+    1e-4.
 
-    nan stands for no reward, as in `group_advantages`.
+    nan means no reward, as in `group_advantages`.
 
     Raises:
-        ValueError: rewards that do not fill groups.
+        ValueError: the rewards do not fill whole groups.
     """
     groups = _groups(rewards, group_size)
     there = (~groups.isnan()).sum(1, keepdim=True)
@@ -53,13 +54,13 @@ def rloo_advantages(rewards: Tensor, group_size: int, normalize: bool = False) -
 def _groups(rewards: Tensor, group_size: int) -> Tensor:
     if rewards.dim() != 1 or group_size < 2 or len(rewards) % group_size:
         raise ValueError(
-            f"rewards have shape {list(rewards.shape)}; expected [N], groups of {group_size}, of two at least"
+            f"rewards have shape {list(rewards.shape)}; expected [N], groups of {group_size}, at least 2"
         )
     return rewards.float().view(-1, group_size)
 
 
 def _nanstd(rows: Tensor) -> Tensor:
-    """The standard deviation of the numbers of each row, as of a sample: [N, M] -> [N, 1]."""
+    """Sample standard deviation of each row, ignoring nan: [N, M] -> [N, 1]."""
     count = (~rows.isnan()).sum(1, keepdim=True)
     squares = ((rows - rows.nanmean(1, keepdim=True)) ** 2).nansum(1, keepdim=True)
     return (squares / (count - 1).clamp(min=1)).sqrt()
@@ -74,16 +75,15 @@ def sampler_ratio(
     low: float | None = None,
     high: float | None = 3.0,
 ) -> Tensor:
-    """The importance of samples that another engine drew: p_old / p_sampler, [N, seq] or, of sequences (the
-    product over their tokens), [N, 1].
+    """Importance ratios for samples drawn by another engine: p_old / p_sampler, [N, seq], or for sequences
+    (the product over tokens) [N, 1].
 
-    mode: "token" or "sequence", and what becomes of a ratio outside [low, high]: "_truncate" puts it onto
-    the bound (Yao et al., 2025, "Your efficient RL framework secretly brings you off-policy RL training"),
-    "_mask" makes it zero (IcePop: arXiv:2510.18855). All [N, seq]; where the sampler
-    gives nan, the ratio is one.
+    mode: "token" or "sequence", and the treatment of ratios outside [low, high]: "_truncate" clips them (Yao
+    et al., 2025, "Your efficient RL framework secretly brings you off-policy RL training"), "_mask" sets them
+    to zero (IcePop: arXiv:2510.18855). All inputs [N, seq]; where the sampler's is nan, the ratio is one.
 
     Raises:
-        ValueError: an unknown mode, bounds between which there is nothing, or shapes that do not fit.
+        ValueError: an unknown mode, empty bounds, or incompatible shapes.
     """
     level, _, rule = mode.partition("_")
     if level not in ("token", "sequence") or rule not in ("truncate", "mask"):
@@ -107,15 +107,15 @@ def sampler_ratio(
 def on_policy(
     log_probs: Tensor, sampler_log_probs: Tensor, advantages: Tensor, counted: Tensor, threshold: float
 ) -> Tensor:
-    """Which sequences count, [N, 1]: those with an advantage [N] from zero on, and those whose mean
-    log p_sampler - log p over their tokens is at most `threshold` (DeepSeek-V3.2: arXiv:2512.02556, eq. 9).
+    """Mask [N, 1] of sequences with a non-negative advantage [N], or whose mean log p_sampler - log p over
+    tokens is at most `threshold` (DeepSeek-V3.2: arXiv:2512.02556, eq. 9).
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: incompatible shapes.
     """
     check_tokens(log_probs, sampler_log_probs=sampler_log_probs, counted=counted)
     if advantages.shape != log_probs.shape[:1]:
-        raise ValueError(f"found advantages {list(advantages.shape)}; expected one a sequence, [N]")
+        raise ValueError(f"found advantages {list(advantages.shape)}; expected one per sequence, [N]")
     drift = ((sampler_log_probs - log_probs).nan_to_num(nan=0.0) * counted).sum(1)
     near = drift / counted.sum(1).clamp(min=1) <= threshold
     return (near | (advantages >= 0)).unsqueeze(1)
@@ -125,11 +125,11 @@ def on_policy(
 def top_entropy(
     entropy: Tensor, counted: Tensor, share: float, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Which tokens [N, seq] are among the `share` of largest entropy of all ranks' tokens that count (Wang et
-    al., 2025, arXiv:2506.01939).
+    """Mask of the tokens [N, seq] in the fraction `share` with the largest entropy among counted tokens of
+    all ranks (Wang et al., 2025, arXiv:2506.01939).
 
     Raises:
-        ValueError: a share that is none, or shapes that do not fit.
+        ValueError: an invalid share, or incompatible shapes.
     """
     check_tokens(entropy, counted=counted)
     if not 0 <= share <= 1:
@@ -142,7 +142,7 @@ def top_entropy(
 
 
 def _quantile(values: Tensor, q: float) -> Tensor:
-    """torch.quantile, which takes no more than 2^24 values."""
+    """torch.quantile without its limit of 2^24 values."""
     place = q * (len(values) - 1)
     below = int(place)
     ordered = values.sort().values
@@ -150,7 +150,7 @@ def _quantile(values: Tensor, q: float) -> Tensor:
 
 
 def _of_all_ranks(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Vectors of any lengths, one behind the other."""
+    """Concatenate vectors of any lengths from all ranks."""
     if not dist.is_available() or not dist.is_initialized():
         return values
     lengths = [

@@ -1,5 +1,5 @@
-"""Scores of the reference model: once, ahead of training, and kept in a file on request; or, where adapters
-are trained, by the same model without them.
+"""Scores of the reference model: computed once before training and optionally cached in a file; or, when
+training adapters, computed by the same model without them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from liger_models.losses.shared_prompts import SharedPrompts
 
 @contextlib.contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """While it lasts, PEFT's adapters in the model add nothing: it is the reference of its own training.
+    """Disable PEFT's adapters in the model, which then is its own reference.
 
     Raises:
-        ValueError: there are no adapters, some are merged into the weights, or something else is trained, too
+        ValueError: there are no adapters, some are merged into the weights, or other parameters are trained
             (PEFT's bias="all").
     """
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
@@ -33,15 +33,15 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     others = [name for name, p in model.named_parameters() if p.requires_grad and p not in added]
     if not layers or others or any(getattr(layer, "merged", False) for layer in layers):
         found = "some of its adapters are merged" if layers else "it has no adapters"
-        found = f"{others[0]} is trained beside its adapters" if layers and others else found
+        found = f"{others[0]} is trained in addition to its adapters" if layers and others else found
         raise ValueError(
-            f"the model cannot be its own reference: {found}. Give the reference as a model of its own, or "
-            "score with the model before it is trained"
+            f"the model cannot be its own reference: {found}. Pass a separate reference model, or score with "
+            "this model before training"
         )
     before = [layer._disable_adapters for layer in layers]
     try:
         for layer in layers:
-            layer._disable_adapters = True  # not enable_adapters: that would also switch gradients
+            layer._disable_adapters = True  # enable_adapters would also change requires_grad
         yield
     finally:
         for layer, state in zip(layers, before, strict=True):
@@ -52,16 +52,15 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 def reference_log_probs(
     model: Any, batches: Iterable[Mapping[str, Tensor]], cache: str | Path | None = None
 ) -> list[Tensor]:
-    """The log-probability of each sequence of each batch, [batch] float32 on the CPU, in evaluation mode (not
-    the `desensitized` one of LD-DPO, for which score the model without gradients).
+    """Log-probability of each sequence of each batch, [batch] float32 on the CPU, in evaluation mode (without
+    LD-DPO's `desensitized`; for that, score the model without gradients).
 
     Args:
-        model: what has the method `score`.
-        batches: what `score` takes by name: input_ids, labels, attention_mask and so on; or `SharedPrompts`,
-            whose answers are the sequences.
-        cache: a safetensors file, one a process. What it holds of the same batches and the same model (its
-            weights, its specification, and which adapters are switched on, how strongly) is not computed
-            again; what it lacks is added.
+        model: has the method `score`. batches: keyword arguments of `score`: input_ids, labels,
+        attention_mask and so on; or `SharedPrompts`, whose
+            answers are the sequences.
+        cache: a safetensors file per process. Results for the same batches and the same model (weights,
+            specification, active adapters and their scaling) are read from it; others are added.
     """
     from safetensors.torch import load_file, save_file
 
@@ -89,7 +88,7 @@ def reference_log_probs(
 
 
 def _settings(model: nn.Module) -> str:
-    """What scores depend on beside the weights: the specification, and what PEFT's layers add."""
+    """Settings that affect scores in addition to the weights: the specification, and PEFT's layers."""
     adapters = [
         (name, layer._disable_adapters, layer.active_adapters, getattr(layer, "scaling", None))
         for name, layer in model.named_modules()
@@ -100,7 +99,7 @@ def _settings(model: nn.Module) -> str:
 
 
 def _digest(tensors: Mapping[str, Any], settings: str = "") -> str:
-    """A digest of names, dtypes, shapes and values; and of what is no tensor, but for None."""
+    """Digest of names, dtypes, shapes and values, and of non-tensor values except None."""
     digest = hashlib.sha256(settings.encode())
     for name in sorted(name for name, value in tensors.items() if value is not None):
         tensor = tensors[name]

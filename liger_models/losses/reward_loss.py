@@ -1,6 +1,6 @@
-"""Rewards from preferences: Bradley and Terry's model on a value head (Ouyang et al., 2022, arXiv:2203.02155,
-eq. 1), with margins (Llama 2: Touvron et al., 2023, arXiv:2307.09288, eq. 2) and rewards held around zero
-(Eisenstein et al., 2023, arXiv:2312.09244, eq. 2):
+"""Reward modelling from preferences: the Bradley-Terry model on a value head (Ouyang et al., 2022,
+arXiv:2203.02155, eq. 1), with margins (Llama 2: Touvron et al., 2023, arXiv:2307.09288, eq. 2) and rewards
+centred around zero (Eisenstein et al., 2023, arXiv:2312.09244, eq. 2):
 
     loss = - log S(chosen - rejected - margin) + c (chosen + rejected)^2
 """
@@ -22,14 +22,13 @@ def reward_loss(
     centering: float = 0.0,
     num_items: Tensor | int | float | None = None,
 ) -> PreferenceLoss:
-    """The mean loss of N pairs, over the pairs here or over `num_items` (see losses/rows.py).
+    """Mean loss of N pairs, over these pairs or over `num_items` (see losses/rows.py).
 
     chosen, rejected: rewards of the sequences, [N], such as `logits[:, 0]` of a sequence classifier with one
-    label. margin: by how much the one should at least be above the other, [N] or a number. centering: c of
-    the formula.
+    label. margin: minimum difference of the rewards, [N] or a number. centering: c in the formula.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: incompatible shapes.
     """
     of_pairs = margin if isinstance(margin, Tensor) and margin.dim() else None
     check_sequences(chosen=chosen, rejected=rejected, margin=of_pairs)

@@ -1,4 +1,4 @@
-"""RLOO (Ahmadian et al., 2024, arXiv:2402.14740): REINFORCE with a leave-one-out baseline, of whole answers.
+"""RLOO (Ahmadian et al., 2024, arXiv:2402.14740): REINFORCE on whole answers with a leave-one-out baseline.
 
     loss = mean over answers of  - min(w A, clip(w, 1 - low, 1 + high) A),   w = p(answer) / p_old(answer)
 
@@ -22,13 +22,13 @@ def rloo_loss(
     high: float | None = None,
     num_items: Tensor | int | float | None = None,
 ) -> Tensor:
-    """The mean loss of N answers, over those here or over `num_items` (see losses/rows.py).
+    """Mean loss of N answers, over these answers or over `num_items` (see losses/rows.py).
 
-    log_probs and old_log_probs [N]: of the answers, as `sequence_log_probs` gives them; the old ones are by
-    default the new. advantages [N]. high is low by default.
+    log_probs and old_log_probs [N]: of the answers, from `sequence_log_probs`; the old ones default to the
+    new. advantages [N]. high defaults to low.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: incompatible shapes.
     """
     check_sequences(log_probs=log_probs, advantages=advantages, old_log_probs=old_log_probs)
     old = log_probs if old_log_probs is None else old_log_probs

@@ -1,9 +1,9 @@
-"""Supervised fine-tuning on scores: a negative log-likelihood with weights, or DFT.
+"""Supervised fine-tuning on scores: a weighted negative log-likelihood, or DFT.
 
     loss = - sum_t w_t log p_t / n,    DFT: w_t = p_t, constant (Wu et al., 2025, arXiv:2508.05629)
 
-Where weights are known before the scores, `model.score(..., coefficients=weights)` gives the sum with up to a
-quarter less work in the head; without weights, so does the model's own loss.
+If the weights are known before the scores, `model.score(..., coefficients=weights)` computes the sum with up
+to a quarter less work in the head; so does the model's own loss, without weights.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ def sft_loss(
     dynamic: bool = False,
     num_items: Tensor | int | float | None = None,
 ) -> Tensor:
-    """The loss of tokens [batch, seq], a scalar, over those `counted` [batch, seq] here (one at least) or
-    over `num_items`: the labels of the whole step on all ranks, over the number of ranks.
+    """Loss of tokens [batch, seq], a scalar: the mean over the `counted` [batch, seq] ones of this call (at
+    least one), or the sum over `num_items`, the whole step's labels on all ranks divided by the number of
+    ranks.
 
     weights [batch, seq]: constant factors of the tokens. dynamic: DFT.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: incompatible shapes.
     """
     check_tokens(log_probs, counted=counted, weights=weights)
     losses = -log_probs

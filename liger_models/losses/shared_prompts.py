@@ -1,17 +1,17 @@
-"""Several answers to one prompt, whose hidden states are computed once for all of them.
+"""Several answers to one prompt, computing the prompt's hidden states only once.
 
     batch = shared_prompts([(prompt, [answer, answer]), ...], by_rank=True)
     scores = model.score(**batch)
     rows = batch.rows(scores.log_probs)          # [answers, longest]: rows [chosen, rejected]
     chosen, rejected = sequence_log_probs(rows).chunk(2)
 
-A prompt x and its answers y_1 .. y_n are one row of documents, all but the first of which continue that
+A prompt x and its answers y_1 .. y_n are one row of documents; all but the first continue the first
 (layers/sequences/tree.py):
 
     x_1 .. x_(m-1) | x_m y_1 | x_m y_2 | ...        m - 1 + n + sum |y_i| tokens, not n m + sum |y_i|
 
-So log p(y_ij | x, y_i1 .. y_i(j-1)) is what the token before y_ij predicts, as in sequences of their own, and
-scores and gradients are those of the sequences (x, y_i): of a prompt's tokens the sum over its answers.
+log p(y_ij | x, y_i1 .. y_i(j-1)) is thus predicted by the token before y_ij, as in separate sequences, and
+scores and gradients equal those of the sequences (x, y_i), summed over the answers for the prompt's tokens.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ def shared_prompts(
     """One batch of prompts and their answers.
 
     Args:
-        items: (prompt, answers), token ids of each; with an answer's last token, if the model shall learn to
-            end there. An answer may be empty.
-        by_rank: which rows the answers become: the first of every prompt, then the second of every prompt and
-            so on, as preferences take them ([chosen, rejected]). Default: in the order given, all answers to
-            a prompt one after another, as groups of samples are taken.
+        items: (prompt, answers), token ids each; include an answer's end token if the model should learn to
+            stop there. Answers may be empty.
+        by_rank: order of the answers' rows: the first of every prompt, then the second of every prompt and so
+            on, as preference losses expect ([chosen, rejected]). Default: the given order, all answers to a
+            prompt together, as for groups of samples.
 
     Raises:
-        ValueError: no item, tensors that are not [length], a prompt without a token or without an answer, or
-            with `by_rank` prompts that differ in how many answers they have.
+        ValueError: no item, tensors that are not [length], a prompt without a token or without an answer, or,
+            with `by_rank`, prompts with different numbers of answers.
     """
     given = [(_ids(prompt), [_ids(answer) for answer in answers]) for prompt, answers in items]
     if not given or not all(prompt and answers for prompt, answers in given):
-        raise ValueError("expected prompts of a token at least, each with an answer at least")
+        raise ValueError("expected prompts of at least one token, each with at least one answer")
     counts = sorted({len(answers) for _, answers in given})
     if by_rank and len(counts) > 1:
         raise ValueError(
-            f"by_rank: prompts have from {counts[0]} to {counts[-1]} answers; expected as many each"
+            f"by_rank: prompts have from {counts[0]} to {counts[-1]} answers; expected the same number each"
         )
     documents: list[list[int]] = []
     labels, parents, answered = [], [], []
@@ -72,12 +72,12 @@ def shared_prompts(
 
 
 class SharedPrompts(Mapping[str, Tensor]):
-    """What `model.score(**batch)` and `model(**batch)` take: input_ids and labels [1, T], cu_seqlens and
-    parents, which may stay on the CPU.
+    """Keyword arguments of `model.score(**batch)` and `model(**batch)`: input_ids and labels [1, T],
+    cu_seqlens and parents, which may stay on the CPU.
 
     Attributes:
-        answers: of each row of `rows` the token before its first one, and its length.
-        counted: [answers, longest] bool, which places of `rows` have a label.
+        answers: for each row of `rows`, the token before its first one, and its length.
+        counted: [answers, longest] bool, marks the positions of `rows` with a label.
     """
 
     def __init__(self, inputs: Mapping[str, Tensor], answers: Sequence[tuple[int, int]]):
@@ -86,18 +86,18 @@ class SharedPrompts(Mapping[str, Tensor]):
         starts, lengths = torch.tensor(self.answers, device="cpu").unbind(1)
         place = torch.arange(int(lengths.max()), device="cpu")
         counted = place < lengths[:, None]
-        # The score of an answer's first token stands where its document begins.
+        # The score of an answer's first token is at the start of its document.
         self._places = torch.where(counted, starts[:, None] + place, 0).to(device)
         self.counted = counted.to(device)
 
     def to(self, device: torch.device | str) -> SharedPrompts:
-        """The same with ids and labels on that device; boundaries are read on the CPU."""
+        """Copy with ids and labels on that device; boundaries stay on the CPU, where they are read."""
         moved = {name: self._inputs[name].to(device) for name in ("input_ids", "labels")}
         return SharedPrompts(self._inputs | moved, self.answers)
 
     def rows(self, scores: Tensor) -> Tensor:
-        """Scores [1, T - 1], or [1, T] of labels that came shifted, as rows of the answers: [answers,
-        longest], zero behind each one's end.
+        """Answers' rows of scores [1, T - 1], or [1, T] for labels that were already shifted: [answers,
+        longest], zero past each end.
         """
         total = self._inputs["input_ids"].shape[1]
         if scores.dim() != 2 or len(scores) != 1 or scores.shape[1] not in (total, total - 1):
@@ -105,7 +105,7 @@ class SharedPrompts(Mapping[str, Tensor]):
         return scores[0][self._places].where(self.counted, 0)
 
     def coefficients(self, rows: Tensor) -> Tensor:
-        """Of rows [answers, longest] what `model.score` takes as coefficients: [1, T - 1]."""
+        """`coefficients` for `model.score`, [1, T - 1], from rows [answers, longest]."""
         if rows.shape != self.counted.shape:
             raise ValueError(f"found rows {list(rows.shape)}; expected {list(self.counted.shape)}")
         places, total = self._places.flatten(), self._inputs["input_ids"].shape[1]

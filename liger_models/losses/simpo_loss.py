@@ -1,4 +1,4 @@
-"""SimPO (Meng et al., 2024, arXiv:2405.14734): log-probabilities by token, a target margin, no reference.
+"""SimPO (Meng et al., 2024, arXiv:2405.14734): log-probabilities per token, a target margin, no reference.
 
 loss = - log S(beta (log p(chosen) / |chosen| - log p(rejected) / |rejected|) - gamma)            (eq. 6)
 """
@@ -22,14 +22,14 @@ def simpo_loss(
     label_smoothing: float = 0.0,
     num_items: Tensor | int | float | None = None,
 ) -> PreferenceLoss:
-    """The mean loss of N pairs, over the pairs here or over `num_items`; with `nll`, plus alpha times that
+    """Mean loss of N pairs, over these pairs or over `num_items`, plus alpha times `nll` if given
     (CPO-SimPO).
 
-    chosen, rejected: log-probabilities by token, [N]: `sequence_log_probs` over the sequence's count of
-    labels. gamma: the margin of the rewards that is aimed at. label_smoothing: the probability that a pair is
-    the wrong way round.
+    chosen, rejected: log-probabilities per token, [N]: `sequence_log_probs` divided by the sequence's number
+    of labels. gamma: target margin of the rewards. label_smoothing: the probability that a pair's labels are
+    swapped.
 
     Raises:
-        ValueError: a label_smoothing that is no probability, or shapes that do not fit.
+        ValueError: an invalid label_smoothing, or incompatible shapes.
     """
     return margin_loss(chosen, rejected, nll, "sigmoid", beta, gamma, alpha, label_smoothing, num_items)

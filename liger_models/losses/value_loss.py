@@ -1,6 +1,5 @@
-"""PPO's loss of a value head (Schulman et al., 2017, arXiv:1707.06347, eq. 9), with the values clipped around
-the old ones as in OpenAI's code for RLHF (Stiennon et al., 2020, arXiv:2009.01325; Huang et al., 2024,
-arXiv:2403.17031):
+"""PPO's value loss (Schulman et al., 2017, arXiv:1707.06347, eq. 9), with values clipped around the old ones
+as in OpenAI's RLHF code (Stiennon et al., 2020, arXiv:2009.01325; Huang et al., 2024, arXiv:2403.17031):
 
     loss = 1/2 mean over tokens of max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
 """
@@ -22,12 +21,12 @@ def value_loss(
     clip: float = 0.2,
     num_items: Tensor | int | float | None = None,
 ) -> Tensor:
-    """The loss of values [N, seq], a scalar, over the tokens `counted` [N, seq] here or over `num_items`.
+    """Loss of values [N, seq], a scalar, over the tokens `counted` [N, seq] of this call or over `num_items`.
 
-    returns and old_values [N, seq] are constants; without old values nothing is clipped.
+    returns and old_values [N, seq] have no gradient; without old values nothing is clipped.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: incompatible shapes.
     """
     check_tokens(values, returns=returns, counted=counted, old_values=old_values)
     errors = (values - returns.detach()) ** 2

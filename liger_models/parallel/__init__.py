@@ -1,4 +1,4 @@
-"""A model over many processes, on torch.distributed's own engine.
+"""Distributed training of a model, on torch.distributed.
 
 torch.distributed.init_process_group("nccl")
 model = liger_models.from_hub("meta-llama/Llama-3.1-8B", shard=liger_models.parallelize)

@@ -1,15 +1,15 @@
-"""How processes share the work, and the device meshes that say so to torch.
+"""Parallelism dimensions and their device meshes.
 
     processes = data_replicate * data_shard * sequence
 
 | size             | its processes have                                                             |
 |------------------|--------------------------------------------------------------------------------|
-| `data_replicate` | other rows, and the same parameters                                            |
-| `data_shard`     | other rows, and other parts of the parameters                                  |
-| `sequence`       | other tokens of the same rows, and other parts of the parameters               |
-| `experts`        | other experts, whole; it takes of the processes of data_shard * sequence       |
+| `data_replicate` | different rows, and the same parameters                                        |
+| `data_shard`     | different rows, and different shards of the parameters                         |
+| `sequence`       | different tokens of the same rows, and different shards of the parameters      |
+| `experts`        | different whole experts; formed from the data_shard * sequence processes       |
 
-The last size changes fastest: processes of one sequence are neighbours, replicas lie farthest apart.
+The last dimension varies fastest: processes of a sequence are adjacent, replicas are farthest apart.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from liger_models.convert.errors import ConfigError
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """How many processes share what. Sizes are 1 or more; `data_shard` may be -1: all that are left.
+    """Numbers of processes per dimension. Sizes are 1 or more; `data_shard` may be -1: all remaining
+    processes.
 
     Raises:
-        ConfigError: another size.
+        ConfigError: an invalid size.
     """
 
     data_replicate: int = 1
@@ -42,22 +43,23 @@ class ParallelDims:
             found = getattr(self, size.name)
             good = type(found) is int and (found >= 1 or (size.name == "data_shard" and found == -1))
             if not good:
-                also = ", or -1 for all that are left" if size.name == "data_shard" else ""
+                also = ", or -1 for all remaining processes" if size.name == "data_shard" else ""
                 raise ConfigError(f"{size.name} is {found!r}; expected a whole number of 1 or more{also}")
 
     def resolve(self, processes: int) -> ParallelDims:
-        """These sizes for so many processes, without a -1.
+        """Sizes for this number of processes, with -1 resolved.
 
         Raises:
             ConfigError: their product is not the number of processes, or the experts do not divide the
-                processes that share the parameters.
+            processes that
+                share the parameters.
         """
         dims = self
         if dims.data_shard == -1:
             others = dims.data_replicate * dims.sequence
             if processes % others:
                 raise ConfigError(
-                    f"{processes} processes cannot be shared by data_replicate={dims.data_replicate} times "
+                    f"{processes} processes do not divide into data_replicate={dims.data_replicate} times "
                     f"sequence={dims.sequence}; expected a multiple of {others}"
                 )
             dims = replace(dims, data_shard=processes // others)
@@ -65,7 +67,7 @@ class ParallelDims:
         if product != processes:
             raise ConfigError(
                 f"data_replicate={dims.data_replicate} times data_shard={dims.data_shard} times "
-                f"sequence={dims.sequence} is {product}, and there are {processes} processes"
+                f"sequence={dims.sequence} is {product}, but there are {processes} processes"
             )
         if dims.shards % dims.experts:
             raise ConfigError(
@@ -75,17 +77,17 @@ class ParallelDims:
 
     @property
     def shards(self) -> int:
-        """The processes that share one copy of the parameters."""
+        """Number of processes that share one copy of the parameters."""
         return self.data_shard * self.sequence
 
     def meshes(self, device_type: str) -> Meshes:
-        """The device meshes of all processes of the default process group; all of them must call this.
+        """Device meshes over all processes of the default process group; all of them must call this.
 
         Args:
             device_type: "cuda" or "cpu".
 
         Raises:
-            ConfigError: as `resolve`; or there is no process group.
+            ConfigError: as in `resolve`; or there is no process group.
         """
         dims = self.resolve(process_count())
 
@@ -111,9 +113,9 @@ class Meshes:
 
     Attributes:
         dims: their sizes.
-        data: over what parameters are divided and gradients are averaged: ("shard",), or ("replicate",
+        data: the mesh that parameters are sharded and gradients averaged over: ("shard",), or ("replicate",
             "shard"). The processes of a sequence are part of "shard".
-        sequence: ("sequence",), the processes that have one sequence with this one; None for a size of 1.
+        sequence: ("sequence",), the processes that share this process's sequences; None for a size of 1.
         experts: ("replicate", "shard", "experts"); None for a size of 1.
     """
 
@@ -128,11 +130,12 @@ class Meshes:
 
 
 def meshes_of(mesh: DeviceMesh | ParallelDims | Meshes | None, device_type: str) -> Meshes:
-    """The meshes that a user means by one of torch's, by sizes, or by nothing (all processes share all).
+    """Convert a torch device mesh, sizes, or None (all processes share everything) to Meshes.
 
     Raises:
-        ConfigError: as `ParallelDims.meshes`; or a mesh of torch's whose dimensions are others than
-            ("shard",) or ("replicate", "shard").
+        ConfigError: as in `ParallelDims.meshes`; or a torch device mesh with dimensions other than ("shard",)
+        or
+            ("replicate", "shard").
     """
     if isinstance(mesh, Meshes):
         return mesh
@@ -142,14 +145,15 @@ def meshes_of(mesh: DeviceMesh | ParallelDims | Meshes | None, device_type: str)
     expected = ("replicate", "shard")[-len(sizes) :]
     if len(sizes) > 2 or (len(sizes) == 2 and names is not None and names != expected):
         raise ConfigError(
-            f"a device mesh of {sizes} processes with the dimensions {names} was given; expected one of one "
-            'dimension, or ("replicate", "shard"). For sequences and experts give a ParallelDims'
+            f"found a device mesh of {sizes} processes with the dimensions {names}; expected one dimension, "
+            'or ("replicate", "shard"). For sequences and experts pass a ParallelDims'
         )
     return Meshes(ParallelDims(math.prod(sizes[:-1]), sizes[-1]), mesh)
 
 
 def process_count() -> int:
-    """
+    """Number of processes of the default process group.
+
     Raises:
         ConfigError: there is no process group.
     """

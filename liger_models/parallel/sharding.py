@@ -1,13 +1,13 @@
-"""parallelize: parameters, gradients and the optimizer's state divided over processes (FSDP2).
+"""parallelize: shard parameters, gradients and optimizer state over processes (FSDP2).
 
-    model = from_hub(name, shard=parallelize)                                  # all processes share all
+    model = from_hub(name, shard=parallelize)                                  # one shard group
     model = from_hub(name, shard=partial(parallelize, mesh=ParallelDims(data_replicate=2)))       # HSDP
 
-Each layer is gathered when it runs, while the one before it works, and again in the backward pass. The
-embedding and the head are groups of their own, unless they share their weight: what they take is given back,
-and their gradients are divided, as soon as they have run. Norms stay with the layer that reads their output:
-what a layer keeps of a norm is its input and its weight (layers/recompute/activation_memory.py), which must
-be there when the layer's backward pass begins.
+Each layer is gathered before it runs, overlapping the previous layer, and again in the backward pass. The
+embedding and the head are groups of their own, unless they share their weight: their memory is freed, and
+their gradients are sharded, as soon as they have run. Norms belong to the group of the layer that reads their
+output: what a layer saves of a norm is its input and its weight (layers/recompute/activation_memory.py),
+which must be present when the layer's backward pass begins.
 """
 
 from __future__ import annotations
@@ -35,47 +35,47 @@ def parallelize(
     compute_dtype: torch.dtype | None = None,
     reshard_after_forward: bool = True,
 ) -> LigerCausalLM:
-    """Divide a model over processes, in place, by `fully_shard` of torch.distributed.fsdp (FSDP2).
+    """Shard a model over processes, in place, with `fully_shard` of torch.distributed.fsdp (FSDP2).
 
-    All processes call, train and save the model together, each with its own rows; where `mesh` divides
-    sequences, the processes of one sequence are given the same rows (layers/sequences/sequence_parallel.py)
-    and count as one process below. Gradients are means over the processes, summed in float32 (or in a dtype
-    that gives the same bits: `_dtype_of_sums`), so the loss over all labels of a step is
-    `model(..., num_items_in_batch=labels / processes).loss`. Optimizers, `clip_grad_norm` and checkpoints see
-    DTensors; make the optimizer afterwards. Given to `from_hub` or `from_config` as `shard`, it divides the
-    model before it has memory, and each process reads or makes only its own rows.
+    All processes call, train and save the model together, each with its own rows; if `mesh` has a sequence
+    dimension, the processes of a sequence receive the same rows (layers/sequences/sequence_parallel.py) and
+    count as one process below. Gradients are means over the processes, accumulated in float32 (or in a dtype
+    that gives the same bits: `_dtype_of_sums`), so the loss over all labels of a step is `model(...,
+    num_items_in_batch=labels / processes).loss`. Optimizers, `clip_grad_norm` and checkpoints see DTensors;
+    create the optimizer afterwards. As the `shard` argument of `from_hub` or `from_config`, it shards the
+    model before memory is allocated, and each process reads or initialises only its own rows.
 
     Args:
-        model: on the meta device, or whole and the same in every process, on the mesh's device.
-        mesh: of torch's, ("shard",) or ("replicate", "shard"); or sizes; default: all processes share all
-            parameters.
-        compute_dtype: to which parameters and the inputs of layers are cast for the computation, such as
+        model: on the meta device, or complete and identical in every process, on the mesh's device.
+        mesh: a torch device mesh, ("shard",) or ("replicate", "shard"); or sizes; default: all processes
+            share all parameters.
+        compute_dtype: cast parameters and the layers' inputs to this dtype for computation, such as
             torch.bfloat16 for float32 parameters. Default: their own.
-        reshard_after_forward: whether layers are given back after the forward pass and gathered again for the
-            backward pass. False gathers once, and keeps whole parameters in between.
+        reshard_after_forward: free layers after the forward pass and gather them again for the backward pass.
+            False keeps whole parameters in between.
 
     Returns:
         The model.
 
     Raises:
-        TypeError: the model is none of `from_hub` or `from_config`, or is wrapped.
+        TypeError: the model is not from `from_hub` or `from_config`, or is wrapped.
         ConfigError: sizes that do not fit the processes, or there is no process group.
-        UnsupportedModelError: the model is divided already, has quantised weights, or mixes dtypes in what
-            is trained of a layer.
+        UnsupportedModelError: the model is already sharded, has quantised weights, or mixes dtypes among a
+            layer's trainable parameters.
         ValueError: the processes of a sequence cannot share a layer's heads.
     """
     if not isinstance(model, LigerCausalLM):
         raise TypeError(
-            "parallelize divides a model of liger_models.from_hub or from_config, and was given a "
-            f"{type(model).__module__}.{type(model).__name__}; divide one of transformers' classes by "
-            "accelerate, or by torch's fully_shard on each layer and on the model, and wrap afterwards"
+            "parallelize takes a model of liger_models.from_hub or from_config, found a "
+            f"{type(model).__module__}.{type(model).__name__}; shard transformers' classes with accelerate, "
+            "or with torch's fully_shard on each layer and on the model, and wrap afterwards"
         )
     if any(is_sharded(p) for p in model.parameters()):
-        raise UnsupportedModelError("the model is divided over processes already; parallelize it once")
+        raise UnsupportedModelError("the model is already sharded over processes; call parallelize once")
     for name, p in model.named_parameters():
         if not p.is_floating_point() or type(p.data) is not torch.Tensor:
             raise UnsupportedModelError(
-                f"{name} is quantised ({p.dtype}, {type(p.data).__name__}), and cannot be divided by rows; "
+                f"{name} is quantised ({p.dtype}, {type(p.data).__name__}), and cannot be sharded by rows; "
                 "train with the whole model in each process (DistributedDataParallel)"
             )
     meshes = meshes_of(mesh, _device_type(model))
@@ -88,13 +88,13 @@ def parallelize(
     ignored: set[nn.Parameter] = set()
     if meshes.experts is not None:
         ignored = _divide_experts(model, meshes.experts, policy, reshard_after_forward)
-    first_in_backward = [*model.layers[-1:], model.lm_head, model]  # not given back just before
+    first_in_backward = [*model.layers[-1:], model.lm_head, model]  # do not free them just before that
     for part in (part for parts in groups.values() for part in parts):
         reshard = reshard_after_forward and part not in first_in_backward
         options: dict[str, Any] = {"mesh": meshes.data, "mp_policy": policy, "ignored_params": ignored}
         fully_shard(part, reshard_after_forward=reshard, **options)
     if isinstance(model.embed_tokens, FSDPModule):
-        model.embed_tokens.set_unshard_in_backward(False)  # the gradient of a lookup needs no weight
+        model.embed_tokens.set_unshard_in_backward(False)  # the gradient of a lookup does not need the weight
     if model.vision is not None:
         model.image_gradients.note_groups([model.vision])
     model.gathered_once = not reshard_after_forward
@@ -103,11 +103,11 @@ def parallelize(
 
 
 def _dtype_of_sums(mesh: DeviceMesh, compute_dtype: torch.dtype | None) -> torch.dtype | None:
-    """In which gradients are added up over a mesh; None: their own, which the sum will have.
+    """Dtype for reducing gradients over a mesh; None: their own dtype, which the sum has, too.
 
-    The sum of two bfloat16 numbers is rounded once, in bfloat16 as when it is made in float32 and then
-    rounded; a half of it is exact (above 2^-126). So for two shards half the bytes bring the same bits.
-    Replicas add up micro-batches before they exchange them.
+    The sum of two bfloat16 numbers is rounded once, in bfloat16 as well as in float32 followed by rounding;
+    halving it is exact (above 2^-126). For two shards, half the bytes therefore give the same bits. Replicas
+    accumulate micro-batches before they exchange gradients.
     """
     return None if mesh.ndim == 1 and mesh.size() == 2 and compute_dtype is None else torch.float32
 
@@ -115,11 +115,11 @@ def _dtype_of_sums(mesh: DeviceMesh, compute_dtype: torch.dtype | None) -> torch
 def _divide_experts(
     model: LigerCausalLM, mesh: DeviceMesh, policy: Any, reshard_after_forward: bool
 ) -> set[nn.Parameter]:
-    """Experts over the dimension "experts" of a mesh, and what each rank has of them over the others, as a
-    group of its own.
+    """Distribute experts over the mesh dimension "experts", and shard each rank's experts over the other
+    dimensions, as separate groups.
 
     Returns:
-        The parameters that are divided no further.
+        The parameters that must not be sharded further.
     """
     from torch.distributed.tensor import Shard
 
@@ -127,7 +127,7 @@ def _divide_experts(
     if others.size() == 1:
         modules = divide_experts(model, mesh["experts"], policy.param_dtype)
         return {p for module in modules for p in module.parameters()}
-    # Their inputs are the layer's, cast already; the weights of a token's experts are to stay float32.
+    # Their inputs are the layer's, already cast; routing weights stay in float32.
     sums = _dtype_of_sums(others, policy.param_dtype)
     policy = replace(policy, reduce_dtype=sums, cast_forward_inputs=False)
     for module in divide_experts(model, mesh["experts"]):
@@ -136,14 +136,14 @@ def _divide_experts(
             mesh=others,
             mp_policy=policy,
             reshard_after_forward=reshard_after_forward,
-            shard_placement_fn=lambda p: Shard(1),  # the first dimension is that of the experts
+            shard_placement_fn=lambda p: Shard(1),  # dimension 0 indexes experts
         )
     return set()
 
 
 def _give_back(model: nn.Module, args: object, output: object) -> None:
-    """Without a backward pass to come nothing is kept whole: a step of the optimizer that follows would not
-    reach it, and the next forward pass would run with the old values.
+    """Free whole parameters if no backward pass will follow: an optimizer step would not update them, and the
+    next forward pass would use the old values.
     """
     if not torch.is_grad_enabled():
         for part in model.modules():
@@ -152,10 +152,10 @@ def _give_back(model: nn.Module, args: object, output: object) -> None:
 
 
 def _groups(model: LigerCausalLM) -> dict[str, list[nn.Module]]:
-    """What is gathered together, by name, in the order in which it must be divided: parts before the whole.
+    """Groups that are gathered together, by name, in the order in which they must be sharded: parts before
+    the whole.
 
-    A weight that the head shares with the embedding stays with the whole model, which is gathered first and
-    given back last.
+    A weight shared by head and embedding stays with the whole model, which is gathered first and freed last.
     """
     parts: dict[str, list[nn.Module]] = {f"layer {i}": [layer] for i, layer in enumerate(model.layers)}
     if model.vision is not None:
@@ -166,18 +166,18 @@ def _groups(model: LigerCausalLM) -> dict[str, list[nn.Module]]:
 
 
 def _check_dtypes(name: str, modules: list[nn.Module]) -> None:
-    """FSDP2 adds up the gradients of a group in one buffer, of one dtype."""
+    """Check that each group has one dtype: FSDP2 reduces a group's gradients in one buffer."""
     found = {p.dtype for module in modules for p in module.parameters() if p.requires_grad}
     if len(found) > 1:
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
         raise UnsupportedModelError(
-            f"{name} has parameters to train in {names}, and those that are divided together must have one "
+            f"{name} has trainable parameters in {names}; parameters that are sharded together must have one "
             "dtype; load the model with dtype='bfloat16' or 'float32'"
         )
 
 
 def _device_type(model: LigerCausalLM) -> str:
-    """Of the model, or where it will be: where the processes' collectives are."""
+    """Device type of the model, or of the processes' collectives if it has no memory yet."""
     if model.device.type != "meta":
         return model.device.type
     distributed: Any = torch.distributed

@@ -54,7 +54,7 @@ def test_a_card_is_made_from_the_registration(repository, without_a_gpu, capsys)
     assert "a training step on a GPU: not run (needs a GPU)" in page
     assert "[`llama`](docs/families/llama.md) |" in (repository / "README.md").read_text()
     assert "5 of 5 passed" in (repository / "docs/families/README.md").read_text()
-    assert "llama: greedy generation beside transformers: passed" in capsys.readouterr().out
+    assert "llama: greedy generation against transformers: passed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_checks_that_are_left_out_stay_as_they_were(repository, monkeypatch, wit
     assert main([*arguments, "--only", "training_step"]) == 0
     path = repository / "docs/families/llama.json"
     assert {line.check: line.values.get("not_run") for line in Card.read(path).lines} == {
-        **dict.fromkeys(CHECKS, "has not been asked for"),
+        **dict.fromkeys(CHECKS, "not requested"),
         "training_step": "needs a GPU",
     }
     main([*arguments, "--only", "numbers", "--only", "resume"])
@@ -167,7 +167,7 @@ def test_other_numbers_text_and_weights_are_found(shop, monkeypatch):
     changed.write_bytes(changed.read_bytes()[:-1] + b"\x01")
     passed, found = checks.resume(shop)
     assert not passed
-    assert "other weights or losses" in CHECKS["resume"].say(found)
+    assert "different weights or losses" in CHECKS["resume"].say(found)
 
 
 # -- the training step, of all families in one run
@@ -218,7 +218,7 @@ def test_a_family_that_cannot_be_measured_says_what_is_missing(repository, tiny_
         return [str(found) for _, found in training_step.measure([LLAMA], repository, devices)]
 
     assert reasons([]) == ["needs a GPU"]
-    assert reasons(["cpu"]) == ["needs a checkout, where the benchmarks are"]
+    assert reasons(["cpu"]) == ["needs a checkout with the benchmarks"]
     (repository / "benchmarks" / "training").mkdir(parents=True)
     monkeypatch.setattr(training_step, "published", lambda family, repository: [])
     assert reasons(["cpu"]) == ["needs a published config of the family"]
@@ -289,9 +289,9 @@ def test_a_training_step_is_told_beside_the_fastest_setting_of_each_peer():
     alone = {**found, "providers": {"ours": result(3000.0, None)}}
     assert training_step.say(alone).endswith("no peer ran. ours: 3,000 tokens/s")
     beside = {**found, "providers": {**found["providers"], "ours": result(1000.0, None)}}
-    assert training_step.say_beside_peers(beside) == "0.50 x the speed"
+    assert training_step.format_against_peers(beside) == "0.50 x the speed"
     shared = {name: value for name, value in beside.items() if name != "own_processes"}
-    assert training_step.say_beside_peers(shared) == "0.50 x the speed" + training_step.SHARED
+    assert training_step.format_against_peers(shared) == "0.50 x the speed" + training_step.SHARED
 
 
 def test_as_many_layers_are_taken_as_fit_and_one_of_each_kind():

@@ -95,7 +95,7 @@ def test_what_has_no_labels_or_no_tokens_is_refused(tmp_path, capsys):
     assert main(["verify", str(tmp_path)]) == 0
     told = capsys.readouterr().out
     assert "every byte the same" in told
-    assert "not compared with transformers: it is a sequence classifier" in told
+    assert "not compared with transformers: only language models are compared" in told
     with pytest.raises(ConfigError, match="labels is 1; expected 2"):
         liger_models.from_hub(tmp_path, labels=1, device="cpu")
     with pytest.raises(UnsupportedModelError, match="expected a family of text alone"):

@@ -478,7 +478,7 @@ def test_the_command_takes_a_config_file(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--gpu", "Voodoo2"], "name its memory"),
+        (["--gpu", "Voodoo2"], "pass its memory"),
         (["--gpu", "H200", "--lora", "16"], "is not a setting"),
         (["--gpu", "H200", "--quantize", "nf4"], "--quantize needs --lora"),
         (["--gpu", "H200", "--host-memory", "much"], "expected a size such as 256GiB"),

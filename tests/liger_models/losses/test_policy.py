@@ -215,11 +215,11 @@ def test_uneven_parts_of_a_step_make_its_mean(name, samples, assert_same):
         ({"loss_type": "ppo"}, "unknown loss_type"),
         ({"level": "group"}, "expected 'token' or 'sequence'"),
         ({"loss_type": "vespo", "level": "sequence"}, "leave level"),
-        ({"loss_type": "dr_grpo"}, "needs a length"),
-        ({"length": 7}, "needs a length"),
+        ({"loss_type": "dr_grpo"}, "only dr_grpo takes a length"),
+        ({"length": 7}, "only dr_grpo takes a length"),
         ({"delta": 1.1}, "more than 1 \\+ high"),
-        ({"loss_type": "cispo"}, "for cispo is the largest ratio"),
-        ({"loss_type": "cispo", "high": 0.28}, "for cispo is the largest ratio"),
+        ({"loss_type": "cispo"}, "for cispo it is the largest ratio"),
+        ({"loss_type": "cispo", "high": 0.28}, "for cispo it is the largest ratio"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options, message):
@@ -243,23 +243,23 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_tokens_are_never_paired_with_others(name):
-    with pytest.raises(ValueError, match=r"expected scores of tokens, \[N, seq\]"):
+    with pytest.raises(ValueError, match=r"expected token scores, \[N, seq\]"):
         WRONG[name](torch.zeros(3, 3))
 
 
 def test_whole_answers_are_never_paired_with_others():
-    with pytest.raises(ValueError, match="expected one number a sequence"):
+    with pytest.raises(ValueError, match="expected one number per sequence"):
         rloo_loss(torch.zeros(3), torch.zeros(3, 1))
 
 
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda zeros: on_policy(zeros, zeros, zeros, zeros, 0.1), "expected one a sequence"),
+        (lambda zeros: on_policy(zeros, zeros, zeros, zeros, 0.1), "expected one per sequence"),
         (lambda zeros: top_entropy(zeros, zeros, 20.0), "from 0 to 1"),
         (lambda zeros: sampler_ratio(zeros, zeros, zeros, low=4.0), "low below high"),
-        (lambda zeros: group_advantages(zeros[0], 1), "of two at least"),
-        (lambda zeros: rloo_advantages(zeros[0], 1), "of two at least"),
+        (lambda zeros: group_advantages(zeros[0], 1), "at least 2"),
+        (lambda zeros: rloo_advantages(zeros[0], 1), "at least 2"),
     ],
 )
 def test_what_would_weigh_all_tokens_wrongly_is_refused(made, message):

@@ -173,7 +173,7 @@ def test_rewards_margins_and_accuracy():
         ({"loss_type": "ipo"}, "needs chosen_lengths"),
         ({"loss_type": "exo_pair"}, "above 0"),
         ({"loss_type": "robust", "label_smoothing": 0.5}, "below 0.5"),
-        ({"label_smoothing": 0.1}, "no meaning"),
+        ({"label_smoothing": 0.1}, "no effect"),
         ({"loss_type": "aot", "weights": torch.ones(2)}, "sorts the batch"),
         ({"loss_type": "sft"}, "sft needs nll"),
         ({"nll": torch.ones(())}, "sft needs nll"),
@@ -188,12 +188,12 @@ def test_what_does_not_go_together_is_refused(options, message):
     "options", [{"label_smoothing": 1.5}, {"label_smoothing": 0.1, "loss_type": "hinge"}]
 )
 def test_a_smoothing_that_has_no_meaning_is_refused(options):
-    with pytest.raises(ValueError, match="or with sigmoid a number from 0"):
+    with pytest.raises(ValueError, match="or for sigmoid a number from 0"):
         cpo_loss(*torch.zeros(2, 3), **options)
 
 
 WRONG = {
-    "scores of tokens": lambda: dpo_loss(*torch.zeros(4, 3, 5)),
+    "token scores": lambda: dpo_loss(*torch.zeros(4, 3, 5)),
     "reference": lambda: dpo_loss(torch.zeros(3), torch.zeros(3), torch.zeros(3, 1), torch.zeros(3, 1)),
     "lengths": lambda: dpo_loss(
         *torch.zeros(4, 3), loss_type="ipo", chosen_lengths=torch.ones(1), rejected_lengths=torch.ones(3)
@@ -210,7 +210,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_sequences_are_never_paired_with_others(name):
     """Broadcasting [N, 1] with [N] would make a loss of all N squared pairs."""
-    with pytest.raises(ValueError, match=r"expected one number a sequence, \[N\] each"):
+    with pytest.raises(ValueError, match=r"expected one number per sequence, \[N\] each"):
         WRONG[name]()
 
 
@@ -333,7 +333,7 @@ def test_packed_documents_are_rows():
             own = scores[0, start : start + length]
             assert torch.equal(row[: len(own)], own)
             assert not row[len(own) :].any()
-    with pytest.raises(ValueError, match="as many as the documents"):
+    with pytest.raises(ValueError, match="the documents' number"):
         rows_of_documents(torch.zeros(1, 9), bounds)
 
 

@@ -62,7 +62,10 @@ def test_a_model_of_which_more_than_adapters_is_trained_is_refused(model):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["o_proj"], bias="all")
     adapted = peft.inject_adapter_in_model(config, model)
-    with pytest.raises(ValueError, match=r"\.bias is trained beside its adapters"), without_adapters(adapted):
+    with (
+        pytest.raises(ValueError, match=r"\.bias is trained in addition to its adapters"),
+        without_adapters(adapted),
+    ):
         pass
 
 

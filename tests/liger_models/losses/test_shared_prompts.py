@@ -127,9 +127,9 @@ def test_the_reference_scores_answers_and_remembers_them(model, tmp_path):
 @pytest.mark.parametrize(
     ("items", "message"),
     [
-        ([], "expected prompts of a token at least"),
-        ([([], [[1]])], "expected prompts of a token at least"),
-        ([([1], [])], "each with an answer at least"),
+        ([], "expected prompts of at least one token"),
+        ([([], [[1]])], "expected prompts of at least one token"),
+        ([([1], [])], "each with at least one answer"),
         ([(torch.ones(1, 3), [[1]])], r"found tokens \[1, 3\]"),
         ([([1], [[1], [2]]), ([1], [[1]])], "from 1 to 2 answers"),
     ],

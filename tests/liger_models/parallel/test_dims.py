@@ -46,5 +46,5 @@ def test_without_processes_one_is_told_to_start_them():
 
 
 def test_a_model_of_another_library_is_refused():
-    with pytest.raises(TypeError, match=r"given a torch\.nn\.modules\.linear\.Linear; divide one of transf"):
+    with pytest.raises(TypeError, match=r"found a torch\.nn\.modules\.linear\.Linear; shard transf"):
         liger_models.parallelize(nn.Linear(2, 2))

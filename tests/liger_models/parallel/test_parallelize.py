@@ -80,10 +80,10 @@ def gradients(model, calls):
 def test_what_cannot_be_divided_is_refused(found):
     for of_rank in found:
         said = of_rank["refused"]
-        assert "divided over processes already" in said["twice"]
+        assert "already sharded over processes" in said["twice"]
         assert "lm_head.weight is quantised (torch.int8" in said["quantised"]
-        assert "layer 0 has parameters to train in bfloat16, float32" in said["mixed"]
-        assert "equally many tokens" in said["generate"]
+        assert "layer 0 has trainable parameters in bfloat16, float32" in said["mixed"]
+        assert "the same number of tokens" in said["generate"]
         assert "is 3, and there are 2 processes" in said["sizes"]
 
 

@@ -376,7 +376,7 @@ def test_the_command_line_has_the_options_of_all_objectives_and_no_others():
         ("sft", {"beta": 0.1}, "sft has no option 'beta'"),
         ("orpo", {"margin": 0.1}, "orpo has no option 'margin'"),
         ("dpo", {"loss_type": "simpo"}, "unknown loss_type"),
-        ("dpo", {"label_smoothing": 0.1}, "label_smoothing has no meaning"),
+        ("dpo", {"label_smoothing": 0.1}, "label_smoothing has no effect"),
         ("dpo", {"loss_type": "sigmoid=0.5+sigmoid"}, "has a type twice"),
         ("dpo", {"beta": 0.0}, "beta is 0.0"),
         ("kto", {"loss_type": "dpo"}, "expected kto"),
