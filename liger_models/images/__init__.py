@@ -1,4 +1,4 @@
-"""Images beside text: where they are, and what a family's own processor makes of both.
+"""Images in training data: references, pictures, and processing by the family's own processor.
 
 a reference (path, bytes, data URL) -> picture -> the processor of transformers -> ids, marks, pixels
 """

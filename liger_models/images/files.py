@@ -1,14 +1,14 @@
-"""Images as data sets name them, and the pictures that they hold.
+"""References to images in data sets, and loading them as pictures.
 
-    "photos/a.jpg"                     a path, from the folder of the data file on, or absolute
-    "data:image/png;base64,iVBO..."    a data URL, or base64 alone
-    {"bytes": ..., "path": ...}        either, as tables of datasets have them
-    a picture of Pillow                as datasets hand it out
+    "photos/a.jpg"                     a path, relative to the data file's folder or absolute
+    "data:image/png;base64,iVBO..."    a data URL, or plain base64
+    {"bytes": ..., "path": ...}        either, as in tables of datasets
+    a picture of Pillow                as datasets returns it
 
-A video is its frames, each named as an image is, and how many of them there are a second.
+A video is a list of frames, each referenced like an image, and a frame rate.
 
-Nothing is fetched from the web: what stood at an address when a run began may be another thing tomorrow. Data
-that others wrote (`folder` is None) name no files of this machine.
+Nothing is fetched from the web, where content may change between runs. Data sets from others (`folder` is
+None) cannot reference files of this machine.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ ImageSource = Path | bytes
 
 
 class Video(NamedTuple):
-    """Frames, as they are named or as they are found, and how many of them there are a second."""
+    """Frames, as references or as found, and their number per second."""
 
     frames: list[Any]
     fps: float
 
     def found(self, folder: Path | None) -> Video:
-        """With frames as `find_image` finds them. Raises DataError as that does."""
+        """Resolve the frames with `find_image`, raising DataError as that does."""
         return Video([find_image(frame, folder) for frame in self.frames], self.fps)
 
 
@@ -44,14 +44,14 @@ _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}={0,2}\s*")
 
 
 def find_image(given: Any, folder: Path | None) -> ImageSource:
-    """Where the image is that a record names: a file, or its bytes.
+    """Resolve a record's image reference to a file or to bytes.
 
     Args:
         given: as above.
-        folder: from which relative paths go; None: no file may be named.
+        folder: base of relative paths; None: files are not allowed.
 
     Raises:
-        DataError: it is none of these, or an address on the web, or a file where none may be named.
+        DataError: not a valid reference, a web address, or a file where none is allowed.
     """
     if isinstance(given, dict):
         chosen = given.get("bytes") if given.get("bytes") is not None else given.get("path")
@@ -67,8 +67,8 @@ def find_image(given: Any, folder: Path | None) -> ImageSource:
     scheme = given[:8].partition(":")[0].lower()
     if scheme in ("http", "https"):
         raise DataError(
-            f"the image {abbreviate(given)} is an address on the web, and nothing is fetched from there; "
-            "download it first, and name the file"
+            f"the image {abbreviate(given)} is a web address, and nothing is downloaded during training; "
+            "download it first, and pass the file"
         )
     if scheme == "data":
         head, comma, content = given.partition(",")
@@ -81,20 +81,20 @@ def find_image(given: Any, folder: Path | None) -> ImageSource:
         return _decoded(given)
     if folder is None:
         raise DataError(
-            f"the image {abbreviate(given)} is a file, and this data set may name none of this machine's; "
-            "expected its bytes. If you trust the data set, download it, and name its files"
+            f"the image {abbreviate(given)} is a file, but this data set may not reference files of this "
+            "machine; expected its bytes. If you trust the data set, download it, and pass its files"
         )
     try:
         return folder / Path(given).expanduser()
-    except RuntimeError as error:  # there is no such user
-        raise DataError(f"the image {abbreviate(given)} is no path that can be used ({error})") from error
+    except RuntimeError as error:  # unknown user in ~user
+        raise DataError(f"the image {abbreviate(given)} is not a usable path ({error})") from error
 
 
 def open_image(source: ImageSource) -> Any:
-    """The picture, in RGB, upright as its camera says it was held.
+    """Load the picture, in RGB, rotated according to its EXIF orientation.
 
     Raises:
-        DataError: there is none, or it is cut short, or of a kind that Pillow does not know.
+        DataError: the file is missing, truncated, or in a format unknown to Pillow.
     """
     try:
         from PIL import Image, ImageOps
@@ -120,12 +120,12 @@ def open_image(source: ImageSource) -> Any:
     except Image.DecompressionBombError as error:
         raise DataError(f"{name} is too large: more than twice {too_large}") from error
     except Image.UnidentifiedImageError as error:
-        raise DataError(f"{name} is of no kind that Pillow {Image.__version__} knows") from error
+        raise DataError(f"{name} is in a format that Pillow {Image.__version__} does not know") from error
     except OSError as error:
-        if error.errno is not None:  # of the system, not of a decoder
+        if error.errno is not None:  # an error of the system, not of a decoder
             raise DataError(f"{name} cannot be read ({error.strerror})") from error
         raise DataError(f"{name} is damaged ({type(error).__name__}: {error})") from error
-    except Exception as error:  # each of its decoders has its own
+    except Exception as error:  # decoders raise various exceptions
         raise DataError(f"{name} is damaged ({type(error).__name__}: {error})") from error
 
 
@@ -134,14 +134,14 @@ def _opened(source: ImageSource) -> BinaryIO:
 
 
 def most_pixels() -> int | None:
-    """How many pixels an image may have in this process; None: any number."""
+    """Maximum number of pixels of an image in this process; None: unlimited."""
     from PIL import Image
 
     return Image.MAX_IMAGE_PIXELS
 
 
 def allow_pixels(count: int | None) -> None:
-    """Let images of this process have up to so many pixels; None: any number."""
+    """Set the maximum number of pixels of an image in this process; None: unlimited."""
     from PIL import Image
 
     Image.MAX_IMAGE_PIXELS = count

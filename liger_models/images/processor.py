@@ -1,10 +1,10 @@
-"""What a family's own processor of transformers makes of a text and its images.
+"""Processing of texts with images by a family's own processor from transformers.
 
-The processor puts as many tokens into the text as an image has features, so that what was said where is known
-only before. Marks, a character each, go through it with the text: the tokenizer that it is given takes them
-out again and remembers where they stood.
+The processor inserts as many tokens as an image has features, which shifts the positions of spans in the
+text. Marker characters at the spans' ends therefore go through the processor, and a wrapped tokenizer removes
+them and records their positions.
 
-Of processors the form that works with Pillow is taken, which needs no torchvision; where a family has none,
+The Pillow-based variant of an image processor is used, which does not need torchvision; if a family has none,
 and for videos, torchvision must be installed.
 """
 
@@ -37,18 +37,18 @@ FILES = (
     "video_preprocessor_config.json",
     "chat_template.json",
 )
-"""What a processor is made of beside its tokenizer."""
+"""Parts of a processor other than its tokenizer."""
 
-BEGIN, END = "\U0010fffd", "\U0010fffc"  # of private use: no text has them
+BEGIN, END = "\U0010fffd", "\U0010fffc"  # private use area, not expected in text
 
 
 class Shown(NamedTuple):
-    """A text with images as a model reads it.
+    """A text with images, as model inputs.
 
     Attributes:
         ids: [T] int64.
-        trained: which of them stand in one of the spans, [T] bool.
-        images: the keywords of a call that hold the pictures, without those that say what each token is.
+        trained: which of them are inside a span, [T] bool.
+        images: keyword arguments with the pictures, without token types.
     """
 
     ids: Tensor
@@ -57,24 +57,23 @@ class Shown(NamedTuple):
 
 
 class Preprocessor:
-    """The processor in a checkpoint's folder, for a model with `vision`. It can be pickled, and is loaded
-    when it is first asked for.
+    """The processor in a checkpoint's folder, for a model with `vision`. Picklable; loaded on first use.
 
     Args:
         folder: with the processor's and the tokenizer's files.
-        spec: of the model.
+        spec: the model's.
     """
 
     def __init__(self, folder: str | Path, spec: ModelSpec) -> None:
         assert spec.vision is not None
         self.folder, self.spec = Path(folder), spec
-        self._open: dict[ImageSource, Any] = {}  # what the last conversation showed, which the next may show
+        self._open: dict[ImageSource, Any] = {}  # images of the last conversation, which the next may reuse
 
     def __getstate__(self) -> dict[str, Any]:
         return {"folder": self.folder, "spec": self.spec, "_open": {}}
 
     def digest(self) -> str:
-        """Of all that decides what becomes of an image: the same digest, the same numbers."""
+        """Digest of everything that affects the processing of an image."""
         parts: list[Any] = [repr(self.spec.vision)]
         parts += [_version(name) for name in ("transformers", "pillow", "torchvision")]
         for name in FILES:
@@ -83,19 +82,19 @@ class Preprocessor:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def __call__(self, text: str, spans: Sequence[Span], sources: Sequence[ImageSource | Video]) -> Shown:
-        """What the model reads of a text, as a chat template writes it, and its images and videos.
+        """Model inputs for a text, as rendered by a chat template, with its images and videos.
 
         Args:
-            text: with the family's own mark where each image or video stands.
-            spans: half-open, of characters; not overlapping, in their order.
-            sources: the images and videos, in the order of the text. Of a video all frames are shown.
+            text: with the family's placeholder for each image or video.
+            spans: half-open character ranges; disjoint and ordered.
+            sources: the images and videos, in the order of the text. All frames of a video are used.
 
         Raises:
-            DataError: an image that cannot be read, or is smaller than a patch; images that do not fit the
-                text, or that the processor or the model refuses.
+            DataError: an unreadable image, or one smaller than a patch; images that do not match the text, or
+                that the processor or the model rejects.
         """
         if BEGIN in text or END in text:
-            raise DataError(f"the text has one of the characters {BEGIN!r} and {END!r}, which mark answers")
+            raise DataError(f"the text has {BEGIN!r} or {END!r}, which are reserved to mark answers")
         alone = [source for source in sources if not isinstance(source, Video)]
         self._open = {
             one: self._open[one] if one in self._open else self._opened(one) for one in dict.fromkeys(alone)
@@ -115,10 +114,10 @@ class Preprocessor:
             )
         except DataError:
             raise
-        except Exception as error:  # of the processor's own, whatever they are
+        except Exception as error:  # processors raise various exceptions
             found = f"{len(pictures)} images" + (f" and {len(videos)} videos" if videos else "")
             raise DataError(
-                f"the processor of {self.folder} refuses {found} beside this text "
+                f"the processor of {self.folder} rejects {found} with this text "
                 f"({type(error).__name__}: {error})"
             ) from error
         images = {name: made[name] for name in made if name not in _OF_TOKENS}
@@ -130,27 +129,27 @@ class Preprocessor:
         return shown
 
     def call(self, shown: Shown) -> dict[str, Tensor]:
-        """The keywords of a call of the model, beside the ids."""
+        """Keyword arguments of a call of the model, without the ids."""
         return pack_seen(self.spec.vision, [Seen(*shown)])
 
     def check(self, shown: Shown) -> None:
-        """What the model checks of a call, without the model.
+        """Run the model's input checks, without the model.
 
         Raises:
-            DataError: the pictures do not fit the ids.
+            DataError: the pictures do not match the ids.
         """
         call, ids = self.call(shown), shown.ids[None]
         sight = self._vision.take(call)
         if call:
             raise DataError(
-                f"the processor of {self.folder} gives {', '.join(call)}, which this model does not take"
+                f"the processor of {self.folder} returns {', '.join(call)}, which this model does not accept"
             )
         sequences = Sequences.from_call((1, ids.shape[1]), ids.device)
         self._vision.prepare(sight, sequences, ids)
         self._vision.finish(sight)
 
     def image_places(self, ids: Tensor) -> Tensor:
-        """Where tokens of images and videos stand among ids [T]: [n] int64."""
+        """Positions of image and video tokens in ids [T]: [n] int64."""
         said = said_of(self.spec.vision, ids, torch.zeros_like(ids), shown=False)
         return (~said).nonzero()[:, 0]
 
@@ -169,7 +168,7 @@ class Preprocessor:
             name = "an image given as bytes" if isinstance(source, bytes) else f"the image {source}"
             raise DataError(
                 f"{name} is too small: {picture.width} times {picture.height} pixels, and a patch of this "
-                f"model has {side} on either side; leave it out, or enlarge it yourself"
+                f"model has {side} per side; remove it or enlarge it"
             )
         return picture
 
@@ -190,11 +189,11 @@ class Preprocessor:
 
 
 def load_processor(folder: Path, videos: bool = False) -> Any:
-    """The processor of transformers in a folder, with the form of its image processor that needs no
-    torchvision, where there is one. It takes videos if that is asked for.
+    """Load the transformers processor of a folder, with the image processor variant that does not need
+    torchvision if it exists; with video support on request.
 
     Raises:
-        DataError: a package or a file is missing, or it knows no videos.
+        DataError: a package or a file is missing, or the processor does not support videos.
     """
     try:
         import transformers
@@ -212,8 +211,8 @@ def load_processor(folder: Path, videos: bool = False) -> Any:
         )
     if getattr(base, "is_dummy", False):
         raise DataError(
-            f"{names['processor_class']} cannot be used, for which transformers {transformers.__version__} "
-            "wants torchvision: pip install torchvision"
+            f"{names['processor_class']} cannot be used: transformers {transformers.__version__} requires "
+            "torchvision for it: pip install torchvision"
         )
     tokenizer_class = _tokenizer_class(transformers, base)
     if videos:
@@ -235,29 +234,30 @@ def load_processor(folder: Path, videos: bool = False) -> Any:
 
     try:
         return Chosen.from_pretrained(str(folder))
-    except Exception as error:  # of files that others wrote
+    except Exception as error:  # caused by the checkpoint's files
         raise DataError(
             f"the processor in {folder} cannot be loaded ({type(error).__name__}: {error})"
         ) from error
 
 
 def _check_videos(folder: Path, processor_class: Any) -> None:
-    """
+    """Check for video support.
+
     Raises:
-        DataError: this class of processors takes no videos, or what it needs is not installed.
+        DataError: this processor class does not support videos, or a requirement is not installed.
     """
-    instead = "give some frames of each, as images in their order"
+    instead = "pass some frames of each as images"
     if "video_processor" not in processor_class.get_attributes():
-        raise DataError(f"{processor_class.__name__} of {folder} takes no videos: {instead}")
+        raise DataError(f"{processor_class.__name__} of {folder} does not support videos: {instead}")
     if importlib.util.find_spec("torchvision") is None:
         raise DataError(
-            "videos need torchvision, for which transformers has no processor of them without: pip install "
+            "videos need torchvision, since transformers has no video processor without it: pip install "
             f"torchvision; or {instead}"
         )
 
 
 def _named(folder: Path) -> dict[str, str]:
-    """The names of the processor's classes, from its files."""
+    """Names of the processor's classes, from its files."""
     found: dict[str, str] = {}
     for name in ("preprocessor_config.json", "processor_config.json"):
         path = folder / name
@@ -271,8 +271,8 @@ def _named(folder: Path) -> dict[str, str]:
         found |= {key: content[key] for key in _CLASSES if content.get(key)}
     if not found:
         raise DataError(
-            f"{folder} holds no preprocessor_config.json, which says what becomes of images; copy the "
-            "processor's files there from the model that this one was made from"
+            f"{folder} holds no preprocessor_config.json, which configures image processing; copy the "
+            "processor's files there from the original model"
         )
     if missing := [key for key in _CLASSES if key not in found]:
         raise DataError(f"{folder / 'preprocessor_config.json'} names no {missing[0]}")
@@ -285,12 +285,12 @@ def _image_class(transformers: Any, name: str) -> Any:
     if chosen is None:
         raise DataError(f"transformers {transformers.__version__} has no image processor {name}")
     if chosen.__name__ == name and importlib.util.find_spec("torchvision") is None:
-        raise DataError(f"{name} has no form that works with Pillow alone: pip install torchvision")
+        raise DataError(f"{name} has no variant for Pillow: pip install torchvision")
     return chosen
 
 
 def _tokenizer_class(transformers: Any, base: Any) -> Any:
-    if "PixtralProcessor" in [cls.__name__ for cls in base.__mro__]:  # whose config names a wrong class
+    if "PixtralProcessor" in [cls.__name__ for cls in base.__mro__]:  # its config names a wrong class
         from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
         return TokenizersBackend
@@ -305,7 +305,7 @@ def _version(package: str) -> str | None:
 
 
 def _as_given(videos: Sequence[tuple[list[Any], float]]) -> dict[str, Any]:
-    """Keywords of a processor by which all frames of videos are shown, at their times."""
+    """Processor arguments that keep all frames of videos, with their times."""
     if not videos:
         return {}
     import numpy
@@ -326,7 +326,7 @@ def _as_given(videos: Sequence[tuple[list[Any], float]]) -> dict[str, Any]:
 
 
 def _unmarking(processor: Any) -> Any:
-    """The same with a tokenizer that takes marks out."""
+    """Wrap the processor's tokenizer to remove markers."""
     processor.tokenizer = _Unmarking(processor.tokenizer)
     return processor
 
@@ -340,13 +340,11 @@ def _marked(text: str, spans: Sequence[Span]) -> str:
 
 
 class _Remembering:
-    """An image processor that gives once more what it gave last, for the same pictures: two answers to a
-    prompt show what the prompt does.
-    """
+    """An image processor that caches its last result: two answers to a prompt share the prompt's pictures."""
 
     def __init__(self, image_processor: Any) -> None:
         self.image_processor = image_processor
-        self.last: tuple[Any, Any, Any] = None, None, None  # the call in brief, its pictures, what it gave
+        self.last: tuple[Any, Any, Any] = None, None, None  # a summary of the call, its pictures, its result
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["image_processor"], name)
@@ -355,7 +353,7 @@ class _Remembering:
         brief = _identities(images), repr(sorted(options.items(), key=lambda option: option[0]))
         if self.last[0] != brief:
             self.last = brief, images, self.image_processor(images, **options)
-        return copy.copy(self.last[2])  # of which processors take parts out
+        return copy.copy(self.last[2])  # processors remove entries
 
 
 def _identities(images: Any) -> Any:
@@ -363,8 +361,8 @@ def _identities(images: Any) -> Any:
 
 
 class _Unmarking:
-    """A tokenizer that takes marks out of its text first, and notes the spans between them and the characters
-    of its tokens.
+    """A tokenizer that removes markers from its text, and records the spans between them and its tokens'
+    characters.
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -1,12 +1,12 @@
-"""Conversations with random images and videos, for models that see: what their processors would give of them.
+"""Synthetic conversations with random images and videos, in the form of processor outputs, for tests and
+benchmarks.
 
     scenes = Scenes(model.spec, config)
-    call = scenes.make([[5, Image(8, 12), 20], [40]])   # 5 tokens of text, an image, 20 more; text alone
+    call = scenes.make([[5, Image(8, 12), 20], [40]])   # 5 tokens of text, an image, 20 more; text only
     model(**call).loss
 
-A document is a list of pieces: a number stands for so many tokens of text, anything else for a picture, whose
-size is in patches, and to be a multiple of what the projector merges. A family whose images have one size
-gives them that one.
+A document is a list of pieces: a number is that many text tokens, anything else a picture with its size in
+patches, a multiple of the projector's merge size. Families with a fixed image size use that.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ Piece = Any  # int | Image | Video
 Document = Sequence[Piece]
 FIRST_OF_TEXT = 10  # ids below may be special
 PADDING, BETWEEN_STEPS = 9, 11
-WORD = 14  # of text in every family
-LEAST_SIDE, LEAST_PATCHES = 18, 96  # to which smaller images are filled up, so that calls can be joined
+WORD = 14  # a text token in every family
+LEAST_SIDE, LEAST_PATCHES = 18, 96  # smaller images are padded to this, so that calls can be joined
 
 
 @dataclass(frozen=True)
 class Image:
-    """Of so many patches in height and width."""
+    """An image, with height and width in patches."""
 
     height: int
     width: int
@@ -48,7 +48,7 @@ class Image:
 
 @dataclass(frozen=True)
 class Video:
-    """Of so many steps of time."""
+    """A video, with its number of time steps."""
 
     steps: int
     height: int
@@ -57,8 +57,8 @@ class Video:
 
 
 def documents_with_images(spec: ModelSpec) -> list[Document]:
-    """Two: one with two images, one with an image of another size. Sides are the fewest patches that the
-    projector merges, and multiples.
+    """Two documents: one with two images, one with an image of another size. Sides are multiples of the
+    projector's merge size.
     """
     merge = getattr(getattr(spec.vision, "projector", None), "merge", 2)
     return [
@@ -68,12 +68,12 @@ def documents_with_images(spec: ModelSpec) -> list[Document]:
 
 
 class Scenes:
-    """Makes calls of a model that sees.
+    """Makes inputs for a vision-language model.
 
     Args:
         spec: the model's.
         config: its config.json.
-        generator: of the random numbers, on the CPU; torch's default one if None.
+        generator: CPU generator of the random numbers; None: torch's default.
     """
 
     def __init__(self, spec: ModelSpec, config: Mapping[str, Any], generator: torch.Generator | None = None):
@@ -81,9 +81,9 @@ class Scenes:
         self.vocab_size, self.config, self.generator = spec.vocab_size, config, generator
 
     def make(self, documents: Sequence[Document], padding: str = "right") -> dict[str, Any]:
-        """A call of a batch whose rows are these documents, with images for videos where none are known.
+        """Inputs for a batch with these documents as rows, with images in place of unsupported videos.
 
-        Labels are the tokens of text. Rows of other lengths are padded, on the "right" or on the "left".
+        Labels are the text tokens. Shorter rows are padded on the "right" or on the "left".
         """
         documents = [[self.shown(piece) for piece in document] for document in documents]
         made = [self.tokens(document) for document in documents]
@@ -98,23 +98,25 @@ class Scenes:
             call |= self._tiles(documents, ids)
         else:
             call |= {**self._pictures(documents), **self._kinds_keyword(ids, mask)}
-        begins = mask.cumsum(1) <= 1  # nothing precedes the first token, though a reference sees padding
+        begins = (
+            mask.cumsum(1) <= 1
+        )  # nothing precedes the first token, although a reference attends to padding
         call["labels"] = ids.masked_fill(begins | (mask == 0) | (self.kinds(ids) != 0), -100)
         return call | ({} if bool(mask.all()) else {"attention_mask": mask})
 
     def make_even(self, documents: Sequence[Document]) -> dict[str, Any]:
-        """The same without padding: each row is filled up with text."""
+        """The same without padding: rows are filled with text."""
         lengths = [len(self.tokens(document)) for document in documents]
         return self.make([[*d, max(lengths) - n] for d, n in zip(documents, lengths, strict=True)])
 
     def shown(self, piece: Piece) -> Piece:
-        """An image for a video, where no videos are known."""
+        """Replace a video by an image if videos are not supported."""
         if isinstance(piece, Video) and getattr(self.vision, "video_id", None) is None:
             return Image(piece.height, piece.width)
         return piece
 
     def tokens(self, document: Document) -> list[int]:
-        """The ids of a document."""
+        """Token ids of a document."""
         tokens: list[int] = []
         for piece in document:
             if isinstance(piece, int):
@@ -134,12 +136,12 @@ class Scenes:
         return tokens
 
     def kinds(self, ids: Tensor) -> Tensor:
-        """Of each token 0, or 1 if it is of an image, 2 if of a video."""
+        """Type of each token: 0 for text, 1 for images, 2 for videos."""
         video_id = getattr(self.vision, "video_id", None)
         return (ids == self.vision.image_id).int() + 2 * (ids == (-1 if video_id is None else video_id)).int()
 
     def _words(self, count: int) -> list[int]:
-        """Random ids, none of which stands for an image."""
+        """Random ids that are not image placeholders."""
         ids = torch.randint(FIRST_OF_TEXT, self.vocab_size, (count,), generator=self.generator)
         return ids.where(self.kinds(ids) == 0, WORD).tolist()
 
@@ -150,7 +152,7 @@ class Scenes:
         if self.vision.kinds is None:
             return {}
         kinds = self.kinds(ids)
-        if self.vision.spans == "prefix":  # which ends behind the token that follows the last image
+        if self.vision.spans == "prefix":  # the prefix includes the token after the last image
             place = mask.cumsum(1)
             kinds = (place > (place * kinds).amax(1, keepdim=True) + 1).int()
         return {self.vision.kinds: kinds}
@@ -166,7 +168,7 @@ class Scenes:
         return call
 
     def _tiles(self, documents: Sequence[Document], ids: Tensor) -> dict[str, Tensor]:
-        """Rows filled up with images that are not there; each image is seen up to the next."""
+        """Rows padded with empty images; each image is visible up to the next."""
         images = [[piece for piece in document if not isinstance(piece, int)] for document in documents]
         rows, most = len(images), max(map(len, images))
         if not most:
@@ -201,14 +203,14 @@ class Scenes:
             if own:
                 call[grids] = torch.tensor(own)
                 patches = int(call[grids].prod(1).sum())
-                # Small beside the eps of the norms, so that these matter.
+                # Small relative to the norms' eps, so that eps matters.
                 call[pixels] = 0.1 * self._normal(patches, self.vision.patches.width)
         videos = [piece.seconds for piece in pieces if isinstance(piece, Video)]
         timed = self.vision.positions is not None and self.vision.positions.tokens_per_second
         return call | ({"second_per_grid_ts": torch.tensor(videos)} if videos and timed else {})
 
     def _padded(self, pieces: list[Piece]) -> dict[str, Any]:
-        """With pixels below each image that make no patch, all on a canvas of one size."""
+        """With unused pixels below each image, all on a canvas of one size."""
         size, grids = self.vision.patches.size, torch.tensor([self._grid(image)[1:] for image in pieces])
         sizes = grids * size + torch.tensor([1, 0])
         canvas = (max(LEAST_SIDE, int(side) + 1) * size for side in grids.amax(0))
@@ -216,7 +218,7 @@ class Scenes:
         return {"pixel_values": pixels, "image_sizes": sizes}
 
     def _placed(self, pieces: list[Piece]) -> dict[str, Any]:
-        """All filled up to one number of patches, with what is not to be read."""
+        """All padded to the same number of patches, with contents that must not be read."""
         call: dict[str, Any] = {}
         most = max(LEAST_PATCHES, *(h * w for _, h, w in map(self._grid, pieces)))
         for kind, pixels, ids in (
@@ -241,7 +243,7 @@ class Scenes:
         return {"pixel_values": 0.1 * self._normal(len(pieces), self.vision.patches.channels, size, size)}
 
     def _anyres(self, pieces: list[Piece]) -> dict[str, Any]:
-        """Images with tiles to spare."""
+        """Images with spare tiles."""
         size, call = self.vision.pictures.size, {}
         shape = self.vision.patches.channels, size, size
         images = [piece for piece in pieces if isinstance(piece, Image)]
@@ -266,7 +268,7 @@ class Scenes:
         return [self.vision.image_id] * len(taps.features)
 
     def _grid(self, piece: Image | Video) -> tuple[int, int, int]:
-        """Padded images have a row and a column more, of which no token may come; square ones one size."""
+        """Padded images have an extra row and column without tokens; square ones have a fixed size."""
         if isinstance(self.vision.pictures, SquarePictures):
             return 1, *[self.vision.pictures.size // self.vision.patches.size] * 2
         more = int(isinstance(self.vision.pictures, PaddedPictures))
@@ -280,4 +282,4 @@ _KINDS: dict[type, Callable[[Scenes, list[Piece]], dict[str, Any]]] = {
     PlacedPictures: Scenes._placed,
     AnyresPictures: Scenes._anyres,
 }
-"""What a processor gives, by what the spec says of it."""
+"""Builders of a processor's output, by kind of spec."""

@@ -1,19 +1,19 @@
-"""Which tokens of a text stand in given spans of its characters."""
+"""Mapping from character spans of a text to its tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 Span = tuple[int, int]
-"""Half-open, of characters."""
+"""Half-open range of characters."""
 
 
 def tokens_within(offsets: Iterable[Span], spans: Sequence[Span]) -> list[bool]:
-    """Which tokens have a character in one of the spans, by the characters [start, end) of each.
+    """Which tokens have a character in one of the spans, given each token's characters [start, end).
 
-    A token that stands in a span and goes on behind it belongs to it: some take the white space behind them,
-    and ends of turns are among these. Byte-level tokenizers report a token's leading space, and
-    all of a token that is only spaces, as empty: such a token belongs where it ends.
+    A token that crosses a span's end belongs to the span: some tokens include the following white space,
+    end-of-turn tokens among them. Byte-level tokenizers report a token's leading space, and tokens of only
+    spaces, as empty; these belong where they end.
     """
     return [
         any(begin < end and (start < stop if start < end else end <= stop) for begin, stop in spans)

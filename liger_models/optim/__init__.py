@@ -1,4 +1,4 @@
-"""Optimizers that keep bfloat16 weights exact: `AdamW`, and its state in the memory of the host."""
+"""Optimizers with exact bfloat16 weights: `AdamW`, optionally with its state in host memory."""
 
 from liger_models.optim.adamw import AdamW
 

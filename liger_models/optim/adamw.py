@@ -1,14 +1,14 @@
-"""AdamW for training loops: bfloat16 weights that learn as float32 weights do, and clipping on the way.
+"""AdamW for training loops, with float32-quality bfloat16 weights and built-in clipping.
 
     optimizer = liger_models.optim.AdamW(model.parameters(), lr=1e-5)
     for input_ids in batches:
         model(input_ids, labels=input_ids).loss.backward()
-        norm = optimizer.clip_grad_norm(1.0)      # reads the gradients, and leaves them alone
-        optimizer.step()                          # applies the factor as it goes
+        norm = optimizer.clip_grad_norm(1.0)      # reads the gradients without changing them
+        optimizer.step()                          # applies the clipping factor
         optimizer.zero_grad()
 
-What `weights` means stands in liger_models/kernels/optimizer/adamw.py, and what was measured in
-docs/optimizer.md.
+See liger_models/kernels/optimizer/adamw.py for the meaning of `weights`, and docs/optimizer.md for
+measurements.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MOMENTS = ("auto", "float32", "bfloat16")
 
 
 def state_bytes(dtype: torch.dtype, weights: str = "master", moments: str = "auto") -> int:
-    """What `AdamW` keeps of an element of a parameter: two moments, and of bfloat16 what rounding loses."""
+    """Bytes of `AdamW` state per element: two moments, and the residue of bfloat16 weights."""
     moment = dtype if moments == "auto" else getattr(torch, moments)
     residue = RESIDUE_DTYPES.get(weights) if dtype == torch.bfloat16 else None
     return 2 * moment.itemsize + (0 if residue is None else residue.itemsize)
@@ -45,33 +45,33 @@ class AdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov & Hutter, 2019) in one pass over parameters, gradients and state.
 
     Args:
-        params: parameters, or groups of them with settings of their own, as for every torch optimizer;
-            float32, bfloat16 or float64, on any devices, DTensors too (FSDP2): each rank updates its shard.
+        params: parameters, or groups of them with their own settings, as for any torch optimizer; float32,
+            bfloat16 or float64, on any devices. DTensors (FSDP2) are supported: each rank updates its shard.
         lr, betas, eps, weight_decay: as in torch.optim.AdamW.
-        weights: how bfloat16 weights are kept: "master", "compensated", "stochastic" or "plain", see
-            docs/optimizer.md. It makes no difference to float32 weights.
-        moments: the dtype of both moments: "auto" (the parameter's), "float32" or "bfloat16".
-        seed: of the random bits for stochastic rounding. They are a function of the seed, the step, the
-            parameter's place among `params` and the element's place in the parameter: a resumed run draws the
-            same bits, and so does every shard of a DTensor that is cut along its first dimension. Other cuts
-            are rounded just as fairly, but not with the bits of the whole.
+        weights: update of bfloat16 weights: "master", "compensated", "stochastic" or "plain", see
+            docs/optimizer.md. No effect on float32 weights.
+        moments: dtype of both moments: "auto" (the parameter's), "float32" or "bfloat16".
+        seed: for stochastic rounding. The random bits are a function of the seed, the step, the parameter's
+            index in `params` and the element's index in the parameter: a resumed run draws the same bits, and
+            so does every shard of a DTensor sharded along its first dimension. Other shardings round equally
+            well, but with other bits than the whole.
         state_device: "cpu" keeps the state in pinned host memory and streams it through the GPU in each step:
-            see host_state.py. The results are bit for bit the same; a step then waits for the device.
-            Of DTensors each rank holds the state of its shards. None: where the parameters are.
+            see host_state.py. Results are bitwise equal; each step synchronises the device. Each rank holds
+            the state of its shards of DTensors. None: on the parameters' devices.
 
     A group's learning rate may change between steps; its other settings are called "betas", "eps",
     "weight_decay", "weights", "moments" and "seed". The state of a parameter is exp_avg, exp_avg_sq and step,
-    as in torch's fused AdamW, and for bfloat16 weights "residue": what rounding lost.
+    as in torch's fused AdamW, and for bfloat16 weights "residue", the rounding error.
 
-    With torch.amp.GradScaler the kernel unscales and skips steps, without waiting for the device; unlike in
-    torch's fused AdamW the gradients are not changed.
+    With torch.amp.GradScaler the kernel unscales and skips steps without synchronising the device; unlike
+    torch's fused AdamW, it does not modify the gradients.
 
     Raises:
-        ValueError: a setting out of its range; parameters whose memory has gaps.
-        TypeError: parameters of another dtype; a learning rate that is a tensor.
+        ValueError: a setting out of range; parameters that are not dense in memory.
+        TypeError: an unsupported parameter dtype; a tensor as learning rate.
     """
 
-    _step_supports_amp_scaling = True  # GradScaler then sets grad_scale and found_inf
+    _step_supports_amp_scaling = True  # makes GradScaler set grad_scale and found_inf
     state_device: str | None = None
 
     def __init__(
@@ -103,13 +103,13 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step, with the factor of `clip_grad_norm` if that was called since the last one.
+        """Take one step, applying the factor of `clip_grad_norm` if that was called since the last step.
 
         Args:
-            closure: computes the loss again, as for every torch optimizer.
+            closure: recomputes the loss, as for any torch optimizer.
 
         Returns:
-            What `closure` returned.
+            The result of `closure`.
         """
         loss = None
         if closure is not None:
@@ -139,32 +139,33 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._factors = {}  # what was clipped is gone
+        self._factors = {}  # the factors belong to the old gradients
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """The norm of all gradients together; the next step scales them to max_norm at most.
+        """Return the total gradient norm; the next step scales the gradients to at most max_norm.
 
-        The gradients are read once and stay as they are: `step` multiplies by min(1, max_norm / norm), as
-        torch.nn.utils.clip_grad_norm_ does. To be called after the last backward pass of a step, and with
-        a GradScaler after its `unscale_`. Nothing waits for the device.
+        Gradients are read once and not modified: `step` multiplies by min(1, max_norm / norm), as
+        torch.nn.utils.clip_grad_norm_ does. Call this after the last backward pass of a step and, with a
+        GradScaler, after its `unscale_`. Does not synchronise the device.
 
         Returns:
-            The Euclidean norm, float32 without dimensions, on the device of the first parameter. With
-            DTensors it is that of the whole gradients, on every rank: all ranks must call this.
+            The Euclidean norm, a float32 0-d tensor on the first parameter's device. For DTensors it is the
+            norm of the full gradients, on every rank: all ranks must call this.
         """
         parameters = list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
         norm, self._factors = _norm_and_factors(parameters, max_norm)
         return norm
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, but that every tensor keeps its dtype, and is one that this optimizer can go on with.
+        """Load as in torch, but keep every tensor's dtype, and check that this optimizer can continue from
+        it.
 
         Raises:
-            ValueError: the state of a parameter has another shape or dtype than its group's settings ask for.
+            ValueError: a parameter's state has another shape or dtype than its group's settings require.
         """
-        # torch would cast the state to the dtype of its parameter, and move all of it to its device.
+        # torch would cast the state to the parameter's dtype and move all of it to its device.
         super().load_state_dict({**state_dict, "state": {}})
         saved = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         for group in self.param_groups:
@@ -180,7 +181,7 @@ class AdamW(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._factors = {}
-        for group in self.param_groups:  # a state of torch.optim.AdamW has none of these
+        for group in self.param_groups:  # missing in a state of torch.optim.AdamW
             for name in ("weights", "moments", "seed"):
                 group.setdefault(name, self.defaults[name])
 
@@ -188,7 +189,7 @@ class AdamW(torch.optim.Optimizer):
         return super().__getstate__() | {"state_device": self.state_device}  # type: ignore[no-untyped-call]
 
     def _placed(self, name: str, value: Tensor, parameter: Tensor) -> Tensor:
-        """A part of the state where it belongs."""
+        """Move a part of the state to its device."""
         if self.state_device is None or name == "step":
             return value.to(parameter.device)
         return state_on_host(value, parameter)
@@ -201,7 +202,7 @@ class AdamW(torch.optim.Optimizer):
                 else self._zeros(parameter, dtype)
                 for name, dtype in _state_dtypes(parameter, group).items()
             }
-        elif self.state_device is not None:  # who loads a state may have put it elsewhere
+        elif self.state_device is not None:  # a loaded state may be elsewhere
             state = self.state[parameter]
             state.update({name: self._placed(name, value, parameter) for name, value in state.items()})
         state = {name: _local(value) for name, value in self.state[parameter].items()}
@@ -211,7 +212,7 @@ class AdamW(torch.optim.Optimizer):
         return AdamWTensors(*tensors, place, _first_element(parameter))
 
     def _zeros(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        """A moment or a residue before the first step, laid out in memory as the parameter."""
+        """Initial moment or residue, with the parameter's memory layout."""
         if self.state_device is None:
             return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
         room = room_on_host(parameter, dtype)
@@ -234,7 +235,7 @@ def _check_settings(group: dict[str, Any]) -> None:
     check("weight_decay", group["weight_decay"] >= 0, "0 or more")
     check("weights", group["weights"] in WEIGHTS, f"one of {', '.join(WEIGHTS)}")
     check("moments", group["moments"] in MOMENTS, f"one of {', '.join(MOMENTS)}")
-    check("seed", abs(group["seed"]) < 2**63, "a number of 64 bits")
+    check("seed", abs(group["seed"]) < 2**63, "a 64-bit integer")
 
 
 def _check_parameter(parameter: Tensor) -> None:
@@ -244,8 +245,8 @@ def _check_parameter(parameter: Tensor) -> None:
     local = _local(parameter.detach())
     if torch.empty_like(local, device="meta").stride() != local.stride():
         raise ValueError(
-            f"the memory of a parameter of {tuple(local.shape)} with strides {local.stride()} has gaps or "
-            "overlaps; make it contiguous"
+            f"a parameter of {tuple(local.shape)} with strides {local.stride()} has gaps or overlaps in "
+            "memory; make it contiguous"
         )
 
 
@@ -255,7 +256,7 @@ def _settings(group: dict[str, Any]) -> AdamWSettings:
 
 
 def _state_dtypes(parameter: Tensor, group: dict[str, Any]) -> dict[str, torch.dtype]:
-    """What is kept of a parameter, and its dtypes."""
+    """State tensors of a parameter, and their dtypes."""
     moment = parameter.dtype if group["moments"] == "auto" else getattr(torch, group["moments"])
     dtypes = {"step": torch.float32, "exp_avg": moment, "exp_avg_sq": moment}
     if parameter.dtype == torch.bfloat16 and group["weights"] in RESIDUE_DTYPES:
@@ -280,7 +281,7 @@ def _check_state(parameter: Tensor, group: dict[str, Any], given: dict[str, Any]
 
 
 def _local(tensor: Any) -> Tensor:
-    """A DTensor's shard on this rank; any other tensor as it is."""
+    """This rank's shard of a DTensor; other tensors unchanged."""
     return tensor.to_local() if _is_dtensor(tensor) else tensor
 
 
@@ -294,12 +295,12 @@ def _is_dtensor(tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """Scale gradients in place so that their norm is max_norm at most, for any optimizer, as
-    torch.nn.utils.clip_grad_norm_ does, also where experts are divided: those and other parameters are
-    DTensors on two meshes, whose norms torch's own cannot add ("must have the same mesh").
+    """Scale gradients in place so that their norm is at most max_norm, for any optimizer, as
+    torch.nn.utils.clip_grad_norm_. Also works with expert parallelism, where experts and other parameters are
+    DTensors on two meshes, whose norms torch cannot add ("must have the same mesh").
 
     Returns:
-        The Euclidean norm before, as that of `AdamW.clip_grad_norm`: all ranks must call this.
+        The Euclidean norm before clipping, as `AdamW.clip_grad_norm`: all ranks must call this.
     """
     parameters = [p for p in parameters if p.grad is not None]
     if not parameters:
@@ -312,7 +313,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
 
 
 def _norm_and_factors(parameters: list[Tensor], max_norm: float) -> tuple[Tensor, dict[Any, Tensor]]:
-    """The norm of the gradients on the first parameter's device, and on each device what clips them."""
+    """Norm of the gradients on the first parameter's device, and each device's clipping factor."""
     shards: dict[tuple[Any, ...], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
@@ -331,7 +332,7 @@ def _norm_and_factors(parameters: list[Tensor], max_norm: float) -> tuple[Tensor
 
 
 def _gradient(parameter: Any) -> Tensor:
-    """The gradient on this rank, laid out in memory as the parameter."""
+    """This rank's gradient, with the parameter's memory layout."""
     gradient = parameter.grad
     if gradient.is_sparse:
         raise TypeError(
@@ -346,12 +347,12 @@ def _gradient(parameter: Any) -> Tensor:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """All elements in the order of memory, which has no gaps."""
+    """View of all elements in memory order, which must be dense."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def _first_element(parameter: Any) -> int:
-    """The place, in the whole parameter, of the first element on this rank."""
+    """Index in the whole parameter of this rank's first element."""
     if not _is_dtensor(parameter):
         return 0
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -362,7 +363,7 @@ def _first_element(parameter: Any) -> int:
 
 
 def _divided_over(parameter: Any) -> Iterable[Any]:
-    """The process groups whose ranks hold different parts of a parameter."""
+    """Process groups whose ranks hold different parts of a parameter."""
     if not _is_dtensor(parameter):
         return ()
     mesh = parameter.device_mesh

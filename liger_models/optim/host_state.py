@@ -1,13 +1,13 @@
-"""An optimizer's state in the host's memory, streamed through the GPU for each step.
+"""Optimizer state in host memory, streamed through the GPU in each step.
 
     to the GPU    | bucket 1 | bucket 2 | bucket 3 | ...
     AdamW         |          | bucket 1 | bucket 2 | ...
     to the host   |          |          | bucket 1 | ...
 
-The three run at once, so a step takes as long as the state takes over the bus in one direction: for 8 billion
-bfloat16 weights 48 GB, a second at 50 GB/s. Computed on the host it would take longer (gradients and weights
-cross the bus, and the host's memory moves the state as often) and would not be the same step: here every bit
-is that of `adamw` with its state on the GPU. Rounding depends on an element's place and not on its bucket.
+The three overlap, so a step takes as long as moving the state over the bus in one direction: 48 GB for 8
+billion bfloat16 weights, a second at 50 GB/s. Computing on the host would take longer (gradients and weights
+cross the bus, and host memory moves the state as often) and give different bits: here results equal those of
+`adamw` with its state on the GPU, since rounding depends on an element's index, not on its bucket.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch import Tensor
 from liger_models.convert.checkpoints.shards import local_tensor
 from liger_models.kernels.optimizer.adamw import AdamWSettings, AdamWTensors, adamw
 
-# Elements in a bucket, whose copies take some milliseconds; a multiple of what a kernel reads at once.
+# Elements per bucket, whose copies take some milliseconds; a multiple of the kernel's vector loads.
 BUCKET = 1 << 25
-LANES = 3  # buckets on the GPU: one that comes, one at work, one that goes
-_ALIGNMENT = 256  # bytes, as torch's own allocations begin
+LANES = 3  # buckets on the GPU: one arriving, one in use, one leaving
+_ALIGNMENT = 256  # bytes, like torch's own allocations
 
 _STATE = ("exp_avg", "exp_avg_sq", "residue")
 
@@ -36,9 +36,9 @@ def adamw_from_host(
     factor: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """`adamw`, of parameters and gradients on one device and moments and residues in pinned host memory.
+    """`adamw` on parameters and gradients on one device, with moments and residues in pinned host memory.
 
-    It returns when the state is back on the host, and may be read.
+    Returns once the state is back on the host and readable.
     """
     buckets = list(_buckets([one for one in tensors if one.parameter.numel()]))
     if not buckets:
@@ -59,14 +59,14 @@ def adamw_from_host(
 
 
 def room_on_host(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Room for a parameter's state where this step finds it: on the host, in pinned memory if the parameter
-    is on a GPU. Of a DTensor it is one too, divided as that is: each process has its part in its own memory.
+    """Allocate state of a parameter where this step expects it: on the host, pinned if the parameter is on a
+    GPU. For a DTensor it is a DTensor with the same sharding: each process holds its part in its own memory.
     """
     return torch.empty_like(like, dtype=dtype, device="cpu", pin_memory=like.device.type != "cpu")
 
 
 def state_on_host(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A parameter's state in such a place: as it is, if it lies there."""
+    """Move a parameter's state to such memory, unless it is already there."""
     here = local_tensor(tensor)
     if here.device.type == "cpu" and (parameter.device.type == "cpu" or here.is_pinned()):
         return tensor
@@ -76,7 +76,7 @@ def state_on_host(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def lane_bytes(state_bytes: float) -> int:
-    """What the streamed step takes on the GPU, with so many bytes of state an element."""
+    """GPU memory of the streamed step, for this many state bytes per element."""
     return int(LANES * BUCKET * state_bytes)
 
 
@@ -92,7 +92,7 @@ def _pairs(
 
 
 def _buckets(tensors: Sequence[AdamWTensors]) -> Iterator[list[AdamWTensors]]:
-    """Pieces of parameters, up to BUCKET elements together."""
+    """Pieces of parameters, up to BUCKET elements per bucket."""
     bucket: list[AdamWTensors] = []
     room = BUCKET
     for one in tensors:
@@ -101,7 +101,7 @@ def _buckets(tensors: Sequence[AdamWTensors]) -> Iterator[list[AdamWTensors]]:
             count = min(room, size - first)
             bucket.append(_piece(one, first, count))
             first += count
-            room -= -(-count // _ALIGNMENT) * _ALIGNMENT  # so that pieces begin where kernels like it
+            room -= -(-count // _ALIGNMENT) * _ALIGNMENT  # so that pieces are aligned for the kernel
             if room <= 0:
                 yield bucket
                 bucket, room = [], BUCKET
@@ -125,11 +125,11 @@ def _padded(count: int) -> int:
 
 
 class _Lane:
-    """Memory on the GPU for the state of one bucket after the other."""
+    """GPU memory for the state of one bucket after another."""
 
     def __init__(self, size: int, device: torch.device):
         self.memory = torch.empty(size, dtype=torch.uint8, device=device)
-        self.free: torch.cuda.Event | None = None  # when what it held last has been copied out
+        self.free: torch.cuda.Event | None = None  # recorded after the previous contents were copied out
 
     def places(self, bucket: Sequence[AdamWTensors]) -> list[AdamWTensors]:
         """The bucket with its state in here."""

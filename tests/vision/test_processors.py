@@ -228,7 +228,7 @@ def test_frames_of_videos_are_what_the_familys_processor_makes_of_them(seeing, r
     frames = [png((24, 18), (60 * i, 3, 3)) for i in range(4)]
     video = Video(frames, 2.0)
     if family not in VIDEOS:
-        with pytest.raises(DataError, match="takes no videos: give some frames of each"):
+        with pytest.raises(DataError, match="does not support videos: pass some frames of each"):
             preprocessor("what?", [], [video])
         return
     name, settings, video_place = VIDEOS[family]

@@ -311,13 +311,13 @@ TWICE = {
 BAD = [
     bad("the image .*none.png does not exist", asked({"type": "image", "path": "none.png"}, "red")),
     bad("is damaged", asked({"type": "image", "path": "a.png"}, "red"), a=GOOD[: len(GOOD) // 2]),
-    bad("is of no kind that Pillow", asked({"type": "image", "path": "a.png"}, "red"), a=b"GIF69x" * 40),
+    bad("is in a format that Pillow", asked({"type": "image", "path": "a.png"}, "red"), a=b"GIF69x" * 40),
     bad(
         "is too small: 2 times 9 pixels",
         asked({"type": "image", "path": "a.png"}, "red"),
         a=png("red", (2, 9)),
     ),
-    bad("nothing is fetched", asked({"type": "image", "url": "https://example.org/a.png"}, "red")),
+    bad("nothing is downloaded", asked({"type": "image", "url": "https://example.org/a.png"}, "red")),
     bad("is not base64", asked({"type": "image", "url": "data:image/png;base64,?"}, "red")),
     bad("expected a path, bytes", asked({"type": "image", "image": 7}, "red")),
     bad("an image that is nowhere", asked({"type": "image"}, "red")),
