@@ -263,7 +263,7 @@ class Run(RunParts):
         """Save the state, and drop all but the newest `keep` checkpoints (default: as the settings say);
         `meanwhile`: the run may go on while it is written.
         """
-        self.watch.unhurried(f"saving checkpoint-{self.progress.step}")
+        self.watch.suspend_deadline(f"saving checkpoint-{self.progress.step}")
         self.saver.wait()  # what it drops may be what is read from here
         if not self._weights_are_finite():
             raise TrainingError(
@@ -317,7 +317,7 @@ class Run(RunParts):
     def _finish(self) -> TrainResult:
         final = self.output / "final"
         records: list[dict[str, Any]] = []
-        self.watch.unhurried("writing what was trained")
+        self.watch.suspend_deadline("writing what was trained")
         self._export(final)
         if self.adapters and self.config.merge:
             self.adapters.merge()

@@ -166,7 +166,7 @@ class RunParts:
             )
         self.output.mkdir(parents=True, exist_ok=True)
         resumed_step = self.progress.step if checkpoint else None
-        self.metrics = Metrics(self.output, resumed_step=resumed_step, told=self.objective.metrics)
+        self.metrics = Metrics(self.output, resumed_step=resumed_step, extra=self.objective.metrics)
         settings = self.config.to_dict()
         self.trackers = [
             opened.enter_context(tracker)

@@ -26,7 +26,7 @@ class Tally:
 
     def of(self, share: Share) -> Tensor:
         """What a micro-batch adds."""
-        pairs = [share.told.get(name, (0.0, 0.0)) for name in self.metrics]
+        pairs = [share.metrics.get(name, (0.0, 0.0)) for name in self.metrics]
         loss = share.loss.detach() / self.world.sequence
         numbers = (x if isinstance(x, Tensor) else loss.new_tensor(x) for x in itertools.chain(*pairs))
         return torch.stack([loss, *(x.to(loss) for x in numbers)])

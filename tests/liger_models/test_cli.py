@@ -264,7 +264,7 @@ def test_export_changes_dtype_and_shards_where_asked(checkpoint, tmp_path):
 def test_export_refuses_its_own_source(checkpoint, capsys):
     before = files(checkpoint)
     assert main(["export", str(checkpoint), str(checkpoint / "."), "--dtype", "bfloat16"]) == 2
-    assert "choose another folder" in capsys.readouterr().err
+    assert "choose another output folder" in capsys.readouterr().err
     assert files(checkpoint) == before
 
 

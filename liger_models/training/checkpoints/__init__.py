@@ -1,4 +1,4 @@
-"""Training state on disk: the run folder, checkpoints, resuming data, and saving from many processes.
+"""Training state on disk: the run folder, checkpoints, resuming, and saving from many processes.
 
 May import the data and text packages, never the loop.
 """

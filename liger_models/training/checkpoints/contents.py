@@ -1,8 +1,8 @@
-"""What a folder of a run will hold: checkpoints and the trained model.
+"""Contents of a run's output folders: checkpoints and the trained model.
 
-Each process writes what it has of a tensor to where it belongs in the file that holds the tensor whole
-(convert/checkpoints/tensor_files.py): the files are the same whatever the number of processes, and any number
-can read them.
+Each process writes its part of a tensor at the tensor's place in the file
+(convert/checkpoints/tensor_files.py), so the files do not depend on the number of processes, and any number
+of processes can read them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Part:
     """Tensors of a folder.
 
     Attributes:
-        folder: where its files lie in that one.
-        files: they themselves.
-        places: where in them each tensor belongs, by name.
-        tensors: by name; what this process has of them.
+        folder: subfolder of their files.
+        files: the files.
+        places: place of each tensor in the files, by name.
+        tensors: this process's tensors or shards, by name.
     """
 
     folder: str
@@ -40,14 +40,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a folder of a run will hold.
+    """Contents of an output folder of a run.
 
     Attributes:
         target: the folder.
         parts: its tensors.
-        lay_out: makes in a new folder the files of all parts without values, and all else; in the first
-            process alone.
-        done: called in the first process when the folder is in its place.
+        lay_out: writes everything except tensor values to a new folder, including the files of all parts;
+            runs in the first process only.
+        done: called in the first process after the folder has been moved to its target.
     """
 
     target: Path
@@ -57,16 +57,16 @@ class Contents:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All of them, with the number of their part before their name."""
+        """All tensors, named with their part's number as a prefix."""
         return {f"{i}/{name}": x for i, part in enumerate(self.parts) for name, x in part.tensors.items()}
 
     @property
     def nbytes(self) -> int:
-        """Of what this process holds."""
+        """Bytes of this process's tensors."""
         return sum(local_tensor(tensor).nbytes for tensor in self.tensors.values())
 
     def copied(self) -> Contents:
-        """The same, of values as they are now, on the host."""
+        """Copy with the current values, in host memory."""
 
         def copy(tensor: Tensor) -> Tensor:
             return tensor.detach().to("cpu", copy=True)
@@ -76,16 +76,16 @@ class Contents:
 
     @contextmanager
     def begun(self) -> Iterator[Path]:
-        """The new folder with all its files; in its place when the block ends."""
+        """Create the new folder with all its files; it is moved to its target when the block ends."""
         with written_folder(self.target) as folder:
-            # When what a killed save left has been removed.
+            # After the remains of a killed save have been removed.
             check_free_space(self.target, sum(part.files.nbytes for part in self.parts))
             self.lay_out(folder)
             yield folder
         self.done()
 
     def write(self, folder: Path, pieces: Iterable[tuple[str, Sequence[int], Tensor]]) -> None:
-        """Write pieces of tensors: the name, where in the whole tensor it begins, the values."""
+        """Write pieces of tensors: name, offsets in the whole tensor, values."""
         with ExitStack() as stack:
             writers = [
                 stack.enter_context(part.files.open(folder / part.folder, sync=True)) for part in self.parts

@@ -1,15 +1,14 @@
-"""The folder of a run: one run at a time writes to it, and nothing that a run did not write is ever deleted.
+"""A run's output folder. One run at a time writes to it, and files not written by a run are never deleted.
 
     output/metrics.jsonl, metrics.csv, loss.png
-    output/tensorboard, wandb, profile   where those were asked for
-    output/checkpoint-N/             whole checkpoints to go on from (state.py)
-    output/abandoned-checkpoint-N/   those after the one that a later run went on from
+    output/tensorboard, wandb, profile   on request
+    output/checkpoint-N/             complete checkpoints for resuming (state.py)
+    output/abandoned-checkpoint-N/   those after the one that a later run resumed from
     output/final/                    the trained model, or the adapter
-    output/merged/                   the model with the adapter in it, if that was asked for
+    output/merged/                   the model with the adapter merged, on request
 
-A folder that a run writes holds `.written.json`, its manifest: of each file the size, the time of its last
-change and a CRC-32. With it bit flips are noticed, and files of a run are told from those that somebody put
-beside them or changed since.
+Folders written by a run contain `.written.json`, a manifest with each file's size, modification time and
+CRC-32. It reveals bit flips, and distinguishes a run's files from files added or changed by others.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ from liger_models.convert.checkpoints.atomic import atomic_folder, link_tree
 from liger_models.convert.errors import CheckpointError, ConfigError
 
 MANIFEST = ".written.json"
-STATE = "training_state"  # of a checkpoint, beside its weights
+STATE = "training_state"  # subfolder of a checkpoint, next to its weights
 PIECE_BYTES = 16 << 20
 
 
 @contextlib.contextmanager
 def locked(output: Path) -> Iterator[None]:
-    """Keeps other runs out of `output`, which is made if need be. The lock dies with its process.
+    """Lock `output`, creating it if necessary. The lock ends with the process.
 
     Raises:
-        ConfigError: another run holds it, or `output` cannot be a folder.
+        ConfigError: another run holds the lock, or `output` cannot be a folder.
     """
     try:
         made = not output.exists()
         output.mkdir(parents=True, exist_ok=True)
-        # Of the folder itself: there is no file that a killed run could leave behind.
+        # On the folder itself, so that a killed run leaves no lock file.
         handle = os.open(output, os.O_RDONLY | os.O_DIRECTORY)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -52,7 +51,7 @@ def locked(output: Path) -> Iterator[None]:
     except BlockingIOError as error:
         os.close(handle)
         raise ConfigError(
-            f"another run is writing to {output}; wait for its end or stop it, or choose another --output"
+            f"another run is writing to {output}; wait for it or stop it, or choose another --output"
         ) from error
     except OSError:  # a filesystem without locks
         pass
@@ -61,44 +60,44 @@ def locked(output: Path) -> Iterator[None]:
     finally:
         os.close(handle)
         if made:
-            with contextlib.suppress(OSError):  # there is something in it, as there should be
+            with contextlib.suppress(OSError):  # usually not empty
                 output.rmdir()
 
 
 def check_output(output: Path, *, new: bool, merge: bool = False) -> None:
-    """Looks, before training, at what stands where a run will write.
+    """Check, before training, for existing files where a run will write.
 
     Args:
-        new: the run begins anew, so that there must not be one yet.
-        merge: it will write a merged model too.
+        new: the run starts from scratch, so the folder must not contain a run.
+        merge: the run also writes a merged model.
 
     Raises:
-        ConfigError: something is in the way, or belongs to nobody knows whom.
+        ConfigError: something is in the way, or its origin is unknown.
     """
     finals = [output / name for name in ("final", "merged") if merge or name == "final"]
     for final in finals:
         if os.path.lexists(final) and not final.is_dir():
             raise ConfigError(
-                f"{final} is not a folder, and the trained model is written there; move it, or choose "
+                f"{final} is not a folder, but the trained model is written there; move it, or choose "
                 "another --output"
             )
     for name in ("metrics.jsonl", "metrics.csv", "loss.png"):
         path = output / name
         if os.path.lexists(path) and not path.is_file():
-            raise ConfigError(f"{path} is not a file, and metrics are written there; move it away")
+            raise ConfigError(f"{path} is not a file, but metrics are written there; move it")
         if new and path.is_file() and not _is_empty_table(path):
-            held = "already holds a run" if name == "metrics.jsonl" else f"holds {name} of something else"
-            raise ConfigError(f"{output} {held}; go on with --resume, or choose another --output")
+            held = "already holds a run" if name == "metrics.jsonl" else f"contains {name} from elsewhere"
+            raise ConfigError(f"{output} {held}; continue it with --resume, or choose another --output")
     for final in finals:
         if new and final.is_dir() and any(final.iterdir()):
             raise ConfigError(
-                f"{final} is not empty; move what is there, or choose another --output (a run puts its "
-                "trained model there)"
+                f"{final} is not empty; move its contents, or choose another --output (the trained model is "
+                "written there)"
             )
 
 
 def _is_empty_table(path: Path) -> bool:
-    """What a run leaves that was killed before its first record."""
+    """Whether this is the metrics file of a run killed before its first record."""
     return path.stat().st_size == 0 or (path.suffix == ".csv" and path.read_bytes().count(b"\n") == 1)
 
 
@@ -106,7 +105,7 @@ def _is_empty_table(path: Path) -> bool:
 
 
 def checkpoints(output: Path) -> list[Path]:
-    """The checkpoint folders, by rising step."""
+    """Checkpoint folders in ascending order of steps."""
     found = {
         int(match[1]): path
         for path in output.glob("checkpoint-*")
@@ -117,27 +116,27 @@ def checkpoints(output: Path) -> list[Path]:
 
 
 def prune(output: Path, keep: int) -> None:
-    """Removes the files of all but the newest `keep` checkpoints."""
+    """Delete the files of all but the newest `keep` checkpoints."""
     for old in checkpoints(output)[:-keep]:
         if not old.is_symlink():
-            # Renamed first: a kill halfway must not leave half a folder under the name of a whole one.
+            # Rename first, so that a kill halfway does not leave an incomplete folder under a valid name.
             old.rename(old.with_name(f".{old.name}.removed"))
     for doomed in output.glob(".checkpoint-*.removed"):
         _remove_written(doomed)
-        if doomed.exists():  # somebody's own files
+        if doomed.exists():  # files from elsewhere
             doomed.rename(_free_name(doomed.with_name(doomed.name[1:].replace(".removed", ".kept"))))
 
 
 def abandon_after(output: Path, checkpoint: Path) -> list[Path]:
-    """Sets aside what a run that goes on from `checkpoint` leaves behind: they are no part of its history.
+    """Rename checkpoints after `checkpoint`, since they are not part of a run that resumes from it.
 
-    Neither does a later run go on from them, nor do they push the new ones out.
+    Later runs then do not resume from them, and they do not count towards the checkpoints to keep.
     """
     history = checkpoints(output)
     same = [path for path in history if path.samefile(checkpoint)]
     left = history[history.index(same[0]) + 1 :] if same else history
     aside = []
-    for path in reversed(left):  # the newest first: what a kill leaves is not gone on from either
+    for path in reversed(left):  # newest first: a kill halfway leaves no newer checkpoint to resume from
         aside.append(path.rename(_free_name(path.with_name(f"abandoned-{path.name}"))))
     return aside
 
@@ -155,7 +154,7 @@ def _free_name(path: Path) -> Path:
 
 @contextlib.contextmanager
 def written_folder(target: Path) -> Iterator[Path]:
-    """As `atomic_folder`, with a manifest. What no run wrote stays, as NAME.old where its name is needed."""
+    """`atomic_folder` with a manifest. Existing files from elsewhere are kept, as NAME.old if necessary."""
     target = Path(os.path.realpath(target))
     with atomic_folder(target) as new:
         yield new
@@ -182,10 +181,10 @@ def _place_to_keep(new: Path, name: Path) -> Path:
 
 
 def verify(folder: Path) -> None:
-    """Compares every file of a folder with its manifest.
+    """Compare every file of a folder with its manifest.
 
     Raises:
-        CheckpointError: names the first that is missing or whose bytes have changed.
+        CheckpointError: the first missing or changed file.
     """
     for name, entry in _read_manifest(folder).items():
         path = folder / name
@@ -194,7 +193,7 @@ def verify(folder: Path) -> None:
         size, checksum = path.stat().st_size, _crc32(path)
         if [size, checksum] != [entry["bytes"], entry["crc32"]]:
             raise CheckpointError(
-                f"{path} is damaged: it has {size} bytes with the CRC-32 {checksum}, and was written with "
+                f"{path} is damaged: it has {size} bytes with CRC-32 {checksum}, but was written with "
                 f"{entry['bytes']} and {entry['crc32']}"
             )
 
@@ -207,12 +206,12 @@ def _read_manifest(folder: Path) -> dict[str, dict[str, int]]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error})") from error
     if files is None:
-        raise CheckpointError(f"{path} is damaged: it does not have its own checksum")
+        raise CheckpointError(f"{path} is damaged: its checksum does not match")
     return files
 
 
 def _unchanged(folder: Path) -> set[str]:
-    """The files that a run wrote and that nobody has touched since."""
+    """Files that a run wrote and that have not been modified since."""
     try:
         files = _read_manifest(folder)
     except CheckpointError:
@@ -236,7 +235,7 @@ def _remove_written(folder: Path) -> None:
 
 
 def _entries(folder: Path) -> Iterator[Path]:
-    """Files, links and empty folders below `folder`; links are not followed."""
+    """Files, links and empty folders below `folder`; does not follow links."""
     for entry in os.scandir(folder):
         if entry.is_dir(follow_symlinks=False) and any(os.scandir(entry)):
             yield from _entries(Path(entry.path))

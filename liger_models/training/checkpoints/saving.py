@@ -1,7 +1,7 @@
-"""Folders of a run, written while it goes on.
+"""Background writing of a run's folders.
 
-Where the host has room for a copy, the values are copied there, and a thread writes them: the run waits for
-the copy alone. The next folder waits for the one before.
+If host memory has room for a copy, values are copied there and written by a thread, and the run waits only
+for the copy. Each folder waits for the previous one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Saver:
-    """Writes folders, one after the other. All processes of the world must do the same with theirs."""
+    """Writes folders one after another. All processes of the world must make the same calls."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -30,11 +30,12 @@ class Saver:
         self._pending: Future[None] | None = None
 
     def save(self, contents: Contents, *, meanwhile: bool = False) -> bool:
-        """Write a folder, once the one before is in its place; `meanwhile`: in a thread, if there is room
-        for a copy of what it holds. Whether it was left to the thread.
+        """Write a folder after the previous one is complete; with `meanwhile` in a thread, if there is room
+        for a copy of its contents. Returns whether the thread writes it.
 
         Raises:
-            CheckpointError: this one, or the one before, could not be written. What was there is untouched.
+            CheckpointError: this folder or the previous one could not be written. The old contents are
+            untouched.
         """
         self.wait()
         if not (meanwhile and self._has_room(contents)):
@@ -44,10 +45,10 @@ class Saver:
         return True
 
     def wait(self) -> None:
-        """Until all is written.
+        """Wait until everything is written.
 
         Raises:
-            CheckpointError: as `save`.
+            CheckpointError: as in `save`.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -55,26 +56,26 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether `wait` would raise, as far as is known by now."""
+        """Whether `wait` is already known to raise."""
         return self._pending is not None and self._pending.done() and self._pending.exception() is not None
 
     def close(self) -> None:
-        """Wait, whatever becomes of it."""
+        """Wait, ignoring errors."""
         with suppress(CheckpointError):
             self.wait()
         self._thread.shutdown()
 
     def _has_room(self, contents: Contents) -> bool:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", self._world.size))
-        short = 2 * local * contents.nbytes > (available_host_memory() or 0)  # half of it is for all else
+        short = 2 * local * contents.nbytes > (available_host_memory() or 0)  # leave half for everything else
         return not self._world.any(short)
 
 
 def write(contents: Contents, group: ProcessGroup | None = None) -> None:
-    """Write a folder, now: by this process, or by all of `group`, which has collectives on the host.
+    """Write a folder now: from this process, or from all of `group`, which has host collectives.
 
     Raises:
-        CheckpointError: in all processes, whichever of them failed. What was there is untouched.
+        CheckpointError: in all processes if any fails. The old contents are untouched.
     """
     try:
         if group is None:
@@ -83,12 +84,12 @@ def write(contents: Contents, group: ProcessGroup | None = None) -> None:
                 contents.write(folder, whole)
         else:
             from liger_models.training.checkpoints.saving_together import (
-                save_together,  # torch may be built without
+                save_together,  # some builds of torch lack it
             )
 
             save_together(contents, group)
     except OSError as error:
         raise CheckpointError(
-            f"{error.filename or contents.target}: cannot be written ({error.strerror or error}). What was "
-            "there before is untouched; make room, and go on (a run with --resume)"
+            f"{error.filename or contents.target}: cannot be written ({error.strerror or error}). Previous "
+            "contents are untouched; free space, and continue (a run with --resume)"
         ) from error

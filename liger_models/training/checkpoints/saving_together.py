@@ -1,7 +1,7 @@
-"""`Contents` of many processes, written through torch.distributed.checkpoint.
+"""Write `Contents` from many processes, through torch.distributed.checkpoint.
 
-It divides the work, so that replicas write a part each, and tells all processes what went wrong in one. The
-first process makes the new folder before, and puts it in its place when all have written.
+It distributes the work, so that replicas write a part each, and reports an error of one process to all. The
+first process creates the new folder before, and moves it to its target after all have written.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from liger_models.training.checkpoints.contents import Contents
 
 
 def save_together(contents: Contents, group: ProcessGroup) -> None:
-    """Write a folder by all processes of `group`, which has collectives on the host.
+    """Write a folder from all processes of `group`, which has host collectives.
 
     Raises:
-        OSError, CheckpointError: in all processes, whichever of them failed. There is then no new folder.
+        OSError, CheckpointError: in all processes if any fails. No new folder exists then.
     """
     with ExitStack() as folder:
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -43,7 +43,7 @@ def save_together(contents: Contents, group: ProcessGroup) -> None:
 
 
 class _SharedFiles(StorageWriter):
-    """The steps of a save, as torch.distributed.checkpoint takes them in every process."""
+    """Steps of a save, as torch.distributed.checkpoint calls them in every process."""
 
     def __init__(self, contents: Contents, folder: ExitStack) -> None:
         self.contents, self.folder = contents, folder
@@ -58,7 +58,7 @@ class _SharedFiles(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """In the first process: all others are told where the new folder is."""
+        """In the first process: send the new folder's path to all others."""
         new = self.folder.enter_context(self.contents.begun())
         return [replace(plan, storage_data=str(new)) for plan in plans]
 
@@ -74,9 +74,9 @@ class _SharedFiles(StorageWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """In the first process, when all have written."""
+        """In the first process, after all have written."""
         self.folder.close()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return False  # it is made for one folder, which needs no name
+        return False  # for a single folder, without an id

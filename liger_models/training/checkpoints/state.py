@@ -1,16 +1,15 @@
-"""Checkpoints that a run can go on from, with the same bits as a run that was never stopped.
+"""Checkpoints for resuming a run with bitwise identical results.
 
-    output/checkpoint-N/                    a Hugging Face checkpoint, or an adapter of PEFT, ready for use,
-                                            and beside it
+    output/checkpoint-N/                    a Hugging Face checkpoint, or a PEFT adapter, ready for use, and
         training_state/state.json           step, position in the data, settings, Python's random state
-        training_state/tensors.safetensors  the optimizer's state, torch's random state
+        training_state/tensors.safetensors  optimizer state, torch's random state
         .written.json                       a checksum of each file (run_folder.py)
 
-The weights are written in the dtypes of training, whatever the source's was: no bit of them is lost. The
-tensors stand in a folder of their own because loaders take every .safetensors beside config.json for
-weights. A folder named checkpoint-N is whole: it is written under another name and renamed. What is read
-back is checked first, against the checksums and against what this model and this optimizer can hold: fused
-kernels trust the shapes and dtypes of their state.
+Weights are written in their training dtypes, whatever the source's, so that nothing is lost. Optimizer
+tensors are in a folder of their own because loaders take every .safetensors next to config.json for weights.
+A folder named checkpoint-N is complete: it is written under another name and renamed. Before use, contents
+are verified against the checksums and against this model's and optimizer's state: fused kernels trust its
+shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ VERSION = 2
 
 @dataclass
 class Progress:
-    """How far a run has come: steps done, inputs read, and the next row of data."""
+    """Progress of a run: steps done, inputs read, and the next row of data."""
 
     step: int = 0
     tokens: int = 0
@@ -55,7 +54,7 @@ class Progress:
 
 
 def newest_checkpoint(output: str | Path) -> Path | None:
-    """The checkpoint with the most steps in a run's folder; None if there is none."""
+    """Checkpoint with the most steps in a run's folder; None without checkpoints."""
     found = checkpoints(Path(output))
     return found[-1] if found else None
 
@@ -63,10 +62,10 @@ def newest_checkpoint(output: str | Path) -> Path | None:
 def find_whole_checkpoint(
     output: Path, say: Callable[[str], None]
 ) -> tuple[Path, dict[str, Any]] | tuple[None, None]:
-    """The newest checkpoint that is not damaged, and its state; (None, None) if there are none at all.
+    """The newest undamaged checkpoint and its state; (None, None) without checkpoints.
 
     Raises:
-        CheckpointError: there are some, and all are damaged.
+        CheckpointError: all checkpoints are damaged.
     """
     damage: list[str] = []
     for checkpoint in reversed(checkpoints(output)):
@@ -74,12 +73,12 @@ def find_whole_checkpoint(
             state = read_state(checkpoint)
         except CheckpointError as error:
             damage.append(str(error))
-            say(f"{checkpoint} is damaged and is passed over: {error}")
+            say(f"{checkpoint} is damaged, skipping it: {error}")
         else:
             return checkpoint, state
     if damage:
         raise CheckpointError(
-            f"every checkpoint in {output} is damaged: {'; '.join(damage)}. Begin a new run in another folder"
+            f"every checkpoint in {output} is damaged: {'; '.join(damage)}. Start a new run in another folder"
         )
     return None, None
 
@@ -96,9 +95,10 @@ def describe_state(
     tokenizer: Path,
     keep: int,
 ) -> Contents:
-    """output/checkpoint-<step>, which drops all but the newest `keep` when it is there, if that is above 0.
+    """Contents of output/checkpoint-<step>; when complete, all but the newest `keep` are deleted if that is
+    above 0.
 
-    `trained` is what of the model is trained; `data` is its fingerprint.
+    `trained` is the trained part of the model; `data` its fingerprint.
     """
     target = output / f"checkpoint-{progress.step}"
     tensors, numbers = _optimizer_state(model, optimizer)
@@ -116,7 +116,7 @@ def describe_state(
     text = json.dumps(state, indent=1)
     files = TensorFiles.single("tensors.safetensors", tensors)
     places = {name: Ref(name, tuple(x.shape)) for name, x in tensors.items()}
-    if not World.is_main():  # whose random states are those of the run
+    if not World.is_main():  # only its random states matter
         tensors = {name: x for name, x in tensors.items() if not name.startswith("random.")}
 
     def lay_out(folder: Path) -> None:
@@ -132,16 +132,16 @@ def describe_state(
 
 
 def describe_export(target: Path, trained: Trained, tokenizer: Path) -> Contents:
-    """What was trained with its tokenizer, which a model with fresh weights does not carry."""
+    """The trained model with its tokenizer, which freshly initialised models do not have."""
     return Contents(target, trained.parts, lambda folder: _lay_out(trained, folder, tokenizer))
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What is trained, as files.
+    """The trained weights, as files.
 
     Attributes:
-        lay_out: makes them in an empty folder, without the values of `parts`.
+        lay_out: writes them to an empty folder, without the values of `parts`.
         parts: their tensors.
     """
 
@@ -150,22 +150,22 @@ class Trained:
 
     @classmethod
     def of_model(cls, model: LigerCausalLM) -> Trained:
-        """A Hugging Face checkpoint in the dtypes of training."""
+        """A Hugging Face checkpoint in the training dtypes."""
         plan = model.checkpoint_plan(dtype="parameters")
         part = Part("", plan.files, model.weight_map(), model.saved_tensors())
         return cls(plan.lay_out, (part,))
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """state.json of a checkpoint folder, every file of which is as it was written.
+    """Read state.json of a checkpoint folder after verifying all of its files.
 
     Raises:
-        CheckpointError: it has none, or another version's, or a file is missing or damaged.
+        CheckpointError: missing state, another version, or a missing or damaged file.
     """
     path = checkpoint / STATE / "state.json"
     if not path.is_file():
         raise CheckpointError(
-            f"{checkpoint} holds no training state ({path.name} is missing); name a checkpoint-N folder that "
+            f"{checkpoint} holds no training state ({path.name} is missing); pass a checkpoint-N folder that "
             "training wrote, or start a new run from these weights without --resume"
         )
     try:
@@ -182,7 +182,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def _problem(state: dict[str, Any]) -> str | None:
-    """What makes a state.json of the right version unusable, if anything does."""
+    """Reason why a state.json of the right version is unusable, or None."""
     kinds = {"step": int, "tokens": int, "position": dict, "data": str, "config": dict, "optimizer": dict}
     for key, kind in kinds.items():
         if type(state.get(key)) is not kind:
@@ -194,7 +194,7 @@ def _problem(state: dict[str, Any]) -> str | None:
     try:
         _python_random(state).getstate()
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        return f"python_random is no state of Python's random numbers ({error})"
+        return f"python_random is not a state of Python's random module ({error})"
     return None
 
 
@@ -208,10 +208,10 @@ def _python_random(state: dict[str, Any]) -> random.Random:
 def restore(
     checkpoint: Path, state: dict[str, Any], model: LigerCausalLM, optimizer: torch.optim.Optimizer
 ) -> Progress:
-    """Put the optimizer's state and the random states back; `model` was read from the checkpoint itself.
+    """Restore the optimizer's state and the random states; `model` was loaded from the checkpoint itself.
 
     Raises:
-        CheckpointError: they are not such as this model and this optimizer have. Nothing was then changed.
+        CheckpointError: they do not match this model and this optimizer. Nothing is changed then.
     """
     folder = checkpoint / STATE
     with CheckpointReader(folder) as reader:
@@ -224,7 +224,7 @@ def restore(
             found = reader.tensors.get(name)
             if found is None or (found.dtype, found.shape) != (like.dtype, tuple(like.shape)):
                 raise CheckpointError(
-                    f"{folder}: {name} must be {(like.dtype, tuple(like.shape))}, as this torch keeps it, "
+                    f"{folder}: {name} must be {(like.dtype, tuple(like.shape))}, as in this torch, "
                     f"found {found and (found.dtype, found.shape)}; resume with the torch that wrote it"
                 )
         device = getattr(optimizer, "state_device", None)
@@ -240,8 +240,8 @@ def restore(
 
 
 def _read(reader: CheckpointReader, info: TensorInfo, parameter: Tensor, device: str | None) -> Tensor:
-    """A tensor of a parameter's state, on `device` or where the parameter is; of one that is divided over
-    processes what this one has of it.
+    """Read a tensor of a parameter's state, on `device` or the parameter's; for a sharded parameter, this
+    process's shard.
     """
     if not is_sharded(parameter) or info.shape != tuple(parameter.shape):
         return reader.read(info.name).to(device or parameter.device)
@@ -257,7 +257,7 @@ def _read(reader: CheckpointReader, info: TensorInfo, parameter: Tensor, device:
 def _optimizer_state(
     model: LigerCausalLM, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """Its tensors as `<key>.<parameter>`, and what is no tensor by parameter and key."""
+    """Its tensors as `<key>.<parameter>`, and other values by parameter and key."""
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
@@ -276,7 +276,7 @@ def _plan_optimizer_state(
     model: LigerCausalLM,
     optimizer: torch.optim.Optimizer,
 ) -> dict[Tensor, dict[str, Any]]:
-    """For each parameter the tensors and numbers of its state, which are those that the optimizer makes."""
+    """Expected tensors and numbers of each parameter's state, as the optimizer would create them."""
 
     def refuse(what: str) -> CheckpointError:
         return CheckpointError(f"{folder}: the optimizer's state {what}; resume from another checkpoint")
@@ -290,7 +290,7 @@ def _plan_optimizer_state(
             stated = numbers.get(name, {})
             made = _state_made_for(optimizer, group, parameter)
             if not any(f"{key}.{name}" in tensors or key in stated for key in made):
-                continue  # it has not had a gradient yet
+                continue  # no gradient so far
             planned[parameter] = {}
             for key, like in made.items():
                 found: Any = tensors.get(f"{key}.{name}", stated.get(key))
@@ -307,9 +307,10 @@ def _plan_optimizer_state(
 def _state_made_for(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor
 ) -> dict[str, Any]:
-    """What this optimizer, of whatever kind, keeps of a parameter: (dtype, shape) of a tensor, or a type.
+    """State that this optimizer, of any kind, keeps for a parameter: (dtype, shape) of tensors, types of
+    other values.
 
-    It is asked by a step on a stand-in of two elements along each dimension.
+    Found by a step on a stand-in with two elements along each dimension.
     """
     stand_in = torch.zeros((2,) * parameter.ndim, dtype=parameter.dtype, device=parameter.device)
     stand_in.grad = torch.zeros_like(stand_in)
@@ -323,7 +324,7 @@ def _state_made_for(
         if not isinstance(value, Tensor):
             return type(value)
         shape = tuple(value.shape)
-        if value.ndim == parameter.ndim:  # a size of 1 belongs to statistics of rows or columns
+        if value.ndim == parameter.ndim:  # sizes of 1 are row or column statistics
             shape = tuple(whole if n == 2 else n for n, whole in zip(shape, parameter.shape, strict=True))
         return value.dtype, shape
 

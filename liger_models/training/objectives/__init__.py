@@ -1,4 +1,4 @@
-"""What a run can minimise: `make_objective("dpo", {"beta": 0.1})`."""
+"""Training objectives: `make_objective("dpo", {"beta": 0.1})`."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ OBJECTIVES: dict[str, type[Objective]] = {
 
 
 def options_of(name: str) -> tuple[str, ...]:
-    """The names of an objective's options."""
+    """Names of an objective's options."""
     return tuple(field.name for field in fields(OBJECTIVES[name]) if field.init)
 
 
 def make_objective(name: str, options: Mapping[str, Any]) -> Objective:
-    """The objective of this name.
+    """Create the objective of this name.
 
     Raises:
-        ConfigError: there is none, it has no such option, or an option a value that it cannot have.
+        ConfigError: unknown objective, unknown option, or an invalid value.
     """
     if name not in OBJECTIVES:
         raise ConfigError(f"objective is {name!r}; expected one of {', '.join(OBJECTIVES)}")

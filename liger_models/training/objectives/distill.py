@@ -19,12 +19,12 @@ class Distill(Objective):
     """A mean over labels.
 
     loss_type: "jsd" or "cosine". beta: of the JSD, from 0, KL(teacher || student), to 1, KL(student ||
-    teacher). hard_weight: of the labels' own loss, beside the divergence.
+    teacher). hard_weight: weight of the cross entropy added to the divergence.
     """
 
     metrics: ClassVar[tuple[str, ...]] = ("divergence", "hard_loss")
     unit: ClassVar[str] = "per token"
-    above_zero: ClassVar[tuple[str, ...]] = ("temperature", "top_k")  # of beta zero is one end
+    above_zero: ClassVar[tuple[str, ...]] = ("temperature", "top_k")  # beta may be zero
 
     teacher: str = ""
     loss_type: str = "jsd"
@@ -36,7 +36,7 @@ class Distill(Objective):
 
     def __post_init__(self) -> None:
         if not self.teacher:
-            raise ConfigError("distill needs a teacher; name a model of the same vocabulary with --teacher")
+            raise ConfigError("distill needs a teacher; pass a model with the same vocabulary as --teacher")
         super().__post_init__()
         checked(lambda: self._lesson(nn.Identity()), "distill")
 
@@ -45,7 +45,7 @@ class Distill(Objective):
 
     def share(self, model: nn.Module, batch: Any, counts: Counts) -> Share:
         if batch.images:
-            raise DataError("a teacher reads ids alone, and the data have images; leave them out, or use sft")
+            raise DataError("a teacher reads only ids, but the data have images; remove them, or use sft")
         found = model(
             batch.input_ids,
             shift_labels=batch.shift_labels,
@@ -54,10 +54,10 @@ class Distill(Objective):
             **batch.documents,
         )
         here = (batch.shift_labels != IGNORE).sum() / counts.labels
-        told: dict[str, tuple[Tensor, Tensor | float]] = {"divergence": (found.divergence, here)}
+        metrics: dict[str, tuple[Tensor, Tensor | float]] = {"divergence": (found.divergence, here)}
         if found.hard_loss is not None:
-            told["hard_loss"] = (found.hard_loss, here)
-        return Share(found.loss, told)
+            metrics["hard_loss"] = (found.hard_loss, here)
+        return Share(found.loss, metrics)
 
     def _lesson(self, teacher: nn.Module) -> Distillation:
         return Distillation(

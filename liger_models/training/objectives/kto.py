@@ -1,7 +1,7 @@
-"""KTO: answers that are good or bad, against a reference (losses/kto_loss.py).
+"""KTO: answers labelled good or bad, against a reference (losses/kto_loss.py).
 
-The divergence of policy and reference is estimated from prompts with strangers' answers, one of each record,
-and is one for the whole step: of all micro-batches and ranks.
+The divergence of policy and reference is estimated once per step, over all micro-batches and ranks, from
+mismatched pairs of prompt and answer, one for each record.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from liger_models.training.observing.flops import StepFlops
 class KTO(Objective):
     """A mean over answers.
 
-    loss_type: "kto", or "apo_zero_unpaired", which has no divergence. The weights are those of good and of
-    bad answers.
+    loss_type: "kto", or "apo_zero_unpaired", without a divergence. The weights apply to good and to bad
+    answers.
     """
 
     form: ClassVar[str | None] = LABELLED
@@ -75,16 +75,16 @@ class KTO(Objective):
             num_items=counts.groups,
         )
         n, good = len(answers.good), answers.good
-        told: dict[str, tuple[Tensor, Tensor | float]] = {
+        metrics: dict[str, tuple[Tensor, Tensor | float]] = {
             "good_reward": ((result.rewards * good).sum(), good.sum()),
             "bad_reward": ((result.rewards * ~good).sum(), (~good).sum()),
         }
         if self.kl is not None:
-            told["kl"] = (n * self.kl, float(n))
-        return Share(scored.with_routers(result.loss, n / counts.groups), told)
+            metrics["kl"] = (n * self.kl, float(n))
+        return Share(scored.with_routers(result.loss, n / counts.groups), metrics)
 
     def flops(self, model: StepFlops, counts: Counts) -> int:
-        """Strangers' answers have a forward pass alone."""
+        """Mismatched answers have a forward pass only."""
         n, labels = counts.groups, counts.first_labels
         found = model.of(counts.lengths[:n], labels)
         if self.loss_type == "kto":

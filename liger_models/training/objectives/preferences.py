@@ -1,6 +1,6 @@
-"""Preferences between two answers: DPO against a reference, ORPO and SimPO without one.
+"""Preferences between two answers: DPO with a reference, ORPO and SimPO without one.
 
-Each is a mean over the pairs of a step, whatever micro-batches and ranks they are in.
+Each loss is a mean over all pairs of a step, regardless of micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NOTHING = torch.zeros(1)
 
 @dataclass
 class Preference(Objective):
-    """A loss of pairs."""
+    """A loss on pairs."""
 
     form: ClassVar[str | None] = PAIRS
     metrics: ClassVar[tuple[str, ...]] = ("margin", "accuracy", "chosen_reward", "rejected_reward")
@@ -37,18 +37,18 @@ class Preference(Objective):
         scored = score_rows(model, batch, self.labels(batch))
         result = self.loss(batch, scored.log_probs, counts)
         loss = scored.with_routers(result.loss, len(batch.good) / counts.groups)
-        return Share(loss, told_of(result))
+        return Share(loss, preference_metrics(result))
 
     def labels(self, batch: GroupBatch) -> Tensor | None:
-        """What is scored, [1, T]; None: the answers."""
+        """Labels to score, [1, T]; None: the answers."""
         return None
 
     def loss(self, batch: GroupBatch, log_probs: Tensor, counts: Counts) -> PreferenceLoss:
-        """Of the log-probabilities of tokens [2 n, longest]."""
+        """Loss from token log-probabilities [2 n, longest]."""
         raise NotImplementedError
 
 
-def told_of(result: PreferenceLoss) -> dict[str, tuple[Tensor, Tensor | float]]:
+def preference_metrics(result: PreferenceLoss) -> dict[str, tuple[Tensor, Tensor | float]]:
     chosen, rejected = result.chosen_rewards, result.rejected_rewards
     sums = {
         "margin": (chosen - rejected).sum(),
@@ -61,7 +61,7 @@ def told_of(result: PreferenceLoss) -> dict[str, tuple[Tensor, Tensor | float]]:
 
 @dataclass
 class DPO(Preference):
-    """losses/dpo_loss.py has the types and the meaning of the options.
+    """DPO and its variants; losses/dpo_loss.py documents types and options.
 
     loss_type: a type, or a sum such as "sigmoid=0.8+bco_pair=0.2+sft=1". desensitize: LD-DPO's alpha.
     """
@@ -120,9 +120,7 @@ class DPO(Preference):
 
 @dataclass
 class ORPO(Preference):
-    """losses/orpo_loss.py: the odds of both answers, and the likelihood of the chosen one with the text of
-    its prompt.
-    """
+    """losses/orpo_loss.py: odds ratio of both answers, plus likelihood of prompt and chosen answer."""
 
     beta: float = 0.1
 
@@ -139,8 +137,8 @@ class ORPO(Preference):
 
 @dataclass
 class SimPO(Preference):
-    """losses/simpo_loss.py, where `margin` is gamma; with nll_weight, its alpha, the chosen answers' negative
-    log-likelihood is added.
+    """losses/simpo_loss.py, where `margin` is gamma; nll_weight, its alpha, adds the chosen answers' negative
+    log-likelihood.
     """
 
     shares_prompts: ClassVar[bool] = True

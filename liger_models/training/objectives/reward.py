@@ -1,4 +1,4 @@
-"""A reward model from pairs of answers, with a head of one label (losses/reward_loss.py)."""
+"""Reward modelling from pairs of answers, with a single-output head (losses/reward_loss.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from liger_models.losses import reward_loss
 from liger_models.training.data import PAIRS, Counts, GroupBatch
 from liger_models.training.objectives.objective import Objective, Share
-from liger_models.training.objectives.preferences import told_of
+from liger_models.training.objectives.preferences import preference_metrics
 from liger_models.training.observing.flops import StepFlops
 
 
@@ -18,8 +18,7 @@ from liger_models.training.observing.flops import StepFlops
 class Reward(Objective):
     """A mean over pairs.
 
-    margin: by how much the chosen answer's reward should at least be above. centering: holds rewards around
-    zero.
+    margin: minimum difference of the rewards. centering: weight of the term that centres rewards around zero.
     """
 
     form: ClassVar[str | None] = PAIRS
@@ -35,8 +34,8 @@ class Reward(Objective):
         chosen, rejected = rewards.chunk(2)
         options = {"centering": self.centering, "num_items": counts.groups}
         result = reward_loss(chosen, rejected, self.margin, **options)
-        return Share(result.loss, told_of(result))
+        return Share(result.loss, preference_metrics(result))
 
     def flops(self, model: StepFlops, counts: Counts) -> int:
-        """Each sequence has one place with a reward."""
+        """Operations with one reward per sequence."""
         return model.of(counts.lengths, len(counts.lengths))

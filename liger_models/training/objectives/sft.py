@@ -1,4 +1,4 @@
-"""The negative log-likelihood of what is trained in documents: pretraining and supervised fine-tuning."""
+"""Negative log-likelihood of the trained tokens of documents: pretraining and supervised fine-tuning."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""What a step computes, and what the device could: model FLOPs utilisation (PaLM, arXiv:2204.02311).
+"""Operations of a step and peak of the device: model FLOPs utilisation (PaLM, arXiv:2204.02311).
 
     FLOPs = f (2 N tokens + 2 H V labels + sum over layers, documents, heads of 2 (d_qk + d_v) pairs)
     MFU   = FLOPs a second / (processes * FLOPs a second of a large matrix product)
 
-N are the elements of the matrices that a token meets: of experts those that it goes to, of embeddings none.
-Labels that do not count are not multiplied with the head. Pairs are of a query and a key that it sees: of a
-document of n tokens n (n + 1) / 2, or fewer with a window or chunks. f is 3, the forward pass and two
-products of its size backward; 2 below adapters, where matrices have no gradient, and 3 for the adapters
-themselves. What is computed again to save memory does not count, and neither does what images take.
+N is the number of matrix elements used per token: of experts, only the active ones; of embeddings, none.
+Ignored labels do not enter the head. Pairs are of a query and a visible key: n (n + 1) / 2 for a document of
+n tokens, fewer with a window or chunks. f is 3, the forward pass and two products of its size backward; 2
+below adapters, where matrices have no gradient, and 3 for the adapters themselves. Recomputation and image
+encoders are not counted.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Sees = tuple[int | None, int | None]  # a window, and a chunk
 
 
 class StepFlops:
-    """Counts the operations of steps of a model, as it is before adapters and quantisation.
+    """Counts the operations of a model's steps, before adapters and quantisation.
 
     Args:
-        model: its spec, and the shapes of its matrices.
+        model: provides its spec and the shapes of its matrices.
     """
 
     def __init__(self, model: LigerCausalLM) -> None:
@@ -42,35 +42,35 @@ class StepFlops:
             for module in (model.per_layer_inputs or nn.Module()).modules()
             if isinstance(module, nn.Linear)
         )
-        # Elements of a query, and of the value that it meets, over all heads.
+        # Elements of the queries and of the weighted values, over all heads.
         self.widths: Counter[Sees] = Counter()
         for block in spec.blocks:
             mixer: Any = block.mixer
-            heads = getattr(mixer, "attention", mixer)  # latent and shared attention have one within
-            if isinstance(heads, AttentionSpec):  # and not what reads images
+            heads = getattr(mixer, "attention", mixer)  # latent and shared attention contain one
+            if isinstance(heads, AttentionSpec):  # not cross-attention to images
                 values = getattr(mixer, "v_head_dim", heads.head_dim)
                 width = heads.num_attention_heads * (heads.head_dim + values)
                 self.widths[heads.window, heads.chunk] += width
         self.factor, self.adapters = 3, 0
 
     def below_adapters(self, elements: int) -> None:
-        """From now on only adapters are trained, which have so many elements."""
+        """Count only adapters, with this many elements, as trained from now on."""
         self.factor, self.adapters = 2, elements
 
     def of(self, lengths: Tensor, labels: int) -> int:
-        """Of a step over documents of these lengths, with so many labels that count."""
+        """Operations of a step over documents of these lengths, with this many counted labels."""
         adapters = 2 * self.adapters * int(lengths.sum())
         return self.factor * (self.forward(lengths, labels) - adapters) + 3 * adapters
 
     def forward(self, lengths: Tensor, labels: int) -> int:
-        """Of a forward pass alone."""
+        """Operations of a forward pass only."""
         tokens = int(lengths.sum())
         pairs = sum(width * seen_pairs(lengths, *sees) for sees, width in self.widths.items())
         return 2 * ((self.elements + self.adapters) * tokens + self.head * labels + pairs)
 
 
 def seen_pairs(lengths: Tensor, window: int | None = None, chunk: int | None = None) -> int:
-    """How many pairs of a query and a key that it sees documents of these lengths have."""
+    """Number of pairs of a query and a visible key, for documents of these lengths."""
     if chunk is not None:
         whole, rest = int((lengths // chunk).sum()), lengths % chunk
         return whole * seen_pairs(torch.tensor([chunk]), window) + seen_pairs(rest, window)
@@ -79,12 +79,12 @@ def seen_pairs(lengths: Tensor, window: int | None = None, chunk: int | None = N
 
 
 def measure_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of a square matrix product of random numbers, large enough for the device and run
-    for long enough that a GPU has come to the clock that its power allows.
+    """Operations per second of a square matrix product of random numbers, large enough for the device and
+    long enough for a GPU to settle at its power-limited clock.
     """
     cuda = device.type == "cuda"
     side, seconds = (8192, 0.3) if cuda else (256, 0.01)
-    # The run's own generator stays as it is.
+    # Does not touch the run's random generator.
     random = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(side, side, device=device, generator=random).to(dtype) for _ in range(2))
 

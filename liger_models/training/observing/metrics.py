@@ -1,11 +1,11 @@
-"""What a run tells: a progress bar, one record a step in metrics.jsonl and metrics.csv, and the loss curve
-as a picture.
+"""Metrics of a run: a progress bar, one record per step in metrics.jsonl and metrics.csv, and a plot of the
+losses.
 
-A record holds step, tokens (inputs so far), loss, lr, grad_norm, of all processes tokens_per_s and
-flops_per_s, mfu (the share of the latter in what all devices could do: flops.py), memory (peak bytes: of the
-GPU, or of the process on a CPU) and, on steps that evaluated, eval_loss; and what the objective tells beside
-the loss, such as margin and accuracy, evaluated too with eval_ before it. Step 0 is the untrained model. A
-loss or a norm that is not finite is null; `skipped` is 1 where a step was passed over for it.
+A record has step, tokens (inputs so far), loss, lr, grad_norm, tokens_per_s and flops_per_s over all
+processes, mfu (their fraction of the devices' peak: flops.py), memory (peak bytes of the GPU, or of the
+process on a CPU), eval_loss on steps with an evaluation, and the objective's metrics, such as margin and
+accuracy, with the prefix eval_ for evaluations. Step 0 is the untrained model. A non-finite loss or norm is
+null; `skipped` is 1 if a step was skipped for it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ COLUMNS = (
 class Metrics:
     """The two files in `folder`, appended to a record at a time."""
 
-    def __init__(self, folder: Path, *, resumed_step: int | None, told: Sequence[str] = ()) -> None:
-        """Begin anew, or keep the records up to and including `resumed_step`: later ones will be made
-        again. `told` are the names of what the objective tells beside the loss."""
-        self.columns = (*COLUMNS, *told, *(f"eval_{name}" for name in told))
+    def __init__(self, folder: Path, *, resumed_step: int | None, extra: Sequence[str] = ()) -> None:
+        """Start new files, or keep the records up to and including `resumed_step`, since later steps are
+        repeated. `extra` are the objective's metrics."""
+        self.columns = (*COLUMNS, *extra, *(f"eval_{name}" for name in extra))
         self.jsonl, self.csv = folder / METRICS, folder / "metrics.csv"
         kept = (
             [] if resumed_step is None else [r for r in read_metrics(self.jsonl) if r["step"] <= resumed_step]
@@ -61,7 +61,7 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a metrics.jsonl; a last line that a kill cut short is not one."""
+    """Records of a metrics.jsonl, without a last line truncated by a kill."""
     if path.is_file():
         for line in path.read_bytes().splitlines():
             try:
@@ -74,19 +74,19 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class Speeds:
-    """What steps do in their time.
+    """Throughput of steps.
 
     Args:
-        peak: the operations that all devices could do in a second.
-        told: the names of what the objective tells beside the loss.
+        peak: operations per second of all devices.
+        extra: names of the objective's metrics.
     """
 
-    def __init__(self, peak: float, told: Sequence[str] = ()) -> None:
-        self.peak, self.told = peak, told
+    def __init__(self, peak: float, extra: Sequence[str] = ()) -> None:
+        self.peak, self.extra = peak, extra
         self.last: deque[tuple[int, int, float]] = deque(maxlen=20)
 
     def add(self, inputs: int, flops: int, seconds: float) -> dict[str, float]:
-        """What is recorded of a step."""
+        """Metrics to record for a step."""
         self.last.append((inputs, flops, seconds))
         per_second = flops / seconds
         return {
@@ -96,11 +96,11 @@ class Speeds:
         }
 
     def line(self, record: dict[str, Any], eval_loss: float | None) -> str:
-        """A record for the progress bar, with the speed of the last steps together."""
+        """Text of the progress bar, with the average speed of the last steps."""
         inputs, flops, seconds = (sum(column) for column in zip(*self.last, strict=True))
         loss = "-" if record["loss"] is None else f"{record['loss']:.3f}"
-        told = [f"{name} {record[name]:.3f}" for name in self.told if record.get(name) is not None]
-        parts = [f"loss {loss}", *told, f"lr {record['lr']:.1e}", f"{inputs / seconds:,.0f} tok/s"]
+        extra = [f"{name} {record[name]:.3f}" for name in self.extra if record.get(name) is not None]
+        parts = [f"loss {loss}", *extra, f"lr {record['lr']:.1e}", f"{inputs / seconds:,.0f} tok/s"]
         parts.append(f"{flops / seconds / 1e12:,.3g} TFLOP/s ({flops / seconds / self.peak:.0%})")
         parts.append(f"{record['memory'] / 2**30:.2f} GiB")
         if eval_loss is not None:
@@ -109,7 +109,7 @@ class Speeds:
 
 
 def finite_or_none(value: float) -> float | None:
-    """JSON has no other numbers."""
+    """Replace numbers that JSON does not have by None."""
     return value if math.isfinite(value) else None
 
 
@@ -119,7 +119,7 @@ def _naming(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise TrainingError(
-            f"{path}: cannot be written ({error.strerror or error}); make room and go on with --resume"
+            f"{path}: cannot be written ({error.strerror or error}); free space and continue with --resume"
         ) from error
 
 
@@ -139,9 +139,9 @@ def peak_memory(device: torch.device) -> int:
 
 
 def plot_losses(
-    records: list[dict[str, Any]], path: Path, unit: str = "nats per token", told: Sequence[str] = ()
+    records: list[dict[str, Any]], path: Path, unit: str = "nats per token", extra: Sequence[str] = ()
 ) -> bool:
-    """Draw training and held-out loss over steps into a PNG, and below what else was `told`; False where
+    """Plot training and evaluation loss over steps as a PNG, with the `extra` metrics below; False if
     matplotlib is not installed.
     """
     try:
@@ -149,7 +149,7 @@ def plot_losses(
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    names = ("loss", *told)
+    names = ("loss", *extra)
     figure = Figure(figsize=(8, 1.5 + 3 * len(names)), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)  # no display, and no global state of pyplot
     for axes, name in zip(figure.subplots(len(names), sharex=True, squeeze=False)[:, 0], names, strict=True):

@@ -1,8 +1,8 @@
-"""What the kernels of training steps are for: milliseconds by class, and of the device doing nothing.
+"""Profile of training steps: GPU milliseconds by class of kernel, and idle time.
 
-torch's profiler says which operation launched a kernel, and inside which others that one ran; a kernel
-belongs to the first class whose pattern is found in its own name or in one of theirs. Without a GPU the
-operations stand for kernels, each without what others took inside it.
+torch's profiler records which operation launched a kernel and its enclosing operations; a kernel belongs to
+the first class whose pattern matches its own name or theirs. Without a GPU, operations take the place of
+kernels, each with its self time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OTHER, IDLE = "other", "idle"
 
 
 def by_class(step: Callable[[], object], cuda: bool) -> dict[str, Any]:
-    """Milliseconds of one step, which has run before, and its ten longest kernels; empty without a GPU."""
+    """Milliseconds of one warmed-up step by class, and its ten longest kernels; empty without a GPU."""
     if not cuda:
         return {}
     with tempfile.TemporaryDirectory() as folder, StepProfiler(Path(folder), 1, after=0) as profiler:
@@ -51,8 +51,8 @@ def by_class(step: Callable[[], object], cuda: bool) -> dict[str, Any]:
 
 
 class StepProfiler:
-    """Profiles `steps` steps, once `after` others have run: `folder` then holds trace.json.gz, for
-    chrome://tracing or Perfetto, and kernels.md, a table of what the kernels are for.
+    """Profiles `steps` steps after the first `after` ones. `folder` then contains trace.json.gz, for
+    chrome://tracing or Perfetto, and kernels.md, a table of kernel times by purpose.
 
     Attributes:
         found: the summary, once they have run.
@@ -67,7 +67,7 @@ class StepProfiler:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Steps that were not reached leave what there is."""
+        """If the steps were not reached, write what was recorded."""
         if self._profile is not None:
             self._finish()
 
@@ -104,7 +104,7 @@ class StepProfiler:
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """A summary as Markdown: classes, then the longest kernels."""
+    """Format a summary as Markdown: classes, then the longest kernels."""
     times = found["milliseconds"]
     total = sum(times.values()) or 1.0
     ordered = sorted(times.items(), key=lambda item: (item[0] == IDLE, -item[1]))
@@ -114,7 +114,7 @@ def table(found: Mapping[str, Any]) -> str:
 
 
 def summary(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of a trace's events (Chrome's format)."""
+    """Summarise a trace's events (Chrome's format)."""
     events = [event for event in events if "dur" in event]
     operations = [event for event in events if event.get("cat") in ("cpu_op", "user_annotation")]
     names, own = _nested(operations)
@@ -138,13 +138,13 @@ def summary(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def class_of(name: str) -> str:
-    """Of the names of operations from the outermost on, then of the kernel."""
+    """Class of a kernel, given the names of its enclosing operations, outermost first, and its own."""
     return next((label for label, pattern in CLASSES.items() if re.search(pattern, name)), OTHER)
 
 
 def _nested(operations: list[Mapping[str, Any]]) -> tuple[dict[Any, str], dict[Any, float]]:
-    """For each operation's id: the names of those around it in its thread, and its own; and the microseconds
-    that it took without those inside it.
+    """For each operation's id: the names of its enclosing operations in its thread and its own; and its self
+    time in microseconds.
     """
     names: dict[Any, str] = {}
     own: dict[Any, float] = {}
@@ -169,7 +169,7 @@ def _number(event: Mapping[str, Any]) -> Any:
 
 
 def _idle(spans: list[tuple[float, float]]) -> float:
-    """Milliseconds between the first kernel's begin and the last one's end in which none ran."""
+    """Milliseconds without a running kernel between the first kernel's start and the last one's end."""
     idle, end = 0.0, None
     for start, stop in sorted(spans):
         if end is not None and start > end:

@@ -1,7 +1,7 @@
-"""The records of a run for programs that draw them: TensorBoard, and Weights & Biases.
+"""Export of metrics to TensorBoard and Weights & Biases.
 
-They get what metrics.jsonl gets, step by step. Neither is needed for a run; who asks for one that is not
-installed is told before anything is loaded.
+They receive the records of metrics.jsonl, step by step. Both are optional; requesting one that is not
+installed fails before anything is loaded.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from liger_models.convert.errors import ConfigError
 
 
 class Tracker(ABC):
-    """Takes records of numbers, until it is left as a context manager."""
+    """Receives records of numbers; a context manager that ends the record."""
 
     @abstractmethod
     def write(self, step: int, numbers: dict[str, float]) -> None:
-        """The numbers of a step, by name."""
+        """Record the numbers of a step, by name."""
 
     @abstractmethod
     def close(self, failed: bool) -> None:
@@ -34,20 +34,20 @@ class Tracker(ABC):
 
 
 def parse_trackers(names: str | None) -> tuple[str, ...]:
-    """The names in "tensorboard,wandb".
+    """Parse names such as "tensorboard,wandb".
 
     Raises:
-        ConfigError: one is unknown, or not installed.
+        ConfigError: an unknown name, or a package that is not installed.
     """
     found = tuple(dict.fromkeys(names.split(","))) if names else ()
     for name in found:
         if name not in TRACKERS:
-            raise ConfigError(f"log is {names!r}; expected some of {', '.join(TRACKERS)}, joined by commas")
+            raise ConfigError(f"log is {names!r}; expected any of {', '.join(TRACKERS)}, separated by commas")
         try:
             _IMPORTS[name]()
         except ImportError as error:
             raise ConfigError(
-                f"log asks for {name}, which is not installed ({error}): pip install {name}; metrics.jsonl "
+                f"log needs {name}, which is not installed ({error}): pip install {name}; metrics.jsonl "
                 "and metrics.csv are written without it"
             ) from error
     return found
@@ -56,7 +56,7 @@ def parse_trackers(names: str | None) -> tuple[str, ...]:
 def open_trackers(
     names: Iterable[str], folder: Path, config: dict[str, Any], resumed_step: int | None
 ) -> Iterator[Tracker]:
-    """Open the trackers of a run whose output is `folder`, one at a time."""
+    """Open the trackers of a run with output folder `folder`, one at a time."""
     for name in names:
         yield TRACKERS[name](folder, config, resumed_step)
 
@@ -70,7 +70,7 @@ def numbers_of(record: dict[str, Any]) -> dict[str, float]:
 
 
 class TensorBoard(Tracker):
-    """Event files in `folder`/tensorboard. What follows the step that a run goes on from is taken back."""
+    """Event files in `folder`/tensorboard. When a run resumes, later steps are removed."""
 
     def __init__(self, folder: Path, config: dict[str, Any], resumed_step: int | None) -> None:
         purge = None if resumed_step is None else resumed_step + 1
@@ -85,9 +85,8 @@ class TensorBoard(Tracker):
 
 
 class WeightsAndBiases(Tracker):
-    """A run of the project "liger_models", or of what WANDB_PROJECT says, with the settings as its config. A
-    run that goes on is the same run there; of steps that are made again it keeps the first values, which are
-    the same.
+    """A run of the project "liger_models", or of WANDB_PROJECT, with the settings as its config. A resumed
+    run continues the same W&B run; repeated steps keep their first values, which are identical.
     """
 
     def __init__(self, folder: Path, config: dict[str, Any], resumed_step: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Processes of a run: ranks and devices, signals, and the watch that ends a run whose peers died.
+"""Processes of a run: ranks and devices, signals, and a watchdog that ends a run whose peers died.
 
 Imports nothing else of the training package.
 """

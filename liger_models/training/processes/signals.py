@@ -1,4 +1,4 @@
-"""Stopping a run from outside: SIGINT (Ctrl-C) and SIGTERM (a scheduler's end of time)."""
+"""Stopping a run from outside: SIGINT (Ctrl-C) and SIGTERM (a scheduler's time limit)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Any
 
 
 class Signals:
-    """Makes SIGINT and SIGTERM a mark that is read between micro-batches; a second one acts at once."""
+    """Turns SIGINT and SIGTERM into a flag that is read between micro-batches; a second signal acts at
+    once."""
 
     def __init__(self) -> None:
         self.received: int | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
-        if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
             for signum in (signal.SIGINT, signal.SIGTERM):
                 self._before[signum] = signal.signal(signum, self._note)
         return self
@@ -31,6 +32,6 @@ class Signals:
             raise KeyboardInterrupt
         self.received = signum
         print(
-            "\nstopping after this micro-batch, then saving; once more to stop without saving",
+            "\nstopping after this micro-batch, then saving; press again to stop without saving",
             file=sys.stderr,
         )

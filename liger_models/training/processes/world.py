@@ -1,4 +1,4 @@
-"""The processes of a run, how they share the model, and the little that they tell one another."""
+"""Processes of a run: how they share the model, and their communication outside of training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from liger_models.models.causal_lm import LigerCausalLM
 from liger_models.models.loading import parse_device
 
 SHARDS = ("full", "hybrid", "none")
-# Of collectives: who waits in vain is told sooner by training/watch.py.
+# Timeout of collectives; training/watch.py detects lost processes sooner.
 TIMEOUT = timedelta(minutes=30)
 # The first process computes the checksums of what all have written.
 SAVING_TIMEOUT = timedelta(hours=4)
@@ -32,17 +32,18 @@ class World:
 
     Args:
         device: of this process; "auto" and "cuda": its own GPU.
-        shard: how several share the model: "full" (each has a part of it), "hybrid" (each node has all of
-            it), or "none" (each has all of it, DDP).
-        sequence: how many share each row, and exchange heads (layers/sequences/sequence_parallel.py).
-        experts: how many share the experts of each layer (layers/experts/expert_parallel.py).
+        shard: "full" (each process has a shard of the model), "hybrid" (each node has the whole model), or
+            "none" (each process has the whole model, DDP).
+        sequence: number of processes that share each row and exchange heads
+            (layers/sequences/sequence_parallel.py).
+        experts: number of processes that share the experts of each layer (layers/experts/expert_parallel.py).
 
     Attributes:
-        data_size, data_rank: how many rows are read at a time, and which of them is this process's, where
-            those that share a row count as one.
+        data_size, data_rank: number of rows read at a time, and this process's index among them; processes
+            that share a row count as one.
 
     Raises:
-        ConfigError: these numbers do not fit the number of processes.
+        ConfigError: the sizes do not fit the number of processes.
     """
 
     def __init__(self, device: str, shard: str = "none", sequence: int = 1, experts: int = 1) -> None:
@@ -51,8 +52,8 @@ class World:
         self.sequence, self.experts = sequence, experts
         if self.size % sequence or self.size % experts:
             raise ConfigError(
-                f"sequence_parallel is {sequence} and expert_parallel {experts}, and there are {self.size} "
-                "processes; expected numbers that divide them (torchrun starts more)"
+                f"sequence_parallel is {sequence} and expert_parallel {experts}, but there are {self.size} "
+                "processes; expected divisors of that (torchrun starts more)"
             )
         self.data_size, self.data_rank = self.size // sequence, self.rank // sequence
         if device == "auto":
@@ -60,14 +61,14 @@ class World:
         if device == "cuda":
             device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         parsed = parse_device(device)
-        assert parsed is not None  # since one was named
+        assert parsed is not None  # one was named
         self.device = parsed
         self.main = self.rank == 0
         self._ours = False
 
     @staticmethod
     def is_main() -> bool:
-        """Whether this process is the first rank, before there is a world."""
+        """Whether this process is the first rank, before a world exists."""
         return os.environ.get("RANK", "0") == "0"
 
     def __enter__(self) -> World:
@@ -85,10 +86,10 @@ class World:
 
     @property
     def divide(self) -> Callable[[LigerCausalLM], object] | None:
-        """Divides a model that has no memory yet over the processes; None where each has all of it.
+        """Function that shards a model without memory over the processes; None if each has the whole model.
 
         Raises:
-            ConfigError: nodes of different sizes, or that cannot share rows or experts so.
+            ConfigError: nodes of different sizes, or that cannot share rows or experts as requested.
         """
         if self.shard == "none" and self.sequence == 1:
             return None
@@ -107,15 +108,16 @@ class World:
     def wrap(self, model: nn.Module) -> nn.Module:
         if self.size == 1 or self.shard != "none":
             return model
-        # Views into the buckets spare a second copy of the gradients.
+        # Views into the buckets save a second copy of the gradients.
         return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     @contextlib.contextmanager
     def micro_batch(self, wrapped: Any, last: bool) -> Iterator[None]:
-        """Around the passes of a micro-batch; gradients are means over the processes after the last one.
+        """Context for the passes of a micro-batch; after the last one, gradients are means over the
+        processes.
 
-        Shards are added up after each: until then every process would hold whole gradients. Replicas of
-        shards wait for the last.
+        Shards are reduced after each micro-batch; otherwise every process would hold whole gradients.
+        Replicas of shards are reduced after the last.
         """
         if self.shard != "none":
             wrapped.set_requires_all_reduce(last)
@@ -139,7 +141,7 @@ class World:
             dist.barrier()
 
     def once(self, function: Callable[[], T]) -> T:
-        """What `function` returns, or raises, in the first process; in all."""
+        """Run `function` in the first process; return its result, or raise its error, in all."""
         if self.size == 1:
             return function()
         outcome: list[Any] = [None, None]
@@ -154,15 +156,15 @@ class World:
         return outcome[0]
 
     def once_and_all(self, here: Callable[[], tuple[T, Any]], there: Callable[[Any], T]) -> T:
-        """`here()` makes something in the first process, and tells the others how to come by theirs."""
+        """Run `here()` in the first process; its message tells `there` how the others obtain their result."""
         made = here() if self.main else None
-        told = [made[1] if made else None]
+        message = [made[1] if made else None]
         if self.size > 1:
-            dist.broadcast_object_list(told, src=0)
-        return made[0] if made else there(told[0])
+            dist.broadcast_object_list(message, src=0)
+        return made[0] if made else there(message[0])
 
     def host_group(self) -> dist.ProcessGroup | None:
-        """All processes, with collectives on the host that no others wait for; None for one process."""
+        """All processes, with host collectives that nothing else waits for; None for one process."""
         return None if self.size == 1 else dist.new_group(backend="gloo", timeout=SAVING_TIMEOUT)
 
     def say(self, text: str) -> None:
@@ -174,7 +176,7 @@ class World:
         from liger_models.convert.progress import ProgressBar
 
         terminal: TextIO = sys.stderr
-        # In a log file every redraw is a line: let them come seldom.
+        # In a log file every update is a line: update rarely.
         interval = 0.2 if terminal.isatty() else 10.0
         with ProgressBar(
             total=total,

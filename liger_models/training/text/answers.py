@@ -1,4 +1,4 @@
-"""Answers in a rendered conversation: the pieces of its text, and what of them the assistant had to say."""
+"""Answers in a rendered conversation: pieces of text, and the assistant's part of them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from liger_models.training.text.origins import SEVERAL, Traced
 
 Message = dict[str, Any]
 
-# Names of what the assistant thinks, in data and in templates: the first is the one that most of these read.
+# Names of reasoning in data and templates; most templates read the first.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 ASSISTANT = "assistant"
 CONTENT, CALLS = "content", "tool_calls"
 _LEXEME = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]|\s|\w+|[^\w\s]+?")
-_MARKUP = re.compile(r"</?think>|<\|channel>(?:thought)?|<channel\|>")  # of reasoning within content
+_MARKUP = re.compile(r"</?think>|<\|channel>(?:thought)?|<channel\|>")  # marks reasoning within content
 
 
 class Piece(NamedTuple):
-    """Characters [start, stop) of one origin (origins.py)."""
+    """Characters [start, stop) with the same origin (origins.py)."""
 
     start: int
     stop: int
@@ -42,10 +42,10 @@ def answers_of(messages: Sequence[Message]) -> list[int]:
 
 
 def end_of_given(turn: str, before: int, given: str) -> int:
-    """Where the generation prompt ends in a turn whose first `before` characters are the template's.
+    """End of the generation prompt in a turn whose first `before` characters are the template's.
 
-    A turn may begin with part of it: earlier answers have no place for reasoning, where a later one is asked
-    for it.
+    A turn may begin with only part of the prompt: templates render earlier answers without the place for
+    reasoning that they offer for a new one.
     """
     if turn.startswith(given):
         return len(given)
@@ -61,7 +61,7 @@ def end_of_given(turn: str, before: int, given: str) -> int:
 
 
 def joined(spans: Iterable[Span]) -> list[Span]:
-    """Without those that follow one another at once."""
+    """Merge adjacent spans."""
     found: list[Span] = []
     for start, stop in sorted(spans):
         if found and start <= found[-1][1]:
@@ -77,7 +77,7 @@ def says_something(message: Message) -> bool:
 
 
 def dropped_of(messages: list[Message], given: int, text: Traced) -> Iterator[str]:
-    """What is missing of answers: their reasoning, tool calls or text."""
+    """Missing contents of answers: reasoning, tool calls or text."""
     written: Counter[tuple[int, str]] = Counter()
     for piece in pieces_of(text):
         if piece.source is not None:
@@ -98,18 +98,18 @@ def dropped_of(messages: list[Message], given: int, text: Traced) -> Iterator[st
 
 
 def _size(text: str) -> int:
-    """Characters without white space."""
+    """Number of characters other than white space."""
     return sum(map(len, text.split()))
 
 
 def with_reasoning(message: Message) -> Message:
-    """What is thought stands under each name that templates read: under another it would be lost."""
+    """Copy reasoning to every name that templates read, so that it is not lost."""
     thought = next((message[key] for key in REASONING if message.get(key) is not None), None)
     return message if thought is None else {"thinking": thought, **message, "reasoning_content": thought}
 
 
 def texts_of(message: Message) -> list[str]:
-    """Of a message whose content is a list of text alone, the parts."""
+    """Texts of a message whose content is a list of text parts."""
     parts = message.get(CONTENT)
     if not isinstance(parts, list) or not all(
         isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts

@@ -1,14 +1,13 @@
-"""Conversations as a chat template writes them, and which of it the assistant says.
+"""Rendering of conversations with a chat template, and the spans written by the assistant.
 
-A template is a program in Jinja's language that comes with a tokenizer. It gets what transformers'
-`apply_chat_template` gives it: `messages`, `tools`, `documents`, `add_generation_prompt` and the names of the
-special tokens.
+A chat template is a Jinja program that comes with a tokenizer. It receives the variables of transformers'
+`apply_chat_template`: `messages`, `tools`, `documents`, `add_generation_prompt` and the names of the special
+tokens.
 
-A conversation is rendered once, whole, with strings that keep their origins (origins.py). An answer is what
-the template writes in its loop's iteration for a message of the assistant, from the end of the generation
-prompt on: what the model is given there is never learned. Behind the last message, what the template adds is
-part of the answer too, unless it also comes before a generation prompt. What `{% generation %}` encloses
-decides where a template has it.
+A conversation is rendered once, as a whole, with strings that record their origins (origins.py). An answer is
+the template's output in its loop iteration for an assistant message, starting at the end of the generation
+prompt, which is never trained on. After the last message, the rest of the output belongs to the answer,
+unless it also precedes a generation prompt. Templates with `{% generation %}` tags define answers themselves.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ from liger_models.training.text.message_forms import forms_of, passed_over
 from liger_models.training.text.origins import LOST, SEVERAL, Trace, Traced
 from liger_models.training.text.template_program import environment, tracing_environment
 
-NOTHING: Mapping[str, Any] = {}  # that a template reads beside messages
-OWN_NAMES = ("messages", "add_generation_prompt")  # which no record may give
+NOTHING: Mapping[str, Any] = {}  # other variables of a template
+OWN_NAMES = ("messages", "add_generation_prompt")  # records cannot set these
 _TAG = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
 
 
@@ -47,10 +46,10 @@ class Rendering(NamedTuple):
     """A conversation as text.
 
     Attributes:
-        text: what transformers' apply_chat_template gives.
-        spans: characters that are learned.
-        dropped: what the template left out of the answers that are learned, each a kind of "reasoning",
-            "tool calls" and "text".
+        text: the result of transformers' apply_chat_template.
+        spans: characters that are trained on.
+        dropped: contents of trained answers that the template left out, each "reasoning", "tool calls" or
+            "text".
     """
 
     text: str
@@ -59,7 +58,7 @@ class Rendering(NamedTuple):
 
 
 def merged(renderings: Iterable[Rendering]) -> list[Rendering]:
-    """Renderings without those with which the next one begins: there it learns what both do."""
+    """Drop renderings that are a prefix of the next one, which then trains both."""
     kept: list[Rendering] = []
     for one in renderings:
         if kept and one.text.startswith(kept[-1].text):
@@ -73,19 +72,19 @@ class ChatTemplate:
     """A chat template.
 
     Args:
-        source: its program.
-        tokens: the names of the special tokens, as `bos_token`.
-        where: the folder of its tokenizer, for messages.
+        source: the template's source.
+        tokens: names of the special tokens, such as `bos_token`.
+        where: the tokenizer's folder, for error messages.
 
     Raises:
-        DataError: it is not valid, or jinja2 is missing.
+        DataError: an invalid template, or jinja2 is missing.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str], where: object) -> None:
         self.tokens, self.where = tokens, where
         self.marks_answers = bool(_TAG.search(source))
         self._tracing = tracing_environment()
-        self._lock = threading.Lock()  # of what is traced
+        self._lock = threading.Lock()  # guards the tracing environment
         try:
             self._plain = environment().from_string(source)
             self._traced = self._tracing.from_string(source)
@@ -93,13 +92,12 @@ class ChatTemplate:
             raise DataError(f"the chat template of {where} is not valid: {error}") from error
 
     def render(self, messages: list[Message], given: int, options: Mapping[str, Any]) -> Rendering:
-        """A conversation, with the answers behind the first `given` messages.
+        """Render a conversation, with the answers after the first `given` messages.
 
-        Where the template passes over the form in which content or arguments are given, they are put into
-        another (message_forms.py).
+        If the template ignores the form of content or arguments, other forms are tried (message_forms.py).
 
         Raises:
-            DataError: the template refuses the conversation, or an answer cannot be followed through it.
+            DataError: the template rejects the conversation, or an answer cannot be traced through it.
         """
         with self._lock:
             messages, text = self._readable(messages, options)
@@ -113,13 +111,13 @@ class ChatTemplate:
         return Rendering(plain, joined(spans), list(dropped_of(messages, given, text)))
 
     def question(self, messages: list[Message], options: Mapping[str, Any]) -> str:
-        """A conversation up to where the assistant is to answer. Raises DataError as `render` does."""
+        """Render a conversation up to the assistant's next answer. Raises DataError as `render` does."""
         return self._write(self._plain, messages, options, True)
 
     # ------------------------------------------------------------------------------------------ rendering
 
     def _readable(self, messages: list[Message], options: Mapping[str, Any]) -> tuple[list[Message], Traced]:
-        """The messages in the form of which the template leaves out least, and their text."""
+        """The messages in the form of which the template drops least, and their text."""
         found: tuple[list[Message], Traced] | None = None
         least, failure = 0, None
         for form in forms_of(messages):
@@ -131,9 +129,9 @@ class ChatTemplate:
             try:
                 traced = self._trace(form, options)
             except DataError as error:
-                raise self._lost("fails when the origins of characters are followed") from error
+                raise self._lost("fails when origins of characters are traced") from error
             if plain != str.__str__(traced):
-                raise self._lost("gives another text when the origins of its characters are followed")
+                raise self._lost("renders different text when origins of characters are traced")
             missing = passed_over(form, traced)
             if found is None or missing < least:
                 found, least = (form, traced), missing
@@ -151,7 +149,7 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         with_origins: bool = True,
     ) -> Traced:
-        """The text with its origins, or with places in the loop over the messages alone."""
+        """Text with its origins, or only with places in the loop over the messages."""
         messages = list(map(with_reasoning, messages))
         trace = Trace(answers=answers_of(messages))
         if with_origins:
@@ -175,15 +173,15 @@ class ChatTemplate:
             )
         except Exception as error:  # a template is a program: it may divide by zero, or fill the memory
             raise DataError(
-                f"the chat template of {self.where} refuses the conversation "
+                f"the chat template of {self.where} rejects the conversation "
                 f"({type(error).__name__}: {error})"
             ) from error
         return text
 
     def _lost(self, what: str) -> DataError:
         return DataError(
-            f"the chat template of {self.where} {what}, so what the assistant said cannot be told apart; "
-            "enclose that in {% generation %} and {% endgeneration %}"
+            f"the chat template of {self.where} {what}, so the assistant's text cannot be identified; "
+            "enclose that text in {% generation %} and {% endgeneration %}"
         )
 
     # -------------------------------------------------------------------------------------------- answers
@@ -196,24 +194,24 @@ class ChatTemplate:
         pieces: list[Piece],
         options: Mapping[str, Any],
     ) -> Iterator[Span]:
-        """What is learned of an answer."""
+        """Spans of an answer to train on."""
         own = [piece for piece in pieces if piece.place == number]
         if not own:
-            return  # the template passes over the message
+            return  # the template ignores the message
         said = [k for k, piece in enumerate(own) if _is_said(piece, number)]
         if not said and says_something(messages[number]):
-            return  # nor is an end learned of which the template leaves out all that it ends
+            return  # do not train an end token without the text that it ends
         first = said[0] if said else len(own)
         others = [k for k, piece in enumerate(own) if piece.source and not _is_said(piece, number)]
         if others and others[-1] > first:
             other, field = own[others[-1]].source
             raise self._lost(
-                f"writes the {field} of message {other} within what the assistant says in {number}"
+                f"writes the {field} of message {other} within the assistant's text of message {number}"
             )
         turn = "".join(text[piece.start : piece.stop] for piece in own)
         before = sum(piece.stop - piece.start for piece in own[:first])
         skip = end_of_given(turn, before, self._given(messages, number, options))
-        if not skip and before:  # a header that is not given here, as after a tool's result, is one still
+        if not skip and before:  # a header that is omitted here, as after a tool result, is still one
             skip = end_of_given(turn, before, self._given(messages[:0], 0, options))
         if others:
             skip = max(skip, sum(piece.stop - piece.start for piece in own[: others[-1] + 1]))
@@ -237,8 +235,8 @@ class ChatTemplate:
         own: list[Piece],
         options: Mapping[str, Any],
     ) -> Iterator[Span]:
-        """The token that ends a call where the template writes it with the tool's result, as Gemma 4's does:
-        what it adds to the call if nothing follows.
+        """End-of-call token for templates that write it with the tool's result, as Gemma 4's: their addition
+        to the call if nothing follows.
         """
         if not messages[number].get(CALLS) or number == len(messages) - 1:
             return
@@ -256,7 +254,7 @@ class ChatTemplate:
             yield end, end + len(added)
 
     def _given(self, messages: list[Message], number: int, options: Mapping[str, Any]) -> str:
-        """The generation prompt of an answer. A template may refuse what comes before it alone."""
+        """Generation prompt of an answer. A template may reject the preceding messages alone."""
         asked: list[Any] = ["?", [{"type": "text", "text": "?"}]]
         failure: DataError | None = None
         for question in (
@@ -271,8 +269,8 @@ class ChatTemplate:
         raise failure
 
     def _tail(self, messages: list[Message], options: Mapping[str, Any]) -> str:
-        """What the template writes behind the last message before an answer."""
-        for with_origins in (False, True):  # text that is collected first needs them
+        """The template's output after the last message and before an answer."""
+        for with_origins in (False, True):  # needed if the template collects text first
             text = self._trace(messages, options, add_generation_prompt=True, with_origins=with_origins)
             written = [piece.stop for piece in pieces_of(text) if piece.place is not None]
             if written:
@@ -280,7 +278,7 @@ class ChatTemplate:
         raise self._lost("has no loop over the messages")
 
     def _marked(self, messages: list[Message], given: int, pieces: list[Piece]) -> Iterator[Span]:
-        """What the template marks behind the first `given` messages."""
+        """Spans that the template marks after the first `given` messages."""
         earlier = bool(answers_of(messages[:given]))
         for piece in pieces:
             if not piece.marked:
@@ -288,7 +286,7 @@ class ChatTemplate:
             if earlier and piece.place is None:
                 raise DataError(
                     f"the chat template of {self.where} marks answers outside of a loop over the messages, "
-                    "so those of the prompt cannot be told apart; leave earlier answers out"
+                    "so earlier answers cannot be excluded; remove them from the prompt"
                 )
             if not earlier or (piece.place is not None and piece.place >= given):
                 yield piece.start, piece.stop
@@ -296,7 +294,7 @@ class ChatTemplate:
     def _check_origins(
         self, messages: list[Message], text: str, pieces: list[Piece], options: Mapping[str, Any]
     ) -> None:
-        """Raises DataError where an answer was written and its origin, or its place, is not known."""
+        """Raise DataError if an answer was rendered but its origin or place is unknown."""
         for number in answers_of(messages):
             mine = [piece for piece in pieces if piece.source and piece.source[0] == number]
             mixed = [piece for piece in mine if piece.source[1].startswith(LOST)]
@@ -314,18 +312,18 @@ class ChatTemplate:
                 if places or not isinstance(value, str) or not value.strip():
                     continue
                 template = "".join(text[piece.start : piece.stop] for piece in pieces if not piece.source)
-                if value.strip() in template:  # by chance, or without its origin?
+                if value.strip() in template:  # a coincidence, or a lost origin
                     names = REASONING if field in REASONING else (field,)
                     other = [*messages]
                     other[number] = {**messages[number], **dict.fromkeys(names, value + value)}
                     if self._write(self._plain, other, options, False) != text:
                         raise self._lost(
-                            f"writes message {number}, of the assistant, in a way that cannot be followed"
+                            f"writes message {number}, of the assistant, in a way that cannot be traced"
                         )
 
 
 def _is_said(piece: Piece, number: int) -> bool:
-    """Whether it is text of this answer; some carry what tools gave."""
+    """Whether this is text of this answer; some messages carry tool results."""
     return bool(piece.source) and piece.source[0] == number and piece.source[1] != "tool_responses"
 
 

@@ -1,6 +1,6 @@
-"""Messages in the forms that chat templates expect: they differ in what they read, and pass over the rest.
+"""Alternative forms of messages: chat templates differ in the forms that they read, and ignore others.
 
-content       text, or a list of parts; beside tool calls null, or empty text
+content       text, or a list of parts; with tool calls also null or empty text
 arguments     of a call: an object, or its JSON text
 """
 
@@ -13,11 +13,11 @@ from typing import Any
 from liger_models.training.text.answers import CALLS, CONTENT, Message, texts_of
 from liger_models.training.text.origins import Traced
 
-_TAIL = 20  # characters by which a text is found
+_TAIL = 20  # characters to search for
 
 
 def forms_of(messages: list[Message]) -> Iterator[list[Message]]:
-    """These messages, and what they are in other forms. Null content is empty text first: some templates
+    """The messages as given, then in other forms. Null content first becomes empty text, since some templates
     would write the word "None".
     """
     seen: list[list[Message]] = []
@@ -30,7 +30,7 @@ def forms_of(messages: list[Message]) -> Iterator[list[Message]]:
 
 
 def passed_over(messages: list[Message], text: Traced) -> int:
-    """How many contents and calls a template leaves out, or writes as Python writes a list."""
+    """Number of contents and calls that a template drops, or writes as a Python list."""
     written = {source for _, (source, _, _) in text.runs}
     count = 0
     for number, message in enumerate(messages):
@@ -76,7 +76,7 @@ def _with_arguments_as_text(message: Message) -> Message:
 
 
 def _as_text_within(call: Any) -> Any:
-    """A call, or its function, with arguments as text."""
+    """The call, or its function, with arguments as text."""
     if not isinstance(call, dict):
         return call
     changed = dict(call)

@@ -1,13 +1,13 @@
-"""Strings that know where each of their characters came from, through every operation of str.
+"""Strings that record the origin of each character through all operations of str.
 
     run      (length, tag)
     tag      (source, place, marked)
-    source   (message, field) whose text this is; None for text of the template
-    place    message whose iteration of the template's loop wrote this; None before it was written or outside
+    source   (message, field) that the text is from; None for text of the template
+    place    message whose loop iteration in the template wrote this; None before writing or outside
     marked   whether it is enclosed in {% generation %}
 
-A chat template renders its messages as such strings (template_program.py), so that the answers can be found
-in the one rendering of the whole conversation, whatever the template strips, splits, moves or drops.
+A chat template renders its messages as such strings (template_program.py), so that answers can be located in
+a single rendering of the whole conversation, whatever the template strips, splits, moves or drops.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ Source = tuple[int, str]
 Tag = tuple[Source | None, int | None, bool]
 Run = tuple[int, Tag]
 
-SEVERAL = "several"  # field of text that was made of several fields of one message
-LOST = "lost"  # begins the field of text whose origins an operation has mixed; its name follows
+SEVERAL = "several"  # field of text made from several fields of one message
+LOST = "lost"  # prefix of the field of text with mixed origins; the operation's name follows
 
 
 class Trace:
-    """One rendering.
+    """The trace of one rendering.
 
     Args:
-        answers: numbers of the messages that the assistant says.
+        answers: indices of the assistant's messages.
 
     Attributes:
-        place: message whose iteration runs.
+        place: message of the current iteration.
     """
 
     def __init__(self, answers: Iterable[int] = ()) -> None:
@@ -43,7 +43,7 @@ class Trace:
         self.outer: list[int | None] = []
 
     def hold(self, messages: list[Any]) -> None:
-        """Know these messages, as the template gets them. An id is unique only among objects that live."""
+        """Register these messages as passed to the template. Ids are unique only among live objects."""
         self.kept = messages
         self.index = {id(message): number for number, message in enumerate(messages)}
 
@@ -54,17 +54,17 @@ class Trace:
         self.place = self.outer.pop()
 
     def enter(self, *values: Any) -> None:
-        """An iteration of a loop begins, with these targets: a message, or something else within the outer
+        """Begin an iteration of a loop with these targets: a message, or something else within the outer
         iteration.
         """
         outer = self.outer[-1]
         found = [self.index[id(value)] for value in values if id(value) in self.index]
-        if not found and outer is None:  # copies of messages
+        if not found and outer is None:  # copied messages
             found = [source[0] for value in values if isinstance(value, dict) for source in _sources(value)]
         self.place = found[0] if found else outer
 
     def enter_item(self, items: Any, number: Any) -> None:
-        """An iteration of a loop over numbers begins, by which items are chosen."""
+        """Begin an iteration of a loop over the indices of items."""
         if isinstance(items, list) and isinstance(number, int) and -len(items) <= number < len(items):
             self.place = self.index.get(id(items[number]), self.place)
 
@@ -74,11 +74,11 @@ class Trace:
         return made
 
     def of(self, text: str, source: Source) -> Traced:
-        """Text of a message."""
+        """Text from a message."""
         return self.text(text, [(len(text), (source, None, False))] if text else [])
 
     def here(self, text: str) -> list[Run]:
-        """The runs of text that is written now."""
+        """Runs of text written at this point."""
         place = self.place
         if type(text) is not Traced:
             return [(len(text), (None, place, False))] if text else []
@@ -87,7 +87,7 @@ class Trace:
         return [(length, tag if tag[1] is not None else (tag[0], place, tag[2])) for length, tag in text.runs]
 
     def join(self, items: Iterable[str]) -> Traced:
-        """Items one after another. Of an iterator, each is written when it comes."""
+        """Concatenate items. Items of an iterator are written as they are produced."""
         texts: list[str] = []
         runs: list[Run] = []
         for item in items:
@@ -96,13 +96,13 @@ class Trace:
         return self.text("".join(texts), runs)
 
     def mark(self, text: str) -> Traced:
-        """The same, marked as generated."""
+        """Copy marked as generated."""
         return self.text(text, [(length, (*tag[:2], True)) for length, tag in self.here(text)])
 
     def made_of(self, text: str, values: Any, name: str) -> str:
-        """What an operation without a rule of its own made of some values: all of it has their origin.
+        """Result of an operation without its own rule, with the origin of its inputs.
 
-        Where text of the template is mixed with a message's, or several messages', the origin is lost.
+        The origin is lost if template text is mixed with a message's, or several messages' texts are mixed.
         """
         same = [value for value in _leaves(values) if value.runs]
         if not text or not same:
@@ -127,7 +127,7 @@ class Trace:
 
 
 class Traced(str):
-    """A str with the origins of its characters. Methods return such strings where str's return str."""
+    """A str with the origins of its characters. Methods that return str return such strings."""
 
     __slots__ = ("runs", "trace")
     runs: list[Run]
@@ -219,7 +219,7 @@ class Traced(str):
         return tuple(self._parts(str.rpartition(self, sep), ""))
 
     def _parts(self, texts: Iterable[str], sep: str | None) -> list[Traced]:
-        """Parts in their order, with `sep` between them; None: white space."""
+        """Parts in order, with `sep` between them; None means white space."""
         parts, place = [], 0
         for text in texts:
             if sep is None:
@@ -262,7 +262,7 @@ for _name in (
 
 
 def join(trace: Trace, separator: str, items: Iterable[str]) -> Traced:
-    """What `separator.join(items)` gives."""
+    """Traced `separator.join(items)`."""
     pieces: list[str] = []
     for item in items:
         if not isinstance(item, str):
@@ -279,7 +279,7 @@ _PERCENT = re.compile(
 
 
 def percent(trace: Trace, template: str, values: Any) -> str:
-    """What `template % values` gives."""
+    """Traced `template % values`."""
     plain = str.__mod__(template, values)
     found = list(_PERCENT.finditer(template))
     if any("*" in match[0] for match in found):
@@ -301,7 +301,7 @@ def percent(trace: Trace, template: str, values: Any) -> str:
 
 
 def braces(trace: Trace, template: str, values: Any, named: Any, formatter: Any = None) -> str:
-    """What `template.format(*values, **named)` gives; fields are looked up by a formatter of `string`."""
+    """Traced `template.format(*values, **named)`; a formatter of `string` looks up fields."""
     import string
 
     formatter = formatter or string.Formatter()
@@ -320,7 +320,7 @@ def braces(trace: Trace, template: str, values: Any, named: Any, formatter: Any 
 
 
 def _leaves(value: Any) -> Iterator[Traced]:
-    """The traced strings in a value."""
+    """Traced strings within a value."""
     if isinstance(value, Traced):
         yield value
     elif isinstance(value, dict):

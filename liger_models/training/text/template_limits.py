@@ -1,8 +1,8 @@
-"""Limits on chat templates, which are programs from elsewhere: none runs for ever or fills the memory.
+"""Limits on the time and memory of chat templates, which are untrusted programs.
 
-Nothing here needs signals or another process, so the limits hold in every thread and on every platform. Time
-is the processor's, and is looked at in every iteration of a loop, call and filter. Sizes are computed before
-anything of that size is made.
+Without signals or another process, so the limits hold in every thread and on every platform. Processor time
+is checked in every loop iteration, call and filter. Sizes are computed before anything of that size is
+created.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-SECONDS = 60.0  # of the processor, for one rendering
-LONGEST = 1 << 25  # characters of a text, or entries of a list, with what they hold
-LARGEST = 1 << 20  # number that a function is given: a width or a count
+SECONDS = 60.0  # processor time per rendering
+LONGEST = 1 << 25  # characters of a text, or entries of a list including nested ones
+LARGEST = 1 << 20  # number passed to a function: a width or a count
 DEEPEST = 64  # spaces of indented JSON
-BITS = 1 << 16  # of a number
+BITS = 1 << 16  # size of a number
 
-# Filters that read no more of a list than its entries.
+# Filters that read only a list's top-level entries.
 _STRUCTURAL = {
     *("length", "count", "list", "first", "last", "map", "select", "reject", "selectattr", "rejectattr"),
     *("batch", "slice", "reverse", "groupby", "items", "default", "d", "attr", "random", "join"),
@@ -37,11 +37,11 @@ _WIDTH = re.compile(r"\d{6,}")
 
 
 class LimitError(Exception):
-    """A template computes more than it may."""
+    """A template exceeds a limit."""
 
 
 class Limits:
-    """The limits of an environment's templates, each rendering of which calls `begin` first."""
+    """Limits of an environment's templates; call `begin` before each rendering."""
 
     def __init__(self) -> None:
         self._of_thread = threading.local()
@@ -51,10 +51,10 @@ class Limits:
         self._of_thread.not_before = time.perf_counter() + SECONDS
 
     def tick(self, value: Any = True) -> Any:
-        """The value, while there is time.
+        """Return the value while there is time.
 
         Raises:
-            LimitError: there is none left.
+            LimitError: time is up.
         """
         # A thread's own time goes no faster than this clock, which costs a tenth to read.
         if time.perf_counter() > getattr(self._of_thread, "not_before", float("inf")):
@@ -65,12 +65,12 @@ class Limits:
         return value
 
     def size(self, count: int) -> None:
-        """Raises LimitError for more than a text or a list may hold."""
+        """Raise LimitError if a text or a list would be too large."""
         if count > LONGEST:
             raise LimitError(f"it makes a text or a list of more than {LONGEST:,} characters")
 
     def measured(self, texts: Iterable[str]) -> Iterator[str]:
-        """The texts, which will be joined."""
+        """Check texts that will be joined, one by one."""
         total = 0
         for text in texts:
             total += len(text)
@@ -78,12 +78,12 @@ class Limits:
             yield text
 
     def made(self, value: Any) -> Any:
-        """A list or a dict of which all that it holds will be read, by `str` or a comparison."""
+        """Check a new list or dict that will be read completely, by `str` or a comparison."""
         self.size(_expanded(value, {}))
         return value
 
     def operation(self, operator: str, left: Any, right: Any) -> None:
-        """Raises LimitError for what this operation must not make."""
+        """Raise LimitError if an operation's result would be too large."""
         if operator == "+":
             if isinstance(left, _SEQUENCES) and isinstance(right, _SEQUENCES):
                 self.size(len(left) + len(right))
@@ -99,7 +99,7 @@ class Limits:
             self.call("%", [left, right], {})
 
     def call(self, name: str, values: Any, named: dict[str, Any]) -> None:
-        """Raises LimitError for what this function must not make of the first value, given the others."""
+        """Raise LimitError if a function's result would be too large, given its arguments."""
         self.tick()
         if name in _NEVER_LONGER and isinstance(values[0], str):
             return
@@ -107,7 +107,7 @@ class Limits:
         given += [one for value in given if isinstance(value, tuple) for one in value]
         numbers = [abs(value) for value in given if isinstance(value, int)]
         number, most = max(numbers, default=0), DEEPEST if name == "tojson" else LARGEST
-        if number > most and name != "safe_range":  # which has a limit of its own
+        if number > most and name != "safe_range":  # it has a limit of its own
             raise LimitError(f"it calls {name!r} with the number {number}")
         text = values[0] if values else None
         if isinstance(text, str):
@@ -120,7 +120,7 @@ class Limits:
             self.size(sum(_expanded(one, {}) + between for one in text))
 
     def _length(self, name: str, text: str, given: list[Any], number: int) -> int:
-        """The most characters that a function can make of a text."""
+        """Upper bound of the characters of a function's result."""
         texts = [value for value in given if isinstance(value, str)]
         longest = max(map(len, texts), default=0)
         if name in ("format", "format_map", "%"):
@@ -144,7 +144,7 @@ class Limits:
         return 0
 
     def result(self, value: Any) -> Any:
-        """What a function gave; of an iterator, each item counts as it comes."""
+        """Check a function's result; items of an iterator are counted as they are produced."""
         if isinstance(value, str):
             self.size(len(value))
         elif isinstance(value, list):
@@ -152,8 +152,8 @@ class Limits:
         return map(self.tick, value) if isinstance(value, types.GeneratorType) else value
 
     def filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter within the limits."""
-        first = int(hasattr(function, "jinja_pass_arg"))  # the environment or the like comes before its value
+        """Wrap a filter to enforce the limits."""
+        first = int(hasattr(function, "jinja_pass_arg"))  # the environment or context precedes the value
 
         @functools.wraps(function)
         def limited(*values: Any, **named: Any) -> Any:
@@ -172,13 +172,13 @@ def _shallow(value: Any) -> int:
 
 
 def _expanded(value: Any, known: dict[int, int]) -> int:
-    """Characters and entries that a value has when it is written out: what it holds twice counts twice."""
+    """Characters and entries of a value written out in full: shared parts count each time."""
     if isinstance(value, str):
         return len(value)
     if not isinstance(value, list | tuple | dict):
         return 1
     if id(value) not in known:
-        known[id(value)] = 0  # if it holds itself, str ends there
+        known[id(value)] = 0  # str stops at cycles
         items = [*value, *value.values()] if isinstance(value, dict) else value
         known[id(value)] = 1 + sum(_expanded(item, known) for item in items)
     return known[id(value)]
@@ -186,7 +186,7 @@ def _expanded(value: Any, known: dict[int, int]) -> int:
 
 @functools.cache
 def limited_environment() -> Any:
-    """A class of sandboxed environments whose templates keep to `limits`."""
+    """Class of sandboxed environments that enforce `limits`."""
     from jinja2 import nodes
     from jinja2.compiler import CodeGenerator
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -196,7 +196,7 @@ def limited_environment() -> Any:
         return nodes.Filter(node, name, [], [], None, None).set_lineno(node.lineno)
 
     class Checks(NodeTransformer):
-        """Ticks in every iteration and macro, and looks at lists and dicts as they are made."""
+        """Adds checks to every iteration and macro, and to new lists and dicts."""
 
         def visit_body(self, node: Any) -> Any:
             self.generic_visit(node)
@@ -230,16 +230,16 @@ def limited_environment() -> Any:
         def __init__(self, **options: Any) -> None:
             super().__init__(
                 optimized=False, **options
-            )  # which would compute constants as a template is read
+            )  # it would compute constants while compiling a template
             self.limits = Limits()
             self.globals.pop("lipsum", None)
 
         def written(self, value: Any) -> str:
-            """As str, which writes out all that a list or a dict holds."""
+            """str, with a check of everything that a list or a dict contains."""
             return str(self.limits.made(value) if isinstance(value, _CONTAINERS) else value)
 
         def limit_filters(self) -> None:
-            """To be called when all filters are there."""
+            """Wrap all filters; call this after they are registered."""
             for name, function in list(self.filters.items()):
                 self.filters[name] = self.limits.filter(name, function)
             self.filters |= {"tick": self.limits.tick, "made": self.limits.made}

@@ -1,9 +1,9 @@
-"""Jinja environments that chat templates run in: transformers' own, and one that keeps the origins of text.
+"""Jinja environments for chat templates: transformers' own, and one that traces the origins of text.
 
-Both are sandboxes, since templates are data from elsewhere. The second differs from the first where text
-would lose the origin that `Traced` carries (origins.py): where output is joined, where plain strings meet
-traced ones, and in filters, which may call any function of Python. It also knows the message whose iteration
-of a loop runs. Nothing of jinja2 itself is changed.
+Both are sandboxes, since templates are untrusted. The second differs wherever text would lose the origin that
+`Traced` carries (origins.py): where output is joined, where plain strings meet traced ones, and in filters,
+which may call any Python function. It also tracks the message of the current loop iteration. jinja2 itself is
+not modified.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _SAFE_OF_STR = frozenset(name for name in dir(str) if not name.startswith(("_", 
 
 
 def environment() -> Any:
-    """An environment as transformers makes it for chat templates."""
+    """An environment configured as in transformers' chat templates."""
     return _completed(_classes()[0])
 
 
 def tracing_environment() -> Any:
-    """The same, with strings that keep their origins. Its `trace` is set for each rendering."""
+    """The same, with traced strings. Set `trace` before each rendering."""
     return _completed(_classes()[1])
 
 
@@ -41,8 +41,8 @@ def _completed(kind: Any) -> Any:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    # Some write today's date into the system prompt; a run resumed tomorrow must see the same tokens, so
-    # "today" is the day that Llama's own templates fall back to.
+    # Some templates write today's date into the system prompt; a resumed run must see the same tokens, so
+    # "today" is the fallback date of Llama's templates.
     made.globals["strftime_now"] = datetime.datetime(2024, 7, 26).strftime
     made.globals["raise_exception"] = raise_exception
     made.filters["tojson"] = _to_json
@@ -82,7 +82,7 @@ def _classes() -> tuple[Any, Any]:
     of_loop = frozenset(name for name in dir(LoopContext) if not name.startswith("_"))
 
     class GenerationTags(Extension):
-        """`{% generation %}...{% endgeneration %}`, which transformers has added to the language."""
+        """`{% generation %}...{% endgeneration %}`, transformers' extension of the language."""
 
         tags = {"generation"}  # noqa: RUF012 (as its base class has it)
 
@@ -99,7 +99,7 @@ def _classes() -> tuple[Any, Any]:
             return self.environment.trace.mark(caller())  # type: ignore[attr-defined]
 
     class Direct(Limited):  # type: ignore[misc, valid-type]
-        """What the sandbox finds in messages and text, found without raising and catching errors first."""
+        """Attribute lookup on messages and text without raising and catching errors first."""
 
         def getattr(self, obj: Any, attribute: str) -> Any:
             kind = type(obj)
@@ -121,12 +121,12 @@ def _classes() -> tuple[Any, Any]:
             self.finalize = self.written
 
     class Generator(CodeGenerator):
-        """Code that tells the trace of loops and of text as it is written."""
+        """Generates code that notifies the trace of loops and output."""
 
         def visit_For(self, node: Any, frame: Any) -> None:
             names = [name.name for name in node.target.find_all(nodes.Name)] or [node.target.name]
             load = [nodes.Name(name, "load") for name in names]
-            hooks = [_told("enter", load)]
+            hooks = [_trace_call("enter", load)]
             chosen = {
                 (item.node.name, item.arg.name)
                 for item in _items_within(node.body)
@@ -135,7 +135,7 @@ def _classes() -> tuple[Any, Any]:
             for items, number in sorted(chosen):  # {% for i in range(n) %}...{{ messages[i] }}
                 if number in names and items not in names:
                     pair = [nodes.Name(items, "load"), nodes.Name(number, "load")]
-                    hooks.append(_told("enter_item", pair))
+                    hooks.append(_trace_call("enter_item", pair))
             for hook in hooks:
                 hook.set_lineno(node.lineno)
             node.body = [*hooks, *node.body]
@@ -163,14 +163,14 @@ def _classes() -> tuple[Any, Any]:
             frame.buffer = self.temporary_identifier()
             self.writeline(f"{frame.buffer} = environment.buffer()")
 
-    def _told(name: str, arguments: list[Any]) -> Any:
+    def _trace_call(name: str, arguments: list[Any]) -> Any:
         return nodes.ExprStmt(nodes.Call(nodes.EnvironmentAttribute(name), arguments, [], None, None))
 
     def _items_within(body: list[Any]) -> Iterable[Any]:
         return (item for child in body for item in child.find_all(nodes.Getitem))
 
     class Buffer(list):  # type: ignore[type-arg]
-        """Output of a macro or a block, whose origins are those of the moment when it is written."""
+        """Output of a macro or a block; origins are recorded when it is written."""
 
         def __init__(self, trace: Trace) -> None:
             self.trace = trace
@@ -195,11 +195,11 @@ def _classes() -> tuple[Any, Any]:
                 "join": self._join,
                 "replace": self._replace,
                 "format": self._format,
-                "safe": self._written,  # what it escapes for is not switched on
+                "safe": self._written,  # autoescaping is off
             }
 
         def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-            known = type(obj) is Traced and attr in Traced.__slots__  # of which a template knows nothing
+            known = type(obj) is Traced and attr in Traced.__slots__  # invisible to templates
             return not known and super().is_safe_attribute(obj, attr, value)
 
         def concat(self, items: Iterable[str]) -> str:  # type: ignore[override]
@@ -251,7 +251,7 @@ def _classes() -> tuple[Any, Any]:
             return written
 
         def _keeping(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-            """A filter whose text has the origin of what it was made of."""
+            """Wrap a filter so that its text keeps the origin of its input."""
 
             @functools.wraps(function)
             def kept(*values: Any, **named: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Text to token ids, and conversations to text, from a Hugging Face tokenizer's files.
+"""Tokenization of text, and rendering of conversations, from a Hugging Face tokenizer's files.
 
-Read: tokenizer.json (the `tokenizers` format); bos and eos from tokenizer_config.json (where it has no
+Reads tokenizer.json (the `tokenizers` format); bos and eos from tokenizer_config.json (if it lacks
 added_tokens_decoder, first from special_tokens_map.json), else from config.json or generation_config.json;
-the chat template (chat_template.py) from chat_template.jinja, else from chat_template.json, where older
-processors have it, else from tokenizer_config.json; others by name beside it.
+the chat template (chat_template.py) from chat_template.jinja, else from chat_template.json, as in older
+processors, else from tokenizer_config.json; and additional named templates.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from liger_models.images.processor import FILES as PROCESSOR_FILES
 from liger_models.images.spans import tokens_within
 from liger_models.training.text.chat_template import NOTHING, ChatTemplate, Rendering
 
-# What a tokenizer is made of: these files travel with every checkpoint that a run writes.
+# Files of a tokenizer, copied to every checkpoint that a run writes.
 FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -34,22 +34,22 @@ FILES = (
     "merges.txt",
     "tokenizer.model",
     "chat_template.jinja",
-    # And, of a model that sees, its processor.
+    # The processor of vision-language models.
     *PROCESSOR_FILES,
 )
 
 NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
-BLOCKS = 8  # of a long text, encoded side by side
-SEAM = 16  # tokens on each side of the place where two of them are joined
+BLOCKS = 8  # of a long text, encoded in parallel
+SEAM = 16  # tokens compared on each side of a joint
 
 
 class TextTokenizer:
     """The tokenizer in `folder`.
 
-    Attributes: `vocab_size` (one more than the largest id), `bos_id` and `eos_id` (None where no file names
-    one), `special_ids`, of all special tokens, and `added_ids`, of those added to the vocabulary. Raises
-    DataError for a missing or unreadable tokenizer.json.
+    Attributes: `vocab_size` (largest id + 1), `bos_id` and `eos_id` (None if no file specifies them),
+    `special_ids`, of all special tokens, and `added_ids`, of tokens added to the vocabulary. Raises DataError
+    for a missing or unreadable tokenizer.json.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -59,20 +59,20 @@ class TextTokenizer:
         path = self.folder / "tokenizer.json"
         if not path.is_file():
             raise DataError(
-                f"{self.folder} holds no tokenizer.json; name a folder that does (a tokenizer with only "
-                "tokenizer.model is converted by transformers: "
+                f"{self.folder} holds no tokenizer.json; pass a folder with one (a tokenizer with only "
+                "tokenizer.model can be converted by transformers: "
                 "AutoTokenizer.from_pretrained(...).save_pretrained(...))"
             )
         try:
             self.backend = Tokenizer.from_file(str(path))
         except Exception as error:  # the Rust library raises plain Exception
             raise DataError(f"{path} cannot be read as a tokenizer: {error}") from error
-        self.backend.no_truncation()  # both would lose or invent tokens without a word
+        self.backend.no_truncation()  # truncation and padding would silently drop or add tokens
         self.backend.no_padding()
         self.vocab_size = 1 + max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self._config = self._json("tokenizer_config.json")
         if "added_tokens_decoder" not in self._config:
-            # An older folder, in which transformers lets this file go before the config.
+            # An older folder, where transformers prefers this file to the config.
             self._config |= self._json("special_tokens_map.json")
         self.bos_id = self._special("bos_token")
         self.eos_id = self._special("eos_token")
@@ -84,19 +84,19 @@ class TextTokenizer:
         self.special_ids = frozenset(named.union(index for index, token in added.items() if token.special))
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, with the special tokens that the tokenizer itself adds (usually bos)."""
+        """Ids of `text`, including special tokens that the tokenizer adds itself (usually bos)."""
         return self.backend.encode(text).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts)]
 
     def encode_blocks(self, blocks: Iterable[str], overlap: int) -> Iterator[list[int]]:
-        """Ids of a text too long to be encoded at once, some after others.
+        """Ids of a text too long to be encoded at once, in parts.
 
-        Each block but the first begins with the last `overlap` characters of the one before. Two encodings
-        are joined within the overlap, where `SEAM` tokens on both sides are the same in both. That gives the
-        ids of the whole text wherever a token depends on its neighbourhood alone. Raises DataError where
-        there is no such place.
+        Each block but the first begins with the last `overlap` characters of the previous one. Two encodings
+        are joined within the overlap, at a place where `SEAM` tokens on both sides agree. This gives the ids
+        of the whole text if tokens depend only on their neighbourhood. Raises DataError if there is no such
+        place.
         """
         before: tuple[list[int], list[int]] | None = None
         length = first = 0
@@ -115,7 +115,8 @@ class TextTokenizer:
     def _seam(
         self, one: tuple[list[int], list[int]], other: tuple[list[int], list[int]], shift: int, overlap: int
     ) -> tuple[int, int]:
-        """(i, j): one[:i] goes on with other[j:]. `shift` is where `other` begins in the text of `one`."""
+        """(i, j) such that one[:i] continues with other[j:]. `shift` is the offset of `other` in the text of
+        `one`."""
         places = {end - shift: i for i, end in enumerate(one[1]) if end > shift}
         ends = other[1]
         inside = range(SEAM, bisect.bisect_right(ends, overlap, hi=len(ends) - 1) - SEAM)
@@ -124,8 +125,8 @@ class TextTokenizer:
             if i >= SEAM and one[0][i - SEAM : i + SEAM] == other[0][j - SEAM : j + SEAM]:
                 return i, j
         raise DataError(
-            f"the tokenizer in {self.folder} cannot tokenize a long text in parts: what it makes of one "
-            "depends on all of it; split the text into documents"
+            f"the tokenizer in {self.folder} cannot tokenize a long text in parts, since tokens depend on "
+            "the whole text; split the text into documents"
         )
 
     def encode_spans(
@@ -135,7 +136,7 @@ class TextTokenizer:
         *,
         add_special_tokens: bool,
     ) -> list[tuple[list[int], list[bool]]]:
-        """Of each text the ids, and which of them stand in one of its half-open character `spans`."""
+        """Ids of each text, and which of them are in one of its half-open character `spans`."""
         encodings = self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
         return [
             (encoding.ids, tokens_within(encoding.offsets, mine))
@@ -143,7 +144,7 @@ class TextTokenizer:
         ]
 
     def digest(self) -> str:
-        """Of all that decides which ids a record gets: the same digest, the same ids."""
+        """Digest of everything that determines a record's ids."""
         template, older = self.folder / "chat_template.jinja", self._json("chat_template.json")
         said = older.get("chat_template") or self._config.get("chat_template")
         parts: list[Any] = [
@@ -161,20 +162,17 @@ class TextTokenizer:
     def render(
         self, messages: list[dict[str, Any]], given: int = 0, options: Mapping[str, Any] = NOTHING
     ) -> Rendering:
-        """A conversation as the chat template writes it, with the answers after the first `given` messages.
-        `options` are further names that the template reads, as `tools`. Raises DataError as `ChatTemplate`
-        does.
+        """Render a conversation, with the answers after the first `given` messages. `options` are further
+        template variables, such as `tools`. Raises DataError as `ChatTemplate` does.
         """
         return self._template(options).render(messages, given, options)
 
     def render_question(self, messages: list[dict[str, Any]]) -> str:
-        """A conversation up to where the assistant is to answer, as the chat template writes it. Raises
-        DataError as `render` does.
-        """
+        """Render a conversation up to the assistant's next answer. Raises DataError as `render` does."""
         return self._template(NOTHING).question(messages, NOTHING)
 
     def _template(self, options: Mapping[str, Any]) -> ChatTemplate:
-        """The default one, or that for tools, where they are given and there is one."""
+        """The default template, or the one for tools if there are tools and such a template."""
         with_tools = bool(options.get("tools")) and "tool_use" in self._sources
         name = "tool_use" if with_tools else "default"
         if name not in self._templates:
@@ -190,7 +188,7 @@ class TextTokenizer:
 
     @functools.cached_property
     def _sources(self) -> dict[str, str]:
-        """The chat templates by name; most tokenizers have "default" alone."""
+        """Chat templates by name; most tokenizers have only "default"."""
         file = self.folder / "chat_template.jinja"
         try:
             source: Any
@@ -219,7 +217,7 @@ class TextTokenizer:
         return sorted((self.folder / CHAT_TEMPLATES).glob("*.jinja"))
 
     def _special_tokens(self) -> dict[str, str]:
-        """Their names, by which templates read them."""
+        """Special tokens by name, for templates."""
         extra = self._config.get("extra_special_tokens")
         named = {key: self._name(key) for key in NAMED_TOKENS}
         named |= (

@@ -52,16 +52,16 @@ def test_a_first_process_that_is_done_is_not_called_dead(done):
             return [self[name] for name in names]
 
     mine = watch.Watch(SimpleNamespace(size=2, rank=1, main=False), patience=60.0)
-    mine._store = Store({"0": json.dumps(asdict(watch._Told(done=done)))})
+    mine._store = Store({"0": json.dumps(asdict(watch._Status(done=done)))})
     now = time.monotonic()
     mine._seen, mine._moved = {0: (-1, now), 1: (-1, now)}, (-1, now)
     mine.mark("the end of the run")
-    assert mine._judge() is None
+    assert mine._find_problem() is None
     mine._store.gone = True
     if not done:
-        assert mine._judge().startswith("process 0 is dead or stopped: its store does not answer")
+        assert mine._find_problem().startswith("process 0 is dead or stopped: its store does not answer")
         return
-    assert mine._judge() is None
+    assert mine._find_problem() is None
     marks, since = mine._moved
     mine._moved = marks, since - 61.0  # as a minute later
-    assert mine._judge().startswith("process 1 hangs for 60 s at: the end of the run")
+    assert mine._find_problem().startswith("process 1 has been stuck for 60 s at: the end of the run")

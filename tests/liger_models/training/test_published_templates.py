@@ -105,7 +105,7 @@ def renderings(request):
         for conversation, (messages, options) in CONVERSATIONS.items():
             chosen, text = readable(name, messages, options)
             if chosen is None:
-                with pytest.raises(DataError, match="refuses the conversation"):
+                with pytest.raises(DataError, match="rejects the conversation"):
                     template_of(name).render(messages, 0, options)
             else:
                 ours = template_of(name).render(messages, 0, options)

@@ -176,7 +176,7 @@ def test_only_the_newest_checkpoints_stay(run, settings, tmp_path):
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(run, settings):
     run(settings(save_every=0))
-    with pytest.raises(ConfigError, match="already holds a run; go on with --resume"):
+    with pytest.raises(ConfigError, match="already holds a run; continue it with --resume"):
         run(settings())
 
 

@@ -99,7 +99,7 @@ def test_one_flipped_bit_is_noticed_and_the_checkpoint_before_is_taken(
     path.write_bytes(content)
     result = run(settings(keep=0, resume="auto"))
     said = capsys.readouterr().err
-    assert f"{output}/checkpoint-6 is damaged and is passed over: {path}" in said
+    assert f"{output}/checkpoint-6 is damaged, skipping it: {path}" in said
     assert f"resumed from {output}/checkpoint-4" in said
     assert same_bits(result.final, finished / "final")
 
@@ -312,7 +312,7 @@ def test_what_stands_in_the_way_of_the_trained_model_is_noticed_first(run, setti
 def test_metrics_of_something_else_are_not_written_over(run, settings, tmp_path, name):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).write_text("the only copy\n1,2\n")
-    with pytest.raises(ConfigError, match=f"already holds a run|holds {name} of something else"):
+    with pytest.raises(ConfigError, match=f"already holds a run|contains {name} from elsewhere"):
         run(settings())
     assert (tmp_path / "run" / name).read_text() == "the only copy\n1,2\n"
 

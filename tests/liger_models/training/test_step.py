@@ -169,11 +169,9 @@ def test_trackers_are_told_what_the_metrics_are_told(run, settings, monkeypatch)
 def test_a_tracker_that_is_not_there_is_an_error_before_anything_is_loaded(run, settings, monkeypatch, name):
     for module in ("tensorboard", "torch.utils.tensorboard", "wandb"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(
-        ConfigError, match=f"log asks for {name}, which is not installed .*pip install {name}"
-    ):
+    with pytest.raises(ConfigError, match=f"log needs {name}, which is not installed .*pip install {name}"):
         run(settings(log=name, model="/nowhere"))
-    with pytest.raises(ConfigError, match="'mlflow'; expected some of tensorboard, wandb"):
+    with pytest.raises(ConfigError, match="'mlflow'; expected any of tensorboard, wandb"):
         run(settings(log="mlflow", model="/nowhere"))
 
 

@@ -56,7 +56,7 @@ LARGE = {
 
 
 def refuses(template):
-    refusal = r"the chat template of there refuses the conversation \(LimitError: it "
+    refusal = r"the chat template of there rejects the conversation \(LimitError: it "
     with pytest.raises(DataError, match=refusal):
         ChatTemplate(template, {}, "there").render(TALK, 0, {})
 
