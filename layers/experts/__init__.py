@@ -1,1 +1,1 @@
-"""Mixtures of experts: routers, experts on one device or many, and what keeps their load even."""
+"""Mixture of experts: routers, experts on one or many devices, and load balancing."""

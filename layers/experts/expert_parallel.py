@@ -1,22 +1,21 @@
-"""Experts that are divided over ranks, to which tokens are sent (GShard: Lepikhin et al., 2020,
-arXiv:2006.16668; without a capacity, so that no token is dropped).
+"""Expert parallelism: experts are distributed over ranks, and tokens are sent to them (GShard: Lepikhin et
+al., 2020, arXiv:2006.16668; without a capacity, so that no token is dropped).
 
-Rank r of n holds the experts r E / n up to (r + 1) E / n. Of a layer of experts
+Rank r of n holds the experts r E / n up to (r + 1) E / n. For each MoE layer:
 
     x, weights, experts of each token  --all-to-all-->  the ranks that hold some of its experts
     y = sum over its experts there of weight * expert(x)
-    y of each rank  --all-to-all-->  the token's rank, where they are added up in float32
+    y of each rank  --all-to-all-->  the token's rank, where they are summed in float32
 
-A token is sent once to each rank that holds any of its experts, and not once to each expert: with 8 experts a
-token and two ranks that is a quarter of the rows. How many rows go where is told in a message of its own,
-which the host waits for, once a layer: rows for the worst case, which would spare that, take n times the
-memory and the time of the messages.
+A token is sent once to each rank with any of its experts, not once per expert: with 8 experts per token and
+two ranks that is a quarter of the rows. The row counts are exchanged first, and the host waits for them once
+per layer; avoiding that with worst-case sizes would take n times the memory and communication time.
 
     divide_experts(model, mesh["experts"])
 
-Ranks have tokens of their own: those of an experts' dimension are ranks of data, or of a sequence. A
-parameter's gradient is the sum of what the tokens of all ranks give, over n, as the mean over ranks is of a
-parameter that all hold: where experts are divided further (FSDP2), or repeated, the mean is over those ranks.
+Ranks of the experts dimension have different tokens: they are data or sequence ranks. A parameter's gradient
+is the sum over the tokens of all ranks, divided by n, just as the mean over ranks for a replicated parameter;
+if experts are also sharded (FSDP2) or replicated, the mean is over those ranks, too.
 """
 
 from __future__ import annotations
@@ -38,22 +37,23 @@ if TYPE_CHECKING:
 def divide_experts(
     model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype | None = None
 ) -> list[nn.Module]:
-    """Let each rank of a mesh of one dimension hold a part of every layer's experts, in place: as DTensors,
-    which `fully_shard` over other dimensions of the same mesh divides further.
+    """Distribute every layer's experts over the ranks of a one-dimensional mesh, in place, as DTensors, which
+    `fully_shard` can shard further over other dimensions of the same mesh.
 
     Args:
-        model: on the meta device, or whole and the same in every rank.
-        compute_dtype: what the experts' parameters are cast to when they are at work. Default: their own.
+        model: on the meta device, or complete and identical in every rank.
+        compute_dtype: cast the experts' parameters to this dtype for computation. Default: their own.
 
     Returns:
-        The experts of each layer that has some.
+        The experts of each MoE layer.
 
     Raises:
-        ValueError: no layer has experts; they cannot be dealt out evenly; or they are no plain parameters.
+        ValueError: no MoE layer, a number of experts that the ranks do not divide, or experts that are not
+            plain parameters.
     """
     from torch.distributed.tensor import DTensor, Shard
 
-    # Experts say by this attribute that they can be divided: their class stands on this file.
+    # This attribute marks experts that can be distributed: their class depends on this file.
     layers = [(name, layer) for name, layer in model.named_modules() if hasattr(layer, "exchange")]
     if not layers:
         raise ValueError("no layer of this model has experts: leave experts at 1")
@@ -65,7 +65,7 @@ def divide_experts(
         parameters = dict(layer.named_parameters(recurse=False))
         if is_parametrized(layer) or any(type(p) is not nn.Parameter for p in parameters.values()):
             raise ValueError(
-                f"{name} is wrapped by an adapter, quantised or divided already; divide its experts first"
+                f"{name} is wrapped by an adapter, quantised or already sharded; distribute its experts first"
             )
         for kind, p in parameters.items():
             own = p.detach().chunk(ranks)[rank].clone()
@@ -76,11 +76,11 @@ def divide_experts(
 
 
 class ExpertExchange:
-    """How the ranks of a group send tokens to their experts.
+    """Exchange of tokens between the ranks of a group.
 
     Args:
-        own: the number of experts that each rank holds.
-        compute_dtype: of their parameters at work; None: their own.
+        own: number of experts per rank.
+        compute_dtype: of their parameters in computation; None: their own.
     """
 
     def __init__(self, group: Any, own: int, compute_dtype: torch.dtype | None = None):
@@ -88,7 +88,7 @@ class ExpertExchange:
         self.ranks, self.rank = group.size(), group.rank()
 
     def plan(self, experts: Tensor) -> Routes:
-        """Where the tokens of all ranks go, by the experts [T, k] of those here. It waits for the device."""
+        """Routes of all ranks' tokens, given the experts [T, k] of this rank's. Synchronises the device."""
         owner = (experts // self.own).long()
         needed = owner.new_zeros(len(owner), self.ranks, dtype=torch.bool).scatter_(1, owner, True)
         slots = owner.new_zeros(self.ranks).scatter_add_(0, owner.flatten(), torch.ones_like(owner.flatten()))
@@ -101,8 +101,8 @@ class ExpertExchange:
         return Routes(self, position, sent, received, sum(slots_here))
 
     def parameter(self, p: Any) -> Any:
-        """What this rank holds of the experts' parameter, if they have it, for a gradient that is divided by
-        the ranks.
+        """This rank's part of an experts' parameter (other parameters are unchanged), for a gradient divided
+        by the number of ranks.
         """
         if p is None:
             return None
@@ -112,19 +112,19 @@ class ExpertExchange:
         )
 
     def kept_bytes(self, hidden_size: int, top_k: int, itemsize: int) -> int:
-        """Of a token: the rows that the experts read, with weights and experts, on as many ranks as can hold
-        some of its own; what of them is alike is one.
+        """Saved bytes per token: the rows that the experts read, with weights and experts, on as many ranks
+        as can hold some of its experts; identical parts count once.
         """
         return min(self.ranks, top_k) * (itemsize * hidden_size + 12 * top_k) + 4 * self.ranks
 
 
 class Routes:
-    """The ways of one layer's tokens to their experts and back.
+    """Routes of one layer's tokens to their experts and back.
 
     Attributes:
-        position: [T, n] int32, the row of a token among those that are sent, by rank, or -1.
-        sent, received: the rows that go to, and come from, each rank.
-        num_slots: how many experts the rows that come here have here.
+        position: [T, n] int32, index of a token's row among the sent rows, by rank, or -1.
+        sent, received: numbers of rows sent to, and received from, each rank.
+        num_slots: number of local experts over all received rows.
     """
 
     def __init__(
@@ -134,12 +134,12 @@ class Routes:
         self.sent, self.received = sent, received
 
     def there(self, x: Tensor, weights: Tensor, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, H], weights and experts [T, k] of this rank's tokens -> those of the tokens that have experts
-        here, which count from 0; of others -1.
+        """Send x [T, H], weights and experts [T, k] of this rank's tokens; returns those of the tokens with
+        experts here, with local expert indices from 0, and -1 for experts elsewhere.
         """
         exchange = self.exchange
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-            x = x.to(torch.get_autocast_dtype(x.device.type))  # as the experts would
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # as the experts would cast it
         choice = torch.cat([weights, experts.to(weights.dtype)], dim=1)  # one message; numbers below 2^24
         x, choice = (self._sent(rows) for rows in (x, choice))
         weights, numbers = choice.chunk(2, dim=1)
@@ -147,7 +147,7 @@ class Routes:
         return x, weights.contiguous(), torch.where((own >= 0) & (own < exchange.own), own, -1)
 
     def back(self, y: Tensor) -> Tensor:
-        """What came of the rows here -> y [T, H] of this rank's tokens."""
+        """Return the experts' output rows to their ranks and sum them -> y [T, H] of this rank's tokens."""
         rows = all_to_all(y, self.received, self.sent, self.exchange.group)
         return sum_copies(rows, self.position)
 

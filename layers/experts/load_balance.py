@@ -1,11 +1,11 @@
-"""The load of experts balanced by a bias and not by a loss (Wang et al., 2024, arXiv:2408.15664; DeepSeek-V3,
+"""Load balancing by a bias instead of a loss (Wang et al., 2024, arXiv:2408.15664; DeepSeek-V3,
 arXiv:2412.19437, section 2.1.2).
 
-    bias_e += rate * sign(mean load - load_e)          load_e: the tokens that went to expert e in this step
+    bias_e += rate * sign(mean load - load_e)          load_e: tokens routed to expert e in this step
 
-The bias takes part in the choice of experts alone, so that no gradient reaches it: a training loop calls
-`update_correction_bias` after each step of the optimizer. The routers count what they route while they train,
-on their device; nothing waits for it.
+The bias only affects the choice of experts, so it has no gradient: a training loop calls
+`update_correction_bias` after each optimizer step. Routers count their load on the device during training,
+without synchronising.
 
     loss.backward()
     optimizer.step()
@@ -24,19 +24,21 @@ from liger_models.layers.experts.moe import Router
 def update_correction_bias(
     model: nn.Module, rate: float = 0.001, group: distributed.ProcessGroup | None = None
 ) -> None:
-    """Move each router's correction bias by `rate` against its load since the last call, and count anew.
+    """Move each router's correction bias by `rate` against its load since the last call, and reset the
+    counts.
 
-    A call for each step, however many forward passes it has. A forward pass counts in training mode alone,
-    and once, though the backward pass may run it again; padding does not count, for no router sees it.
+    Call this once per step, regardless of the number of forward passes. Only forward passes in training mode
+    are counted, and once even if recomputed in the backward pass; padding is not counted, since it does not
+    reach the routers.
 
     Args:
-        model: routers without a correction bias in it stay as they are.
-        rate: the step; DeepSeek-V3 took 0.001, and 0 for the last of its training. Not negative.
-        group: the ranks that split each batch, whose loads are added, with one collective: all must call.
-            Default: all ranks, where torch.distributed is initialised.
+        model: routers without a correction bias are skipped.
+        rate: step size >= 0; DeepSeek-V3 used 0.001, and 0 at the end of training.
+        group: the ranks that split each batch, whose loads are summed with one collective: all must call.
+            Default: all ranks, if torch.distributed is initialised.
 
     Raises:
-        ValueError: a rate that is negative or no number.
+        ValueError: a rate that is negative or not finite.
     """
     if not 0 <= rate < float("inf"):
         raise ValueError(f"rate is {rate}; expected a number of 0 or more")
@@ -55,14 +57,14 @@ def update_correction_bias(
 
 
 def forget_load(model: nn.Module) -> None:
-    """Count anew, without moving a bias: the step that was counted does not happen."""
+    """Reset the counts without moving a bias: the counted step is discarded."""
     for module in model.modules():
         if isinstance(module, Router) and module.load is not None:
             module.load.zero_()
 
 
 def _joint_loads(routers: list[Router], group: distributed.ProcessGroup | None) -> list[Tensor]:
-    """Of each router [E], on its device: the tokens of all ranks. A rank may have had none."""
+    """Tokens per expert of each router [E], on its device, summed over ranks. A rank may have had none."""
     biases = [router.correction_bias for router in routers]
     own = [
         torch.zeros_like(bias, dtype=torch.int64) if router.load is None else router.load

@@ -1,9 +1,9 @@
-"""A mixture of experts: gated MLPs, of which each token sees a few (Shazeer et al., 2017, arXiv:1701.06538).
+"""Mixture of experts: gated MLPs, a few per token (Shazeer et al., 2017, arXiv:1701.06538).
 
     y = sum over the chosen experts e of weight_e * down_e(act(gate_e(x)) * up_e(x)),   or with weight_e * x
     y = y + shared(x),   or   y + sigmoid(gate(x)) * shared(x)
 
-Which experts a token goes to, and with what weights: kernels/experts/moe_routing.py, or where a draw decides,
+The choice of experts and their weights is in kernels/experts/moe_routing.py or, for random routing, in
 layers/experts/sparse_mixer.py. Native weights are stacked: gate_up_proj [E, 2 I, H], the gate's rows first,
 and down_proj [E, H, I].
 """
@@ -32,14 +32,14 @@ from liger_models.layers.specs import MoESpec
 
 
 class MixtureOfExperts(nn.Module):
-    """A router, its experts, and perhaps an expert that all tokens share.
+    """A router, its experts, and optionally a shared expert.
 
     Args:
         hidden_size: the width H of input and output.
         spec: the experts, the routing, the shared expert.
 
     Raises:
-        ValueError: a gate for a shared expert that is not there.
+        ValueError: a gate without a shared expert.
     """
 
     def __init__(self, hidden_size: int, spec: MoESpec):
@@ -57,8 +57,8 @@ class MixtureOfExperts(nn.Module):
     def forward(
         self, x: Tensor, sequences: Sequences | None = None, routed_by: Tensor | None = None
     ) -> Tensor:
-        """x [T, H] -> [T, H]. `sequences` is where a router notes what it decided, and its logits if it has
-        losses or they are asked for. `routed_by` [T, H] is what the router reads, if not x.
+        """x [T, H] -> [T, H]. The router stores its decisions in `sequences`, and its logits if it has losses
+        or they are requested. `routed_by` [T, H] is the router's input, if not x.
         """
         if self.input_noise is not None:
             x = self.input_noise(x)
@@ -75,8 +75,8 @@ class MixtureOfExperts(nn.Module):
         return y + shared
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
-        """Of a token: what its parts keep, of a shared expert with a gate the two factors, and of noise the
-        numbers and their product with x.
+        """Saved bytes per token: those of its parts, both factors of a gated shared expert, and for input
+        noise the numbers and their product with x.
         """
         parts = unwrapped(self.router), unwrapped(self.experts)
         kept = sum(part.activation_bytes(level, itemsize) for part in parts)
@@ -90,16 +90,15 @@ class MixtureOfExperts(nn.Module):
 
 
 class Router(nn.Module):
-    """The experts that each token goes to, and their weights.
+    """Chooses each token's experts and their weights.
 
-    The correction bias, where there is one, is a buffer in float32, which belongs to the checkpoint and which
-    no gradient, optimizer or mixed precision touches: between steps
-    layers/experts/load_balance.py changes it.
+    The optional correction bias is a float32 buffer, saved in checkpoints and untouched by gradients,
+    optimizers and mixed precision: layers/experts/load_balance.py changes it between steps.
 
     Attributes:
-        load: with a correction bias, how many tokens went to each expert in training mode since that module
-            last looked, [E] int64; None before the first. No buffer, for DDP gives all ranks the first one's
-            buffers, and each has a load of its own.
+        load: with a correction bias, the number of tokens per expert in training mode since load_balance last
+            read it, [E] int64; None before the first. Not a buffer: DDP would overwrite it with the first
+            rank's, and each rank has its own load.
     """
 
     correction_bias: Tensor | None
@@ -117,7 +116,7 @@ class Router(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """The matrix from a normal distribution, the biases zero, the scales one."""
+        """Initialise the matrix from a normal distribution, biases with zeros, scales with ones."""
         nn.init.normal_(self.weight, 0.0, std, generator)
         for bias in (self.bias, self.correction_bias):
             if bias is not None:
@@ -127,8 +126,8 @@ class Router(nn.Module):
                 nn.init.ones_(scale)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        """As `model.to(torch.bfloat16)` asks for, but the correction bias keeps float32: the nearest bfloat16
-        of its steps is none.
+        """Apply as for `model.to(torch.bfloat16)`, but keep the correction bias in float32, since its steps
+        vanish in bfloat16.
         """
         before = self.correction_bias
         super()._apply(fn, recurse)
@@ -138,9 +137,9 @@ class Router(nn.Module):
         return self
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
-        """Of a token: the logits, the chosen experts and, in float32, their weights; if these are scaled also
-        the scales, the weights before, and the choice once more in 8 bytes; of a norm its statistic, and with
-        `all` its output. (Its input is the block's.)
+        """Saved bytes per token: logits, chosen experts and, in float32, their weights; with scales also the
+        scales, the weights before scaling, and the choice again in 8 bytes; with a norm its statistic, and at
+        `all` its output. (The block accounts for the input.)
         """
         spec = self.spec
         kept = spec.num_experts * (4 if spec.float32_router else itemsize) + 8 * spec.experts_per_token
@@ -152,12 +151,12 @@ class Router(nn.Module):
 
     @property
     def decision_bytes(self) -> int:
-        """Of a token: what a layer that runs again takes from its first run."""
+        """Bytes per token of the decision that a recomputed layer reuses."""
         return 4 * self.spec.experts_per_token
 
     def forward(self, x: Tensor, decisions: RoutingDecisions | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, H] -> logits [T, E], weights [T, k] in float32, experts [T, k] int32. Of a call whose
-        `decisions` hold this router's, and that the backward pass makes again, the experts are those.
+        """x [T, H] -> logits [T, E], weights [T, k] in float32, experts [T, k] int32. When recomputing a call
+        whose decisions are in `decisions`, the same experts are used.
         """
         spec = self.spec
         if self.scale is not None:
@@ -179,7 +178,7 @@ class Router(nn.Module):
         return logits, weights, experts
 
     def _choose(self, logits: Tensor, made: tuple[Tensor, ...] | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Weights [T, k], and what was decided, or `made` before: the experts [T, k] first."""
+        """Weights [T, k], and the decision, or `made` if given: the experts [T, k] first."""
         spec = self.spec
         weights, experts = route(
             logits,
@@ -197,13 +196,13 @@ class Router(nn.Module):
         return weights, (experts,)
 
     def _normed(self, x: Tensor, scale: Tensor) -> Tensor:
-        """What the router reads: x [T, H] normalised, times `scale` [H], over the root of H."""
+        """Router input: x [T, H] normalised, times `scale` [H], divided by sqrt(H)."""
         assert self.spec.router_norm_eps is not None
         y = rms_norm(x, scale, self.spec.router_norm_eps)
         return (y * x.shape[-1] ** -0.5).to(x.dtype)
 
     def _count(self, experts: Tensor) -> None:
-        """Add these choices to the load, unless it is the backward pass that makes them again."""
+        """Add these choices to the load, except in recomputation."""
         if in_backward_pass():
             return
         chosen = experts.detach().flatten()
@@ -216,17 +215,18 @@ class Router(nn.Module):
 
 
 def _of_chosen(scales: Tensor, experts: Tensor) -> Tensor:
-    """The number [E] of each expert in experts [T, k]. Gathered row by row, where none is chosen twice: the
-    gradient of a column is then a sum in a fixed order.
+    """Values [E] of the experts in [T, k]. Gathered row by row, where experts are distinct, so that a
+    column's gradient is a sum in a fixed order.
     """
     return scales.expand(len(experts), -1).gather(1, experts.long())
 
 
 class SparseMixerRouter(Router):
-    """A router that chooses two experts as layers/experts/sparse_mixer.py says.
+    """A router with the two-expert choice of layers/experts/sparse_mixer.py.
 
     Raises:
-        ValueError: the spec asks for another number of experts than two, or for what this router does not do.
+        ValueError: the spec does not have two experts per token, or has options that this router does not
+        support.
     """
 
     def __init__(self, hidden_size: int, spec: MoESpec):
@@ -235,22 +235,22 @@ class SparseMixerRouter(Router):
         beside = [name for name in _FOR_ROUTE if getattr(spec, name) != getattr(plain, name)]
         if beside or spec.num_experts < 2:
             found = ", ".join(f"{name}={getattr(spec, name)!r}" for name in beside) or spec.num_experts
-            raise ValueError(f"sparse_mixer chooses two experts by its own rule; found {found} beside it")
+            raise ValueError(f"sparse_mixer chooses two experts by its own rule; it does not support {found}")
 
     def _choose(self, logits: Tensor, made: tuple[Tensor, ...] | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Weights [T, 2]; and experts [T, 2], the factors h [T, 2], and which experts were near [T, 2, E]."""
+        """Weights [T, 2]; and experts [T, 2], factors h [T, 2], and near experts [T, 2, E]."""
         spec = self.spec.sparse_mixer
         assert spec is not None
-        # Drawn though it may be made already: what draws after this in the layer shall find the generator as
-        # it was the first time.
+        # Drawn even if `made` is given: later random operations in the layer must find the generator in the
+        # same state as in the first run.
         draws = draw_noise(logits) if self.training else None
         scores = at_least_float32(logits)
         experts, factors, near = made or decide(scores.detach(), spec.jitter, draws)
         return weigh(scores, experts, factors, near), (experts, factors, near)
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
-        """Of a token: twice the shares of the near experts in float32, and which they are; the chosen experts
-        in 8 bytes, where the experts run again in 4 too, and in float32 their weights.
+        """Saved bytes per token: twice the near experts' probabilities in float32, and their mask; the chosen
+        experts in 8 bytes, if the experts are recomputed in 4 more, and their float32 weights.
         """
         return 2 * (4 + 1) * self.spec.num_experts + 2 * (8 + 4 + (4 if level == "mlp" else 0))
 
@@ -266,15 +266,15 @@ _FOR_ROUTE = (
 
 
 class Experts(nn.Module):
-    """Gated MLPs of one size, each of which computes the tokens that were routed to it.
+    """Gated MLPs of one size, each computing the tokens routed to it.
 
-    For the backward pass it keeps its input, the weights and the products with gate and up, [T k, 2 I]. Run
-    again in the backward pass (the levels `mlp` and `checkpoint`), it repeats both matrix products. At the
-    level `mlp` the router is not run again: its decision is kept.
+    Saved for the backward pass: the input, the weights and the gate and up products, [T k, 2 I]. When
+    recomputed in the backward pass (levels `mlp` and `checkpoint`), both matrix products are repeated. At
+    level `mlp` the router is not recomputed: its decision is saved.
 
     Attributes:
-        exchange: with other ranks, where the experts are divided over them, see
-            layers/experts/expert_parallel.py.
+        exchange: token exchange with other ranks under expert parallelism, see
+        layers/experts/expert_parallel.py.
     """
 
     activation_memory: ActivationMemory = "lean"
@@ -292,7 +292,7 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """The matrices from a normal distribution, the biases zero."""
+        """Initialise matrices from a normal distribution, biases with zeros."""
         nn.init.normal_(self.gate_up_proj, 0.0, std, generator)
         nn.init.normal_(self.down_proj, 0.0, std, generator)
         for bias in (self.gate_up_proj_bias, self.down_proj_bias):
@@ -300,9 +300,9 @@ class Experts(nn.Module):
                 nn.init.zeros_(bias)
 
     def canonical_form(self, path: str, name: str) -> Expr:
-        """The projections of each expert by themselves: `0.gate_proj.weight`, `0.gate_proj.bias`, and so on.
+        """Separate projections of each expert: `0.gate_proj.weight`, `0.gate_proj.bias`, and so on.
 
-        Here a matrix bears the projection's own name, and its bias that name with `_bias` behind it.
+        Here a matrix has the projection's own name, and its bias that name plus `_bias`.
         """
         num_experts, rows, *rest = shape_of(self.get_parameter(name))
         projection = name.removesuffix("_bias")
@@ -325,8 +325,8 @@ class Experts(nn.Module):
         return self._forward(routes, x, weights, experts)
 
     def _made_matrices(self) -> tuple[Tensor, ...]:
-        """The matrices where parametrizations make them: adapters take theirs away when this call returns,
-        before it is run again. Parameters are read when they are used, as sharding wants them.
+        """Matrices computed by parametrizations, or nothing for plain ones. Adapters withdraw theirs when
+        this call returns, before recomputation. Plain parameters are read on use, as sharding requires.
         """
         return (self.gate_up_proj, self.down_proj) if is_parametrized(self) else ()
 
@@ -346,8 +346,8 @@ class Experts(nn.Module):
         return y if routes is None else routes.back(y)
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
-        """Of a token, as on a GPU: gate and up of each of its experts, and its rows' places among the rows
-        sorted by expert, both ways. Where tiles of rows begin is a few bytes more.
+        """Saved bytes per token, as on a GPU: gate and up of each of its experts, and the permutation of rows
+        sorted by expert, both ways. The tiles' offsets are negligible.
         """
         if level == "mlp" or level in RERUN:
             return 0
@@ -365,7 +365,7 @@ class Experts(nn.Module):
 class _ProductInFloat32(torch.autograd.Function):
     """x @ weight.T from operands cast to float32 (float64 stays), under autocast too.
 
-    For the backward pass it keeps the operands and not their casts, which are of twice the size.
+    For the backward pass it saves the operands, not their casts of twice the size.
     """
 
     @staticmethod

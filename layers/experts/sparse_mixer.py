@@ -1,23 +1,22 @@
-"""Two experts a token, drawn at random in training: SparseMixer-v2 (Liu et al., 2024, arXiv:2409.12136), as
-Phi-3.5-MoE has it.
+"""Random routing to two experts per token in training: SparseMixer-v2 (Liu et al., 2024, arXiv:2409.12136),
+as in Phi-3.5-MoE.
 
-With logits s [E] of a token, m the largest of those that can still be chosen, and j the jitter:
+For a token's logits s [E], m the largest among the candidates, and jitter j:
 
     near   = the experts with (m - s_e) / max(|s_e|, m) <= 2 j
     p      = softmax of s over the near experts
     expert = argmax over them of s_e,                in evaluation
-             argmax over them of s_e - log(n_e),     in training, n_e from the exponential distribution: so
-                                                     it is a draw from p (Gumbel)
+             argmax over them of s_e - log(n_e),     in training, n_e exponentially distributed: a draw from
+                                                     p (Gumbel)
     weight = p_expert,                               in evaluation
-             h p_expert,                             in training, h = 1 for the most probable expert, of the
+             h p_expert,                             in training, h = 1 for the most probable expert, and for
                                                      others for one draw in four, else 1/3 (Heun's method)
 
 The second expert is chosen in the same way among all but the first. The gradient is that of p_expert, without
-h: so estimated, it is right in the mean up to the third order. It costs no more than the router's logits.
+h; this estimate is unbiased up to third order, and costs no more than the router's logits.
 
-The router that chooses so is in layers/experts/moe.py. What is random here, and which experts are near, is
-decided once: a layer that runs again in the backward pass takes it from its first run
-(layers/sequences/routing_decisions.py).
+The router is in layers/experts/moe.py. Random numbers and near experts are decided once: a layer recomputed
+in the backward pass reuses them (layers/sequences/routing_decisions.py).
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ import torch
 from torch import Tensor, nn
 
 THIRD, REST = 0.3333, 0.6667  # as published: h is 0.3333, or 0.3333 + 0.6667
-SKIPPED = 0.75  # of draws of an expert that is not the most probable
+SKIPPED = 0.75  # of draws of experts other than the most probable
 
 
 class InputNoise(nn.Module):
-    """x [T, H] -> x times numbers from 1 - noise to 1 + noise, in training."""
+    """Multiplies x [T, H] by random numbers from 1 - noise to 1 + noise, in training."""
 
     def __init__(self, noise: float):
         super().__init__()
@@ -49,15 +48,15 @@ Draws = list[tuple[Tensor, Tensor]]
 
 
 def draw_noise(logits: Tensor) -> Draws:
-    """For each of the two choices, exponential numbers [T, E] and uniform ones [T, 1], from torch's generator
-    of the logits' device.
+    """Draw exponential [T, E] and uniform [T, 1] random numbers for each of the two choices, from torch's
+    generator of the logits' device.
     """
     return [(torch.empty_like(logits).exponential_(), torch.rand_like(logits[:, :1])) for _ in range(2)]
 
 
 def decide(scores: Tensor, jitter: float, draws: Draws | None) -> tuple[Tensor, Tensor, Tensor]:
-    """From scores [T, E]: experts [T, 2] int32, factors [T, 2], near [T, 2, E] bool. Without draws, as in
-    evaluation.
+    """Choose from scores [T, E]: experts [T, 2] int32, factors [T, 2], near [T, 2, E] bool. Without draws, as
+    in evaluation.
     """
     left, experts, factors, nears = scores, [], [], []
     for i in range(2):
@@ -80,7 +79,7 @@ def decide(scores: Tensor, jitter: float, draws: Draws | None) -> tuple[Tensor, 
 
 
 def weigh(scores: Tensor, experts: Tensor, factors: Tensor, near: Tensor) -> Tensor:
-    """Weights [T, 2] of what was decided, differentiable in the scores [T, E]."""
+    """Weights [T, 2] of a decision, differentiable in the scores [T, E]."""
     shares = scores[:, None].masked_fill(~near, -torch.inf).softmax(-1)  # [T, 2, E]
     weights = shares.gather(-1, experts.long()[..., None])[..., 0]
     return weights + (factors - 1) * weights.detach()

@@ -13,10 +13,10 @@ from liger_models.layers.recompute.activation_memory import carry_recipe
 
 
 class LigerSoftmax(nn.Module):
-    """Softmax over one dimension, in x's dtype, from sums in float32.
+    """Softmax over one dimension, in x's dtype, with sums in float32.
 
     Args:
-        dim: the dimension; another than the last costs a copy.
+        dim: the dimension; any other than the last costs a copy.
     """
 
     def __init__(self, dim: int = -1):
@@ -40,8 +40,8 @@ class LigerReLUSquared(nn.Module):
 
 
 class XIELU(nn.Module):
-    """xIELU (Huang and Schlag, 2024, arXiv:2411.13010), whose two slopes are learned: see
-    kernels/activations/xielu.py. beta and eps are saved with them, and not learned.
+    """xIELU (Huang and Schlag, 2024, arXiv:2411.13010), with two learned slopes: see
+    kernels/activations/xielu.py. beta and eps are saved with them but not learned.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class XIELU(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, *_: Any) -> None:
-        """Slopes of 0.8 on either side, whatever matrices start with."""
+        """Initialise both slopes with 0.8, regardless of the initialisation of matrices."""
         nn.init.constant_(self.alpha_p, math.log(math.expm1(0.8)))
         nn.init.constant_(self.alpha_n, math.log(math.expm1(0.8 - 0.5)))
         nn.init.constant_(self.beta, 0.5)

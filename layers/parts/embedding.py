@@ -13,15 +13,14 @@ class TokenEmbedding(nn.Embedding):
     """Embeddings of ids.
 
     Args:
-        vocab_size, hidden_size: V and H.
-        scale: multiplies the embeddings. It is rounded to their dtype first, as it was when the models with
-            one (Gemma) were trained: in bfloat16 the root of 3072 is 55.5.
-        padding_idx: the row whose lookup has no gradient.
+        scale: multiplies the embeddings. It is first rounded to their dtype, as in the training of the models
+            that have one (Gemma): in bfloat16 the square root of 3072 is 55.5.
+        padding_idx: row without a gradient.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, scale: float = 1.0, padding_idx: int | None = None):
         super().__init__(vocab_size, hidden_size, padding_idx)
-        self.embed_scale = scale  # by this name PEFT knows that what an adapter adds is scaled, too
+        self.embed_scale = scale  # PEFT looks for this name to scale an adapter's output
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [...] -> [..., H]."""

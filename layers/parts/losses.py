@@ -1,8 +1,8 @@
 """Losses as modules, for use in any model. Each calls one function of `liger_models.kernels`, whose file has
-the formula. A module is made with the function's options, by name: `LigerKLDivLoss(temperature=2.0)`.
+the formula. A module takes the function's options by name: `LigerKLDivLoss(temperature=2.0)`.
 
-All have `ignore_index` (-100: tokens with this label do not count) and `reduction` ("mean" over the tokens
-that count, "sum" over them, or "none": one loss a token). Losses are float32, or float64 for float64 inputs.
+All have `ignore_index` (-100: tokens with this label are ignored) and `reduction` ("mean" over the counted
+tokens, "sum" over them, or "none": one loss per token). Losses are float32, or float64 for float64 inputs.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from liger_models.kernels import (
 
 
 class _Loss(nn.Module):
-    """A function and the options that it is called with.
+    """A function and its options.
 
     Raises:
-        TypeError: an option that the function does not have.
+        TypeError: an unknown option.
     """
 
     function: Callable[..., Any]
@@ -55,14 +55,14 @@ class LigerCrossEntropyLoss(_Loss):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
         """input [N, C] (or [N, C, d...]), target [N] (or [N, d...]) -> float32 scalar, or [N] for "none"; a
-        CrossEntropyOutput if options ask for more than the loss.
+        CrossEntropyOutput if options request more than the loss.
         """
         return self.function(input, target, **self.options)
 
 
 class LigerFusedLinearCrossEntropyLoss(_Loss):
-    """Cross entropy of `input @ weight.T + bias`, whose logits never exist at once. Labels that do not count
-    cost nothing.
+    """Cross entropy of `input @ weight.T + bias`, without materialising all logits. Ignored labels cost
+    nothing.
 
     Options: those of `kernels.linear_cross_entropy`: ignore_index, reduction, label_smoothing, z_loss,
     softcap and so on.
@@ -74,7 +74,7 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
         self, weight: Tensor, input: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> Tensor | CrossEntropyOutput:
         """weight [V, H], input [T, H], target [T], bias [V] -> float32 scalar, or [T] for "none"; a
-        CrossEntropyOutput if options ask for more than the loss.
+        CrossEntropyOutput if options request more than the loss.
         """
         return self.function(input, weight, target, bias, **self.options)
 
@@ -83,8 +83,8 @@ class _Divergence(_Loss):
     def forward(self, student_logits: Tensor, teacher_logits: Tensor, labels: Tensor | None = None) -> Tensor:
         """student_logits and teacher_logits [..., V], labels [...] -> float32 scalar, or [...] for "none".
 
-        Both are logits, or log-probabilities, which are logits too. Probabilities are not: give their
-        logarithm. The teacher is a constant. Labels only say which tokens count.
+        Both are logits; log-probabilities are valid logits, but probabilities are not: pass their logarithm.
+        The teacher has no gradient. Labels only select the counted tokens.
         """
         return self.function(student_logits, teacher_logits, labels=labels, **self.options)
 
@@ -92,8 +92,8 @@ class _Divergence(_Loss):
 class LigerKLDivLoss(_Divergence):
     """KL(teacher || student) of two next-token distributions: the forward KL.
 
-    It is torch's `kl_div(student_log_probs, teacher_log_probs, reduction="batchmean", log_target=True)`: the
-    mean is one over tokens, of sums over the vocabulary.
+    Equals torch's `kl_div(student_log_probs, teacher_log_probs, reduction="batchmean", log_target=True)`: the
+    mean is over tokens, of sums over the vocabulary.
 
     Options: those of `kernels.kl_div`: ignore_index, reduction, temperature and so on.
     """
@@ -134,14 +134,14 @@ class _FusedLinearDistillation(_Loss):
         """student_input [..., H], student_weight [V, H], student_bias [V]; teacher_input [..., H'],
         teacher_weight [V, H'], teacher_bias [V]; labels [...] -> float32 scalar, or [...] for "none".
 
-        The teacher is a constant. Labels only say which tokens count; the others cost nothing.
+        The teacher has no gradient. Labels only select the counted tokens; the others cost nothing.
         """
         student, teacher = (student_input, student_weight), (teacher_input, teacher_weight)
         return self.function(*student, *teacher, labels, student_bias, teacher_bias, **self.options)
 
 
 class LigerFusedLinearKLDivLoss(_FusedLinearDistillation):
-    """KL(teacher || student) of two linear layers' outputs, whose logits never exist at once.
+    """KL(teacher || student) of two linear layers' outputs, without materialising all logits.
 
     Options: those of `kernels.linear_kl`: ignore_index, reduction, temperature and so on.
     """
@@ -150,7 +150,7 @@ class LigerFusedLinearKLDivLoss(_FusedLinearDistillation):
 
 
 class LigerFusedLinearJSDLoss(_FusedLinearDistillation):
-    """Generalized Jensen-Shannon divergence of two linear layers' outputs, whose logits never exist at once.
+    """Generalized Jensen-Shannon divergence of two linear layers' outputs, without materialising all logits.
 
     Options: those of `kernels.linear_jsd`: ignore_index, reduction, temperature, beta (0.5; 0 is
     KL(teacher || student), 1 is KL(student || teacher)) and so on.
@@ -160,8 +160,8 @@ class LigerFusedLinearJSDLoss(_FusedLinearDistillation):
 
 
 class LigerFusedLinearCosineSimilarityLoss(_FusedLinearDistillation):
-    """One minus the cosine between a student's and a teacher's logits, outputs of two linear layers that
-    never exist at once.
+    """One minus the cosine between a student's and a teacher's logits, outputs of two linear layers, without
+    materialising all of them.
 
     Options: those of `kernels.linear_cosine_distillation`: ignore_index, reduction and so on.
     """

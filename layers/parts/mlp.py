@@ -1,12 +1,12 @@
-"""MLPs: gated (Shazeer, 2020, arXiv:2002.05202), and of two projections (Vaswani et al., 2017,
+"""MLPs: gated (Shazeer, 2020, arXiv:2002.05202), and plain with two projections (Vaswani et al., 2017,
 arXiv:1706.03762).
 
     down(act(gate(x)) * up(x)) + b
     down(act(up(x))) + b
 
-One matrix product for gate and up; their weights lie below one another, gate first. What stands before `down`
-carries a recipe: inside a model only gate and up are kept for the backward pass, and at the level `mlp` of
-activation memory not even those. At the levels `tiled` and `offload` they exist of one tile of the sequence.
+Gate and up are one matrix product with concatenated weights, gate first. The input of `down` carries a
+recipe: inside a model only gate and up are saved for the backward pass, and at activation memory level `mlp`
+not even those. At levels `tiled` and `offload` they exist for one tile of the sequence at a time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _GATED: dict[str, Callable[..., Tensor]] = {
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """`x * sigmoid(1.702 x)` (Hendrycks and Gimpel, 2016, arXiv:1606.08415, section 2), as CLIP has it."""
+    """`x * sigmoid(1.702 x)` (Hendrycks and Gimpel, 2016, arXiv:1606.08415, section 2), as in CLIP."""
     return x * torch.sigmoid(1.702 * x)
 
 
@@ -56,35 +56,35 @@ _PLAIN: dict[str, Callable[..., Tensor]] = {
 
 
 def make_mlp(hidden_size: int, spec: MLPSpec) -> GatedMLP | PlainMLP:
-    """The MLP that the spec describes."""
+    """Create the MLP that the spec describes."""
     return GatedMLP(hidden_size, spec) if spec.gated else PlainMLP(hidden_size, spec)
 
 
 def gated_product(activation: str) -> Callable[..., Tensor]:
-    """The kernel of `act(gate) * up`, of both in one tensor or of each by itself.
+    """Kernel of `act(gate) * up`, for packed or separate gate and up.
 
     Raises:
-        ValueError: there is none with this activation.
+        ValueError: no kernel for this activation.
     """
     return _chosen(_GATED, activation, "gated")
 
 
 def plain_activation(activation: str) -> Callable[..., Tensor]:
-    """The function of an activation that stands by itself.
+    """Function of an activation without a gate.
 
     Raises:
-        ValueError: there is none of this name, or it has parameters.
+        ValueError: unknown name, or an activation with parameters.
     """
     return _chosen(_PLAIN, activation, "plain")
 
 
 class _MLP(nn.Module):
-    """What both MLPs share: whether what stands before `down` is kept, or made again as a whole."""
+    """Base of both MLPs: decides whether the input of `down` is saved or recomputed."""
 
     activation_memory: ActivationMemory = "lean"
 
     def forward(self, x: Tensor, sequences: Sequences | None = None) -> Tensor:
-        """x [..., H] -> [..., H]. `sequences` is for layers of experts, which stand in the same place."""
+        """x [..., H] -> [..., H]. `sequences` is unused; MoE layers take it in the same position."""
         if self.activation_memory == "mlp" and torch.is_grad_enabled():
             return recompute(self._forward, x)
         if self.activation_memory in TILED:
@@ -125,7 +125,7 @@ class GatedMLP(_MLP):
         return mlp_in_tiles(self, x, self.gate_up_proj, product, self.down_proj, self._forward)
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
-        """Of a token: gate, up and their product, as far as they are kept."""
+        """Saved bytes per token: gate, up and their product, depending on the level."""
         kept = {"all": 3, "lean": 2}.get(level, 0)
         return kept * itemsize * self.spec.intermediate_size
 
@@ -163,8 +163,8 @@ class PlainMLP(_MLP):
         return mlp_in_tiles(self, x, self.up_proj, activation, self.down_proj, self._forward)
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
-        """Of a token: the projection and its activation, as far as they are kept; of quick_gelu also the
-        sigmoid.
+        """Saved bytes per token: the projection and its activation, depending on the level; for quick_gelu
+        also the sigmoid.
         """
         kept = {"all": 2, "lean": 1}.get(level, 0)
         if kept and self.spec.activation == "quick_gelu":
@@ -176,11 +176,11 @@ class PlainMLP(_MLP):
 
 
 class LigerSwiGLUMLP(GatedMLP):
-    """The MLP of LLaMA and most of its kin: `down(silu(gate(x)) * up(x))`, for use in any model.
+    """MLP of LLaMA and most similar models: `down(silu(gate(x)) * up(x))`, for use in any model.
 
     Args:
         hidden_size, intermediate_size: the widths outside and inside.
-        bias: whether the three projections have one.
+        bias: whether the three projections have biases.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False):
@@ -192,7 +192,7 @@ class LigerGEGLUMLP(GatedMLP):
 
     Args:
         hidden_size, intermediate_size: the widths outside and inside.
-        bias: whether the three projections have one.
+        bias: whether the three projections have biases.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False):
@@ -204,7 +204,7 @@ class LigerReLUSquaredMLP(PlainMLP):
 
     Args:
         hidden_size, intermediate_size: the widths outside and inside.
-        bias: whether the two projections have one.
+        bias: whether the two projections have biases.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False):

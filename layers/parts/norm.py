@@ -1,4 +1,4 @@
-"""Normalisation layers. Formulas and orders of casts: kernels/norms/."""
+"""Normalisation layers. Formulas and casts: kernels/norms/."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from liger_models.layers.specs import LayerNormSpec, NormCast, NormSpec
 
 
 def make_norm(width: int, spec: NormSpec | LayerNormSpec) -> Norm:
-    """The norm over a last dimension of `width` that the spec describes."""
+    """Create the norm that the spec describes, over a last dimension of `width`."""
     if isinstance(spec, NormSpec):
         return LigerRMSNorm(width, spec.eps, spec.offset, spec.cast)
     return LigerLayerNorm(width, spec.eps, spec.bias, spec.offset)
 
 
 class LigerRMSNorm(nn.Module):
-    """RMSNorm (Zhang and Sennrich, 2019, arXiv:1910.07467), alone or together with the residual add before
-    it.
+    """RMSNorm (Zhang and Sennrich, 2019, arXiv:1910.07467), alone or fused with the preceding residual add.
 
-    `norm(x)` gives the normalised tensor; `norm(x, residual)` gives the normalised sum and the sum. The
-    normalised tensor carries a recipe, so inside a model only the sum is kept for the backward pass.
+    `norm(x)` returns the normalised tensor; `norm(x, residual)` returns the normalised sum and the sum. The
+    normalised tensor carries a recipe, so inside a model only the sum is saved for the backward pass.
 
     Args:
         hidden_size: the width H of the last dimension.
@@ -41,7 +40,7 @@ class LigerRMSNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, *_: Any) -> None:
-        """A factor of one, whatever matrices start with."""
+        """Initialise the factor to one, regardless of the initialisation of matrices."""
         nn.init.constant_(self.weight, 1.0 - self.offset)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
@@ -54,8 +53,8 @@ class LigerRMSNorm(nn.Module):
         return carry_recipe(y, norm, total, self.weight, late=True), total
 
     def _cast_for(self, x: Tensor) -> NormCast:
-        """A weight wider than the model's matrices would promote the result, which these then do not take;
-        autocast rounds it for them.
+        """Cast to use: a weight wider than the model's matrices would promote the result, which they could
+        not take; under autocast the result is rounded anyway.
         """
         promotes = torch.promote_types(x.dtype, self.weight.dtype) != x.dtype
         if promotes and self.cast == "llama" and not torch.is_autocast_enabled(x.device.type):
@@ -63,7 +62,7 @@ class LigerRMSNorm(nn.Module):
         return self.cast
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
-        """Of a token: the input, and 1/rms in float32. What reads the output answers for it."""
+        """Saved bytes per token: the input, and 1/rms in float32. The consumer accounts for the output."""
         return itemsize * self.weight.numel() + 4
 
     def extra_repr(self) -> str:
@@ -72,7 +71,7 @@ class LigerRMSNorm(nn.Module):
 
 class LigerLayerNorm(nn.Module):
     """LayerNorm (Ba et al., 2016, arXiv:1607.06450): `(x - mean) / sqrt(var + eps) * (offset + weight) +
-    bias`, alone or together with the residual add before it, as `LigerRMSNorm`.
+    bias`, alone or fused with the preceding residual add, like `LigerRMSNorm`.
 
     Args:
         hidden_size: the width H of the last dimension.
@@ -89,7 +88,7 @@ class LigerLayerNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, *_: Any) -> None:
-        """A factor of one and a bias of zero, whatever matrices start with."""
+        """Initialise the factor to one and the bias to zero, regardless of the initialisation of matrices."""
         nn.init.constant_(self.weight, 1.0 - self.offset)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -104,7 +103,8 @@ class LigerLayerNorm(nn.Module):
         return carry_recipe(y, norm, total, *parameters, late=True), total
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
-        """Of a token: the input, and mean and 1/std in float32. What reads the output answers for it."""
+        """Saved bytes per token: the input, and mean and 1/std in float32. The consumer accounts for the
+        output."""
         return itemsize * self.weight.numel() + 8
 
     def extra_repr(self) -> str:

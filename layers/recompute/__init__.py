@@ -1,5 +1,5 @@
 """Activation memory at run time: recomputation, tiling over tokens, and offloading to the host.
 
 May import the kernels and `sequences`; the layers and blocks import this package. The planner that predicts
-its effect lives in `memory`.
+memory use is in `memory`.
 """

@@ -1,12 +1,12 @@
-"""What the forward pass keeps for the backward pass.
+"""Activations saved for the backward pass, and recomputation of the others.
 
-A norm's output or a gated product is cheap to make again from something that is kept anyway. Such a tensor
-carries a `Recipe`: the function and the inputs that made it. While `keep_recipes()` is active, autograd's
-saved-tensor hooks keep the recipe of a tensor that has one and the tensor itself otherwise. The consumer does
-not matter (a plain linear layer, LoRA, a quantised layer), no matrix product is repeated, and the rebuilt
-tensor has the same bits.
+A norm's output or a gated product is cheap to recompute from something that is saved anyway. Such a tensor
+carries a `Recipe`: the function and the inputs that produced it. While `keep_recipes()` is active, autograd's
+saved-tensor hooks save the recipe of a tensor that has one, and the tensor itself otherwise. This works for
+any consumer (a plain linear layer, LoRA, a quantised layer), repeats no matrix product, and rebuilds the
+tensor with the same bits.
 
-| level        | a layer keeps                                             | and computes again       |
+| level        | a layer saves                                             | and recomputes           |
 |--------------|-----------------------------------------------------------|--------------------------|
 | `all`        | everything                                                | nothing                  |
 | `lean`       | input, q/k/v, attention output, residual, gate and up     | norms, the gated product |
@@ -15,11 +15,10 @@ tensor has the same bits.
 | `tiled`      | input                                                     | the same, MLP in tiles   |
 | `offload`    | nothing: its input is on the host                         | as `tiled`               |
 
-A layer that runs again does not hold its norms either until the backward pass comes to them (`run_again`).
-`tiled` is for long sequences: an MLP runs over one tile of them after the other, and what is as wide as the
-MLP exists for a tile alone (layers/recompute/tiles.py). How inputs get to the host stands in
-layers/recompute/offload.py. `auto` chooses a level for each layer by the memory that there is:
-layers/memory/.
+A recomputed layer does not hold its norms either until the backward pass needs them (`run_again`). `tiled` is
+for long sequences: an MLP runs over one tile at a time, and intermediates as wide as the MLP exist for one
+tile only (layers/recompute/tiles.py). layers/recompute/offload.py moves inputs to the host. `auto` chooses a
+level for each layer by the available memory: layers/memory/.
 """
 
 from __future__ import annotations
@@ -41,23 +40,22 @@ from liger_models.layers.projections.packed_linear import SplitProjections
 
 ActivationMemory = Literal["all", "lean", "mlp", "checkpoint", "tiled", "offload"]
 LEVELS: tuple[ActivationMemory, ...] = ("all", "lean", "mlp", "checkpoint", "tiled", "offload")
-# Of a layer that runs again as a whole.
+# Levels at which the whole layer is recomputed.
 RERUN: tuple[ActivationMemory, ...] = ("checkpoint", "tiled", "offload")
-# And of one whose MLP runs in tiles.
+# Levels at which the MLP runs in tiles.
 TILED: tuple[ActivationMemory, ...] = ("tiled", "offload")
 
 
 class _Kept:
-    """A tensor as autograd would have saved it: without its graph, and with the check that nobody wrote into
-    it.
+    """A tensor as autograd would have saved it: without its graph, and with the check for in-place
+    modification.
     """
 
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor):
-        # A leaf (a parameter) is kept as the object itself: sharding frameworks swap the data under it.
-        # Anything else is detached, since an output that held itself through its own node would never be
-        # freed.
+        # A leaf (a parameter) is kept as the object itself: sharding frameworks swap its data. Other tensors
+        # are detached, since an output that referenced itself through its own node would never be freed.
         self.tensor = tensor if tensor.is_leaf else tensor.detach()
         self.version = tensor._version
 
@@ -67,7 +65,8 @@ class _Kept:
 
 
 class Recipe:
-    """How to make a tensor again: `make(*inputs)`, without a graph. Right for the tensor as it is now."""
+    """How to recompute a tensor: `make(*inputs)`, without a graph. Valid for the tensor's current
+    contents."""
 
     __slots__ = ("_inputs", "_made", "_make", "_output", "_version", "late")
 
@@ -80,12 +79,12 @@ class Recipe:
         self._made: weakref.ref[Tensor] | None = None
 
     def makes(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is the output, and nobody has written into it."""
+        """Whether `tensor` is the output, unmodified."""
         return self._output() is tensor and tensor._version == self._version
 
     def get(self) -> Tensor:
-        # Two consumers in a row (a frozen projection and its LoRA, say) share one rebuilt tensor while it
-        # lives and nobody writes into it.
+        # Consecutive consumers (a frozen projection and its LoRA, say) share one rebuilt tensor while it
+        # lives and is unmodified.
         made = self._made() if self._made is not None else None
         if made is None or made._version:
             with torch.no_grad():
@@ -94,15 +93,15 @@ class Recipe:
         return made
 
 
-# By the id of the output, while it lives. On the output itself a recipe would be pickled along with it.
+# By the id of the output, while it lives. As an attribute of the output a recipe would be pickled with it.
 _RECIPES: dict[int, Recipe] = {}
 
 
 def carry_recipe(output: Tensor, make: Callable[..., Tensor], *inputs: Tensor, late: bool = False) -> Tensor:
-    """Note of `output` that `make(*inputs)` makes it again, bit for bit. Returns `output`.
+    """Record that `make(*inputs)` recomputes `output`, bit for bit. Returns `output`.
 
-    `late` is of what a layer's backward pass may come to late: in a layer that runs again, that makes it once
-    more in place of holding it until then.
+    `late` marks outputs that a layer's backward pass needs late: a recomputed layer then makes them again
+    instead of holding them.
     """
     if not torch.compiler.is_compiling() and output.requires_grad:
         _RECIPES[id(output)] = Recipe(output, make, inputs, late)
@@ -110,15 +109,15 @@ def carry_recipe(output: Tensor, make: Callable[..., Tensor], *inputs: Tensor, l
 
 
 def output_is_ours(module: nn.Module) -> bool:
-    """Whether the memory of the module's output may be used again: it is torch's linear layer, or ours, which
-    keeps none of it, of a plain weight, and nobody has changed how it runs or hooked into it. A hook has seen
-    the output; a wrapper, a subclass or a weight of some other class may need it for its backward pass. A
-    layer with low-rank paths says for itself when it is as simple.
+    """Whether the memory of the module's output may be reused: it is torch's linear layer, or ours, which
+    saves none of it, with a plain weight, an unmodified forward and no hooks. A hook has seen the output; a
+    wrapper, a subclass or another weight class may need it for its backward pass. Layers with low-rank paths
+    answer for themselves.
     """
     if hasattr(module, "low_rank_projection"):
         return projection_of(module) is not None
     unchanged = type(module).forward in _LINEAR_FORWARDS and not has_hooks(module)
-    # No parametrization either. Of split projections it is a copy that nobody else has seen.
+    # No parametrization either. For split projections the output is a private copy.
     plain = type(module._parameters.get("weight")) is nn.Parameter or type(module) is SplitProjections
     return unchanged and plain
 
@@ -132,7 +131,7 @@ def _pack(tensor: Tensor) -> _Kept | Recipe:
 
 
 def _would_keep(tensor: Tensor) -> Tensor | _Kept | Recipe:
-    """What autograd keeps of a tensor that is saved now: its recipe only while that is asked for."""
+    """What autograd saves of a tensor now: its recipe only while recipes are active."""
     hooks = _callers_hooks(False)
     return _pack(tensor) if hooks is not None and hooks[0] is _pack else tensor
 
@@ -142,10 +141,10 @@ def _unpack(packed: _Kept | Recipe) -> Tensor:
 
 
 def keep_recipes() -> AbstractContextManager[Any]:
-    """While active, autograd keeps recipes in place of the tensors that carry one.
+    """While active, autograd saves recipes in place of the tensors that carry one.
 
-    Hooks that the caller has set (`save_on_cpu`, torch's checkpoint) get all tensors instead: offloaded, a
-    recipe's inputs take no less room than what it makes.
+    Hooks set by the caller (`save_on_cpu`, torch's checkpoint) receive all tensors instead: offloaded, a
+    recipe's inputs take as much memory as its output.
     """
     if torch.compiler.is_compiling() or _callers_hooks(False) is not None:
         return nullcontext()
@@ -156,15 +155,16 @@ _callers_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def recompute(function: Callable[..., Any], *args: Any) -> Any:
-    """Run `function(*args)`, keep only its inputs, and run it again in the backward pass.
+    """Run `function(*args)`, save only its inputs, and run it again in the backward pass.
 
-    torch's own checkpoint, which stops the second run at the last tensor that backward needs: a matrix
-    product at the end of `function` is not repeated. Only autograd holds the inputs, so that within another
+    Uses torch's checkpoint, which stops the second run at the last tensor that backward needs: a matrix
+    product at the end of `function` is not repeated. Only autograd holds the inputs, so within another
     `recompute` they are freed with its first run. Without gradients, `function` just runs.
 
     Raises:
-        RuntimeError: in the backward pass, if an input was modified in place since the first run began. An
-            input that carries a recipe may be: it is made again.
+        RuntimeError: in the backward pass, if an input was modified in place since the first run began.
+        Inputs that
+            carry a recipe may be modified: they are recomputed.
     """
     if not torch.is_grad_enabled():
         return function(*args)
@@ -182,8 +182,8 @@ def recompute(function: Callable[..., Any], *args: Any) -> Any:
 
 
 class _Version:
-    """The version counter of a tensor, without its memory: detached tensors share the counter, and keep it
-    when they are given other data.
+    """The version counter of a tensor, without its memory: detached tensors share the counter, even when
+    assigned other data.
     """
 
     __slots__ = ("expected", "shape", "witness")
@@ -198,21 +198,21 @@ class _Version:
 
 
 def run_again(function: Callable[..., Any], *args: Any) -> Any:
-    """torch's checkpoint; but of what its second run makes, a norm's output is not kept until the backward
-    pass comes to it: that in front of attention, while the MLP's backward pass and attention's run.
+    """torch's checkpoint, except that norm outputs of the second run are not held until the backward pass
+    needs them, such as the one before attention during the MLP's and attention's backward passes.
     """
     options: dict[str, Any] = {} if torch.compiler.is_compiling() else {"context_fn": _two_runs}
     return checkpoint(function, *args, use_reentrant=False, **options)
 
 
 def _two_runs() -> tuple[_AboveTheHooks, _AboveTheHooks]:
-    """Around the first run, whose graph is that of the backward pass, and around the second."""
+    """Contexts of the first run, whose graph the backward pass uses, and of the second."""
     return _AboveTheHooks(lambda tensor: tensor), _AboveTheHooks(_PlaceOf.a_tensor)
 
 
 class _AboveTheHooks:
-    """Within it torch's checkpoint keeps `seen_as(tensor)` in place of a tensor, and gives what that stands
-    for. It may be entered again, as a second backward pass runs a function again.
+    """While active, torch's checkpoint saves `seen_as(tensor)` in place of a tensor, and returns the tensor
+    that it stands for. Reentrant, since a second backward pass runs a function again.
     """
 
     def __init__(self, seen_as: Callable[[Tensor], Any]):
@@ -230,7 +230,7 @@ class _AboveTheHooks:
 
 
 class _PlaceOf:
-    """What torch's checkpoint keeps in place of a tensor: all that it asks of one, and its recipe."""
+    """Stand-in for a tensor in torch's checkpoint: the attributes it reads, and the recipe."""
 
     requires_grad = False
 
@@ -240,7 +240,7 @@ class _PlaceOf:
 
     @staticmethod
     def a_tensor(tensor: Tensor) -> Tensor | _PlaceOf:
-        """The tensor itself, if it has no recipe or is needed soon."""
+        """The tensor itself, if it has no recipe or is needed soon; else its stand-in."""
         recipe = _RECIPES.get(id(tensor))
         late = recipe is not None and recipe.late and recipe.makes(tensor)
         return _PlaceOf(tensor, recipe) if recipe is not None and late else tensor
@@ -254,7 +254,7 @@ def _made(kept: Tensor | _PlaceOf) -> Tensor:
 
 
 def check_version(shape: Sequence[int], found: int, expected: int) -> None:
-    """Raise RuntimeError if a tensor of this shape has been written into since version `expected`."""
+    """Raise RuntimeError if a tensor of this shape has been modified since version `expected`."""
     if found != expected:
         raise RuntimeError(
             f"a tensor of shape {tuple(shape)} needed for the backward pass was modified in place: it "
@@ -264,10 +264,10 @@ def check_version(shape: Sequence[int], found: int, expected: int) -> None:
 
 
 def set_levels(layers: Iterable[Any], levels: str | Sequence[str]) -> None:
-    """Choose what each of these layers keeps for the backward pass: one level for all, or one a layer.
+    """Set what each of these layers saves for the backward pass: one level for all, or one per layer.
 
     Raises:
-        ValueError: an unknown level, or the wrong number of them.
+        ValueError: an unknown level, or the wrong number of levels.
     """
     layers = list(layers)
     for layer, level in zip(layers, parse_levels(levels, len(layers)), strict=True):
@@ -275,7 +275,7 @@ def set_levels(layers: Iterable[Any], levels: str | Sequence[str]) -> None:
 
 
 def parse_levels(levels: str | Sequence[str], num_layers: int) -> tuple[ActivationMemory, ...]:
-    """One level a layer, from one name for all of them or a list of names.
+    """Expand one name for all layers, or a list of names, to one level per layer.
 
     Raises:
         ValueError: an unknown level, or a list whose length is not the number of layers.
@@ -288,6 +288,6 @@ def parse_levels(levels: str | Sequence[str], num_layers: int) -> tuple[Activati
             )
     if len(per_layer) != num_layers:
         raise ValueError(
-            f"got {len(per_layer)} activation memory levels for {num_layers} layers; give one a layer"
+            f"got {len(per_layer)} activation memory levels for {num_layers} layers; pass one per layer"
         )
     return cast(tuple[ActivationMemory, ...], per_layer)

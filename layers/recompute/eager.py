@@ -1,10 +1,9 @@
-"""Whole models run as they are, under torch.compile too.
+"""Eager execution of whole models under torch.compile.
 
-What a model does lies outside a compiler's view: it reads documents, ids and labels off the batch, and keeps
-recipes in place of activations (layers/recompute/activation_memory.py). Traced, its checks would be lost, its
-kernels' twins would run, and it would keep more and be slower than uncompiled. So compiled code breaks off
-before a model and goes on behind it, and the results are those of the model alone. The kernels by themselves,
-and single layers, can be compiled.
+A model's work depends on data: it reads documents, ids and labels of the batch, and saves recipes in place of
+activations (layers/recompute/activation_memory.py). Traced, it would lose its checks, run the kernels' plain
+twins, and be larger and slower than eager. Compiled code therefore breaks the graph before a model and
+continues after it, with identical results. Individual kernels and layers can be compiled.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ R = TypeVar("R")
 
 
 def not_compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Let `function`, and all that it calls, run outside whatever torch.compile compiles."""
-    # Torch's own decorator, for what it calls itself. The public one loads the compiler, which takes seconds.
+    """Make `function`, and everything it calls, run outside of torch.compile's graphs."""
+    # torch's internal decorator: the public one imports the compiler, which takes seconds.
     outside = torch._disable_dynamo(function)
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if not torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        torch._dynamo.graph_break(msg=_WHY)  # alone it would do, but for what fullgraph=True says then
+        torch._dynamo.graph_break(msg=_WHY)  # gives fullgraph=True a clear message
         return outside(*args, **kwargs)
 
     return run
 
 
 _WHY = (
-    "a model of liger_models runs as it is, uncompiled: its kernels are fused by hand, and its checks and "
-    "activation memory lie outside a graph. Compile without fullgraph=True, or do not compile it."
+    "a model of liger_models runs eagerly, uncompiled: its kernels are fused by hand, and its checks and "
+    "activation memory cannot be traced. Compile without fullgraph=True, or do not compile it."
 )

@@ -1,15 +1,15 @@
-"""What layers that run again keep for it, on the host: their inputs, copied while the GPU goes on working.
+"""Offloading to host memory of the inputs of recomputed layers, overlapped with GPU work.
 
-    forward:  layer i runs        beside it, its input goes to pinned memory of the host
-    backward: layer i runs again  beside it, the input of layer i - 1 comes back
+    forward:  layer i runs        meanwhile its input is copied to pinned host memory
+    backward: layer i runs again  meanwhile the input of layer i - 1 is copied back
 
-Each layer's input is on the GPU while the layer works and while the one behind it does, and on the host for
-the rest of the step. Copies run on a stream of their own, one stream a device, in the order in which they are
-asked for, so a buffer that is given back can be taken at once: what is copied into it next is copied later.
-Buffers stay with this module and are used again, for pinning memory takes longer than copying to it.
+Each layer's input is on the GPU while this layer and the next one run, and on the host for the rest of the
+step. Copies run in order on a separate stream per device, so a released buffer can be reused at once: the
+next copy into it happens later. Buffers are cached here, since pinning memory takes longer than copying to
+it.
 
-`torch.autograd.graph.save_on_cpu`, which is torch's own, waits for every copy, pins anew for every tensor,
-and takes what a layer reads beside its input too. On a CPU the same is done with ordinary memory.
+`torch.autograd.graph.save_on_cpu` synchronises with every copy, pins memory for every tensor, and also moves
+a layer's other inputs. On a CPU ordinary memory is used instead.
 """
 
 from __future__ import annotations
@@ -25,48 +25,48 @@ from torch import Tensor
 from liger_models.layers.recompute.activation_memory import check_version, run_again
 from liger_models.layers.recompute.host_memory import available_host_memory
 
-# A buffer of the host has this many bytes, or if it is a tensor's last one, the next power of two: torch pins
-# no other sizes.
+# Size of a host buffer in bytes; a tensor's last one has the next power of two, since torch pins only such
+# sizes.
 CHUNK = 1 << 26
 _LEAST = 1 << 12
 
 
 class Offload:
-    """The layers of one call whose inputs are kept on the host."""
+    """Layers of one call that keep their inputs on the host."""
 
     def __init__(self) -> None:
         self._last: Callable[[], _OnHost | None] = _nothing
 
     def recompute(self, layer: Callable[..., Any], x: Tensor, *args: Any) -> Any:
-        """Run `layer(x, *args)`, keep x on the host, and run it again in the backward pass, as `recompute` in
-        layers/recompute/activation_memory.py does.
+        """Run `layer(x, *args)`, save x on the host, and run it again in the backward pass, like `recompute`
+        in layers/recompute/activation_memory.py.
 
         Raises:
-            RuntimeError: in the backward pass, if x was modified in place while it was copied.
+            RuntimeError: in the backward pass, if x was modified in place during the copy.
         """
         kept = _OnHost(x, self._last)
         self._last = weakref.ref(kept)
-        first = [x]  # nothing may hold it longer than the first run does
+        first = [x]  # only the first run may hold it
 
         def run(_: Tensor, *args: Any) -> Any:
             return layer(first.pop() if first else kept.get(), *args)
 
-        # For its arguments' devices torch sets random numbers back: dropout draws the same again.
+        # torch restores the random state for its arguments' devices: dropout draws the same numbers again.
         return run_again(run, x.new_empty(0), *args)
 
     def settle(self) -> None:
-        """The layer that was last is done: let the GPU's copy of its input go."""
+        """Release the GPU copy of the last layer's input once it is on the host."""
         last = self._last()
         if last is not None:
             last.release()
 
 
 class _OnHost:
-    """A tensor on the host, and now and then on its device too.
+    """A tensor on the host, and at times also on its device.
 
     Args:
-        tensor: what is copied to the host, from now on.
-        before: gives the one that will be needed after this, or None.
+        tensor: copied to the host, starting now.
+        before: returns the one needed after this one in the backward pass, or None.
     """
 
     def __init__(self, tensor: Tensor, before: Callable[[], _OnHost | None]):
@@ -76,11 +76,11 @@ class _OnHost:
         self._version, self._edited = tensor._version, tensor._version
         contiguous = self._given.contiguous()
         self._buffers = self._memory.take(contiguous.nbytes)
-        self._there: Tensor | None = contiguous  # on the device; a copy of it has begun and ends at:
+        self._there: Tensor | None = contiguous  # on the device; its copy ends at:
         self._copied = self._memory.copy(contiguous, self._buffers, to_host=True)
 
     def release(self) -> None:
-        """Let go of what is on the device, once the copy has been made."""
+        """Release the device tensor after the copy."""
         if self._there is not None:
             self._memory.wait(self._copied)
             self._there = None
@@ -88,18 +88,18 @@ class _OnHost:
             self._edited, self._given = self._given._version, None
 
     def fetch(self) -> None:
-        """Begin to copy it back, if it is not on the device."""
+        """Start copying back, if it is not on the device."""
         if self._there is None:
             self._there = torch.empty(self._shape, dtype=self._dtype, device=self._memory.device)
             self._copied = self._memory.copy(self._there, self._buffers, to_host=False)
 
     def get(self) -> Tensor:
-        """The tensor, on its device; and begin to fetch the one that will be needed next."""
+        """The tensor, on its device; also starts fetching the one needed next."""
         self.fetch()
         tensor = self._there
         assert tensor is not None
         self.release()
-        # Some of an edit may have been copied, and some not.
+        # A modification may have been copied in part.
         check_version(tensor.shape, self._edited, self._version)
         if (before := self._before()) is not None:
             before.fetch()
@@ -124,7 +124,7 @@ class _HostMemory:
         return [self._buffer(size) for size in _sizes(count)]
 
     def give(self, buffers: list[Tensor]) -> None:
-        """They are not needed any more, once the copies are made that were asked for."""
+        """Return buffers, for reuse after the pending copies."""
         for buffer in buffers:
             self.free.setdefault(len(buffer), []).append(buffer)
 
@@ -134,7 +134,8 @@ class _HostMemory:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self.stream is not None)
 
     def copy(self, tensor: Tensor, buffers: list[Tensor], to_host: bool) -> torch.cuda.Event | None:
-        """Copy a contiguous tensor to or from buffers, after all that is queued now; the event of its end."""
+        """Copy a contiguous tensor to or from buffers, after all queued work; returns the event of its
+        end."""
         parts = tensor.view(-1).view(torch.uint8).split(CHUNK)
         pairs = [(buffer[: len(part)], part) for buffer, part in zip(buffers, parts, strict=True)]
         pairs = pairs if to_host else [(part, buffer) for buffer, part in pairs]
@@ -149,13 +150,13 @@ class _HostMemory:
             return self.stream.record_event()
 
     def wait(self, copied: torch.cuda.Event | None) -> None:
-        """Let what is queued from now on begin after a copy, without waiting here."""
+        """Make work queued from now on wait for a copy, without blocking the host."""
         if copied is not None:
             torch.cuda.current_stream(self.device).wait_event(copied)
 
 
 def _sizes(count: int) -> Iterator[int]:
-    """Of the buffers that hold `count` bytes."""
+    """Sizes of the buffers that hold `count` bytes."""
     for _ in range(count // CHUNK):
         yield CHUNK
     if rest := count % CHUNK:
@@ -163,13 +164,13 @@ def _sizes(count: int) -> Iterator[int]:
 
 
 def host_bytes(count: int) -> int:
-    """What `count` bytes of a tensor take on the host."""
+    """Host memory taken by `count` bytes of a tensor."""
     return sum(_sizes(count))
 
 
 def host_memory_left() -> int:
-    """Bytes of the host's memory that this process may still take, of those that run beside it on this host
-    an equal share; a pebibyte where the system does not say.
+    """Bytes of host memory that this process may still allocate, an equal share among the processes on this
+    host; a pebibyte if the system does not report it.
     """
     available = available_host_memory()
     left = 1 << 50 if available is None else available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -177,7 +178,7 @@ def host_memory_left() -> int:
 
 
 def drop_unused_buffers() -> None:
-    """Give the operating system back what buffers no layer uses now."""
+    """Return the memory of unused buffers to the operating system."""
     if not any(memory.free for memory in _MEMORIES.values()):
         return
     for memory in _MEMORIES.values():

@@ -1,12 +1,12 @@
-"""An MLP over one tile of the sequence after the other.
+"""MLPs computed one tile of the sequence at a time.
 
     forward:   h = act(x[tile] U^T + a);  y[tile] = h D^T + b
     backward:  the same again, then  dh = dy[tile] D,  du = act'(dh),  dx[tile] = du U,
                dD += dy[tile]^T h,  dU += du^T x[tile]
 
-What is as wide as the MLP exists for a tile alone. Sums over tiles are in float32 and rounded once, as those
-within one matrix product over all tokens are: a weight's gradient is as near to the truth as without tiles.
-Norms need no tiles, since nothing of theirs is wider than the hidden states, and the loss has its own
+Intermediates as wide as the MLP exist for one tile only. Sums over tiles are in float32 and rounded once,
+like sums within a single product over all tokens, so weight gradients are as accurate as without tiles. Norms
+need no tiles, since they are no wider than the hidden states, and the loss has its own chunks
 (kernels/losses/linear_cross_entropy.py).
 """
 
@@ -24,7 +24,8 @@ from liger_models.layers.projections.linear import project
 from liger_models.layers.projections.packed_linear import SplitProjections
 from liger_models.layers.recompute.activation_memory import output_is_ours, recompute
 
-# Tokens in a tile, at the most. Each reads and writes the float32 sums once, in 1% of its products' time.
+# Maximum tokens per tile. Each tile reads and writes the float32 sums once, in 1% of the time of its
+# products.
 TILE = 16384
 
 
@@ -36,11 +37,11 @@ def mlp_in_tiles(
     down: nn.Module,
     whole: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """down(activation(up(x))) for x [..., H], which is what `whole` computes at once.
+    """down(activation(up(x))) for x [..., H]; `whole` computes the same at once.
 
-    `up` and `down` are parts of `mlp`, and may be other than plain linear layers: adapters, quantised layers,
-    what somebody has hooked into. Those run tile by tile where this costs no precision: where what is trained
-    in the MLP is float32, as adapters are. Else all tokens run at once.
+    `up` and `down` are parts of `mlp`, and need not be plain linear layers: adapters, quantised layers and
+    hooked modules run tile by tile if that costs no precision, which requires all trained parameters in the
+    MLP to be float32, as adapters are. Otherwise all tokens run at once.
     """
     if x.shape[:-1].numel() <= TILE:
         return whole(x)
@@ -59,8 +60,8 @@ def mlp_in_tiles(
 
 
 def project_pieces(pieces: Sequence[Tensor], linear: nn.Module) -> Tensor:
-    """linear(cat(pieces)) for pieces [T, a], [T, b] and so on that lie side by side: put together tile by
-    tile, they do not exist a second time.
+    """linear(cat(pieces)) for pieces [T, a], [T, b] and so on, concatenated tile by tile to avoid a full
+    copy.
     """
     if len(pieces) == 1:
         return linear(pieces[0])
@@ -71,7 +72,7 @@ def project_pieces(pieces: Sequence[Tensor], linear: nn.Module) -> Tensor:
 
 
 def _plain_linears(module: nn.Module) -> list[nn.Linear]:
-    """The layers whose outputs side by side are the module's, if all of them are plain; else none."""
+    """Linear layers whose concatenated outputs are the module's, if all of them are plain; else none."""
     layers = module.linears() if isinstance(module, SplitProjections) else [module]
     plain = [layer for layer in layers if isinstance(layer, nn.Linear) and output_is_ours(layer)]
     return plain if len(plain) == len(layers) else []
@@ -84,15 +85,15 @@ def _tiles(tokens: int) -> Iterator[slice]:
 
 
 class _Plan:
-    """The products of an MLP from its parameters, a row of weights and biases in turn: those of the `num_ups`
-    layers side by side in front of the activation, those of the layer behind it, and then the activation's.
+    """Products of an MLP from its parameters, alternating weights and biases: first of the `num_ups` parallel
+    layers before the activation, then of the layer after it, then the activation's parameters.
     """
 
     def __init__(self, activation: Callable[[Tensor], Tensor], num_ups: int):
         self.activation, self.num_ups = activation, num_ups
 
     def up(self, x: Tensor, parameters: Sequence[Any]) -> Tensor:
-        """x [n, H] -> [n, what the activation takes]."""
+        """x [n, H] -> [n, the activation's input width]."""
         products = [project(x, *parameters[2 * i : 2 * i + 2]) for i in range(self.num_ups)]
         return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
 
@@ -102,9 +103,10 @@ class _Plan:
 
 
 class _Keep(torch.autograd.Function):
-    """Keeps an MLP's input for its backward pass, which is done here, and hands it to `_Make`.
+    """Saves an MLP's input and computes its backward pass; passes the input on to `_Make`.
 
-    It is an operation of its own so that a layer that runs again may stop here, where all is kept that there
+    A separate operation, so that a recomputed layer can stop here, where everything needed is saved, without
+    computing the MLP's output.
     is to keep, and need not make the MLP's output if nobody keeps that.
     """
 
@@ -117,7 +119,7 @@ class _Keep(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """dy [T, H] is the gradient of what `_Make` made."""
+        """dy [T, H] is the gradient of the output of `_Make`."""
         plan: _Plan = ctx.plan
         x, *parameters = ctx.saved_tensors
         want_x, _, *wanted = ctx.needs_input_grad
@@ -133,19 +135,19 @@ class _Keep(torch.autograd.Function):
             _add_gradients(sums[down : down + 2], dy_tile, h.detach())
             dh = dy_tile @ parameters[down]
             dz, *dnumbers = torch.autograd.grad(h, [z, *(parameters[i] for i in numbers)], dh)
-            del h, dh, z  # before the sums of the next tile's products
+            del h, dh, z  # free before the next tile's products
             for i, dnumber in zip(numbers, dnumbers, strict=True):
                 sums[i].add(dnumber)
             for i, part in enumerate(dz.split([len(parameters[2 * i]) for i in range(plan.num_ups)], dim=-1)):
                 _add_gradients(sums[2 * i : 2 * i + 2], part, x_tile)
                 if dx is not None:
                     add_product(dx[tile], part, parameters[2 * i], first=i == 0)
-            del dz, part  # before what the next tile makes
+            del dz, part  # free before the next tile
         return dx, None, *(total.rounded() for total in sums)
 
 
 class _Make(torch.autograd.Function):
-    """The MLP of what `_Keep` kept. Its backward pass hands the gradient of the output on to that."""
+    """Computes the MLP from the input saved by `_Keep`, and passes the gradient of its output to that."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: _Plan, *parameters: Tensor | None) -> Tensor:
@@ -188,8 +190,8 @@ def _side_by_side(pieces: Sequence[Tensor], tile: slice) -> Tensor:
 
 
 class _Sum:
-    """The gradient of a parameter over tiles, in float32 (float64 for such parameters); of none, or of one
-    that wants none, nothing.
+    """Gradient of a parameter summed over tiles, in float32 (float64 for float64 parameters); does nothing if
+    there is no parameter or no gradient is wanted.
     """
 
     def __init__(self, parameter: Tensor | None, wanted: bool):
@@ -203,7 +205,7 @@ class _Sum:
             self.total += gradient
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
-        """Add a @ b, of matrices."""
+        """Add the matrix product a @ b."""
         assert self.parameter is not None
         first = self.total is None
         if self.total is None:
@@ -223,7 +225,7 @@ class _Sum:
 
 
 def _add_gradients(sums: Sequence[_Sum], dy: Tensor, x: Tensor) -> None:
-    """Those of weight and bias, of a tile of y = x @ weight.T + bias."""
+    """Add the gradients of weight and bias, for a tile of y = x @ weight.T + bias."""
     weight, bias = sums
     if weight.parameter is not None:
         weight.add_product(dy.t(), x)
@@ -232,8 +234,8 @@ def _add_gradients(sums: Sequence[_Sum], dy: Tensor, x: Tensor) -> None:
 
 
 def working_bytes(tokens: int, wide: int, parameters: int, itemsize: int) -> int:
-    """What the backward pass takes beside its input, its gradient and theirs: of a tile what is as wide as
-    the MLP, `wide` elements a token, and the float32 sums of `parameters` elements.
+    """Additional memory of the backward pass: a tile of the MLP's width, `wide` elements per token, and the
+    float32 sums of `parameters` elements.
     """
     size = ceil_div(tokens, ceil_div(tokens, TILE))
     return size * wide * itemsize + parameters * max(4, itemsize)

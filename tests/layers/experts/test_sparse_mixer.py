@@ -132,7 +132,7 @@ def test_no_tokens_and_one_token(randomised):
     "other", [{"experts_per_token": 3}, {"score": "sigmoid"}, {"correction_bias": True}, {"num_groups": 2}]
 )
 def test_what_this_router_does_not_do_is_refused(other):
-    with pytest.raises(ValueError, match=f"by its own rule; found {next(iter(other))}="):
+    with pytest.raises(ValueError, match=f"by its own rule; it does not support {next(iter(other))}="):
         SparseMixerRouter(HIDDEN, replace(SPEC, **other))
 
 
