@@ -1,1 +1,1 @@
-"""Reading config.json, the weight algebra, streaming checkpoint files, and the hub."""
+"""Reading config.json, mapping weights, streaming checkpoint files, and the Hugging Face hub."""

@@ -1,8 +1,8 @@
-"""What goes wrong, as types. Every message says what was found, what was expected and what to do."""
+"""Exception types. Every message says what was found, what was expected and what to do."""
 
 
 class LigerModelsError(Exception):
-    """The base of every error that this package raises on purpose."""
+    """Base class of the errors that this package raises on purpose."""
 
 
 class UnsupportedModelError(LigerModelsError):
@@ -10,7 +10,7 @@ class UnsupportedModelError(LigerModelsError):
 
 
 class ConfigError(LigerModelsError):
-    """config.json holds a key or a value that cannot be honoured."""
+    """config.json has an unsupported key or value."""
 
 
 class CheckpointError(LigerModelsError):
@@ -18,7 +18,7 @@ class CheckpointError(LigerModelsError):
 
 
 class HubError(LigerModelsError):
-    """The Hugging Face hub refused, lacks, or could not deliver what was asked for."""
+    """The Hugging Face hub refused, lacks, or could not deliver the requested data."""
 
 
 class DataError(LigerModelsError):
@@ -26,10 +26,10 @@ class DataError(LigerModelsError):
 
 
 class TrainingError(LigerModelsError):
-    """Training cannot go on: the loss or the gradient is no longer finite."""
+    """Training cannot continue: the loss or the gradient is not finite."""
 
 
 def abbreviate(value: object) -> str:
-    """A found value, as short as a message needs it."""
+    """Short text of a value, for error messages."""
     text = repr(value)
     return text if len(text) <= 100 else text[:97] + "..."

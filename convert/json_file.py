@@ -1,4 +1,4 @@
-"""JSON objects from files that others wrote, read without guessing."""
+"""Strict reading of JSON objects from untrusted files."""
 
 import json
 import os
@@ -12,10 +12,10 @@ Error = type[LigerModelsError]
 
 
 def read_json(path: Path, error: Error = CheckpointError) -> dict[str, Any]:
-    """The JSON object in a regular file.
+    """Read the JSON object in a regular file.
 
     Raises:
-        CheckpointError, or the `error` asked for: it cannot be read, or as `parse_json`.
+        CheckpointError, or the given `error`: the file cannot be read, or as for `parse_json`.
     """
     try:
         with os.fdopen(open_regular(path), "rb") as file:
@@ -26,10 +26,11 @@ def read_json(path: Path, error: Error = CheckpointError) -> dict[str, Any]:
 
 
 def parse_json(text: bytes, what: str, error: Error = CheckpointError) -> dict[str, Any]:
-    """A JSON object in UTF-8, without a byte order mark, that names no key twice; `what` begins the message.
+    """Parse a JSON object in UTF-8, without byte order mark or duplicate keys; `what` begins the error
+    message.
 
     Raises:
-        CheckpointError, or the `error` asked for: it is something else.
+        CheckpointError, or the given `error`: invalid text.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -41,13 +42,13 @@ def parse_json(text: bytes, what: str, error: Error = CheckpointError) -> dict[s
         return out
 
     try:
-        # json.loads guesses the encoding of bytes, and takes UTF-16 and 32, which other readers refuse.
+        # json.loads guesses the encoding of bytes, and accepts UTF-16 and 32, which other readers reject.
         parsed = json.loads(text.decode(), object_pairs_hook=unique)
     except (ValueError, RecursionError) as problem:
         raise error(f"{what} is not valid JSON ({problem}); download it again") from problem
     if not isinstance(parsed, dict):
         raise error(f"{what} must be a JSON object, found {type(parsed).__name__}")
-    if rb"\u" in text:  # only so can half of a pair stand in UTF-8
+    if rb"\u" in text:  # only escapes can produce a lone surrogate in UTF-8
         try:
             json.dumps(parsed, ensure_ascii=False).encode()
         except UnicodeEncodeError as problem:

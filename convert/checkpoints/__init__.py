@@ -1,1 +1,1 @@
-"""The weight algebra, checkpoint files read and written as streams, and the hub."""
+"""Weight maps, streaming reads and writes of checkpoint files, and the hub."""

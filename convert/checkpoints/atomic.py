@@ -1,12 +1,12 @@
-"""Replacing a folder in one step.
+"""Atomic replacement of a folder.
 
     with atomic_folder("out") as new:
         (new / "model.safetensors").write_bytes(...)
 
-The new folder is filled beside its target under a hidden name, written through to the disk, and exchanged
-with the old one by a single system call. Killed at any moment, the process leaves the old folder whole or
-the new one whole. Hidden folders that it leaves beside them are removed by the next `atomic_folder` on the
-same target, before anything is written, and after an hour by that on any target in the same folder.
+The new folder is filled next to its target under a hidden name, synced to disk, and exchanged with the old
+one by a single system call. A process killed at any moment leaves either the complete old folder or the
+complete new one. Hidden folders left behind are removed by the next `atomic_folder` on the same target,
+before anything is written, and after an hour by one on any target in the same folder.
 """
 
 import ctypes
@@ -30,17 +30,17 @@ STALE_SECONDS = 3600
 def atomic_folder(
     target: str | Path, *, replaces: Callable[[str], bool] = lambda name: True
 ) -> Iterator[Path]:
-    """Yields an empty folder that becomes `target` when the block ends, and disappears if it raises.
+    """Yields an empty folder that becomes `target` when the block ends, and is deleted if it raises.
 
     Args:
-        target: the folder to make or to replace. Missing parents are made.
-        replaces: tells by its name which entry of an existing target the new folder is to replace. Every
-            other entry that the block did not write itself is kept.
+        target: the folder to create or replace. Missing parents are created. replaces: whether the new folder
+        replaces an existing target's entry of this name. Every other entry that the
+            block did not write is kept.
 
     Raises:
-        CheckpointError: the target is a file or a mount point, or its parent cannot be written to.
+        CheckpointError: the target is a file or a mount point, or its parent is not writable.
     """
-    target = Path(os.path.realpath(target))  # through a symlink, whose own place stays as it is
+    target = Path(os.path.realpath(target))  # follow a symlink, which stays in place
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target}: is a file, expected a folder; choose another name")
     if os.path.ismount(target):
@@ -54,12 +54,12 @@ def atomic_folder(
         new.mkdir()
     except OSError as error:
         raise CheckpointError(
-            f"{target.parent}: cannot make a folder there ({error.strerror}); the new version of "
-            f"{target.name!r} is written beside the old one, so its parent must be writable"
+            f"{target.parent}: cannot create a folder there ({error.strerror}); the new version of "
+            f"{target.name!r} is written next to the old one, so its parent must be writable"
         ) from error
     lock = os.open(new, os.O_RDONLY)
     try:
-        # A kill releases it too, which is how the next save knows that the folder is stale.
+        # A kill releases it too, so the next save knows that the folder is stale.
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield new
         if target.exists():
@@ -70,16 +70,16 @@ def atomic_folder(
         _sync(target.parent)
     finally:
         os.close(lock)
-        # By now it holds the old version, or, after an error, the half-written new one.
+        # By now it holds the old version or, after an error, the incomplete new one.
         shutil.rmtree(new, ignore_errors=True)
 
 
 @contextmanager
 def alone_at(target: str | Path) -> Iterator[bool]:
-    """Of processes that are to write one folder at the same time, lets one do so, and the others wait for it.
+    """Lets one of the processes that write the same folder at the same time proceed, while the others wait.
 
-    Yields True in a process that is to write, False in one that waited while another wrote. A process that
-    dies or fails before the folder is in its place leaves it to the next.
+    Yields True in the process that is to write, False in those that waited for another. If a process dies or
+    fails before the folder is in place, the next one takes over.
     """
     target = Path(os.path.realpath(target))
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ def alone_at(target: str | Path) -> Iterator[bool]:
             break
         if _identity(path) == _identity(handle):
             break
-        os.close(handle)  # of a file that the one before has removed
+        os.close(handle)  # the previous owner removed the file
     try:
         yield not (waited and _identity(target) != before)
     finally:
@@ -104,7 +104,7 @@ def alone_at(target: str | Path) -> Iterator[bool]:
 
 
 def _identity(path: Path | int) -> int | None:
-    """What tells a folder or file from another that was put in its place."""
+    """Identifies a folder or file, to detect a replacement."""
     try:
         return os.stat(path).st_ino
     except FileNotFoundError:
@@ -113,7 +113,7 @@ def _identity(path: Path | int) -> int | None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Errors of the system in the block name the file: those of a write, on a full disk say, do not."""
+    """Adds the file's name to OS errors raised in the block; write errors, such as a full disk, lack it."""
     try:
         yield
     except OSError as error:
@@ -127,13 +127,13 @@ def _hidden(target: Path, kind: str) -> Path:
 
 
 def _is_hidden(path: Path) -> bool:
-    """Whether `_hidden` could have made this folder, and not somebody with a likeness for such names."""
+    """Whether `_hidden` could have created this folder, rather than somebody with similar names."""
     made = re.fullmatch(r"\..*\.(tmp|old)-[0-9a-f]{12}", path.name, re.DOTALL) is not None
     return made and path.is_dir() and not path.is_symlink()
 
 
 def _clear_stale(target: Path) -> None:
-    """Removes what a killed process left beside the target."""
+    """Removes the remains of killed processes next to the target."""
     moved_away = [p for p in sorted(target.parent.glob(f".{_escape(target.name)}.old-*")) if _is_hidden(p)]
     if moved_away and not target.exists():
         os.rename(moved_away.pop(), target)
@@ -153,7 +153,8 @@ def _clear_stale(target: Path) -> None:
 
 
 def _is_old(folder: Path) -> bool:
-    """Whether nothing in a folder has changed for an hour. Its lock may be another machine's, unseen here."""
+    """Whether nothing in a folder has changed for an hour. Its lock may be held on another machine,
+    invisibly."""
     try:
         changed = max(os.lstat(path).st_mtime for path in (folder, *folder.rglob("*")))
     except OSError:  # it is being written, or is gone
@@ -172,8 +173,8 @@ def _keep_entries(old: Path, new: Path, replaces: Callable[[str], bool]) -> None
 
 
 def link_tree(source: Path, dest: Path) -> None:
-    """Puts `source` at `dest` too, without moving a byte: both names mean one file, also to whoever has
-    it open."""
+    """Hard-links `source` at `dest`, without copying: both names refer to the same files, open ones
+    included."""
     if source.is_dir() and not source.is_symlink():
         dest.mkdir()
         shutil.copymode(source, dest)
@@ -190,8 +191,8 @@ def _put_in_place(new: Path, target: Path) -> None:
     if not target.exists():
         os.rename(new, target)
     elif not _exchange(new, target):
-        # No filesystem call for an exchange: for a moment the target has only its hidden name, from which
-        # the next save restores it.
+        # No exchange on this filesystem: for a moment the target has only its hidden name, from which the
+        # next save restores it.
         old = _hidden(target, "old")
         os.rename(target, old)
         os.rename(new, target)
@@ -199,7 +200,7 @@ def _put_in_place(new: Path, target: Path) -> None:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Exchanges two names in one step; False where the system cannot."""
+    """Exchanges two names atomically; False if the system cannot."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False

@@ -1,9 +1,8 @@
-"""Checkpoint folders from the Hugging Face hub, and to it, through the hub's own client.
+"""Checkpoint folders from and to the Hugging Face hub, using the hub's own client.
 
-The client caches, resumes a broken download and retries; here stand only what to ask it for and what its
-failures mean for whoever called. A repository is reduced to the files that a language model needs, always
-by the same patterns: the client remembers which files of a snapshot it was asked for, and offline it cannot
-widen that.
+The client caches, resumes interrupted downloads and retries; this module only chooses files and explains
+failures. The files of a language model are always selected by the same patterns: the client remembers the
+patterns of a snapshot, and offline it cannot widen them.
 """
 
 import errno
@@ -21,7 +20,7 @@ from liger_models.convert.json_file import read_json
 ALLOW_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 ADAPTER_CONFIG = "adapter_config.json"
 CHAT_TEMPLATES = "additional_chat_templates"  # a folder of templates by name
-# Subfolders hold other formats of the same weights, and so do the files of this name. Templates are small.
+# Subfolders and files of this name hold other formats of the same weights. Templates are small.
 IGNORE_PATTERNS = [*(f"*/{name}" for name in ALLOW_PATTERNS if name != "*.jinja"), "*/*/*", "consolidated*"]
 
 
@@ -33,7 +32,7 @@ def resolve(
     cache_dir: str | Path | None = None,
     local_files_only: bool = False,
 ) -> Path:
-    """The local folder of a checkpoint: itself if it is one, else downloaded from the hub or taken from the
+    """The local folder of a checkpoint: the given folder, or one downloaded from the hub or found in the
     cache.
 
     Args:
@@ -87,25 +86,25 @@ def resolve(
 
 
 def _refuse_adapter(folder: Path, name: object) -> None:
-    """Others load the model that an adapter names, and apply the adapter: weights alone are another model."""
+    """Refuse adapter folders: the weights alone, without the adapter, would be another model."""
     if (folder / ADAPTER_CONFIG).is_file():
         beside = (folder / "config.json").is_file()
         raise CheckpointError(
-            f"{name}: holds an adapter of PEFT ({ADAPTER_CONFIG})"
+            f"{name}: holds a PEFT adapter ({ADAPTER_CONFIG})"
             + (
-                f" beside a model; remove {ADAPTER_CONFIG} if the model's weights are meant as they are"
+                f" and a model; remove {ADAPTER_CONFIG} to use the model's weights without it"
                 if beside
-                else ", and no model"
+                else " but no model"
             )
-            + "; to have it in the weights, load both with PEFT and save what merge_and_unload() gives"
+            + "; to merge it, load both with PEFT and save the result of merge_and_unload()"
         )
 
 
 def local_path(name: str | Path, error: type[LigerModelsError] = CheckpointError) -> Path:
-    """A path with `~` expanded, of which the system can at least be asked whether it exists.
+    """Expand `~` in a path, and check that the system can look it up.
 
     Raises:
-        CheckpointError, or the `error` asked for: there is no such user, or no path is so long.
+        CheckpointError, or the given `error`: unknown user, or the path is too long.
     """
     try:
         path = Path(name).expanduser()
@@ -114,16 +113,16 @@ def local_path(name: str | Path, error: type[LigerModelsError] = CheckpointError
         pass
     except (OSError, RuntimeError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or problem
-        raise error(f"{abbreviate(str(name))} is no path that can be used: {reason}") from problem
+        raise error(f"{abbreviate(str(name))} is not a usable path: {reason}") from problem
     return path
 
 
 def belongs_to(file: Path, folder: Path) -> bool:
-    """Whether a file of a checkpoint folder is its own, and may be copied into an export.
+    """Whether a file of a checkpoint folder belongs to it, and may be copied into an export.
 
-    A link may lead elsewhere in the folder, or to the blobs of the cache of which the folder is a snapshot
-    (`<repository>/snapshots/<commit>`, `<repository>/blobs`). Any other could be a link to a private file,
-    which an export must not publish: that is said in a warning.
+    A link may lead elsewhere in the folder, or to the blobs of the cache if the folder is one of its
+    snapshots (`<repository>/snapshots/<commit>`, `<repository>/blobs`). Any other link might lead to a
+    private file, which an export must not publish; a warning says so.
     """
     real, home = file.resolve(), folder.resolve()
     repository = home.parent.parent
@@ -131,20 +130,20 @@ def belongs_to(file: Path, folder: Path) -> bool:
         home.parent.name == "snapshots" and real.is_relative_to(repository / "blobs")
     ):
         return True
-    warnings.warn(f"{file} is a link out of its folder, to {real}: exports go without it", stacklevel=2)
+    warnings.warn(f"{file} links out of its folder, to {real}: exports omit it", stacklevel=2)
     return False
 
 
 def read_headers(
     repo_id: str, *, revision: str | None = None, token: str | bool | None = None
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The config of a repository, and the dtype of each of its tensors, without its weights.
+    """Read the config of a repository and the dtype of each of its tensors, without downloading weights.
 
-    Nothing of it goes into the cache, where half a checkpoint would stand in the way of a whole one.
+    Nothing is written to the cache, where a partial checkpoint would shadow a complete one.
 
     Raises:
         CheckpointError: the repository has no safetensors weights.
-        ConfigError: its config.json is no JSON object.
+        ConfigError: its config.json is not a JSON object.
         HubError: as for `resolve`.
     """
     from huggingface_hub import HfApi
@@ -178,14 +177,14 @@ def push(
     commit_message: str = "Upload model",
     revision: str | None = None,
 ) -> str:
-    """Uploads a folder to the hub in one commit, making the repository and the branch if need be.
+    """Upload a folder to the hub in one commit, creating the repository and the branch if necessary.
 
     Args:
-        private: of a repository that is made. Default: the owner's setting.
-        revision: the branch. Default: the main one.
+        private: visibility of a new repository. Default: the owner's setting.
+        revision: the branch. Default: main.
 
     Returns:
-        The address of the commit.
+        The URL of the commit.
 
     Raises:
         HubError: not logged in, not allowed, or the upload failed.
@@ -212,14 +211,14 @@ def _looks_like_a_path(name: str) -> bool:
 def _client_errors() -> tuple[type[Exception], ...]:
     from huggingface_hub.errors import HfHubHTTPError
 
-    # The client's HTTP library changes with its version; its base error is the first base of the client's
+    # The client's HTTP library depends on its version; its base error is the first base class of the client's
     # own.
     http_error: Any = HfHubHTTPError.__bases__[0]
     return (OSError, ValueError, http_error)
 
 
 def _explained(error: Exception, action: str, repo_id: str, revision: str | None) -> HubError:
-    """What went wrong, and what to do, in one sentence."""
+    """HubError with cause and remedy in one sentence."""
     from huggingface_hub import errors
 
     what = repo_id if revision is None else f"{repo_id} at revision {revision!r}"
@@ -239,24 +238,22 @@ def _explained(error: Exception, action: str, repo_id: str, revision: str | None
         reason = "the repository has no such branch, tag or commit"
     elif isinstance(error, errors.LocalEntryNotFoundError):
         reason = (
-            "it is not (or not wholly) in the cache, and the hub was not asked or did not answer: check "
-            f"the network, and that offline mode is not on by mistake ({_cause(error)})"
+            "it is not completely in the cache, and the hub was not asked or did not answer: check the "
+            f"network, and that offline mode is not on by mistake ({_cause(error)})"
         )
     elif status in (401, 403):
-        reason = (
-            f"the hub refused (HTTP {status}): check that your token is valid and has the right to {action}"
-        )
+        reason = f"the hub refused (HTTP {status}): check that your token is valid and allows you to {action}"
     elif status is not None:
         reason = f"the hub answered HTTP {status} ({error}); try again later"
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" ({error.filename})" if error.filename else ""
-        reason = f"the disk of the cache is full{where}: make room, or choose another with cache_dir="
+        reason = f"the disk of the cache is full{where}: free space, or choose another with cache_dir="
     else:
-        reason = f"{type(error).__name__}: {error}; try again: what was already downloaded is kept"
+        reason = f"{type(error).__name__}: {error}; try again: completed downloads are kept"
     return HubError(f"cannot {action} {what}: {reason}")
 
 
 def _cause(error: BaseException) -> str:
-    """The first line of the error below, which is what the network said."""
+    """First line of the underlying network error."""
     below = error.__cause__ or error
     return f"{type(below).__name__}: {str(below).splitlines()[0] if str(below) else ''}"

@@ -1,14 +1,13 @@
-"""Checkpoints of sharded safetensors files, read as streams.
+"""Streaming reads of sharded safetensors checkpoints.
 
     with CheckpointReader(folder) as reader:
         source = match_layout(reader, {layout: weight_map})  # source_layout.py
         load_parameters(parameters, weight_map, reader)
     save_checkpoint(out, parameters, weight_map, source=source, config=config)  # writing.py
 
-Nothing is trusted: every header, and the index, is checked before the first byte of data is read. Bytes go
-from the file straight into the parameters' own memory. So the memory needed is the parameters and a few
-small buffers, one a thread, which also serve where bytes cannot go straight: to another dtype, into a
-strided view, to a GPU.
+Nothing is trusted: every header, and the index, is checked before any data is read. Bytes go from the file
+directly into the parameters' memory. Peak memory is therefore the parameters plus a small buffer per thread,
+used for conversion to another dtype, a strided view, or a GPU.
 """
 
 import math
@@ -53,16 +52,16 @@ MAX_INDEX_BYTES = 2 * MAX_HEADER_BYTES  # room for the names of some 300,000 ten
 
 
 class CheckpointReader:
-    """The checked tensors of a checkpoint folder. Use it in a `with` statement; it keeps the files open.
+    """The validated tensors of a checkpoint folder. Use it in a `with` statement; it keeps the files open.
 
     Attributes:
-        tensors: where each tensor lies, by name, in the order of the files and of their bytes.
+        tensors: location of each tensor, by name, in the order of the files and of their bytes.
         files: the header of each file, by file name.
-        index: the bytes of the index file, or None for a checkpoint of one file.
+        index: the bytes of the index file, or None for a single-file checkpoint.
 
     Raises:
-        CheckpointError: there is no safetensors checkpoint in the folder, a file is damaged, or the files
-            and their index disagree.
+        CheckpointError: no safetensors checkpoint in the folder, a damaged file, or files that contradict
+            their index.
     """
 
     def __init__(self, folder: str | Path):
@@ -100,11 +99,11 @@ class CheckpointReader:
         return {name: info.dtype for name, info in self.tensors.items()}
 
     def rename(self, new_name: Callable[[str], str | None]) -> list[TensorInfo]:
-        """From here on tensors go by what `new_name` says of their names in the files. Those of which it says
-        None are left out; returns these.
+        """Rename tensors from now on by applying `new_name` to their names in the files. Those with None are
+        dropped; returns these.
 
         Raises:
-            CheckpointError: two would have one name.
+            CheckpointError: two tensors would have the same name.
         """
         kept: dict[str, TensorInfo] = {}
         left_out = []
@@ -114,7 +113,7 @@ class CheckpointReader:
                 left_out.append(info)
             elif new in kept:
                 raise CheckpointError(
-                    f"{self.folder / info.file}: both {old!r} and another tensor of the checkpoint stand for "
+                    f"{self.folder / info.file}: both {old!r} and another tensor of the checkpoint map to "
                     f"{new!r}; remove the one that is wrong"
                 )
             else:
@@ -123,7 +122,7 @@ class CheckpointReader:
         return left_out
 
     def cut(self, name: str, rows: int) -> TensorInfo:
-        """From here on a tensor is its first `rows` rows alone; returns what is behind them."""
+        """Keep only a tensor's first `rows` rows from now on; returns the rest."""
         info = self.tensors[name]
         kept = info.nbytes // info.shape[0] * rows
         self.tensors[name] = replace(info, shape=(rows, *info.shape[1:]), nbytes=kept)
@@ -144,7 +143,7 @@ class CheckpointReader:
         return out
 
     def read_into(self, name: str, dest: Tensor, start: int = 0, stop: int | None = None) -> None:
-        """Fills `dest` with the elements [start, stop) of a tensor, in its own order; all by default.
+        """Fills `dest` with the elements [start, stop) of a tensor, in memory order; all by default.
 
         `dest` may have any shape, strides, device and dtype; a contiguous one on the CPU of the file's
         dtype is filled without a copy. May be called from several threads.
@@ -216,7 +215,7 @@ class CheckpointReader:
                 )
 
     def _find_files(self) -> dict[str, str]:
-        """The index's map from tensor to file; {} where there is one file and no index."""
+        """The index's map from tensor to file; {} for a single file without an index."""
         path = self.folder / INDEX_FILE
         if (self.folder / SINGLE_FILE).exists() or not path.exists():
             return {}
@@ -243,7 +242,7 @@ class CheckpointReader:
         if found:
             raise CheckpointError(
                 f"{self.folder}: holds {len(found)} safetensors files ({', '.join(found[:3])}...) but no "
-                f"{INDEX_FILE} that tells which belong together; download the index too"
+                f"{INDEX_FILE} listing which belong together; download the index too"
             )
         pickles = sorted(
             p.name for p in self.folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt")
@@ -251,9 +250,8 @@ class CheckpointReader:
         if pickles:
             raise CheckpointError(
                 f"{self.folder}: holds weights only as pickles ({pickles[0]}), which can run any code "
-                "when opened and are not read here; convert them where you trust them: load the folder "
-                "with transformers' AutoModelForCausalLM.from_pretrained and write it with "
-                "save_pretrained, which makes safetensors"
+                "when opened and are not read here; if you trust them, load the folder with transformers' "
+                "AutoModelForCausalLM.from_pretrained and save it as safetensors with save_pretrained"
             )
         raise CheckpointError(
             f"{self.folder}: holds no safetensors file; expected {SINGLE_FILE} or {INDEX_FILE}"
@@ -261,12 +259,12 @@ class CheckpointReader:
 
 
 def _read_small(path: Path) -> bytes:
-    """The bytes of a JSON file beside the weights, which has no reason to be large."""
+    """The bytes of a JSON file next to the weights, with a size limit."""
     with open(open_file(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_INDEX_BYTES:
             raise CheckpointError(
-                f"{path}: is {size} bytes long, and an index at most {MAX_INDEX_BYTES}; download it again"
+                f"{path}: is {size} bytes long, but an index has at most {MAX_INDEX_BYTES}; download it again"
             )
         return file.read()
 
@@ -281,16 +279,17 @@ def load_parameters(
     *,
     progress: bool = False,
 ) -> None:
-    """Fills native tensors from a checkpoint, each byte read once and in the order of the files.
+    """Fills native tensors from a checkpoint, reading each byte once and in file order.
 
     Args:
-        parameters: the tensors to fill, by native name; on any device, of any dtype. Of one that is sharded
-            over processes, each reads its own part.
-        progress: show a progress bar in bytes, unless it would be gone within a second.
+        parameters: the tensors to fill, by native name; on any device, of any dtype. For sharded tensors,
+            each process reads its own part.
+        progress: show a progress bar in bytes, unless loading takes less than a second.
 
     Raises:
-        ValueError: the names or the shapes of `parameters` are not those of the map.
-        CheckpointError: a file cannot be read, or holds integers or 8 bits where a parameter is a float.
+        ValueError: the names or shapes of `parameters` do not match the map.
+        CheckpointError: a file cannot be read, or holds integers or 8-bit values for a floating point
+            parameter.
     """
     check_parameters(parameters, weight_map)
     jobs: list[_ReadJob] = []
@@ -299,8 +298,8 @@ def load_parameters(
         info = reader.tensors[name]
         if dest.is_floating_point() and info.dtype not in (*WEIGHT_DTYPES, dest.dtype):
             raise CheckpointError(
-                f"{reader.folder / info.file}: tensor {name!r} is in {info.dtype}, and weights must be in "
-                f"{', '.join(map(str, WEIGHT_DTYPES))}. Quantised weights mean nothing without their scales: "
+                f"{reader.folder / info.file}: tensor {name!r} is in {info.dtype}, but weights must be in "
+                f"{', '.join(map(str, WEIGHT_DTYPES))}. Quantised weights are useless without their scales: "
                 "use the original checkpoint"
             )
         for first, piece in pieces_of(dest, info.dtype.itemsize):
@@ -361,8 +360,7 @@ def _progress_bar(total: int, enabled: bool) -> Any:
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """The outcome of `verify_roundtrip`: how much was compared, and the names of tensors that came back
-    changed."""
+    """Result of `verify_roundtrip`: the amount of data compared, and the names of changed tensors."""
 
     tensors: int
     nbytes: int
@@ -372,9 +370,9 @@ class RoundTrip:
 def verify_roundtrip(
     reader: CheckpointReader, weight_map: WeightMap, dtypes: Mapping[str, torch.dtype]
 ) -> RoundTrip:
-    """Reads every native tensor, takes it apart again, and compares with the files bit by bit.
+    """Converts every native tensor to checkpoint form and back, and compares it with the files bit by bit.
 
-    Holds one of them in memory at a time, in its dtype in the model (`dtypes`, by native name).
+    Holds one tensor in memory at a time, in the model's dtype (`dtypes`, by native name).
     """
     changed: list[str] = []
     infos: list[TensorInfo] = []

@@ -1,11 +1,10 @@
-"""The header of a safetensors file: read without trusting it, and written.
+"""The header of a safetensors file: validated reading, and writing.
 
     8 bytes: n, little endian | n bytes: JSON | the tensors' bytes, without gaps
 
-The JSON maps each tensor's name to `{"dtype": ..., "shape": ..., "data_offsets": [begin, end]}`, offsets
-counted from the end of the header, and `__metadata__` to a map of strings. A header that passes
-`parse_header` describes every byte of the file exactly once, so that nothing read later can lie outside of
-it or mean two things.
+The JSON maps each tensor's name to `{"dtype": ..., "shape": ..., "data_offsets": [begin, end]}`, with offsets
+from the end of the header, and `__metadata__` to a map of strings. A header that passes `parse_header`
+describes every byte of the file exactly once, so no later read can be out of bounds or ambiguous.
 """
 
 import json
@@ -39,14 +38,14 @@ DTYPES: dict[str, torch.dtype] = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-# The format allows 100 MB, which can become gigabytes of Python objects. This is room for 150,000 tensors in
-# one file; checkpoints of more are divided into many.
+# The format allows 100 MB, which can expand to gigabytes of Python objects. This limit fits 150,000 tensors
+# per file; larger checkpoints are sharded.
 MAX_HEADER_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor of a checkpoint lies: `nbytes` bytes from byte `offset` of the file named `file`."""
+    """Location of a checkpoint tensor: `nbytes` bytes from byte `offset` of the file named `file`."""
 
     name: str
     file: str
@@ -58,8 +57,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class FileHeader:
-    """A parsed header: its bytes as they stand in the file, the metadata, the tensors in order of their
-    bytes."""
+    """A parsed header: its bytes in the file, the metadata, and the tensors in the order of their bytes."""
 
     raw: bytes
     metadata: dict[str, str]
@@ -67,7 +65,7 @@ class FileHeader:
 
 
 def open_file(path: Path) -> int:
-    """Opens a regular file for reading, and nothing that a read could wait for or never see the end of.
+    """Opens a regular file for reading, refusing anything that could block or never end.
 
     Raises:
         CheckpointError: it cannot be opened, or is a folder, a named pipe, a socket or a device.
@@ -117,10 +115,10 @@ def _header_length(prefix: bytes, size: int, path: Path) -> int:
 def build_header(
     tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> bytes:
-    """The bytes that open a safetensors file holding these tensors, in this order, without gaps.
+    """Header bytes of a safetensors file with these tensors, in this order, without gaps.
 
     Raises:
-        CheckpointError: they are so many that `parse_header` would refuse the file.
+        CheckpointError: too many tensors for `parse_header` to accept the file.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
@@ -147,14 +145,14 @@ def _parse_entry(name: str, entry: Any, path: Path, data_start: int) -> TensorIn
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(
-            f"{path}: tensor {name!r} has dtype {abbreviate(dtype)}, which is not known here; known are "
+            f"{path}: tensor {name!r} has dtype {abbreviate(dtype)}, which is not supported; expected one of "
             f"{', '.join(DTYPES)}"
         )
-    # Torch counts elements and bytes in 64 bits, and takes an empty dimension for 1 as it makes strides.
+    # torch counts elements and bytes in 64 bits, and computes strides as if empty dimensions had size 1.
     if not _is_natural(shape) or math.prod(max(1, n) for n in shape) * DTYPES[dtype].itemsize >= 2**63:
         raise CheckpointError(
-            f"{path}: tensor {name!r} has the shape {abbreviate(shape)}, expected a list of sizes below 2^63 "
-            "bytes in all"
+            f"{path}: tensor {name!r} has the shape {abbreviate(shape)}, expected a list of sizes with fewer "
+            "than 2^63 bytes in total"
         )
     if not _is_natural(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CheckpointError(
@@ -171,7 +169,7 @@ def _parse_entry(name: str, entry: Any, path: Path, data_start: int) -> TensorIn
 
 
 def _check_coverage(tensors: list[TensorInfo], path: Path, data_start: int, size: int) -> None:
-    """Demands that the tensors, sorted by offset, cover the bytes [data_start, size) exactly once."""
+    """Checks that the tensors, sorted by offset, cover the bytes [data_start, size) exactly once."""
     expected, previous = data_start, "the header"
     for info in tensors:
         if info.offset != expected:

@@ -1,8 +1,8 @@
-"""Tensors that are divided over processes, at the checkpoint's edge: DTensor of torch.distributed, and
-parameters under DeepSpeed's ZeRO-3.
+"""Sharded tensors in checkpoint reads and writes: DTensor of torch.distributed, and parameters under
+DeepSpeed's ZeRO-3.
 
-Loading, each process reads the part that it holds (`local_part`). Saving, every process takes part in making
-one tensor after the other whole (`whole`), and one of them writes (`write_together`).
+When loading, each process reads its own part (`local_part`). When saving, all processes gather one tensor
+after another (`whole`), and one of them writes (`write_together`).
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from liger_models.convert.errors import CheckpointError
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    return hasattr(tensor, "full_tensor")  # without torch.distributed there is no class to ask for
+    return hasattr(tensor, "full_tensor")  # DTensor is missing in builds without torch.distributed
 
 
 def is_zero3(tensor: Tensor) -> bool:
-    return hasattr(tensor, "ds_id")  # DeepSpeed's mark; the parameter itself is empty between its uses
+    return hasattr(tensor, "ds_id")  # set by DeepSpeed; the parameter itself is empty between uses
 
 
 def shape_of(tensor: Tensor) -> tuple[int, ...]:
-    """The shape of the whole tensor, however it is divided."""
+    """Shape of the whole tensor, sharded or not."""
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """What this process has of a tensor that may be divided over several."""
+    """This process's part of a tensor that may be sharded."""
     sharded: Any = tensor
     return sharded.to_local() if is_sharded(tensor) else tensor
 
 
 def local_part(tensor: Tensor, expr: Expr) -> tuple[Tensor, Expr]:
-    """The memory of `tensor` in this process, and the expression of what it holds of the whole."""
+    """This process's part of `tensor`, and the expression of that part."""
     if not is_sharded(tensor):
         return tensor, expr
     sharded: Any = tensor
@@ -48,7 +48,7 @@ def local_part(tensor: Tensor, expr: Expr) -> tuple[Tensor, Expr]:
 
 
 def part_of(expr: Expr, offsets: Sequence[int], sizes: Sequence[int]) -> Expr:
-    """The expression of the part of a tensor that begins at `offsets` and has `sizes`."""
+    """Expression of the part of a tensor that begins at `offsets` and has `sizes`."""
     for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
         if size < expr.shape[dim]:
             expr = Rows(expr, start, start + size, dim)
@@ -56,7 +56,7 @@ def part_of(expr: Expr, offsets: Sequence[int], sizes: Sequence[int]) -> Expr:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole of a tensor, without its graph. Every process that holds a part must ask for it."""
+    """Gather the whole tensor, without its graph. Every process that holds a part must call this."""
     if is_zero3(tensor):
         import deepspeed
 
@@ -65,12 +65,12 @@ def whole(tensor: Tensor) -> Tensor:
     sharded: Any = tensor.detach()
     if not is_sharded(tensor):
         return sharded
-    return sharded.to(sharded.device_mesh.device_type).full_tensor()  # parts may be offloaded to the host
+    return sharded.to(sharded.device_mesh.device_type).full_tensor()  # shards may be offloaded to the host
 
 
 def checkpoint_tensors(get: Callable[[str], Tensor], weight_map: WeightMap) -> Iterator[tuple[str, Tensor]]:
-    """The (name, tensor) of a checkpoint one after the other, from native tensors, `get(name)`, that need not
-    be whole: every process that holds a part of them must run through it.
+    """Iterate over a checkpoint's (name, tensor) pairs, made from native tensors, `get(name)`, that may be
+    sharded: every process that holds a part must iterate.
     """
     for group in connected(weight_map):
         yield from write((expr, whole(get(name))) for name, expr in group.items()).items()
@@ -83,11 +83,11 @@ def _in_ranks(dist: Any) -> bool:
 def write_together(
     tensors: Iterable[Tensor], write: Callable[[Iterator[Tensor]], None], folder: Path
 ) -> None:
-    """Hand the tensors, each of them whole, to `write` in turn, which writes `folder`: in the first process,
-    if some are sharded. All processes then come back together, and all fail if that one did.
+    """Pass whole tensors one by one to `write`, which writes `folder`, in the first process if some are
+    sharded. All processes return together, and all fail if that one fails.
 
-    Of processes that have all of the model each (DDP), and call this for one folder at the same time, one
-    writes and the others wait for it. They need not all call it.
+    Among processes that each have the whole model (DDP) and call this for one folder at the same time, one
+    writes and the others wait. Not all of them need to call it.
     """
     import torch.distributed as dist
 
@@ -105,7 +105,7 @@ def write_together(
             write(one_by_one)
         except Exception as caught:
             error = caught
-    for _ in one_by_one:  # what is left of them: the others wait for this process's part
+    for _ in one_by_one:  # exhaust it: other processes wait for this one's shards
         pass
     outcome: list[str | None] = [None if error is None else str(error)]
     dist.broadcast_object_list(outcome, src=0)

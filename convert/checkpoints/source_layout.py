@@ -1,4 +1,4 @@
-"""Which of a family's known layouts a checkpoint has, and what an export must know of it."""
+"""Matching a checkpoint to one of its family's known layouts, and the facts needed to export it again."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,14 +19,14 @@ from liger_models.convert.errors import CheckpointError
 
 @dataclass(frozen=True)
 class SourceLayout:
-    """What a checkpoint looked like, to write another one like it.
+    """Properties of a checkpoint, for writing another one like it.
 
     Attributes:
-        layout: the one that it matched.
+        layout: the matching layout.
         files: the header of each file, by file name.
         index: the bytes of the index file, if there was one.
-        carried: tensors that the model does not use, to be written out again as they were.
-        tied: tensors that repeat another one, by name; the value is the other one's name.
+        carried: tensors that the model does not use, to be written unchanged.
+        tied: tensors that duplicate another one, by name; the value is the other one's name.
     """
 
     layout: Any
@@ -47,17 +47,17 @@ def match_layout(
     carried: Sequence[str] = (),
     tied_duplicates: Mapping[str, str] | None = None,
 ) -> SourceLayout:
-    """Finds the layout whose tensors are exactly those of the checkpoint, with the right shapes.
+    """Finds the layout with exactly the checkpoint's tensors, in the right shapes.
 
     Args:
-        layouts: the weight maps under which the family is known, by layout.
-        carried: patterns (`*` and `?`) of tensors that may be there too and are only carried through.
-        tied_duplicates: tensors that may be there too if they equal, bit by bit, the tensor named as the
-            value; a tied model's `lm_head.weight`, say.
+        layouts: the family's weight maps, by layout.
+        carried: patterns (`*` and `?`) of tensors that may be present and are only copied to exports.
+        tied_duplicates: tensors that may be present if bitwise equal to the tensor named as the value, such
+            as a tied model's `lm_head.weight`.
 
     Raises:
-        CheckpointError: no layout fits; shows what the nearest one misses and does not know, or the wrong
-            shapes. Or a duplicate differs from its original.
+        CheckpointError: no layout matches; shows the missing and unknown tensors of the nearest one, or the
+            wrong shapes. Or a duplicate differs from its original.
     """
     found = reader.tensors.keys()
     tied = {name: original for name, original in (tied_duplicates or {}).items() if name in found}
@@ -69,9 +69,7 @@ def match_layout(
         missing = [name for name in shapes if name not in found]
         unexpected = [name for name in found if name not in shapes and name not in extra and name not in tied]
         if not missing and not unexpected:
-            if wrong := _other_shapes(
-                reader, shapes
-            ):  # a layout of the same names may lie the other way round
+            if wrong := _other_shapes(reader, shapes):  # a layout with the same names may be transposed
                 misshapen = misshapen or wrong
                 continue
             source_tied = {name: original for name, original in tied.items() if name not in shapes}
@@ -110,13 +108,13 @@ def _check_duplicate(reader: CheckpointReader, name: str, original: str) -> None
     if not repeats(reader, name, original):
         file = reader.tensors[name].file
         raise CheckpointError(
-            f"{reader.folder / file}: the config ties {name!r} to {original!r}, but the file holds "
-            "other values for it; set tie_word_embeddings to false in config.json if they are meant to differ"
+            f"{reader.folder / file}: the config ties {name!r} to {original!r}, but the file has different "
+            "values for it; set tie_word_embeddings to false in config.json if that is intended"
         )
 
 
 def repeats(reader: CheckpointReader, name: str, original: str) -> bool:
-    """Whether a tensor is the same as another one, bit by bit."""
+    """Whether a tensor is bitwise equal to another one."""
     a, b = reader.tensors[name], reader.tensors.get(original)
     if b is None or (a.dtype, a.shape) != (b.dtype, b.shape):
         return False

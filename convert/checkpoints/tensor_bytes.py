@@ -1,4 +1,4 @@
-"""The bytes of tensors: where they lie, in pieces of bounded size, and through a buffer where they must."""
+"""Bytes of tensors: access in pieces of bounded size, directly or through a staging buffer."""
 
 import ctypes
 import threading
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-PIECE_BYTES = 16 << 20  # of one read or write; also the size of a staging buffer
+PIECE_BYTES = 16 << 20  # per read or write; also the size of a staging buffer
 
 
 def is_plain_memory(tensor: Tensor, dtype: torch.dtype) -> bool:
@@ -21,8 +21,8 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 def pieces_of(tensor: Tensor, itemsize: int) -> Iterator[tuple[int, Tensor]]:
-    """Views of consecutive elements, each of at most PIECE_BYTES or one element, with the number of their
-    first. An element counts `itemsize` bytes.
+    """Views of consecutive elements, each of at most PIECE_BYTES or one element, with the index of their
+    first. An element counts as `itemsize` bytes.
     """
     if tensor.dim() == 0 or tensor.numel() * itemsize <= PIECE_BYTES:
         yield 0, tensor
@@ -48,6 +48,6 @@ def stage_for(store: threading.local, like: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two contiguous tensors hold the same bytes; unlike a comparison of values, right for NaN
-    and -0.0."""
+    """Whether two contiguous tensors have the same bytes; unlike comparing values, correct for NaN and
+    -0.0."""
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))

@@ -1,13 +1,13 @@
-"""Safetensors files whose tensors are written piece by piece, by one process or by many together.
+"""Safetensors files written piece by piece, by one process or by many together.
 
-    files.lay_out(folder)                       # one process: headers, and room for the values
-    with files.open(folder) as write:           # each process, once that is done
+    files.lay_out(folder)                       # one process: headers, and space for the values
+    with files.open(folder) as write:           # each process, afterwards
         for place in expr.places(tensor):       # whole, or `Rows` of it
             write(place)
 
-Where an element belongs follows from the headers alone: processes that hold parts of a tensor write them to
-the one file that holds it whole, and need not know of one another. The folder must then lie on a filesystem
-that all of them share, and that keeps writes to different bytes of a file apart.
+The headers determine the place of every element: processes with parts of a tensor write them to the same file
+independently. The folder must be on a filesystem shared by all of them that supports concurrent writes to
+different parts of a file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from liger_models.convert.checkpoints.weight_map import Place
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor of a file."""
+    """A tensor in a file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -49,12 +49,12 @@ class Output:
 
 @dataclass(frozen=True)
 class TensorFiles:
-    """Files as they will be.
+    """Layout of files to be written.
 
     Attributes:
         headers: their first bytes, by file name.
-        files: what follows in each, by name and in order.
-        copies: further names of a tensor, whose values are its own.
+        files: the tensors in each, by name and in order.
+        copies: tensors that duplicate the values of another one.
     """
 
     headers: Mapping[str, bytes]
@@ -63,7 +63,7 @@ class TensorFiles:
 
     @classmethod
     def single(cls, file: str, tensors: Mapping[str, Tensor]) -> TensorFiles:
-        """One file of tensors, each under its own name, in its own shape (as a whole) and dtype."""
+        """A single file of tensors, each with its own name, (whole) shape and dtype."""
         outputs = {name: Output(tuple(x.shape), x.dtype) for name, x in tensors.items()}
         header = build_header([(name, out.dtype, out.shape) for name, out in outputs.items()], {})
         return cls({file: header}, {file: outputs})
@@ -73,7 +73,7 @@ class TensorFiles:
         return sum(out.nbytes for tensors in self.files.values() for out in tensors.values())
 
     def lay_out(self, folder: Path) -> None:
-        """Make the files, with their headers and without values."""
+        """Create the files with headers, without values."""
         for file, tensors in self.files.items():
             with FileIO(folder / file, "w") as opened, naming(folder / file):
                 _write_all(opened, memoryview(self.headers[file]), 0)
@@ -81,8 +81,8 @@ class TensorFiles:
 
     @contextmanager
     def open(self, folder: Path, sync: bool = False) -> Iterator[Callable[[Place], None]]:
-        """Yields what writes a place, of any device and dtype, into the files that `lay_out` made; with
-        `sync` they are on the disk when the block ends.
+        """Yields a function that writes a place, of any device and dtype, to the files created by `lay_out`;
+        with `sync` they are on disk when the block ends.
         """
         with ExitStack() as stack:
             targets: dict[str, tuple[FileIO, int, torch.dtype]] = {}
@@ -108,7 +108,7 @@ class TensorFiles:
 def _write_tensor(
     file: FileIO, offset: int, dtype: torch.dtype, start: int, view: Tensor, staging: threading.local
 ) -> None:
-    """`view` as the elements from `start` of the tensor that begins at `offset`."""
+    """Write `view` as the elements from `start` of the tensor at `offset`."""
     offset += start * dtype.itemsize
     if view.numel() and is_plain_memory(view, dtype):
         _write_all(file, memory_of(view), offset)

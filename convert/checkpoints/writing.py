@@ -1,4 +1,4 @@
-"""Writing a checkpoint, one tensor at a time, into a folder that replaces the old one when it is whole."""
+"""Writing a checkpoint, one tensor at a time, to a folder that atomically replaces the old one."""
 
 import errno
 import json
@@ -29,14 +29,14 @@ from liger_models.convert.sizes import parse_size
 def save_checkpoint(
     folder: str | Path, parameters: Mapping[str, Tensor], weight_map: WeightMap, **options: Any
 ) -> None:
-    """Writes a checkpoint folder, which takes the place of an old one in one step when it is whole.
+    """Writes a checkpoint folder, which atomically replaces an old one when complete.
 
-    What an existing folder holds beside its weights is kept. Tensors that are sharded over processes are made
-    whole one at a time, and the first process writes. All of them must call this. Of processes with replicas
-    that call this for one folder at the same time, one writes and the others wait for it.
+    An existing folder's entries other than weights are kept. Sharded tensors are gathered one at a time, and
+    the first process writes; all of them must call this. Among processes with replicas that call this for one
+    folder at the same time, one writes and the others wait.
 
     Args:
-        options: and what they raise: as for `plan_checkpoint`.
+        options: and their errors: as for `plan_checkpoint`.
 
     Raises:
         CheckpointError: the disk is full or cannot be written to. An old checkpoint is then untouched.
@@ -47,7 +47,7 @@ def save_checkpoint(
     def write(tensors: Iterator[Tensor]) -> None:
         try:
             with atomic_folder(folder, replaces=_is_weight_file) as new:
-                check_free_space(folder, plan.nbytes)  # when what a killed save left has been removed
+                check_free_space(folder, plan.nbytes)  # after removal of a killed save's remains
                 plan.lay_out(new)
                 with plan.files.open(new) as write_place:
                     for expr, native in zip(weight_map.values(), tensors, strict=True):
@@ -58,8 +58,8 @@ def save_checkpoint(
             raise CheckpointError(
                 f"{folder}: could not write {os.path.basename(error.filename or 'the checkpoint')} "
                 f"({error.strerror or error}); the checkpoint needs {plan.nbytes} bytes"
-                f"{', so make room or choose another disk' if full else ''}. What was "
-                "there before is untouched."
+                f"{', so free space or choose another disk' if full else ''}. Previous contents are "
+                "untouched."
             ) from error
 
     write_together([parameters[name] for name in weight_map], write, folder)
@@ -67,14 +67,14 @@ def save_checkpoint(
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """A checkpoint as it will be: files of tensors, and what stands beside them.
+    """Plan of a checkpoint: its tensor files, and the files next to them.
 
     Attributes:
         files: of the tensors.
-        index: the bytes of the index file; None: there is none.
-        carried: the tensors that have no native one, by name.
+        index: the bytes of the index file, or None.
+        carried: tensors without a native counterpart, by name.
         config: the content of config.json.
-        aux_files: further files, by plain file name: bytes, or a path to copy from.
+        aux_files: other files, by plain file name: bytes, or a path to copy from.
     """
 
     files: TensorFiles
@@ -85,11 +85,11 @@ class CheckpointPlan:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return self.files.nbytes
 
     def lay_out(self, folder: Path) -> None:
-        """Make all files, without the values of native tensors."""
+        """Create all files, without the values of native tensors."""
         self.files.lay_out(folder)
         with self.files.open(folder) as write:
             for name, tensor in self.carried.items():
@@ -110,26 +110,24 @@ def plan_checkpoint(
     fixed: Collection[str] = (),
     aux_files: Mapping[str, Path | bytes] | None = None,
 ) -> CheckpointPlan:
-    """What a checkpoint of these parameters will be.
+    """Plan a checkpoint of these parameters.
 
-    With `source`, every tensor gets the dtype that it had there, and the files are divided as they were,
-    unless `max_shard_size` is given; parameters that did not change then give the same files, byte for
-    byte.
+    With `source`, every tensor gets its dtype there, and the files are divided as there, unless
+    `max_shard_size` is given; unchanged parameters then give the same files, byte for byte.
 
     Args:
-        config: the content of config.json. If `aux_files` has a config.json that says the same, its bytes
-            are used.
-        max_shard_size: bytes, or text such as `"5GB"` (10^9) or `"5GiB"` (2^30), of one file. Default: the
-            source's division, or 5 GB.
-        dtype: of all floating-point tensors; "parameters": the parameters' own. Default: the source's, or
-            the parameters' own.
-        fixed: native names of tensors whose dtype stays, whatever is asked for.
-        aux_files: further files, by plain file name or as `additional_chat_templates/NAME.jinja`: bytes, or
-            a path to copy from (see `find_aux_files`).
+        config: the content of config.json. If `aux_files` has an equivalent config.json, its bytes are used.
+        max_shard_size: maximum size of a file in bytes, or text such as `"5GB"` (10^9) or `"5GiB"` (2^30).
+            Default: the source's files, or 5 GB.
+        dtype: of all floating-point tensors; "parameters": the parameters' own. Default: the source's, or the
+            parameters' own.
+        fixed: native names of tensors that keep their dtype in any case.
+        aux_files: other files, by plain file name or as `additional_chat_templates/NAME.jinja`: bytes, or a
+            path to copy from (see `find_aux_files`).
 
     Raises:
-        ValueError: the names or shapes of `parameters` are not those of the map, or `max_shard_size` is not
-            a size.
+        ValueError: the names or shapes of `parameters` do not match the map, or `max_shard_size` is not a
+            size.
     """
     for name in aux_files or {}:
         plain = name.removeprefix(f"{CHAT_TEMPLATES}/")
@@ -160,7 +158,7 @@ def plan_checkpoint(
 
 
 def find_aux_files(folder: str | Path) -> dict[str, Path | bytes]:
-    """The files of a checkpoint folder that go with an export: config, generation config, tokenizer,
+    """Files of a checkpoint folder to include in an export: config, generation config, tokenizer,
     templates."""
     folder = Path(folder)
     named = {
@@ -219,7 +217,7 @@ def _outputs(
 
 
 def _divide(tensors: Mapping[str, Output], limit: int) -> dict[str, list[str]]:
-    """Names by file: consecutive tensors up to `limit` bytes a file, larger ones alone."""
+    """Names by file: consecutive tensors up to `limit` bytes per file, larger ones alone."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, out in tensors.items():
@@ -278,9 +276,10 @@ def _is_weight_file(name: str) -> bool:
 
 
 def check_free_space(folder: Path, needed: int) -> None:
-    """
+    """Check that the disk has space for a checkpoint.
+
     Raises:
-        CheckpointError: the disk on which `folder` will lie has fewer bytes free.
+        CheckpointError: fewer bytes than `needed` are free on the disk of `folder`.
     """
     parent = folder.absolute().parent
     while not parent.exists():
@@ -288,6 +287,6 @@ def check_free_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise CheckpointError(
-            f"{folder}: the checkpoint needs {needed} bytes, and only {free} are free on its disk; the "
-            "old one stays until the new one is whole, so make room or choose another disk"
+            f"{folder}: the checkpoint needs {needed} bytes, but only {free} are free on its disk; the old "
+            "one is kept until the new one is complete, so free space or choose another disk"
         )

@@ -1,1 +1,1 @@
-"""Reading a config.json without overlooking a key."""
+"""Reading config.json with a check that no key is ignored."""

@@ -1,8 +1,8 @@
 """Reading a Hugging Face config.json so that no key is overlooked.
 
-A spec is built by taking keys from the config. When it is complete, `finish()` demands that every key was
-either taken or cannot change the mathematics: a key that nobody asked for is an error that names it,
-because a setting that is quietly ignored gives a model that is quietly wrong.
+A spec is built by taking keys from the config. At the end, `finish()` checks that every other key is known
+not to affect the model's computation: an unknown key is an error that names it, because silently ignoring a
+setting silently gives a wrong model.
 
     c = HFConfig.load("folder")
     hidden_size = c.take("hidden_size")
@@ -24,16 +24,16 @@ REQUIRED: Any = object()
 
 
 class HFConfig:
-    """The raw config.json of a model, and a record of which of its keys were taken.
+    """The raw config.json of a model, and a record of the keys taken.
 
     Attributes:
         raw: the dict as read, never changed.
         model_type: the value of `model_type`.
-        name: where the config came from, for messages.
-        most_layers: no model that can be meant is deeper. The number of tensors in the checkpoint, where
-            there is one: each layer has at least one.
-        complete: the object that the config comes from fills in every default (transformers'), so a rotary
-            setting that is missing was lost on the way.
+        name: origin of the config, for messages.
+        most_layers: upper bound of the number of layers. The number of tensors in the checkpoint, if there is
+            one, since each layer has at least one.
+        complete: the object that the config comes from fills in every default (transformers'), so a missing
+            rotary setting was lost on the way.
     """
 
     most_layers = 10_000
@@ -72,11 +72,11 @@ class HFConfig:
         Args:
             path_or_dict: the folder, file or dict.
             ignore_config_keys: keys that are known not to matter.
-            dropout: 0.0 if there shall be none, whatever the config says; None: what it says, which `finish`
+            dropout: 0.0 to disable dropout, whatever the config says; None: the config's, which `finish`
                 refuses unless it is 0.
 
         Raises:
-            ConfigError: the file is missing or is not a JSON object, names a key twice, or `model_type` is
+            ConfigError: the file is missing, is not a JSON object or has a duplicate key, or `model_type` is
                 missing.
         """
         if isinstance(path_or_dict, Mapping):
@@ -88,16 +88,16 @@ class HFConfig:
         return cls(raw, str(path), ignore_config_keys, dropout)
 
     def with_raw(self, raw: Mapping[str, Any]) -> "HFConfig":
-        """Another config from the same place, of which no key is taken."""
+        """Another config of the same origin, with no key taken."""
         other = HFConfig(copy.deepcopy(dict(raw)), self.name, tuple(self._ignored), self._dropout)
         other.complete = self.complete
         return other
 
     def part(self, key: str) -> "HFConfig":
-        """The config that stands under `key`, whose keys `finish` looks at too.
+        """The config under `key`, whose keys `finish` checks, too.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: the key is missing.
         """
         if key in self._parts:
             return self._parts[key]
@@ -110,10 +110,10 @@ class HFConfig:
         return part
 
     def fill(self, defaults: Mapping[str, Any]) -> None:
-        """Gives values to keys that this file leaves out and the family's reference then fills in.
+        """Set defaults for missing keys, as the family's reference does.
 
-        A key that is present and null stays null. A value that nobody takes is looked at by `finish` as if
-        the file had it: a reference may drop out where its config does not say.
+        A null stays null. `finish` checks default values that were not taken as if they were in the file: a
+        reference may have dropout by default.
         """
         self._defaults.update(defaults)
 
@@ -126,13 +126,12 @@ class HFConfig:
         return self.take_one_of(key, default=default)
 
     def take_count(self, key: str | tuple[str, ...], default: Any = REQUIRED, *, least: int = 1) -> Any:
-        """As `take`, of a key (or of several names of one) that counts something: a whole number from `least`
-        to 2^31 - 1.
+        """Take a key (or one of several names of it) with a count: a whole number from `least` to 2^31 - 1.
 
-        A count of layers is at most `most_layers`, for layers are made one by one.
+        A count of layers is at most `most_layers`, since layers are created one by one.
 
         Raises:
-            ConfigError: it is missing, or something else.
+            ConfigError: missing, or another value.
         """
         names = (key,) if isinstance(key, str) else key
         value, name = self.take_one_of(*names, default=default), " or ".join(names)
@@ -142,11 +141,11 @@ class HFConfig:
         return self._checked(name, value, value is None or value <= most, f"at most {most}")
 
     def take_layers(self, key: str, default: Any = REQUIRED, *, among: int | None = None) -> Any:
-        """As `take`, of a key that lists layers by their numbers, the first being 0; of a list whose layers
-        must be there, they are `among` so many.
+        """Take a key with a list of layer indices, starting at 0; with `among`, each must be below that
+        number.
 
         Raises:
-            ConfigError: it is missing, or something else.
+            ConfigError: missing, or another value.
         """
         value = self.take(key, default)
         good = isinstance(value, list) and all(type(i) is int and i >= 0 for i in value)
@@ -155,10 +154,10 @@ class HFConfig:
         return self._checked(key, value, good, f"a list of numbers of {layers}")
 
     def take_number(self, key: str, default: Any = REQUIRED, *, positive: bool = False) -> Any:
-        """As `take`, of a key with a finite number of 0 or more; above 0, where it must be `positive`.
+        """Take a key with a finite number >= 0; > 0 if `positive`.
 
         Raises:
-            ConfigError: it is missing, or something else.
+            ConfigError: missing, or another value.
         """
         value = self.take(key, default)
         good = is_finite(value) and (value > 0 if positive else value >= 0)
@@ -168,19 +167,19 @@ class HFConfig:
         return self._checked(key, value, good, expected)
 
     def take_flag(self, key: str, default: bool) -> bool:
-        """As `take`, of a key that is true or false.
+        """Take a key with a boolean.
 
         Raises:
-            ConfigError: it is something else.
+            ConfigError: another value.
         """
         value = self.take(key, default)
         return self._checked(key, value, isinstance(value, bool), "true or false")
 
     def take_only(self, **values: Any) -> None:
-        """Take keys of which a single value is supported; each may be absent.
+        """Take keys with a single supported value each; they may be absent.
 
         Raises:
-            ConfigError: one of them has another value.
+            ConfigError: another value.
         """
         for key, supported in values.items():
             if (found := self.take(key, supported)) != supported:
@@ -194,7 +193,7 @@ class HFConfig:
         return value
 
     def take_one_of(self, *keys: str, default: Any = REQUIRED) -> Any:
-        """The value of whichever of `keys`, several names of one setting, is present; else as `take`.
+        """Take the one of `keys`, alternative names of a setting, that is present; otherwise as `take`.
 
         Raises:
             ConfigError: two of them are present and differ, or none is and no default was given.
@@ -208,8 +207,8 @@ class HFConfig:
                 state = "null" if any(key in self.raw for key in keys) else "missing"
                 names = " or ".join(repr(key) for key in keys)
                 raise ConfigError(
-                    f"{self.name}: the key {names} is {state}, and this model cannot be built without it; "
-                    "take the value from the model's original config.json"
+                    f"{self.name}: the key {names} is {state}, but the model needs it; take the "
+                    "value from the model's original config.json"
                 )
             return default
         values = list(found.values())
@@ -235,18 +234,17 @@ class HFConfig:
         two spellings of one model compare equal.
 
         Args:
-            layer_type: for families whose layers rotate differently (`"full_attention"`,
-                `"sliding_attention"`). In the old spelling a sliding layer has no scaling and takes
+            layer_type: for families with different rotary settings per layer type (`"full_attention"`,
+                `"sliding_attention"`). In the old spelling a sliding layer has no scaling and uses
                 `rope_local_base_freq` as its theta.
-            default_theta: the family's theta where the config names none.
-            head_dim_default_partial: the family's share of the head that is rotated where the config names
-                none.
-            default_scaling: the family's settings where the config has neither `rope_scaling` nor
+            default_theta: the family's default theta.
+            head_dim_default_partial: the family's default fraction of the head that is rotated.
+            default_scaling: the family's settings if the config has neither `rope_scaling` nor
                 `rope_parameters`.
-            default_local_theta: of families whose sliding layers have a theta of their own, which
-                `rope_theta` does not name: theirs, where the config has no `rope_local_base_freq`.
-            extra: numbers that the family has among them beside those of the type. Those that are there come
-                back as a dict, "extra".
+            default_local_theta: default of `rope_local_base_freq`, for families whose sliding layers have
+                their own theta.
+            extra: additional numbers in the family's rotary settings. Those present are returned as a dict,
+                "extra".
 
         Raises:
             ConfigError: an unknown rope type, an unknown, missing or mistyped parameter, or spellings that
@@ -266,14 +264,14 @@ class HFConfig:
 
     @property
     def taken(self) -> frozenset[str]:
-        """The keys that were asked for, present or not."""
+        """The keys that were taken, present or not."""
         return frozenset(self._taken)
 
     def finish(self) -> None:
-        """Checks that nothing was overlooked.
+        """Check that no key was overlooked.
 
         Raises:
-            ConfigError: names every key that was not taken and might change the mathematics.
+            ConfigError: names every key that was not taken and might affect the model's computation.
         """
         for part in self._parts.values():
             part.finish()
@@ -297,7 +295,7 @@ class HFConfig:
 
     def _is_harmless(self, key: str) -> bool:
         value = self._value(key)
-        if key == "is_causal":  # whose absence means true
+        if key == "is_causal":  # absent means true
             return value in (None, True)
         if value is None or value is False or key.startswith("_") or key in self._ignored:
             return True

@@ -1,4 +1,4 @@
-"""A model's config after it was read: as its user sees it, and as it goes out again."""
+"""A model's config after reading: attribute access for users, and export."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from liger_models.convert.config.rope_config import both_rope_spellings
 
 
 class ModelConfig:
-    """The config of a model as its user sees it: the keys of config.json as attributes that may be set.
+    """The keys of config.json as attributes that can be set.
 
     Other libraries read and set attributes of `model.config` (`use_cache`, `hidden_size`) and call the
     methods below. Changing a size here does not rebuild the model.
@@ -21,7 +21,7 @@ class ModelConfig:
         self.__dict__.update(copy.deepcopy(dict(raw)))
 
     def to_dict(self) -> dict[str, Any]:
-        """A copy of the keys and values."""
+        """Copy of the keys and values."""
         return copy.deepcopy(self.__dict__)
 
     def to_json_string(self) -> str:
@@ -29,12 +29,12 @@ class ModelConfig:
         return json.dumps(self.__dict__, indent=2, sort_keys=True, default=str) + "\n"
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> ModelConfig:
-        """The config of the language model: the nested `text_config` where there is one, else this one."""
+        """Config of the language model: the nested `text_config` if there is one, else this one."""
         nested = self.__dict__.get("text_config")
         if not isinstance(nested, dict):
             return self
         text = ModelConfig({})
-        text.__dict__ = nested  # shared, so that what is set on it is seen here
+        text.__dict__ = nested  # shared, so that changes are visible here
         return text
 
     def __repr__(self) -> str:
@@ -42,11 +42,11 @@ class ModelConfig:
 
 
 def export_config(raw: Mapping[str, Any], *, dtype: str, source: bool) -> dict[str, Any]:
-    """The config.json to write beside exported weights.
+    """The config.json for exported weights.
 
-    One that was read from a checkpoint (`source`) goes out as it came in, except that a stated dtype
-    follows the weights. One made from nothing bears the old and the new spelling of dtype and of rotary
-    settings, because readers of the new one ignore the old one silently, and the other way round.
+    A config read from a checkpoint (`source`) is written unchanged, except that a stated dtype follows the
+    weights. A config created from scratch has both the old and the new spelling of dtype and rotary settings,
+    since readers of one silently ignore the other.
 
     Args:
         dtype: name of the weights' dtype as in config.json, such as `"bfloat16"`.

@@ -145,7 +145,7 @@ def test_a_file_and_a_mount_point_are_refused(tmp_path, monkeypatch):
 
 def test_a_parent_that_cannot_be_written_to_is_named(tmp_path):
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"file: cannot make a folder there \(File exists\)"):
+    with pytest.raises(CheckpointError, match=r"file: cannot create a folder there \(File exists\)"):
         save(tmp_path / "file" / "out")
 
 

@@ -43,7 +43,7 @@ from liger_models.convert.errors import CheckpointError
             b"0" * 8,
             "'a' has the data_offsets",
         ),
-        ({"a": entry("F32", [2**40, 2**40], 0, 8)}, b"0" * 8, "'a' has the shape .*below 2\\^63 bytes"),
+        ({"a": entry("F32", [2**40, 2**40], 0, 8)}, b"0" * 8, "'a' has the shape .*fewer than 2\\^63 bytes"),
         ({"a": {"dtype": "F32", "shape": [2]}}, b"0" * 8, "entry for 'a' must hold"),
         ({"a": 3}, b"", "entry for 'a' must hold"),
         ({"__metadata__": {"x": 1}}, b"", "__metadata__"),

@@ -329,14 +329,14 @@ def test_what_is_in_the_cache_needs_no_network(hub, client, home):
     assert offline("resolve", "org/cached") == online
     message = message_of(offline("resolve", "org/never_seen"))
     offline.close()
-    assert "cannot download org/never_seen: it is not (or not wholly) in the cache" in message
+    assert "cannot download org/never_seen: it is not completely in the cache" in message
     assert "offline mode" in message
 
 
 def test_what_is_not_in_the_cache_is_an_error_without_network(hub, client):
     hub.add("org/not_cached")
     message = message_of(client("resolve", "org/not_cached", local_files_only=True))
-    assert "org/not_cached: it is not (or not wholly) in the cache" in message
+    assert "org/not_cached: it is not completely in the cache" in message
 
 
 def test_an_own_cache_folder_is_used(hub, client, tmp_path):
@@ -426,8 +426,8 @@ def test_a_folder_with_an_adapter_is_no_model(tmp_path, beside):
     (tmp_path / "adapter_config.json").write_text("{}")
     if beside:
         (tmp_path / "config.json").write_text("{}")
-    told = "beside a model; remove adapter_config.json if" if beside else "and no model; to have it"
-    with pytest.raises(CheckpointError, match=rf"{tmp_path}: holds an adapter of PEFT.*{told}"):
+    told = "and a model; remove adapter_config.json to" if beside else "but no model; to merge it"
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}: holds a PEFT adapter.*{told}"):
         resolve(tmp_path)
 
 

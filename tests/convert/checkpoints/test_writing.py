@@ -397,7 +397,7 @@ def test_a_write_that_fails_leaves_the_old_checkpoint(old, monkeypatch, failing_
     with pytest.raises(CheckpointError, match=message) as error:
         save_checkpoint(old, random_parameters(seed=2), MAP, config=CONFIG)
     assert "untouched" in str(error.value)
-    assert ("make room" in str(error.value)) == (code != errno.EIO)
+    assert ("free space" in str(error.value)) == (code != errno.EIO)
 
 
 def test_writes_that_take_less_than_they_are_given_are_continued(tmp_path, monkeypatch):
@@ -417,7 +417,7 @@ def test_a_real_limit_on_file_size_leaves_the_old_checkpoint(old):
         try:
             save_checkpoint(old, random_parameters(seed=2), MAP, config=CONFIG)
         except CheckpointError as error:
-            os._exit(7 if "make room" in str(error) else 8)
+            os._exit(7 if "free space" in str(error) else 8)
         os._exit(9)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 7
@@ -426,7 +426,7 @@ def test_a_real_limit_on_file_size_leaves_the_old_checkpoint(old):
 def test_too_little_free_space_is_told_before_a_byte_is_written(old, monkeypatch):
     usage = shutil.disk_usage(old)._replace(free=100)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(CheckpointError, match=r"needs \d+ bytes, and only 100 are free"):
+    with pytest.raises(CheckpointError, match=r"needs \d+ bytes, but only 100 are free"):
         save_checkpoint(old, random_parameters(seed=2), MAP, config=CONFIG)
 
 

@@ -115,7 +115,7 @@ def test_links_out_of_the_folder_are_not_copied_into_exports(checkpoint, tmp_pat
         (folder / name).symlink_to(secret)
     (folder / "merges.txt").symlink_to("tokenizer.json")  # within the folder
     model = liger_models.from_hub(folder)
-    with pytest.warns(UserWarning, match=r"vocab\.json is a link out of its folder"):
+    with pytest.warns(UserWarning, match=r"vocab\.json links out of its folder"):
         model.save_pretrained(tmp_path / "out")
     written = {path.name: path for path in (tmp_path / "out").iterdir()}
     assert {"tokenizer.json", "merges.txt"} <= written.keys()
@@ -130,7 +130,7 @@ def test_nor_into_what_training_writes(run, settings, tmp_path, tokenizer_folder
     model = shutil.copytree(checkpoint, tmp_path / "model")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (model / name).unlink()
-    with pytest.warns(UserWarning, match=r"merges\.txt is a link out of its folder"):
+    with pytest.warns(UserWarning, match=r"merges\.txt links out of its folder"):
         result = run(settings(steps=1, model=str(model), tokenizer=str(tokenizer), eval_fraction=0.0))
     assert not (result.final / "merges.txt").exists()
     assert (result.final / "tokenizer.json").exists()
@@ -147,7 +147,7 @@ def test_the_links_of_the_hubs_cache_are_its_own(tmp_path):
     (snapshot / "tokenizer.json").symlink_to("../../blobs/f00")
     (snapshot / "vocab.json").symlink_to("../../../models--c--d/blobs/f00")
     assert belongs_to(snapshot / "tokenizer.json", snapshot)
-    with pytest.warns(UserWarning, match="link out of its folder"):
+    with pytest.warns(UserWarning, match="links out of its folder"):
         assert not belongs_to(snapshot / "vocab.json", snapshot)
 
 
@@ -158,14 +158,14 @@ NO_PATHS = ["~nosuchuser/model", "./" + "x" * 300, "/" + "x/" * 5000, "./a\0b"]
 
 @pytest.mark.parametrize("name", NO_PATHS, ids=["user", "name", "path", "null"])
 def test_paths_that_the_system_refuses_are_clear_errors(run, settings, name, folder, tmp_path):
-    with pytest.raises(CheckpointError, match="is no path that can be used"):
+    with pytest.raises(CheckpointError, match="is not a usable path"):
         resolve(name)
-    with pytest.raises(LigerModelsError, match="is no path that can be used"):
+    with pytest.raises(LigerModelsError, match="is not a usable path"):
         liger_models.from_hub(name)
     for option in ("model", "output", "tokenizer", "resume"):
-        with pytest.raises(LigerModelsError, match=r"is no path that can be used|cannot be a folder"):
+        with pytest.raises(LigerModelsError, match=r"is not a usable path|cannot be a folder"):
             run(settings(**{option: name}))
-    with pytest.raises(DataError, match="is no path that can be used"):
+    with pytest.raises(DataError, match="is not a usable path"):
         load_documents([f"{name}.txt"], TextTokenizer(folder), seq_len=64, vocab_size=320)
 
 

@@ -117,7 +117,7 @@ def test_rows_of_a_data_set_of_the_hub_name_no_file_of_this_machine(load, tmp_pa
     monkeypatch.setattr(datasets, "load_dataset", lambda *name, **options: rows.to_iterable_dataset())
     monkeypatch.setattr(sources, "_commit", lambda name: "one")
     with pytest.raises(
-        DataError, match=r"hf:owner/pictures, row 1: the image .* is a file, and this data set"
+        DataError, match=r"hf:owner/pictures, row 1: the image .* is a file, but this data set"
     ):
         load("hf:owner/pictures")
 

@@ -321,7 +321,7 @@ def test_metrics_of_something_else_are_not_written_over(run, settings, tmp_path,
 def test_an_output_that_cannot_be_a_folder_is_noticed_before_training(run, settings, tmp_path, name):
     (tmp_path / "run").write_text("a file")
     output = name if name.startswith("~") else str(tmp_path / name)
-    with pytest.raises(ConfigError, match=r"cannot be a folder|no path that can be used"):
+    with pytest.raises(ConfigError, match=r"cannot be a folder|not a usable path"):
         run(settings(output=output))
 
 

@@ -72,7 +72,7 @@ def test_where_there_is_no_room_for_a_copy_the_run_waits(saver, tmp_path, monkey
 def test_what_failed_in_the_thread_is_raised_where_it_is_waited_for(saver, tmp_path):
     (tmp_path / "file").write_text("in the way")
     saver.save(folder_of(tmp_path / "file" / "one", torch.ones(3)), meanwhile=True)
-    with pytest.raises(CheckpointError, match=r"cannot make a folder there|cannot be written"):
+    with pytest.raises(CheckpointError, match=r"cannot create a folder there|cannot be written"):
         saver.save(folder_of(tmp_path / "two", torch.ones(3)))
     assert not saver.failed
     saver.save(folder_of(tmp_path / "two", torch.ones(3)))
