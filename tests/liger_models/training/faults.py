@@ -278,9 +278,9 @@ def check_words(kind: str, outcome: dict) -> None:
             assert f"process {victim} ended (DataError: the data are gone)" in said[rank], said
     if kind == "hang":
         assert outcome["codes"][victim] == 2, outcome
-        for rank in others:  # a reader that hangs behind the last step holds up its own process alone
+        for rank in others:  # a reader that hangs after the last step holds up its own process alone
             assert outcome["codes"][rank] == 2 or "the end of the run" in said[victim], outcome
-        assert any(f"process {victim} hangs" in words for words in said), said
+        assert any(f"process {victim} has been stuck" in words for words in said), said
 
 
 def compare(folder: Path) -> None:

@@ -419,14 +419,14 @@ def test_a_teacher_of_another_vocabulary_is_refused(start, teacher, tmp_path):
         start("distill", {"teacher": str(tmp_path / "other")})
 
 
-def test_what_is_told_stands_in_the_bar():
-    speeds = Speeds(peak=1e12, told=("margin", "accuracy"))
+def test_objective_metrics_appear_in_the_progress_bar():
+    speeds = Speeds(peak=1e12, extra=("margin", "accuracy"))
     speeds.add(100, 10**9, 0.5)
     record = {"loss": 0.5, "margin": 0.25, "accuracy": None, "lr": 1e-3, "memory": 2**30}
     assert speeds.line(record, None).startswith("loss 0.500, margin 0.250, lr 1.0e-03, 200 tok/s")
 
 
-def test_what_is_told_stands_in_the_files_and_the_picture(configured, run):
+def test_objective_metrics_appear_in_the_files_and_the_plot(configured, run):
     pytest.importorskip("matplotlib")
     done = run(configured("dpo", eval_fraction=0.2))
     header, *lines = (done.final.parent / "metrics.csv").read_text().splitlines()
