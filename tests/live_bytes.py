@@ -8,7 +8,7 @@ import importlib
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -131,6 +131,7 @@ def as_on_a_gpu(device: str = "cpu") -> Iterator[None]:
         stand_ins += [
             (torch.distributed, "all_to_all_single", _nothing),
             (torch, "is_autocast_enabled", lambda *kind: False),  # which knows no meta device
+            (torch, "autocast", lambda *kind, **options: nullcontext()),
             (of_loss, "valid_rows", lambda labels, vocab, ignored, count: labels.new_empty(count)),
         ]
     with ExitStack() as stack:

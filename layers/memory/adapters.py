@@ -1,19 +1,63 @@
-"""What adapters keep and need of a token beside a layer's own activations."""
+"""What adapters keep and need of a token beside a layer's own activations.
+
+Where our operation runs a layer (layers/projections/low_rank.py), its input is done with when the gradient
+of the input is made. Where PEFT's own forward runs, see layers/memory/peft_forward.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import astuple, dataclass
+from typing import Any, NamedTuple
 
 from torch import nn
 
+from liger_models.layers.memory.peft_forward import PEFT_FORWARDS
 from liger_models.layers.memory.step import Step
 from liger_models.layers.projections.packed_linear import PackedLinear
 
-# PEFT's own forward of DoRA and other variants, which runs again in the backward pass, makes up to three
-# tensors as wide as the input and six as wide as the output, in float32 (counted with PEFT 0.21).
-_INPUTS, _OUTPUTS = 3, 6
+
+@dataclass(frozen=True)
+class Work:
+    """Bytes that the backward pass of a linear layer takes beside the gradient of its output.
+
+    Attributes:
+        with_input: the most while its input is needed, which is not counted.
+        without: the most after that.
+        forward, kept, begun: of PEFT's own forward, see `PeftForward`.
+    """
+
+    with_input: int = 0
+    without: int = 0
+    forward: int = 0
+    kept: int = 0
+    begun: int = 0
+
+    def total(self, of_input: int = 0) -> int:
+        """With an input of that many bytes."""
+        return max(of_input + self.with_input, self.without)
+
+    def most(self, other: Work) -> Work:
+        return Work(*map(max, astuple(self), astuple(other)))
+
+    @staticmethod
+    def of_peft(linear: _Linear, tokens: int, itemsize: int) -> Work:
+        assert linear.peft is not None
+        own, size = PEFT_FORWARDS[linear.peft][itemsize > 2], (linear.width, linear.height)
+        with_input, without = (
+            max((tokens * m.size(*size) for m in own.moments if m.with_input == asked), default=0)
+            for asked in (True, False)
+        )
+        forward, begun = tokens * own.forward.size(*size), tokens * own.begun * linear.height
+        if linear.peft.startswith("dora"):
+            # Of W, B A (made of a unit matrix), and W + s B A, all in float32: while the norms are made, when
+            # there is the output of W alone, and from then on.
+            square, matrix = 4 * linear.width**2, 4 * linear.width * linear.height
+            cast = 0 if itemsize > 2 else 4 * tokens * linear.width
+            norms = cast + tokens * itemsize * linear.height + square + 4 * matrix
+            with_input = max(with_input + square + 2 * matrix, begun + norms)
+            forward = max(forward + square + 2 * matrix, norms)
+        return Work(with_input, without, forward, tokens * own.kept.size(*size), begun)
 
 
 @dataclass(frozen=True)
@@ -22,43 +66,96 @@ class AdapterCosts:
 
     Attributes:
         columns: of the low-rank paths' t = x A^T, which are kept where a layer does not run again.
-        last, front, mixer: bytes for each token that PEFT's own forward of one layer needs, the most of the
-            MLP's last product, of those in front of it, and of the mixer's.
-        matrices: bytes that it needs whatever the number of tokens.
+        last, front, mixer, output: the most that one linear layer takes: of the MLP's last product, of those
+            in front of it, of attention's inputs and of its output.
+        trained: whether the weight of the last product is trained.
+        peft: where of the four PEFT's own forward runs, in some layer.
+        adapted: where of the four there are adapters.
+        keeps_input: where of the four some layer keeps its input at the level `all`.
+        kept: bytes that PEFT's own forwards keep at that level.
     """
 
-    columns: int = 0
-    last: int = 0
-    front: int = 0
-    mixer: int = 0
-    matrices: int = 0
+    columns: int
+    last: Work
+    front: Work
+    mixer: Work
+    output: Work
+    trained: bool
+    peft: frozenset[str]
+    adapted: frozenset[str]
+    keeps_input: frozenset[str]
+    kept: int
 
     @staticmethod
-    def of(layer: nn.Module, step: Step) -> AdapterCosts:
-        """Of the adapters that a layer has, or will have in this step."""
-        columns, matrices, work = 0, 0, {"last": 0, "front": 0, "mixer": 0}
-        for name, width, height, rank, own_forward in _adapted(layer, step):
-            columns += rank
-            if own_forward:
-                place = "mixer" if not name.startswith("mlp.") else "last" if "down_proj" in name else "front"
-                work[place] = max(work[place], 4 * (_INPUTS * width + _OUTPUTS * height))
-                if step.dora:  # the norms of W + s B A, which PEFT makes of a unit matrix
-                    matrices = max(matrices, 4 * width * (width + 3 * height))
-        return AdapterCosts(columns, work["last"], work["front"], work["mixer"], matrices)
+    def of(layer: nn.Module, step: Step, tokens: int, itemsize: int) -> AdapterCosts:
+        """Of the adapters that a layer has, or will have in this step, for so many tokens."""
+        work = dict.fromkeys(_PLACES, Work())
+        columns = kept = 0
+        trained: set[str] = set()
+        peft: set[str] = set()
+        adapted: set[str] = set()
+        keeps_input: set[str] = set()
+        for linear in _linears(layer, step):
+            here, dx = {linear.place}, tokens * itemsize * linear.width
+            if linear.peft is not None:
+                own = Work.of_peft(linear, tokens, itemsize)
+                peft |= here
+                keeps_input |= here if PEFT_FORWARDS[linear.peft][itemsize > 2].kept.with_input else set()
+            elif linear.eight_bits:  # its own dx and that of the paths
+                own = Work(with_input=2 * dx)
+            else:  # of a weight that is trained its input is needed while dx is there
+                own = Work(with_input=dx) if linear.trained else Work(without=dx)
+                keeps_input |= here if linear.trained or linear.adapted else set()
+            trained |= here if linear.trained else set()
+            adapted |= here if linear.adapted else set()
+            columns, kept = columns + linear.rank, kept + own.kept
+            work[linear.place] = work[linear.place].most(own)
+        last, front, mixer, output = (work[place] for place in _PLACES)
+        places = frozenset(peft), frozenset(adapted), frozenset(keeps_input)
+        return AdapterCosts(columns, last, front, mixer, output, "last" in trained, *places, kept)
 
 
-def _adapted(layer: nn.Module, step: Step) -> Iterator[tuple[str, int, int, int, bool]]:
-    """Name, inputs, outputs and rank of each adapted linear layer, and whether PEFT's own forward runs it."""
+_PLACES = ("last", "front", "mixer", "output")
+
+
+class _Linear(NamedTuple):
+    """A linear layer: whether its weight is trained, the rank of its paths, and which of PEFT's own forwards
+    runs it, if one does.
+    """
+
+    name: str
+    width: int
+    height: int
+    trained: bool = False
+    adapted: bool = False
+    rank: int = 0
+    peft: str | None = None
+    eight_bits: bool = False
+
+    @property
+    def place(self) -> str:
+        if self.name.startswith("mlp."):
+            return "last" if "down_proj" in self.name else "front"
+        return "output" if "o_proj" in self.name else "mixer"
+
+
+def _linears(layer: nn.Module, step: Step) -> Iterator[_Linear]:
+    inside: set[str] = set()
     for name, module in layer.named_modules():
-        if step.lora_rank:
-            if isinstance(module, nn.Linear):
-                heights = [module.out_features]
-                if isinstance(module, PackedLinear):
-                    heights = list(module.parts.values())
-                for height in heights:
-                    yield name, module.in_features, height, 0 if step.dora else step.lora_rank, step.dora
-        elif hasattr(module, "low_rank_projection"):
-            own: Any = module
-            found = own.low_rank_projection()
-            rank = 0 if found is None else sum(adapter.a.shape[0] for adapter in found.adapters)
-            yield name, own.in_features, own.out_features, rank, found is None
+        if any(name.startswith(f"{outer}.") for outer in inside):
+            continue  # parts of an adapted layer
+        own: Any = module
+        if hasattr(module, "adapter_costs"):
+            inside.add(name)
+            sizes, costs = (name, own.in_features, own.out_features), own.adapter_costs()
+            yield _Linear(*sizes, adapted=True, **costs)
+        elif isinstance(module, nn.Linear):
+            heights = list(module.parts.values()) if isinstance(module, PackedLinear) else [own.out_features]
+            if not step.lora_rank:
+                yield _Linear(name, own.in_features, sum(heights), own.weight.requires_grad)
+                continue
+            of_adapter: dict[str, Any] = {"rank": step.lora_rank, "eight_bits": step.weight_bytes == 1}
+            if step.dora:
+                of_adapter = {"peft": "dora"}
+            for height in heights:
+                yield _Linear(name, own.in_features, height, adapted=True, **of_adapter)

@@ -62,6 +62,9 @@ class StepMemory:
         """The memory of a step with these levels of all `stages`, beside the bytes that there are."""
         stages = list(zip(self.stages, levels, strict=True))
         kept = [costs.kept[level] for costs, level in stages]
+        if self._frozen_input and levels[len(self.encoder)] in ("lean", "mlp"):
+            # Without a gradient the first norm's output carries no recipe, and is kept.
+            kept[len(self.encoder)] += self._stream
         moments = [
             *self._frozen_encoder(),
             self._loss(kept, levels),
@@ -254,6 +257,10 @@ class StepMemory:
     def _stream(self) -> int:
         """Bytes of the residual stream."""
         return self.step.tokens * self.model.spec.hidden_size * self.itemsize
+
+    @property
+    def _frozen_input(self) -> bool:
+        return self.step.lora_rank > 0 or not self.model.embed_tokens.weight.requires_grad
 
     @cached_property
     def _tied(self) -> bool:

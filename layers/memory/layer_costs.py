@@ -57,9 +57,10 @@ class LayerCosts:
         if step.sequence_ranks > 1:
             exchanged = tokens * exchange_bytes(layer.spec.mixer, step.sequence_ranks, itemsize)
             kept = {level: kept[level] + (level not in RERUN) * exchanged for level in LEVELS}
-        adapters = AdapterCosts.of(layer, step)
+        adapters = AdapterCosts.of(layer, step, tokens, itemsize)
         beside = _kept_of_images(layer, step, itemsize) + tokens * adapters.columns * itemsize
         kept = {level: kept[level] + (level not in RERUN) * beside for level in LEVELS}
+        kept["all"] += adapters.kept - tokens * _unkept(layer, adapters, itemsize)
         inner, last, rest = matrix_elements(layer)
         mixing = 4 * _attended(layer, step.longest or step.seq)
         again = OPERATIONS_A_BYTE * BYTES_MOVED * (kept["all"] - kept["lean"])
@@ -70,7 +71,7 @@ class LayerCosts:
         own: PerLayerInput | None = getattr(layer, "per_layer_input", None)
         return LayerCosts(
             kept,
-            {level: moments.largest(level) - kept[level] + adapters.matrices for level in LEVELS},
+            {level: moments.largest(level) - kept[level] for level in LEVELS},
             {
                 "all": 0,
                 "lean": again,
@@ -113,8 +114,8 @@ class _Moments:
 
     | at work                 | beside what `lean` keeps, and the stream's gradient | gradients not made yet |
     |-------------------------|-----------------------------------------------------|------------------------|
-    | the MLP's last product  | P and its gradient                                  | all but that product's |
-    | the products in front   | the norm's output and its gradient, S each          | those behind the MLP   |
+    | the MLP's last product  | P and its gradient; what adapters need              | all but that product's |
+    | the products in front   | the norm's output and its gradient, S each; too     | those behind the MLP   |
     | the experts' activation | that output, [R, H], and four times [R, I]          | all                    |
     | the experts' input      | it, its gradient, [R, H], and two times [R, I]      | those behind them      |
     | an MLP in tiles         | it, its gradient, a tile, sums in float32; no P     | all                    |
@@ -130,8 +131,14 @@ class _Moments:
         scaled: of the gradient of what the MLP adds to the stream, where that is scaled. (Where a norm is
             behind the MLP, it takes the place of that norm's input.)
         last, front: what the MLP's last product and those in front of it take, or the experts' activation and
-            their input, without the norm's output.
-        experts: whether it is these.
+            their input.
+        front_norm: how much of `front` is the norm's output.
+        experts: whether these two are of experts.
+        with_norm: whether the norm's output is there during `last` too: experts read it, and where the last
+            product's weight is not trained, it takes the most at the end of the forward pass, while what the
+            layer before gave to the stream is still there.
+        peft: further moments, where PEFT's own forward runs some of its layers.
+        pieces: attention's output by groups of heads, where it is put together once more.
         gradients: of the layer's parameters, all of which are counted beside this: those that there are of
             them at `last`, at `front` and when attention goes back, and all.
         attention: what that takes.
@@ -147,7 +154,11 @@ class _Moments:
     scaled: int
     last: int
     front: int
+    front_norm: int
     experts: bool
+    with_norm: bool
+    peft: _PeftMoments | None
+    pieces: int
     gradients: tuple[int, int, int, int]
     attention: int
     tile: int | None
@@ -163,37 +174,48 @@ class _Moments:
         adapters: AdapterCosts,
     ) -> _Moments:
         tokens, mlp = step.tokens, layer.mlp
-        experts = isinstance(mlp, MixtureOfExperts)
         stream, product = (tokens * itemsize * width for width in (layer.hidden_size, _inner_width(layer)))
         behind = _gradient_bytes((p for name, p in mlp.named_parameters() if "down_proj" in name), step)
         in_front = (p for name, p in layer.mixer.named_parameters() if "o_proj" not in name)  # type: ignore[attr-defined]
         of_mlp, whole = (_gradient_bytes(part.parameters(), step) for part in (mlp, layer))
-        last, front, tile, moved = 2 * product, stream, None, 0
-        if step.lora_rank and (step.weight_bytes or 0) >= 1:
-            # Of 8 bits the product is bitsandbytes' own, with a gradient of its own beside the paths'.
-            last, front = last + product, front + stream
+        last = adapters.last.total(product)
+        # Of several that PEFT runs one after the other, gradients of the input are added up.
+        added = ("front" in adapters.peft) * stream
+        front = adapters.front.total(stream) + added
+        front_norm = min(stream, front - adapters.front.without - added)
+        experts, tile, moved = isinstance(mlp, MixtureOfExperts), None, 0
         if isinstance(mlp, MixtureOfExperts):
             rows = mlp.spec.experts_per_token * stream
-            last, front, behind = rows + 4 * product, rows + 2 * product + stream, 0
+            last, front, behind = rows + 4 * product, rows + 2 * product + 2 * stream, 0
+            front_norm = stream
         elif tokens > tiles.TILE:
             trained = sum(p.numel() for p in mlp.parameters() if p.requires_grad)
-            elements = 0 if step.lora_rank else trained
-            # What stands before the activation, what comes out, and that one's gradient.
-            tile = tiles.working_bytes(tokens, 4 * mlp.spec.intermediate_size, elements, itemsize)
-            moved = 8 * elements * -(-tokens // tiles.TILE)
+            elements = 0 if step.lora_rank or adapters.adapted & {"last", "front"} else trained
             size = ceil_div(tokens, ceil_div(tokens, tiles.TILE))
-            tile += size * max(adapters.last, adapters.front)
+            of_tile, wide = AdapterCosts.of(layer, step, size, itemsize), size * product // tokens
+            # With what stands before the activation, twice as wide as what comes out. In a forward pass that
+            # PEFT runs it is not there yet, but for a half.
+            moments = [2 * wide + of_tile.last.total(wide), 2 * wide + of_tile.front.total()]
+            moments += [wide + of_tile.front.forward + of_tile.last.begun, 3 * wide + of_tile.last.forward]
+            tile = tiles.working_bytes(tokens, 0, elements, itemsize) + max(moments)
+            moved = 8 * elements * -(-tokens // tiles.TILE)
         return _Moments(
             lean=kept["lean"],
             mlp=tokens * mlp.activation_bytes("lean", itemsize),
             norms=layer.norm_outputs() * stream,
             stream=stream,
             scaled=(layer.spec.residual_scale != 1.0) * stream,
-            last=last + tokens * adapters.last,
-            front=front + tokens * adapters.front,
+            last=last,
+            front=front,
+            front_norm=front_norm,
             experts=experts,
+            with_norm=experts or not (adapters.trained or "last" in adapters.peft),
+            peft=_PeftMoments.of(kept, adapters, product, stream) if adapters.peft else None,
+            pieces=_pieces(layer, step, itemsize, adapters),
             gradients=(behind, of_mlp, whole - _gradient_bytes(in_front, step), whole),
-            attention=max(_attention_work(layer, step, itemsize), tokens * adapters.mixer),
+            attention=max(
+                _attention_work(layer, step, itemsize), _peft_mixer(layer, step, itemsize, adapters)
+            ),
             tile=tile,
             moved=moved,
             accumulates=step.accumulates,
@@ -206,13 +228,70 @@ class _Moments:
         if self.accumulates:  # all are there; and beside the sum what is added to it
             of_mlp, all_behind, whole = of_mlp - behind, 0, 0
         attention = self.lean - self.mlp + self.attention + all_behind - whole
+        without_mlp = self.lean - self.mlp + norm
+        if self.peft is not None:
+            if level == "all":
+                return self.peft.at_all - whole
+            # Beside the sum of the stream its two terms are there in a forward pass.
+            attention = max(attention, without_mlp + self.stream + self.peft.output + self.pieces - whole)
         if level in TILED and self.tile is not None:
-            return max(there - self.mlp + self.stream + norm + self.scaled + self.tile - whole, attention)
+            mlp = without_mlp + 2 * self.stream + self.scaled + self.tile - whole
+            return max(mlp + self.pieces, attention)
+        if self.peft is not None:
+            again = without_mlp + self.stream + self.peft.again
+            forward = self.lean + norm + self.peft.forward
+            attention = max(attention, (forward if level == "lean" else again) - whole)
         if level == "all":
             there, norm = there + self.norms, 0
-        last = there + self.last + self.scaled + (norm if self.experts or level == "mlp" else 0)
-        front = there + self.front + norm
+        last = there + self.last + self.scaled + (norm if self.with_norm or level == "mlp" else 0)
+        if self.with_norm and not self.experts and level not in RERUN:
+            last += self.stream
+        front = there + self.front - max(0, self.front_norm - norm)
         return max(last + behind - whole, front + of_mlp - whole, attention)
+
+
+@dataclass(frozen=True)
+class _PeftMoments:
+    """Bytes of further moments, where PEFT's own forward runs some of a layer's linear layers.
+
+    Attributes:
+        at_all: the most at the level `all`, where nothing runs again.
+        output: the most in the forward pass of attention's output, beside what `lean` keeps of attention, a
+            norm's output and the stream.
+        forward: the most in the forward pass of the MLP, beside what `lean` keeps and the norm's output.
+        again: the most when the MLP's first products run again after the backward pass of its last one has
+            begun, beside what `lean` keeps of attention, the norm's output and the stream's gradient.
+    """
+
+    at_all: int
+    output: int
+    forward: int
+    again: int
+
+    @staticmethod
+    def of(
+        kept: dict[ActivationMemory, int], adapters: AdapterCosts, product: int, stream: int
+    ) -> _PeftMoments:
+        last, *others = (
+            work.total() - work.kept
+            for work in (adapters.last, adapters.front, adapters.mixer, adapters.output)
+        )
+        return _PeftMoments(
+            kept["all"] + 2 * stream + max(last, max(others) - adapters.last.kept),
+            adapters.output.forward,
+            product + adapters.last.forward,
+            product + adapters.front.forward + adapters.last.begun,
+        )
+
+
+def _unkept(layer: Block, adapters: AdapterCosts, itemsize: int) -> int:
+    """Bytes for each token of inputs that are counted at the level `all`, of which PEFT keeps a cast instead,
+    or nothing where the weight is not trained.
+    """
+    if not adapters.peft or isinstance(layer.mlp, MixtureOfExperts) or layer.norm_outputs() != 2:
+        return 0
+    sizes = {"last": _inner_width(layer), "front": layer.hidden_size, "mixer": layer.hidden_size}
+    return itemsize * sum(size for place, size in sizes.items() if place not in adapters.keeps_input)
 
 
 def _gradient_bytes(parameters: Iterable[Tensor], step: Step) -> int:
@@ -241,6 +320,31 @@ def _attention_work(layer: Block, step: Step, itemsize: int) -> int:
     if step.tokens > LONG and step.sequence_ranks == 1:
         sums //= mixer.num_key_value_heads
     return step.tokens * (gradients + max(sums, norm_work(mixer)))
+
+
+def _peft_mixer(layer: Block, step: Step, itemsize: int, adapters: AdapterCosts) -> int:
+    """What PEFT's own forward of attention's projections takes: of its output, whose input is kept; of
+    queries, keys and values, when that output is done with, and beside the norm's output.
+    """
+    mixer: Any = layer.spec.mixer
+    done = step.tokens * itemsize * mixer.q_size if isinstance(mixer, AttentionSpec) else 0
+    output = adapters.output.total() if "output" in adapters.peft else 0
+    if "mixer" not in adapters.peft:
+        return output
+    stream = step.tokens * itemsize * layer.hidden_size
+    return max(output, stream + adapters.mixer.total(stream) - done)
+
+
+def _pieces(layer: Block, step: Step, itemsize: int, adapters: AdapterCosts) -> int:
+    """Attention's output of long sequences, which is made by groups of heads (`attend_by_groups`): a layer
+    with adapters behind it needs it in one piece.
+    """
+    mixer: Any = layer.spec.mixer
+    long = step.tokens > LONG and step.sequence_ranks == 1
+    if not long or not isinstance(mixer, AttentionSpec) or "output" not in adapters.adapted:
+        return 0
+    plain = mixer.window is None and mixer.softcap is None and not mixer.sinks
+    return step.tokens * itemsize * mixer.q_size * (plain and mixer.num_key_value_heads > 1)
 
 
 def matrix_elements(layer: Block) -> tuple[int, int, int]:

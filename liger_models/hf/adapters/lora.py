@@ -22,7 +22,7 @@ from peft.tuners.lora import layer as peft_lora
 from torch import Tensor, nn
 
 from liger_models.hf.adapters import peft_forward
-from liger_models.hf.adapters.peft_layers import active_adapters, is_known
+from liger_models.hf.adapters.peft_layers import active_adapters, costs_of, is_known
 from liger_models.layers.projections.low_rank import low_rank_linear, projection_of
 from liger_models.layers.projections.low_rank_plan import Projection
 from liger_models.layers.recompute.activation_memory import ActivationMemory
@@ -60,3 +60,8 @@ class LowRankLinear(peft_lora.Linear):  # type: ignore[misc]
         if base is None or adapters is None:
             return None
         return Projection(base.weight, base.bias, adapters)
+
+    def adapter_costs(self) -> dict[str, Any]:
+        """As layers/memory/adapters.py asks."""
+        projection = self.low_rank_projection()
+        return costs_of(self, None if projection is None else projection.adapters)

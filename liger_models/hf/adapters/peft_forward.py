@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from liger_models.hf.adapters.peft_layers import costs_of
 from liger_models.layers.projections.linear import has_hooks
 from liger_models.layers.recompute.activation_memory import ActivationMemory, recompute
 
@@ -53,6 +54,10 @@ class KeepsInputAlone:
 
     def low_rank_projection(self) -> None:
         """It is none that layers/projections/low_rank.py takes."""
+
+    def adapter_costs(self) -> dict[str, Any]:
+        """As layers/memory/adapters.py asks."""
+        return costs_of(self, None)
 
 
 def take_over(layer: nn.Module) -> None:

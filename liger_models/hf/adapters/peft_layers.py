@@ -29,6 +29,23 @@ def active_adapters(layer: Any) -> tuple[Adapter, ...] | None:
     return tuple(adapters)
 
 
+def costs_of(layer: Any, adapters: tuple[Adapter, ...] | None) -> dict[str, Any]:
+    """What layers/memory/adapters.py asks of one of PEFT's layers: the rank of its paths where our operation
+    runs it, or which of PEFT's own forwards does (`adapters` is None).
+    """
+    if adapters is not None:
+        return {"rank": sum(adapter.a.shape[0] for adapter in adapters)}
+    if hasattr(layer, "is_feedforward"):
+        quantised = any(kind.__module__.endswith(".bnb") for kind in type(layer).__mro__)
+        outputs = "ia3 on outputs, quantised" if quantised else "ia3 on outputs"
+        return {"peft": "ia3 on inputs" if layer.is_feedforward else outputs}
+    active = [name for name in layer.active_adapters if name in layer.lora_A]
+    # Of other variants than DoRA none takes more.
+    kind = "dora" if any(name in layer.lora_variant for name in active) else "lora"
+    dropout = any(_probability(layer.lora_dropout[name]) != 0 for name in active)
+    return {"peft": f"{kind}, dropout" if dropout else kind}
+
+
 def is_known(layer: Any) -> bool:
     """Whether a layer of PEFT has the attributes that we know alone: a newer PEFT may compute with others."""
     return _attributes(layer) <= _KNOWN and not layer.fan_in_fan_out

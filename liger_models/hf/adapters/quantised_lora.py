@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from liger_models.hf.adapters.peft_forward import keep_input_alone
-from liger_models.hf.adapters.peft_layers import active_adapters, is_known
+from liger_models.hf.adapters.peft_layers import active_adapters, costs_of, is_known
 from liger_models.layers.projections.linear import has_hooks
 from liger_models.layers.projections.low_rank import add_low_rank, low_rank_linear
 from liger_models.layers.projections.low_rank_plan import Projection
@@ -86,6 +86,10 @@ class FourBits:
         dtype = base.compute_dtype if base.compute_type_is_set else None
         return Projection(base.weight, base.bias, adapters, functools.partial(_dense, state), dtype)
 
+    def adapter_costs(self) -> dict[str, Any]:
+        """As layers/memory/adapters.py asks."""
+        return costs_of(self, active_adapters(self))
+
 
 class EightBits:
     """The forward that PEFT's layer on one of 8 bits gets."""
@@ -96,6 +100,10 @@ class EightBits:
         """x [..., in] -> [..., out], in the dtype of x."""
         out = _add_low_rank(self, x, *args, **kwargs)
         return keep_input_alone(self, super().forward, x, *args, **kwargs) if out is None else out  # type: ignore[misc]
+
+    def adapter_costs(self) -> dict[str, Any]:
+        """As layers/memory/adapters.py asks."""
+        return costs_of(self, active_adapters(self)) | {"eight_bits": True}
 
 
 class EightBitProduct:

@@ -1,0 +1,120 @@
+"""Plans count what PEFT's own forward of a layer takes, and with adapters they are what is measured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from allocations import peak_of_a_step
+from live_bytes import LiveBytes, surroundings
+from test_live_bytes import LORA, RANK, adapted
+
+import liger_models
+from liger_models.layers.memory import Step, StepMemory
+from liger_models.layers.memory.adapters import Work, _Linear
+from liger_models.layers.recompute.activation_memory import carry_recipe, keep_recipes
+
+peft = pytest.importorskip("peft")
+
+IA3 = {
+    "kind": "IA3Config",
+    "target_modules": ["k_proj", "v_proj", "down_proj"],
+    "feedforward_modules": ["down_proj"],
+}
+KINDS = {
+    "lora": {"lora_bias": True},
+    "lora, dropout": {"lora_bias": True, "lora_dropout": 0.1},
+    "dora": {"use_dora": True},
+    "dora, dropout": {"use_dora": True, "lora_dropout": 0.1},
+    "ia3 on inputs": IA3,
+    "ia3 on outputs": IA3,
+}
+
+
+class Seed(torch.autograd.Function):
+    """A scalar, whose backward pass gives a gradient that was there before."""
+
+    @staticmethod
+    def forward(ctx, y, dy):
+        ctx.dy = dy
+        return y.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, _):
+        return ctx.dy.view_as(ctx.dy), None
+
+
+def peak_of(layer, tokens: int) -> int:
+    """Of the backward pass of one layer, beside the gradient of its output; its input carries a recipe."""
+    before = torch.zeros(1, tokens, layer.in_features, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.zeros(1, tokens, layer.out_features, dtype=torch.bfloat16)
+    with LiveBytes([*layer.parameters(), *layer.buffers(), before, dy], zero=True) as live:
+        x = carry_recipe(torch.neg(before), torch.neg, before)
+        with keep_recipes():
+            loss = Seed.apply(layer(x), dy)
+        del x
+        live.peak = live.now
+        loss.backward()
+    return live.peak
+
+
+LAYERS = [
+    *((kind, name) for kind in KINDS if "ia3" not in kind for name in ("mlp.down_proj", "mlp.gate_proj")),
+    ("ia3 on inputs", "mlp.down_proj"),
+    ("ia3 on outputs", "self_attn.k_proj"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), LAYERS)
+def test_a_layer_that_peft_runs_takes_what_is_counted(kind, name):
+    with surroundings():
+        layer = adapted(**KINDS[kind])(1).decoder.layers[0].get_submodule(name)
+        assert layer.adapter_costs() == {"peft": kind}
+        linear = _Linear(name, layer.in_features, layer.out_features, peft=kind)
+
+        def counted(tokens: int) -> int:
+            return Work.of_peft(linear, tokens, 2).total(2 * tokens * layer.in_features)
+
+        few, many = 2048, 4096
+        measured, planned = peak_of(layer, many) - peak_of(layer, few), counted(many) - counted(few)
+    beside = (many - few) * 2 * RANK * 4  # t = x A^T and its gradient
+    assert planned <= measured <= planned + beside
+
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 1 << 20,
+    "tie_word_embeddings": False,
+}
+OF_LORA = {"r": 32, "target_modules": LORA}
+ADAPTERS = {
+    "LoRA": peft.LoraConfig(**OF_LORA),
+    "DoRA": peft.LoraConfig(**OF_LORA, use_dora=True),
+    "LoRA with a bias": peft.LoraConfig(**OF_LORA, lora_bias=True),
+    "IA3": peft.IA3Config(target_modules=IA3["target_modules"], feedforward_modules=["down_proj"]),
+}
+STEPS = [
+    *((name, level, 65536) for name in ADAPTERS for level in ("all", "lean", "checkpoint")),
+    *((name, level, 217_088) for name in ("LoRA", "LoRA with a bias") for level in ("tiled", "offload")),
+    ("LoRA", "mlp", 65536),
+    ("LoRA", "offload", 65536),
+]
+
+
+@pytest.mark.parametrize(("name", "level", "tokens"), STEPS)
+def test_a_plan_with_adapters_is_what_a_step_of_real_widths_allocates(name, level, tokens):
+    """On the meta device, with few layers: what a layer needs at work counts the more."""
+    model = liger_models.from_config(LLAMA_8B, device="meta", dtype=torch.bfloat16, projections="split")
+    with torch.device("meta"):
+        peft.get_peft_model(model, ADAPTERS[name]).train()
+    model.set_activation_memory(level)
+    weights = sum(p.nbytes for p in model.parameters())
+    measured = peak_of_a_step(model, 1, tokens) + weights
+    planned = StepMemory(model, Step(1, tokens, optimizer_bytes=0)).plan([level] * 3).peak
+    assert 0.97 * planned <= measured <= 1.02 * planned
