@@ -58,7 +58,9 @@ from liger_models.kernels.attention.flash_attention import (
 from liger_models.kernels.attention.visible_keys import visible_keys
 from liger_models.layers.attention.flash import flash_attention
 from liger_models.layers.attention.fused import cudnn_takes, masked_attention, unmasked_attention
+from liger_models.layers.sequences.documents import Documents
 from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.sequences.visibility import Visibility
 from liger_models.layers.specs import AttentionSpec
 
 AttentionBackend = Literal["auto", "sdpa", "varlen", "flash", "triton", "masked", "eager"]
@@ -99,33 +101,45 @@ def attend(
     if sequences.slice is not None:
         own, own_sinks = sequences.slice.own_heads(spec, sinks)
         q, k, v = sequences.slice.to_heads(q, k, v)
-        return sequences.slice.to_tokens(attend(q, k, v, own, sequences.whole, backend, own_sinks))
-    if sequences.pads is not None:
-        return _beside_padding(q, k, v, spec, sequences)
-    sequences = _as_seen(spec, sequences)
+        return sequences.slice.to_tokens(_attend(q, k, v, own, sequences.visibility, backend, own_sinks))
+    return _attend(q, k, v, spec, sequences.visibility, backend, sinks)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    visibility: Visibility,
+    backend: AttentionBackend,
+    sinks: Tensor | None,
+) -> Tensor:
+    if visibility.padding is not None:
+        return _with_padding(q, k, v, spec, visibility)
+    visibility = _as_seen(spec, visibility)
     if backend == "auto":
-        backend = _choose(q, k, v, spec, sequences)
-    if sequences.tree is not None and backend not in WITH_TREES:
+        backend = _choose(q, k, v, spec, visibility)
+    if visibility.documents.tree is not None and backend not in WITH_TREES:
         raise ValueError(
             f"attention={backend!r} has no documents that continue others; use 'auto' or 'triton'"
         )
-    if backend in ("masked", "eager") and _boundaries_are_at_hand(q, sequences):
-        return _one_by_one(q, k, v, spec, sequences, backend, sinks)
+    if backend in ("masked", "eager") and _boundaries_are_at_hand(q, visibility):
+        return _one_by_one(q, k, v, spec, visibility, backend, sinks)
     if backend == "triton":
-        return _triton(q, k, v, spec, sequences, sinks)
+        return _triton(q, k, v, spec, visibility, sinks)
     if backend == "flash":
-        return flash_attention(q, k, v, spec, sequences, sinks)
+        return flash_attention(q, k, v, spec, visibility, sinks)
     if backend == "eager":
-        return attend_plain(q, k, v, spec, sequences, sinks)
+        return _plain(q, k, v, spec, visibility, sinks)
     if backend not in ("sdpa", "varlen", "masked"):
         raise ValueError(f"unknown attention backend {backend!r}; choose one of {', '.join(BACKENDS)}")
     if not _is_plain_softmax(spec):
         raise ValueError(f"attention={backend!r} has neither soft cap nor sinks; use 'auto' or 'triton'")
     if backend == "sdpa":
-        return _sdpa(q, k, v, spec, sequences)
+        return _sdpa(q, k, v, spec, visibility)
     if backend == "varlen":
-        return _varlen(q, k, v, spec, sequences)
-    return _masked(q, k, v, spec, sequences)
+        return _varlen(q, k, v, spec, visibility)
+    return _masked(q, k, v, spec, visibility)
 
 
 def attend_by_groups(
@@ -144,7 +158,7 @@ def attend_by_groups(
     groups = spec.num_key_value_heads
     if sequences.slice is None and len(q) > LONG and groups > 1:
         if backend == "auto":
-            backend = _choose(q, k, v, spec, _as_seen(spec, sequences))
+            backend = _choose(q, k, v, spec, _as_seen(spec, sequences.visibility))
         if backend == "sdpa":
             heads = spec.num_attention_heads // groups
             one = replace(spec, num_attention_heads=heads, num_key_value_heads=1)
@@ -160,27 +174,34 @@ def attend_plain(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Sequences, sinks: Tensor | None = None
 ) -> Tensor:
     """The plain twin of `attend`."""
-    bounds, window = _bounds(spec, _as_seen(spec, sequences))
+    return _plain(q, k, v, spec, _as_seen(spec, sequences.visibility), sinks)
+
+
+def _plain(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Visibility, sinks: Tensor | None
+) -> Tensor:
+    bounds, window = _bounds(spec, visibility)
     return attention_plain(q, k, v, spec.scale, bounds, window, spec.softcap, sinks)
 
 
-def _bounds(spec: AttentionSpec, sequences: Sequences) -> tuple[Tensor | KeyRanges | None, int | None]:
+def _bounds(spec: AttentionSpec, visibility: Visibility) -> tuple[Tensor | KeyRanges | None, int | None]:
     """What `kernels.attention` takes as bounds and window."""
-    if not _by_ranges(spec, sequences):
-        return sequences.document_bounds(), spec.window
-    if sequences.tree is not None and spec.causal:
-        return sequences.tree.key_ranges(spec.window, spec.chunk, sequences.spans), None
-    return sequences.key_ranges(spec.window, spec.causal, spec.whole_spans), None
+    if not _by_ranges(spec, visibility):
+        return visibility.documents.bounds(), spec.window
+    if visibility.documents.tree is not None and spec.causal:
+        return visibility.documents.tree.key_ranges(spec.window, spec.chunk, visibility.spans), None
+    return visibility.key_ranges(spec.window, spec.causal, spec.whole_spans), None
 
 
-def _by_ranges(spec: AttentionSpec, sequences: Sequences) -> bool:
+def _by_ranges(spec: AttentionSpec, visibility: Visibility) -> bool:
     """Whether what is seen is more than documents and a window say."""
-    return not spec.causal or sequences.spans is not None or sequences.tree is not None
+    return not spec.causal or visibility.spans is not None or visibility.documents.tree is not None
 
 
-def visible(spec: AttentionSpec, sequences: Sequences) -> Tensor:
+def visible(spec: AttentionSpec, visibility: Visibility) -> Tensor:
     """Which key (column) each query (row) sees: [T, T] bool."""
-    return visible_keys(sequences.num_tokens, *_bounds(spec, sequences), sequences.device)
+    documents = visibility.documents
+    return visible_keys(documents.num_tokens, *_bounds(spec, visibility), documents.device)
 
 
 def attend_cached(
@@ -216,35 +237,39 @@ def attend_cached(
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def _as_seen(spec: AttentionSpec, sequences: Sequences) -> Sequences:
-    sequences = sequences if spec.sees_spans else sequences.without_spans()
-    return sequences if spec.chunk is None or sequences.tree is not None else sequences.chunks(spec.chunk)
+def _as_seen(spec: AttentionSpec, visibility: Visibility) -> Visibility:
+    visibility = visibility if spec.sees_spans else visibility.without_spans()
+    return (
+        visibility
+        if spec.chunk is None or visibility.documents.tree is not None
+        else visibility.chunks(spec.chunk)
+    )
 
 
-def _choose(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Sequences) -> AttentionBackend:
+def _choose(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Visibility) -> AttentionBackend:
     plain = _is_plain_softmax(spec)
     ours = use_triton(q) and max(q.shape[-1], v.shape[-1]) <= MOST_HEAD_DIM
-    if q.dtype == torch.float32 and _by_ranges(spec, sequences):
+    if q.dtype == torch.float32 and _by_ranges(spec, visibility):
         ours = False  # in float32 the kernel has not been timed beside a mask
-    if sequences.tree is not None:
+    if visibility.documents.tree is not None:
         return "triton" if ours else "masked" if plain else "eager"
     usual = q.shape[-1] == v.shape[-1] <= 256
     if (
         plain
-        and _is_unmasked(spec, sequences)
-        and (usual or not ours or _cudnn_takes(q, k, v, spec, sequences))
+        and _is_unmasked(spec, visibility)
+        and (usual or not ours or _cudnn_takes(q, k, v, spec, visibility))
     ):
         return "sdpa"
     if ours:
         return "triton"
     flash = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0
     if plain:
-        return "varlen" if flash and usual and sequences.spans is None else "masked"
+        return "varlen" if flash and usual and visibility.spans is None else "masked"
     return "eager"
 
 
-def _cudnn_takes(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Sequences) -> bool:
-    q, k, v = (x.unflatten(0, sequences.shape).transpose(1, 2) for x in (q, k, v))
+def _cudnn_takes(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Visibility) -> bool:
+    q, k, v = (x.unflatten(0, visibility.documents.shape).transpose(1, 2) for x in (q, k, v))
     return cudnn_takes(q, k, v, spec.causal)
 
 
@@ -252,63 +277,71 @@ def _is_plain_softmax(spec: AttentionSpec) -> bool:
     return spec.softcap is None and not spec.sinks
 
 
-def _is_unmasked(spec: AttentionSpec, sequences: Sequences) -> bool:
+def _is_unmasked(spec: AttentionSpec, visibility: Visibility) -> bool:
     """Whether documents are equal, and nothing but causality hides anything of them."""
-    all_of_it = spec.window is None or spec.window >= sequences.max_seqlen
-    return sequences.cu_seqlens is None and all_of_it and (sequences.spans is None or not spec.causal)
+    all_of_it = spec.window is None or spec.window >= visibility.documents.max_seqlen
+    return (
+        visibility.documents.cu_seqlens is None
+        and all_of_it
+        and (visibility.spans is None or not spec.causal)
+    )
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Sequences) -> Tensor:
-    if not _is_unmasked(spec, sequences):
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Visibility) -> Tensor:
+    if not _is_unmasked(spec, visibility):
         raise ValueError(
             "attention='sdpa' has neither packed documents, padding, windows nor spans; use 'auto' or "
             "'triton'"
         )
     # Views all the way: [T, heads, dim] -> [batch, heads, seq, dim] without a copy, also out of a packed
     # q|k|v row.
-    q, k, v = (x.unflatten(0, sequences.shape).transpose(1, 2) for x in (q, k, v))
+    q, k, v = (x.unflatten(0, visibility.documents.shape).transpose(1, 2) for x in (q, k, v))
     return _grouped_sdpa(q, k, v, spec, None).transpose(1, 2).flatten(0, 1)
 
 
 def _triton(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Sequences, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Visibility, sinks: Tensor | None
 ) -> Tensor:
-    bounds, window = _bounds(spec, sequences)
+    bounds, window = _bounds(spec, visibility)
     cap = spec.softcap
     return attention(q, k, v, scale=spec.scale, window=window, softcap=cap, sinks=sinks, bounds=bounds)
 
 
-def _masked(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Sequences) -> Tensor:
+def _masked(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Visibility) -> Tensor:
     rows, mask = (1, -1), None
-    if sequences.cu_seqlens is None and not q.is_cuda and sequences.spans is None:
-        rows = sequences.shape  # equal documents have one mask
-        if not _is_unmasked(spec, sequences):
-            mask = visible(spec, Sequences.from_call((1, sequences.max_seqlen), q.device))
+    if visibility.documents.cu_seqlens is None and not q.is_cuda and visibility.spans is None:
+        rows = visibility.documents.shape  # equal documents have one mask
+        if not _is_unmasked(spec, visibility):
+            mask = visible(spec, _one_document(visibility.documents.max_seqlen, q.device))
     else:
-        mask = visible(spec, sequences)
+        mask = visible(spec, visibility)
     q, k, v = (x.unflatten(0, rows).transpose(1, 2) for x in (q, k, v))
     return _grouped_sdpa(q, k, v, spec, mask).transpose(1, 2).flatten(0, 1)
 
 
-def _beside_padding(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Sequences) -> Tensor:
+def _with_padding(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Visibility) -> Tensor:
     """Of rows as they are, all of whose tokens see one another, but for padding, behind all others, that sees
     padding.
     """
-    assert sequences.pads is not None
+    assert visibility.padding is not None
     limited = spec.causal or spec.window is not None or spec.chunk is not None
-    if limited or not _is_plain_softmax(spec) or sequences.cu_seqlens is not None:
+    if limited or not _is_plain_softmax(spec) or visibility.documents.cu_seqlens is not None:
         raise ValueError("padding that was not taken out is for attention of all tokens, in equal rows")
     if use_triton(q) and not (q.is_cuda and q.dtype == torch.float32):  # which takes a mask of all rows
-        return attention(q, k, v, scale=spec.scale, bounds=sequences.ranges_beside_padding())
-    pads = sequences.pads.view(sequences.shape)
+        return attention(q, k, v, scale=spec.scale, bounds=visibility.ranges_with_padding())
+    pads = visibility.padding.view(visibility.documents.shape)
     mask = ~(pads[:, None, :, None] & pads[:, None, None, :])
-    q, k, v = (x.unflatten(0, sequences.shape).transpose(1, 2) for x in (q, k, v))
+    q, k, v = (x.unflatten(0, visibility.documents.shape).transpose(1, 2) for x in (q, k, v))
     return _grouped_sdpa(q, k, v, spec, mask).transpose(1, 2).flatten(0, 1)
 
 
-def _boundaries_are_at_hand(q: Tensor, sequences: Sequences) -> bool:
+def _boundaries_are_at_hand(q: Tensor, visibility: Visibility) -> bool:
     """Whether there are boundaries, and they can be read without waiting for a device."""
-    there = sequences.cu_seqlens is not None and sequences.spans is None and sequences.tree is None
+    there = (
+        visibility.documents.cu_seqlens is not None
+        and visibility.spans is None
+        and visibility.documents.tree is None
+    )
     return there and q.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
@@ -317,21 +350,25 @@ def _one_by_one(
     k: Tensor,
     v: Tensor,
     spec: AttentionSpec,
-    sequences: Sequences,
+    visibility: Visibility,
     backend: AttentionBackend,
     sinks: Tensor | None,
 ) -> Tensor:
     """A product for each document: the sum of the squares of their lengths, not the square of the sum."""
-    assert sequences.cu_seqlens is not None
-    lengths = sequences.cu_seqlens.diff().tolist()
+    assert visibility.documents.cu_seqlens is not None
+    lengths = visibility.documents.cu_seqlens.diff().tolist()
     documents = zip(lengths, q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
     return torch.cat(
         [
-            attend(q, k, v, spec, Sequences.from_call((1, length), q.device), backend, sinks)
+            _attend(q, k, v, spec, _one_document(length, q.device), backend, sinks)
             for length, q, k, v in documents
             if length
         ]
     )
+
+
+def _one_document(length: int, device: torch.device) -> Visibility:
+    return Visibility(Documents.of_rows((1, length), device))
 
 
 def _grouped_sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, mask: Tensor | None) -> Tensor:
@@ -360,15 +397,11 @@ def _aligned(x: Tensor) -> Tensor:
     return x.clone() if x.is_cuda and x.data_ptr() % 16 else x
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Sequences) -> Tensor:
+def _varlen(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Visibility) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    cu = sequences.cu_seqlens
-    if cu is None:
-        batch, seq = sequences.shape
-        cu = torch.arange(0, (batch + 1) * seq, seq, dtype=torch.int32, device=q.device)
-    longest = sequences.max_seqlen
-    if sequences.spans is not None and spec.causal:
+    cu, longest = visibility.documents.boundaries(), visibility.documents.max_seqlen
+    if visibility.spans is not None and spec.causal:
         raise ValueError("attention='varlen' has no spans; use 'auto' or 'triton'")
     before, behind = -1 if spec.window is None else spec.window - 1, 0 if spec.causal else -1
     options: dict[str, Any] = {"enable_gqa": True} if _varlen_takes_gqa_flag() else {}

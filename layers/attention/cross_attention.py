@@ -9,7 +9,7 @@ in one row each meets its own images alone: the work is the sum of theirs, not t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,14 @@ from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.packed_linear import PackedLinear
 from liger_models.layers.recompute.activation_memory import ActivationMemory
+from liger_models.layers.sequences.documents import Documents
+from liger_models.layers.sequences.part import Part
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import CrossAttentionSpec
 
 
-class SeenTiles:
+@dataclass(frozen=True, eq=False)
+class SeenTiles(Part):
     """Which tiles of images the tokens see.
 
     Attributes:
@@ -37,22 +40,15 @@ class SeenTiles:
             of tokens that sees no other tiles, in order; together they are all tokens.
     """
 
-    def __init__(
-        self,
-        mask: Tensor,
-        any: Tensor,
-        shown: Tensor,
-        blocks: Sequence[tuple[int, int, int, int]] | None = None,
-    ):
-        self.mask, self.any, self.shown, self.blocks = mask, any, shown, blocks
+    mask: Tensor
+    any: Tensor
+    shown: Tensor
+    blocks: list[tuple[int, int, int, int]] | None = None
 
-    def last(self, sequences: Sequences, lengths: Tensor) -> SeenTiles:
+    def last(self, documents: Documents, lengths: Tensor) -> SeenTiles:
         """Of the last token of each sequence, of these lengths [batch]."""
         token = lengths.cumsum(0) - 1
-        return SeenTiles(sequences.pack(self.mask)[token][:, None], self.any[token], self.shown[token])
-
-    def to(self, device: torch.device) -> SeenTiles:
-        return SeenTiles(self.mask.to(device), self.any.to(device), self.shown.to(device), self.blocks)
+        return SeenTiles(documents.pack(self.mask)[token][:, None], self.any[token], self.shown[token])
 
 
 class CrossAttention(nn.Module):
@@ -79,7 +75,7 @@ class CrossAttention(nn.Module):
     def forward(self, x: Tensor, sequences: Sequences, images: Tensor) -> Tensor:
         """x [T, H], images [batch, K, H] -> [T, H]."""
         sequences = sequences.on(x.device)
-        spec, seen, cache = self.spec, sequences.tiles, sequences.cache
+        spec, seen, cache = self.spec, sequences.visibility.tiles, sequences.cache
         assert seen is not None
         q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, spec.head_dim)))
         made = None if cache is None else cache.of_images.get(self.layer)

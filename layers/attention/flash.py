@@ -22,7 +22,7 @@ from torch import Tensor
 
 from liger_models.kernels._dispatch import as_once_differentiable
 from liger_models.layers.recompute.eager import not_compiled
-from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.sequences.visibility import Visibility
 from liger_models.layers.specs import AttentionSpec
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -35,7 +35,7 @@ def flash_attention(
     k: Tensor,
     v: Tensor,
     spec: AttentionSpec,
-    sequences: Sequences,
+    visibility: Visibility,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """As `attend`; a break of the graph under torch.compile: the package launches nothing while it is traced.
@@ -43,9 +43,9 @@ def flash_attention(
     Raises:
         ValueError: what it cannot do, the wrong GPU or dtype, or flash-attn-4 is not installed.
     """
-    _refuse_others(q, k, v, spec, sequences)
-    library = _library()
-    window = spec.window if spec.window is not None and spec.window < sequences.max_seqlen else None
+    _refuse_others(q, k, v, spec, visibility)
+    library, documents = _library(), visibility.documents
+    window = spec.window if spec.window is not None and spec.window < documents.max_seqlen else None
     options: dict[str, Any] = {
         "softmax_scale": spec.scale,
         "causal": True,
@@ -53,24 +53,24 @@ def flash_attention(
         "learnable_sink": sinks,
         "deterministic": True,
     }
-    if sequences.cu_seqlens is None:
-        rows = (x.unflatten(0, sequences.shape) for x in (q, k, v))
+    if documents.cu_seqlens is None:
+        rows = (x.unflatten(0, documents.shape) for x in (q, k, v))
         out = library.flash_attn_func(*rows, **options)[0].flatten(0, 1)
     else:
         for of in ("q", "k"):
-            options |= {f"cu_seqlens_{of}": sequences.cu_seqlens, f"max_seqlen_{of}": sequences.max_seqlen}
+            options |= {f"cu_seqlens_{of}": documents.cu_seqlens, f"max_seqlen_{of}": documents.max_seqlen}
         out = library.flash_attn_varlen_func(q, k, v, **options)[0]
     return as_once_differentiable(out)
 
 
-def _refuse_others(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Sequences) -> None:
+def _refuse_others(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Visibility) -> None:
     sizes = q.shape[-1], v.shape[-1]
     known = ", ".join(str(keys) if keys == values else f"{keys} with {values}" for keys, values in _SIZES)
     shared = q.shape[1] != k.shape[1]
     others = {
         "a soft cap (the tanh of its own has 11 bits)": spec.softcap is not None,
         "attention that is not causal": not spec.causal,
-        "spans": sequences.spans is not None,
+        "spans": visibility.spans is not None,
         f"heads of {sizes[0]} with values of {sizes[1]} (those of {known} alone)": sizes not in _SIZES,
         "values of another size than keys that query heads share": shared and sizes[0] != sizes[1],
         f"{q.dtype} (16 bits alone)": q.dtype not in _DTYPES,

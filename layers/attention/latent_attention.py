@@ -80,7 +80,7 @@ class LatentAttention(nn.Module):
         q = self.q_b_proj(self.q_a_layernorm(*q_latent)) if q_latent else self.q_proj(x)
         q = q.unflatten(-1, (spec.num_attention_heads, spec.qk_head_dim))
         if spec.rope is not None:
-            cos, sin = sequences.rotary[spec.rope]
+            cos, sin = sequences.positions.rotary[spec.rope]
             q_nope, q_rope = q.split([spec.qk_nope_head_dim, spec.qk_rope_head_dim], dim=-1)
             q_rope, k_head = rotary(q_rope, k_rope[:, None], cos, sin, spec.rope.interleaved)
             q, k_rope = torch.cat([q_nope, q_rope], dim=-1), k_head[:, 0]

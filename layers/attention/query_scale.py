@@ -2,7 +2,7 @@
 
     q[t] = q[t] * (1 + beta * log(1 + floor((first + position[t]) / length)))
 
-The factors are made once for all layers, in float32 (`Sequences.query_scale`), and a product is rounded once,
+The factors are made once for all layers, in float32 (`Positions.query_scale`), and a product is rounded once,
 without a copy of the queries in float32.
 """
 
@@ -22,7 +22,7 @@ def scale_queries(q: Tensor, spec: QueryScaleSpec | None, sequences: Sequences) 
     """q [T, heads, head_dim] times the factors of its tokens, in its own dtype; without a spec, q itself."""
     if spec is None:
         return q
-    return _Scaled.apply(q, sequences.query_scale(spec)[:, None, None])
+    return _Scaled.apply(q, sequences.positions.query_scale(spec)[:, None, None])
 
 
 class _Scaled(torch.autograd.Function):

@@ -93,7 +93,7 @@ class Attention(nn.Module):
 
     def _query_key_value(self, qkv: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
         spec = self.spec
-        tables = None if spec.rope is None else sequences.rotary[spec.rope]
+        tables = None if spec.rope is None else sequences.positions.rotary[spec.rope]
         if self.q_norm is not None and self.k_norm is not None:
             return split_norm_turn(qkv, tables, spec, self.q_norm, self.k_norm)
         if spec.rope is None or tables is None:

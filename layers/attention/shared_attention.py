@@ -46,7 +46,7 @@ class SharedAttention(nn.Module):
         if self.q_norm is not None:
             q = self.q_norm(q).to(x.dtype)
         if spec.rope is not None:
-            q = rotary(q, q[:, :0], *sequences.rotary[spec.rope], spec.rope.interleaved)[0]
+            q = rotary(q, q[:, :0], *sequences.positions.rotary[spec.rope], spec.rope.interleaved)[0]
         sees = None if cache is None else cache.sees(spec.keys_of, spec.window)
         if sees is None:
             out = attend(q, keys, values, spec.attention, sequences, self.backend)

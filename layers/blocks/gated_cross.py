@@ -37,7 +37,7 @@ class GatedCrossBlock(Block):
         x, residual = add_and_norm(self.input_layernorm, x, residual)
         x = self._scaled(self.cross_attn_attn_gate.tanh() * self.cross_attn(x, sequences, images))
         x, residual = add_and_norm(self.post_attention_layernorm, x, residual)
-        seen = sequences.on(x.device).tiles
+        seen = sequences.on(x.device).visibility.tiles
         assert seen is not None
         x = torch.where(seen.shown, self.mlp(x, sequences), 0)
         return self._scaled(self.cross_attn_mlp_gate.tanh() * x), residual

@@ -63,9 +63,9 @@ class MixtureOfExperts(nn.Module):
         if self.input_noise is not None:
             x = self.input_noise(x)
         read = x if routed_by is None else routed_by
-        logits, weights, experts = self.router(read, None if sequences is None else sequences.routing)
-        if sequences is not None and (self.spec.has_router_loss or sequences.router_logits.asked_for):
-            sequences.router_logits.note(logits)
+        logits, weights, experts = self.router(read, None if sequences is None else sequences.notes.routing)
+        if sequences is not None and (self.spec.has_router_loss or sequences.notes.router_logits.asked_for):
+            sequences.notes.router_logits.note(logits)
         y = self.experts(x, weights, experts)
         if self.shared_expert is None:
             return y

@@ -64,7 +64,7 @@ class FittingLevels:
         """
         divided = sequences.slice is not None  # ranks that exchange heads must run the same layers again
         shared = divided or any(hasattr(p, "to_local") for p in model.parameters())
-        tokens, shown = sequences.whole.num_tokens, shown_by(model.spec.vision, pictures)
+        tokens, shown = sequences.documents.num_tokens, shown_by(model.spec.vision, pictures)
         if self.plan is None:
             self._versions = _versions(model)
         larger = tokens > self.tokens or not shown.no_more_than(self.shown)
@@ -89,7 +89,7 @@ class FittingLevels:
         accumulates = any(p.grad is not None for p in model.parameters())
         step = Step(
             *(1, tokens, per_element, accumulates),
-            longest=sequences.max_seqlen,
+            longest=sequences.documents.max_seqlen,
             sequence_ranks=sequences.slice.ranks if sequences.slice is not None else 1,
             shown=shown,
         )

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from liger_models.convert.errors import DataError
 from liger_models.layers.sequences.agreement import OTHERS_REFUSED, said_by_any
+from liger_models.layers.sequences.documents import IGNORE_INDEX, Documents
 from liger_models.layers.sequences.host_copy import HostCopy
-from liger_models.layers.sequences.sequences import IGNORE_INDEX, Sequences
+from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import ModelSpec
 
 _INTEGERS = (torch.int64, torch.int32)  # what an embedding and the kernels take
@@ -70,7 +71,7 @@ def refuse_float16_training(model: nn.Module, hidden: Tensor) -> None:
         )
 
 
-def targets_of(sequences: Sequences, labels: Tensor | None, shift_labels: Tensor | None) -> Tensor | None:
+def targets_of(documents: Documents, labels: Tensor | None, shift_labels: Tensor | None) -> Tensor | None:
     """What every token shall predict, [T], or None.
 
     Raises:
@@ -81,17 +82,17 @@ def targets_of(sequences: Sequences, labels: Tensor | None, shift_labels: Tensor
     given = labels if labels is not None else shift_labels
     if given is None:
         return None
-    if tuple(given.shape) != sequences.shape or given.dtype not in _INTEGERS:
+    if tuple(given.shape) != documents.shape or given.dtype not in _INTEGERS:
         raise DataError(
-            f"labels must be integers, int64 or int32, of the shape of the tokens, {sequences.shape}; "
+            f"labels must be integers, int64 or int32, of the shape of the tokens, {documents.shape}; "
             f"found {given.dtype} of shape {tuple(given.shape)}"
         )
-    packed = sequences.pack(given)
-    return sequences.next_labels(packed) if labels is not None else packed
+    packed = documents.pack(given)
+    return documents.next_labels(packed) if labels is not None else packed
 
 
 def labels_of_beginnings(
-    sequences: Sequences, labels: Tensor | None, num_items: Tensor | int | None
+    documents: Documents, labels: Tensor | None, num_items: Tensor | int | None
 ) -> Tensor | None:
     """How many documents of packed rows begin with a token that has a label, though nothing predicts it; None
     where rows are not packed, or there is no tensor that may count these labels. A row's own first token is
@@ -99,12 +100,12 @@ def labels_of_beginnings(
     """
     if not isinstance(num_items, Tensor) or labels is None:
         return None
-    if sequences.cu_seqlens is None or sequences.kept is not None:
+    if documents.cu_seqlens is None or documents.kept is not None:
         return None
-    bounds = sequences.cu_seqlens.long().to(labels.device)
+    bounds = documents.cu_seqlens.long().to(labels.device)
     starts, filled = bounds[1:-1], bounds[2:] > bounds[1:-1]
     labelled = labels.flatten()[starts.clamp(max=labels.numel() - 1)] != IGNORE_INDEX
-    return (labelled & filled & (starts % sequences.shape[1] != 0)).sum()
+    return (labelled & filled & (starts % documents.shape[1] != 0)).sum()
 
 
 def refuse_unknown(keywords: Mapping[str, Any]) -> None:

@@ -161,7 +161,7 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
         """What the routers add to the output, of a rank's share; None if they add nothing."""
         if self.spec.router is None:
             return None
-        added = router_loss(sequences.router_logits.take(), self.spec.router, sequences.slice)
+        added = router_loss(sequences.notes.router_logits.take(), self.spec.router, sequences.slice)
         if request.score is not None:
             return added
         # Of one part of a divided step, in the proportion of its labels, so that the parts sum to the step.

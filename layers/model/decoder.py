@@ -106,10 +106,10 @@ class Decoder(ActivationLevels):
         Raises:
             DataError: documents, padding, positions or images that this model cannot take.
         """
-        if sequences.tree is not None:
+        if sequences.documents.tree is not None:
             check_tree(self.spec, sight)
-        if sequences.torn:
-            check_windows(self.spec, sequences.torn)
+        if sequences.documents.gapped_extent:
+            check_windows(self.spec, sequences.documents.gapped_extent)
         if self.vision is not None and sight is not None:
             self.vision.prepare(sight, sequences, input_ids)
         sequences.prepare_rotary(self.spec.ropes)

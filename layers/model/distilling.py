@@ -39,7 +39,8 @@ from liger_models.layers.model.head import (
 from liger_models.layers.model.output import DistillationOutput
 from liger_models.layers.model.scoring import KnowsItsWrapper, refuse_beside_wrapper
 from liger_models.layers.recompute.activation_memory import recompute
-from liger_models.layers.sequences.sequences import IGNORE_INDEX, Sequences
+from liger_models.layers.sequences.documents import IGNORE_INDEX
+from liger_models.layers.sequences.sequences import Sequences
 
 
 class Distillation:
@@ -172,8 +173,9 @@ def _divergence(
     Raises:
         DataError: no ids, sequences that are divided over ranks, or two vocabularies.
     """
-    shown = sequences.with_images or sequences.axes is not None  # which the teacher would not be
-    if input_ids is None or sequences.slice is not None or shown:
+    # The teacher gets neither images nor positions on axes.
+    images = sequences.visibility.with_images or sequences.positions.axes is not None
+    if input_ids is None or sequences.slice is not None or images:
         raise DataError(
             "a teacher reads the ids of whole sequences: give input_ids and no images, and divide no "
             "sequence over ranks"

@@ -21,7 +21,7 @@ from liger_models.kernels import (
 from liger_models.layers.model.scoring import ScoreOptions
 from liger_models.layers.projections.linear import Linear, as_wide_as
 from liger_models.layers.recompute.activation_memory import recompute
-from liger_models.layers.sequences.sequences import IGNORE_INDEX
+from liger_models.layers.sequences.documents import IGNORE_INDEX
 
 
 @dataclass(frozen=True)

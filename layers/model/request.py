@@ -69,7 +69,7 @@ class Request:
         Raises:
             DataError: labels that do not fit the tokens, or none for a lesson.
         """
-        targets = targets_of(sequences, self.labels, self.shift_labels)
+        targets = targets_of(sequences.documents, self.labels, self.shift_labels)
         check_lesson(self.lesson, self.score, targets)
         return targets
 
@@ -91,7 +91,7 @@ class Request:
         """The checks of the call's values, of a rank's share of its sequences."""
         # Scores are divided by nothing, so a call without labels is not an error.
         num_items = self.num_items if self.score is None else 1
-        beginnings = labels_of_beginnings(sequences.whole, self.labels, num_items)
+        beginnings = labels_of_beginnings(sequences.documents, self.labels, num_items)
         vocab_size, num_ids = spec.vocab_size, spec.num_ids
         return CallChecks(
             input_ids, targets, vocab_size, num_items, sequences, num_ids, beginnings, groups, device

@@ -72,7 +72,7 @@ class ScoreOptions:
         """
         packed = ScoreOptions(**self.keywords())
         if self.coefficients is not None:
-            batch, seq = sequences.shape
+            batch, seq = sequences.documents.shape
             shape = (batch, seq if shifted else seq - 1)
             if tuple(self.coefficients.shape) != shape:
                 raise DataError(

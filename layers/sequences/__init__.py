@@ -1,4 +1,5 @@
-"""The batch next to the hidden states: document bounds, positions, caches and routing decisions.
+"""The batch next to the hidden states: `Sequences`, made of frozen parts (documents, positions, visibility)
+and the notes that layers leave; rotary tables, the key-value cache, sequence parallelism.
 
 May import the specs and the kernels; every layer may import this package.
 """

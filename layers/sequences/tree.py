@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from liger_models.convert.errors import DataError
 from liger_models.kernels import KeyRanges, tree_ranges
+from liger_models.layers.sequences.part import Part
 from liger_models.layers.specs import (
     AttentionSpec,
     CrossAttentionSpec,
@@ -38,53 +40,58 @@ from liger_models.layers.specs import (
 )
 
 
-class Tree:
-    """Which of the packed documents of a row continue which.
-
-    Args:
-        bounds: [documents + 1], where they begin and end.
-        parents: [documents], the number of the document that each continues, or -1; or [2, documents], with
-            how many tokens of that document it continues.
+@dataclass(frozen=True, eq=False)
+class Tree(Part):
+    """Which packed documents of a row continue others.
 
     Attributes:
-        parents: [documents].
-        before: [documents], how many tokens of its parent each document continues.
-        longest: the length of the longest document, with what it continues.
-
-    Raises:
-        DataError: a document continues what it cannot: one that follows it, is not next to it but for others
-            that continue the same, or itself continues another; or more tokens than that one has, or than
-            the document before it continues.
+        bounds: [n + 1], the boundaries of the documents.
+        parents: [n], the number of the document that each continues, or -1.
+        before: [n], how many tokens of its parent each document continues.
+        device: the device of the tensors that it makes.
     """
 
-    def __init__(self, bounds: list[int], parents: Sequence[int] | Tensor, device: torch.device):
+    bounds: list[int]
+    parents: list[int]
+    before: list[int]
+    device: torch.device
+
+    @classmethod
+    def of(cls, bounds: list[int], parents: Sequence[int] | Tensor, device: torch.device) -> Tree:
+        """The tree that `parents` describes: [n] numbers of documents, or [2, n] with the number of tokens of
+        that document that each continues.
+
+        Raises:
+            DataError: a document that continues one that follows it, that is not next to it or to others that
+                continue the same, or that itself continues another; or that continues more tokens than its
+                parent has, or than the document before it continues.
+        """
         given = (
             parents if isinstance(parents, Tensor) else torch.tensor(parents, dtype=torch.int64, device="cpu")
         )
-        self.parents: list[int] = (given if given.dim() == 1 else given[0]).tolist()
-        _check(self.parents, len(bounds) - 1)
-        self.bounds, self.device = bounds, device
+        numbers: list[int] = (given if given.dim() == 1 else given[0]).tolist()
+        _check(numbers, len(bounds) - 1)
         lengths = [end - first for first, end in itertools.pairwise(bounds)]
-        self.before = [0 if parent < 0 else lengths[parent] for parent in self.parents]
+        before = [0 if parent < 0 else lengths[parent] for parent in numbers]
         if given.dim() == 2:
-            _check_shared(self.parents, given[1].tolist(), self.before)
-            self.before = given[1].tolist()
-        self.longest = max(map(sum, zip(lengths, self.before, strict=True)))
-        self._ranges: dict[tuple[int | None, int | None, bool], KeyRanges] = {}
+            shared: list[int] = given[1].tolist()
+            _check_shared(numbers, shared, before)
+            before = shared
+        return cls(bounds, numbers, before, device)
 
-    def on(self, device: torch.device) -> Tree:
-        return Tree(self.bounds, torch.tensor([self.parents, self.before], device="cpu"), device)
+    @property
+    def longest(self) -> int:
+        """The length of the longest document, with what it continues."""
+        lengths = (end - first for first, end in itertools.pairwise(self.bounds))
+        return max(map(sum, zip(lengths, self.before, strict=True)))
 
     def key_ranges(self, window: int | None, chunk: int | None, spans: Tensor | None = None) -> KeyRanges:
         """What is seen (`kernels.tree_ranges`), made once for all layers that are alike."""
-        window, chunk = (
-            None if limit is None or limit >= self.longest else limit for limit in (window, chunk)
-        )
+        longest = self._once("longest", lambda: self.longest)
+        window, chunk = (None if limit is None or limit >= longest else limit for limit in (window, chunk))
+        where = self.bounds, self.parents, self.device
         alike = window, chunk, spans is not None
-        if alike not in self._ranges:
-            where = self.bounds, self.parents, self.device
-            self._ranges[alike] = tree_ranges(*where, window, chunk, spans, self.before)
-        return self._ranges[alike]
+        return self._once(alike, lambda: tree_ranges(*where, window, chunk, spans, self.before))
 
     def position_ids(self) -> Tensor:
         """[T]; they go on after the last token that is continued."""

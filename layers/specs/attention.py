@@ -52,7 +52,7 @@ class AttentionSpec(_Heads):
     softcap). With `sinks` each head learns a logit that takes its share of the weights and gives nothing.
     `query_scale` multiplies the queries by their positions, once they are turned.
     With `values_are_keys` one projection gives both: what the keys were before their norm and rotation.
-    A span of tokens that all see one another (`Sequences.spans`) is cut by a window, but for `whole_spans`.
+    A span of tokens that all see one another (`Visibility.spans`) is cut by a window, but for `whole_spans`.
     Without `sees_spans` none of them sees ahead. `clipped` projections are between stored bounds:
     layers/projections/clipped_linear.py.
     """

@@ -11,6 +11,7 @@ Positions are the row and the column of a patch in its picture, by which halves 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -128,13 +129,14 @@ class VisionEncoder(nn.Module):
                 seen_by[number] = windows
         if self.class_token is not None:  # which does not turn: it stands at 0, in front of all others
             places = self.class_token.among(places.T + 1, torch.zeros_like(places[:, 0]), len(lengths)).T
-        frames.axes = places.to(device, non_blocking=True)
+        frames.positions = replace(frames.positions, axes=places.to(device, non_blocking=True))
         frames.prepare_rotary(tuple(dict.fromkeys(r for b in self.spec.blocks for r in b.mixer.ropes)))
+        for sequences in seen_by:
+            sequences.positions = frames.positions
         residual, offload = None, Offload()
         kept = {*self.spec.deep, *(state - 1 for state in self.spec.taken)}
         states = {-1: x}
         for number, (layer, sequences) in enumerate(zip(self.layers, seen_by, strict=True)):
-            sequences.rotary = frames.rotary
             x, residual = run_block(layer, x, residual, sequences, offload=offload)
             if number in kept:
                 x, residual = x if residual is None else x + residual, None

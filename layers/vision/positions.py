@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.sequences.documents import Documents
 from liger_models.layers.vision.pictures import Pictures
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
@@ -36,12 +36,12 @@ class AxisPositions(NamedTuple):
 
 
 def axis_positions(
-    sequences: Sequences, kinds: Tensor, pictures: Pictures, merge: int, tokens_per_second: float | None
+    documents: Documents, kinds: Tensor, pictures: Pictures, merge: int, tokens_per_second: float | None
 ) -> AxisPositions:
     """The positions of tokens [T] of these kinds."""
     device, total = kinds.device, len(kinds)
     token = torch.arange(total, device=device)
-    bounds = sequences.document_bounds()
+    bounds = documents.bounds()
     document = torch.zeros_like(token) if bounds is None else bounds[0].long()  # its first token
     begins = (token == document) | (kinds != kinds.roll(1))
     first = torch.where(begins, token, 0).cummax(0).values  # of the token's group: text, or one picture
@@ -68,8 +68,8 @@ def axis_positions(
     so_far = saved.cumsum(0)
     before_document = so_far[document] - saved[document]
     start = first - document - (so_far - torch.where(seen, saved[first], 0) - before_document)
-    if sequences.tree is not None:
-        beginning, end = sequences.tree.continued()
+    if documents.tree is not None:
+        beginning, end = documents.tree.continued()
         sums = F.pad(so_far, (1, 0))
         start = start + end - beginning - (sums[end] - sums[beginning])
     step = place // (rows * columns)
@@ -78,10 +78,12 @@ def axis_positions(
     return AxisPositions(start + torch.where(seen, of_picture, place), wrong)
 
 
-def longest_position(sequences: Sequences, pictures: Pictures, tokens_per_second: float | None) -> int:
-    """No token stands beyond this. (Pictures take fewer positions than tokens, but for slow videos.)"""
+def end_of_positions(end: int, pictures: Pictures, tokens_per_second: float | None) -> int:
+    """An upper bound of the positions of text with pictures, where `end` is that of its tokens. (Pictures
+    take fewer positions than tokens, except for slow videos.)
+    """
     of_videos = zip(pictures.grids[pictures.images :], pictures.seconds, strict=True)
-    return sequences.longest_position + sum(
+    return end + sum(
         max(0, int(t * (tokens_per_second or 1) * seconds) - t) for (t, _, _), seconds in of_videos
     )
 

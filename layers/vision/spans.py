@@ -9,37 +9,37 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.sequences.documents import Documents
 
 
-def spans_of(sequences: Sequences, together: Tensor) -> Tensor:
+def spans_of(documents: Documents, together: Tensor) -> Tensor:
     """Where the span begins and ends in which each token stands, [2, T] int32, of runs of tokens that are
     `together` [T] bool; any other is a span by itself.
     """
     token = torch.arange(len(together), device=together.device)
-    begins = _begins(sequences, together)
+    begins = _begins(documents, together)
     ends = torch.cat([begins[1:], begins.new_ones(1)])
     first = torch.where(begins, token, 0).cummax(0).values
     end = torch.where(ends, token + 1, len(token)).flip(0).cummin(0).values.flip(0)
     return torch.where(together, torch.stack([first, end]), torch.stack([token, token + 1])).int()
 
 
-def prefixes(sequences: Sequences, kinds: Tensor) -> tuple[Tensor, Tensor]:
+def prefixes(documents: Documents, kinds: Tensor) -> tuple[Tensor, Tensor]:
     """The spans of tokens of kind 0 [T], and, a bool on the device, whether some of them is not at the
     beginning of its document, or is neither of kind 0 nor of 1.
     """
     token = torch.arange(len(kinds), device=kinds.device)
-    begins = _begins(sequences, kinds == 0) & (token != _first(sequences, token))
+    begins = _begins(documents, kinds == 0) & (token != _first(documents, token))
     wrong = ((begins & (kinds == 0)) | ((kinds != 0) & (kinds != 1))).any()
-    return spans_of(sequences, kinds == 0), wrong
+    return spans_of(documents, kinds == 0), wrong
 
 
-def _begins(sequences: Sequences, together: Tensor) -> Tensor:
+def _begins(documents: Documents, together: Tensor) -> Tensor:
     token = torch.arange(len(together), device=together.device)
-    return (token == _first(sequences, token)) | (together != together.roll(1))
+    return (token == _first(documents, token)) | (together != together.roll(1))
 
 
-def _first(sequences: Sequences, token: Tensor) -> Tensor:
+def _first(documents: Documents, token: Tensor) -> Tensor:
     """The first token of each one's document."""
-    bounds = sequences.document_bounds()
+    bounds = documents.bounds()
     return torch.zeros_like(token) if bounds is None else bounds[0].long()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.attention.cross_attention import SeenTiles
 from liger_models.layers.blocks import IMAGES
 from liger_models.layers.projections.linear import Linear
+from liger_models.layers.sequences.documents import Documents
 from liger_models.layers.sequences.host_copy import HostCopy
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.tree import Tree
@@ -126,21 +128,20 @@ class TiledVision(nn.Module):
             none = torch.zeros((), dtype=torch.long, device=named.device)
             return sight.check(named.sum(), none, none)
         assert sight.seen is not None
-        sequences.with_images = True
         if sight.seen.shape[:2] != input_ids.shape:
             raise DataError(
                 f"cross_attention_mask must begin with the shape of the tokens, {tuple(input_ids.shape)}; "
                 f"found {tuple(sight.seen.shape)}"
             )
-        ratios, blocks = sight.pictures.ratios, None
-        if sight.seen.device.type == "cpu" and sequences.host_bounds is not None:
-            blocks = _blocks(sight.seen[0].any(2), sequences.host_bounds, sequences.tree)
+        ratios, blocks, documents = sight.pictures.ratios, None, sequences.documents
+        if sight.seen.device.type == "cpu" and documents.host_cu_seqlens is not None:
+            blocks = _blocks(sight.seen[0].any(2), documents.host_cu_seqlens, documents.tree)
         seen = sight.seen.to(named.device, non_blocking=True)
         given = seen.flatten(2)
         reachable = torch.ones_like(given)
         apart = foreign = torch.zeros((), dtype=torch.bool, device=named.device)
-        if sequences.cu_seqlens is not None and sequences.kept is None:  # packed: of documents, not of rows
-            own, apart = self._own_images(named, ratios, sequences)
+        if documents.cu_seqlens is not None and documents.kept is None:  # packed: of documents, not of rows
+            own, apart = self._own_images(named, ratios, documents)
             if blocks is not None:
                 foreign = (
                     own[0] != _in_blocks(blocks, *own.shape[1:]).to(own.device, non_blocking=True)
@@ -150,24 +151,25 @@ class TiledVision(nn.Module):
         shown, reached = given.any(2, keepdim=True), reachable.any(2, keepdim=True)
         mask = torch.where(shown, given, torch.where(reached, reachable, True))
         if blocks is not None:
-            tiles = self.spec.tiles
-            blocks = [(first, end, image * tiles, last * tiles) for first, end, image, last in blocks]
-        sequences.tiles = SeenTiles(mask, sequences.pack(reached), sequences.pack(shown), blocks)
+            count = self.spec.tiles
+            blocks = [(first, end, image * count, last * count) for first, end, image, last in blocks]
+        tiles = SeenTiles(mask, documents.pack(reached), documents.pack(shown), blocks)
+        sequences.visibility = replace(sequences.visibility, tiles=tiles, with_images=True)
         wrong = ((ratios < 0) | (ratios > self.spec.ratios)).any().long()
         wrong = wrong + 2 * apart.long() + 4 * foreign.long()
         sight.check(named.sum(), (ratios > 0).sum(), wrong)
 
-    def _own_images(self, named: Tensor, ratios: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+    def _own_images(self, named: Tensor, ratios: Tensor, documents: Documents) -> tuple[Tensor, Tensor]:
         """Which images of its row belong to each token's document, or to the one that this continues, [batch,
         seq, images]; and whether some document has images that are in another row, a bool on the device.
         """
-        bounds = sequences.document_bounds()
+        bounds, tree = documents.bounds(), documents.tree
         assert bounds is not None  # there are boundaries
         before = F.pad(named.flatten().long().cumsum(0), (1, 0))  # images named in front of each token
         there = ratios > 0
         number = torch.where(there, there.flatten().long().cumsum(0).view(ratios.shape) - 1, -1)[:, None]
         own, count = torch.zeros((), dtype=torch.bool, device=named.device), 0
-        for document in (bounds, None if sequences.tree is None else sequences.tree.continued()):
+        for document in (bounds, None if tree is None else tree.continued()):
             if document is not None:
                 first, end = before[document.long()].view(2, *named.shape, 1)
                 own, count = own | ((number >= first) & (number < end)), count + end - first
@@ -183,10 +185,11 @@ class TiledVision(nn.Module):
         if sight is not None and sight.pictures is not None:
             images, *_ = self(sight.pictures)
             if cache is not None:
-                cache.images = images, sequences.tiles.last(sequences, cache.lengths)
+                cache.images = images, sequences.visibility.tiles.last(sequences.documents, cache.lengths)
             return {IMAGES: images}
         if cache is not None and cache.images is not None:
-            images, sequences.tiles = cache.images
+            images, tiles = cache.images
+            sequences.visibility = replace(sequences.visibility, tiles=tiles)
             return {IMAGES: images}
         # Layers of the language model read what it gives, and are trained where it is not, too.
         shared = is_of_several(self.encoder, *self.ways_out(), trained=True)
@@ -196,14 +199,16 @@ class TiledVision(nn.Module):
         """Where a model is of several processes, one without images has a blank one in each row, unseen:
         layers that read images go along, and add nothing.
         """
-        spec, (rows, seq), device = self.spec, sequences.shape, sequences.device
+        spec, documents, device = self.spec, sequences.documents, sequences.device
+        rows, seq = documents.shape
         size = spec.patches.channels, spec.image_size, spec.image_size
         pixels = torch.zeros(rows, 1, spec.tiles, *size, device=device)
         ratios = torch.zeros(rows, 1, dtype=torch.long, device=device)
         filled = torch.arange(spec.tiles, device=device).expand(rows, 1, -1) == 0
-        none = torch.zeros(sequences.num_tokens, 1, dtype=torch.bool, device=device)
+        none = torch.zeros(documents.num_tokens, 1, dtype=torch.bool, device=device)
         all_of_row = torch.ones(rows, seq, spec.tiles, dtype=torch.bool, device=device)
-        sequences.tiles = SeenTiles(all_of_row, none, none)
+        tiles = SeenTiles(all_of_row, none, none)
+        sequences.visibility = replace(sequences.visibility, tiles=tiles)
         images, *_ = self(TiledImages(pixels, ratios, filled))
         return {IMAGES: images}
 

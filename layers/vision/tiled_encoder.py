@@ -16,6 +16,7 @@ from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.recompute.activation_memory import set_levels
 from liger_models.layers.recompute.offload import Offload
 from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.sequences.visibility import Visibility
 from liger_models.layers.specs import TiledVisionSpec
 from liger_models.layers.vision.encoder import PatchEmbedding
 
@@ -87,7 +88,7 @@ class TiledEncoder(nn.Module):
         # Padding behind all else: what a token sees is one range then.
         order = pads.byte().argsort(dim=1, stable=True)
         sequences = Sequences.from_call((images, count * length), x.device)
-        sequences.pads = pads.gather(1, order).flatten()
+        sequences.visibility = Visibility(sequences.documents, padding=pads.gather(1, order).flatten())
         first = torch.arange(0, order.numel(), count * length, device=x.device)[:, None]
         order = (order + first).flatten()
         blocks = (*spec.blocks, *spec.global_blocks)

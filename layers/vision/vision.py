@@ -5,6 +5,7 @@ embeddings of tokens [T, H], those with the image's id replaced by features, in 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -16,12 +17,13 @@ from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.sequences.cache import KVCache
 from liger_models.layers.sequences.host_copy import HostCopy
 from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.sequences.visibility import Visibility
 from liger_models.layers.specs import AnyresPictures, VisionSpec
 from liger_models.layers.vision.anyres import Newline
 from liger_models.layers.vision.encoder import VisionEncoder
 from liger_models.layers.vision.patch_order import Grid, cut, whole_blocks
 from liger_models.layers.vision.pictures import Pictures, TiledPictures, blank_picture
-from liger_models.layers.vision.positions import IMAGE, TEXT, VIDEO, axis_positions, longest_position
+from liger_models.layers.vision.positions import IMAGE, TEXT, VIDEO, axis_positions, end_of_positions
 from liger_models.layers.vision.processor_inputs import take_pictures
 from liger_models.layers.vision.projectors import PROJECTORS
 from liger_models.layers.vision.spans import prefixes, spans_of
@@ -159,7 +161,8 @@ class Vision(nn.Module):
             if sight.pictures is not None:
                 raise DataError("images need input_ids, which say where they stand; found embeddings alone")
             return
-        ids = sequences.pack(input_ids)
+        documents, positions, spans = sequences.documents, sequences.positions, None
+        ids = documents.pack(input_ids)
         found = torch.where(ids == self.spec.image_id, IMAGE, TEXT)
         if self.spec.video_id is not None:
             found = torch.where(ids == self.spec.video_id, VIDEO, found)
@@ -170,34 +173,35 @@ class Vision(nn.Module):
                     f"{self.spec.kinds} must have the shape of the tokens, {tuple(input_ids.shape)}; found "
                     f"{tuple(sight.kinds.shape)}"
                 )
-            kinds = sequences.pack(sight.kinds)
+            kinds = documents.pack(sight.kinds)
             if self.spec.spans == "prefix":
-                sequences.spans, wrong = prefixes(sequences, kinds)
+                spans, wrong = prefixes(documents, kinds)
             else:
                 wrong = (kinds != found).any()
             counts.append(wrong.long())
-        sight.kinds, sequences.with_images = found, sight.pictures is not None
         if sight.pictures is not None and self.spec.spans == "images":
-            sequences.spans = spans_of(sequences, found != TEXT)
-        if sequences.begin_anew and sequences.axes is None and sight.pictures and self.spec.positions:
+            spans = spans_of(documents, found != TEXT)
+        with_images = sight.pictures is not None
+        sight.kinds, sequences.visibility = found, Visibility(documents, spans, with_images=with_images)
+        if positions.mark_documents and positions.axes is None and with_images and self.spec.positions:
             raise DataError(
                 "position_ids [batch, seq] begin anew, as those of packed documents, and are not those of "
                 "images, which have three axes: give cu_seqlens (cu_seq_lens_q in transformers) in their "
                 "place, or [4, batch, seq] with the positions on the axes behind these"
             )
-        if sequences.axes is not None:  # which the caller chose
+        if positions.axes is not None:  # which the caller chose
             if sequences.cache is not None:
-                ahead = max(0, sequences.longest_position - sequences.shape[1])
-                _go_on_behind(sequences.cache, sequences.axes, ahead)
-        elif sight.pictures is not None and self.spec.positions is not None and not sequences.positions_given:
+                ahead = max(0, positions.end - documents.shape[1])
+                _go_on_behind(sequences.cache, positions.axes, ahead)
+        elif sight.pictures is not None and self.spec.positions is not None and not positions.given:
             rate, pictures = self.spec.positions.tokens_per_second, sight.pictures
             if self.spec.positions.steps_apart:
                 pictures = pictures.steps_apart()
-            sequences.axes, misfit = axis_positions(sequences, found, pictures, self.merge, rate)
-            longest = longest_position(sequences, pictures, rate)
+            axes, misfit = axis_positions(documents, found, pictures, self.merge, rate)
+            end = end_of_positions(positions.end, pictures, rate)
             if sequences.cache is not None:
-                _go_on_behind(sequences.cache, sequences.axes, longest - sequences.longest_position)
-            sequences.longest_position = longest
+                _go_on_behind(sequences.cache, axes, end - positions.end)
+            sequences.positions = replace(positions, axes=axes, end=end)
             counts.append(2 * misfit.long())
         images, videos = sight.expected(self.merge)
         counted = torch.stack(counts)

@@ -16,7 +16,10 @@ from torch import Tensor
 from liger_models.layers.model.causal_lm import CausalLM
 from liger_models.layers.projections.linear import has_hooks
 from liger_models.layers.sequences.cache import KVCache
+from liger_models.layers.sequences.documents import Documents
+from liger_models.layers.sequences.positions import Positions
 from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.sequences.visibility import Visibility
 
 LEAST_EXTENT = 256
 
@@ -60,11 +63,12 @@ class Decoding:
         return logits
 
     def _step(self, ids: Tensor, slots: Tensor, extent: int) -> Tensor:
-        self.cache.reserve_next(slots, extent)
         cache = self.cache
+        cache.reserve_next(slots, extent)
         positions = slots if cache.shift is None else slots + cache.shift
-        sequences = Sequences((len(ids), 1), positions, cache.longest + cache.ahead, 1)
-        sequences.cache = self.cache
+        documents = Documents.of_rows((len(ids), 1), positions.device)
+        end = cache.longest + cache.ahead
+        sequences = Sequences(Visibility(documents), Positions(positions, end), cache)
         return self.model.logits(self.model.hidden_states(sequences, ids[:, None]))
 
     def _record(self) -> None:

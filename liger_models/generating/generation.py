@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,8 +15,11 @@ from liger_models.convert.errors import DataError, UnsupportedModelError
 from liger_models.generating.decoding import Decoding, can_be_recorded
 from liger_models.layers.model.call_checks import refuse_unknown
 from liger_models.layers.model.causal_lm import CausalLM
+from liger_models.layers.sequences.documents import Documents
+from liger_models.layers.sequences.positions import Positions
 from liger_models.layers.sequences.rotary import effective_length
 from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.sequences.visibility import Visibility
 
 LOOK_EVERY = 8  # tokens: checking whether all sequences have ended synchronises the GPU
 WORTH_RECORDING = 8  # tokens: roughly the cost of capturing a step
@@ -115,11 +119,10 @@ def _begin(
     others = dict(images)
     sight = None if model.vision is None else model.vision.take(others)
     refuse_unknown(others)
-    sequences, lengths = _documents(ids, attention_mask)
+    documents, lengths = _documents(ids, attention_mask)
     cache = model.new_cache(len(ids), room)
-    sequences.cache = cache
-    sequences.position_ids = cache.reserve(lengths, sequences.max_seqlen)
-    sequences.longest_position = cache.longest
+    positions = Positions(cache.reserve(lengths, documents.max_seqlen), cache.longest)
+    sequences = Sequences(Visibility(documents), positions, cache)
     hidden = model.hidden_states(sequences, ids, sight=sight)
     if model.vision is not None and sight is not None:
         model.vision.finish(sight)
@@ -168,20 +171,20 @@ def _check_prompts(model: CausalLM, input_ids: Tensor, attention_mask: Tensor | 
     model.check_ids(input_ids)
 
 
-def _documents(ids: Tensor, attention_mask: Tensor | None) -> tuple[Sequences, Tensor]:
+def _documents(ids: Tensor, attention_mask: Tensor | None) -> tuple[Documents, Tensor]:
     """Prompts and their continuations as packed documents, and their lengths [batch]."""
     batch, length = ids.shape
     if attention_mask is not None:
         added = attention_mask.new_ones(batch, length - attention_mask.shape[1])
         attention_mask = torch.cat([attention_mask, added], dim=1)
-    sequences = Sequences.from_call((batch, length), ids.device, attention_mask)
-    if sequences.cu_seqlens is None:
-        return sequences, torch.full((batch,), length, dtype=torch.long, device=ids.device)
-    sequences.torn = 0  # positions and windows count tokens only
-    lengths = sequences.cu_seqlens.diff().long()
+    documents = Sequences.from_call((batch, length), ids.device, attention_mask).documents
+    if documents.cu_seqlens is None:
+        return documents, torch.full((batch,), length, dtype=torch.long, device=ids.device)
+    documents = replace(documents, gapped_extent=0)  # positions and windows count tokens only
+    lengths = documents.boundaries().diff().long()
     if bool((lengths == 0).any()):
         raise DataError("a prompt of the batch is empty: its attention_mask is 0 everywhere")
-    return sequences, lengths
+    return documents, lengths
 
 
 def _choose(

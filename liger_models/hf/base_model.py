@@ -38,7 +38,10 @@ from liger_models.layers.model.call_checks import (
 )
 from liger_models.layers.model.decoder import Decoder
 from liger_models.layers.sequences.agreement import exchange_device, groups_of_step, refusing_together
-from liger_models.layers.sequences.sequences import Sequences, split_axes
+from liger_models.layers.sequences.documents import Documents
+from liger_models.layers.sequences.positions import Positions, split_axes
+from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.sequences.visibility import Visibility
 from liger_models.layers.specs import ModelSpec, MoESpec
 
 
@@ -155,7 +158,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
             _refuse_others(others)
             ids = input_ids if self.needs_ids or sight is not None else None
             self.prepare_call(sequences, ids, sight)
-        sequences.router_logits.asked_for = with_routers
+        sequences.notes.router_logits.asked_for = with_routers
         if checks is None:
             checks = CallChecks(input_ids, None, self.spec.num_ids, groups=groups, device=device)
         self.begin_checks(checks, sight)
@@ -176,7 +179,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
             "past_key_values": past_key_values,
             "hidden_states": None if inner is None else (*inner, last),
         }
-        routers = sequences.router_logits.take()
+        routers = sequences.notes.router_logits.take()
         if not with_routers:
             return BaseModelOutputWithPast(**output)
         # As theirs: not divided into rows.
@@ -284,15 +287,16 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
             positions = given
             if positions is None:
                 positions = torch.arange(seen, seen + shape[1], device=device).repeat(shape[0])
-            sequences = Sequences(shape, positions, int(positions.max()) + 1, shape[1])
-            sequences.take_positions(position_ids is not None, axes)
-        sequences.cache = view = TransformersCache(past_key_values, sequences, attention_mask)
-        if view.shift is not None and not sequences.positions_given:
+            end = int((positions if axes is None else axes).max()) + 1
+            sequences = Sequences(
+                Visibility(Documents.of_rows(shape, device)),
+                Positions(positions, end, axes, given=position_ids is not None),
+            )
+        sequences.cache = view = TransformersCache(past_key_values, sequences.documents, attention_mask)
+        if view.shift is not None and not sequences.positions.given:
             # Of images, which take fewer positions than tokens.
-            sequences.position_ids = (
-                torch.arange(seen, view.longest, device=device) + view.shift[:, None]
-            ).flatten()
-            sequences.longest_position = view.longest + view.ahead
+            ids = (torch.arange(seen, view.longest, device=device) + view.shift[:, None]).flatten()
+            sequences.positions = Positions(ids, view.longest + view.ahead)
         return sequences
 
     def new_cache(
@@ -336,7 +340,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         if attention_mask is not None or position_ids is None:
             return False
         device = exchange_device(self.embed_tokens)
-        return Sequences.from_call(shape, device, None, position_ids).cu_seqlens is not None
+        return Sequences.from_call(shape, device, None, position_ids).documents.cu_seqlens is not None
 
 
 _NO_CACHE = (

@@ -6,7 +6,6 @@ from the number of tokens, and what layers have made of features.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from transformers.cache_utils import Cache
 from liger_models.convert.errors import DataError
 from liger_models.layers.attention.cross_attention import SeenTiles
 from liger_models.layers.sequences.cache import KVCache
-from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.sequences.documents import Documents
 
 
 def knows_positions(cache: Cache | None) -> bool:
@@ -52,23 +51,22 @@ class TransformersCache(KVCache):
 
     Args:
         cache: theirs.
-        sequences: the tokens of this call. Those that the cache is filled with first are documents without
+        documents: the tokens of this call. Those that the cache is filled with first are documents without
             their padding; behind these, all tokens are there.
         attention_mask: [batch, all tokens so far], 0 at padding, or None.
     """
 
-    def __init__(self, cache: Cache, sequences: Sequences, attention_mask: Tensor | None):
-        shape, device = sequences.shape, sequences.device
+    def __init__(self, cache: Cache, documents: Documents, attention_mask: Tensor | None):
+        shape, device = documents.shape, documents.device
         super().__init__([], shape[0], device)
-        self.cache, self.shape, self.attention_mask = cache, shape, attention_mask
-        # These hold the view: with a cycle, all keys and values would wait for the garbage collector.
-        self.sequences: Sequences = weakref.proxy(sequences)
+        self.cache, self.documents, self.attention_mask = cache, documents, attention_mask
+        self.shape = shape
         self.seen = int(cache.get_seq_length())
         self.longest, self.newest = self.seen + shape[1], shape[1]
         self._extent: dict[int, tuple[int, int]] = {}  # of a layer: how many tokens it returns, from which on
         self._masks: dict[tuple[int | None, ...], Tensor] = {}
         rows = torch.arange(shape[0], device=device)[:, None].expand(shape)
-        self.rows = sequences.pack(rows)
+        self.rows = documents.pack(rows)
         self.lengths = torch.zeros_like(self.lengths).index_add(0, self.rows, torch.ones_like(self.rows))
         if self.seen:
             self._recall()
@@ -102,7 +100,7 @@ class TransformersCache(KVCache):
         flat = [tensor.dim() == 2 for tensor in new]  # what has no heads gets one
         heads = [tensor[:, None] if alone else tensor for tensor, alone in zip(new, flat, strict=True)]
         update: Any = self.cache.update
-        kept = update(*(self.sequences.unpack(x).transpose(1, 2) for x in heads), layer)
+        kept = update(*(self.documents.unpack(x).transpose(1, 2) for x in heads), layer)
         rows = [x.transpose(1, 2) for x in kept]
         return tuple(x[:, :, 0] if alone else x for x, alone in zip(rows, flat, strict=True))
 

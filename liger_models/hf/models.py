@@ -35,7 +35,7 @@ from liger_models.layers.model.output import CausalLMOutput, ModelOutput
 from liger_models.layers.model.request import Request
 from liger_models.layers.model.scoring import Scoring
 from liger_models.layers.sequences.agreement import groups_of_step, refusing_together
-from liger_models.layers.sequences.sequences import IGNORE_INDEX
+from liger_models.layers.sequences.documents import IGNORE_INDEX
 
 
 class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixin):

@@ -96,7 +96,7 @@ def get_rope_index(
     sequences = Sequences.from_call(shape, input_ids.device, attention_mask)
     self.vision.prepare(sight, sequences, input_ids)
     self.vision.finish(sight)
-    axes = sequences.axes
+    axes = sequences.positions.axes
     if axes is None:  # text alone, whose tokens are counted without padding
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         axes = sequences.pack(mask.cumsum(1) - 1).expand(3, -1)

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from liger_models.layers.sequences.sequences import IGNORE_INDEX
+from liger_models.layers.sequences.documents import IGNORE_INDEX
 
 
 def shared_prompts(

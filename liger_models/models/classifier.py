@@ -84,7 +84,7 @@ class LigerSequenceClassifier(LigerCausalLM):
         hidden = self.run_layers(sequences, input_ids)
         checks.finish()
         if self.spec.router is not None:  # whose loss is that of a language model
-            sequences.router_logits.take()
+            sequences.notes.router_logits.take()
         if every_token:
             return ClassifierOutput(logits=sequences.unpack(self.lm_head(hidden).float()))
         last = _last_tokens(sequences, sequences.pack(input_ids), getattr(self.config, "pad_token_id", None))
@@ -102,11 +102,11 @@ class LigerSequenceClassifier(LigerCausalLM):
 
 def _last_tokens(sequences: Sequences, ids: Tensor, pad: int | None) -> Tensor:
     """Of each sequence its last token that is not `pad`, as the reference; the first, if all are."""
-    if sequences.cu_seqlens is None:
-        batch, seq = sequences.shape
+    if sequences.documents.cu_seqlens is None:
+        batch, seq = sequences.documents.shape
         bounds = torch.arange(0, batch * seq + 1, seq, device=ids.device)
     else:
-        bounds = sequences.cu_seqlens.long()
+        bounds = sequences.documents.cu_seqlens.long()
     places = torch.arange(len(ids), device=ids.device)
     counted = places if pad is None else torch.where(ids != pad, places, 0)
     number = torch.searchsorted(bounds[1:], places, right=True)

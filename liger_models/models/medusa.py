@@ -32,7 +32,8 @@ from liger_models.layers.model.head import LMHead, LogitForm, loss_of_head
 from liger_models.layers.model.output import CausalLMOutput
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.sequences.agreement import exchange_device, groups_of_step, refusing_together
-from liger_models.layers.sequences.sequences import IGNORE_INDEX, Sequences
+from liger_models.layers.sequences.documents import IGNORE_INDEX
+from liger_models.layers.sequences.sequences import Sequences
 
 TENSORS, CONFIG = "medusa_lm_head.safetensors", "config.json"
 
@@ -124,7 +125,7 @@ class MedusaModel(nn.Module):
         with refusing_together(groups, own_device):
             shape, device = batch_shape(input_ids, None, 0)
             sequences = Sequences.from_call(shape, device, attention_mask, position_ids, cu_seqlens)
-            targets = targets_of(sequences, labels, None)
+            targets = targets_of(sequences.documents, labels, None)
             assert targets is not None
             width: Any = self.medusa_head[0][-1].out_features  # type: ignore[index]
             checks = CallChecks(input_ids, targets, width, groups=groups, device=own_device)
@@ -137,7 +138,7 @@ class MedusaModel(nn.Module):
             with torch.set_grad_enabled(gradients):
                 later = targets
                 for medusa_head in self.medusa_head:
-                    later = sequences.next_labels(later)
+                    later = sequences.documents.next_labels(later)
                     found.append(medusa_head(hidden, later))
 
         gradients = torch.is_grad_enabled()

@@ -16,6 +16,7 @@ from liger_models.layers.attention.self_attention import Attention
 from liger_models.layers.model.causal_lm import CausalLM
 from liger_models.layers.sequences.cache import KVCache
 from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.sequences.visibility import Visibility
 from liger_models.layers.specs import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, NormSpec, RopeSpec
 
 ROWS, LENGTH, DIM = 2, 13, 8
@@ -99,7 +100,7 @@ def test_new_tokens_see_what_a_whole_pass_lets_the_last_tokens_see(groups, new, 
 
 def pieces(sequences: Sequences, chunk: int) -> list[tuple[int, int]]:
     """Of each token the document and the piece of it."""
-    lengths = [LENGTH] * ROWS if sequences.cu_seqlens is None else sequences.cu_seqlens.diff().tolist()
+    lengths = sequences.documents.boundaries().diff().tolist()
     return [(document, i // chunk) for document, n in enumerate(lengths) for i in range(n)]
 
 
@@ -111,7 +112,7 @@ def test_a_query_sees_its_own_chunk_alone(form, chunk, window, extras):
     torch.manual_seed(0)
     spec = dataclasses.replace(heads(2, window, *extras), chunk=chunk)
     sequences, sinks = sequences_of(form), random_sinks(spec)
-    packed, qkv = random_qkv(sequences.num_tokens, spec)
+    packed, qkv = random_qkv(sequences.documents.num_tokens, spec)
     expected = attention_by_hand(*qkv, spec, pieces(sequences, chunk), sinks)
     cotangent = torch.randn_like(expected)
     (truth,) = torch.autograd.grad(expected, packed, cotangent, retain_graph=True)
@@ -126,15 +127,15 @@ SPANS = [(1, 3), (3, 4), (8, 12), (21, 25)]
 
 def look_ahead(sequences: Sequences) -> list[tuple[int, int]]:
     """Of each token the span, as the sequences are told too: tokens that are all of one document."""
-    rows = torch.arange(sequences.num_tokens).repeat(2, 1)
+    rows = torch.arange(sequences.documents.num_tokens).repeat(2, 1)
     rows[1] += 1
-    span = list(range(100, 100 + sequences.num_tokens))
+    span = list(range(100, 100 + sequences.documents.num_tokens))
     documents = pieces(sequences, 99)
     for first, end in SPANS:
-        if end <= sequences.num_tokens and documents[first] == documents[end - 1]:
+        if end <= sequences.documents.num_tokens and documents[first] == documents[end - 1]:
             rows[0, first:end], rows[1, first:end] = first, end
             span[first:end] = [first] * (end - first)
-    sequences.spans = rows.int()
+    sequences.visibility = Visibility(sequences.documents, rows.int())
     return span
 
 
@@ -150,7 +151,7 @@ def test_a_query_sees_all_of_its_span_or_of_its_document(form, causal, window, w
     sequences, sinks = sequences_of(form), random_sinks(spec)
     documents = pieces(sequences, 99)
     span = look_ahead(sequences) if causal else documents
-    packed, (q, k, v) = random_qkv(sequences.num_tokens, spec)
+    packed, (q, k, v) = random_qkv(sequences.documents.num_tokens, spec)
     expected = torch.zeros_like(q)
     for t in range(len(q)):
         seen = [
@@ -186,7 +187,7 @@ def test_chunks_that_divide_the_rows_are_rows_without_a_mask():
 def test_no_query_sees_nothing():
     """A row without a visible key would be a softmax over nothing: NaN."""
     for form in ("rows", "packed", "padded"):
-        assert visible(heads(1, window=1), sequences_of(form)).sum(1).eq(1).all()
+        assert visible(heads(1, window=1), sequences_of(form).visibility).sum(1).eq(1).all()
 
 
 @pytest.mark.parametrize("rows", [1, 13])  # of the mask: one for all queries, or one for each
@@ -220,14 +221,14 @@ def test_masks_of_more_scores_than_a_kernel_counts_are_split_by_queries(rows, mo
 @pytest.mark.parametrize(("form", "window"), [("packed", None), ("padded", None), ("rows", 12)])
 def test_sdpa_refuses_what_it_cannot_do(form, window):
     spec, sequences = heads(1, window), sequences_of(form)
-    _, qkv = random_qkv(sequences.num_tokens, spec)
+    _, qkv = random_qkv(sequences.documents.num_tokens, spec)
     with pytest.raises(ValueError, match="use 'auto'"):
         attend(*qkv, spec, sequences, "sdpa")
 
 
 def test_an_unknown_backend_is_refused(make_model):
     spec, sequences = heads(1, None), sequences_of("rows")
-    _, qkv = random_qkv(sequences.num_tokens, spec)
+    _, qkv = random_qkv(sequences.documents.num_tokens, spec)
     with pytest.raises(ValueError, match=r"'fast'.*choose one of auto"):
         attend(*qkv, spec, sequences, "fast")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"'fast'.*choose one of auto"):
@@ -238,7 +239,7 @@ def test_an_unknown_backend_is_refused(make_model):
 @pytest.mark.parametrize("extras", [(1.5, False), (None, True)])
 def test_backends_without_soft_cap_and_sinks_refuse_them(extras, backend):
     spec, sequences = heads(1, None, *extras), sequences_of("rows")
-    _, qkv = random_qkv(sequences.num_tokens, spec)
+    _, qkv = random_qkv(sequences.documents.num_tokens, spec)
     with pytest.raises(ValueError, match=rf"'{backend}' has neither soft cap nor sinks"):
         attend(*qkv, spec, sequences, backend, random_sinks(spec))
 
@@ -246,7 +247,7 @@ def test_backends_without_soft_cap_and_sinks_refuse_them(extras, backend):
 @pytest.mark.parametrize("sinks", [False, True])
 def test_sinks_that_the_spec_does_not_know_are_refused_and_missing_ones_too(sinks):
     spec, sequences = heads(1, None, sinks=sinks), sequences_of("rows")
-    _, qkv = random_qkv(sequences.num_tokens, spec)
+    _, qkv = random_qkv(sequences.documents.num_tokens, spec)
     with pytest.raises(ValueError, match=f"the spec says sinks={sinks}"):
         attend(*qkv, spec, sequences, "auto", None if sinks else torch.zeros(4))
 
@@ -283,7 +284,7 @@ def choice(spec, dtype, form, value_dim=None):
         return types.SimpleNamespace(is_cuda=True, dtype=dtype, shape=(ROWS * LENGTH, 4, dim))
 
     qkv = (operand(dim) for dim in (spec.head_dim, spec.head_dim, value_dim or spec.head_dim))
-    return backends._choose(*qkv, spec, sequences_of(form))
+    return backends._choose(*qkv, spec, sequences_of(form).visibility)
 
 
 @pytest.mark.parametrize(("form", "asked", "dtype", "backend"), CHOICES)
@@ -335,7 +336,7 @@ def test_packed_documents_on_a_cpu_cost_the_sum_of_their_squares(window, monkeyp
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
     spec, sequences = heads(2, window), sequences_of("packed")
-    _, qkv = random_qkv(sequences.num_tokens, spec)
+    _, qkv = random_qkv(sequences.documents.num_tokens, spec)
     attend(*qkv, spec, sequences)
     lengths = [5, 1, 14, 6]
     assert calls == [(n, n, window is not None and n > window) for n in lengths]

@@ -10,6 +10,7 @@ import torch
 from liger_models.kernels._dispatch import interpret, interpreted
 from liger_models.layers.attention.backends import attend
 from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.sequences.visibility import Visibility
 from liger_models.layers.specs import AttentionSpec
 
 REAL = [5, 8, 1]  # of 8 tokens a row
@@ -23,7 +24,8 @@ def test_ranges_of_keys_are_as_a_mask_of_all_pairs():
 
     def results():
         sequences = Sequences.from_call((3, 8), torch.device("cpu"))
-        sequences.pads = (torch.arange(8) >= torch.tensor(REAL)[:, None]).flatten()
+        padding = (torch.arange(8) >= torch.tensor(REAL)[:, None]).flatten()
+        sequences.visibility = Visibility(sequences.documents, padding=padding)
         qkv = given[0].clone().requires_grad_()
         out = attend(*qkv, spec, sequences)
         out.backward(given[1])
@@ -38,7 +40,8 @@ def test_ranges_of_keys_are_as_a_mask_of_all_pairs():
 
 def test_padding_sees_all_that_is_not_padding():
     sequences = Sequences.from_call((3, 8), torch.device("cpu"))
-    sequences.pads = (torch.arange(8) >= torch.tensor(REAL)[:, None]).flatten()
-    first, end = sequences.ranges_beside_padding().of_queries.view(2, 3, 8)
+    padding = (torch.arange(8) >= torch.tensor(REAL)[:, None]).flatten()
+    sequences.visibility = Visibility(sequences.documents, padding=padding)
+    first, end = sequences.visibility.ranges_with_padding().of_queries.view(2, 3, 8)
     assert first.tolist() == [[0] * 8, [8] * 8, [16] * 8]
     assert end.tolist() == [[8] * 5 + [5] * 3, [16] * 8, [24] + [17] * 7]

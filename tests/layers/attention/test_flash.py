@@ -17,6 +17,7 @@ from liger_models.layers.attention.backends import attend, attend_plain
 from liger_models.layers.memory import layer_costs
 from liger_models.layers.recompute.activation_memory import LEVELS
 from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.sequences.visibility import Visibility
 from liger_models.layers.specs import AttentionSpec
 
 CPU = torch.device("cpu")
@@ -123,7 +124,7 @@ def test_the_package_is_asked_for_what_the_plain_twin_computes(form, limits, kv_
     torch.manual_seed(0)
     spec = AttentionSpec(4, kv_heads, DIM, 0.3, sinks=sinks, **limits)
     sequences = sequences_of(form)
-    leaves = operands(sequences.num_tokens, kv_heads)
+    leaves = operands(sequences.documents.num_tokens, kv_heads)
     if sinks:
         leaves.append(torch.randn(4, dtype=torch.float64).requires_grad_())
     q, k, v, *rest = leaves
@@ -148,8 +149,8 @@ def test_a_window_that_hides_nothing_is_not_asked_for(library):
 
 
 def spans(sequences: Sequences) -> Sequences:
-    token = torch.arange(sequences.num_tokens, dtype=torch.int32)
-    sequences.spans = torch.stack([token, token + 1])
+    token = torch.arange(sequences.documents.num_tokens, dtype=torch.int32)
+    sequences.visibility = Visibility(sequences.documents, torch.stack([token, token + 1]))
     return sequences
 
 
@@ -220,7 +221,7 @@ def test_compiled_models_call_it_outside_of_the_graph(library):
 def test_no_choice_of_auto_depends_on_what_is_installed(library):
     for form in ("rows", "packed", "padded"):
         sequences = sequences_of(form)
-        attend(*operands(sequences.num_tokens), SPEC, sequences, "auto")
+        attend(*operands(sequences.documents.num_tokens), SPEC, sequences, "auto")
     assert not library.calls
 
 

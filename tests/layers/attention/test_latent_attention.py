@@ -139,7 +139,8 @@ def test_without_positions_nothing_is_turned():
     x = torch.randn(3, HIDDEN, dtype=torch.float64)
     first = layer(x, sequences_of(spec, (1, 3)))
     still = sequences_of(SPEC, (1, 3))
-    still.rotary[SPEC.rope] = torch.ones(3, 3), torch.zeros(3, 3)  # cosines and sines of no angle
+    no_angle = torch.ones(3, 3), torch.zeros(3, 3)  # cosines and sines
+    still.positions = replace(still.positions, rotary={SPEC.rope: no_angle})
     torch.testing.assert_close(first, turning(x, still), rtol=1e-12, atol=1e-12)
 
 

@@ -12,23 +12,23 @@ from liger_models.layers.specs import AttentionSpec, QueryScaleSpec
 
 def test_the_factor_grows_by_the_logarithm_of_lengths_passed():
     sequences = Sequences.from_call((1, 7), torch.device("cpu"), position_ids=torch.arange(5, 12)[None])
-    found = sequences.query_scale(QueryScaleSpec(beta=0.3, length=4))
+    found = sequences.positions.query_scale(QueryScaleSpec(beta=0.3, length=4))
     lengths_passed = [1, 1, 1, 2, 2, 2, 2]  # of positions 5 to 11
     assert found.tolist() == torch.tensor([1 + 0.3 * math.log(1 + n) for n in lengths_passed]).tolist()
-    assert sequences.query_scale(QueryScaleSpec(beta=0.3, length=4)) is found  # made once for all layers
+    assert sequences.positions.query_scale(QueryScaleSpec(beta=0.3, length=4)) is found  # made once
 
 
 def test_positions_count_from_each_documents_start():
     bounds = torch.tensor([0, 3, 9])
     sequences = Sequences.from_call((1, 9), torch.device("cpu"), cu_seqlens=bounds)
-    found = sequences.query_scale(QueryScaleSpec(beta=1.0, length=2))
+    found = sequences.positions.query_scale(QueryScaleSpec(beta=1.0, length=2))
     expected = [math.log(1 + n // 2) + 1 for n in [0, 1, 2, 0, 1, 2, 3, 4, 5]]
     assert torch.allclose(found, torch.tensor(expected))
 
 
 def test_the_first_position_may_count_as_another():
     sequences = Sequences.from_call((1, 5), torch.device("cpu"))
-    found = sequences.query_scale(QueryScaleSpec(beta=1.0, length=2, first=1))
+    found = sequences.positions.query_scale(QueryScaleSpec(beta=1.0, length=2, first=1))
     assert torch.allclose(found, torch.tensor([math.log(1 + (n + 1) // 2) + 1 for n in range(5)]))
 
 
@@ -38,7 +38,7 @@ def test_a_product_and_its_gradient_are_rounded_once():
     rows = torch.randn(9, 24, dtype=torch.bfloat16, requires_grad=True)
     q, dy = rows[:, 4:20].unflatten(1, (2, 8)), torch.randn(9, 2, 8, dtype=torch.bfloat16)
     found = scale_queries(q, spec, sequences)
-    factors = sequences.query_scale(spec)[:, None, None]
+    factors = sequences.positions.query_scale(spec)[:, None, None]
     assert torch.equal(found, (q.float() * factors).bfloat16())
     found.backward(dy)
     assert torch.equal(rows.grad[:, 4:20], (dy.float() * factors).bfloat16().flatten(1))

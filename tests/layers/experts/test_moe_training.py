@@ -68,7 +68,7 @@ def loss_of(layers, x, level="all"):
         else:
             with keep_recipes() if level == "lean" else contextlib.nullcontext():
                 x = layer(x, sequences)
-    return x.square().sum() + router_loss(sequences.router_logits.take(), layers[0].mlp.spec)
+    return x.square().sum() + router_loss(sequences.notes.router_logits.take(), layers[0].mlp.spec)
 
 
 def run(layers, x, level="all") -> list[torch.Tensor]:
@@ -260,7 +260,7 @@ def test_the_routers_losses_are_those_of_transformers_over_all_layers(make_layer
     y = torch.randn(TOKENS, HIDDEN)
     for layer in layers:
         y = layer(y, sequences)
-    noted = sequences.router_logits.take()
+    noted = sequences.notes.router_logits.take()
     assert [logits.shape for logits in noted] == [(TOKENS, 8)] * 3
     weights = [layer.mlp.router.weight for layer in layers]
     expected = 0.02 * reference(tuple(noted), 8, 3)
@@ -280,13 +280,13 @@ def test_logits_are_noted_for_a_loss_alone_and_only_until_they_are_taken(moe_spe
     x, sequences = torch.randn(4, HIDDEN), sequences_of(4)
     quiet = MixtureOfExperts(HIDDEN, replace(moe_spec, aux_loss_coef=0.0, z_loss_coef=0.0))
     quiet(x, sequences)
-    assert sequences.router_logits.take() == []
+    assert sequences.notes.router_logits.take() == []
     with_loss, sequences = MixtureOfExperts(HIDDEN, moe_spec), sequences_of(4)
     with_loss(x)
     with_loss(x, sequences)
-    assert len(sequences.router_logits.take()) == 1
+    assert len(sequences.notes.router_logits.take()) == 1
     with_loss(x, sequences)
-    assert sequences.router_logits.take() == []
+    assert sequences.notes.router_logits.take() == []
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -299,7 +299,7 @@ def test_torchs_checkpoint_around_layers_keeps_the_routers_losses_or_is_refused(
         y = x
         for layer in layers:
             y = checkpoint(layer, y, sequences, use_reentrant=reentrant)
-        return y.square().sum() + router_loss(sequences.router_logits.take(), layers[0].mlp.spec)
+        return y.square().sum() + router_loss(sequences.notes.router_logits.take(), layers[0].mlp.spec)
 
     if reentrant:
         with pytest.raises(RuntimeError, match="use_reentrant=False"):
@@ -318,7 +318,7 @@ def test_a_call_that_was_recomputed_and_never_differentiated_is_freed(make_layer
     (layer,) = make_layers(1)
     sequences = sequences_of(4)
     y = recompute(layer, torch.randn(4, HIDDEN, requires_grad=True), sequences)
-    sequences.router_logits.take()
+    sequences.notes.router_logits.take()
     alive = weakref.ref(sequences)
     del y, sequences
     gc.collect()

@@ -7,7 +7,7 @@ import torch
 
 from liger_models.convert.errors import DataError
 from liger_models.layers.sequences.sequences import Sequences
-from liger_models.layers.specs import QueryScaleSpec, RopeSpec
+from liger_models.layers.specs import RopeSpec
 
 CPU = torch.device("cpu")
 
@@ -18,15 +18,14 @@ def read(shape, **given) -> Sequences:
 
 def documents(sequences: Sequences) -> list[list[int]]:
     """The positions of each document's tokens."""
-    if sequences.cu_seqlens is None:
-        return [row.tolist() for row in sequences.position_ids.view(sequences.shape)]
-    return [part.tolist() for part in sequences.position_ids.split(sequences.cu_seqlens.diff().tolist())]
+    lengths = sequences.documents.boundaries().diff().tolist()
+    return [part.tolist() for part in sequences.positions.ids.split(lengths)]
 
 
 def test_rows_are_documents():
     sequences = read((2, 3))
     assert documents(sequences) == [[0, 1, 2], [0, 1, 2]]
-    assert (sequences.max_seqlen, sequences.longest_position, sequences.kept) == (3, 3, None)
+    assert (sequences.documents.max_seqlen, sequences.positions.end, sequences.documents.kept) == (3, 3, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.long, torch.float32])
@@ -34,7 +33,7 @@ def test_padding_is_taken_out_and_positions_stay_those_of_the_row(dtype):
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0], [0, 0, 0, 0]]).to(dtype)
     sequences = read((3, 4), attention_mask=mask)
     assert documents(sequences) == [[2, 3], [0, 1, 2], []]
-    assert (sequences.max_seqlen, sequences.longest_position) == (3, 4)
+    assert (sequences.documents.max_seqlen, sequences.positions.end) == (3, 4)
     values = torch.arange(12).view(3, 4)
     assert sequences.pack(values).tolist() == [2, 3, 4, 5, 6]
     restored = sequences.unpack(sequences.pack(values) + 1)
@@ -42,22 +41,22 @@ def test_padding_is_taken_out_and_positions_stay_those_of_the_row(dtype):
 
 
 def test_a_mask_of_ones_is_no_mask():
-    assert read((2, 3), attention_mask=torch.ones(2, 3)).cu_seqlens is None
+    assert read((2, 3), attention_mask=torch.ones(2, 3)).documents.cu_seqlens is None
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.long])
 def test_boundaries_bound_the_flattened_batch(dtype):
     sequences = read((2, 3), cu_seqlens=torch.tensor([0, 4, 4, 6], dtype=dtype))
     assert documents(sequences) == [[0, 1, 2, 3], [], [0, 1]]
-    assert sequences.cu_seqlens.dtype == torch.int32
-    assert (sequences.max_seqlen, sequences.longest_position) == (4, 4)
+    assert sequences.documents.cu_seqlens.dtype == torch.int32
+    assert (sequences.documents.max_seqlen, sequences.positions.end) == (4, 4)
 
 
 def test_given_positions_go_with_given_boundaries():
     positions = torch.tensor([[5, 6, 7, 1, 2, 3]])
     sequences = read((1, 6), cu_seqlens=torch.tensor([0, 3, 6]), position_ids=positions)
     assert documents(sequences) == [[5, 6, 7], [1, 2, 3]]
-    assert sequences.longest_position == 8
+    assert sequences.positions.end == 8
 
 
 @pytest.mark.parametrize(
@@ -77,16 +76,16 @@ def test_a_jump_of_the_positions_begins_a_document(positions, expected):
 
 def test_positions_without_a_jump_are_rows():
     sequences = read((2, 3), position_ids=torch.tensor([[4, 5, 6]]))  # one row for all
-    assert sequences.cu_seqlens is None
+    assert sequences.documents.cu_seqlens is None
     assert documents(sequences) == [[4, 5, 6]] * 2
-    assert sequences.longest_position == 7
+    assert sequences.positions.end == 7
 
 
 def test_a_mask_makes_jumps_mere_positions():
     positions = torch.tensor([[0, 2, 4, 6]])
     sequences = read((1, 4), position_ids=positions, attention_mask=torch.ones(1, 4))
-    assert sequences.cu_seqlens is None
-    assert sequences.position_ids.tolist() == [0, 2, 4, 6]
+    assert sequences.documents.cu_seqlens is None
+    assert sequences.positions.ids.tolist() == [0, 2, 4, 6]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +99,7 @@ def test_a_mask_makes_jumps_mere_positions():
 )
 def test_a_token_is_to_predict_the_next_one_of_its_document(given, expected):
     labels = torch.arange(6)
-    assert read((2, 3), **given).next_labels(labels).tolist() == expected
+    assert read((2, 3), **given).documents.next_labels(labels).tolist() == expected
     assert labels.tolist() == [0, 1, 2, 3, 4, 5]
 
 
@@ -153,16 +152,17 @@ def test_what_does_not_fit_is_refused(given, message):
 )
 def test_chunks_are_documents_cut_into_pieces(shape, given, size, expected):
     sequences = read(shape, **given)
-    cut = sequences.chunks(size)
-    assert [piece for piece in documents(cut) if piece] == expected
-    assert cut.max_seqlen == size
-    assert sequences.chunks(size) is cut  # made once for all layers
+    cut = sequences.documents.chunks(size)
+    pieces = sequences.positions.ids.split(cut.boundaries().diff().tolist())
+    assert [piece.tolist() for piece in pieces if len(piece)] == expected
+    assert (cut.max_seqlen, cut.num_tokens) == (size, sequences.documents.num_tokens)
+    assert sequences.documents.chunks(size) is cut  # made once for all layers
     assert (cut.cu_seqlens is None) == (not given and shape[1] % size == 0)  # then they are rows
 
 
 def test_no_document_is_cut_by_chunks_as_long_as_the_longest():
     sequences = read((1, 9), cu_seqlens=torch.tensor([0, 4, 9]))
-    assert sequences.chunks(5) is sequences
+    assert sequences.visibility.chunks(5) is sequences.visibility
 
 
 def test_positions_beyond_the_tables_are_refused():
@@ -181,58 +181,3 @@ def test_positions_beyond_the_tables_are_refused():
 
 def test_dynamic_tables_have_no_end():
     read((1, 99)).prepare_rotary((RopeSpec(4, type="dynamic", factor=2.0, max_position_embeddings=8),))
-
-
-def tensors_within(value, seen):
-    """Every tensor that an object of ours holds, at whatever depth."""
-    if id(value) in seen:
-        return
-    seen[id(value)] = value
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from (x for item in value.values() for x in tensors_within(item, seen))
-    elif isinstance(value, (tuple, list)):
-        yield from (x for item in value for x in tensors_within(item, seen))
-    elif type(value).__module__.startswith("liger_models."):
-        yield from tensors_within({k: v for k, v in vars(value).items() if k != "_elsewhere"}, seen)
-
-
-def make_everything(sequences, size, window):
-    """All that layers make lazily, as each kind of layer asks for it."""
-    sequences.document_bounds()
-    sequences.query_scale(QueryScaleSpec(0.1, 4))
-    sequences.key_ranges(window, causal=False)
-    sequences.key_ranges(window, causal=True)
-    sequences.without_spans().chunks(size).document_bounds()
-    sequences.without_spans().key_ranges(window, causal=True)
-
-
-def test_what_layers_make_lazily_is_on_their_own_device():
-    """As in a model that is divided over devices: layers on each in turn read and make the same things."""
-    spans = torch.stack([torch.arange(9), torch.arange(9) + 1]).int()
-    for first, second in (("cpu", "meta"), ("meta", "cpu")):
-        sequences = read((1, 9), cu_seqlens=torch.tensor([0, 4, 9]))
-        sequences.spans = spans
-        sequences.prepare_rotary((RopeSpec(dim=4),))
-        for device in (first, second, "meta"):
-            there = sequences.on(torch.device(device))
-            make_everything(there, 2, 3)
-            assert {tensor.device.type for tensor in tensors_within(there, {})} == {device}
-        plain = sequences.without_spans().on(torch.device("meta"))
-        assert plain.spans is None
-
-
-def test_a_layer_on_another_device_reads_copies_and_notes_in_the_same_place():
-    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
-    sequences = Sequences.from_call((2, 3), torch.device("cpu"), mask)
-    rope = RopeSpec(dim=4)
-    sequences.prepare_rotary((rope,))
-    assert sequences.on(torch.device("cpu")) is sequences
-    there = sequences.on(torch.device("meta"))
-    assert there is sequences.on(torch.device("meta"))
-    tensors = [there.position_ids, there.cu_seqlens, there.kept, *there.rotary[rope]]
-    assert all(tensor.is_meta for tensor in tensors)
-    assert not sequences.position_ids.is_meta
-    assert there.router_logits is sequences.router_logits
-    assert there.routing is sequences.routing

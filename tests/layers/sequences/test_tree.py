@@ -40,11 +40,11 @@ def results(model, batch):
 
 def test_positions_go_on_in_each_document_that_continues_another():
     sequences = Sequences.from_call((1, TOKENS), CPU, **TREE)
-    positions = [p.tolist() for p in sequences.position_ids.split(LENGTHS)]
+    positions = [p.tolist() for p in sequences.positions.ids.split(LENGTHS)]
     prompt = list(range(7))
     assert positions == [prompt, [7, 8, 9, 10], [], [7, 8, 9, 10, 11], [0, 1], [2, 3, 4, 5, 6, 7], [2, 3, 4]]
-    assert (sequences.longest_position, sequences.max_seqlen) == (12, 12)
-    labels = sequences.next_labels(torch.arange(TOKENS))
+    assert (sequences.positions.end, sequences.documents.max_seqlen) == (12, 12)
+    labels = sequences.documents.next_labels(torch.arange(TOKENS))
     ends = BOUNDS[1:] - 1
     assert (labels[ends] == -100).all()
     assert (labels == -100).sum() == len(ends.unique())
@@ -65,7 +65,7 @@ def test_every_backend_is_the_plain_twin_or_refuses(limits):
 
 
 def test_it_is_made_once_for_layers_that_are_alike():
-    tree = Sequences.from_call((1, TOKENS), CPU, **TREE).tree
+    tree = Sequences.from_call((1, TOKENS), CPU, **TREE).documents.tree
     assert tree is not None
     assert tree.key_ranges(None, None) is tree.key_ranges(12, 99)  # which limit nothing
     assert tree.key_ranges(5, None) is not tree.key_ranges(None, None)
@@ -85,9 +85,9 @@ def test_every_level_of_activation_memory_gives_the_same(level, make_model, batc
 def test_a_document_may_continue_the_first_tokens_of_another_alone(make_model, batch):
     parts = torch.tensor([PARENTS, (0, 7, 7, 3, 0, 1, 0)])
     sequences = Sequences.from_call((1, TOKENS), CPU, cu_seqlens=BOUNDS, parents=parts)
-    first = sequences.position_ids[BOUNDS[:-1].clamp(max=TOKENS - 1)]
+    first = sequences.positions.ids[BOUNDS[:-1].clamp(max=TOKENS - 1)]
     assert first[[0, 1, 3, 4, 5, 6]].tolist() == [0, 7, 3, 0, 1, 0]
-    assert (sequences.longest_position, sequences.max_seqlen) == (11, 11)
+    assert (sequences.positions.end, sequences.documents.max_seqlen) == (11, 11)
     model, ids = make_model(window=5).eval(), batch["input_ids"]
     found = model(ids, cu_seqlens=BOUNDS, parents=parts).logits[0]
     for number, (parent, shared) in enumerate(parts.T.tolist()):
@@ -126,7 +126,8 @@ def test_a_teacher_sees_the_same_tree(make_model, batch):
     student, teacher = make_model(), make_model(layers=2)
     output = student.distill(teacher, **batch, beta=0.5)
     logits = [model(**{**batch, "labels": None}).logits[0].log_softmax(-1) for model in (student, teacher)]
-    predicting = Sequences.from_call((1, TOKENS), CPU, **TREE).next_labels(batch["labels"][0]) != -100
+    documents = Sequences.from_call((1, TOKENS), CPU, **TREE).documents
+    predicting = documents.next_labels(batch["labels"][0]) != -100
     p, q = (x[predicting].exp() for x in logits)
     middle = (p + q) / 2
     expected = ((p * (p / middle).log() + q * (q / middle).log()) / 2).sum(-1).mean()
@@ -167,7 +168,7 @@ def test_what_cannot_share_a_prompt_says_so(make_model):
     with pytest.raises(DataError, match="cannot be divided over ranks"):
         sequences.divided(object())
     with pytest.raises(ValueError, match="cannot be cut"):
-        sequences.chunks(3)
+        sequences.visibility.chunks(3)
     ahead = AttentionSpec(4, 2, 8, 1.0, None, causal=False)
     q = torch.randn(TOKENS, 4, 8)
     with pytest.raises(ValueError, match="attention is causal"):

@@ -1,0 +1,21 @@
+"""What the layers of a model leave in one call for the code that runs after them."""
+
+from __future__ import annotations
+
+from liger_models.layers.sequences.router_loss import RouterLogits
+from liger_models.layers.sequences.routing_decisions import RoutingDecisions
+
+
+class Notes:
+    """The notes of one call, shared by all layers on all devices.
+
+    Attributes:
+        router_logits: logits of the routers that have a loss, or of all routers if they are asked for.
+        routing: what each router decided, for layers that run again in the backward pass.
+
+    Not a dataclass, for the reason that `Sequences` gives.
+    """
+
+    def __init__(self) -> None:
+        self.router_logits = RouterLogits()
+        self.routing = RoutingDecisions()

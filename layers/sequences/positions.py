@@ -1,0 +1,111 @@
+"""The positions of the tokens of a batch, and the tables that layers read by position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from liger_models.convert.errors import DataError
+from liger_models.layers.sequences.part import Part
+from liger_models.layers.sequences.rotary import rotary_tables
+from liger_models.layers.sequences.sequence_parallel import Slice
+from liger_models.layers.specs import QueryScaleSpec, RopeSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Positions(Part):
+    """Where the tokens stand in their documents.
+
+    Attributes:
+        ids: [T], one position a token.
+        end: one more than the largest position.
+        axes: [A, T], positions on several axes, if the tokens have them.
+        given: whether the caller chose the positions.
+        mark_documents: whether documents were found by positions that start anew, and by nothing else.
+        rotary: cosines and sines of each rotary setting, as `with_rotary` makes them.
+    """
+
+    ids: Tensor
+    end: int
+    axes: Tensor | None = None
+    given: bool = False
+    mark_documents: bool = False
+    rotary: Mapping[RopeSpec, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors."""
+        return self.ids.device
+
+    def own(self, part: Slice) -> Positions:
+        """The positions of the tokens that a rank holds, if sequences are divided over ranks."""
+        axes = None if self.axes is None else part.of(self.axes.T).T
+        return replace(self, ids=part.of(self.ids), axes=axes)
+
+    def with_rotary(self, ropes: tuple[RopeSpec, ...], shape: tuple[int, int]) -> Positions:
+        """The positions with the tables of these rotary settings. `shape` (batch, seq) is for the error.
+
+        Raises:
+            DataError: a position that the tables were not made for, or on axes that the model does not have.
+        """
+        tables = dict(self.rotary)
+        for rope in ropes:
+            limit = rope.position_limit
+            if limit is not None and self.end > limit:
+                raise DataError(
+                    f"position {self.end - 1} is beyond the rotary tables: the config's "
+                    f"max_position_embeddings is {limit}. Shorten the sequences, or load the model with a "
+                    "longer context in its config (max_position_embeddings, with a rope_scaling that fits)."
+                )
+            if rope.axes is None and self.axes is not None and self.given:
+                raise DataError(
+                    f"position_ids came on {len(self.axes)} axes, and the positions of this model "
+                    f"have one: expected the shape of the tokens, {shape}"
+                )
+            positions = self.ids if rope.axes is None or self.axes is None else self.axes
+            tables[rope] = rotary_tables(rope, positions, self.end)
+        return replace(self, rotary=tables)
+
+    def query_scale(self, spec: QueryScaleSpec) -> Tensor:
+        """The factor of each token's query, [T] float32, made once for all layers."""
+        return self._once(spec, lambda: self._query_scale(spec))
+
+    def _query_scale(self, spec: QueryScaleSpec) -> Tensor:
+        lengths_passed = torch.floor((self.ids.float() + spec.first) / spec.length)
+        return 1 + spec.beta * torch.log(1 + lengths_passed)
+
+
+def split_axes(position_ids: Tensor, shape: tuple[int, int]) -> tuple[Tensor | None, Tensor | None]:
+    """Split the positions of a call into those that count tokens, [T], and those on axes, [3, T].
+
+    Raises:
+        DataError: another shape, or dtype.
+    """
+    if position_ids.dim() != 3:
+        return _flat_positions(position_ids, shape), None
+    if len(position_ids) not in (3, 4):
+        raise DataError(
+            f"position_ids of three dimensions must be [3, batch, seq], or [4, batch, seq] with those of the "
+            f"text in front; found {tuple(position_ids.shape)}"
+        )
+    counted, *axes = [None] * (4 - len(position_ids)) + [_flat_positions(one, shape) for one in position_ids]
+    return counted, torch.stack([axis for axis in axes if axis is not None])
+
+
+def _flat_positions(position_ids: Tensor, shape: tuple[int, int]) -> Tensor:
+    if position_ids.is_floating_point():
+        raise DataError(f"position_ids must be integers, found {position_ids.dtype}")
+    if position_ids.dim() == 1:
+        position_ids = position_ids[None]
+    if (
+        position_ids.dim() != 2
+        or position_ids.shape[1] != shape[1]
+        or position_ids.shape[0] not in (1, shape[0])
+    ):
+        raise DataError(
+            f"position_ids must have the shape of the tokens, {shape}; found {tuple(position_ids.shape)}"
+        )
+    return position_ids.expand(shape).flatten()

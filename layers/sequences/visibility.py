@@ -1,0 +1,79 @@
+"""Which tokens, and which tiles of images, each token attends to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels import KeyRanges, key_ranges
+from liger_models.layers.sequences.documents import Documents
+from liger_models.layers.sequences.part import Part
+
+
+@dataclass(frozen=True, eq=False)
+class Visibility(Part):
+    """What each token attends to: tokens of its document, as far as a layer's own limits allow.
+
+    Attributes:
+        documents: the documents.
+        spans: [2, T] int32, the first token and the end of each token's span. The tokens of a span (such as
+            an image) all attend to one another; a token in none is a span by itself.
+        padding: [T] bool, padding kept at the end of each row. Padding attends only to padding.
+        tiles: the image tiles that each token attends to (`SeenTiles`).
+        with_images: whether the call has images.
+    """
+
+    documents: Documents
+    spans: Tensor | None = None
+    padding: Tensor | None = None
+    tiles: Any = None
+    with_images: bool = False
+
+    def key_ranges(self, window: int | None, causal: bool, whole_spans: bool = False) -> KeyRanges:
+        """The ranges of keys where attention is not causal, or where there are spans: see
+        `kernels.key_ranges`. Made once for all layers that are alike.
+        """
+        if self.documents.tree is not None:
+            raise ValueError("in documents that continue others attention is causal, and there are no spans")
+        alike = "key_ranges", window, causal, whole_spans
+        return self._once(alike, lambda: self._key_ranges(window, causal, whole_spans))
+
+    def _key_ranges(self, window: int | None, causal: bool, whole_spans: bool) -> KeyRanges:
+        bounds, total = self.documents.bounds(), self.documents.num_tokens
+        if bounds is None:
+            whole = torch.tensor([[0], [total]], dtype=torch.int32, device=self.documents.device)
+            bounds = whole.expand(2, total)
+        return key_ranges(bounds, self.spans if causal else None, window, whole_spans)
+
+    def ranges_with_padding(self) -> KeyRanges:
+        """The ranges of keys where all tokens of a row attend to one another, but padding only to padding.
+        In a row of padding alone it attends to itself. Made once for all layers.
+        """
+        return self._once("ranges_with_padding", self._ranges_with_padding)
+
+    def _ranges_with_padding(self) -> KeyRanges:
+        assert self.padding is not None
+        rows, length = self.documents.shape
+        padding = self.padding.view(rows, length)
+        first = torch.arange(0, rows * length, length, device=padding.device)[:, None]
+        real = length - padding.sum(1, keepdim=True)
+        end = first + torch.where(padding & (real > 0), real, length)
+        seen = torch.stack([first.expand_as(end), end]).flatten(1).int()
+        return KeyRanges(seen, seen)  # a key is seen by the tokens that it sees
+
+    def without_spans(self) -> Visibility:
+        """The same, in which no token attends to later ones. Made once for all layers."""
+        if self.spans is None:
+            return self
+        return self._once("without_spans", lambda: replace(self, spans=None))
+
+    def chunks(self, size: int) -> Visibility:
+        """The same with each document cut into pieces of `size` tokens (`Documents.chunks`)."""
+        if size >= self.documents.max_seqlen:
+            return self
+        if self.spans is not None:
+            raise ValueError("documents with spans that attend to later tokens cannot be cut")
+        return self._once(("chunks", size), lambda: Visibility(self.documents.chunks(size)))
