@@ -100,6 +100,11 @@ class Documents(Part):
     def num_tokens(self) -> int:
         return self.shape[0] * self.shape[1] if self.kept is None else self.kept.shape[0]
 
+    @property
+    def is_single(self) -> bool:
+        """Whether one document holds all tokens."""
+        return self.cu_seqlens is None and self.shape[0] == 1
+
     def boundaries(self) -> Tensor:
         """[n + 1] int32 boundaries of the documents on the device, also of rows that are one document each.
         Made once for all layers, without waiting for the device.
@@ -114,7 +119,7 @@ class Documents(Part):
         """Where each token's document begins and ends, [2, T] int32, made once for all layers; None if one
         document holds all tokens.
         """
-        if self.cu_seqlens is None and self.shape[0] == 1:
+        if self.is_single:
             return None
         return self._once("bounds", lambda: document_bounds(self.boundaries(), self.num_tokens))
 

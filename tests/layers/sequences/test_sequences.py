@@ -44,6 +44,32 @@ def test_a_mask_of_ones_is_no_mask():
     assert read((2, 3), attention_mask=torch.ones(2, 3)).documents.cu_seqlens is None
 
 
+@pytest.mark.parametrize(
+    ("given", "expected", "single"),
+    [
+        ({"shape": (1, 6)}, [0, 6], True),
+        ({"shape": (2, 3)}, [0, 3, 6], False),
+        ({"shape": (2, 3), "attention_mask": torch.tensor([[0, 1, 1], [1, 0, 0]])}, [0, 2, 3], False),
+        ({"shape": (1, 6), "cu_seqlens": torch.tensor([0, 2, 2, 6])}, [0, 2, 2, 6], False),
+    ],
+)
+def test_documents_of_every_kind_have_boundaries(given, expected, single):
+    found = read(**given).documents
+    assert found.boundaries().dtype == torch.int32
+    assert found.boundaries().tolist() == expected
+    assert found.boundaries() is found.boundaries()  # made once for all layers
+    assert found.is_single == single
+
+
+@pytest.mark.parametrize("cu_seqlens", [None, torch.tensor([0, 5, 12])], ids=["rows", "packed"])
+def test_boundaries_and_chunks_never_wait_for_the_device(cu_seqlens):
+    """A tensor on the meta device has no values: whoever asks for one raises."""
+    found = Sequences.from_call((2, 6), torch.device("meta"), cu_seqlens=cu_seqlens).documents
+    for documents in (found, found.chunks(3), found.chunks(4)):
+        assert documents.boundaries().is_meta
+        assert documents.bounds().shape == (2, 12)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.long])
 def test_boundaries_bound_the_flattened_batch(dtype):
     sequences = read((2, 3), cu_seqlens=torch.tensor([0, 4, 4, 6], dtype=dtype))
