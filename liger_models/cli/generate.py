@@ -1,6 +1,7 @@
 """`liger-models generate`: continue a prompt, streaming the text.
 
-With --image the prompt is a user's question about the images, formatted with the model's chat template.
+With --chat the prompt is a user's message, formatted with the model's chat template; with --image too, where
+it is about the images.
 """
 
 import argparse
@@ -21,6 +22,7 @@ def add_parser(subparsers) -> None:
     parser = subparsers.add_parser("generate", help="continue a prompt", description=__doc__)
     parser.add_argument("name", metavar="NAME", help="hub id, checkpoint folder, or a training run's folder")
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue")
+    parser.add_argument("--chat", action="store_true", help="the prompt is a user's message to a chat model")
     parser.add_argument(
         "--image",
         action="append",
@@ -84,6 +86,9 @@ def run(args: argparse.Namespace) -> None:
     if args.image:
         ids, images = ask(args.prompt, args.image, Path(folder), model.spec, tokenizer)
         images = {name: x if name in ON_HOST else x.to(device) for name, x in images.items()}
+    elif args.chat:
+        question = tokenizer.render_question([{"role": "user", "content": args.prompt}])
+        [(ids, _)] = tokenizer.encode_spans([question], [[]], add_special_tokens=False)
     else:
         ids = tokenizer.encode(args.prompt)
     # A token may be part of a character, and a word's leading space depends on the previous token: the stream
@@ -93,7 +98,7 @@ def run(args: argparse.Namespace) -> None:
     def show(token: torch.Tensor) -> None:
         print(stream.step(tokenizer.backend, token.item()) or "", end="", flush=True)
 
-    print(args.prompt, end="\n" if images else "", flush=True)
+    print(args.prompt, end="\n" if images or args.chat else "", flush=True)
     try:
         model.generate(
             torch.tensor([ids], device=device),

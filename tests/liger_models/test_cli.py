@@ -301,6 +301,24 @@ def test_generate_continues_with_what_the_model_says(checkpoint, capsys):
     assert capsys.readouterr().out == f"the lazy{expected}\n"
 
 
+def test_generate_asks_a_chat_model_as_its_template_does(checkpoint, tmp_path, capsys, monkeypatch):
+    given = []
+
+    def note(self, ids, *_, **options):
+        given.append(ids[0].tolist())
+
+    shutil.copytree(checkpoint, tmp_path / "model")
+    template = (
+        "<s>{% for m in messages %}[{{ m.content }}]{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    )
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    monkeypatch.setattr(LigerCausalLM, "generate", note)
+    assert main(["generate", str(tmp_path / "model"), "--chat", "--prompt", "fox"]) == 0
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    assert given == [tokenizer.encode("<s>[fox]>", add_special_tokens=False).ids]
+    assert capsys.readouterr().out == "fox\n\n"
+
+
 def test_generate_repeats_itself_for_the_same_seed_only(checkpoint, capsys):
     shown = []
     for seed in ("1", "1", "2"):

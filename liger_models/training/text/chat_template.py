@@ -112,22 +112,25 @@ class ChatTemplate:
 
     def question(self, messages: list[Message], options: Mapping[str, Any]) -> str:
         """Render a conversation up to the assistant's next answer. Raises DataError as `render` does."""
-        return self._write(self._plain, messages, options, True)
+        with self._lock:
+            return str.__str__(self._readable(messages, options, add_generation_prompt=True)[1])
 
     # ------------------------------------------------------------------------------------------ rendering
 
-    def _readable(self, messages: list[Message], options: Mapping[str, Any]) -> tuple[list[Message], Traced]:
+    def _readable(
+        self, messages: list[Message], options: Mapping[str, Any], add_generation_prompt: bool = False
+    ) -> tuple[list[Message], Traced]:
         """The messages in the form of which the template drops least, and their text."""
         found: tuple[list[Message], Traced] | None = None
         least, failure = 0, None
         for form in forms_of(messages):
             try:
-                plain = self._write(self._plain, form, options, False)
+                plain = self._write(self._plain, form, options, add_generation_prompt)
             except DataError as error:
                 failure = failure or error
                 continue
             try:
-                traced = self._trace(form, options)
+                traced = self._trace(form, options, add_generation_prompt)
             except DataError as error:
                 raise self._lost("fails when origins of characters are traced") from error
             if plain != str.__str__(traced):

@@ -226,6 +226,16 @@ def test_what_others_say_is_never_learned_and_what_the_assistant_says_always(ren
                 assert learned.count(word) == text.count(word), (conversation, word)
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_question_is_rendered_as_transformers_asks_it_whatever_form_a_template_reads(name):
+    ours = template_of(name).question([user("apple?")], {})
+    assert "apple?" in ours
+    expected = theirs(name, [user("apple?")], {}, add_generation_prompt=True)
+    if "apple?" not in expected:
+        expected = theirs(name, [user(parts("apple?"))], {}, add_generation_prompt=True)
+    assert ours == expected
+
+
 def test_reasoning_that_a_template_leaves_out_is_told():
     messages, options = CONVERSATIONS["reasoning"]
     assert template_of("qwen3").render(messages, 0, options).dropped == ["reasoning"]
