@@ -7,7 +7,7 @@ it is about the images.
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from liger_models.cli.train import add_max_image_pixels, use_max_image_pixels
+from liger_models.cli.data_options import add_max_image_pixels, use_max_image_pixels
 
 if TYPE_CHECKING:
     from pathlib import Path

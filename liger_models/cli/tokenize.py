@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from liger_models.cli.train import OBJECTIVES, add_data, add_train_on, use_max_image_pixels
+from liger_models.cli.data_options import OBJECTIVES, add_data, add_train_on, use_max_image_pixels
 
 DESCRIPTION = """\
 Tokenize data as `train` would, into the cache that `train` uses, or into a folder:

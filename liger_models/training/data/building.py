@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from liger_models.convert.errors import DataError
-from liger_models.training.data.corpus import CorpusWriter, Extreme, Limits
+from liger_models.training.data.corpus import Extreme, Limits
+from liger_models.training.data.corpus_writing import CorpusWriter
 from liger_models.training.data.encoding import Encoded
 from liger_models.training.data.learned_tokens import LAST
 from liger_models.training.data.records import Record

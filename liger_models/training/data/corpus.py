@@ -28,21 +28,18 @@ import contextlib
 import hashlib
 import json
 import mmap
-import sys
-from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from liger_models.convert.checkpoints.atomic import atomic_folder, naming
-from liger_models.convert.errors import CheckpointError, DataError
+from liger_models.convert.errors import DataError
 from liger_models.training.data.learned_tokens import LearnedTokens
 
 MANIFEST = "manifest.json"
@@ -207,7 +204,7 @@ class Corpus:
                     while block := file.read(1 << 22):
                         digest.update(block)
             digests.append(digest)
-        if _joined(digests) != self.digest:
+        if joined_digest(digests) != self.digest:
             raise DataError(
                 f"{self.folder} does not hold what was written into it: its digest is not the manifest's. "
                 "The disk or a program changed it; remove it and tokenize again"
@@ -235,7 +232,7 @@ class Corpus:
     def check(self, limits: Limits) -> None:
         """Raises DataError, which names the record, for what a run cannot take."""
         for name, extreme in self.extremes.items():
-            _check(name, extreme, limits)
+            check_extremes(name, extreme, limits)
 
 
 def _starts(sizes: list[int]) -> list[int]:
@@ -262,152 +259,11 @@ def _mapped(path: Path, dtype: torch.dtype, count: int) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype) if memory else torch.empty(0, dtype=dtype)
 
 
-# ------------------------------------------------------------------------------------------------- writing
-
-
-@contextlib.contextmanager
-def written_corpus(
-    folder: Path, vocab_size: int, shard_tokens: int = SHARD_TOKENS, form: str | None = None
-) -> Iterator[CorpusWriter]:
-    """Yields a writer, whose corpus is `folder` when the block ends; nothing is left of it if that raises.
-
-    `vocab_size` is the tokenizer's, from which the dtype follows; `form` that of records that make groups.
-
-    Raises:
-        DataError: the folder cannot be written.
-    """
-    try:
-        with atomic_folder(folder) as new:
-            writer = CorpusWriter(new, "uint16" if vocab_size <= 1 << 16 else "int32", shard_tokens, form)
-            with writer.files:
-                yield writer
-                writer.close()
-            with naming(new / MANIFEST):
-                (new / MANIFEST).write_text(json.dumps(writer.manifest, indent=1) + "\n", encoding="utf-8")
-    except CheckpointError as error:
-        raise DataError(str(error)) from error
-    except OSError as error:
-        raise DataError(
-            f"{error.filename or folder}: cannot be written ({error.strerror or error}); make room, or name "
-            "another folder with --data-cache"
-        ) from error
-
-
-class CorpusWriter:
-    """Appends documents. `counts`, `learned` and `about` (tokenizer, options, sources) go into the
-    manifest.
-    """
-
-    def __init__(self, folder: Path, dtype: str, shard_tokens: int, form: str | None = None) -> None:
-        self.folder, self.dtype, self.shard_tokens, self.form = folder, dtype, shard_tokens, form
-        self.counts: Counter[str] = Counter()
-        self.about: dict[str, Any] = {}
-        self.learned = LearnedTokens()
-        self.extremes = {"token": Extreme(), "example": Extreme()}
-        self.files = contextlib.ExitStack()
-        names = ("tokens", "trained", "starts", "whole", "images", "image starts")
-        self.digests = {name: hashlib.sha256() for name in names}
-        self.starts, self.whole = self._open("starts.bin"), self._open("whole.bin")
-        if form is not None:
-            self.digests["groups"] = hashlib.sha256()
-            self.groups = self._open("groups.bin")
-        self.shards: list[int] = []
-        self.image_shards: list[int] = []
-        self.documents = self.labels = self.branches = 0
-        self.start = self.stop = 0  # of the document that is written
-        self._put("starts", self.starts, array("q", [0]))
-
-    def extend(self, ids: list[int], trained: bytes) -> None:
-        """More of a document, which `end` ends: `trained` has a byte for each id, 0 for a document's first.
-        All of it is in one shard.
-        """
-        new = self.start == self.stop
-        if not self.shards or (new and self.shards[-1] + len(ids) > self.shard_tokens):
-            number = len(self.shards)
-            self.tokens = self._open(f"tokens-{number:05}.bin")
-            self.trained = self._open(f"trained-{number:05}.bin")
-            self.shards.append(0)
-        self._put("tokens", self.tokens, array(TYPECODES[self.dtype], ids))
-        self._put("trained", self.trained, array("B", trained))
-        self.stop += len(ids)
-        self.shards[-1] += len(ids)
-        self.labels += trained.count(1)
-
-    def branch(self, shared: int) -> None:
-        """A branch of the document begins, which continues so many of its tokens."""
-        if not self.branches:
-            self.digests["branches"] = hashlib.sha256()
-            self.branch_file = self._open("branches.bin")
-        self._put("branches", self.branch_file, array("q", [self.stop, shared]))
-        self.branches += 1
-
-    def end(self, whole: bool, images: bytes = b"", group: tuple[int, int] | None = None) -> None:
-        """The document is done, and these are its images, as safetensors; of a `group`, the tokens of its
-        first sequence and whether it is good.
-        """
-        assert (group is None) == (self.form is None)
-        if group is not None:
-            self._put("groups", self.groups, array("q", group))
-        self.start = self.stop
-        if images:
-            self._put_images(images)
-        self._put("starts", self.starts, array("q", [self.start]))
-        self._put("whole", self.whole, array("B", [whole]))
-        self.documents += 1
-        if self.image_shards:
-            self._put("image starts", self.image_starts, array("q", [sum(self.image_shards)]))
-
-    def _put_images(self, images: bytes) -> None:
-        if not self.image_shards:
-            self.image_starts = self._open("images.bin")
-            self._put("image starts", self.image_starts, array("q", [0] * (self.documents + 1)))
-        if not self.image_shards or self.image_shards[-1] + len(images) > SHARD_BYTES:
-            self.images = self._open(f"images-{len(self.image_shards):05}.bin")
-            self.image_shards.append(0)
-        self._put("images", self.images, array("B", images))
-        self.image_shards[-1] += len(images)
-
-    def note(self, name: str, found: Extreme, limits: Limits) -> None:
-        """Keep the largest; raises DataError where it is beyond the limits."""
-        if found.value > self.extremes[name].value:
-            _check(name, found, limits)
-            self.extremes[name] = found
-
-    def close(self) -> None:
-        self.counts.update(documents=self.documents, tokens=self.start, labels=self.labels)
-        self.manifest = {
-            "format": FORMAT,
-            **self.about,
-            "counts": self.counts,
-            "special tokens": self.learned.to_dict(),
-            "extremes": {name: asdict(found) for name, found in self.extremes.items()},
-            "documents": self.documents,
-            "tokens": self.start,
-            "dtype": self.dtype,
-            "shards": self.shards,
-            "images": self.image_shards,
-            **({} if self.form is None else {"form": self.form}),
-            **({"branches": self.branches} if self.branches else {}),
-            "digest": _joined(self.digests.values()),
-        }
-
-    def _open(self, name: str) -> BinaryIO:
-        return self.files.enter_context((self.folder / name).open("wb", buffering=1 << 18))
-
-    def _put(self, name: str, file: BinaryIO, numbers: array[int]) -> None:
-        if sys.byteorder == "big":
-            numbers.byteswap()
-        data = numbers.tobytes()
-        self.digests[name].update(data)
-        with naming(Path(file.name)):
-            file.write(data)
-
-
-def _joined(digests: Iterable[hashlib._Hash]) -> str:
+def joined_digest(digests: Iterable[hashlib._Hash]) -> str:
     return hashlib.sha256("".join(digest.hexdigest() for digest in digests).encode()).hexdigest()
 
 
-def _check(name: str, found: Extreme, limits: Limits) -> None:
+def check_extremes(name: str, found: Extreme, limits: Limits) -> None:
     if name == "token" and found.value >= limits.vocab_size:
         raise DataError(
             f"{found.where}: token {found.token!r} has id {found.value} and the model's vocabulary has "

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from liger_models.convert.errors import DataError
+from liger_models.training.data.lines import BLOCK, LONG_TEXT, OVERLAP
 from liger_models.training.data.pictured import PicturedEncoder, Tokens
 from liger_models.training.data.records import (
     LABELLED,
@@ -19,7 +20,6 @@ from liger_models.training.data.records import (
     Record,
     check_text,
 )
-from liger_models.training.data.sources import BLOCK, LONG_TEXT, OVERLAP
 from liger_models.training.text.chat_template import Rendering, merged
 from liger_models.training.text.tokenizer import TextTokenizer
 

@@ -22,25 +22,15 @@ from liger_models.convert.errors import DataError
 from liger_models.images import Preprocessor
 from liger_models.training.data.ahead import ahead
 from liger_models.training.data.building import CorpusBuilder
-from liger_models.training.data.corpus import (
-    SHARD_TOKENS,
-    Corpus,
-    Limits,
-    is_corpus,
-    written_corpus,
-)
+from liger_models.training.data.corpus import SHARD_TOKENS, Corpus, Limits, is_corpus
+from liger_models.training.data.corpus_writing import written_corpus
 from liger_models.training.data.documents import Documents, Part, describe
 from liger_models.training.data.encoding import Encoder
 from liger_models.training.data.groups import Groups
+from liger_models.training.data.lines import Advance
 from liger_models.training.data.pictured import PicturedEncoder
 from liger_models.training.data.records import FORMS, LABELLED, PAIRS, TRAIN_ON, Record
-from liger_models.training.data.sources import (
-    STDIN,
-    Advance,
-    Source,
-    find_sources,
-    split_weights,
-)
+from liger_models.training.data.sources import STDIN, Source, find_sources, split_weights
 from liger_models.training.text.tokenizer import TextTokenizer
 
 

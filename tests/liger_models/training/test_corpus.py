@@ -14,8 +14,9 @@ import torch
 
 from liger_models.cli import main
 from liger_models.convert.errors import DataError
-from liger_models.training.data import Stream, build_corpus, encoding, load_documents, sources
-from liger_models.training.data.corpus import Corpus, written_corpus
+from liger_models.training.data import Stream, build_corpus, encoding, lines, load_documents, tables
+from liger_models.training.data.corpus import Corpus
+from liger_models.training.data.corpus_writing import written_corpus
 from liger_models.training.data.documents import Documents, Part
 from liger_models.training.text.tokenizer import TextTokenizer
 
@@ -101,7 +102,7 @@ def test_a_data_set_of_the_hub_is_streamed_and_pinned_to_a_commit(load, monkeypa
 
     commit = ["one"]
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    monkeypatch.setattr(sources, "_commit", lambda name: commit[0])
+    monkeypatch.setattr(tables, "commit_of", lambda name: commit[0])
     documents = load("hf:owner/name:de:test")
     assert contents(documents) == contents(load(jsonl(tmp_path / "a.jsonl", RECORDS)))
     assert asked == [(("owner/name", "de"), {"split": "test", "revision": "one", "streaming": True})]
@@ -122,7 +123,7 @@ def test_datasets_itself_streams_as_we_ask(load, monkeypatch, tmp_path, jsonl):
         return real("json", data_files=str(tmp_path / "train.jsonl"), cache_dir=str(tmp_path), **options)
 
     monkeypatch.setattr(datasets, "load_dataset", local)
-    monkeypatch.setattr(sources, "_commit", lambda name: "one")
+    monkeypatch.setattr(tables, "commit_of", lambda name: "one")
     assert contents(load("hf:owner/name")) == contents(load(tmp_path / "train.jsonl"))
 
 
@@ -138,7 +139,7 @@ def test_data_sets_keep_json_and_need_no_features(monkeypatch):
     untyped = datasets.IterableDataset.from_generator(lambda: iter([row]))
     assert untyped.features is None
     for data in (typed, untyped):
-        (found,) = sources._undecoded(data)
+        (found,) = tables._undecoded(data)
         assert found == row
 
 
@@ -146,7 +147,7 @@ def test_frames_of_zstandard_hold_the_same_and_a_file_cut_short_is_refused(
     load, tmp_path, jsonl, monkeypatch
 ):
     zstandard = pytest.importorskip("zstandard")
-    monkeypatch.setattr(sources, "PACKED", 37)  # neither lines nor frames end with a block
+    monkeypatch.setattr(lines, "PACKED", 37)  # neither lines nor frames end with a block
     raw = Path(jsonl(tmp_path / "a.jsonl", RECORDS)).read_bytes()
     pack = zstandard.ZstdCompressor().compress
     packed = tmp_path / "a.jsonl.zst"
@@ -213,7 +214,7 @@ def test_what_is_not_there_is_named(load, tmp_path, monkeypatch):
     with pytest.raises(DataError, match="expected hf:OWNER/NAME"):
         load("hf:../secret")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    monkeypatch.setattr(sources, "_commit", lambda name: "one")
+    monkeypatch.setattr(tables, "commit_of", lambda name: "one")
     with pytest.raises(DataError, match=r"pip install 'liger_models\[data\]'"):
         load("hf:owner/name")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -228,7 +229,7 @@ def test_a_long_text_is_tokenized_in_blocks_to_the_same_tokens(load, tmp_path, m
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     whole = contents(load(tmp_path / "a.txt"))
     for name, size in {"LONG_TEXT": 1000, "BLOCK": 3000, "OVERLAP": 400}.items():
-        monkeypatch.setattr(sources, name, size)
+        monkeypatch.setattr(lines, name, size)
     monkeypatch.setattr(encoding, "OVERLAP", 400)
     assert contents(load(tmp_path / "a.txt", cache=tmp_path / "other")) == whole
 
@@ -326,16 +327,16 @@ def test_limits_hold_for_what_was_tokenized_before(load, tmp_path, jsonl):
 
 KILLED = """
 import os, signal, sys, time
-from liger_models.training.data import load_documents, corpus
+from liger_models.training.data import load_documents, corpus_writing
 from liger_models.training.text.tokenizer import TextTokenizer
-end, ended = corpus.CorpusWriter.end, []
+end, ended = corpus_writing.CorpusWriter.end, []
 def killed(self, *given):
     end(self, *given)
     ended.append(1)
     time.sleep(0.01)
     if len(ended) == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-corpus.CorpusWriter.end = killed
+corpus_writing.CorpusWriter.end = killed
 load_documents([sys.argv[1]], TextTokenizer(sys.argv[2]), seq_len=64, vocab_size=320, cache=sys.argv[3])
 """
 

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from liger_models.convert.errors import DataError
-from liger_models.training.data import encoding, load_documents, sources
+from liger_models.training.data import encoding, lines, load_documents
+from liger_models.training.data.records import FORMS
 from liger_models.training.data.sources import find_sources
 from liger_models.training.text.tokenizer import TextTokenizer
 
 
-def read(path, forms=sources.FORMS):
+def read(path, forms=FORMS):
     (source,) = find_sources(str(path), Counter())
     return source.records(Counter(), lambda _: None, forms)
 
@@ -55,8 +56,8 @@ def test_a_billion_newlines_in_a_small_file_are_an_error_at_once(newlines, tmp_p
 
 @pytest.mark.parametrize("pack", [packed, lambda count, line: gzip.compress(line * count)], ids=["zst", "gz"])
 def test_lines_beyond_what_data_compress_to_are_an_error(pack, tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "FREE_EXPANSION", 1 << 20)
-    monkeypatch.setattr(sources, "EXPANSION", 100)
+    monkeypatch.setattr(lines, "FREE_EXPANSION", 1 << 20)
+    monkeypatch.setattr(lines, "EXPANSION", 100)
     path = tmp_path / f"a.jsonl.{'zst' if pack is packed else 'gz'}"
     path.write_bytes(pack(40, json.dumps({"text": "a" * 10**5}).encode() + b"\n"))
     with pytest.raises(
@@ -69,7 +70,7 @@ def test_lines_beyond_what_data_compress_to_are_an_error(pack, tmp_path, monkeyp
 def test_a_line_that_is_too_long_is_an_error_before_it_is_read(
     suffix, tmp_path, monkeypatch, within_a_second
 ):
-    monkeypatch.setattr(sources, "LONGEST_LINE", 1 << 24)
+    monkeypatch.setattr(lines, "LONGEST_LINE", 1 << 24)
     path, line = tmp_path / f"a.{suffix}", b'{"text": "a"}\n'
     if suffix == "jsonl":
         path.write_bytes(line)

@@ -12,7 +12,7 @@ import liger_models
 from liger_models.cli import main
 from liger_models.convert.errors import DataError
 from liger_models.images import Preprocessor
-from liger_models.training.data import load_documents, pictured, sources
+from liger_models.training.data import load_documents, pictured, tables
 from liger_models.training.text.tokenizer import TextTokenizer
 
 pytest.importorskip("PIL.Image")
@@ -115,7 +115,7 @@ def test_rows_of_a_data_set_of_the_hub_name_no_file_of_this_machine(load, tmp_pa
     if form == "feature":
         rows = rows.cast_column("images", datasets.List(datasets.Image()))
     monkeypatch.setattr(datasets, "load_dataset", lambda *name, **options: rows.to_iterable_dataset())
-    monkeypatch.setattr(sources, "_commit", lambda name: "one")
+    monkeypatch.setattr(tables, "commit_of", lambda name: "one")
     with pytest.raises(
         DataError, match=r"hf:owner/pictures, row 1: the image .* is a file, but this data set"
     ):
@@ -134,7 +134,7 @@ def test_files_of_a_data_set_of_the_hub_are_read(load, tmp_path, monkeypatch):
     own = "hf://datasets/owner/pictures@one/a.png"
     row = {"images": [{"bytes": None, "path": path} for path in (own, f"zip://b.png::{own}", "/a.png")]}
     row["images"].append({"bytes": None, "path": "hf://datasets/owner/pictures2@one/a.png"})
-    found = sources._with_bytes("row 1", row, "owner/pictures")["images"]
+    found = tables._with_bytes("row 1", row, "owner/pictures")["images"]
     assert found[:2] == [{"bytes": b"image", "path": None}] * 2
     assert found[2:] == row["images"][2:]
     assert opened == [own, f"zip://b.png::{own}"]

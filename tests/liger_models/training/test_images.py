@@ -17,7 +17,7 @@ import liger_models
 from liger_models.cli import generate, main
 from liger_models.convert.errors import ConfigError, DataError
 from liger_models.images import Preprocessor
-from liger_models.training.data import Stream, load_documents, pictured, sources
+from liger_models.training.data import Stream, load_documents, pictured, tables
 from liger_models.training.text.tokenizer import TextTokenizer
 
 pytest.importorskip("PIL.Image")
@@ -126,7 +126,7 @@ def test_tables_and_data_sets_hold_images_as_files_of_lines_do(load, jsonl, tmp_
     features["images"] = datasets.List(datasets.Image())
     streamed = datasets.Dataset.from_list(rows, datasets.Features(features)).to_iterable_dataset()
     monkeypatch.setattr(datasets, "load_dataset", lambda *name, **options: streamed)
-    monkeypatch.setattr(sources, "_commit", lambda name: "one")
+    monkeypatch.setattr(tables, "commit_of", lambda name: "one")
 
     expected, _ = load(lines)
     (row,) = Stream(expected, 96, 0).take(1)

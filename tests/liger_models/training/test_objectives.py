@@ -10,7 +10,7 @@ import torch
 import liger_models
 from liger_models import losses as of
 from liger_models.cli import main
-from liger_models.cli.train import OBJECTIVE_OPTIONS
+from liger_models.cli.data_options import OBJECTIVE_OPTIONS
 from liger_models.convert.errors import ConfigError, DataError
 from liger_models.training import TrainConfig, loop
 from liger_models.training.data import groups, load_documents

@@ -1,0 +1,174 @@
+"""Records of tables: Parquet files, and data sets of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from liger_models.convert.errors import DataError
+from liger_models.training.data.lines import Advance, Forms, _check_expansion
+from liger_models.training.data.records import Record, fields_of, parse_row
+
+HUB = "hf:"
+ROWS = 1024  # of a table at once
+BATCH_BYTES = 1 << 26  # of the rows of a table that are held at once, on average
+
+
+def read_parquet(path: Path, counts: Counter[str], advance: Advance, forms: Forms) -> Iterator[Record]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise DataError(f"{path} needs pyarrow: pip install 'liger_models[data]'") from error
+    size = path.stat().st_size
+    try:
+        with parquet.ParquetFile(path) as file:
+            columns, fields = file.schema_arrow.names, fields_of(forms)
+            count = file.metadata.num_rows
+            for column in columns:
+                if column not in fields and count:
+                    counts[f"fields {column!r} left aside"] += count
+            chosen = [column for column in columns if column in fields]
+            if not chosen and count:
+                raise DataError(f"{path} has the columns {', '.join(columns)}; expected {', '.join(forms)}")
+            texts, rows = _how_to_read(file)
+        share, done = size / max(1, count), 0
+        # A text that stands there once for thousands of rows is held once: tables are read in their own
+        # encoding, and made into objects row by row.
+        with parquet.ParquetFile(path, read_dictionary=texts) as file:
+            batches = (  # of each row group by itself: Arrow joins no dictionaries within lists
+                batch
+                for group in range(file.num_row_groups)
+                for batch in file.iter_batches(rows, [group], columns=chosen)
+            )
+            values = (row for batch in batches for row in zip(*batch.columns, strict=True))
+            for number, row in enumerate(values, 1):
+                where = f"{path}, row {number}"
+                record = {name: value.as_py() for name, value in zip(chosen, row, strict=True)}
+                done += _size(record)
+                _check_expansion(where, done, size)
+                yield parse_row(where, record, counts, forms)
+                advance(int(number * share) - int((number - 1) * share))
+    except (ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read as Parquet ({error})") from error
+
+
+def _how_to_read(file: Any) -> tuple[list[str], int]:
+    """The columns of a Parquet file to read as dictionaries of their values, and how many rows at once."""
+    about, most, rows = file.metadata, 0.0, ROWS
+    texts = {
+        column.path
+        for column in (about.schema.column(i) for i in range(len(about.schema)))
+        if column.physical_type == "BYTE_ARRAY"
+    }
+    for number in range(about.num_row_groups):
+        group = about.row_group(number)
+        most = max(most, group.total_byte_size / max(1, group.num_rows))
+        for i in range(group.num_columns):
+            column = group.column(i)
+            # Arrow does not read these as dictionaries, and one that leaves out common beginnings expands.
+            if column.path_in_schema in texts and any(name.startswith("DELTA") for name in column.encodings):
+                texts.remove(column.path_in_schema)
+                rows = ROWS // 64
+    return sorted(texts), max(1, min(rows, int(BATCH_BYTES / max(1.0, most))))
+
+
+def _size(value: Any) -> int:
+    """Characters and bytes in a value."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, dict):
+        value = value.values()
+    return sum(map(_size, value)) if isinstance(value, Iterable) else 8
+
+
+def hub_parts(name: str) -> tuple[str, str | None, str]:
+    """Repository, configuration and split of `hf:OWNER/NAME[:CONFIG[:SPLIT]]`."""
+    repository, config, split = [*name.removeprefix(HUB).split(":", 2), "", ""][:3]
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", repository):
+        raise DataError(f"{name}: expected hf:OWNER/NAME, or hf:OWNER/NAME:CONFIG:SPLIT")
+    return repository, config or None, split or "train"
+
+
+def commit_of(name: str) -> str:
+    from huggingface_hub import HfApi
+
+    repository = hub_parts(name)[0]
+    try:
+        return str(HfApi().dataset_info(repository).sha)
+    except Exception as error:  # of the network, of the hub, of offline mode
+        raise DataError(
+            f"{name}: the hub does not tell the data set's commit ({type(error).__name__}: {error}). "
+            "A corpus made of it with `liger-models tokenize --output FOLDER` can be used without the hub"
+        ) from error
+
+
+def read_hub(name: str, counts: Counter[str], advance: Advance, forms: Forms) -> Iterator[Record]:
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise DataError(f"{name} needs datasets: pip install 'liger_models[data]'") from error
+    repository, config, split = hub_parts(name)
+    try:
+        data = load_dataset(repository, config, split=split, revision=commit_of(name), streaming=True)
+        rows = iter(_undecoded(data))
+    except Exception as error:
+        raise DataError(f"{name} cannot be opened ({type(error).__name__}: {error})") from error
+    number = 0
+    while True:
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except Exception as error:
+            raise DataError(
+                f"{name}, row {number + 1}: cannot be read ({type(error).__name__}: {error})"
+            ) from error
+        number += 1
+        where = f"{name}, row {number}"
+        yield parse_row(where, _with_bytes(where, row, repository), counts, forms)._replace(folder=None)
+        advance(1)
+
+
+def _undecoded(data: Any) -> Any:
+    """A data set whose images are bytes or paths: to decode them, datasets opens whatever file of this
+    machine a row names.
+    """
+    if not getattr(data, "features", None):
+        return data  # without features nothing is decoded
+    data = data.decode(False)
+    features = data.features.copy()
+    return data.cast(type(features)(features)) if _decode_json(features) else data
+
+
+def _decode_json(feature: Any) -> bool:
+    """Decode the JSON in a feature, and in those that it holds. Whether there is any."""
+    if type(feature).__name__ == "Json":
+        feature.decode = True
+        return True
+    within = feature.values() if isinstance(feature, dict) else feature
+    if hasattr(feature, "feature"):
+        within = [feature.feature]
+    return isinstance(within, Iterable) and sum(map(_decode_json, within)) > 0
+
+
+def _with_bytes(where: str, value: Any, repository: str) -> Any:
+    """A value of a row of a data set, with the bytes of images that are named as the data set's own files."""
+    if isinstance(value, list):
+        return [_with_bytes(where, one, repository) for one in value]
+    if not isinstance(value, dict):
+        return value
+    path = value.get("path")
+    if value.keys() != {"bytes", "path"} or value["bytes"] is not None or not isinstance(path, str):
+        return {key: _with_bytes(where, one, repository) for key, one in value.items()}
+    if not path.split("::")[-1].startswith(f"hf://datasets/{repository}@"):
+        return value  # which is then refused as a file of this machine
+    import fsspec
+
+    try:
+        with fsspec.open(path, "rb") as file:
+            return {"bytes": file.read(), "path": None}
+    except Exception as error:  # of the network, of the hub, of an archive
+        raise DataError(f"{where}: {path} cannot be read ({type(error).__name__}: {error})") from error
