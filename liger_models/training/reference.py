@@ -27,7 +27,7 @@ from liger_models.losses import without_adapters
 from liger_models.models.causal_lm import LigerCausalLM
 from liger_models.training.config import TrainConfig
 from liger_models.training.data import Groups, Stream
-from liger_models.training.data.corpus import Corpus
+from liger_models.training.data.corpora.corpus import Corpus
 from liger_models.training.data.documents import Documents, Part
 from liger_models.training.data.tokenizing import default_cache
 from liger_models.training.objectives.objective import Objective, score_rows

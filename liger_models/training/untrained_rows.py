@@ -9,7 +9,7 @@ from torch import Tensor
 
 from liger_models.convert.checkpoints.shards import is_sharded
 from liger_models.models.causal_lm import LigerCausalLM
-from liger_models.training.data.learned_tokens import LearnedTokens
+from liger_models.training.data.corpora.learned_tokens import LearnedTokens
 from liger_models.training.text.tokenizer import TextTokenizer
 
 NEAR_ZERO = 1e-3  # of the median norm of all rows; trained rows differ by factors of a few

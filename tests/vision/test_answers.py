@@ -12,8 +12,8 @@ from scenes import OF_TOKENS, Image
 
 from liger_models.layers.vision.packing import Seen, pack_seen
 from liger_models.training.data import groups
-from liger_models.training.data.corpus import Corpus
-from liger_models.training.data.corpus_writing import written_corpus
+from liger_models.training.data.corpora.corpus import Corpus
+from liger_models.training.data.corpora.writing import written_corpus
 from liger_models.training.data.documents import Part
 from liger_models.training.data.packing import Piece
 from liger_models.training.data.pictured import join_images

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from liger_models.convert.errors import DataError
 from liger_models.layers.vision.packing import ON_HOST, Seen, pack_seen
-from liger_models.training.data.corpus import Corpus
-from liger_models.training.data.learned_tokens import LearnedTokens
+from liger_models.training.data.corpora.corpus import Corpus
+from liger_models.training.data.corpora.learned_tokens import LearnedTokens
 from liger_models.training.data.packing import Piece, Row
 from liger_models.training.data.permutation import Permutation
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from liger_models.layers.vision.packing import ON_HOST, Seen, pack_seen, part_of, said_of
-from liger_models.training.data.corpus import Corpus
+from liger_models.training.data.corpora.corpus import Corpus
 from liger_models.training.data.documents import IGNORE, Counts, Documents
 from liger_models.training.data.packing import Piece, Row
 from liger_models.training.data.pictured import are_alike, part_images

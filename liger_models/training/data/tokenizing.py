@@ -22,8 +22,8 @@ from liger_models.convert.errors import DataError
 from liger_models.images import Preprocessor
 from liger_models.training.data.ahead import ahead
 from liger_models.training.data.building import CorpusBuilder
-from liger_models.training.data.corpus import SHARD_TOKENS, Corpus, Limits, is_corpus
-from liger_models.training.data.corpus_writing import written_corpus
+from liger_models.training.data.corpora.corpus import SHARD_TOKENS, Corpus, Limits, is_corpus
+from liger_models.training.data.corpora.writing import written_corpus
 from liger_models.training.data.documents import Documents, Part, describe
 from liger_models.training.data.encoding import Encoder
 from liger_models.training.data.groups import Groups

@@ -15,8 +15,8 @@ import torch
 from liger_models.cli import main
 from liger_models.convert.errors import DataError
 from liger_models.training.data import Stream, build_corpus, encoding, lines, load_documents, tables
-from liger_models.training.data.corpus import Corpus
-from liger_models.training.data.corpus_writing import written_corpus
+from liger_models.training.data.corpora.corpus import Corpus
+from liger_models.training.data.corpora.writing import written_corpus
 from liger_models.training.data.documents import Documents, Part
 from liger_models.training.text.tokenizer import TextTokenizer
 
@@ -327,16 +327,17 @@ def test_limits_hold_for_what_was_tokenized_before(load, tmp_path, jsonl):
 
 KILLED = """
 import os, signal, sys, time
-from liger_models.training.data import load_documents, corpus_writing
+from liger_models.training.data import load_documents
+from liger_models.training.data.corpora import writing
 from liger_models.training.text.tokenizer import TextTokenizer
-end, ended = corpus_writing.CorpusWriter.end, []
+end, ended = writing.CorpusWriter.end, []
 def killed(self, *given):
     end(self, *given)
     ended.append(1)
     time.sleep(0.01)
     if len(ended) == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-corpus_writing.CorpusWriter.end = killed
+writing.CorpusWriter.end = killed
 load_documents([sys.argv[1]], TextTokenizer(sys.argv[2]), seq_len=64, vocab_size=320, cache=sys.argv[3])
 """
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import liger_models
 from liger_models.cli import main
-from liger_models.training.data.learned_tokens import LearnedTokens
+from liger_models.training.data.corpora.learned_tokens import LearnedTokens
 from liger_models.training.text.tokenizer import TextTokenizer
 
 TALKS = [

@@ -40,7 +40,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from liger_models.convert.errors import DataError
-from liger_models.training.data.learned_tokens import LearnedTokens
+from liger_models.training.data.corpora.learned_tokens import LearnedTokens
 
 MANIFEST = "manifest.json"
 FORMAT = 3

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from liger_models.convert.checkpoints.atomic import atomic_folder, naming
 from liger_models.convert.errors import CheckpointError, DataError
-from liger_models.training.data.corpus import (
+from liger_models.training.data.corpora.corpus import (
     FORMAT,
     MANIFEST,
     SHARD_BYTES,
@@ -26,7 +26,7 @@ from liger_models.training.data.corpus import (
     check_extremes,
     joined_digest,
 )
-from liger_models.training.data.learned_tokens import LearnedTokens
+from liger_models.training.data.corpora.learned_tokens import LearnedTokens
 
 
 @contextlib.contextmanager
