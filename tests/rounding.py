@@ -91,7 +91,9 @@ SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim
 
 
 class OtherOrder(TorchDispatchMode):
-    """Shuffle the terms of matrix products, convolutions, sums and means; equal seeds shuffle alike."""
+    """Shuffle the terms of matrix products, convolutions, sums and means, and add up running sums in two
+    pieces; equal seeds shuffle alike.
+    """
 
     def __init__(self, seed: int):
         super().__init__()
@@ -110,6 +112,12 @@ class OtherOrder(TorchDispatchMode):
             dims = args[1] if len(args) > 1 and args[1] else range(args[0].dim())
             for dim in dims:
                 args[0] = args[0].index_select(dim, self._order(args[0].shape[dim], args[0]))
+        elif function is aten.cumsum.default and args[0].is_floating_point() and args[0].shape[args[1]] > 1:
+            dim, length = args[1], args[0].shape[args[1]]
+            first = 1 + int(torch.randint(length - 1, (), generator=self.generator))
+            parts = args[0].split([first, length - first], dim)
+            start, rest = (function(part, dim, *args[2:], **(kwargs or {})) for part in parts)
+            return torch.cat([start, rest + start.narrow(dim, first - 1, 1)], dim)
         return function(*args, **(kwargs or {}))
 
     def _order(self, length: int, like: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from liger_models.architectures.common.grouped_attention import (
     unread_keys,
     windows,
 )
+from liger_models.architectures.common.linear_attention import LINEAR, gated_delta, mixers
 from liger_models.architectures.common.mlps import (
     INPUTS_FIRST,
     activation,
@@ -42,6 +43,7 @@ __all__ = [
     "FULL",
     "GROWING_QUERIES",
     "INPUTS_FIRST",
+    "LINEAR",
     "SLIDING",
     "activation",
     "attention",
@@ -52,10 +54,12 @@ __all__ = [
     "decoder",
     "expert_layouts",
     "experts_and_chosen",
+    "gated_delta",
     "layer_sizes",
     "layer_types",
     "local_rope",
     "longrope_alone",
+    "mixers",
     "mlp",
     "padding_row",
     "query_scale",

@@ -22,6 +22,7 @@ def rope(
     local_theta: float | None = None,
     scaling: Mapping[str, Any] | None = None,
     extra: Collection[str] = (),
+    text_of_images: bool = False,
 ) -> RopeSpec:
     """The rotary settings, in whichever spelling the config has them.
 
@@ -32,6 +33,7 @@ def rope(
         theta, scaling: where the config does not say.
         local_theta: of sliding layers whose theta is not that of the others, where the config does not say.
         extra: see `HFConfig.take_rope`; what comes back there is not for the tables.
+        text_of_images: the language model of one that sees images; text has one position on all axes.
     """
     settings = c.take_rope(
         layer_type,
@@ -42,6 +44,8 @@ def rope(
         extra=extra,
     )
     settings.pop("extra", None)
+    if text_of_images:
+        settings.pop("mrope_section", None)
     if "mrope_section" in settings:
         raise ConfigError(
             f"{c.name}: mrope_section asks for rotary positions on several axes, which {c.model_type!r} "

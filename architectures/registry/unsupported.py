@@ -26,8 +26,6 @@ MISSING: dict[str, str] = {
     "qwen3_5": _GATED_DELTA,
     "qwen3_5_moe": _GATED_DELTA,
     "qwen3_5_moe_text": _GATED_DELTA,
-    "qwen3_5_text": _GATED_DELTA,
-    "qwen3_next": _GATED_DELTA,
     "recurrent_gemma": "gated linear recurrences (RG-LRU)",
     "rwkv": "the recurrence of RWKV",
     "xlstm": "the matrix memories of xLSTM",

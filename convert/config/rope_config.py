@@ -223,6 +223,7 @@ def _normalise(
         out[key] = float(_checked(c, where, key, rest.pop(key, default), _NUMBER))
     if "mrope_section" in rest:
         out["mrope_section"] = tuple(_checked(c, where, "mrope_section", rest.pop("mrope_section"), _LIST))
+        _checked(c, where, "mrope_interleaved", rest.pop("mrope_interleaved", False), (bool,))
     if "original_max_position_embeddings" in required:
         rest["original_max_position_embeddings"] = _original_length(c, where, rope_type, rest)
     if rope_type in ("longrope", "yarn") and "factor" not in rest:

@@ -1,6 +1,7 @@
 """Self-attention with grouped key/value heads and rotary positions.
 
     q, k, v = rotate(split(x @ W_qkv^T + b));   out = attend(q, k, v) @ W_o^T + b
+    or, with a gate g next to q:                out = (attend(q, k, v) * sigmoid(g)) @ W_o^T + b
 
 with norms of queries and keys, where there are such, in layers/attention/qk_norm.py.
 
@@ -25,7 +26,12 @@ from liger_models.layers.attention.query_scale import scale_queries
 from liger_models.layers.projections.clipped_linear import ClippedLinear, ClippedProjections
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.packed_linear import PackedLinear
-from liger_models.layers.recompute.activation_memory import TILED, ActivationMemory, output_is_ours
+from liger_models.layers.recompute.activation_memory import (
+    TILED,
+    ActivationMemory,
+    carry_recipe,
+    output_is_ours,
+)
 from liger_models.layers.recompute.tiles import project_pieces
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import AttentionSpec
@@ -60,7 +66,7 @@ class Attention(nn.Module):
             )
         if spec.rope is not None and spec.rope.halves and spec.qk_norm is None:
             raise ValueError("a RopeSpec with halves needs an AttentionSpec with qk_norm; give it one")
-        parts = {"q_proj": spec.q_size, "k_proj": spec.kv_size}
+        parts = {"q_proj": spec.q_size * (2 if spec.gated else 1), "k_proj": spec.kv_size}
         if not spec.values_are_keys:
             parts["v_proj"] = spec.kv_size
         projections, linear = (ClippedProjections, ClippedLinear) if spec.clipped else (PackedLinear, Linear)
@@ -79,17 +85,32 @@ class Attention(nn.Module):
         num_key_value_heads, head_dim] each, or in generation [batch, longest, ...] out of the cache.
         """
         sequences = sequences.on(x.device)
-        q, k, v = self._query_key_value(self.qkv_proj(x), sequences)
+        qkv, gate = self._without_gate(self.qkv_proj(x))
+        q, k, v = self._query_key_value(qkv, sequences)
         q = scale_queries(q, self.spec.query_scale, sequences)
         if sequences.cache is not None:
             out, k, v = self._attend_cached(q, k, v, sequences)
-            out = self.o_proj(out.flatten(1))
+            out = self.o_proj(_gated(out.flatten(1), gate))
         elif self.activation_memory in TILED:
-            pieces = attend_by_groups(q, k, v, self.spec, sequences, self.backend, self.sinks)
-            out = project_pieces([piece.flatten(1) for piece in pieces], self.o_proj)
+            groups = attend_by_groups(q, k, v, self.spec, sequences, self.backend, self.sinks)
+            pieces = [group.flatten(1) for group in groups]
+            if gate is not None:
+                gates = gate.split([piece.shape[1] for piece in pieces], dim=-1)
+                pieces = [_gated(piece, own) for piece, own in zip(pieces, gates, strict=True)]
+            out = project_pieces(pieces, self.o_proj)
         else:
-            out = self.o_proj(attend(q, k, v, self.spec, sequences, self.backend, self.sinks).flatten(1))
+            out = attend(q, k, v, self.spec, sequences, self.backend, self.sinks).flatten(1)
+            out = self.o_proj(_gated(out, gate))
         return (out, k, v) if hand_on else out
+
+    def _without_gate(self, qkv: Tensor) -> tuple[Tensor, Tensor | None]:
+        """q | k | v [T, q_size + 2 kv_size], and the gate [T, q_size], if there is one."""
+        spec = self.spec
+        if not spec.gated:
+            return qkv, None
+        pairs, rest = qkv.tensor_split([2 * spec.q_size], dim=-1)
+        q, gate = pairs.unflatten(-1, (spec.num_attention_heads, 2, spec.head_dim)).unbind(2)
+        return torch.cat([q.flatten(1), rest], dim=-1), gate.flatten(1)
 
     def _query_key_value(self, qkv: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
         spec = self.spec
@@ -106,7 +127,8 @@ class Attention(nn.Module):
             spec.num_key_value_heads,
             spec.head_dim,
             interleaved=spec.rope.interleaved,
-            inplace=output_is_ours(self.qkv_proj),  # whose backward does not read its output
+            # Of a projection whose backward does not read its output; with gates, of a copy.
+            inplace=spec.gated or output_is_ours(self.qkv_proj),
         )
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
@@ -124,11 +146,14 @@ class Attention(nn.Module):
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Of a token, as on a GPU: q, k, v, the output, and in float32 the log-sum-exp of each head; of query
         and key norms their inputs and statistics; and beside queries that have grown, what k and v lie with.
+        Of a gate its sigmoid, and with `all` the product.
         """
         spec = self.spec
         kept = itemsize * (2 * spec.q_size + 2 * spec.kv_size) + 4 * spec.num_attention_heads
         if spec.qk_norm is not None:
             kept += norm_bytes(spec, itemsize)
+        if spec.gated:
+            kept += itemsize * spec.q_size * (2 if level == "all" else 1)
         return kept if spec.query_scale is None else kept + itemsize * spec.q_size
 
     def _attend_cached(
@@ -149,3 +174,11 @@ class Attention(nn.Module):
         softcap = "" if spec.softcap is None else f", softcap={spec.softcap}"
         heads = f"heads={spec.num_attention_heads}/{spec.num_key_value_heads}"
         return f"{heads}, head_dim={spec.head_dim}{window}{softcap}{', sinks' if spec.sinks else ''}"
+
+
+def _gated(out: Tensor, gate: Tensor | None) -> Tensor:
+    """The output of attention times the sigmoid of a gate, [T, q_size] each."""
+    if gate is None:
+        return out
+    open_by = gate.sigmoid()
+    return carry_recipe(out * open_by, torch.mul, out, open_by)

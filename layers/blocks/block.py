@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.layers.attention.backends import AttentionBackend
-from liger_models.layers.blocks.mixers import MIXERS, Mixer
+from liger_models.layers.blocks.mixers import MIXER_NAMES, MIXERS, Mixer
 from liger_models.layers.experts.moe import MixtureOfExperts
 from liger_models.layers.parts.mlp import GatedMLP, PlainMLP, make_mlp
 from liger_models.layers.parts.norm import Norm
@@ -69,7 +69,6 @@ class Block(nn.Module):
     reads: tuple[str, ...] = ()
     makes: tuple[str, ...] = ()
     has_room_for: tuple[str, ...] = ()
-    mixer_name = "self_attn"
 
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
         super().__init__()
@@ -82,7 +81,7 @@ class Block(nn.Module):
         }
         if no_room := [name for name, part in more.items() if part and name not in self.has_room_for]:
             raise ValueError(f"layers of topology {spec.topology!r} have no room for {no_room}")
-        self.self_attn: Mixer
+        self.mixer_name = MIXER_NAMES.get(type(spec.mixer), "self_attn")
         setattr(self, self.mixer_name, MIXERS[type(spec.mixer)](hidden_size, spec.mixer, layer, attention))
         self.mlp: GatedMLP | PlainMLP | MixtureOfExperts
         if isinstance(spec.mlp, MoESpec):

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.blocks.block import IMAGES, Block, Streams, add_and_norm
-from liger_models.layers.blocks.mixers import Mixer
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.recompute.activation_memory import ActivationMemory
 from liger_models.layers.sequences.sequences import Sequences
@@ -23,8 +22,6 @@ class GatedCrossBlock(Block):
 
     reads = (IMAGES,)
     has_room_for = ("features of images",)
-    mixer_name = "cross_attn"
-    cross_attn: Mixer
 
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
         super().__init__(hidden_size, spec, layer, attention)
@@ -35,7 +32,7 @@ class GatedCrossBlock(Block):
 
     def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences, images: Tensor) -> Streams:
         x, residual = add_and_norm(self.input_layernorm, x, residual)
-        x = self._scaled(self.cross_attn_attn_gate.tanh() * self.cross_attn(x, sequences, images))
+        x = self._scaled(self.cross_attn_attn_gate.tanh() * self.mixer(x, sequences, images))
         x, residual = add_and_norm(self.post_attention_layernorm, x, residual)
         seen = sequences.on(x.device).visibility.tiles
         assert seen is not None

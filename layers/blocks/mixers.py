@@ -13,10 +13,12 @@ from liger_models.layers.attention.latent_attention import LatentAttention
 from liger_models.layers.attention.self_attention import Attention
 from liger_models.layers.attention.shared_attention import SharedAttention
 from liger_models.layers.recompute.activation_memory import ActivationMemory
+from liger_models.layers.recurrent.gated_delta import GatedDelta
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import (
     AttentionSpec,
     CrossAttentionSpec,
+    GatedDeltaSpec,
     LatentAttentionSpec,
     SharedAttentionSpec,
 )
@@ -42,4 +44,8 @@ MIXERS: dict[type, Callable[..., Mixer]] = {
     SharedAttentionSpec: SharedAttention,
     LatentAttentionSpec: LatentAttention,
     CrossAttentionSpec: CrossAttention,
+    GatedDeltaSpec: GatedDelta,
 }
+
+MIXER_NAMES: dict[type, str] = {CrossAttentionSpec: "cross_attn", GatedDeltaSpec: "linear_attn"}
+"""The names of mixers in the module tree; of others "self_attn"."""

@@ -21,7 +21,7 @@ class ParallelBlock(Block):
 
     def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> Streams:
         x, residual = add_and_norm(self.input_layernorm, x, residual)
-        return self._scaled(self.self_attn(x, sequences) + self.mlp(x, sequences)), residual
+        return self._scaled(self.mixer(x, sequences) + self.mlp(x, sequences)), residual
 
     def _branch_inputs(self, level: ActivationMemory) -> int:
         return 1 if level == "all" else 0

@@ -43,7 +43,7 @@ class ScaledSandwichBlock(SandwichBlock):
     ) -> tuple[Any, ...]:
         x, residual = add_and_norm(self.input_layernorm, x, residual)
         keys = read[:2] if self.reads_keys else (True,) if self.makes else ()
-        attended = self.self_attn(x, sequences, *keys)
+        attended = self.mixer(x, sequences, *keys)
         x, *made = attended if self.makes else (attended,)
         x = self._scaled(self.post_attention_layernorm(x))
         x, residual = add_and_norm(self.pre_feedforward_layernorm, x, residual)

@@ -128,8 +128,14 @@ def check_windows(spec: ModelSpec, extent: int) -> None:
 
     Raises:
         DataError: the window, or the chunks, of some layer are shorter: they count tokens here, side by side,
-            and places in the row in others' models, where padding counts too.
+            and places in the row in others' models, where padding counts too, and decays states.
     """
+    if spec.is_recurrent:
+        raise DataError(
+            f"attention_mask has zeros between the tokens of a row, over {extent} places, and layers of this "
+            "model carry a state from token to token, which padding would change: move all padding to the "
+            "ends of the rows"
+        )
     mixers = [block.mixer for block in spec.blocks]
     sizes = [getattr(mixer, name, None) for mixer in mixers for name in ("window", "chunk")]
     shortest = min((size for size in sizes if size is not None), default=extent)

@@ -108,6 +108,22 @@ def carry_recipe(output: Tensor, make: Callable[..., Tensor], *inputs: Tensor, l
     return output
 
 
+def carry_recipes(
+    outputs: tuple[Tensor, ...], make: Callable[..., tuple[Tensor, ...]], *inputs: Tensor
+) -> tuple[Tensor, ...]:
+    """The same of several outputs of `make(*inputs)`, which runs once for all that are asked for in a row."""
+    waiting: dict[int, Tensor] = {}
+
+    def made(number: int, *inputs: Tensor) -> Tensor:
+        if number not in waiting:
+            waiting.update(enumerate(make(*inputs)))
+        return waiting.pop(number)
+
+    for number, output in enumerate(outputs):
+        carry_recipe(output, functools.partial(made, number), *inputs)
+    return outputs
+
+
 def output_is_ours(module: nn.Module) -> bool:
     """Whether the memory of the module's output may be reused: it is torch's linear layer, or ours, which
     saves none of it, with a plain weight, an unmodified forward and no hooks. A hook has seen the output; a

@@ -73,6 +73,17 @@ class KVCache:
             tensor[self.rows, self.slots] = values.to(tensor.dtype)
         return tuple(tensor[:, : self.extent] for tensor in room)
 
+    def states(self, layer: int) -> tuple[Tensor, ...] | None:
+        """The states of a recurrent layer behind the tokens before the new ones, each [batch, ...]; None if
+        there are none.
+        """
+        return None if self.longest == self.newest else self.layers[layer]
+
+    def keep_states(self, layer: int, *states: Tensor) -> None:
+        """Store the states of a recurrent layer behind the new tokens."""
+        for room, state in zip(self.layers[layer], states, strict=True):
+            room.copy_(state)
+
     def sees(self, layer: int, window: int | None, chunk: int | None = None) -> Tensor | None:
         """Which of the tokens that `append` returned each new one sees, [batch, new, extent] bool. None:
         nothing is remembered but the new tokens, and they see one another as documents do. `window` and

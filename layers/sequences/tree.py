@@ -36,6 +36,7 @@ from liger_models.layers.specs import (
     CrossAttentionSpec,
     LatentAttentionSpec,
     ModelSpec,
+    RecurrentSpec,
     SharedAttentionSpec,
 )
 
@@ -119,7 +120,7 @@ def check_tree(spec: ModelSpec, sight: Any) -> None:
     Raises:
         DataError: this model, or a call that shows it something, cannot have documents that continue others.
     """
-    kinds = AttentionSpec | SharedAttentionSpec | LatentAttentionSpec | CrossAttentionSpec
+    kinds = AttentionSpec | SharedAttentionSpec | LatentAttentionSpec | CrossAttentionSpec | RecurrentSpec
     for i, block in enumerate(spec.blocks):
         if not isinstance(block.mixer, kinds):
             raise DataError(

@@ -17,6 +17,7 @@ from liger_models.layers.specs.block import BlockSpec, Topology
 from liger_models.layers.specs.mlp import Activation, MLPSpec, MoESpec, PerLayerInputSpec, SparseMixerSpec
 from liger_models.layers.specs.model import ModelSpec
 from liger_models.layers.specs.norms import LayerNormSpec, NormCast, NormSpec
+from liger_models.layers.specs.recurrent import GatedDeltaSpec, RecurrentSpec
 from liger_models.layers.specs.rotary import QueryScaleSpec, RopeSpec, RopeType
 from liger_models.layers.specs.vision import (
     AdapterSpec,
@@ -52,6 +53,7 @@ __all__ = [
     "CrossAttentionSpec",
     "CubicTable",
     "FixedTable",
+    "GatedDeltaSpec",
     "GridPictures",
     "LatentAttentionSpec",
     "LayerNormSpec",
@@ -72,6 +74,7 @@ __all__ = [
     "ProjectorSpec",
     "QKNormSpec",
     "QueryScaleSpec",
+    "RecurrentSpec",
     "RopeSpec",
     "RopeType",
     "SharedAttentionSpec",

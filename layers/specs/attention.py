@@ -51,6 +51,8 @@ class AttentionSpec(_Heads):
     `rope` is None for a layer without positions. `softcap` bounds the scores: softcap * tanh(score /
     softcap). With `sinks` each head learns a logit that takes its share of the weights and gives nothing.
     `query_scale` multiplies the queries by their positions, once they are turned.
+    With `gated` the query projection also gives each head a gate of `head_dim`, next to its query, whose
+    sigmoid multiplies the head's output.
     With `values_are_keys` one projection gives both: what the keys were before their norm and rotation.
     A span of tokens that all see one another (`Visibility.spans`) is cut by a window, but for `whole_spans`.
     Without `sees_spans` none of them sees ahead. `clipped` projections are between stored bounds:
@@ -75,6 +77,7 @@ class AttentionSpec(_Heads):
     whole_spans: bool = False
     sees_spans: bool = True
     clipped: bool = False
+    gated: bool = False
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:

@@ -13,6 +13,7 @@ from liger_models.layers.specs.attention import (
 )
 from liger_models.layers.specs.mlp import MLPSpec, MoESpec, PerLayerInputSpec
 from liger_models.layers.specs.norms import LayerNormSpec, NormSpec
+from liger_models.layers.specs.recurrent import GatedDeltaSpec
 
 Topology = Literal[
     "pre_norm",
@@ -36,7 +37,7 @@ class BlockSpec:
     stream. Some topologies have room for `experts` beside the MLP, and for a `per_layer_input`.
     """
 
-    mixer: AttentionSpec | SharedAttentionSpec | LatentAttentionSpec | CrossAttentionSpec
+    mixer: AttentionSpec | SharedAttentionSpec | LatentAttentionSpec | CrossAttentionSpec | GatedDeltaSpec
     mlp: MLPSpec | MoESpec
     norm: NormSpec | LayerNormSpec
     topology: Topology = "pre_norm"

@@ -162,7 +162,9 @@ def randomise(model: nn.Module, generator: torch.Generator) -> None:
     with torch.no_grad():
         for name, tensor in _saved_once(model):
             noise = torch.randn(tensor.shape, generator=generator)
-            if tensor.dim() > 1 and not name.endswith("norm.weight"):
+            if name.endswith("A_log"):  # states that last for some tokens; most initial decays are too fast
+                tensor.copy_(0.5 * noise - 1.0)
+            elif tensor.dim() > 1 and not name.endswith("norm.weight"):
                 # scaled to keep activations and scores of order one
                 tensor.copy_(noise / math.sqrt(tensor.shape[-1]))
             else:  # around the initial value: one for factors, zero for biases, or a bound

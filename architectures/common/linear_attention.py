@@ -1,0 +1,56 @@
+"""Linear attention in some layers, and attention in the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from liger_models.architectures.common.mlps import activation
+from liger_models.architectures.common.model import FULL, layer_types
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.errors import ConfigError
+from liger_models.layers.specs import AttentionSpec, GatedDeltaSpec
+from liger_models.layers.specs.recurrent import Projections
+
+LINEAR = "linear_attention"
+
+
+def gated_delta(c: HFConfig, projections: Projections, norm_eps: float) -> GatedDeltaSpec:
+    """The gated delta rule, from the keys that all its families have.
+
+    Raises:
+        ConfigError: heads of values cannot be divided among those of keys, or an activation other than SiLU.
+    """
+    keys, values = c.take_count("linear_num_key_heads"), c.take_count("linear_num_value_heads")
+    if values % keys:
+        raise ConfigError(
+            f"{c.name}: linear_num_value_heads is {values} and linear_num_key_heads {keys}; "
+            "the first must be a multiple of the second"
+        )
+    if activation(c) != "silu":
+        raise ConfigError(
+            f"{c.name}: hidden_act is {c.take('hidden_act')!r}; the convolutions of linear attention have "
+            "'silu' alone"
+        )
+    width = c.take_count("linear_conv_kernel_dim")
+    if not 2 <= width <= 8:
+        raise ConfigError(f"{c.name}: linear_conv_kernel_dim is {width}; expected 2 to 8")
+    return GatedDeltaSpec(
+        key_heads=keys,
+        value_heads=values,
+        key_dim=c.take_count("linear_key_head_dim"),
+        value_dim=c.take_count("linear_value_head_dim"),
+        conv=width,
+        norm_eps=norm_eps,
+        projections=projections,
+    )
+
+
+def mixers(
+    c: HFConfig, linear: GatedDeltaSpec, attention: AttentionSpec
+) -> Sequence[AttentionSpec | GatedDeltaSpec]:
+    """The mixer of each layer by `layer_types`; where the config has none, attention in every
+    `full_attention_interval`-th.
+    """
+    interval = c.take_count("full_attention_interval", 4)
+    types = layer_types(c, lambda i: LINEAR if (i + 1) % interval else FULL, (LINEAR, FULL))
+    return [linear if kind == LINEAR else attention for kind in types]

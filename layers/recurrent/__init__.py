@@ -1,0 +1,1 @@
+"""Recurrent mixers: short convolutions, linear attention, and the states that they carry."""

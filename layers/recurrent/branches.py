@@ -1,0 +1,76 @@
+"""Recurrent layers over documents that continue others (layers/sequences/tree.py).
+
+    prompt | answer | answer       the state behind the prompt starts both answers
+
+A document that is continued from its first k tokens alone is cut there into segments. Segments run in rounds:
+first those that continue nothing, then those that continue them, and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from liger_models.layers.sequences.tree import Tree
+
+States = tuple[Tensor, ...]
+Run = Callable[[list[Tensor], Tensor, States | None], tuple[Tensor, States]]
+"""`run(operands, cu_seqlens, states)` gives the output of some tokens, and the states behind each segment."""
+
+
+def over_branches(tree: Tree, operands: list[Tensor], run: Run) -> Tensor:
+    """The output of all tokens [T, ...], from operands [T, ...] of all tokens."""
+    rounds = _rounds(tree)
+    outputs: list[Tensor] = []
+    order: list[Tensor] = []
+    collected: States = ()
+    for segments in rounds:
+        tokens = torch.cat([torch.arange(first, end) for first, end, _ in segments]).to(tree.device)
+        lengths = torch.tensor([0, *(end - first for first, end, _ in segments)])
+        bounds = lengths.cumsum(0, dtype=torch.int32).to(tree.device)
+        before: States | None = None
+        if collected:
+            continued = torch.tensor([parent for *_, parent in segments], device=tree.device)
+            before = tuple(states[continued] for states in collected)
+        output, behind = run([operand[tokens] for operand in operands], bounds, before)
+        outputs.append(output)
+        order.append(tokens)
+        collected = tuple(map(torch.cat, zip(collected, behind, strict=True))) if collected else behind
+    place = torch.empty_like(together := torch.cat(order))
+    place[together] = torch.arange(len(together), device=tree.device)
+    return torch.cat(outputs)[place]
+
+
+def _rounds(tree: Tree) -> list[list[tuple[int, int, int]]]:
+    """(first token, end, number of the segment that it continues) of all segments, by round. Segments are
+    numbered in this order.
+    """
+    cuts: dict[int, set[int]] = {}  # where documents are continued, but for their ends
+    for parent, before in zip(tree.parents, tree.before, strict=True):
+        if parent >= 0 and 0 < before < tree.bounds[parent + 1] - tree.bounds[parent]:
+            cuts.setdefault(parent, set()).add(before)
+    by_round: list[list[tuple[int, int, tuple[int, int] | None]]] = []
+    depth: dict[tuple[int, int], int] = {}  # of the segment of a document that ends behind so many tokens
+
+    def add(first: int, end: int, continued: tuple[int, int] | None, name: tuple[int, int]) -> None:
+        round = 0 if continued is None else depth[continued] + 1
+        depth[name] = round
+        by_round.extend([] for _ in range(round + 1 - len(by_round)))
+        by_round[round].append((first, end, continued))
+        names.setdefault(round, []).append(name)
+
+    names: dict[int, list[tuple[int, int]]] = {}
+    for document, (parent, before) in enumerate(zip(tree.parents, tree.before, strict=True)):
+        first, end = tree.bounds[document], tree.bounds[document + 1]
+        continued = (parent, before) if parent >= 0 and before else None
+        for cut in [*sorted(cuts.get(document, ())), end - first]:
+            add(first, tree.bounds[document] + cut, continued, (document, cut))
+            first, continued = tree.bounds[document] + cut, (document, cut)
+    ordered = [name for round in range(len(by_round)) for name in names[round]]
+    numbers = {name: number for number, name in enumerate(ordered)}
+    return [
+        [(first, end, -1 if continued is None else numbers[continued]) for first, end, continued in segments]
+        for segments in by_round
+    ]

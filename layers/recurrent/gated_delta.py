@@ -1,0 +1,161 @@
+"""Linear attention by the gated delta rule: Qwen3-Next, Qwen3.5, OLMo hybrid.
+
+    q, k, v, z, b, a = split(x @ W_in^T);   q, k, v = silu(conv(q, k, v))
+    o = gated_delta_rule(q, k, v, a, b);    out = (norm(o) * silu(z)) @ W_o^T
+
+The rule and its gates are in kernels/recurrent/gated_delta_rule.py. State and convolution begin anew with
+every document.
+
+Between the projections and the norm, `lean` keeps q, k, v before the convolution, a, b, z and o. The
+convolution runs again in the backward pass. States of chunks are never kept.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.kernels import document_bounds, gated_delta_rule, gated_delta_rule_step
+from liger_models.layers.attention.backends import AttentionBackend
+from liger_models.layers.projections.linear import Linear
+from liger_models.layers.projections.packed_linear import PackedLinear
+from liger_models.layers.recompute.activation_memory import ActivationMemory
+from liger_models.layers.recurrent.branches import over_branches
+from liger_models.layers.recurrent.gated_norm import GatedNormalisation
+from liger_models.layers.recurrent.short_conv import ShortConvolution
+from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.specs import GatedDeltaSpec
+
+
+class GatedDelta(nn.Module):
+    """Gated delta rule over packed documents.
+
+    Args:
+        hidden_size: the width H of the hidden states.
+        spec: heads, convolution, gates, and which projections checkpoints hold together.
+        layer: this layer's place in the model (its room in a cache).
+        backend: of attention; without effect here.
+    """
+
+    def __init__(
+        self, hidden_size: int, spec: GatedDeltaSpec, layer: int = 0, backend: AttentionBackend = "auto"
+    ):
+        super().__init__()
+        self.spec, self.layer = spec, layer
+        keys, values, heads = spec.key_size, spec.value_size, spec.value_heads
+        if spec.projections == "qkvz":
+            self.in_proj_qkvz = Linear(hidden_size, spec.conv_size + values, bias=False)
+            self.in_proj_ba = Linear(hidden_size, 2 * heads, bias=False)
+        elif spec.projections == "qkv":
+            parts = {"in_proj_qkv": spec.conv_size, "in_proj_z": values}
+            self.in_proj_qkvz = PackedLinear(hidden_size, parts)
+            self.in_proj_ba = PackedLinear(hidden_size, {"in_proj_b": heads, "in_proj_a": heads})
+        else:
+            parts = {"q_proj": keys, "k_proj": keys, "v_proj": values, "g_proj": values}
+            self.in_proj_qkvz = PackedLinear(hidden_size, parts)
+            self.in_proj_ba = PackedLinear(hidden_size, {"b_proj": heads, "a_proj": heads})
+        key_heads, value_heads = (spec.key_heads, spec.key_dim), (spec.value_heads, spec.value_dim)
+        self.conv1d = ShortConvolution((key_heads, key_heads, value_heads), spec.conv)
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+        self.norm = GatedNormalisation(spec.value_dim, spec.norm_eps)
+        self.out_proj = Linear(values, hidden_size, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
+        """Decay rates from 0.01 to 16 and biases of one; the projections are parts of their own."""
+        nn.init.uniform_(self.A_log, 0.01, 16.0, generator=generator)
+        with torch.no_grad():
+            self.A_log.log_()
+        nn.init.ones_(self.dt_bias)
+
+    def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        sequences = sequences.on(x.device)
+        qkv, z, b, a = self._project(x)
+        if sequences.cache is not None:
+            o = self._continue(qkv, b, a, sequences)
+        elif sequences.tree is not None:
+            o = over_branches(sequences.tree, [qkv, b, a], self._branches)
+        else:
+            o, _ = self._mix(qkv, b, a, sequences.boundaries(), sequences.document_bounds())
+        return self.out_proj(self.norm(o.flatten(1), z))
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q | k | v [T, conv_size], z [T, value_size], b and a [T, value_heads]."""
+        spec, qkvz, ba = self.spec, self.in_proj_qkvz(x), self.in_proj_ba(x)
+        if spec.projections != "qkvz":
+            qkv, z = qkvz.split([spec.conv_size, spec.value_size], dim=-1)
+            b, a = ba.split(spec.value_heads, dim=-1)
+            return qkv, z, b, a
+        # The parts of each key head are next to one another.
+        values = spec.value_size // spec.key_heads
+        *qkv, z = qkvz.unflatten(-1, (spec.key_heads, -1)).split([spec.key_dim] * 2 + [values] * 2, dim=-1)
+        b, a = (gate.flatten(1) for gate in ba.unflatten(-1, (spec.key_heads, 2, -1)).unbind(2))
+        return torch.cat([part.flatten(1) for part in qkv], dim=-1), z.flatten(1), b, a
+
+    def _mix(
+        self,
+        qkv: Tensor,
+        b: Tensor,
+        a: Tensor,
+        documents: Tensor | None,
+        bounds: Tensor | None = None,
+        states: tuple[Tensor, ...] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """o [T, value_heads, value_dim] of documents, and the states of the rule behind them. `states` are
+        those that they continue, of the convolution and of the rule.
+        """
+        conv_state, state = (None, None) if states is None else states
+        q, k, v = self.conv1d(qkv, documents, bounds, conv_state)
+        gates, scale = (a, b, self.A_log, self.dt_bias), self.spec.beta_scale
+        return gated_delta_rule(q, k, v, *gates, beta_scale=scale, cu_seqlens=documents, state=state)
+
+    def _branches(
+        self, operands: list[Tensor], documents: Tensor, states: tuple[Tensor, ...] | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        qkv, b, a = operands
+        o, state = self._mix(qkv, b, a, documents, document_bounds(documents, len(qkv)), states)
+        return o, (self.conv1d.next_state(qkv, documents, None if states is None else states[0]), state)
+
+    def _continue(self, qkv: Tensor, b: Tensor, a: Tensor, sequences: Sequences) -> Tensor:
+        """o [T, value_heads, value_dim] of new tokens, whose documents are the rows of a cache."""
+        cache = sequences.cache
+        assert cache is not None
+        before = cache.states(self.layer)
+        if before is not None and cache.newest == 1 and len(qkv) == len(before[0]):
+            conv_state, state = before
+            (q, k, v), new_conv_state = self.conv1d.step(qkv, conv_state)
+            gates, scale = (a, b, self.A_log, self.dt_bias), self.spec.beta_scale
+            o, new_state = gated_delta_rule_step(q, k, v, *gates, state, beta_scale=scale)
+        else:
+            rows = sequences.boundaries()
+            o, new_state = self._mix(qkv, b, a, rows, sequences.document_bounds(), before)
+            new_conv_state = self.conv1d.next_state(qkv, rows, None if before is None else before[0])
+        cache.keep_states(self.layer, new_conv_state, new_state)
+        return o
+
+    def new_cache(
+        self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        """Room for the convolution's last inputs [batch, width - 1, conv_size], and for states [batch,
+        value_heads, key_dim, value_dim] in float32.
+        """
+        spec = self.spec
+        inputs = torch.zeros(batch, spec.conv - 1, spec.conv_size, device=device, dtype=dtype)
+        shape = batch, spec.value_heads, spec.key_dim, spec.value_dim
+        wide = torch.promote_types(dtype, torch.float32)
+        return inputs, torch.zeros(shape, device=device, dtype=wide)
+
+    def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
+        """Of a token, as on a GPU: q, k and v before the convolution, z, a, b and o; with `all` also q, k and
+        v behind it and the norm's output.
+        """
+        spec = self.spec
+        kept = spec.conv_size + 2 * spec.value_size + 2 * spec.value_heads
+        return itemsize * (kept + (spec.conv_size + spec.value_size if level == "all" else 0))
+
+    def extra_repr(self) -> str:
+        spec = self.spec
+        heads = f"heads={spec.key_heads}/{spec.value_heads}"
+        return f"{heads}, head_dims={spec.key_dim}/{spec.value_dim}"
