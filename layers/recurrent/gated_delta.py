@@ -12,6 +12,8 @@ convolution runs again in the backward pass. States of chunks are never kept.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -20,7 +22,7 @@ from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.packed_linear import PackedLinear
 from liger_models.layers.recompute.activation_memory import ActivationMemory
-from liger_models.layers.recurrent.branches import over_branches
+from liger_models.layers.recurrent.branches import States, over_branches
 from liger_models.layers.recurrent.gated_norm import GatedNormalisation
 from liger_models.layers.recurrent.short_conv import ShortConvolution
 from liger_models.layers.sequences.sequences import Sequences
@@ -101,7 +103,7 @@ class GatedDelta(nn.Module):
         a: Tensor,
         documents: Tensor | None,
         bounds: Tensor | None = None,
-        states: tuple[Tensor, ...] | None = None,
+        states: States | None = None,
     ) -> tuple[Tensor, Tensor]:
         """o [T, value_heads, value_dim] of documents, and the states of the rule behind them. `states` are
         those that they continue, of the convolution and of the rule.
@@ -111,11 +113,21 @@ class GatedDelta(nn.Module):
         gates, scale = (a, b, self.A_log, self.dt_bias), self.spec.beta_scale
         return gated_delta_rule(q, k, v, *gates, beta_scale=scale, cu_seqlens=documents, state=state)
 
-    def _branches(
-        self, operands: list[Tensor], documents: Tensor, states: tuple[Tensor, ...] | None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _branches(self, operands: list[Tensor], documents: Tensor, states: States | None) -> Any:
         qkv, b, a = operands
-        o, state = self._mix(qkv, b, a, documents, document_bounds(documents, len(qkv)), states)
+        return self._with_states(qkv, b, a, documents, document_bounds(documents, len(qkv)), states)
+
+    def _with_states(
+        self,
+        qkv: Tensor,
+        b: Tensor,
+        a: Tensor,
+        documents: Tensor | None,
+        bounds: Tensor | None,
+        states: States | None,
+    ) -> tuple[Tensor, States]:
+        """The same with all states behind the documents."""
+        o, state = self._mix(qkv, b, a, documents, bounds, states)
         return o, (self.conv1d.next_state(qkv, documents, None if states is None else states[0]), state)
 
     def _continue(self, qkv: Tensor, b: Tensor, a: Tensor, sequences: Sequences) -> Tensor:
@@ -123,16 +135,20 @@ class GatedDelta(nn.Module):
         cache = sequences.cache
         assert cache is not None
         before = cache.states(self.layer)
-        if before is not None and cache.newest == 1 and len(qkv) == len(before[0]):
-            conv_state, state = before
-            (q, k, v), new_conv_state = self.conv1d.step(qkv, conv_state)
+        if (real := cache.real_tokens()) is not None:
+            tokens, rows = real
+            bounds = document_bounds(rows, len(tokens))
+            o, behind = self._with_states(qkv[tokens], b[tokens], a[tokens], rows, bounds, before)
+            o = o.new_zeros(len(qkv), *o.shape[1:]).index_copy(0, tokens, o)
+        elif before is not None and cache.newest == 1 and len(qkv) == len(before[0]):
+            (q, k, v), conv_state = self.conv1d.step(qkv, before[0])
             gates, scale = (a, b, self.A_log, self.dt_bias), self.spec.beta_scale
-            o, new_state = gated_delta_rule_step(q, k, v, *gates, state, beta_scale=scale)
+            o, state = gated_delta_rule_step(q, k, v, *gates, before[1], beta_scale=scale)
+            behind = conv_state, state
         else:
-            rows = sequences.boundaries()
-            o, new_state = self._mix(qkv, b, a, rows, sequences.document_bounds(), before)
-            new_conv_state = self.conv1d.next_state(qkv, rows, None if before is None else before[0])
-        cache.keep_states(self.layer, new_conv_state, new_state)
+            rows, bounds = sequences.boundaries(), sequences.document_bounds()
+            o, behind = self._with_states(qkv, b, a, rows, bounds, before)
+        cache.keep_states(self.layer, *behind)
         return o
 
     def new_cache(

@@ -84,6 +84,12 @@ class KVCache:
         for room, state in zip(self.layers[layer], states, strict=True):
             room.copy_(state)
 
+    def real_tokens(self) -> tuple[Tensor, Tensor] | None:
+        """Which of the new tokens are not padding, and the bounds [batch + 1] of each row among these; None:
+        there is no padding.
+        """
+        return None
+
     def sees(self, layer: int, window: int | None, chunk: int | None = None) -> Tensor | None:
         """Which of the tokens that `append` returned each new one sees, [batch, new, extent] bool. None:
         nothing is remembered but the new tokens, and they see one another as documents do. `window` and

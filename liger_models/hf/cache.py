@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache
 
@@ -64,6 +65,7 @@ class TransformersCache(KVCache):
         self.seen = int(cache.get_seq_length())
         self.longest, self.newest = self.seen + shape[1], shape[1]
         self._extent: dict[int, tuple[int, int]] = {}  # of a layer: how many tokens it returns, from which on
+        self._real: tuple[Tensor, Tensor] | None = None
         self._masks: dict[tuple[int | None, ...], Tensor] = {}
         rows = torch.arange(shape[0], device=device)[:, None].expand(shape)
         self.rows = documents.pack(rows)
@@ -103,6 +105,33 @@ class TransformersCache(KVCache):
         kept = update(*(self.documents.unpack(x).transpose(1, 2) for x in heads), layer)
         rows = [x.transpose(1, 2) for x in kept]
         return tuple(x[:, :, 0] if alone else x for x, alone in zip(rows, flat, strict=True))
+
+    def states(self, layer: int) -> tuple[Tensor, ...] | None:
+        """As `KVCache.states`: the convolution's last inputs [batch, width - 1, channels], and the state."""
+        if self.seen == 0:
+            return None
+        held: Any = self.cache.layers[layer]
+        both = held.conv_states, held.recurrent_states
+        conv, state = (x[0] if isinstance(x, dict) else x for x in both)  # older transformers have no dict
+        return conv.transpose(1, 2), state
+
+    def keep_states(self, layer: int, *states: Tensor) -> None:
+        """Store them where transformers' own model has them, the convolution's in full each time."""
+        cache: Any = self.cache
+        conv, state = states
+        cache.update_conv_state(conv.transpose(1, 2), layer)
+        cache.update_recurrent_state(state, layer)
+
+    def real_tokens(self) -> tuple[Tensor, Tensor] | None:
+        """As `KVCache.real_tokens`. Behind the first tokens a call has its padding."""
+        if self.seen == 0 or self.attention_mask is None:
+            return None
+        if self._real is None:
+            mask = self.attention_mask[:, self.seen : self.longest].bool()
+            counts = mask.sum(1, dtype=torch.int32)
+            bounds = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+            self._real = mask.flatten().nonzero()[:, 0], bounds
+        return None if len(self._real[0]) == len(self.rows) else self._real
 
     def sees(self, layer: int, window: int | None, chunk: int | None = None) -> Tensor | None:
         """As `KVCache.sees`. Padding is seen by none but itself: no query may see nothing."""

@@ -79,6 +79,7 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
         """What follows once the parts of a model are there."""
         self.layouts = self.architecture.layouts
         self._no_split_modules = self.base_decoder.kinds_of_layers()
+        self._is_stateful = self.base_decoder.spec.is_recurrent
         self.register_load_state_dict_pre_hook(convert_state_dict)
         self.register_load_state_dict_pre_hook(refuse_lost_adapters)
         if is_quantised(self.config):
