@@ -77,10 +77,10 @@ class GatedDelta(nn.Module):
         qkv, z, b, a = self._project(x)
         if sequences.cache is not None:
             o = self._continue(qkv, b, a, sequences)
-        elif sequences.tree is not None:
-            o = over_branches(sequences.tree, [qkv, b, a], self._branches)
+        elif sequences.documents.tree is not None:
+            o = over_branches(sequences.documents.tree, [qkv, b, a], self._branches)
         else:
-            o, _ = self._mix(qkv, b, a, sequences.boundaries(), sequences.document_bounds())
+            o, _ = self._mix(qkv, b, a, sequences.documents.boundaries(), sequences.documents.bounds())
         return self.out_proj(self.norm(o.flatten(1), z))
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -146,7 +146,7 @@ class GatedDelta(nn.Module):
             o, state = gated_delta_rule_step(q, k, v, *gates, before[1], beta_scale=scale)
             behind = conv_state, state
         else:
-            rows, bounds = sequences.boundaries(), sequences.document_bounds()
+            rows, bounds = sequences.documents.boundaries(), sequences.documents.bounds()
             o, behind = self._with_states(qkv, b, a, rows, bounds, before)
         cache.keep_states(self.layer, *behind)
         return o

@@ -8,7 +8,8 @@ outgrow it, a step with twice the extent is captured.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from liger_models.layers.sequences.documents import Documents
 from liger_models.layers.sequences.positions import Positions
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.visibility import Visibility
+from liger_models.layers.specs import RecurrentSpec
 
 LEAST_EXTENT = 256
 
@@ -80,7 +82,22 @@ class Decoding:
         def step() -> None:
             self._logits = self._step(self.ids, self.slots, self.extent)
 
-        self._play = record(step) if self.ids.is_cuda else step
+        with self._states_kept():
+            self._play = record(step) if self.ids.is_cuda else step
+
+    @contextmanager
+    def _states_kept(self) -> Iterator[None]:
+        """Give recurrent layers their states back afterwards: a step that ran has moved them on."""
+        rooms = [
+            state
+            for layer, states in zip(self.model.layers, self.cache.layers, strict=True)
+            if isinstance(layer.spec.mixer, RecurrentSpec)
+            for state in states
+        ]
+        before = [state.clone() for state in rooms]
+        yield
+        for state, kept in zip(rooms, before, strict=True):
+            state.copy_(kept)
 
 
 def record(step: Callable[[], None]) -> Callable[[], None]:

@@ -22,11 +22,15 @@ def build_adamw(
     seed: int,
     state_device: str | None = None,
 ) -> AdamW:
-    """AdamW that decays matrices only: to pull a norm's weight or a bias to zero regularises nothing."""
+    """AdamW that decays matrices only: to pull a norm's weight, a bias or the taps of a short convolution to
+    zero regularises nothing.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
+    taps = {id(p) for m in model.modules() if isinstance(m, ShortConvolution) for p in m.parameters()}
+    decays = [p.ndim >= 2 and id(p) not in taps for p in parameters]
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": list(compress(parameters, decays)), "weight_decay": weight_decay},
+        {"params": list(compress(parameters, map(not_, decays))), "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     return AdamW(

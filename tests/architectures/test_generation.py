@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -146,6 +147,25 @@ def test_steps_as_they_are_recorded_make_the_same_text(pair, monkeypatch):
     monkeypatch.setattr(generation, "can_be_recorded", lambda model: True)
     monkeypatch.setattr(decoding, "LEAST_EXTENT", 8)  # which is outgrown at once, and once more
     assert torch.equal(generate(pair.ours, ids, NEW, attention_mask=mask), expected)
+
+
+def test_recording_a_step_moves_no_state_on(shared_pair, monkeypatch):
+    """It runs the step before it is played."""
+    pair = shared_pair("qwen3_next")
+    ids = prompts(pair)
+    expected = generate(pair.ours, ids, NEW)
+    monkeypatch.setattr(generation, "can_be_recorded", lambda model: True)
+    monkeypatch.setattr(decoding, "LEAST_EXTENT", 8)
+    kept = decoding.Decoding._states_kept
+
+    @contextmanager
+    def running_the_step(self):
+        with kept(self):
+            self._step(self.ids, self.slots, self.extent)
+            yield
+
+    monkeypatch.setattr(decoding.Decoding, "_states_kept", running_the_step)
+    assert torch.equal(generate(pair.ours, ids, NEW), expected)
 
 
 def test_what_was_made_after_the_end_of_all_sequences_is_cut_off():

@@ -1,0 +1,97 @@
+"""Layers that carry a state begin anew with every document: packed equals separate, whatever the lengths, and
+however memory is spared. The reference runs each document by itself; its own packing leaks.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from pairs import spec_of
+
+from liger_models.architectures import list_architectures
+
+RECURRENT = [family for family in list_architectures() if spec_of(family).is_recurrent]
+
+# Shorter than the convolution is wide, of one token, beyond a chunk of 64, and an empty one.
+LENGTHS = {
+    "few": [1, 70, 2, 0, 1, 9],
+    "many": [1, 2, 3, 1] * 12,
+}
+
+
+def packed(pair, lengths):
+    batch = pair.batch(rows=1, length=sum(lengths))
+    return {**batch, "cu_seqlens": torch.tensor([0, *itertools.accumulate(lengths)])}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("name", RECURRENT)
+def test_packed_documents_are_the_references_alone(name, lengths, shared_pair, failures):
+    pair = shared_pair(name)
+    call = pair.clear(lambda: packed(pair, lengths))
+    ours = pair.run_ours(**call)
+    reference = pair.run_reference_by_document(call["input_ids"], call["labels"], lengths)
+    assert not failures(ours.distances(reference))
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_documents_by_position_ids_and_in_several_rows_are_the_same(name, shared_pair):
+    pair, lengths = shared_pair(name), [9, 1, 3, 13]
+    call = pair.clear(lambda: packed(pair, lengths))
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    given = {key: call[key] for key in ("input_ids", "labels")}
+    rows = {key: x.view(2, -1) for key, x in given.items()} | {"position_ids": positions.view(2, -1)}
+    expected = pair.run_ours(**call)
+    for other in ({**given, "position_ids": positions}, rows):
+        found = pair.run_ours(**other)
+        assert torch.equal(found.loss, expected.loss)
+        assert torch.equal(found.logits.view(expected.logits.shape), expected.logits)
+        for key, gradient in expected.gradients.items():
+            assert torch.equal(found.gradients[key], gradient), key
+
+
+@pytest.mark.parametrize("level", ["all", "mlp", "checkpoint", "tiled", "offload"])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_packed_documents_are_the_same_at_every_level(name, level, shared_pair, failures):
+    pair = shared_pair(name)
+    call = pair.clear(lambda: packed(pair, [1, 70, 5]))
+    expected = pair.run_ours(**call)
+    try:
+        pair.ours.set_activation_memory(level)
+        assert not failures(pair.run_ours(**call).distances(expected))
+    finally:
+        pair.ours.set_activation_memory("lean")
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_change_in_one_document_changes_nothing_in_the_next(name, shared_pair):
+    pair = shared_pair(name)
+    call = packed(pair, [20, 15])
+    other = {**call, "input_ids": call["input_ids"].clone()}
+    other["input_ids"][0, :20] = (call["input_ids"][0, :20] + 1) % pair.vocab_size
+    with torch.no_grad():
+        first, second = (pair.ours(**one, return_logits=True).logits for one in (call, other))
+    assert torch.equal(first[0, 20:], second[0, 20:])
+    assert not torch.isclose(first[0, :20], second[0, :20]).all()
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_prompt_that_is_continued_from_several_places_gives_what_its_branches_give_apart(
+    name, shared_pair
+):
+    """From none of its tokens, from some and from all."""
+    pair = shared_pair(name)
+    document, branches = 12, [(12, 4), (7, 5), (2, 3), (0, 6)]
+    lengths = [document, *(length for _, length in branches)]
+    parents = torch.tensor([[-1] + [0] * len(branches), [0] + [before for before, _ in branches]])
+    call = packed(pair, lengths)
+    pieces = call["input_ids"][0].split(lengths)
+    with torch.no_grad():
+        found = pair.ours(call["input_ids"], cu_seqlens=call["cu_seqlens"], parents=parents).logits[0]
+        for i, (before, _) in enumerate(branches, 1):
+            row = torch.cat([pieces[0][:before], pieces[i]])
+            alone = pair.ours(row[None]).logits[0, before:]
+            # float32 through three layers, with sums in other orders
+            assert (found.split(lengths)[i] - alone).norm() <= 1e-5 * alone.norm()
