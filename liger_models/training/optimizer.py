@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import compress
+from operator import not_
+
 from torch import nn
 
+from liger_models.layers.recurrent.short_conv import ShortConvolution
 from liger_models.optim.adamw import AdamW
 
 # The second moment forgets faster than Adam's default 0.999, as is usual for language models since GPT-3

@@ -78,9 +78,7 @@ def test_a_change_in_one_document_changes_nothing_in_the_next(name, shared_pair)
 
 
 @pytest.mark.parametrize("name", RECURRENT)
-def test_a_prompt_that_is_continued_from_several_places_gives_what_its_branches_give_apart(
-    name, shared_pair
-):
+def test_a_prompt_that_is_continued_from_several_places_gives_what_its_branches_give_apart(name, shared_pair):
     """From none of its tokens, from some and from all."""
     pair = shared_pair(name)
     document, branches = 12, [(12, 4), (7, 5), (2, 3), (0, 6)]

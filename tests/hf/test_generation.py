@@ -72,7 +72,9 @@ def skip_where_the_reference_fails(way):
     "transformers", "generate with dynamic, static and sliding caches", "beams", "prompt lookup"
 )
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "llama4_text", "mistral4", "gemma4_text", "qwen3_next"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", "gpt_oss", "llama4_text", "mistral4", "gemma4_text", "qwen3_next"]
+)
 def test_tokens_are_those_of_the_reference(family, way, make_both, prompts):
     if family == "llama4_text":
         skip_where_the_reference_fails(way)
