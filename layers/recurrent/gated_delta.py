@@ -146,8 +146,8 @@ class GatedDelta(nn.Module):
             o, state = gated_delta_rule_step(q, k, v, *gates, before[1], beta_scale=scale)
             behind = conv_state, state
         else:
-            rows, bounds = sequences.documents.boundaries(), sequences.documents.bounds()
-            o, behind = self._with_states(qkv, b, a, rows, bounds, before)
+            documents = sequences.documents
+            o, behind = self._with_states(qkv, b, a, documents.boundaries(), documents.bounds(), before)
         cache.keep_states(self.layer, *behind)
         return o
 
