@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from liger_models.architectures.common import attention, decoder, mlp, windows
 from liger_models.architectures.registry import register
+from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import BlockSpec, LayerNormSpec, ModelSpec, QKNormSpec
 
@@ -28,6 +29,7 @@ SKIP = {"null:layer_norm_eps": "the reference cannot run with it"}
 @register(
     "cohere",
     reference="CohereForCausalLM",
+    layouts=(Layout(whole=("*.q_norm.*", "*.k_norm.*")),),
     tiny={**TINY, "use_qk_norm": True},
     defaults=DEFAULTS,
     skip=SKIP,
@@ -55,6 +57,7 @@ GRANTED = (
     tiny={**TINY, "sliding_window": 7, "sliding_window_pattern": 2},
     defaults={**DEFAULTS, "sliding_window": 4096},
     unread=dict.fromkeys(GRANTED, "the reference does not read it"),
+    fixed={"rotary_pct": 1.0},  # which the reference does not read
     skip=SKIP,
     variants={"layer_types": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}},
 )

@@ -4,10 +4,9 @@ weights.
 
 from dataclasses import replace
 
-from liger_models.architectures.common import attention, decoder, mlp
+from liger_models.architectures.common import attention_as_wide_as_the_model, decoder, mlp
 from liger_models.architectures.registry import register
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.convert.errors import ConfigError
 from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
 
 
@@ -20,12 +19,7 @@ from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
 )
 def helium(c: HFConfig) -> ModelSpec:
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-8), cast="float32")
-    attn = attention(c, interleaved=True, theta=100000.0)
+    attn = attention_as_wide_as_the_model(c, interleaved=True, theta=100000.0)
     attn = replace(attn, qkv_bias=c.take_flag("attention_bias", False))
-    if attn.q_size != c.take_count("hidden_size"):
-        raise ConfigError(
-            f"{c.name}: {attn.num_attention_heads} heads of {attn.head_dim} dimensions are not as wide as "
-            f"hidden_size, {c.take_count('hidden_size')}; in helium models they are"
-        )
     block = BlockSpec(attn, mlp(c, bias=c.take_flag("mlp_bias", False)), norm)
     return decoder(c, [block] * c.take_count("num_hidden_layers"), norm)

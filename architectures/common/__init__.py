@@ -4,6 +4,7 @@ layers share.
 
 from liger_models.architectures.common.grouped_attention import (
     attention,
+    attention_as_wide_as_the_model,
     check_groups,
     chunks,
     layer_sizes,
@@ -47,6 +48,7 @@ __all__ = [
     "SLIDING",
     "activation",
     "attention",
+    "attention_as_wide_as_the_model",
     "aux_loss_coef",
     "check_groups",
     "chosen_experts",

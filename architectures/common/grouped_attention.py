@@ -12,12 +12,24 @@ from liger_models.convert.errors import ConfigError, abbreviate
 from liger_models.layers.specs import AttentionSpec, SharedAttentionSpec
 
 
-def attention(c: HFConfig, *, bias: bool = False, window: int | None = None, **rotary: Any) -> AttentionSpec:
-    """Grouped-query attention with rotary positions, from the keys that nearly every config has. `rotary` are
-    options of `rope`.
+def attention(
+    c: HFConfig,
+    *,
+    bias: bool = False,
+    window: int | None = None,
+    kv_heads: int | None = None,
+    **rotary: Any,
+) -> AttentionSpec:
+    """Grouped-query attention with rotary positions, from the keys that nearly every config has.
+
+    Args:
+        bias: of every projection.
+        window: how many tokens back a token sees.
+        kv_heads: of families that have no key `num_key_value_heads`.
+        rotary: options of `rope`.
     """
     hidden_size, heads = c.take_count("hidden_size"), c.take_count("num_attention_heads")
-    kv_heads = c.take_count("num_key_value_heads", heads)
+    kv_heads = kv_heads or c.take_count("num_key_value_heads", heads)
     check_groups(c, heads, kv_heads)
     head_dim = c.take_count("head_dim", None)
     if head_dim is None:
@@ -49,6 +61,21 @@ def check_groups(c: HFConfig, heads: int, kv_heads: int) -> None:
             f"{c.name}: num_attention_heads is {heads} and num_key_value_heads {kv_heads}; "
             "the first must be a multiple of the second"
         )
+
+
+def attention_as_wide_as_the_model(c: HFConfig, **settings: Any) -> AttentionSpec:
+    """`attention` of families whose heads are as wide together as the hidden state, whatever `head_dim` says.
+
+    Raises:
+        ConfigError: `head_dim` says otherwise.
+    """
+    attn = attention(c, **settings)
+    if attn.q_size != c.take_count("hidden_size"):
+        raise ConfigError(
+            f"{c.name}: {attn.num_attention_heads} heads of {attn.head_dim} dimensions are not as wide as "
+            f"hidden_size, {c.take_count('hidden_size')}; in {c.model_type} models they are"
+        )
+    return attn
 
 
 def windows(c: HFConfig, default: Callable[[int], str], *, off: bool = False) -> list[int | None]:

@@ -18,6 +18,7 @@ from liger_models.architectures.registry.multimodal import MULTIMODAL
 from liger_models.architectures.registry.unsupported import MISSING
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.config.rope_config import ROPE_KEYS
 from liger_models.convert.errors import UnsupportedModelError, abbreviate
 from liger_models.layers.specs import ModelSpec
 
@@ -42,6 +43,7 @@ class Architecture:
             repeats.
         variants: further configs for tests, as changes of `tiny`, by name.
         fixed: keys that may stand in a config, each with the one value that is known.
+        rope_keys: what the older spelling of rotary settings calls `rope_theta` and `partial_rotary_factor`.
         unread: keys that are of no effect, mostly since the reference does not read them, each with a reason.
         skip: what tests leave out, such as "rope:yarn", each with the reason.
 
@@ -58,6 +60,7 @@ class Architecture:
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     unread: Mapping[str, str] = field(default_factory=dict)
+    rope_keys: tuple[str, str] = ROPE_KEYS
     skip: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -77,6 +80,7 @@ class Architecture:
         Raises:
             ConfigError: a key is missing, unknown, or has a value that cannot be honoured.
         """
+        config.rope_keys = self.rope_keys
         config.fill(self.defaults)
         config.take_only(**self.fixed)
         for key in self.unread:
@@ -119,6 +123,7 @@ def register(
     variants: Mapping[str, Mapping[str, Any]] | None = None,
     fixed: Mapping[str, Any] | None = None,
     unread: Mapping[str, str] | None = None,
+    rope_keys: tuple[str, str] = ROPE_KEYS,
     skip: Mapping[str, str] | None = None,
 ) -> Callable[[Callable[[HFConfig], ModelSpec]], Callable[[HFConfig], ModelSpec]]:
     """Enter the decorated function into the table. The arguments are the fields of `Architecture`."""
@@ -138,6 +143,7 @@ def register(
             variants or {},
             fixed or {},
             unread or {},
+            rope_keys,
             {**{f"key:{key}": "has one value" for key in fixed or {}}, **of_unread, **(skip or {})},
         )
         return build

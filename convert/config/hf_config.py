@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from liger_models.convert.config.rope_config import is_finite, is_nested, read_rope
+from liger_models.convert.config.rope_config import ROPE_KEYS, is_finite, is_nested, read_rope
 from liger_models.convert.errors import ConfigError, abbreviate
 from liger_models.convert.json_file import read_json
 
@@ -34,10 +34,12 @@ class HFConfig:
             one, since each layer has at least one.
         complete: the object that the config comes from fills in every default (transformers'), so a missing
             rotary setting was lost on the way.
+        rope_keys: the family's names of `rope_theta` and `partial_rotary_factor` in the older spelling.
     """
 
     most_layers = 10_000
     complete = False
+    rope_keys = ROPE_KEYS
 
     def __init__(
         self,
@@ -90,7 +92,7 @@ class HFConfig:
     def with_raw(self, raw: Mapping[str, Any]) -> "HFConfig":
         """Another config of the same origin, with no key taken."""
         other = HFConfig(copy.deepcopy(dict(raw)), self.name, tuple(self._ignored), self._dropout)
-        other.complete = self.complete
+        other.complete, other.rope_keys = self.complete, self.rope_keys
         return other
 
     def part(self, key: str) -> "HFConfig":

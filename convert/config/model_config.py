@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from liger_models.convert.config.rope_config import both_rope_spellings
+from liger_models.convert.config.rope_config import ROPE_KEYS, both_rope_spellings
 
 
 class ModelConfig:
@@ -41,7 +41,9 @@ class ModelConfig:
         return f"ModelConfig({self.__dict__!r})"
 
 
-def export_config(raw: Mapping[str, Any], *, dtype: str, source: bool) -> dict[str, Any]:
+def export_config(
+    raw: Mapping[str, Any], *, dtype: str, source: bool, rope_keys: tuple[str, str] = ROPE_KEYS
+) -> dict[str, Any]:
     """The config.json for exported weights.
 
     A config read from a checkpoint (`source`) is written unchanged, except that a stated dtype follows the
@@ -50,9 +52,10 @@ def export_config(raw: Mapping[str, Any], *, dtype: str, source: bool) -> dict[s
 
     Args:
         dtype: name of the weights' dtype as in config.json, such as `"bfloat16"`.
+        rope_keys: of the family, see `HFConfig`.
     """
     out = copy.deepcopy(dict(raw))
     for key in ("torch_dtype", "dtype"):
         if key in out or not source:
             out[key] = dtype
-    return out if source else {**out, **both_rope_spellings(out)}
+    return out if source else {**out, **both_rope_spellings(out, rope_keys)}

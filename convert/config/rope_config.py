@@ -60,8 +60,8 @@ _ROPE_TYPES: dict[str, tuple[_RopeFields, dict[str, Any]]] = {
     ),
 }
 _ROPE_ALIASES = {"su": "longrope", "mrope": "default"}
-_THETA_KEYS = ("rope_theta", "rotary_emb_base")
-_PARTIAL_KEYS = ("partial_rotary_factor", "rotary_pct")
+ROPE_KEYS = ("rope_theta", "partial_rotary_factor")
+"""The usual names of both at the top level. In `rope_parameters` every family has these."""
 _NO_EFFECT = frozenset({"finetuned"})
 _SCALING = frozenset(key for fields in _ROPE_TYPES.values() for kind in fields for key in kind)
 _SHARES = frozenset({"partial_rotary_factor"})
@@ -76,6 +76,7 @@ class Keys(Protocol):
     model_type: str
     raw: dict[str, Any]
     complete: bool
+    rope_keys: tuple[str, str]
 
     def take(self, key: str, default: Any = ...) -> Any: ...
 
@@ -94,8 +95,7 @@ def read_rope(
     extra: Collection[str],
 ) -> dict[str, Any]:
     """The rotary settings of a config in one form: what `HFConfig.take_rope` gives, and raises."""
-    theta = c.take_one_of(*_THETA_KEYS, default=None)
-    partial = c.take_one_of(*_PARTIAL_KEYS, default=None)
+    theta, partial = (_stated(c, *names) for names in zip(c.rope_keys, ROPE_KEYS, strict=True))
     scaling = c.take("rope_scaling", None)
     new = c.take("rope_parameters", None)
     if layer_type is not None:
@@ -152,6 +152,13 @@ def read_rope(
     return result
 
 
+def _stated(c: Keys, own: str, usual: str) -> Any:
+    """The value of a key under the family's own name. The usual name alone means nothing to the reference of
+    a family with another one, so it is left for `finish` to refuse; next to the own name it must agree.
+    """
+    return c.take_one_of(*dict.fromkeys((own, usual) if own in c.raw else (own,)), default=None)
+
+
 def _refuse_lost(c: Keys, key: str, settings: Mapping[str, Any], default: float) -> None:
     """Refuse rotary settings that replaced the checkpoint's own and do not repeat `key`: the family's default
     is hardly what the checkpoint was trained with. A null is refused too: the references cannot run with it.
@@ -166,8 +173,10 @@ def _refuse_lost(c: Keys, key: str, settings: Mapping[str, Any], default: float)
         )
 
 
-def both_rope_spellings(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that make `raw` readable for readers of either spelling; {} if it has no rotary settings."""
+def both_rope_spellings(raw: Mapping[str, Any], names: tuple[str, str] = ROPE_KEYS) -> dict[str, Any]:
+    """The keys that make `raw` readable for readers of either spelling; {} if it has no rotary settings.
+    `names` are those of the older one.
+    """
     new = raw.get("rope_parameters")
     if is_nested(new):
         full, sliding = new.get("full_attention"), new.get("sliding_attention")
@@ -176,20 +185,21 @@ def both_rope_spellings(raw: Mapping[str, Any]) -> dict[str, Any]:
             return {}  # which the old one cannot say of one type alone
         if any(of_type.get("rope_type") == "proportional" for of_type in types):
             return {}  # which is younger than the old one: who finds both reads that alone, and fails
-        old = _old_rope_spelling(full) if full else {}
+        old = _old_rope_spelling(full, names) if full else {}
         return {**old, "rope_local_base_freq": sliding["rope_theta"]} if sliding else old
     if new:
-        return _old_rope_spelling(new)
+        return _old_rope_spelling(new, names)
     scaling = dict(raw.get("rope_scaling") or {})
-    if "rope_theta" not in raw and not scaling:
+    if names[0] not in raw and not scaling:
         return {}
     scaling["rope_type"] = scaling.pop("type", scaling.get("rope_type", "default"))
-    return {"rope_parameters": {**scaling, **_pick(raw, ("rope_theta", "partial_rotary_factor"))}}
+    stated = {usual: raw[own] for usual, own in zip(ROPE_KEYS, names, strict=True) if own in raw}
+    return {"rope_parameters": {**scaling, **stated}}
 
 
-def _old_rope_spelling(new: Mapping[str, Any]) -> dict[str, Any]:
-    outside = _pick(new, ("rope_theta", "partial_rotary_factor"))
-    scaling = {key: value for key, value in new.items() if key not in outside}
+def _old_rope_spelling(new: Mapping[str, Any], names: tuple[str, str]) -> dict[str, Any]:
+    outside = {own: new[usual] for usual, own in zip(ROPE_KEYS, names, strict=True) if usual in new}
+    scaling = {key: value for key, value in new.items() if key not in ROPE_KEYS}
     plain = scaling.keys() <= {"rope_type"} and scaling.get("rope_type", "default") == "default"
     return {**outside, "rope_scaling": None if plain else scaling}
 

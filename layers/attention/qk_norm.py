@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_models.convert.checkpoints.shards import shape_of
+from liger_models.convert.checkpoints.weight_map import Expr, Ref, Stack
 from liger_models.kernels import layer_norm, rms_norm, rotary, split_norm_rotary_qkv
 from liger_models.kernels._dispatch import at_least_float32
 from liger_models.kernels.norms.rms_norm import rms_norm_plain
@@ -53,6 +55,13 @@ class LentScale(nn.Module):
             nn.init.constant_(self.weight, 1.0 - self.spec.norm.offset)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+    def canonical_form(self, path: str, name: str) -> Expr | None:
+        """The weight of each head by itself, where heads have weights of their own."""
+        if self.spec.scope != "own_head":
+            return None
+        heads, head_dim = shape_of(self.get_parameter(name))
+        return Stack(tuple(Ref(f"{path}.norms.{head}.{name}", (head_dim,)) for head in range(heads)))
 
     def forward(self, use: Callable[[Tensor | None, Tensor | None], Split]) -> Split:
         return use(self.weight, self.bias)

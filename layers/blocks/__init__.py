@@ -14,7 +14,7 @@ from liger_models.layers.blocks.block import (
 from liger_models.layers.blocks.gated_cross import GatedCrossBlock
 from liger_models.layers.blocks.gated_pre_norm import GatedPreNormBlock
 from liger_models.layers.blocks.layer_scale import LayerScaleBlock
-from liger_models.layers.blocks.parallel import ParallelBlock
+from liger_models.layers.blocks.parallel import ParallelBlock, ParallelTwoNormsBlock
 from liger_models.layers.blocks.post_norm import PostNormBlock
 from liger_models.layers.blocks.pre_norm import PreNormBlock
 from liger_models.layers.blocks.sandwich import SandwichBlock
@@ -33,5 +33,6 @@ BLOCKS: dict[str, type[Block]] = {
     "scaled_sandwich_with_experts": ScaledSandwichWithExpertsBlock,
     "post_norm": PostNormBlock,
     "parallel": ParallelBlock,
+    "parallel_two_norms": ParallelTwoNormsBlock,
 }
 """The class of a block, by the topology of its spec."""

@@ -1,4 +1,4 @@
-"""The block whose attention and MLP read the same norm."""
+"""Blocks whose attention and MLP run side by side, on one norm of their input or on two."""
 
 from __future__ import annotations
 
@@ -25,3 +25,22 @@ class ParallelBlock(Block):
 
     def _branch_inputs(self, level: ActivationMemory) -> int:
         return 1 if level == "all" else 0
+
+
+class ParallelTwoNormsBlock(Block):
+    """`y = x + attention(norm_a(x)) + mlp(norm_m(x))` (GPT-NeoX, arXiv:2204.06745, section 2.1): GPT-NeoX and
+    Pythia, Falcon 40B and 180B.
+    """
+
+    def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
+        super().__init__(hidden_size, spec, layer, attention)
+        self.attention_norm = make_norm(hidden_size, spec.norm)
+        self.mlp_norm = make_norm(hidden_size, spec.norm)
+
+    def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> Streams:
+        x, residual = add_and_norm(self.attention_norm, x, residual)
+        mlp = self.mlp(self.mlp_norm(residual), sequences)
+        return self._scaled(self.self_attn(x, sequences) + mlp), residual
+
+    def _branch_inputs(self, level: ActivationMemory) -> int:
+        return (2 if level == "all" else 0) - 1  # both norms keep the same input

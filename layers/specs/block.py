@@ -25,6 +25,7 @@ Topology = Literal[
     "scaled_sandwich_with_experts",
     "post_norm",
     "parallel",
+    "parallel_two_norms",
 ]
 
 

@@ -164,7 +164,10 @@ class LigerCausalLM(CausalLM):
         written = _source_dtype(self.source) if self.source and dtype is None else self.dtype
         written = chosen if isinstance(chosen, torch.dtype) else written
         config = export_config(
-            self.config.to_dict(), dtype=str(written).removeprefix("torch."), source=self.source is not None
+            self.config.to_dict(),
+            dtype=str(written).removeprefix("torch."),
+            source=self.source is not None,
+            rope_keys=self.architecture.rope_keys,
         )
         aux = find_aux_files(self.source_folder) if self.source_folder and self.source_folder.is_dir() else {}
         if (generation := self.generation_config()) is not None:

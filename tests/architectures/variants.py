@@ -168,7 +168,7 @@ def _spellings(family: str, scaling: Mapping[str, Any], longest: int) -> dict[st
     new: Changes = {"rope_theta": THETA, **kept, **scaling}
     if "full_attention" in stated:
         new = {**stated, "full_attention": new}
-    old = as_transformers_4({"rope_parameters": new})
+    old = as_transformers_4({"rope_parameters": new}, find_architecture(family).rope_keys)
     length = {"max_position_embeddings": longest}
     if "original_max_position_embeddings" in tiny:  # which then goes before the one within
         length["original_max_position_embeddings"] = scaling.get("original_max_position_embeddings", longest)
@@ -178,22 +178,23 @@ def _spellings(family: str, scaling: Mapping[str, Any], longest: int) -> dict[st
     }
 
 
-def as_transformers_4(config: Mapping[str, Any]) -> Changes:
-    """A config in the older spelling: rope_theta, rope_scaling, torch_dtype; that of a language model within
-    one that sees, too. (Of encoders the older spelling differs by family, or there was none.)
+def as_transformers_4(config: Mapping[str, Any], rope_keys: tuple[str, str]) -> Changes:
+    """A config in the older spelling: rope_theta (as `rope_keys` name it), rope_scaling, torch_dtype; that of
+    a language model within one that sees, too. (Of encoders the older spelling differs by family, or there
+    was none.)
     """
     old = dict(config)
     if "text_config" in old:
-        old["text_config"] = as_transformers_4(old["text_config"])
+        old["text_config"] = as_transformers_4(old["text_config"], rope_keys)
     if "dtype" in old:
         old["torch_dtype"] = old.pop("dtype")
     new = old.pop("rope_parameters", None)
     if not new:
         return old
     full = dict(new.get("full_attention", new))
-    for key in ("rope_theta", "partial_rotary_factor"):
+    for key, older in zip(("rope_theta", "partial_rotary_factor"), rope_keys, strict=True):
         if key in full:
-            old[key] = full.pop(key)
+            old[older] = full.pop(key)
     plain = full.keys() <= {"rope_type"} and full.get("rope_type", "default") == "default"
     old["rope_scaling"] = None if plain else full
     if "sliding_attention" in new:
@@ -208,8 +209,6 @@ READ_BY_ALL = {
     "model_type": "names the family",
     "pad_token_id": "concerns the gradient of one row alone: test_parity.py",
     "initializer_range": "concerns fresh weights alone",
-    "rotary_emb_base": "an older name of rope_theta",
-    "rotary_pct": "an older name of partial_rotary_factor",
     "partial_rotary_factor": "families that turn whole heads refuse it",
     "max_position_embeddings": "without it there is no model",
     "original_max_position_embeddings": "also stands within the rotary settings",

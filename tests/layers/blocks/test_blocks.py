@@ -59,6 +59,7 @@ BLOCKS = {
     ),
     "post_norm": replace(PRE_NORM, topology="post_norm"),
     "parallel": replace(PRE_NORM, topology="parallel"),
+    "parallel behind two norms": replace(PRE_NORM, topology="parallel_two_norms"),
     "layer norm": replace(PRE_NORM, norm=LayerNormSpec()),
     "plain mlp": replace(PRE_NORM, mlp=MLPSpec(40, "relu2", gated=False)),
     "plain gelu": replace(PRE_NORM, mlp=MLPSpec(40, "gelu_tanh", gated=False)),
