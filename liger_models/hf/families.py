@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from liger_models.architectures import find_architecture, list_architectures
 from liger_models.hf.base_model import LigerModel
 from liger_models.hf.checkpoints.unread import own_class
-from liger_models.hf.models import LigerForCausalLM, LigerForSequenceClassification
+from liger_models.hf.models import HEAD, LigerForCausalLM, LigerForSequenceClassification
 from liger_models.hf.pretrained import LigerPreTrainedModel
 from liger_models.hf.seeing import METHODS, LigerForConditionalGeneration
 
@@ -150,11 +150,15 @@ def classes_of(model_type: str) -> FamilyClasses:
             base, make(reference, LigerForConditionalGeneration, base_class=base, **more), None
         )
     else:
-        base = make(named, LigerModel)
+        layout = architecture.layouts[-1]  # that of transformers' own modules
+        prefix = {"base_model_prefix": layout.root.partition(".")[0]}
+        tied = {layout.name(HEAD): layout.name("embed_tokens.weight")}
+        base = make(named, LigerModel, **prefix)
+        of_base = {"base_class": base, **prefix}
         made = FamilyClasses(
             base,
-            make(reference, LigerForCausalLM, base_class=base),
-            make(f"{family}ForSequenceClassification", LigerForSequenceClassification, base_class=base),
+            make(reference, LigerForCausalLM, **of_base, _tied_weights_keys=tied),
+            make(f"{family}ForSequenceClassification", LigerForSequenceClassification, **of_base),
         )
     globals().update({model.__name__: model for model in made if model is not None})  # where pickle looks
     return made

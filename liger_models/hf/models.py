@@ -38,16 +38,18 @@ from liger_models.layers.sequences.agreement import groups_of_step, refusing_tog
 from liger_models.layers.sequences.documents import IGNORE_INDEX
 
 
+HEAD, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
+
+
 class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixin):
     """A causal language model."""
 
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     base_class: type[LigerModel]
 
     def __init__(self, config: Any, ignore_config_keys: Collection[str] = ()):
         super().__init__(config)
-        self.model = self.base_class(config, ignore_config_keys)
-        spec = self.model.spec
+        setattr(self, self.base_model_prefix, self.base_class(config, ignore_config_keys))
+        spec = self.base_decoder.spec
         self.vocab_size = spec.vocab_size
         self.lm_head = LMHead(spec.hidden_size, spec.vocab_size, spec.head_bias)
         self.logit_form = LogitForm(spec.logit_scale, spec.logit_softcap)
@@ -56,6 +58,13 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
 
     def _place_parts(self) -> None:
         """Where transformers' own model has its parts."""
+
+    def weight_map(self, layout: Layout | None = None) -> dict[str, Expr]:
+        """With the head, whose name differs between layouts."""
+        layout, own, spec = layout or self.layouts[0], self.base_decoder.own_layout, self.base_decoder.spec
+        shapes = {HEAD: (spec.vocab_size, spec.hidden_size), HEAD_BIAS: (spec.vocab_size,)}
+        heads = (HEAD, HEAD_BIAS) if spec.head_bias else (HEAD,)
+        return super().weight_map(layout) | {own.name(n): Ref(layout.name(n), shapes[n]) for n in heads}
 
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
@@ -112,28 +121,28 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
         return_logits, skip_logits = others.pop("return_logits", None), others.pop("skip_logits", None)
         if request.teaching is not None:
             sequences = request.teaching.sequences
-            output = self.model(input_ids=input_ids, sequences=sequences, use_cache=False)
+            output = self.base_decoder(input_ids=input_ids, sequences=sequences, use_cache=False)
             hidden = sequences.pack(output.last_hidden_state)
             return request.teach(self.lm_head, self.logit_form, hidden)
-        with_routers = self.model.wants_router_logits(others.pop("output_router_logits", None))
+        with_routers = self.base_decoder.wants_router_logits(others.pop("output_router_logits", None))
         alone = request.score is not None or request.lesson is not None  # an output without a cache
         use_cache = False if alone else use_cache
         groups, device = groups_of_step(self), next(self.parameters()).device
         with refusing_together(groups, device):
-            spec, needed = self.model.spec, self.model.needs_ids
+            spec, needed = self.base_decoder.spec, self.base_decoder.needs_ids
             shape, _ = batch_shape(input_ids, inputs_embeds, spec.hidden_size, ids_needed=needed)
             if labels is not None and labels.shape != shape:
                 request = replace(request, labels=_labels_of_all(labels, logits_to_keep, shape))
             bounds = others.get("cu_seq_lens_q", others.get("cu_seqlens"))
             request.check_score(shape[0], bounds, return_logits)
-            sequences, past_key_values = self.model.begin(
+            sequences, past_key_values = self.base_decoder.begin(
                 shape, attention_mask, position_ids, past_key_values, use_cache, others, request.with_labels
             )
             targets = request.targets(sequences)
             request = request.packed(sequences)
             # The base model begins them, once it has seen the images.
             checks = request.checks(input_ids, targets, spec, sequences, groups, device)
-        output = self.model(
+        output = self.base_decoder(
             input_ids=input_ids,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
@@ -147,7 +156,7 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
         if with_routers:
             # Padding does not count, as in theirs.
             of_tokens = [sequences.pack(x.unflatten(0, shape)) for x in output.router_logits]
-            aux_loss, added = self.model.router_loss(of_tokens)
+            aux_loss, added = self.base_decoder.router_loss(of_tokens)
             routers = {"aux_loss": aux_loss, "router_logits": output.router_logits}
         found: ModelOutput = CausalLMOutput()
         if targets is not None:
@@ -187,8 +196,8 @@ class LigerForSequenceClassification(GenericForSequenceClassification, LigerPreT
     def __init__(self, config: Any, ignore_config_keys: Collection[str] = ()):
         LigerPreTrainedModel.__init__(self, config)
         self.num_labels = config.num_labels
-        self.model = self.base_class(config, ignore_config_keys)
-        self.score = nn.Linear(self.model.spec.hidden_size, self.num_labels, bias=False)
+        setattr(self, self.base_model_prefix, self.base_class(config, ignore_config_keys))
+        self.score = nn.Linear(self.base_decoder.spec.hidden_size, self.num_labels, bias=False)
         self._begin()
 
 

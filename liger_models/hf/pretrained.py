@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -143,8 +143,9 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
         """
         layout = layout or self.layouts[0]
         decoder = self.base_decoder
+        prefix = f"{self.base_model_prefix}."
         if decoder is self:
-            layout = _OfBase(**vars(layout))
+            layout = _OfBase(**vars(layout), base=prefix)
         expressions = layout.weight_map(decoder.forms).items()
         named, holder = {decoder.names[name]: e for name, e in expressions}, decoder
         if self.model_at_the_top:
@@ -153,7 +154,7 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
         weight_map |= unread_in(decoder, layout)
         if decoder is self or self.model_at_the_top:
             return weight_map
-        return {f"model.{name}": e for name, e in weight_map.items()}
+        return {f"{prefix}{name}": e for name, e in weight_map.items()}
 
     def note_layouts(self, layouts: Sequence[Layout]) -> None:
         """Of the forms that a checkpoint can have, those that a tensor of it was found to have."""
@@ -164,7 +165,9 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
         """What transformers' writer turns round: made from the modules as they are now."""
         if self.base_decoder is self and self.base_decoder.vision is not None:
             layout: Any = self.base_decoder.own_layout
-            return self._conversions(Groups([(layout, self.weight_map(layout))]))
+            return self._conversions(
+                Groups([(layout, self.weight_map(layout))], f"{self.base_model_prefix}.")
+            )
         return self._conversions(groups_of(self).in_layout(self.layouts[0]))
 
     @_weight_conversions.setter
@@ -361,11 +364,14 @@ def keep_initialized(module: nn.Module, ours: nn.Module) -> None:
     ours._is_hf_initialized = getattr(module, "_is_hf_initialized", False)  # type: ignore[assignment]
 
 
+@dataclass(frozen=True)
 class _OfBase(Layout):
-    """A layout of a model without a head, of whose tensors none is called `model.`."""
+    """A layout of a model without a head, whose tensors have no name of the base model before their own."""
+
+    base: str = ""
 
     def name(self, canonical: str) -> str:
-        return super().name(canonical).removeprefix("model.")
+        return super().name(canonical).removeprefix(self.base)
 
 
 _DIVIDED_LOADING = ("distributed_config", "tp_plan", "tp_size", "device_mesh")

@@ -16,12 +16,10 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils.generic import can_return_tuple
 
-from liger_models.convert.checkpoints.layout import Layout
-from liger_models.convert.checkpoints.weight_map import Expr, Ref
 from liger_models.convert.errors import DataError
 from liger_models.hf.cache import knows_positions
 from liger_models.hf.checkpoints.module_names import LanguageModel, move_to_the_top
-from liger_models.hf.models import LigerForCausalLM
+from liger_models.hf.models import HEAD, LigerForCausalLM
 from liger_models.layers.model.call_checks import refuse_unknown
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.vision.pictures import Pictures
@@ -36,7 +34,6 @@ PICTURES = (
 """What processors give of pictures, and"""
 OF_TOKENS = ("mm_token_type_ids", "token_type_ids", "cross_attention_mask")
 """what they give of tokens beside ids and a mask."""
-HEAD = "lm_head.weight"
 
 
 @can_return_tuple
@@ -118,16 +115,12 @@ class LigerForConditionalGeneration(LigerForCausalLM):
     """A causal language model that sees images."""
 
     def _place_parts(self) -> None:
-        if not self.model.own_layout.root.startswith("model."):
+        if not self.base_decoder.own_layout.root.startswith("model."):
             self.model_at_the_top = True
-            move_to_the_top(self, self.model, self.model.own_layout.name(HEAD).removesuffix(".weight"))
+            move_to_the_top(
+                self, self.base_decoder, self.base_decoder.own_layout.name(HEAD).removesuffix(".weight")
+            )
             LanguageModel.within(self)
-
-    def weight_map(self, layout: Layout | None = None) -> dict[str, Expr]:
-        """With the head, whose name differs between layouts."""
-        layout, own, spec = layout or self.layouts[0], self.model.own_layout, self.model.spec
-        head = Ref(layout.name(HEAD), (spec.vocab_size, spec.hidden_size))
-        return {**super().weight_map(layout), own.name(HEAD): head}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module, with the seconds of videos as numbers: `seconds_as_numbers`."""
@@ -187,7 +180,7 @@ class LigerForConditionalGeneration(LigerForCausalLM):
         """Where a document's beginning is seen as a whole and nothing is to be learned, all is such (as in
         PaliGemma, whose processor then leaves out the kinds of tokens).
         """
-        spec = self.model.spec.vision
+        spec = self.base_decoder.spec.vision
         whole = getattr(spec, "spans", None) == "prefix" and spec.kinds not in given
         if input_ids is None or not whole or "pixel_values" not in given:
             return {}
@@ -215,7 +208,7 @@ class LigerForConditionalGeneration(LigerForCausalLM):
         """
         held = knows_positions(model_kwargs.get("past_key_values"))
         shown = held or any(model_kwargs.get(name) is not None for name in PICTURES)
-        if shown and getattr(self.model.spec.vision, "positions", None) is not None:
+        if shown and getattr(self.base_decoder.spec.vision, "positions", None) is not None:
             return None
         whole: Any = super()
         return whole._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
@@ -247,7 +240,7 @@ class LigerForConditionalGeneration(LigerForCausalLM):
         and no image belongs to the copies.
         """
         generator: Any = super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]
-        draft, spec = generator.get_candidates, self.model.spec.vision
+        draft, spec = generator.get_candidates, self.base_decoder.spec.vision
         ids = [i for i in (spec.image_id, getattr(spec, "video_id", None)) if i is not None]
 
         def get_candidates(input_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:

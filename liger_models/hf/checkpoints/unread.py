@@ -75,13 +75,14 @@ def carry_unread(model: Any, theirs: nn.Module) -> None:
     """Put what transformers' own model has beside our tensors into one of ours, whose modules bear the names
     of its own, and note the tensors in `model.unread`.
     """
+    prefix = f"{model.base_model_prefix}."
     own = set(checkpoint_shapes(model.own_layout.weight_map(model.forms)))
     own.add(model.own_layout.name("lm_head.weight"))
     shapes = {name: tensor.shape for name, tensor in theirs.state_dict().items() if name not in own}
     for path, module in _unread_modules(theirs, "", shapes.keys()):
         model.initializers |= _initializers(theirs, path, module)
-        _place(model, path.removeprefix("model."), module)
-    model.unread = {name.removeprefix("model."): Ref(name, shape) for name, shape in shapes.items()}
+        _place(model, path.removeprefix(prefix), module)
+    model.unread = {name.removeprefix(prefix): Ref(name, shape) for name, shape in shapes.items()}
 
 
 def _initializers(theirs: nn.Module, path: str, module: nn.Module) -> dict[type, Any]:

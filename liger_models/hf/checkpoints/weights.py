@@ -61,9 +61,11 @@ class Groups:
 
     Args:
         weight_maps: of each layout.
+        prefix: what stands before the names of a whole model, and not before those of its base model.
     """
 
-    def __init__(self, weight_maps: Sequence[tuple[Layout, Mapping[str, Expr]]]):
+    def __init__(self, weight_maps: Sequence[tuple[Layout, Mapping[str, Expr]]], prefix: str):
+        self.prefix = prefix
         changed = {
             name
             for _, weight_map in weight_maps
@@ -85,7 +87,7 @@ class Groups:
 
     def in_layout(self, layout: Layout) -> Groups:
         """Those of one layout alone."""
-        one = Groups([])
+        one = Groups([], self.prefix)
         one._add(layout, self.of_layout[layout])
         return one
 
@@ -105,7 +107,8 @@ class Groups:
 
 def groups_of(model: Any) -> Groups:
     """The groups of one of our models in transformers, as its modules are now."""
-    return Groups([(layout, model.weight_map(layout)) for layout in model.layouts])
+    weight_maps = [(layout, model.weight_map(layout)) for layout in model.layouts]
+    return Groups(weight_maps, f"{model.base_model_prefix}.")
 
 
 class CheckpointConverter(WeightConverter):
@@ -129,7 +132,9 @@ class CheckpointConverter(WeightConverter):
                     self.groups.note(name)
                 group = known[name][0]
                 return prefix + next(iter(group.shapes if self.backwards else group.natives)), self.pattern
-        if (name := f"model.{source_key}") in known and not self.backwards:  # a checkpoint of the base model
+        if (
+            name := f"{self.groups.prefix}{source_key}"
+        ) in known and not self.backwards:  # a checkpoint of the base model
             self._was_used = True
             return next(iter(known[name][0].natives)), self.pattern
         return source_key, None
@@ -137,7 +142,7 @@ class CheckpointConverter(WeightConverter):
     def _prefixes(self) -> tuple[str, ...]:
         """What can stand in front of this model's names: of a part, its path in the whole model."""
         if self.scope_prefix is None:
-            return "", "model."
+            return "", self.groups.prefix
         base, scope = (f"{part}." if part else "" for part in (self.base_model_prefix, self.scope_prefix))
         return base + scope, scope
 
