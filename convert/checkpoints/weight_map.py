@@ -356,28 +356,12 @@ def piece_of_groups(name: str, widths: Sequence[int], piece: int, groups: int, r
 def write(natives: Iterable[tuple[Expr, Tensor]]) -> dict[str, Tensor]:
     """`Expr.write` of tensors that together hold whole checkpoint tensors, each maybe rows of them alone."""
     written: dict[str, Tensor] = {}
-    for ref, places in _places_by_ref(natives).items():
+    for ref, places in places_by_ref(natives).items():
         if len(places) == 1:
             written[ref.name] = places[0].view.reshape(ref.shape)
         else:
             written[ref.name] = torch.cat([view.reshape(-1) for *_, view in places]).view(ref.shape)
     return written
-
-
-def rows_of(expr: Expr, start: int, stop: int) -> Expr:
-    """The rows [start, stop) of an expression, as `Rows` of as few of its parts as hold them."""
-    if (start, stop) == (0, row_count(expr.shape)):
-        return expr
-    if not isinstance(expr, Cat) or expr.dim > 0:
-        return Rows(expr, start, stop)
-    cut, offset = [], 0
-    for part in expr.parts:
-        rows = part.shape[0]
-        low, high = max(start - offset, 0), min(stop - offset, rows)
-        if low < high:
-            cut.append(rows_of(part, low, high))
-        offset += rows
-    return cut[0] if len(cut) == 1 else Cat(tuple(cut))
 
 
 WeightMap = Mapping[str, Expr]
@@ -421,10 +405,10 @@ def checkpoint_shapes(weight_map: WeightMap) -> dict[str, Shape]:
 
 def check_whole(weight_map: WeightMap) -> None:
     """Raises ValueError unless each element of the checkpoint's tensors has one place, as writing needs."""
-    _places_by_ref((expr, torch.empty(expr.shape, device="meta")) for expr in weight_map.values())
+    places_by_ref((expr, torch.empty(expr.shape, device="meta")) for expr in weight_map.values())
 
 
-def _places_by_ref(natives: Iterable[tuple[Expr, Tensor]]) -> dict[Ref, list[Place]]:
+def places_by_ref(natives: Iterable[tuple[Expr, Tensor]]) -> dict[Ref, list[Place]]:
     """The places of whole checkpoint tensors, of each in the order of its elements."""
     found: dict[Ref, list[Place]] = {}
     for expr, tensor in natives:
@@ -439,11 +423,6 @@ def _places_by_ref(natives: Iterable[tuple[Expr, Tensor]]) -> dict[Ref, list[Pla
                 f"of checkpoint tensor {ref.name!r} some elements have no place in the model, or two"
             )
     return found
-
-
-def row_count(shape: Shape) -> int:
-    """The number of rows along dimension 0; a tensor without dimensions is one row."""
-    return shape[0] if shape else 1
 
 
 def _boxes(

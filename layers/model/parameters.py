@@ -16,7 +16,6 @@ from liger_models.convert.checkpoints.shards import is_sharded, local_part
 from liger_models.convert.checkpoints.weight_map import Expr, Ref
 from liger_models.layers.projections.packed_linear import (
     fuse_projections,
-    packed_weights,
     split_projections,
     weight_map_of_parts,
 )
@@ -53,7 +52,8 @@ class ModelParameters(nn.Module):
         self._canonical_forms = canonical_forms(self)
 
     def split_projections(self) -> None:
-        """Give query, key, value, gate and up layers of their own, in place and over the same memory.
+        """Give query, key, value, gate and up layers of their own, in place and over the same memory (copied
+        where their rows lie in another order in the checkpoint).
 
         The model computes the same as before, somewhat slower; layers are those of the checkpoint, with its
         names (`self_attn.q_proj.weight`), for LoRA libraries, quantisers and whoever sends weights elsewhere:
@@ -63,7 +63,7 @@ class ModelParameters(nn.Module):
         Raises:
             ValueError: the model is sharded, or wrapped by an adapter.
         """
-        split_projections(self, packed_weights(self, self.weight_map())[1])
+        split_projections(self, self.weight_map())
 
     def fuse_projections(self) -> None:
         """Turn `split_projections` back, in place.

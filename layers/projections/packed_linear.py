@@ -5,20 +5,22 @@
 The weights lie below one another, in the order of the names, which are those of a checkpoint. Fused is the
 fast form. `split_projections` gives each projection a linear layer of its own, under its own name and over
 the same memory, for tools that look for layers by name; `fuse_projections` turns that back. Layers then are
-those of the checkpoint: what it holds packed as well stays one layer.
+those of the checkpoint: what it holds packed as well stays one layer, and where its rows lie in another order
+there (query, key and value head by head) the layer has them in that order, and its outputs are sorted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TypeVar, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from liger_models.convert.checkpoints.layout import plain_path
+from liger_models.convert.checkpoints.rows import is_in_order, rows_in_checkpoint, rows_of
 from liger_models.convert.checkpoints.shards import shape_of
-from liger_models.convert.checkpoints.weight_map import Cat, Expr, Ref, WeightMap, rows_of
+from liger_models.convert.checkpoints.weight_map import Cat, Expr, Ref, WeightMap
 from liger_models.layers.projections.linear import Linear, one_below_another
 from liger_models.layers.projections.low_rank import low_rank_linear, projection_of
 
@@ -56,90 +58,176 @@ class PackedLinear(Linear):
 class SplitProjections(nn.Module):
     """Stands where the packed projection stood, and puts the outputs of its parts side by side.
 
-    The parts are the children of `owner`, whatever takes their places there (adapters, quantised layers).
-    Parts with low-rank paths run as one operation (layers/projections/low_rank.py), if all of them can.
+    The layers are the children of `owner`, whatever takes their places there (adapters, quantised layers).
+    Layers with low-rank paths run as one operation (layers/projections/low_rank.py), if all of them can.
+
+    Args:
+        owner: the module that holds the layers.
+        parts: the packed projection's parts.
+        layers: by name, the rows of the packed projection that each has (`layers_in_checkpoint`).
     """
 
-    def __init__(self, owner: nn.Module, parts: Mapping[str, int]):
+    def __init__(self, owner: nn.Module, parts: Mapping[str, int], layers: Mapping[str, Tensor]):
         super().__init__()
         self._owner = (owner,)  # in a tuple, or it would become a child of its own child
-        self.parts = dict(parts)
+        self.parts, self.layers = dict(parts), dict(layers)
+        rows = torch.cat(list(layers.values()))
+        self.is_sorted = is_in_order(rows)
+        self._orders = {torch.device("cpu"): (rows.argsort(), rows)}
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., sum of the parts]."""
-        parts = self.linears()
-        projections = [p for part in parts if (p := projection_of(part)) is not None and p.takes(x)]
-        if len(projections) == len(parts) and any(projection.adapters for projection in projections):
-            return low_rank_linear(x, *projections)
-        return torch.cat([part(x) for part in parts], dim=-1)
+        layers = self.linears()
+        projections = [p for layer in layers if (p := projection_of(layer)) is not None and p.takes(x)]
+        if len(projections) == len(layers) and any(projection.adapters for projection in projections):
+            y = low_rank_linear(x, *projections)
+        else:
+            y = torch.cat([layer(x) for layer in layers], dim=-1)
+        return y if self.is_sorted else _Reorder.apply(y, *self._order(y.device))
+
+    def _order(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device not in self._orders:
+            order, back = self._orders[torch.device("cpu")]
+            self._orders[device] = order.to(device), back.to(device)
+        return self._orders[device]
 
     def linears(self) -> list[nn.Module]:
-        """The parts, in their order."""
-        return [getattr(self._owner[0], part) for part in self.parts]
+        """The layers, in their order."""
+        return [getattr(self._owner[0], name) for name in self.layers]
 
     def extra_repr(self) -> str:
-        return ", ".join(self.parts)
+        return ", ".join(self.layers)
+
+
+class _Reorder(torch.autograd.Function):
+    """The columns `order` of y, whose inverse is `back`."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.back = back
+        return y.index_select(-1, order)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return dy.index_select(-1, ctx.back), None, None
+
+
+def layers_in_checkpoint(packed: PackedLinear, weight: Expr) -> dict[str, Tensor]:
+    """The layers in which a checkpoint holds a packed projection: by name, the rows of the packed one that
+    are the layer's, in the checkpoint's order.
+
+    Parts that share no checkpoint tensor are layers of their own. What the checkpoint holds together is one,
+    named as there.
+
+    Args:
+        packed: the projection.
+        weight: the expression of its weight.
+    """
+    layers: dict[tuple[str, ...], set[str]] = {}  # parts, and the checkpoint tensors that hold them
+    start, bounds = 0, {}
+    for part, rows in packed.parts.items():
+        bounds[part] = start, start + rows
+        names, parts = {ref.name for ref in rows_of(weight, start, start + rows).refs()}, [part]
+        for other in [other for other, held in layers.items() if held & names]:
+            parts, names = [*other, *parts], names | layers.pop(other)
+        layers[tuple(parts)] = names
+        start += rows
+    found = {}
+    for parts, names in layers.items():
+        if len(parts) == 1:
+            found[parts[0]] = torch.arange(*bounds[parts[0]], device="cpu")
+            continue
+        (name,) = names
+        try:
+            rows = rows_in_checkpoint(weight)[name]
+        except ValueError:  # it has the whole in another form, such as transposed
+            rows = torch.arange(start, device="cpu")
+        found[name.split(".")[-2]] = rows
+    return found
 
 
 @torch.no_grad()
-def split_projections(model: nn.Module, whole: Collection[str] = ()) -> None:
-    """Make every packed projection of a model linear layers of their own, over the same memory.
+def split_projections(model: nn.Module, weight_map: WeightMap) -> None:
+    """Make every packed projection of a model the linear layers that a checkpoint has, over the same memory
+    but for those whose rows lie in another order there.
 
     Their parameters are new objects, so this comes before an optimizer, a wrapper or an adapter is made.
 
     Args:
         model: what holds them.
-        whole: names of weights whose packed projection becomes one plain layer.
+        weight_map: of its tensors, over those of the checkpoint.
 
     Raises:
         ValueError: a packed projection is sharded, wrapped or hooked into.
     """
-    kept = {id(model.get_parameter(name)) for name in whole}
+    layers = {
+        id(module): layers_in_checkpoint(module, weight_map[f"{path}.weight"])
+        for path, module in packed_projections(model).items()
+    }
     for owner, name, packed in list(_children(model, PackedLinear)):
         _check_plain([packed], PackedLinear, "split", "split before sharding and before adding adapters")
-        if id(packed.weight) in kept:
+        rows = layers[id(packed)]
+        if _is_one_layer(rows):
             weight = cast(nn.Parameter, packed.weight)
             _replace(owner, name, {name: _filled(Linear, weight, packed.bias)})
             continue
-        weights = _cut(packed.weight, packed.parts)
-        biases = [None] * len(weights) if packed.bias is None else _cut(packed.bias, packed.parts)
-        linears = [_filled(Linear, *pair) for pair in zip(weights, biases, strict=True)]
-        made = dict(zip(packed.parts, linears, strict=True))
-        _replace(owner, name, {**made, name: SplitProjections(owner, packed.parts)})
+        linears = [
+            _filled(
+                Linear, _taken(packed.weight, own), None if packed.bias is None else _taken(packed.bias, own)
+            )
+            for own in rows.values()
+        ]
+        made = dict(zip(rows, linears, strict=True))
+        _replace(owner, name, {**made, name: SplitProjections(owner, packed.parts, rows)})
 
 
 @torch.no_grad()
 def fuse_projections(model: nn.Module) -> None:
-    """Turn `split_projections` back: in place, or with a copy where parts no longer lie below one another.
+    """Turn `split_projections` back: in place, or with a copy where layers no longer lie below one another,
+    or their rows in another order.
 
     Raises:
-        ValueError: a part is no longer a plain linear layer, or the parts differ in what they are.
+        ValueError: a layer is no longer a plain linear layer, or the layers differ in what they are.
     """
     for owner, name, split in list(_children(model, SplitProjections)):
-        linears = [getattr(owner, part) for part in split.parts]
+        linears = cast(list[Linear], split.linears())
         _check_plain(linears, Linear, "fused", "merge or unload adapters first")
-        weight = _join([linear.weight for linear in linears])
+        order = None if split.is_sorted else split._order(linears[0].weight.device)[0]
+        weight = _join([linear.weight for linear in linears], order)
         biases = [linear.bias for linear in linears if linear.bias is not None]
-        packed = _filled(PackedLinear, weight, _join(biases) if biases else None)
+        packed = _filled(PackedLinear, weight, _join(biases, order) if biases else None)
         packed._name_parts(split.parts)
-        for part in split.parts:
-            del owner._modules[part]
+        for layer in split.layers:
+            del owner._modules[layer]
         _replace(owner, name, {name: packed})
 
 
-def packed_weights(model: nn.Module, weight_map: WeightMap) -> tuple[list[str], list[str]]:
-    """The names of packed projections' weights: those that a checkpoint holds in parts, and those that it
-    holds whole.
-    """
-    names = [f"{path}.weight" for path, module in model.named_modules() if isinstance(module, PackedLinear)]
-    whole = [name for name in names if isinstance(weight_map[name], Ref)]
-    return [name for name in names if name not in whole], whole
+def packed_projections(model: nn.Module) -> dict[str, PackedLinear]:
+    """The packed projections of a model by their paths, without adapters around them."""
+    return {
+        path.removesuffix(".base_layer"): module
+        for path, module in model.named_modules()
+        if isinstance(module, PackedLinear)
+    }
+
+
+def packed_here_alone(model: nn.Module, weight_map: WeightMap) -> dict[str, dict[str, Tensor]]:
+    """The packed projections that a checkpoint has otherwise, by their paths, with the layers that it has."""
+    found = {
+        path: layers_in_checkpoint(module, weight_map[f"{path}.weight"])
+        for path, module in packed_projections(model).items()
+    }
+    return {path: layers for path, layers in found.items() if not _is_one_layer(layers)}
+
+
+def _is_one_layer(layers: Mapping[str, Tensor]) -> bool:
+    return len(layers) == 1 and is_in_order(next(iter(layers.values())))
 
 
 def weight_map_of_parts(model: nn.Module, weight_map: WeightMap) -> dict[str, Expr]:
     """The weight map of a model, some of whose packed projections are split, from that of the fused one."""
     split = {  # also within what PEFT keeps beside the copy that it trains
-        plain_path(path).replace(".original_module.", "."): module.parts
+        plain_path(path).replace(".original_module.", "."): module.layers
         for path, module in model.named_modules()
         if isinstance(module, SplitProjections)
     }
@@ -149,11 +237,22 @@ def weight_map_of_parts(model: nn.Module, weight_map: WeightMap) -> dict[str, Ex
         if path not in split:
             expressions[name] = packed
             continue
-        start = 0
-        for part, rows in split[path].items():
-            expressions[f"{_beside(path, part)}.{kind}"] = rows_of(packed, start, start + rows)
-            start += rows
+        for layer, rows in split[path].items():
+            expressions[f"{_beside(path, layer)}.{kind}"] = _rows_in(packed, rows)
     return expressions
+
+
+def _rows_in(packed: Expr, rows: Tensor) -> Expr:
+    """The expression of some rows of a packed tensor: a tensor of the checkpoint, where it is one."""
+    if is_in_order(rows):
+        return rows_of(packed, int(rows[0]), int(rows[-1]) + 1)
+    held = rows_in_checkpoint(packed)
+    for ref in packed.refs():
+        if torch.equal(held[ref.name], rows):
+            return Ref(ref.name, ref.shape)
+    ends = [*(rows.diff() != 1).nonzero().flatten().add(1).tolist(), len(rows)]
+    runs = zip([0, *ends[:-1]], ends, strict=True)
+    return Cat(tuple(rows_of(packed, int(rows[a]), int(rows[b - 1]) + 1) for a, b in runs))
 
 
 class _Part(nn.Module):
@@ -191,25 +290,37 @@ def _filled(kind: type[Filled], weight: nn.Parameter, bias: nn.Parameter | None)
     return linear
 
 
-def _cut(packed: Tensor, rows: Mapping[str, int]) -> list[nn.Parameter]:
-    """Parameters over the rows of a packed one, and over those of its gradient."""
-    sizes = list(rows.values())
-    parts = [nn.Parameter(part, packed.requires_grad) for part in packed.detach().split(sizes)]
+def _taken(packed: Tensor, rows: Tensor) -> nn.Parameter:
+    """A parameter of some rows of a packed one, and of those of its gradient: over the same memory, if they
+    are neighbours.
+    """
+
+    def take(tensor: Tensor) -> Tensor:
+        return (
+            tensor[int(rows[0]) : int(rows[-1]) + 1] if is_in_order(rows) else tensor[rows.to(tensor.device)]
+        )
+
+    part = nn.Parameter(take(packed.detach()), packed.requires_grad)
     if packed.grad is not None:
-        for part, grad in zip(parts, packed.grad.split(sizes), strict=True):
-            part.grad = grad
-    return parts
+        part.grad = take(packed.grad)
+    return part
 
 
-def _join(parts: Sequence[nn.Parameter]) -> nn.Parameter:
-    """One parameter over these, which lie below one another, or a copy of them."""
+def _join(parts: Sequence[nn.Parameter], order: Tensor | None) -> nn.Parameter:
+    """One parameter over these, which lie below one another, or a copy of them; its rows are `order` of
+    theirs.
+    """
     if len({(part.dtype, part.device, part.requires_grad) for part in parts}) > 1:
         raise ValueError(
             "projections that differ in dtype, device or requires_grad cannot be fused; make them equal first"
         )
-    packed = nn.Parameter(_below([part.detach() for part in parts]), parts[0].requires_grad)
+
+    def join(tensors: Sequence[Tensor]) -> Tensor:
+        return _below(tensors) if order is None else torch.cat(list(tensors))[order]
+
+    packed = nn.Parameter(join([part.detach() for part in parts]), parts[0].requires_grad)
     if any(part.grad is not None for part in parts):
-        packed.grad = _below([torch.zeros_like(part) if part.grad is None else part.grad for part in parts])
+        packed.grad = join([torch.zeros_like(part) if part.grad is None else part.grad for part in parts])
     return packed
 
 

@@ -24,6 +24,8 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils.generic import can_return_tuple
 
+from liger_models.convert.checkpoints.layout import Layout
+from liger_models.convert.checkpoints.weight_map import Expr, Ref
 from liger_models.hf.base_model import LigerModel
 from liger_models.hf.pretrained import LigerPreTrainedModel, keep_initialized
 from liger_models.layers.model.call_checks import (
@@ -36,7 +38,6 @@ from liger_models.layers.model.request import Request
 from liger_models.layers.model.scoring import Scoring
 from liger_models.layers.sequences.agreement import groups_of_step, refusing_together
 from liger_models.layers.sequences.documents import IGNORE_INDEX
-
 
 HEAD, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
 

@@ -45,7 +45,6 @@ from liger_models.layers.model.decoder import Decoder
 from liger_models.layers.parts.embedding import TokenEmbedding
 from liger_models.layers.projections.packed_linear import (
     fuse_projections,
-    packed_weights,
     split_projections,
     weight_map_of_parts,
 )
@@ -184,7 +183,7 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
         """Give query, key, value, gate and up layers of their own, with the usual names, as PEFT and
         bitsandbytes look for them: `ModelParameters.split_projections`.
         """
-        split_projections(self, packed_weights(self, self.weight_map())[1])
+        split_projections(self, self.weight_map())
 
     def fuse_projections(self) -> None:
         """Turn `split_projections` back."""

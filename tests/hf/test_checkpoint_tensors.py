@@ -13,7 +13,7 @@ import liger_models
 
 transformers = pytest.importorskip("transformers")
 
-FAMILIES = ["llama", "gemma2", "qwen3_moe", "gpt_oss", "phi3"]
+FAMILIES = ["llama", "gemma2", "qwen3_moe", "gpt_oss", "phi3", "falcon", "gpt_neox", "stablelm"]
 
 
 def saved(model, folder):
@@ -34,7 +34,7 @@ def assert_same(found, expected):
 def test_they_are_what_is_saved(family, projections, make_both, tmp_path):
     both = make_both(family, projections=projections)
     tied = both.ours.config.tie_word_embeddings
-    for model in (both.ours, both.ours.to(torch.bfloat16), both.ours.model):
+    for model in (both.ours, both.ours.to(torch.bfloat16), both.ours.base_model):
         expected = saved(model, tmp_path / "saved")
         assert ("lm_head.weight" in expected) == (not tied and model is both.ours)
         assert_same(dict(model.checkpoint_tensors()), expected)

@@ -14,7 +14,17 @@ import liger_models
 
 transformers = pytest.importorskip("transformers")
 
-FAMILIES = ["llama", "gemma2", "qwen3_moe", "gpt_oss", "phi3", "gemma4_text"]
+FAMILIES = [
+    "llama",
+    "gemma2",
+    "qwen3_moe",
+    "gpt_oss",
+    "phi3",
+    "gemma4_text",
+    "falcon",
+    "gpt_neox",
+    "stablelm",
+]
 
 
 def files(folder) -> dict[str, bytes]:

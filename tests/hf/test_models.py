@@ -15,7 +15,7 @@ from liger_models.convert.errors import ConfigError
 
 transformers = pytest.importorskip("transformers")
 
-FAMILIES = ["llama", "gemma2", "qwen3_moe", "gemma4_text"]
+FAMILIES = ["llama", "gemma2", "qwen3_moe", "gemma4_text", "gpt_neox", "stablelm"]
 
 
 def test_the_package_offers_what_it_lists():

@@ -97,6 +97,8 @@ def assert_copy(found, model, batch):
 @pytest.mark.parametrize("family", DENSE)
 def test_dense_families_in_four_bits_are_the_references(family, make_quantised, batch, hf):
     both = make_quantised(family, 4)
+    if not quantised_layers(both.reference):
+        pytest.skip("the reference's linear layers are of a class that bitsandbytes passes over")
     check_model(both, batch)
     check_files(both, hf, batch)
 

@@ -3,7 +3,8 @@ PEFT's own.
 
 A packed projection is one layer, and so has one adapter: W + s B A, with W = cat(W_q, W_k, W_v) by rows.
 
-    packed -> usual:  each part gets A itself, and of B (and of DoRA's magnitude) its rows. Exact.
+    packed -> usual:  each part gets A itself, and of B (and of DoRA's magnitude) its rows, in the order in
+                      which transformers' own model has them. Exact.
     usual -> packed:  where the parts share A, the way back. Else A is stacked and B block-diagonal, the rank
                       is the sum of the parts' ranks, and alpha is such that the scale s stays. Exact; a part
                       without adapter has zeros.
@@ -30,7 +31,7 @@ from liger_models.convert.checkpoints.weight_map import Ref
 from liger_models.convert.errors import CheckpointError
 from liger_models.convert.json_file import read_json
 from liger_models.layers.experts.moe import Experts
-from liger_models.layers.projections.packed_linear import PackedLinear
+from liger_models.layers.projections.packed_linear import packed_here_alone
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -61,9 +62,9 @@ def save_adapter(model: Any, folder: str | Path, adapter_name: str = "default") 
                     "model.split_projections() before the adapter is made"
                 )
             whole = tensors.pop(name)
-            rows = [whole] * len(parts) if kind == "lora_A.weight" else whole.split(list(parts.values()))
-            for part, tensor in zip(parts, rows, strict=True):
-                tensors[f"base_model.model.{_beside(path, part)}.{kind}"] = tensor.clone()
+            for part, rows in parts.items():
+                tensor = whole.clone() if kind == "lora_A.weight" else whole[rows]
+                tensors[f"base_model.model.{_beside(path, part)}.{kind}"] = tensor
     if not _is_lora(config):
         return
     parts_by_name: dict[str, list[str]] = {}  # not every layer has all of them
@@ -171,7 +172,7 @@ def _refuse_names_of_experts(adapted: Any, adapter_name: str) -> None:
 _KINDS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
 
 
-def _pack(path: str, parts: Mapping[str, int], config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def _pack(path: str, parts: Mapping[str, Tensor], config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Put the adapter of one packed projection in the place of those of its parts."""
 
     def take(part: str, kind: str) -> Tensor | None:
@@ -190,18 +191,20 @@ def _pack(path: str, parts: Mapping[str, int], config: dict[str, Any], tensors: 
     down = [tensor for part in given if (tensor := a[part]) is not None]
     shared = len(given) == len(parts) and all(torch.equal(tensor, down[0]) for tensor in down)
     packed_a = down[0] if shared else torch.cat(down)
-    packed_b = down[0].new_zeros(sum(parts.values()), len(packed_a))
-    row = column = 0
+    height, column = sum(map(len, parts.values())), 0
+    packed_b = down[0].new_zeros(height, len(packed_a))
     for part, rows in parts.items():
         up = b[part]
         if up is not None:
-            packed_b[row : row + rows, column : column + up.shape[1]] = up
+            packed_b[rows, column : column + up.shape[1]] = up
             column += 0 if shared else up.shape[1]
-        row += rows
     stem, rank = f"base_model.model.{path}", len(packed_a)
     tensors |= {f"{stem}.lora_A.weight": packed_a, f"{stem}.lora_B.weight": packed_b}
-    if magnitudes := [tensor for tensor in magnitude.values() if tensor is not None]:
-        tensors[f"{stem}.lora_magnitude_vector"] = torch.cat(magnitudes)
+    sizes = {part: tensor for part, tensor in magnitude.items() if tensor is not None}
+    if sizes:  # which DoRA gives to all parts or none
+        packed = tensors[f"{stem}.lora_magnitude_vector"] = next(iter(sizes.values())).new_empty(height)
+        for part, tensor in sizes.items():
+            packed[parts[part]] = tensor
     (scale,) = scales
     _note_rank(config, path, rank, scale)
 
@@ -310,15 +313,11 @@ def _with_usual_names(config: dict[str, Any], parts: Mapping[str, list[str]]) ->
     return config
 
 
-def _packed(model: Any) -> dict[str, dict[str, int]]:
-    """The projections that are packed here alone, by their paths, and the rows of their parts."""
-    theirs = model.weight_map(model.layouts[-1])
-    return {
-        path.removesuffix(".base_layer"): module.parts
-        for path, module in model.named_modules()
-        if isinstance(module, PackedLinear)
-        and not isinstance(theirs[f"{path.removesuffix('.base_layer')}.weight"], Ref)
-    }
+def _packed(model: Any) -> dict[str, dict[str, Tensor]]:
+    """The projections that are packed here alone, by their paths, and the rows of each layer that
+    transformers' own model has in their place.
+    """
+    return packed_here_alone(model, model.weight_map(model.layouts[-1]))
 
 
 def _beside(path: str, part: str) -> str:

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_models.convert.checkpoints.weight_map import Cat, Expr
+from liger_models.convert.checkpoints.rows import is_one_tensor
+from liger_models.convert.checkpoints.weight_map import Expr, Stack
 from liger_models.layers.projections.linear import Linear
 
 
@@ -158,7 +159,9 @@ def _wishes(modules: Mapping[str, nn.Module], weight_map: Mapping[str, Expr]) ->
         path, name = _cut(tensor)
         theirs, their_name = _cut(next(expr.refs()).name)
         if their_name == name:
-            if isinstance(expr, Cat):  # a packed projection stands beside its parts
+            if isinstance(expr, Stack):  # the norms of single heads
+                theirs = _common([_cut(ref.name)[0] for ref in expr.refs()])
+            elif not is_one_tensor(expr):  # a packed projection stands beside its parts
                 beside = _common([_cut(_cut(ref.name)[0])[0] for ref in expr.refs()])
                 theirs = _join(beside, _cut(path)[1])
             found[path][theirs] += 1

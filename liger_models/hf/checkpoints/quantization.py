@@ -19,7 +19,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from liger_models.convert.errors import ConfigError
 from liger_models.layers.model.head import LMHead
 from liger_models.layers.projections.linear import Linear
-from liger_models.layers.projections.packed_linear import packed_weights
+from liger_models.layers.projections.packed_linear import packed_here_alone
 
 METHODS = ("bitsandbytes", "torchao")
 
@@ -45,10 +45,11 @@ def give_layers_to_quantise(model: Any) -> None:
             f"{' and '.join(METHODS)}. Call liger_models.hf.unregister() to load transformers' own model"
         )
     weight_map = model.weight_map()
-    if packed := packed_weights(model, weight_map)[0]:
+    packed = packed_here_alone(model, weight_map)
+    if parts := [path for path, layers in packed.items() if len(layers) > 1]:
         raise ConfigError(
-            f"{packed[0]} packs what a quantised checkpoint has as layers of their own "
-            f"({', '.join(ref.name for ref in weight_map[packed[0]].refs())}): its blocks and its files "
+            f"{parts[0]} packs what a quantised checkpoint has as layers of their own "
+            f"({', '.join(packed[parts[0]])}): its blocks and its files "
             "would not be those of transformers' own model. Call "
             'liger_models.hf.register(projections="split") before from_pretrained'
         )

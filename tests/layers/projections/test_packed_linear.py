@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from liger_models.convert.checkpoints.layout import Layout
-from liger_models.convert.checkpoints.weight_map import Rows, checkpoint_shapes
+from liger_models.convert.checkpoints.layout import Joined, Layout
+from liger_models.convert.checkpoints.weight_map import Ref, Rows, checkpoint_shapes
 from liger_models.layers.model.causal_lm import CausalLM
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.packed_linear import PackedLinear
@@ -186,3 +186,66 @@ def test_peft_trains_the_usual_seven_layers_of_a_split_model(model):
     assert all(p.grad.any() for name, p in model.named_parameters() if "lora_" in name)
     with pytest.raises(ValueError, match="merge or unload adapters first"):
         model.fuse_projections()
+
+
+# -- checkpoints that hold a packed projection in another order of rows
+
+BY_HEAD = {
+    "joined": Layout(
+        joined=(Joined("query_key_value", ("q_proj", "k_proj", "v_proj"), by="key_value_heads"),)
+    ),
+    "permuted": Layout(
+        whole=("*.qkv_proj.*",),
+        permuted=(
+            ("*.qkv_proj.weight", "(key_value_heads 4 head_dim) h -> (4 key_value_heads head_dim) h"),
+            ("*.qkv_proj.bias", "(key_value_heads 4 head_dim) -> (4 key_value_heads head_dim)"),
+        ),
+        rename=(("qkv_proj", "query_key_value"),),
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", BY_HEAD.values(), ids=BY_HEAD)
+def test_a_split_layer_has_its_rows_as_the_checkpoint_has_them(model, layout):
+    """One layer, of the checkpoint's name; what it computes is sorted."""
+    model.layout = layout
+    before, gradients = results(model)
+    tensors = by_name_in(model, layout)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.split_projections()
+    attention, name = model.layers[0].self_attn, "layers.0.self_attn.query_key_value.weight"
+    assert torch.equal(attention.query_key_value.weight, tensors[f"model.{name}"])
+    assert model.weight_map()[name] == Ref(f"model.{name}", tuple(attention.query_key_value.weight.shape))
+    logits, split_gradients = results(model)
+    bound = 40 * torch.finfo(torch.float32).eps  # as above
+    assert (logits - before).norm() <= bound * before.norm()
+    assert split_gradients.keys() == gradients.keys()
+    for tensor, gradient in gradients.items():
+        assert (split_gradients[tensor] - gradient).norm() <= bound * gradient.norm(), tensor
+    assert by_name_in(model, layout).keys() == tensors.keys()
+    assert all(torch.equal(tensor, tensors[n]) for n, tensor in by_name_in(model, layout).items())
+    model.fuse_projections()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("layout", BY_HEAD.values(), ids=BY_HEAD)
+def test_another_layout_is_written_from_layers_in_that_order(model, layout):
+    usual = by_name_in(model, Layout())
+    model.layout = layout
+    model.split_projections()
+    found = by_name_in(model, Layout())
+    assert found.keys() == usual.keys()
+    assert all(torch.equal(tensor, usual[name]) for name, tensor in found.items())
+
+
+@pytest.mark.parametrize("layout", BY_HEAD.values(), ids=BY_HEAD)
+def test_peft_trains_a_layer_in_that_order(model, layout):
+    model.layout = layout
+    model.split_projections()
+    lora(model, ["query_key_value"])
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(p)
+    ids = torch.arange(22).view(2, 11) % 61
+    model(ids, labels=ids).loss.backward()
+    assert all(p.grad.any() for name, p in model.named_parameters() if "lora_" in name)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from liger_models.convert.checkpoints.layout import Layout, canonical_forms
 from liger_models.layers.attention import backends, self_attention
 from liger_models.layers.parts.mlp import make_mlp
 from liger_models.layers.projections.linear import Linear
@@ -54,7 +55,7 @@ def make(kind, randomised, dtype) -> nn.Module:
     for part in mlp.children():  # of xIELU beta and eps are no numbers to draw
         nn.init.normal_(part.alpha_p) if kind == "xielu" and part is mlp.act_fn else randomised(part)
     if kind == "split":
-        split_projections(mlp)
+        split_projections(mlp, Layout(root="").weight_map(canonical_forms(mlp)))
     if kind == "hooked":  # runs tile by tile through autograd
         mlp.down_proj.register_forward_hook(lambda module, args, output: output * 1.5)
     if kind == "frozen":
