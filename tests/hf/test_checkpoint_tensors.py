@@ -10,6 +10,7 @@ from hf_pairs import BOUND, relative_distance
 from safetensors.torch import load_file
 
 import liger_models
+from liger_models.architectures import find_architecture
 
 transformers = pytest.importorskip("transformers")
 
