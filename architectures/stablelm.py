@@ -9,7 +9,7 @@ from liger_models.architectures.common import attention_as_wide_as_the_model, de
 from liger_models.architectures.registry import register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.specs import BlockSpec, LayerNormSpec, ModelSpec, QKNormSpec
+from liger_models.layers.specs import BlockSpec, LayerNormSpec, ModelSpec, QKNormSpec, Topology
 
 
 @register(
@@ -38,5 +38,5 @@ def stablelm(c: HFConfig) -> ModelSpec:
     attn = replace(attn, qkv_bias=c.take_flag("use_qkv_bias", False))
     if c.take_flag("qk_layernorm", False):
         attn = replace(attn, qk_norm=QKNormSpec(replace(norm, bias=False), scope="own_head"))
-    topology = "parallel" if c.take_flag("use_parallel_residual", False) else "pre_norm"
+    topology: Topology = "parallel" if c.take_flag("use_parallel_residual", False) else "pre_norm"
     return decoder(c, [BlockSpec(attn, mlp(c), norm, topology)] * c.take_count("num_hidden_layers"), norm)

@@ -41,7 +41,9 @@ def rows_in_checkpoint(expr: Expr) -> dict[str, Tensor]:
             whole = view.dim() >= rest and view.shape[view.dim() - rest :] == expr.shape[1:]
             if not whole or any(view.stride(dim) and view.shape[dim] > 1 for dim in inner):
                 raise ValueError(f"{ref.name!r} does not consist of rows of the native tensor")
-            rows.append(view[(..., *[0] * rest)].reshape(-1))
+            for _ in range(rest):
+                view = view.select(-1, 0)
+            rows.append(view.reshape(-1))
         found[ref.name] = torch.cat(rows)
     return found
 

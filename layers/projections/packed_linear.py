@@ -123,17 +123,18 @@ def layers_in_checkpoint(packed: PackedLinear, weight: Expr) -> dict[str, Tensor
         packed: the projection.
         weight: the expression of its weight.
     """
-    layers: dict[tuple[str, ...], set[str]] = {}  # parts, and the checkpoint tensors that hold them
+    held: list[tuple[list[str], set[str]]] = []  # parts, and the checkpoint tensors that hold them
     start, bounds = 0, {}
-    for part, rows in packed.parts.items():
-        bounds[part] = start, start + rows
-        names, parts = {ref.name for ref in rows_of(weight, start, start + rows).refs()}, [part]
-        for other in [other for other, held in layers.items() if held & names]:
-            parts, names = [*other, *parts], names | layers.pop(other)
-        layers[tuple(parts)] = names
-        start += rows
+    for part, height in packed.parts.items():
+        bounds[part] = start, start + height
+        parts, names = [part], {ref.name for ref in rows_of(weight, *bounds[part]).refs()}
+        for other in [other for other in held if other[1] & names]:
+            held.remove(other)
+            parts, names = [*other[0], *parts], other[1] | names
+        held.append((parts, names))
+        start += height
     found = {}
-    for parts, names in layers.items():
+    for parts, names in held:
         if len(parts) == 1:
             found[parts[0]] = torch.arange(*bounds[parts[0]], device="cpu")
             continue
@@ -193,7 +194,7 @@ def fuse_projections(model: nn.Module) -> None:
         linears = cast(list[Linear], split.linears())
         _check_plain(linears, Linear, "fused", "merge or unload adapters first")
         order = None if split.is_sorted else split._order(linears[0].weight.device)[0]
-        weight = _join([linear.weight for linear in linears], order)
+        weight = _join([cast(nn.Parameter, linear.weight) for linear in linears], order)
         biases = [linear.bias for linear in linears if linear.bias is not None]
         packed = _filled(PackedLinear, weight, _join(biases, order) if biases else None)
         packed._name_parts(split.parts)

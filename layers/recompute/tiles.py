@@ -73,8 +73,7 @@ def project_pieces(pieces: Sequence[Tensor], linear: nn.Module) -> Tensor:
 
 def _plain_linears(module: nn.Module) -> list[nn.Linear]:
     """Linear layers whose concatenated outputs are the module's, if all of them are plain; else none."""
-    side_by_side = isinstance(module, SplitProjections) and module.is_sorted
-    layers = module.linears() if side_by_side else [module]
+    layers = module.linears() if isinstance(module, SplitProjections) and module.is_sorted else [module]
     plain = [layer for layer in layers if isinstance(layer, nn.Linear) and output_is_ours(layer)]
     return plain if len(plain) == len(layers) else []
 
