@@ -179,6 +179,6 @@ def test_integers_and_float8_are_no_weights(tmp_path, dtype):
     parameters = {"a": torch.zeros(2), "b": torch.zeros(2)}
     weights = {"a": Ref("a", (2,)), "b": Ref("b", (2,))}
     with CheckpointReader(tmp_path) as reader:
-        with pytest.raises(CheckpointError, match=rf"{SINGLE_FILE}: tensor 'b' is in {dtype}, and weights"):
+        with pytest.raises(CheckpointError, match=rf"{SINGLE_FILE}: tensor 'b' is in {dtype}, but weights"):
             load_parameters(parameters, weights, reader)
         load_parameters({**parameters, "b": torch.zeros(2, dtype=dtype)}, weights, reader)  # a buffer may be

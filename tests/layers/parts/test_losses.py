@@ -179,7 +179,7 @@ def test_what_does_not_fit_is_the_functions_own_error():
     logits = torch.randn(TOKENS, VOCAB)
     with pytest.raises(ValueError, match="reduction is 'batchmean'; expected 'none', 'mean' or 'sum'"):
         LigerKLDivLoss(reduction="batchmean")(logits, logits)
-    with pytest.raises(ValueError, match="of one vocabulary"):
+    with pytest.raises(ValueError, match="over one vocabulary"):
         LigerTVDLoss()(logits, logits[:, 1:])
     with pytest.raises(ValueError, match=r"beta is 1\.5"):
         LigerJSDLoss(beta=1.5)(logits, logits)

@@ -51,7 +51,7 @@ def load(folder, tmp_path, jsonl):
     ],
 )
 def test_whatever_a_chat_template_raises_the_error_names_file_and_line(load, template, error):
-    with pytest.raises(DataError, match=rf"talk\.jsonl, line 1: the chat template of .*refuses.*{error}"):
+    with pytest.raises(DataError, match=rf"talk\.jsonl, line 1: the chat template of .*rejects.*{error}"):
         load(TALK, template)
 
 

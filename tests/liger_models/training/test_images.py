@@ -322,7 +322,7 @@ BAD = [
     bad("expected a path, bytes", asked({"type": "image", "image": 7}, "red")),
     bad("an image that is nowhere", asked({"type": "image"}, "red")),
     bad("2 of them have no place", asked({"type": "image"}, "red") | {"images": ["a.png"] * 3}, a=GOOD),
-    bad("refuses 1 images", asked({"type": "image", "path": "a.png"}, "red", "<|image_pad|>"), a=GOOD),
+    bad("rejects 1 images", asked({"type": "image", "path": "a.png"}, "red", "<|image_pad|>"), a=GOOD),
     bad("the video 'a.mp4', and a video is its frames", asked({"type": "video", "video": "a.mp4"}, "red")),
     bad(
         "a video whose 'fps' is None; expected how many",

@@ -244,7 +244,7 @@ def test_origins_that_cannot_be_followed_are_an_error(template, message):
 
 def test_a_template_that_escapes_what_is_not_safe_is_refused_and_not_written_otherwise():
     """`safe` makes + escape its other side, which strings with origins do not."""
-    with pytest.raises(DataError, match="another text when the origins"):
+    with pytest.raises(DataError, match="different text when origins"):
         learned(turns("{{ '<b>' + (m.content | safe) }}"), [CHAT[0], CHAT[3]])
 
 
