@@ -1,4 +1,4 @@
-"""Measurements beside peers, from the top of the repository: `python -m benchmarks`."""
+"""Benchmarks against other libraries, run from the top of the repository: `python -m benchmarks`."""
 
 from pathlib import Path
 

@@ -1,23 +1,23 @@
 """The benchmarks' command line.
 
-    python -m benchmarks [ops]    kernels beside liger-kernel, torch.compile and eager PyTorch
-    python -m benchmarks tune     other tile sizes of our kernels beside the chosen ones
-    python -m benchmarks train    a training step beside transformers, and transformers with liger-kernel
-    python -m benchmarks see      a training step of vision-language models, beside the same
-    python -m benchmarks long     peak memory of training steps with long contexts, beside what was planned
-    python -m benchmarks lengths  the longest sequences of DPO, KTO, GRPO and SFT, beside TRL
-    python -m benchmarks lora     a training step with LoRA beside transformers and PEFT
-    python -m benchmarks prompt   answers that share their prompt, beside sequences of their own
-    python -m benchmarks parallel  a training step of a model that several GPUs share
-    python -m benchmarks resume    a checkpoint that many processes write and half of them resume
-    python -m benchmarks node      all of a machine with several GPUs, in under eight minutes
-    python -m benchmarks generate  generation beside transformers
-    python -m benchmarks data     much text on little memory, tokenized and read
-    python -m benchmarks load     loading a checkpoint beside transformers
-    python -m benchmarks optimizer  a step of AdamW with clipping beside torch's
-    python -m benchmarks learn    training with bfloat16 weights, kept in each way, beside float32
+    python -m benchmarks [ops]    kernels against liger-kernel, torch.compile and eager PyTorch
+    python -m benchmarks tune     alternative tile sizes of our kernels
+    python -m benchmarks train    a training step against transformers, and transformers with liger-kernel
+    python -m benchmarks see      a training step of vision-language models, against the same
+    python -m benchmarks long     peak memory of training steps with long contexts, against the plan
+    python -m benchmarks lengths  the longest sequences of DPO, KTO, GRPO and SFT, against TRL
+    python -m benchmarks lora     a training step with LoRA against transformers and PEFT
+    python -m benchmarks prompt   answers with a shared prompt, against separate sequences
+    python -m benchmarks parallel  a training step of a model sharded over several GPUs
+    python -m benchmarks resume    a checkpoint written by many processes and resumed by half of them
+    python -m benchmarks node      everything on a machine with several GPUs, in under eight minutes
+    python -m benchmarks generate  generation against transformers
+    python -m benchmarks data     tokenizing and reading large data sets in little memory
+    python -m benchmarks load     loading a checkpoint against transformers
+    python -m benchmarks optimizer  a step of AdamW with clipping against torch's
+    python -m benchmarks learn    training with each representation of bfloat16 weights, against float32
 
-Each prints Markdown tables with the machine and the versions, and writes them with a CSV into --out. A peer
+Each prints Markdown tables with the machine and the versions, and writes them with a CSV to --out. A library
 that is not installed becomes a note. `liger-models bench` is the same.
 """
 

@@ -1,9 +1,9 @@
-"""Compile before anything is measured, on all cores at once.
+"""Parallel compilation on all cores before measurements.
 
-A compilation takes half a second (a kernel of ours) to ten (FlexAttention), and a run needs more than a
-hundred. Processes of their own make every case and call every provider that compiles once, at the shapes of
-the run. They leave their compilers' results on disk, where the measuring process finds them. What fails here,
-or is not ready in time, is compiled when it is measured.
+A compilation takes from half a second (one of our kernels) to ten (FlexAttention), and a run needs more than
+a hundred. Separate processes create every case and call every compiling provider once, at the shapes of the
+run. They leave the compilers' results on disk for the measuring process. Failures and unfinished compilations
+are compiled when measured.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from benchmarks.bound import Bound
 from benchmarks.operations import REGISTRY, Unavailable
 from benchmarks.operations.core import liger_function
 
-# The longest first, so that no core begins a long one last.
+# The longest first, so that no core starts a long one last.
 COMPILING = ("FlexAttention", "torch.compile", "ours", "liger-kernel")
-_FEWEST = 16  # of fewer, the processes' start takes longer than the compilations
+_FEWEST = 16  # below, starting processes takes longer than compiling
 _MOST_PROCESSES = 14  # each takes half a GiB of a GPU, and a core
 _SECONDS = 75.0
 
@@ -32,7 +32,7 @@ Job = tuple[str, tuple[int, ...], str]  # operation, shape, provider
 
 
 def jobs_of(work: Sequence[tuple[str, tuple[int, ...]]], providers: Sequence[str]) -> list[Job]:
-    """The calls of these operations and shapes that compile something."""
+    """Calls of these operations and shapes that compile something."""
     return [
         (name, shape, provider)
         for provider in COMPILING
@@ -45,11 +45,11 @@ def jobs_of(work: Sequence[tuple[str, tuple[int, ...]]], providers: Sequence[str
 def compile_ahead(
     jobs: Sequence[Job], dtype: torch.dtype, device: torch.device, seconds: float = _SECONDS
 ) -> str:
-    """Compile what the jobs call, for at most so many seconds; says in one line what was done."""
+    """Compile the jobs' calls, within a time limit in seconds; returns a one-line summary."""
     start = time.monotonic()
     processes = min(len(os.sched_getaffinity(0)) - 1, _MOST_PROCESSES)
     if len(jobs) < _FEWEST or processes < 2:
-        return "no calls made ahead"
+        return "nothing compiled in advance"
     done, late, errors = 0, 0, []
     # A GPU's context does not survive a fork. (`benchmarks.__main__` must have no global name `torch`: the
     # keys of torch.compile's cache would begin with `__mp_main__.torch` here, and never be found.)
@@ -68,7 +68,7 @@ def compile_ahead(
         if not late:
             pool.close()
             pool.join()
-    summary = f"{done} of {len(jobs)} calls made ahead in {time.monotonic() - start:.0f} s"
+    summary = f"{done} of {len(jobs)} calls compiled in advance in {time.monotonic() - start:.0f} s"
     return summary + (f"; {len(errors)} failed, the first with {errors[0]}" if errors else "")
 
 
@@ -77,7 +77,7 @@ def _prepare() -> None:
     import torch._inductor.config as inductor
 
     inductor.compile_threads = 1
-    # What a kernel's configurations take is measured anew where nothing else runs.
+    # Timings of a kernel's configurations are repeated later, without other load.
     inductor.autotune_local_cache = False
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), sys.stdout.fileno())
@@ -85,7 +85,7 @@ def _prepare() -> None:
 
 
 def _call_once(name: str, shape: tuple[int, ...], provider: str, dtype: torch.dtype, device: str) -> str:
-    """Nothing, or the error in one line."""
+    """Returns an empty string, or the error in one line."""
     try:
         case = REGISTRY[name].build(shape, dtype, torch.device(device))
         Bound(case, case.provider(provider)).train()

@@ -1,4 +1,4 @@
-"""A provider with operands of its own: what is called, checked and timed."""
+"""A provider bound to its operands: called, checked and timed."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Bound:
         return [self.forward(i) for i in range(len(self.sets))]
 
     def train_all(self) -> Tensors:
-        """One call on each copy, and one backward pass through all, as through the layers of a model."""
+        """One call on each copy, then one backward pass through all, as through the layers of a model."""
         outputs = [output for outputs in self.forward_all() for output in outputs]
         leaves = [leaf for tensors in self.sets for leaf in tensors[: self.num_leaves]]
         upstream = [gradient for tensors in self.sets for gradient in tensors[self.num_leaves :]]
         return torch.autograd.grad(outputs, leaves, upstream)
 
     def results(self) -> Tensors:
-        """What `train` gives, in the case's layout; outputs as they were before the backward pass."""
+        """Results of `train` in the case's layout; outputs as before the backward pass."""
         outputs = self.forward()
         found = [output.detach().clone() for output in outputs]
         leaves, upstream = self.sets[0][: self.num_leaves], self.sets[0][self.num_leaves :]
@@ -60,14 +60,14 @@ class Bound:
 
 
 class Wrong(ValueError):
-    """A provider's results are not the true ones."""
+    """A provider's results are wrong."""
 
 
 def check(found: Tensors, expected: Tensors, dtype: torch.dtype) -> float:
-    """The largest relative error of an output or a gradient, in the mean square.
+    """Largest relative error of an output or a gradient, in the mean square.
 
-    Raises Wrong. Values of unit roundoff eps / 2 that pass through a few roundings differ from the truth by
-    less than eps; four times that still is not a wrong function.
+    Raises Wrong. After a few roundings with unit roundoff eps / 2, values differ from the truth by less than
+    eps; an error up to four times that is not yet a wrong function.
     """
     limit = max(4 * torch.finfo(dtype).eps, 1e-5)
     error = max(_relative_error(a, b) for a, b in zip(found, expected, strict=True))

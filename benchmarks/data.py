@@ -1,15 +1,14 @@
-"""Much text on little memory: made, tokenized by the command line, verified and read, with what each takes.
+"""Large data sets in little memory: text is generated, tokenized by the command line, verified and read.
 
-The text is written first: documents of random lengths (log-normal) whose words follow Zipf's law, so that a
-tokenizer meets new ones to the end, in files of 1 GB of JSON lines. A tokenizer by words is trained on the
-first of it: the fastest there is, so that what the rest takes is seen. `liger-models tokenize` is then
-killed once at work, after which there must be no corpus, and run to its end. A last process compares the
-corpus with its digest and its counts with what was written, tokenizes one document in 2,000 again and
-compares the ids, and reads batches in a random order.
+First the text is written: documents of random lengths (log-normal) with words that follow Zipf's law, so that
+new words appear until the end, in JSON lines files of 1 GB. A word tokenizer, the fastest kind, is trained on
+its beginning, so that other costs are visible. `liger-models tokenize` is killed once during its work, after
+which no corpus must exist, and run to its end. A last process verifies the corpus's digest and counts,
+tokenizes one document in 2,000 again and compares the ids, and reads batches in random order.
 
-Memory is that of a process and its children, looked at four times a second: "own" is what the system could
-not take back (RssAnon), "resident" has the pages of mapped files too. To hold it to a limit, begin the
-command in a control group: systemd-run --scope -p MemoryMax=4G -p MemorySwapMax=0 python -m benchmarks data
+Memory is that of a process and its children, sampled four times a second: "own" is memory that the system
+cannot reclaim (RssAnon), "resident" includes pages of mapped files. To limit it, run the command in a control
+group: systemd-run --scope -p MemoryMax=4G -p MemorySwapMax=0 python -m benchmarks data
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import torch
 
 from benchmarks.report import machine, markdown_table, publish
 
-SUMMARY = "much text on little memory: tokenizing into a corpus, and reading it, on the CPU"
+SUMMARY = "large data sets in little memory: tokenizing into a corpus, and reading it, on the CPU"
 GB = 1_000_000_000
 WORDS = 200_000
 VOCABULARY = 60_000
@@ -39,10 +38,10 @@ SEQ_LEN, BATCH, BATCHES = 4096, 4, 200
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--gigabytes", type=float, default=10.0, help="of text (%(default)s)")
+    add("--gigabytes", type=float, default=10.0, help="size of the text (%(default)s)")
     add("--folder", type=Path, default=Path("data-benchmark"), help="for text and corpus (%(default)s)")
-    add("--kill-after", type=float, default=30.0, help="seconds to the kill; 0 for none (%(default)s)")
-    add("--keep", action="store_true", help="leave the folder where it is")
+    add("--kill-after", type=float, default=30.0, help="seconds until the kill; 0: no kill (%(default)s)")
+    add("--keep", action="store_true", help="keep the folder")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -99,7 +98,7 @@ def _report(written: dict[str, int], corpus: Path, rows: list[dict]) -> str:
 
 
 def _documents(size: int) -> Iterator[str]:
-    """Texts of so many bytes together, the same ones each time."""
+    """Texts of this total size in bytes, the same ones each time."""
     import numpy as np
 
     rng = np.random.default_rng(0)
@@ -126,7 +125,7 @@ def _documents(size: int) -> Iterator[str]:
 
 
 def _write_text(folder: Path, size: int) -> dict[str, int]:
-    """Files of up to 1 GB in `text`, and `samples.jsonl` and `written.json` beside it."""
+    """Write files of up to 1 GB to `text`, and `samples.jsonl` and `written.json` next to it."""
     if (folder / "written.json").exists():
         return json.loads((folder / "written.json").read_text())
     (folder / "text").mkdir(exist_ok=True)
@@ -166,7 +165,7 @@ def _train_tokenizer(folder: Path) -> None:
 
 
 def _read(folder: Path) -> None:
-    """Runs in a process of its own. Raises AssertionError where the corpus is not what was written."""
+    """Runs in its own process. Raises AssertionError if the corpus differs from the text."""
     from liger_models.training.data import Stream, load_documents
     from liger_models.training.text.tokenizer import TextTokenizer
 
@@ -198,7 +197,7 @@ def _read(folder: Path) -> None:
 
 
 def _watched(command: list[str], kill_after: float = 0.0) -> dict:
-    """Runs it. Its status, seconds, processors' seconds, and the most bytes that it and its children had."""
+    """Run a command; returns status, seconds, processor seconds, and peak memory including its children."""
     start = time.monotonic()
     process = subprocess.Popen(command)
     most = {"own": 0, "resident": 0, "processor": 0.0}

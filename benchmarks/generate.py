@@ -1,11 +1,11 @@
-"""Generation of a model's shape, greedy: tokens a second, beside transformers.
+"""Greedy generation with a model's shape: tokens per second, against transformers.
 
-Fresh random weights in bfloat16 and random prompts; nothing ends a text. A run is the prompts and all new
-tokens, and what is recorded for them; one goes before the timed ones.
+Random weights in bfloat16 and random prompts; no end tokens. A run processes the prompts and generates all
+new tokens, including graph capture; one untimed run precedes the timed ones.
 
 | provider              | is                                                                             |
 |-----------------------|--------------------------------------------------------------------------------|
-| `ours`                | `generate`, which plays back CUDA graphs on a GPU                              |
+| `ours`                | `generate`, which replays CUDA graphs on a GPU                                 |
 | `ours+eager`          | the same, kernel by kernel                                                     |
 | `transformers`        | `generate`, with its dynamic cache                                             |
 | `transformers+static` | with its static cache, for which transformers compiles the model on a GPU      |
@@ -27,7 +27,7 @@ from benchmarks.report import machine, markdown_table, publish
 from benchmarks.training.shapes import MODELS, config_of
 from liger_models.architectures import find_architecture
 
-SUMMARY = "generation beside transformers: tokens a second"
+SUMMARY = "generation against transformers: tokens per second"
 PROVIDERS = ("ours", "ours+eager", "transformers", "transformers+static")
 HEADER = ("model", "batch", "prompt + new", "provider", "tokens/s", "ms a token (spread)", "peak GiB")
 
@@ -35,8 +35,8 @@ HEADER = ("model", "batch", "prompt + new", "provider", "tokens/s", "ms a token 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=MODELS, default="llama-3.2-1b", help="(%(default)s)")
     parser.add_argument("--batch", type=int, action="append", help="repeatable: prompts at a time (4 1)")
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt (%(default)s)")
-    parser.add_argument("--new", type=int, default=128, help="tokens that are added (%(default)s)")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens per prompt (%(default)s)")
+    parser.add_argument("--new", type=int, default=128, help="new tokens (%(default)s)")
     parser.add_argument("--runs", type=int, default=3, help="timed runs (%(default)s)")
     parser.add_argument(
         "--provider", action="append", choices=PROVIDERS, help=f"repeatable ({' '.join(PROVIDERS)})"

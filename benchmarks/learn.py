@@ -1,9 +1,8 @@
-"""Do bfloat16 weights learn as float32 weights do: one fine-tuning with each way to keep them.
+"""Do bfloat16 weights learn like float32 weights? The same fine-tuning with each representation of weights.
 
-A small LLaMA is trained from fresh weights in float32 and written in bfloat16. From there every mode trains
-on with the same data in the same order at a constant rate, through `liger_models.training`. Two runs in
-float32 with different orders of the data tell what chance does. The losses become a table, a CSV file and a
-picture.
+A small LLaMA is trained from scratch in float32 and saved in bfloat16. Every mode then continues with the
+same data in the same order at a constant rate, through `liger_models.training`. Two float32 runs with
+different data orders show the effect of chance. The losses become a table, a CSV file and a plot.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import torch
 
 from benchmarks.report import machine, markdown_table, publish
 
-SUMMARY = "training with bfloat16 weights, kept in each way, beside float32: losses, with a picture"
+SUMMARY = "training with each representation of bfloat16 weights, against float32: losses, with a plot"
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ MODES: dict[str, dict[str, Any]] = {
     "stochastic, float32 moments": BFLOAT16 | {"weights": "stochastic", "moments": "float32"},
     "plain": BFLOAT16 | {"weights": "plain"},
 }
-# Weight, gradient, what rounding lost, and two moments.
+# Weight, gradient, residue, and two moments.
 BYTES = {
     "float32": 16,
     "float32, other order": 16,
@@ -81,10 +80,10 @@ BYTES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--experiment", choices=EXPERIMENTS, default="demo", help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=120, help="of each mode (%(default)s)")
+    parser.add_argument("--steps", type=int, default=120, help="steps per mode (%(default)s)")
     parser.add_argument("--lr", type=float, default=1e-5, help="constant (%(default)s)")
     parser.add_argument("--mode", action="append", choices=MODES, help="repeatable; default: all")
-    parser.add_argument("--evaluations", type=int, default=10, help="in each run (%(default)s)")
+    parser.add_argument("--evaluations", type=int, default=10, help="evaluations per run (%(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (%(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
@@ -162,7 +161,7 @@ def _prepare(experiment: Experiment, folder: Path, args: argparse.Namespace) -> 
         "save_every": 0,
         "device": args.device,
     }
-    if (folder / "start").exists():  # prepared before
+    if (folder / "start").exists():  # already prepared
         return common
     folder.mkdir(parents=True)
     _write_texts(experiment.text, folder, "")
@@ -202,7 +201,7 @@ def _write_texts(text: str, folder: Path, prefix: str) -> None:
     for name, held_out in (("train", False), ("held-out", True)):
         chosen = [document for i, document in enumerate(documents) if (i % 10 == 5) == held_out]
         if held_out:
-            chosen = chosen[:40]  # enough for a loss to three digits
+            chosen = chosen[:40]  # enough for three digits of the loss
         lines = "".join(json.dumps({"text": document}) + "\n" for document in chosen)
         (folder / f"{prefix}{name}.jsonl").write_text(lines, encoding="utf-8")
 
@@ -235,7 +234,7 @@ def _draw(curves: dict[str, list[dict[str, Any]]], title: str, path: Path) -> No
     try:
         import matplotlib
     except ImportError:
-        print("no picture: matplotlib is not installed")
+        print("no plot: matplotlib is not installed")
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -1,22 +1,22 @@
-"""The longest sequences of post-training on one GPU, and a step's memory and speed beside TRL's.
+"""The longest sequences of post-training on one GPU, and memory and speed of a step, against TRL.
 
-    python -m benchmarks lengths                                   # the lengths that are aimed at, on 79 GiB
+    python -m benchmarks lengths                                   # the target lengths, on 79 GiB
     python -m benchmarks lengths --case dpo:77000 --case sft:8192:lean --case sft:8192:trl
 
-A case is METHOD:TOKENS[:SIDE], and a step of it the forward and backward passes of rows of TOKENS tokens, all
-of which are learned, and an AdamW step, of a whole model in bfloat16 with fresh weights:
+A case is METHOD:TOKENS[:SIDE]. A step is the forward and backward passes of rows of TOKENS tokens, all with
+labels, and an AdamW step, of a whole model in bfloat16 with random weights:
 
     sft     one row and the mean loss of its tokens
-    grpo    one row scored with entropies, its loss that of a group's answer
-    dpo     a pair, two rows, which the reference, a second model, scores in the step, as TRL's default does
-    kto     two rows and two strangers' answers; the reference scores all four, the policy the strangers too
+    grpo    one row scored with entropies, with the loss of an answer of a group
+    dpo     a pair, two rows, scored in the step by a separate reference model, as is TRL's default
+    kto     two rows and two mismatched answers; the reference scores all four, the policy, too
 
-Our side is a level of activation memory, `checkpoint` or `lean`, and our AdamW, which here keeps bfloat16
-weights as torch's does, 8 bytes a weight with its gradient and moments; with `+master`, as by default
-elsewhere, it keeps 16 bits more, which make the weight float32.
+Our side is a level of activation memory, `checkpoint` or `lean`, with our AdamW, which here uses plain
+bfloat16 weights like torch's, 8 bytes per weight with gradient and moments; with `+master`, the default
+elsewhere, it keeps 16 more bits, which make the weight float32.
 
-TRL's side (`trl`) is what its trainers run by default: transformers' model with gradient checkpointing and
-`add_fused_lm_head` with the fields that each trainer asks for, and torch's fused AdamW.
+TRL's side (`trl`) is the default of its trainers: transformers' model with gradient checkpointing and
+`add_fused_lm_head` with each trainer's fields, and torch's fused AdamW.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from benchmarks.report import machine, markdown_table, publish
 from benchmarks.training.shapes import MODELS, config_of
 from benchmarks.trl import trl_module
 
-SUMMARY = "the longest sequences of post-training, and its memory and speed beside TRL's"
+SUMMARY = "the longest sequences of post-training, and its memory and speed against TRL"
 
 AIMS = {"dpo": 77_000, "kto": 82_000, "grpo": 150_000, "sft": 140_000}
 ROWS = {"sft": 1, "grpo": 1, "dpo": 2, "kto": 2}
-# What TRL's trainers ask their head for.
+# Fields that TRL's trainers request from their head.
 FIELDS = {
     "sft": ("log_probs", "entropy", "is_top1"),
     "grpo": ("log_probs", "entropy"),
@@ -55,7 +55,7 @@ Score = Callable[[Any, Tensor], Tensor]
 
 
 class Case(NamedTuple):
-    """What is measured."""
+    """A case to measure."""
 
     method: str
     tokens: int
@@ -74,13 +74,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=parse_case,
         metavar="METHOD:TOKENS[:SIDE]",
         help="repeatable; SIDE is trl, checkpoint or lean, the latter two with +master or without; default: "
-        "the lengths that are aimed at, checkpoint+master, and 8,192 on all sides",
+        "the target lengths with checkpoint+master, and 8,192 on all sides",
     )
     parser.add_argument(
-        "--steps", type=int, default=4, help="of short cases, all but the first are timed (%(default)s)"
+        "--steps", type=int, default=4, help="steps of short cases, all but the first timed (%(default)s)"
     )
-    parser.add_argument("--gib", type=float, help="of a larger GPU use so many alone, such as 79")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after so many")
+    parser.add_argument("--gib", type=float, help="use only this much of a larger GPU, such as 79")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no case after this many seconds")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write(args: argparse.Namespace, device: torch.device, rows: list[dict[str, Any]], show: bool) -> None:
-    """The report so far, a method's cases of one length together."""
+    """Write the report so far, grouped by method and length."""
     header = ["method", "rows x tokens", "side", "peak GiB", "reserved GiB", "s a step", "tokens/s"]
     table = []
     for case, row in sorted(
@@ -252,5 +252,5 @@ def parse_case(text: str) -> Case:
 
 
 def side_name(side: str) -> str:
-    """A side as the table has it."""
+    """Name of a side in the table."""
     return "TRL" if side == "trl" else f"ours, {side.replace('+', ', ')}"

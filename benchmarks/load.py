@@ -1,10 +1,10 @@
 """Loading a checkpoint from disk: seconds, and peak memory over the bytes of the parameters.
 
-A random LLaMA checkpoint in shards is written to a temporary folder. Every load runs in a process of its own;
-the files are in the page cache. The call alone is timed after the library and the model's class have been
-imported, until every page of every parameter has been touched, since a parameter that is only mapped has not
-been read yet. Then every page is written once, as an optimizer will: a parameter that shares its pages with
-the file gets memory of its own at this moment. The whole process counts from the start of Python to its end.
+A random sharded LLaMA checkpoint is written to a temporary folder. Every load runs in its own process; the
+files are in the page cache. The timed call starts after importing the library and the model's class, and
+lasts until every page of every parameter has been touched, since a mapped parameter has not been read yet.
+Then every page is written once, as an optimizer will do: parameters that share pages with the file get their
+own memory at this point. The whole process is timed from Python's start to its end.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import torch
 
 from benchmarks.report import machine, markdown_table, publish
 
-SUMMARY = "loading a checkpoint beside transformers: seconds and peak memory, on the CPU"
+SUMMARY = "loading a checkpoint against transformers: seconds and peak memory, on the CPU"
 PROVIDERS = ("ours", "transformers")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--provider", action="append", choices=PROVIDERS, help="repeatable; default: both")
     parser.add_argument("--layers", type=int, default=9, help="decoder layers; each is 94 MB (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="loads a provider (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="loads per provider (%(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,8 +80,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write_checkpoint(folder: Path, num_layers: int) -> int:
-    """A LLaMA checkpoint of random bfloat16 numbers in shards of at most 500 MB; returns the parameters'
-    bytes.
+    """Write a LLaMA checkpoint of random bfloat16 numbers in shards of at most 500 MB; returns the
+    parameters' bytes.
     """
     from safetensors.torch import save_file
 
@@ -151,7 +151,7 @@ def _load_in_own_process(provider: str, folder: str) -> dict:
 
 
 def _load(provider: str, folder: str) -> dict[str, float]:
-    """Runs in the process of its own."""
+    """Runs in its own process."""
     if provider == "ours":
         from liger_models import from_hub as load
     else:

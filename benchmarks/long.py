@@ -1,15 +1,15 @@
-"""Long contexts: peak memory of a training step beside what was planned, and its time.
+"""Long contexts: peak memory of a training step against the plan, and its time.
 
-The first layers of a model, in bfloat16 with fresh weights, random tokens, `liger_models.optim.AdamW` with 16
-further bits a weight. A case is LAYERS:ROWSxTOKENS:LEVEL:WHERE[:METHOD[:CAP]]:
+The first layers of a model, in bfloat16 with random weights, random tokens, `liger_models.optim.AdamW` with
+16 more bits per weight. A case is LAYERS:ROWSxTOKENS:LEVEL:WHERE[:METHOD[:CAP]]:
 
     LEVEL    of activation memory
     WHERE    the optimizer's state is: `device` or `host`
     METHOD   `full`; `lora`, or `nf4` or `int8` for LoRA on quantised weights: adapters in float32 on all
              linear layers, --rank
-    CAP      what torch may take of the GPU once the model is made, such as 24GiB
+    CAP      limit on torch's GPU memory after the model is loaded, such as 24GiB
 
-Rows do not see one another: two rows of half the tokens take the memory of one, and half the time in
+Rows are separate documents: two rows of half the tokens take the memory of one, and half the time in
 attention. Run it with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
 """
 
@@ -28,20 +28,20 @@ from benchmarks.report import machine, markdown_table, publish
 from benchmarks.training.shapes import MODELS, config_of
 from liger_models.convert.sizes import parse_size
 
-SUMMARY = "long contexts: peak memory of a training step beside what was planned"
+SUMMARY = "long contexts: peak memory of a training step against the plan"
 
 CASES = (
     "4:8x8192:checkpoint:device",
     "4:8x8192:tiled:device",
     "4:8x8192:offload:host",
-    # With which an 8B model's adapters are trained on a GPU of 16 GB, and of 24 GB.
+    # For training adapters of an 8B model on GPUs of 16 GB and 24 GB.
     "32:1x65536:offload:device:nf4:13.5GiB",
     "32:1x217000:offload:device:nf4:23.5GiB",
 )
 
 
 class Case(NamedTuple):
-    """What is measured."""
+    """A case to measure."""
 
     layers: int
     rows: int
@@ -66,16 +66,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LAYERS:ROWSxTOKENS:LEVEL:WHERE[:METHOD[:CAP]]",
         help=f"repeatable; default: {' '.join(CASES)}",
     )
-    parser.add_argument("--steps", type=int, default=3, help="of which the first is not timed (%(default)s)")
+    parser.add_argument("--steps", type=int, default=3, help="steps, the first one untimed (%(default)s)")
     parser.add_argument(
-        "--seconds", type=float, default=300, help="no further step of a case ends later (%(default)s)"
+        "--seconds", type=float, default=300, help="time limit of a case's steps (%(default)s)"
     )
-    parser.add_argument("--rank", type=int, default=32, help="of the adapters (%(default)s)")
+    parser.add_argument("--rank", type=int, default=32, help="rank of the adapters (%(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 1 if a case ran out of memory."""
+    """Run all cases; exit code 1 if one ran out of memory."""
     device = torch.device(args.device)
     rows: list[dict[str, Any]] = []
     for case in args.case or map(_case, CASES):
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write(args: argparse.Namespace, device: torch.device, rows: list[dict[str, Any]]) -> None:
-    """The report so far."""
+    """Write the report so far."""
     header = ["layers", "trained", "rows x tokens", "level", "optimizer on", "cap GiB", "planned GiB"]
     header += ["peak GiB", "reserved GiB", "pinned on the host GiB", "s a step", "tokens/s"]
     table = []
@@ -110,7 +110,7 @@ def _write(args: argparse.Namespace, device: torch.device, rows: list[dict[str, 
 
 
 def _within_cap(case: Case, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """The figures of a case, or its plan with a note that it did not fit."""
+    """Measure a case, or return its plan with a note that it did not fit."""
     model, trained = _model(case, args, device)
     plan = _plan(case, args)
     place = device.index or 0  # torch takes no device without a number here
@@ -133,7 +133,7 @@ def _within_cap(case: Case, args: argparse.Namespace, device: torch.device) -> d
 def _model(
     case: Case, args: argparse.Namespace, device: torch.device
 ) -> tuple[Any, list[torch.nn.Parameter]]:
-    """With its parameters that are trained."""
+    """Build the model with its trainable parameters."""
     import liger_models
     from liger_models.models.quantization import METHODS, quantise
 

@@ -1,11 +1,11 @@
-"""A training step with LoRA (PEFT, on all linear layers) of ours beside transformers and liger-kernel.
+"""A training step with LoRA (PEFT, on all linear layers) of ours against transformers and liger-kernel.
 
-Every configuration runs in a process of its own, on fresh random weights in bfloat16, or quantised (QLoRA),
-with fused AdamW on the adapters. The models of both sides are transformers' classes, and the adapters PEFT's.
-A step is forward, backward, optimizer step and zero_grad; steps are timed by device events with no waiting
+Every configuration runs in its own process, with random weights in bfloat16, or quantised (QLoRA), and fused
+AdamW on the adapters. The models of both sides are transformers' classes, and the adapters PEFT's. A step is
+forward, backward, optimizer step and zero_grad; steps are timed by device events without synchronisation
 between them.
 
-What a batch is: `benchmarks/training/batches.py`. Tokens a second count tokens of documents, and not padding.
+Batches are described in `benchmarks/training/batches.py`. Tokens per second exclude padding.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from benchmarks.training.batches import DATA, count_tokens, make_batch
 from benchmarks.training.peer import summary, time_steps
 from liger_models.models.quantization import METHODS, quantise
 
-SUMMARY = "a training step with LoRA beside transformers and PEFT, and with liger-kernel"
+SUMMARY = "a training step with LoRA against transformers and PEFT, and with liger-kernel"
 PROVIDERS = ("ours", "transformers", "transformers+liger")
-ADAPTERS = ("float32", "bfloat16")  # float32 is what PEFT makes of a bfloat16 model
+ADAPTERS = ("float32", "bfloat16")  # float32 is PEFT's choice for a bfloat16 model
 CONFIGURATIONS = (
     "ours:float32:mlp=1,lean:4",
     "ours:float32:lean:4",
@@ -58,14 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rank", type=int, default=16, help="(%(default)s)")
     parser.add_argument(
-        "--quantize", choices=METHODS, help="the weights below the adapters, by bitsandbytes (default: not)"
+        "--quantize", choices=METHODS, help="quantise the base weights with bitsandbytes (default: no)"
     )
-    parser.add_argument("--seq", type=int, default=4096, help="tokens a sequence of `full` (%(default)s)")
+    parser.add_argument("--seq", type=int, default=4096, help="tokens per sequence of `full` (%(default)s)")
     parser.add_argument("--warmup", type=int, default=2, help="steps before the timed ones (%(default)s)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps (%(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
-        "--time-limit", type=float, default=180, help="seconds for a configuration (%(default)s)"
+        "--time-limit", type=float, default=180, help="seconds per configuration (%(default)s)"
     )
 
 
@@ -116,7 +116,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _in_own_process(job: dict[str, Any], time_limit: float) -> dict[str, Any]:
-    """The result's fields, or a `note` that says why there is none."""
+    """The result's fields, or a `note` with the reason why there is none."""
     # Growing segments waste no memory between blocks; for every provider alike.
     environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     command = [sys.executable, "-m", "benchmarks.lora", json.dumps(job)]
@@ -131,7 +131,7 @@ def _in_own_process(job: dict[str, Any], time_limit: float) -> dict[str, Any]:
 
 
 def _train(job: dict[str, Any]) -> dict[str, Any]:
-    """Runs in the process of its own."""
+    """Runs in its own process."""
     torch.manual_seed(0)
     device = torch.device(job["device"])
     cuda = device.type == "cuda"

@@ -1,9 +1,9 @@
-"""Time, memory and the machine's ceilings.
+"""Time, memory and the machine's limits.
 
-A GPU runs behind the host, so a call is timed by device events. Short calls are queued in groups behind a
-pause of the device: it then runs them back to back, and what the host takes to launch them, which is measured
-by itself (`launch_microseconds`), stays out. Inputs rotate through copies that together exceed the L2 cache
-several times, and the results of a round stay alive, so that no call finds its data in the cache.
+GPUs run asynchronously, so calls are timed by device events. Short calls are queued in groups while the
+device pauses, so that they run back to back and exclude the host's launch overhead, which is measured
+separately (`launch_microseconds`). Inputs rotate through copies that exceed the L2 cache several times, and a
+round's results stay alive, so that no call finds its data in the cache.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_GROUP = 20  # calls; the queue of launches holds about a thousand kernels
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds a call: the median, and the 10th and 90th percentile."""
+    """Milliseconds per call: median, 10th and 90th percentile."""
 
     median: float
     low: float
@@ -38,7 +38,8 @@ class Timing:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the machine reached in this run: bytes a second, read plus written, and FLOP a second."""
+    """Limits reached on this machine in this run: bytes per second, read plus written, and FLOP per
+    second."""
 
     copy: float
     matmul: float
@@ -49,7 +50,7 @@ class Meter:
 
     def __init__(self, device: torch.device, quick: bool = False):
         self.device, self.cuda = device, device.type == "cuda"
-        # Milliseconds to measure, by how many groups of calls at the least and at the most.
+        # Milliseconds to measure, with the minimum and maximum number of groups of calls.
         self.total_ms, self.min_groups, self.max_groups = (20.0, 3, 5) if quick else (60.0, 5, 25)
         self.ahead_ms, self.sustained_ms = (100.0, 200.0) if quick else (250.0, 350.0)
         self._copy_ms: dict[int, float] = {}
@@ -61,7 +62,7 @@ class Meter:
             self._sleep_cycles_per_ms = 10_000_000 / self._elapsed_ms(lambda: torch.cuda._sleep(10_000_000))
 
     def copies(self, num_bytes: int) -> int:
-        """How many copies of the inputs exceed the cache four times."""
+        """Number of input copies that exceed the cache four times."""
         return min(32, -(-4 * self.l2_bytes // max(num_bytes, 1))) if self.cuda else 1
 
     def time(
@@ -73,9 +74,9 @@ class Meter:
     ) -> Timing:
         """Time `call`, which has run before, for a bounded time: 60 ms, or five calls that take longer.
 
-        `restore` puts back inputs that the call overwrites: untimed, between groups. `sustained` is for
-        matrix products, which the power limit slows down within 0.2 s: 0.25 s of calls go ahead, and 0.35 s
-        are timed.
+        `restore` resets inputs that the call overwrites: untimed, between groups. `sustained` is for matrix
+        products, which the power limit slows down within 0.2 s: 0.25 s of untimed calls precede 0.35 s of
+        timed ones.
         """
         alive: deque[object] = deque(maxlen=copies - 1)
         estimate, host_ms = self._estimate(call, alive)
@@ -101,8 +102,8 @@ class Meter:
         return Timing.of(samples)
 
     def copy_milliseconds(self, num_bytes: int) -> float:
-        """torch's copy_ of half of `num_bytes`, which reads and writes as many in all: what a kernel of few
-        bytes can reach, since starting and ending one takes a few microseconds.
+        """Time of torch's copy_ of half of `num_bytes`, which reads and writes that many in total: the limit
+        of a small kernel, since starting and ending one takes a few microseconds.
         """
         if num_bytes not in self._copy_ms:
             copies, count = self.copies(num_bytes), max(num_bytes // 4, 1)
@@ -114,13 +115,13 @@ class Meter:
     def launch_microseconds(
         self, batches: Mapping[str, Callable[[], object]], calls: int, turns: int = 24
     ) -> dict[str, float]:
-        """What the host takes for each of the `calls` that a batch makes, the device idle: the lower quartile
-        of `turns` turns.
+        """Host time per call for each batch of `calls`, with an idle device: the lower quartile of `turns`
+        turns.
 
-        A batch begins with an empty queue and is too short to fill it, so the host never waits for the
-        device, unless a call itself makes it. The batches take turns, so that what slows the host down for a
-        while slows down all of them, and each runs once untimed before, with caches and threads awake. What
-        disturbs a host only ever adds time: the lower quartile returns from run to run, the median less so.
+        A batch starts with an empty queue and is too short to fill it, so the host does not wait for the
+        device unless a call synchronises. The batches alternate, so that temporary slowdowns of the host
+        affect all of them, and each first runs once untimed. Disturbances only add time: the lower quartile
+        is reproducible, the median less so.
         """
         times: dict[str, list[float]] = {name: [] for name in batches}
         gc.collect()
@@ -141,7 +142,7 @@ class Meter:
         return {name: sorted(taken)[turns // 4] for name, taken in times.items()}
 
     def peak_bytes(self, call: Callable[[int], object]) -> int | None:
-        """The most memory a call takes beside its inputs, results and gradients too. None on a CPU."""
+        """Peak memory of a call in addition to its inputs, including results and gradients. None on a CPU."""
         if not self.cuda:
             return None
         self._wait()
@@ -152,8 +153,8 @@ class Meter:
         return torch.cuda.max_memory_allocated(self.device) - before
 
     def ceilings(self) -> Ceilings:
-        """A copy of 2 GiB (on a CPU 64 MiB), and a bfloat16 matrix product of 8192^3 (128^3) of random
-        numbers.
+        """Measure a copy of 2 GiB (64 MiB on a CPU), and a bfloat16 matrix product of random numbers of size
+        8192^3 (128^3).
         """
         count, side = (1 << 30, 8192) if self.cuda else (1 << 25, 128)
         source = torch.ones(count, dtype=torch.bfloat16, device=self.device)
@@ -164,7 +165,7 @@ class Meter:
         return Ceilings(4e3 * count / copy.median, 2e3 * side**3 / matmul.median)
 
     def _estimate(self, call: Callable[[int], object], alive: deque[object]) -> tuple[float, float]:
-        """Milliseconds a call takes on the device, and on the host to launch it."""
+        """Milliseconds of a call on the device, and of its launch on the host."""
         alive.append(call(0))
         self._wait()
         host = time.perf_counter()

@@ -1,17 +1,17 @@
-"""All that is asked of a machine with several GPUs, one part after the other, each in processes and with a
-time limit of its own. The whole takes less than eight minutes.
+"""All benchmarks of a machine with several GPUs, in separate processes with time limits, in less than eight
+minutes.
 
 | part         | what is measured                                                                         |
 |--------------|------------------------------------------------------------------------------------------|
-| 8B           | Llama-3-8B, 4 x 8192 a GPU, FSDP2: transformers with liger-kernel, checkpointed; ours at |
-|              | the levels that the planner picks; the same work on all GPUs, and whole on each          |
-| experts      | Qwen3-30B-A3B, 4 x 4096 a GPU: FSDP2 alone, and experts divided over all GPUs            |
-| long context | one step of 8B on one row of the length that is computed in LONGEST seconds or less, its |
-|              | sequence divided over all GPUs; the peak beside the planner's                            |
+| 8B           | Llama-3-8B, 4 x 8192 per GPU, FSDP2: transformers with liger-kernel, checkpointed; ours  |
+|              | at the planner's levels; the same work on all GPUs, and unsharded on each                |
+| experts      | Qwen3-30B-A3B, 4 x 4096 per GPU: FSDP2 only, and expert parallelism over all GPUs        |
+| long context | one step of 8B on one row of the length that takes LONGEST seconds or less, its sequence |
+|              | split over all GPUs; its peak against the plan                                           |
 | checkpoint   | written by all GPUs, resumed on half of them, exported: see resume.py                    |
 
-What fails, has not enough memory or is not done in time has a line that says so. The results are written
-after each line: the same command again measures what has none yet.
+Failures, out-of-memory errors and timeouts get a line that says so. The results are written after each line:
+the same command again measures only what is missing.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ SUMMARY = (
 MARKS = "<!-- several GPUs: python -m benchmarks node -->", "<!-- end of several GPUs -->"
 TITLE, PICTURE = "A machine with several GPUs", "node.png"
 HEADER = ("part", *parallel.HEADER)
-LONGEST = 130.0  # seconds that a step of the long context computes; with the rest it is to take three minutes
-OPERATIONS = 350e12  # a second of a GPU in such a step, what is computed again left aside
-STRIDE = 65536  # tokens by which rows are longer
+LONGEST = 130.0  # computing seconds of the long context's step; with everything else it takes three minutes
+OPERATIONS = 350e12  # per second and GPU in such a step, without recomputation
+STRIDE = 65536  # granularity of row lengths in tokens
 
 Row = dict[str, Any]
 
 
 class Part(NamedTuple):
-    """What is measured together.
+    """Results that are measured together.
 
     Attributes:
-        seconds: that it may take; those of all are less than eight minutes.
-        layers: of `--smallest`.
-        rows: makes its rows, of these arguments, a number of layers (None: all), and the seconds.
+        seconds: time limit; all together less than eight minutes.
+        layers: for `--smallest`.
+        rows: creates its rows, given the arguments, a number of layers (None: all), and the seconds.
     """
 
     name: str
@@ -63,10 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--part", action="append", choices=[part.name for part in PARTS], help="repeatable; all"
     )
-    parser.add_argument("--smallest", action="store_true", help="a few layers, two steps: does it all run?")
-    parser.add_argument("--expert-layers", type=int, help="of Qwen3-30B-A3B only the first so many")
+    parser.add_argument("--smallest", action="store_true", help="a few layers, two steps: a smoke test")
+    parser.add_argument("--expert-layers", type=int, help="use only this many layers of Qwen3-30B-A3B")
     parser.add_argument("--folder", help="where checkpoints are written, and removed again (a temporary one)")
-    parser.add_argument("--page", metavar="FILE", help="renew this page's table, and the picture beside it")
+    parser.add_argument("--page", metavar="FILE", help="update this page's table, and the plot next to it")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -106,7 +106,7 @@ def _experts(args: argparse.Namespace, layers: int | None, seconds: float) -> It
 
 
 def _long(args: argparse.Namespace, layers: int | None, seconds: float) -> Iterator[Row]:
-    """The longest; where it has not enough memory half of it, and a quarter."""
+    """The longest row; if it does not fit, half of it, and a quarter."""
     config, end = config_of("llama-3-8b", layers), time.monotonic() + seconds
     seq = 2 * STRIDE * args.processes if args.smallest else longest(config, args.processes)
     for part in (1, 2, 4):

@@ -1,10 +1,10 @@
-"""Kernels beside their peers: is each right, how near to the machine's limit is it, what memory does it take.
+"""Kernels against other libraries: correctness, distance from the machine's limit, and memory.
 
-A provider's outputs and gradients are compared with the truth first; one that is wrong is not timed.
-Percentages are of what the same run reached with a large plain copy, by the fewest bytes that must move, or
-with a matrix product, by FLOP. Beside them stands what a copy of as many bytes reaches: less, if few. On a
-GPU each provider has a process of its own, with its own ceilings: a library that ran before may have changed
-what torch chooses.
+A provider's outputs and gradients are first compared with the truth; wrong ones are not timed. Percentages
+are relative to the run's own measurement of a large plain copy, by the fewest bytes that must move, or of a
+matrix product, by FLOP. The tables also show what a copy of as many bytes reaches, which is less for few
+bytes. On a GPU each provider has its own process, with its own limits: libraries that ran before may change
+torch's choices.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from benchmarks.report import machine, publish
 from benchmarks.row import ROWS, Row, read_rows, write_rows
 from benchmarks.tables import markdown
 
-SUMMARY = "kernels beside liger-kernel, torch.compile and eager PyTorch: correctness, time, memory"
-_PROVIDER_SECONDS = 60.0  # for a case: compiling, checking and timing
+SUMMARY = "kernels against liger-kernel, torch.compile and eager PyTorch: correctness, time, memory"
+_PROVIDER_SECONDS = 60.0  # per case: compiling, checking and timing
 _LAUNCH_CALLS = 8  # at most a thousand kernels fit into the queue
 ALL_PROVIDERS = tuple(dict.fromkeys(name for operation in REGISTRY.values() for name in operation.providers))
 
@@ -53,10 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--quick", action="store_true", help="one shape an operation, fewer repeats")
-    parser.add_argument("--compiled", action="store_true", help="compile nothing before the first provider")
+    parser.add_argument("--quick", action="store_true", help="one shape per operation, fewer repeats")
+    parser.add_argument("--compiled", action="store_true", help="do not compile in advance")
     parser.add_argument(
-        "--minutes", type=float, default=7, help="what has not begun by then becomes a note (%(default)s)"
+        "--minutes", type=float, default=7, help="time limit; the rest becomes notes (%(default)s)"
     )
 
 
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _place(order: Mapping[tuple[str, tuple[int, ...]], int], row: Row) -> int:
-    """That of the operation and shape in the table; launches, whose shape is another, come last."""
+    """Position of the operation and shape in the table; launches, with their other shape, come last."""
     return order.get((row.operation, tuple(map(int, row.shape.split("x")))), len(order))
 
 
@@ -109,7 +109,7 @@ def _measure(
     """All of it in this process."""
     if device.type == "cuda":
         gc.collect()
-        gc.freeze()  # what is imported never goes: collecting after each provider need not look at it
+        gc.freeze()  # imports are permanent: exclude them from each provider's collection
     meter = Meter(device, args.quick)
     ceilings = meter.ceilings()
     session = Session(meter, ceilings, getattr(torch, args.dtype), providers, started, 60 * args.minutes)
@@ -127,7 +127,7 @@ def _measure(
 def measure_apart(
     args: argparse.Namespace, providers: Sequence[str], started: float
 ) -> tuple[list[Row], Ceilings]:
-    """Each provider in a process of its own, one after the other; the ceilings are those of the first."""
+    """Measure each provider in its own process, one after another; the limits are the first one's."""
     rows: list[Row] = []
     ceilings: list[Ceilings] = []
     for number, provider in enumerate(providers):
@@ -160,10 +160,11 @@ def device_of(name: str) -> torch.device:
 
 
 def matching(patterns: Sequence[str] | None) -> list[Operation]:
-    """The operations of these names or patterns, in the table's order. ValueError for one without any."""
+    """Operations matching these names or patterns, in the table's order. ValueError for one without a
+    match."""
     for pattern in patterns or ():
         if not fnmatch.filter(REGISTRY, pattern):
-            raise ValueError(f"no operation is called {pattern!r}; there are {', '.join(REGISTRY)}")
+            raise ValueError(f"no operation matches {pattern!r}; expected {', '.join(REGISTRY)}")
     return [
         operation
         for name, operation in REGISTRY.items()
@@ -172,7 +173,7 @@ def matching(patterns: Sequence[str] | None) -> list[Operation]:
 
 
 def shapes_of(operation: Operation, args: argparse.Namespace, device: torch.device) -> list[tuple[int, ...]]:
-    """The table's shapes, or those of --shape; ValueError where one has another number of dimensions."""
+    """The table's shapes, or --shape's; ValueError for a wrong number of dimensions."""
     if args.shape:
         return [_parse_shape(shape, operation) for shape in args.shape]
     if device.type != "cuda":
@@ -192,7 +193,7 @@ def _parse_shape(text: str, operation: Operation) -> tuple[int, ...]:
 
 
 class Session:
-    """What all measurements of a run share."""
+    """State shared by all measurements of a run."""
 
     def __init__(
         self,
@@ -225,7 +226,7 @@ class Session:
         return rows
 
     def measure_launches(self, operation: Operation, providers: Sequence[str]) -> list[Row]:
-        """The host's time for a call with few tokens."""
+        """Host time of a call with few tokens."""
         assert operation.small is not None
         rows = [_row(operation, operation.small, name) for name in providers]
         if not rows or self._time_is_up(rows, 1.0):
@@ -276,7 +277,7 @@ class Session:
             row.forward, row.forward_ceiling, row.forward_tflops = measured(bound.forward, case.forward)
 
     def _set_copies(self, rows: list[Row], case: Case) -> None:
-        """What copies of as many bytes reach, where memory binds."""
+        """Time of copies of as many bytes, where memory is the limit."""
         if case.training.flops:
             return
         forward_bytes = 0 if case.forward is None else case.forward.bytes
@@ -290,7 +291,7 @@ class Session:
     def _time_is_up(self, rows: list[Row], share: float) -> bool:
         up = time.monotonic() - self.started > share * self.seconds
         for row in rows if up else ():
-            row.note = f"left out: {self.seconds / 60:g} minutes were over"
+            row.note = f"skipped: the {self.seconds / 60:g} minutes are over"
             self._report(row)
         return up
 
@@ -303,7 +304,7 @@ class Session:
         print(line, file=sys.stderr, flush=True)
 
     def _clear(self) -> None:
-        """A failed provider may have left cycles that hold memory."""
+        """Collect cycles with memory that a failed provider may have left."""
         if self.meter.cuda:
             gc.collect()
             torch.cuda.empty_cache()
@@ -315,7 +316,7 @@ def _row(operation: Operation, shape: tuple[int, ...], provider: str) -> Row:
 
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in what takes longer, such as a compilation that does not end."""
+    """Raise TimeoutError if the block takes longer, such as an endless compilation."""
 
     def stop(*_: object) -> None:
         raise TimeoutError(f"stopped after {seconds:g} s")
@@ -331,7 +332,7 @@ def at_most(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def _notes(*rows: Row) -> Iterator[None]:
-    """A provider that is missing, or fails, must not end the run."""
+    """Turn a missing or failing provider into a note."""
     try:
         yield
     except Exception as error:

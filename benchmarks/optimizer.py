@@ -1,8 +1,8 @@
-"""A step of AdamW with clipping over a model's parameters: time, and share of the bandwidth of a large copy.
+"""A step of AdamW with clipping over a model's parameters: time, and fraction of a large copy's bandwidth.
 
-Random parameters and gradients in bfloat16, of a model's shapes. Clipping is the norm of all gradients, and
-what scales them: in ours the step itself, in torch a pass of its own. Bytes are those that must move, what
-clipping reads among them.
+Random parameters and gradients in bfloat16, with a model's shapes. Clipping is the norm of all gradients and
+their scaling: in ours part of the step, in torch a separate pass. Bytes are those that must move, including
+clipping's reads.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from benchmarks.measure import Meter
 from benchmarks.report import machine, markdown_table, publish
 from benchmarks.train import MODELS
 
-SUMMARY = "a step of AdamW with clipping, in each way to keep bfloat16 weights, beside torch's fused AdamW"
+SUMMARY = (
+    "a step of AdamW with clipping, with each representation of bfloat16 weights, against torch's fused AdamW"
+)
 
-# Bytes of a parameter that a step reads and writes; clipping reads its gradient, 2 bytes, once more.
+# Bytes per parameter that a step reads and writes; clipping reads the gradient, 2 bytes, again.
 MODES: dict[str, tuple[dict[str, Any], int]] = {
     "plain": ({"weights": "plain"}, 14),
     "stochastic": ({"weights": "stochastic"}, 14),
@@ -80,7 +82,7 @@ def _measure(model: str, mode: str, meter: Meter, device: torch.device, copy: fl
     count = sum(parameter.numel() for parameter in parameters)
     options, step_bytes = MODES.get(mode, ({}, 14 if mode == TORCH else 18))
     clip, step = _calls(mode, options, parameters)
-    for call in (clip, step, step):  # makes the state, and compiles
+    for call in (clip, step, step):  # creates the state, and compiles
         call()
     clip_ms, step_ms = (
         meter.time(lambda i, call=call: call(), sustained=True).median for call in (clip, step)
@@ -94,7 +96,7 @@ def _measure(model: str, mode: str, meter: Meter, device: torch.device, copy: fl
 def _calls(
     mode: str, options: dict[str, Any], parameters: list[nn.Parameter]
 ) -> tuple[Callable[[], Any], ...]:
-    """Clipping and a step. What clipping leaves for the step is there at each."""
+    """Clipping and a step; every step has the result of clipping."""
     from liger_models.optim.adamw import AdamW
 
     if mode == TORCH:

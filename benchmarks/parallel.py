@@ -1,10 +1,10 @@
-"""A training step of a model that several GPUs share: tokens a second of each GPU and peak memory, beside
+"""A training step of a model sharded over several GPUs: tokens per second and GPU, and peak memory, against
 transformers and liger-kernel under FSDP2.
 
-One process a GPU measures all configurations, one after the other: fresh random weights in bfloat16, random
-tokens, fused AdamW in bfloat16. The peers are divided as is usual, every layer and the model, with gradients
-added up in float32; ours by `liger_models.parallelize`. `alone` is a model whole on each GPU, which knows
-nothing of the others. Times are of the slowest GPU, peaks of the largest.
+One process per GPU measures all configurations in turn: random weights in bfloat16, random tokens, fused
+AdamW in bfloat16. Peers are sharded as usual, every layer and the model, with gradients reduced in float32;
+ours by `liger_models.parallelize`. `alone` is an unsharded model on each GPU without communication. Times are
+the slowest GPU's, peaks the largest.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.training.shapes import MODELS, config_of
 from benchmarks.training.step import Job, Result, check_provider
 from liger_models.training.observing.profiling import table
 
-SUMMARY = "a training step of a model that several GPUs share, beside transformers and liger-kernel"
+SUMMARY = "a training step of a model sharded over several GPUs, against transformers and liger-kernel"
 CONFIGURATIONS = (
     "ours:lean,checkpoint=4:4",
     "transformers+liger:checkpoint:4",
@@ -52,24 +52,24 @@ ADAMW_BYTES = 4  # of state: two moments in bfloat16
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=MODELS, default="llama-3-8b", help="(%(default)s)")
-    parser.add_argument("--layers", type=int, help="of the model's layers only the first so many")
+    parser.add_argument("--layers", type=int, help="use only this many of the model's layers")
     parser.add_argument(
         "--configuration",
         action="append",
         type=configuration,
         metavar="PROVIDER:MEMORY:BATCH[:SHARING]",
-        help="repeatable; PROVIDER, MEMORY and BATCH (of one GPU) as of `train`, MEMORY for ours also auto, "
-        "or auto=100: with so many GiB. SHARING: shard, once (shard, and layers are gathered once a step), "
+        help="repeatable; PROVIDER, MEMORY and BATCH (per GPU) as in `train`, MEMORY for ours also auto, or "
+        "auto=100: within so many GiB. SHARING: shard, once (shard, with layers gathered once a step), "
         "alone, or sizes of ParallelDims such as data_replicate=2 or sequence=2,experts=2. "
         f"Default: {' '.join(CONFIGURATIONS)}",
     )
-    parser.add_argument("--seq", type=int, default=8192, help="tokens a sequence (%(default)s)")
+    parser.add_argument("--seq", type=int, default=8192, help="tokens per sequence (%(default)s)")
     parser.add_argument("--warmup", type=int, default=2, help="steps before the timed ones (%(default)s)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps (%(default)s)")
-    parser.add_argument("--profile", action="store_true", help="also say what the kernels of a step are for")
+    parser.add_argument("--profile", action="store_true", help="also profile a step's kernels by purpose")
     gpus = torch.cuda.device_count()
-    parser.add_argument("--processes", type=int, default=gpus or 2, help="one a GPU (%(default)s)")
-    parser.add_argument("--time-limit", type=float, default=900, help="seconds for all (%(default)s)")
+    parser.add_argument("--processes", type=int, default=gpus or 2, help="one per GPU (%(default)s)")
+    parser.add_argument("--time-limit", type=float, default=900, help="time limit in seconds (%(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write(args: argparse.Namespace, rows: Sequence[dict[str, Any]], show: bool) -> None:
-    """The report so far."""
+    """Write the report so far."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     about = machine(device, "transformers", "liger-kernel")
     depth = f"{args.model}" + (f" ({args.layers} layers)" if args.layers else "")
@@ -98,7 +98,7 @@ def _write(args: argparse.Namespace, rows: Sequence[dict[str, Any]], show: bool)
 
 
 def configuration(text: str) -> dict[str, Any]:
-    """Of PROVIDER:MEMORY:BATCH[:SHARING]."""
+    """Parse PROVIDER:MEMORY:BATCH[:SHARING]."""
     match = re.fullmatch(r"([a-z_+]+):([a-z,=0-9]+):(\d+)(?::([a-z_,=0-9]+))?", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"cannot read {text!r}; expected for instance ours:lean:2:shard")
@@ -107,7 +107,7 @@ def configuration(text: str) -> dict[str, Any]:
 
 
 def cells(row: dict[str, Any], processes: int) -> list[str]:
-    """A line of a table with `HEADER`."""
+    """Cells of a table with `HEADER`."""
     gpus = "1" if row["sharing"] == "alone" else f"{processes}"
     gpus += "" if row["sharing"] in ("alone", "shard") else f" ({row['sharing']})"
     first = [f"{row['batch']} x {row['seq']}", row["provider"], gpus]
@@ -123,8 +123,8 @@ def cells(row: dict[str, Any], processes: int) -> list[str]:
 def measure_all(
     jobs: Sequence[dict[str, Any]], config: Mapping[str, Any], processes: int, seconds: float
 ) -> Iterator[dict[str, Any]]:
-    """Each job with its result, as they come: what breaks down, or is not done when the time for all of them
-    is over, has a note, and the next job gets new processes.
+    """Yield each job with its result when ready. Failures, and jobs not finished within the time limit, get a
+    note, and the next job gets new processes.
     """
     left, end = list(jobs), time.monotonic() + seconds
     while left:
@@ -164,9 +164,10 @@ def _main(task: dict[str, Any], folder: Path) -> None:
 
 
 def _measure(job: Job, sharing: str, device: torch.device) -> Result:
-    """
+    """Measure a job in this process.
+
     Raises:
-        NotImplementedError: the provider does not have the model.
+        NotImplementedError: the provider does not support the model.
     """
     torch.manual_seed(0)
     cuda = device.type == "cuda"
@@ -177,7 +178,7 @@ def _measure(job: Job, sharing: str, device: torch.device) -> Result:
     batch = step.make_job_batch(job, device)
     times, losses = time_steps(model, optimizer, batch, job.warmup, job.steps, device)
     rate = summary(times, step.count_job_tokens(job))
-    # Those that have one sequence together were given the same rows.
+    # Processes of one sequence receive the same rows.
     rate["tokens_per_second"] /= _sizes(sharing).get("sequence", 1)
     result = {
         **rate,
@@ -229,17 +230,17 @@ def _sizes(sharing: str) -> dict[str, int]:
 
 
 def _planned(model: Any, job: Job, sharing: str) -> float:
-    """The peak that a plan says, in GiB."""
+    """Planned peak in GiB."""
     from liger_models.layers.memory import Step, StepMemory
 
     ranks = _sizes(sharing).get("sequence", 1)
-    state = ADAMW_BYTES if job.warmup + job.steps > 1 else 0  # the first step ends with making it
+    state = ADAMW_BYTES if job.warmup + job.steps > 1 else 0  # the first step ends by creating it
     plan = StepMemory(model, Step(job.batch, job.seq, state, sequence_ranks=ranks))
     return plan.plan(model.activation_memory).peak / 2**30
 
 
 def _levels(model: Any, job: Job) -> str:
-    """What is kept, in words: 'lean', or '28 lean, 4 checkpoint'."""
+    """Levels in words: 'lean', or '28 lean, 4 checkpoint'."""
     if not job.ours:
         return job.memory
     counts = {level: model.activation_memory.count(level) for level in dict.fromkeys(model.activation_memory)}

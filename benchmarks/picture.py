@@ -1,8 +1,8 @@
-"""One picture of the kernels: how near to the machine's limit ours comes, and where the peers are.
+"""Plot of the kernels: how close ours and the peers come to the machine's limit.
 
-Forward and backward together. Left what memory bounds, as a share of a large copy's bandwidth, with a line
-where copies of as many bytes end; right what matrix products bound, in TFLOP/s. Ours is a bar, a peer a mark
-on or beyond it.
+Forward and backward together. Left: memory-bound kernels, as a fraction of a large copy's bandwidth, with a
+line at the speed of copies of as many bytes. Right: kernels bound by matrix products, in TFLOP/s. Ours is a
+bar, a peer a mark on or beyond it.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _COPY = {"color": "black", "marker": "|", "markeredgewidth": 2}
 
 
 def draw(rows: Sequence[Row], title: str, ceilings: Ceilings, path: str) -> str:
-    """Write the PNG; returns what was done."""
+    """Write the PNG; returns a status message."""
     try:
         import matplotlib
     except ImportError:
-        return "no picture: matplotlib is not installed"
+        return "no plot: matplotlib is not installed"
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     timed = [row for row in rows if row.training is not None]
     if not timed:
-        return "no picture: nothing was timed"
+        return "no plot: nothing was timed"
     memory = _cases([row for row in timed if row.tflops is None])
     products = _cases([row for row in timed if row.tflops is not None])
     height = 1.9 + 0.36 * max(len(memory), len(products))
@@ -77,7 +77,7 @@ def draw(rows: Sequence[Row], title: str, ceilings: Ceilings, path: str) -> str:
 
 
 def _cases(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
-    """Rows by case, whose name is what is written beside it, and by provider."""
+    """Rows by case, with its label as the name, and by provider."""
     cases: dict[str, dict[str, Row]] = {}
     for row in rows:
         label = f"{row.operation.replace('_', ' ')}  {row.shape}"

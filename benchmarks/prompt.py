@@ -1,15 +1,15 @@
-"""Answers that share their prompt: a step in which it is computed once, beside sequences of their own.
+"""Answers with a shared prompt: a step that computes the prompt once, against separate sequences.
 
-Fresh random weights in bfloat16 and random tokens. A step is the scores of all answers' tokens, forward, and
-the backward pass of a loss on them; the optimizer's is not in it, being that of any batch. What is timed:
+Random weights in bfloat16 and random tokens. A step computes the scores of all answers' tokens and the
+backward pass of a loss on them, without the optimizer, which does not depend on the batch. Variants:
 
-| way      | the model is given                                                                 |
+| way      | input of the model                                                                 |
 |----------|------------------------------------------------------------------------------------|
 | `shared` | each prompt once, and the answers that continue it (losses/shared_prompts.py)      |
-| `packed` | each answer behind a copy of its prompt, one after another in a row, by cu_seqlens |
-| `rows`   | the same in rows, which are equally long here, and for which there is SDPA         |
+| `packed` | each answer after a copy of its prompt, packed into one row with cu_seqlens        |
+| `rows`   | the same in rows, which have equal lengths here, so that SDPA can be used          |
 
-Tokens a second are those of answers, which are what is learned from: the same in all ways.
+Tokens per second count the answers' tokens, the same in all variants.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 from benchmarks.report import machine, markdown_table, publish, renew
 from benchmarks.training.shapes import MODELS, config_of
 
-SUMMARY = "answers that share their prompt, which is computed once, beside sequences of their own"
+SUMMARY = "answers with a shared prompt, computed once, against separate sequences"
 TITLE = "Shared prompts"
 CASES = ("1x2048:8x512", "4x2048:2x512")
 HEADER = (
@@ -45,7 +45,7 @@ HEADER = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=MODELS, default="llama-3-8b", help="(%(default)s)")
-    parser.add_argument("--layers", type=int, help="of the model, the first so many (default: all)")
+    parser.add_argument("--layers", type=int, help="use only this many of the model's layers (default: all)")
     parser.add_argument(
         "--case",
         action="append",
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--way", action="append", choices=_WAYS, help=f"repeatable ({' '.join(_WAYS)})")
     parser.add_argument("--memory", default="lean", help="level of activation memory (%(default)s)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps (%(default)s)")
-    parser.add_argument("--page", metavar="FILE", help="renew this page's table")
+    parser.add_argument("--page", metavar="FILE", help="update this page's table")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
 

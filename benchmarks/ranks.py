@@ -1,4 +1,5 @@
-"""Processes of one group, one a GPU, that run `main(task, folder)` of a module; what each says lies in files.
+"""Process groups with one process per GPU that run `main(task, folder)` of a module and write results to
+files.
 
 with started("benchmarks.parallel", task, folder, 2) as processes: ...     # here
 if __name__ == "__main__": be_a_rank(_main)                                # in the module
@@ -26,8 +27,8 @@ Processes = Sequence[subprocess.Popen[bytes]]
 
 @contextlib.contextmanager
 def started(module: str, task: Any, folder: Path, processes: int) -> Iterator[Processes]:
-    """Processes that are killed at the end. `folder` is theirs alone."""
-    # Growing segments waste no memory between blocks; for every provider alike.
+    """Processes that are killed at the end. `folder` is for them only."""
+    # Expandable segments avoid fragmentation; the same for every provider.
     environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     environment |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     command = [sys.executable, "-m", module, json.dumps(task), str(folder)]
@@ -47,26 +48,26 @@ def started(module: str, task: Any, folder: Path, processes: int) -> Iterator[Pr
 
 
 def result(path: Path, ranks: Processes, end: float) -> dict[str, Any]:
-    """What the ranks write into a file, or a note that says why they do not.
+    """Result that the ranks write to a file, or a note with the reason why there is none.
 
     Args:
-        end: of time, by time.monotonic().
+        end: deadline, by time.monotonic().
     """
     while time.monotonic() < end:
         codes = [rank.poll() for rank in ranks]
         if path.exists():
             return json.loads(path.read_text())
-        if notes := list(path.parent.glob("note*.json")):  # who is waited for may never end
+        if notes := list(path.parent.glob("note*.json")):  # the processes may never end
             return {"note": json.loads(notes[0].read_text())}
         if any(codes) or None not in codes:
             ended = ", ".join(f"process {rank} with {code}" for rank, code in enumerate(codes))
             return {"note": f"failed: ended: {ended}"}
         time.sleep(0.1)
-    return {"note": "stopped: its time was over"}
+    return {"note": "stopped: time limit"}
 
 
 def write(path: Path, found: Any) -> None:
-    """Whole or not at all."""
+    """Write atomically."""
     unready = path.with_suffix(".unready")
     unready.write_text(json.dumps(found))
     unready.rename(path)

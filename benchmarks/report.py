@@ -1,4 +1,4 @@
-"""What all reports share: the machine, Markdown tables, CSV files."""
+"""Shared parts of all reports: the machine, Markdown tables, CSV files."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def publish(out: str, name: str, markdown: str, rows: Sequence[dict[str, object]
 
 
 def renew(page: Path, marks: tuple[str, str], title: str, text: str) -> None:
-    """Put `text` between the marks of a page, which gets a section with this title for it if it has none."""
+    """Replace the text between the marks of a page; adds a section with this title if there are none."""
     begin, end = marks
     old = page.read_text(encoding="utf-8") if page.is_file() else "# Performance\n"
     if begin not in old:
@@ -63,14 +63,14 @@ def renew(page: Path, marks: tuple[str, str], title: str, text: str) -> None:
 def bars(
     path: Path, heading: str, values: Sequence[tuple[str, float]], form: str, line: float | None = None
 ) -> str:
-    """Write a picture of named values as bars, those from `line` on in red. Returns what was done."""
+    """Plot named values as bars, with those from `line` on in red. Returns a status message."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        return "no picture: matplotlib is not installed"
+        return "no plot: matplotlib is not installed"
     if not values:
-        return "no picture: nothing was timed"
+        return "no plot: nothing was timed"
     figure = Figure(figsize=(11, 1.2 + 0.4 * len(values)), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)  # no display, and no global state of pyplot
     axes = figure.add_subplot()

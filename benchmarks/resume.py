@@ -1,10 +1,9 @@
-"""A run's checkpoint that many processes write, and half of them go on from: what each reads, and how long it
-takes.
+"""A checkpoint written by many processes and resumed by half of them: bytes read by each, and time.
 
-Fresh random weights in bfloat16 are saved as a Hugging Face checkpoint, from shards. All processes load it,
-and train it for three steps, writing a checkpoint after the second; then half of them, with twice the
-micro-batches, make the third step from that checkpoint. Both runs end with an export. Read are the bytes of
-tensors that a process takes from files.
+Random weights in bfloat16 are saved from shards as a Hugging Face checkpoint. All processes load it and train
+it for three steps, writing a checkpoint after the second; then half of them, with twice the micro-batches,
+repeat the third step from that checkpoint. Both runs end with an export. Bytes read are the tensor bytes that
+a process takes from files.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from benchmarks.training.step import free
 from liger_models import parallelize
 from liger_models.training import TrainConfig, train
 
-SUMMARY = "a checkpoint that many processes write and half of them resume: bytes read by each, seconds"
+SUMMARY = "a checkpoint written by many processes and resumed by half of them: bytes read by each, seconds"
 HEADER = ("what", "processes", "GB of the files", "GB read by each", "seconds", "loss of the third step")
 MOST_PER_FILE = "2GB"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=MODELS, default="llama-3-8b", help="(%(default)s)")
-    parser.add_argument("--layers", type=int, help="of the model's layers only the first so many")
-    parser.add_argument("--seq", type=int, default=1024, help="tokens a row (%(default)s)")
+    parser.add_argument("--layers", type=int, help="use only this many of the model's layers")
+    parser.add_argument("--seq", type=int, default=1024, help="tokens per row (%(default)s)")
     gpus = torch.cuda.device_count()
-    parser.add_argument("--processes", type=int, default=gpus or 2, help="one a GPU (%(default)s)")
+    parser.add_argument("--processes", type=int, default=gpus or 2, help="one per GPU (%(default)s)")
     parser.add_argument("--folder", help="where the files are written, and removed again (a temporary one)")
-    parser.add_argument("--time-limit", type=float, default=600, help="seconds for all (%(default)s)")
+    parser.add_argument("--time-limit", type=float, default=600, help="time limit in seconds (%(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 def measure_all(
     config: Mapping[str, Any], seq: int, processes: int, seconds: float, folder: str | None = None
 ) -> Iterator[dict[str, Any]]:
-    """A row for each thing that is done, as they come; the last one has a note if it failed."""
+    """Yield a row for each action when finished; the last one has a note if it failed."""
     end = time.monotonic() + seconds
     with tempfile.TemporaryDirectory(dir=folder) as name:
         files = Path(name)
@@ -75,7 +74,7 @@ def measure_all(
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
-    """A line of a table with `HEADER`."""
+    """Cells of a table with `HEADER`."""
     first = [row["what"], str(row["processes"])]
     if "note" in row:
         return [*first, row["note"], "", "", ""]
@@ -85,7 +84,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def _write_text_and_tokenizer(folder: Path) -> None:
-    """Of bytes alone."""
+    """Write a text of bytes, and a byte tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -140,12 +139,12 @@ def _main(task: dict[str, Any], folder: Path) -> None:
 
 
 class _Row(dict[str, Any]):
-    """What is done within it, by all processes, as a row that the first one writes.
+    """Measures the enclosed action of all processes as a row, which the first one writes.
 
     Args:
-        what: is done.
+        what: the action.
         folder: where the row is written.
-        files: how many bytes of safetensors files are there at the end.
+        files: folder of safetensors files, whose size is measured at the end.
     """
 
     def __init__(self, what: str, folder: Path, files: Path) -> None:

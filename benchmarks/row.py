@@ -1,4 +1,4 @@
-"""What `ops` measured of one provider, for the tables, the picture and the record."""
+"""A result of `ops` for one provider, for the tables, the plot and the record."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""A training step of vision-language models: tokens a second and peak memory, beside liger-kernel.
+"""A training step of vision-language models: tokens per second and peak memory, against liger-kernel.
 
-Rows of a batch are `--seq` tokens of text with images of three sizes; the fourth of four rows has two. Where
-that makes rows of other lengths transformers pads them; here nothing that is padding is computed. Encoder,
-projector and language model are all trained, with fused AdamW. Tokens a second are those of the language
-model that are no padding.
+Rows have `--seq` tokens of text with images of three sizes; every fourth row has two images. Transformers
+pads rows of unequal length; here padding is not computed. Encoder, projector and language model are all
+trained, with fused AdamW. Tokens per second are the language model's, without padding.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from benchmarks.training.pool import measure_all
 from benchmarks.training.shapes import SEEING, config_of
 from benchmarks.training.step import Job, Result, check_provider
 
-SUMMARY = "a training step of vision-language models, beside transformers with liger-kernel"
+SUMMARY = "a training step of vision-language models, against transformers with liger-kernel"
 CONFIGURATIONS = ("ours:lean", "transformers+liger:none")
 HEADER = ("model", "provider", "activation memory", "tokens/s", "ours is", "peak GiB", "of its memory", "ms")
 MARKS = "<!-- images: python -m benchmarks see -->", "<!-- end of images -->"
@@ -48,18 +47,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         type=_configuration,
         metavar="PROVIDER:MEMORY",
-        help="repeatable; as of `train`. The first is what others are compared with "
+        help="repeatable; as in `train`. The others are compared with the first "
         f"({' '.join(CONFIGURATIONS)})",
     )
     parser.add_argument("--batch", type=int, default=3, help="rows (%(default)s)")
-    parser.add_argument("--seq", type=int, default=2048, help="tokens of text a row (%(default)s)")
+    parser.add_argument("--seq", type=int, default=2048, help="text tokens per row (%(default)s)")
     parser.add_argument("--warmup", type=int, default=2, help="steps before the timed ones (%(default)s)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps (%(default)s)")
-    parser.add_argument("--page", metavar="FILE", help="renew this page's table")
+    parser.add_argument("--page", metavar="FILE", help="update this page's table")
     gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
     parser.add_argument("--device", nargs="+", default=gpus, help=f"({' '.join(gpus)})")
     parser.add_argument(
-        "--time-limit", type=float, default=180, help="seconds for a configuration (%(default)s)"
+        "--time-limit", type=float, default=180, help="seconds per configuration (%(default)s)"
     )
     parser.add_argument(
         "--ahead", action="store_true", help="compile all kernels first, on all cores at once"
@@ -104,7 +103,7 @@ def _configuration(text: str) -> tuple[str, str]:
 
 
 def _write(args: argparse.Namespace, rows: Sequence[tuple[Job, Result]], checks: Sequence[str] = ()) -> str:
-    """The report so far: what is killed leaves what it had."""
+    """Write the report so far, so that a kill loses nothing."""
     about = (
         f"{machine(torch.device(args.device[0]), 'transformers', 'liger-kernel')}. bfloat16 weights and "
         f"fused AdamW, {args.batch} rows of {args.seq} tokens of text with images of three sizes; median of "

@@ -10,23 +10,23 @@ from benchmarks.row import Row
 
 
 def markdown(rows: Sequence[Row], title: str, ceilings: Ceilings, dtype: str) -> str:
-    """Tables with one line an operation and shape, and one column a provider."""
+    """Tables with one line per operation and shape, and one column per provider."""
     parts = [
         f"{title}; {dtype}. Copy {ceilings.copy / 1e12:.2f} TB/s, bfloat16 matrix product "
         f"{ceilings.matmul / 1e12:.0f} TFLOP/s.",
         _tables(
-            "Forward: milliseconds, share of the ceiling; what a copy of as many bytes reaches of it",
+            "Forward: milliseconds, fraction of the limit; fraction reached by a copy of as many bytes",
             rows,
             _forward_cell,
             ("a copy", lambda row: _percent(row.forward_copy)),
         ),
         _tables(
-            "Forward and backward: milliseconds, share of the ceiling, peak memory beside the operands",
+            "Forward and backward: milliseconds, fraction of the limit, peak memory excluding operands",
             rows,
             _training_cell,
         ),
         _tables(
-            "A batch of 1 x 512 tokens: microseconds of the host for a call, forward; forward and backward",
+            "A batch of 1 x 512 tokens: host microseconds per call, forward; forward and backward",
             rows,
             _launch_cell,
         ),
@@ -42,9 +42,9 @@ def _tables(
     cell: Callable[[Row], str],
     case_column: tuple[str, Callable[[Row], str]] | None = None,
 ) -> str:
-    """One table for all operations that have the same providers; nothing if all cells are empty.
+    """One table for all operations with the same providers; empty if all cells are.
 
-    A column of a case, whatever the provider, stands last, in tables where it says anything.
+    Columns that depend only on the case come last, in tables where they have values.
     """
     cases: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
@@ -87,7 +87,7 @@ def _error_cell(row: Row) -> str:
 
 
 def _remarks(rows: Sequence[Row]) -> str:
-    """Each note once, with the operations that it holds for."""
+    """Each note once, with its operations."""
     notes: dict[tuple[str, str], dict[str, None]] = {}
     for row in rows:
         if row.note:

@@ -1,6 +1,7 @@
-"""A training step of a model's shape: tokens a second and peak memory, beside transformers and liger-kernel.
+"""A training step of a model's shape: tokens per second and peak memory, against transformers and
+liger-kernel.
 
-What is measured, and how, is in `benchmarks/training`. That memory does not suffice is a result.
+Measurements are implemented in `benchmarks/training`. Running out of memory is a result.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from liger_models.kernels.optimizer.adamw import WEIGHTS
 from liger_models.training.observing.profiling import table
 
 SUMMARY = (
-    "a training step beside transformers, and transformers with liger-kernel: tokens a second, peak memory"
+    "a training step against transformers, and transformers with liger-kernel: tokens per second, peak memory"
 )
 DEFAULT = "llama-3-8b"
 CONFIGURATIONS = (
@@ -62,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHAPE",
         help=f"repeatable. {', '.join(MODELS)}; or a config.json, or a file {{'config': ...}} ({DEFAULT})",
     )
-    parser.add_argument("--layers", type=int, help="of the model's layers only the first so many")
+    parser.add_argument("--layers", type=int, help="use only this many of the model's layers")
     parser.add_argument(
         "--configuration",
         action="append",
@@ -77,24 +78,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cases",
         action="store_true",
-        help="in place of these the cases of docs/performance.md, with ratios and a picture",
+        help="instead run the cases of docs/performance.md, with ratios and a plot",
     )
     parser.add_argument(
-        "--case", action="append", metavar="NAME", help="of --cases, repeatable: a name or a pattern"
+        "--case", action="append", metavar="NAME", help="a name or pattern of --cases, repeatable"
     )
     parser.add_argument(
-        "--page", metavar="FILE", help="with --cases: renew this page's table and the picture beside it"
+        "--page", metavar="FILE", help="with --cases: update this page's table and the plot next to it"
     )
-    parser.add_argument("--readme", metavar="FILE", help="with --cases: renew the summary in this file")
+    parser.add_argument("--readme", metavar="FILE", help="with --cases: update the summary in this file")
     parser.add_argument(
-        "--read", action="append", metavar="FILE", help="repeatable: measure nothing, read such JSON files"
+        "--read", action="append", metavar="FILE", help="repeatable: measure nothing, read these JSON results"
     )
     parser.add_argument(
-        "--seq", type=int, default=4096, help="tokens a sequence, but of --cases (%(default)s)"
+        "--seq", type=int, default=4096, help="tokens per sequence, except for --cases (%(default)s)"
     )
     parser.add_argument("--warmup", type=int, default=3, help="steps before the timed ones (%(default)s)")
     parser.add_argument("--steps", type=int, default=6, help="timed steps (%(default)s)")
-    parser.add_argument("--profile", action="store_true", help="also say what the kernels of a step are for")
+    parser.add_argument("--profile", action="store_true", help="also profile a step's kernels by purpose")
     gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
     parser.add_argument(
         "--device",
@@ -103,10 +104,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"each measures one configuration at a time ({' '.join(gpus)})",
     )
     parser.add_argument(
-        "--time-limit", type=float, default=180, help="seconds for a configuration (%(default)s)"
+        "--time-limit", type=float, default=180, help="seconds per configuration (%(default)s)"
     )
     parser.add_argument(
-        "--within", type=float, default=float("inf"), metavar="SECONDS", help="for all (%(default)s)"
+        "--within", type=float, default=float("inf"), metavar="SECONDS", help="time limit (%(default)s)"
     )
 
 
@@ -125,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
-    """Everything asked for, and whether a peer alone takes as long."""
+    """Measure everything requested, and check a peer in a separate process."""
     if args.cases:
         asked = cases.groups(args.case or ("*",))
         groups = [_jobs(model, seq, found, args) for model, seq, found in asked]
@@ -181,13 +182,13 @@ def _name(args: argparse.Namespace) -> str:
 
 @dataclass
 class Report:
-    """What one run measured, or several on one machine.
+    """Results of one run, or of several on one machine.
 
     Attributes:
-        machine: and the versions of what ran.
-        warmup, steps: those before the timed ones, and those.
+        machine: with library versions.
+        warmup, steps: numbers of untimed and of timed steps.
         rows: jobs with their results.
-        checks: what `check_alone` found.
+        checks: results of `check_alone`.
     """
 
     machine: str
@@ -198,14 +199,14 @@ class Report:
 
     @staticmethod
     def read(files: Sequence[str]) -> Report:
-        """Of files that `write` wrote.
+        """Read files written by `write`.
 
         Raises:
-            ValueError: they are not of one machine and its versions.
+            ValueError: they are from different machines or versions.
         """
         found = [json.loads(Path(file).read_text()) for file in files]
         if len({one["machine"] for one in found}) > 1:
-            raise ValueError(f"{', '.join(files)} are not of one machine with the same versions")
+            raise ValueError(f"{', '.join(files)} are not from one machine with the same versions")
         rows = [(Job(config={}, **row["job"]), row["result"]) for one in found for row in one["rows"]]
         checks = [line for one in found for line in one["checks"]]
         return Report(found[0]["machine"], found[0]["warmup"], found[0]["steps"], rows, checks)
@@ -221,7 +222,7 @@ class Report:
 
 
 def _write(args: argparse.Namespace, report: Report) -> str:
-    """The report so far: what is killed leaves what it had."""
+    """Write the report so far, so that a kill loses nothing."""
     rows = report.rows
     about = f"{report.machine}. bfloat16 weights and fused AdamW; median of {report.steps} steps, each "
     about += "provider in a process of its own."
@@ -257,7 +258,7 @@ def _line(job: Job, result: Result) -> list[str]:
 
 
 def _kernels(job: Job, result: Result) -> str:
-    """What the kernels of a step are for, as a table; nothing if that was not asked."""
+    """Table of a step's kernels by purpose; empty if not requested."""
     found: Any = result.get("kernels")
     if not found:
         return ""

@@ -9,12 +9,12 @@ import sys
 import types
 from typing import Any
 
-# What TRL imports beside its losses: for data sets, and for tables of samples.
+# Imports of TRL other than its losses: for data sets, and for tables of samples.
 _ABSENT = {"datasets": ("IterableDataset", "Dataset"), "pandas": ("DataFrame",)}
 
 
 def trl_module(name: str) -> Any:
-    """The module trl.NAME, with stand-ins for what is not installed. Raises ImportError without TRL."""
+    """The module trl.NAME, with stubs for missing packages. Raises ImportError without TRL."""
     for package, names in _ABSENT.items():
         if package not in sys.modules and importlib.util.find_spec(package) is None:
             module = types.ModuleType(package)

@@ -1,9 +1,9 @@
-"""Other tile sizes of our kernels beside the chosen ones, so that whoever tunes reads off better constants.
+"""Alternative tile sizes of our kernels, for finding better constants.
 
-A kernel's file chooses by a constant or by a function of the shape. Both are replaced by name for as long as
-a candidate is timed, and the kernels know nothing of it. Candidates are the neighbours of what is chosen: one
-number or two of them halved or doubled (stages one fewer or one more). A neighbour that wins is worth writing
-down, and tuning from again. Results must be those of the chosen configuration before time is taken.
+A kernel's file chooses by a constant or by a function of the shape. Both are replaced by name while a
+candidate is timed, without the kernels' involvement. Candidates are neighbours of the current choice: one or
+two numbers halved or doubled (stages plus or minus one). Adopt a neighbour that wins, and tune again from
+there. Results must equal those of the current configuration before it is timed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.operations import Case, Operation
 from benchmarks.ops import device_of, matching, shapes_of
 from benchmarks.report import machine, markdown_table, publish
 
-SUMMARY = "other tile sizes of our kernels beside the chosen ones; without OP, what can be tuned"
+SUMMARY = "alternative tile sizes of our kernels; without OP, lists what can be tuned"
 
 Numbers = tuple[int, ...]
 
@@ -36,12 +36,12 @@ Numbers = tuple[int, ...]
 class Choice:
     """The constant or function `name` of liger_models.kernels.`module`, whose values have these fields."""
 
-    operations: tuple[str, ...]  # that are timed
+    operations: tuple[str, ...]  # to time
     module: str
     name: str
     fields: tuple[str, ...]
-    forward: bool = False  # whether it is the forward pass that depends on it, and that is timed
-    part: str | None = None  # the member that varies, where a value is a named tuple of several choices
+    forward: bool = False  # whether it affects the forward pass, which is then timed
+    part: str | None = None  # the member to vary, if the value is a named tuple of several choices
 
     @property
     def place(self) -> str:
@@ -124,7 +124,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", action="append", help="repeatable; default: those of `ops`")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--quick", action="store_true", help="one shape an operation, fewer repeats")
+    parser.add_argument("--quick", action="store_true", help="one shape per operation, fewer repeats")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
             torch.manual_seed(0)
             trials = tune(choice, operation.build(shape, dtype, device), dtype, meter)
             title = f"{operation.name} {'x'.join(map(str, shape))}: {choice.place}"
-            parts.append(f"{title}\n\n{_table(choice, trials) if trials else 'Has no say at this shape.'}")
+            parts.append(f"{title}\n\n{_table(choice, trials) if trials else 'Not used at this shape.'}")
             rows += [{"operation": title, **trial.record(choice)} for trial in trials]
     except ValueError as error:
         print(error, file=sys.stderr)
@@ -158,13 +158,15 @@ def _work(args: argparse.Namespace, device: torch.device) -> list[tuple[Operatio
         if operation.name in choice.operations
     ]
     if not work:
-        raise ValueError(f"{args.op} has no tile sizes to choose; `tune` without OP lists what has")
+        raise ValueError(
+            f"{args.op} has no tunable tile sizes; `tune` without OP lists the operations that have"
+        )
     return work
 
 
 @dataclass
 class Trial:
-    """One configuration: how long the operation took with it, or why that was not measured."""
+    """One configuration: time of the operation, or the reason why it was not measured."""
 
     numbers: Numbers
     chosen: bool = False
@@ -178,9 +180,9 @@ class Trial:
 
 
 def tune(choice: Choice, case: Case, dtype: torch.dtype, meter: Meter) -> list[Trial]:
-    """Time what is chosen and its neighbours; the fastest first. No trials if the case does not ask for it.
+    """Time the current choice and its neighbours; fastest first. No trials if the case does not use it.
 
-    Raises ValueError where kernels do not run at all.
+    Raises ValueError if the kernels do not run.
     """
     from liger_models.kernels._dispatch import use_triton
 
@@ -197,7 +199,7 @@ def tune(choice: Choice, case: Case, dtype: torch.dtype, meter: Meter) -> list[T
     trials += [Trial(neighbour) for neighbour in neighbours(choice.fields, numbers)]
     restore = bound.restore if bound.altered() else None
     for trial in trials:
-        # The chosen ones run as they are: a function may choose differently for several launches.
+        # The current choice runs unmodified: a function may choose differently for several launches.
         other = None if trial.chosen else choice.value(value, trial.numbers)
         with _recorded(choice) if trial.chosen else _replaced(choice, other):
             try:
@@ -217,7 +219,7 @@ def tune(choice: Choice, case: Case, dtype: torch.dtype, meter: Meter) -> list[T
 
 
 def neighbours(fields: tuple[str, ...], numbers: Numbers) -> list[Numbers]:
-    """All that differ by one step in one field or two; no number below one, no more than 32 warps."""
+    """All that differ by one step in one or two fields; no number below one, no more than 32 warps."""
 
     def steps(field: str, number: int) -> list[int]:
         others = [number - 1, number + 1] if field == "stages" else [number // 2, number * 2]
@@ -241,7 +243,7 @@ def _module(choice: Choice) -> ModuleType:
 
 @contextmanager
 def _replaced(choice: Choice, value: Any) -> Iterator[None]:
-    """While this lasts the kernel's file chooses `value`; a callable takes the place of its function."""
+    """Make the kernel's file choose `value`; a callable replaces its function."""
     module = _module(choice)
     original = getattr(module, choice.name)
     if callable(original) and not callable(value):
@@ -256,7 +258,7 @@ def _replaced(choice: Choice, value: Any) -> Iterator[None]:
 
 @contextmanager
 def _recorded(choice: Choice) -> Iterator[list[Any]]:
-    """The values that are chosen while this lasts; a constant counts as chosen once."""
+    """Record the chosen values; a constant counts as chosen once."""
     original = getattr(_module(choice), choice.name)
     values: list[Any] = [] if callable(original) else [original]
 

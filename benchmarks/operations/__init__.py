@@ -1,4 +1,4 @@
-"""The operations that are measured, one file an idea."""
+"""The benchmarked operations, grouped by file."""
 
 from benchmarks.operations import attention, distillation, experts, gated, losses, norms, recurrent, rotary
 from benchmarks.operations import core as _core

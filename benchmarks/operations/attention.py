@@ -1,12 +1,12 @@
-"""Attention over documents of one length, and of several, beside torch's three implementations and
-flash-attn-4's.
+"""Attention over documents of equal and unequal lengths, against torch's three implementations and
+flash-attn-4.
 
-Ours and varlen are told where documents begin; the others take equal documents as rows, FlexAttention
-unequal ones by a mask, and flash-attn-4 as varlen does.
+Ours and varlen take document boundaries; the others take equal documents as rows, FlexAttention unequal ones
+with a mask, and flash-attn-4 like varlen.
 
-Work is counted by the scores that a query may see: the forward pass has two products of them, the backward
-pass five, since it makes the scores again (Dao, 2022, arXiv:2205.14135, appendix B). Of the seven four are
-as wide as keys, and three as values.
+Work is proportional to the visible scores: the forward pass has two products of them, the backward pass five,
+since it recomputes the scores (Dao, 2022, arXiv:2205.14135, appendix B). Four of the seven have the width of
+keys, three that of values.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PLAIN = (*LLAMA, (64, 512, 32, 8, 128), (8, 4096, 16, 8, 256))
 
 @dataclass(frozen=True)
 class _Form:
-    """What is asked of all providers beside the operands."""
+    """Parameters of all providers in addition to the operands."""
 
     lengths: tuple[int, ...]  # of the documents
     window: int | None
@@ -119,7 +119,7 @@ def _attention(shape, dtype, device, packed=False, windowed=False, softcap=None,
 
 
 def _ours(form: _Form) -> Provider:
-    # Where documents begin and end is worked out once for all layers, as the others' masks are.
+    # Document boundaries are computed once for all layers, like the others' masks.
     bounds = kernels.document_bounds(form.cu_seqlens(), form.tokens)
 
     def attend(q, k, v, sinks=None):
@@ -140,7 +140,7 @@ def _varlen(form: _Form) -> Provider:
     if form.softcap or form.sinks:
         raise Unavailable("has no soft caps or sinks")
     if not form.equal_heads:
-        raise Unavailable("takes values of the keys' size alone")
+        raise Unavailable("requires values of the keys' size")
     from torch.nn.attention.varlen import varlen_attn
 
     options = {"window_size": (-1 if form.window is None else form.window - 1, 0)}
@@ -152,7 +152,7 @@ def _varlen(form: _Form) -> Provider:
 
 
 def _flash_attn(form: _Form) -> Provider:
-    """With gradients of the same bits in every run."""
+    """With deterministic gradients."""
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
     options = {"causal": True, "softcap": form.softcap or 0.0, "deterministic": True}
@@ -209,7 +209,7 @@ def _flex_attention(form: _Form) -> Provider:
 
 
 def _in_rows(rows: int, attend, q, k, v, *sinks) -> Tensor:
-    """attend takes views [rows, heads, length, D] of [T, heads, D]; its result comes back likewise."""
+    """Call attend with views [rows, heads, length, D] of [T, heads, D], and convert its result back."""
     q, k, v = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in (q, k, v))
     return attend(q, k, v, *sinks).transpose(1, 2).flatten(0, 1)
 

@@ -1,12 +1,12 @@
-"""What is measured: a case of an operation, the providers that compute it, and the least work it takes.
+"""Benchmark cases: operations, their providers, and the least work.
 
 A `Case` is one operation at one shape: random leaves (what autograd differentiates), upstream gradients, and
 the providers. All providers of a case compute the same function of the same leaves. The truth is the eager
 function in float64, or for losses over a vocabulary in chunks of tokens.
 
-The least work counts every operand once per pass, however a provider computes: an operand that the forward
-and the backward pass both need is read twice, since a model's other layers come between. Weights of norms,
-labels and rotary tables are small beside the rest and are left out.
+The least work counts every operand once per pass, however a provider computes: an operand needed by both the
+forward and the backward pass is read twice, since a model's other layers run in between. Weights of norms,
+labels and rotary tables are negligible and left out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EPS = 1e-6
 
 
 class Unavailable(Exception):
-    """The provider does not do this: a note, and not a failure."""
+    """The provider does not support this: a note, not a failure."""
 
 
 def _same(tensors: Tensors) -> Tensors:
@@ -39,8 +39,8 @@ def _same(tensors: Tensors) -> Tensors:
 
 @dataclass(frozen=True)
 class Provider:
-    """run(*leaves) gives one output or a tuple of them. A provider that wants its operands in another layout
-    has `leaves`, which makes them from the case's (untimed), and `gradients`, which brings their gradients
+    """run(*leaves) returns one output or a tuple. A provider that needs its operands in another layout has
+    `leaves`, which creates them from the case's (untimed), and `gradients`, which converts their gradients
     back (for the check only).
     """
 
@@ -58,7 +58,7 @@ class Cost:
     flops: int = 0
 
     def milliseconds(self, ceilings: Ceilings) -> float:
-        """What it takes at the machine's limit."""
+        """Time at the machine's limit."""
         return 1e3 * (self.flops / ceilings.matmul if self.flops else self.bytes / ceilings.copy)
 
 
@@ -135,9 +135,8 @@ def true_results(function: Callable[..., Tensor | Tensors], leaves: Tensors, ups
 
 @dataclass(frozen=True)
 class Operation:
-    """`group` is the file it stands in. `shapes` are measured, the first of them with --quick. `small` is a
-    batch of 1 x 512 tokens, for the cost of a launch; None where the device takes longer than the host.
-    `tiny` is for a CPU.
+    """`group` is its file. `shapes` are measured, only the first with --quick. `small` is a batch of 1 x 512
+    tokens, for the launch overhead; None if the device takes longer than the host. `tiny` is for a CPU.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""Divergences between a student's and a teacher's distributions, of logits and out of hidden states.
+"""Divergences between a student's and a teacher's distributions, from logits and from hidden states.
 
-The teacher is a constant. liger-kernel's divergences of logits take probabilities or their logarithms, which
-torch makes here, in float32: in 16 bits they are too coarse to pass the check.
+The teacher has no gradient. liger-kernel's divergences of logits take probabilities or log-probabilities,
+which torch computes here in float32: in 16 bits they are too coarse to pass the check.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _divergence(shape, dtype, device, divergence, peer, call):
 
 
 def _fused_cosine(apply, x, weight, teacher_x, teacher_weight):
-    """Of its loss the soft part alone; the labels then only say which tokens count."""
+    """Only the soft part of its loss; the labels then only select tokens."""
     labels = torch.zeros(len(x), dtype=torch.long, device=x.device)
     return apply(x, weight, teacher_x, teacher_weight, labels, None, None, 0.0, 1.0, 1.0)
 

@@ -1,4 +1,4 @@
-"""A mixture of experts: the router's choice, and the experts' products."""
+"""Mixture of experts: routing, and the experts' products."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _route(shape, dtype, device):
     tiny=(64, 32, 16, 4, 2),
 )
 def _moe_experts(shape, dtype, device, biased=False):
-    """The experts' products and their weighted sum, the routing given; with biases, as in gpt-oss."""
+    """The experts' products and their weighted sum, for given routing; with biases, as in gpt-oss."""
     tokens, hidden, intermediate, num_experts, top_k = shape
     experts = torch.rand(tokens, num_experts, device=device).topk(top_k).indices
     x, dy = normal((tokens, hidden), dtype, device), normal((tokens, hidden), dtype, device)
@@ -121,7 +121,7 @@ def _moe_experts(shape, dtype, device, biased=False):
         return y
 
     def grouped(x, weights, gate_up, down, *biases):
-        """As transformers does it: rows sorted by expert, and torch's grouped product."""
+        """As in transformers: rows sorted by expert, and torch's grouped product."""
         order = experts.flatten().argsort()
         counts = torch.histc(experts.flatten().float(), num_experts, 0, num_experts - 1)
         ends = counts.cumsum(0).int()

@@ -22,7 +22,7 @@ SHAPES = {"shapes": ((32768, 14336),), "tiny": (64, 256), "small": (512, 14336)}
 )
 @operation("swiglu", "tokens x intermediate", **SHAPES, activation=F.silu, peer="LigerSiLUMulFunction")
 def _gated(shape, dtype, device, activation, peer):
-    """Gate and up packed, as one projection gives them; liger-kernel's take them apart."""
+    """Gate and up packed, as one projection returns them; liger-kernel takes them separately."""
     tokens, width = shape
     gate_up, dy = normal((tokens, 2 * width), dtype, device), normal(shape, dtype, device)
 
@@ -102,7 +102,7 @@ def _xielu(shape, dtype, device):
         ours=lambda x, alpha_p, alpha_n: kernels.xielu(x, alpha_p, alpha_n, beta, eps),
         liger=None,
         eager=eager,
-        # As relu2: two numbers more are nothing.
+        # As relu2: the two parameters are negligible.
         forward=Cost(2 * x.nbytes),
         training=Cost(5 * x.nbytes),
     )

@@ -1,4 +1,4 @@
-"""Cross entropy of logits and out of hidden states, and log-probabilities out of hidden states."""
+"""Cross entropy of logits and from hidden states, and log-probabilities from hidden states."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from benchmarks.operations.core import (
 from benchmarks.trl import trl_module
 from liger_models import kernels
 
-# Of logits. Were it smaller, the gradient would be little more than -1 at the labels, and an error in the
-# softmax would not show.
+# Standard deviation of the logits. If it were smaller, the gradient would be little more than -1 at the
+# labels, and errors of the softmax would not show.
 LOGIT_SCALE = 3.0
 HEAD = "tokens x hidden x vocabulary"
 HEAD_SHAPES = {"shapes": ((8192, 4096, 128256), (32768, 4096, 128256)), "tiny": (64, 32, 1000)}
@@ -47,8 +47,8 @@ def truth_in_chunks(
 ) -> Tensors:
     """The true outputs, and their gradients for `rows` and `shared`, in `dtype`, 1,024 rows at a time.
 
-    token_outputs(part, rows[part], *shared) gives one number, or several, for each row. Without `upstream`
-    the output is their sum: a loss.
+    token_outputs(part, rows[part], *shared) returns one or several numbers per row. Without `upstream` the
+    output is their sum: a loss.
     """
     shared = tuple(t.detach().to(dtype).requires_grad_() for t in shared)
     outputs: list[Tensors] = []
@@ -127,7 +127,7 @@ def _linear_log_probs(shape, dtype, device) -> Case:
         return log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
 
     def trl() -> Provider:
-        """Its default head: tiles of 4,096 tokens and 32,768 columns, whose logits are all made twice."""
+        """TRL's default head: tiles of 4,096 tokens and 32,768 columns, with all logits computed twice."""
         apply = trl_module("kernels.chunked_logprob").ChunkedLogProbFunction.apply
         options = (None, labels, 1.0, 32_768, None, 1.0, ("log_probs", "entropy"))
         return Provider(lambda x, weight: apply(x, weight, *options)[:2])
@@ -140,7 +140,7 @@ def _linear_log_probs(shape, dtype, device) -> Case:
         ],
         liger=None,
         eager=lambda x, weight: of_logits(F.linear(x, weight), labels),
-        # Three products; of more tokens than a chunk's ours makes logits twice: at most 75% then.
+        # Three products; with more tokens than a chunk, ours computes logits twice: at most 75% then.
         training=Cost(flops=6 * tokens * hidden * vocab),
         truth=lambda: truth_in_chunks(
             lambda part, x, weight: of_logits(F.linear(x, weight), labels[part]),

@@ -1,4 +1,4 @@
-"""What recurrent mixers are made of: the short convolution, the delta rules, the gated RMSNorm."""
+"""Operations of recurrent mixers: the short convolution, the delta rules, the gated RMSNorm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary embedding of packed and of separate queries and keys, with a norm before it, and of several axes.
+"""Rotary embedding of packed and separate queries and keys, with a preceding norm, and with several axes.
 
 All take positions 0 to seq - 1 of every sequence and 32 + 8 heads of 128.
 """
@@ -26,13 +26,13 @@ from benchmarks.operations.norms import eager_rms_norm
 from liger_models import kernels
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-SECTIONS = (16, 24, 24)  # frequencies that turn by time, height and width in Qwen2-VL
+SECTIONS = (16, 24, 24)  # frequencies for time, height and width in Qwen2-VL
 SHAPES = {"shapes": ((8, 4096),), "tiny": (2, 32), "small": (1, 512)}
 
 
 def rotary_tables(positions: Tensor, dtype: torch.dtype) -> Tensors:
-    """cos and sin [..., D/2] in float32, as ours takes them, and [..., D], as transformers and liger-kernel
-    do. All hold the same numbers, rounded to `dtype`, so that all turn by the same angles.
+    """cos and sin [..., D/2] in float32, for ours, and [..., D] for transformers and liger-kernel. All hold
+    the same numbers, rounded to `dtype`, so that all rotate by the same angles.
     """
     frequencies = 500_000.0 ** (-torch.arange(0, HEAD_DIM, 2, device=positions.device) / HEAD_DIM)
     angles = positions[..., None] * frequencies
@@ -41,7 +41,7 @@ def rotary_tables(positions: Tensor, dtype: torch.dtype) -> Tensors:
 
 
 def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys [B, heads, S, D] turned as transformers does; cos and sin [B or 1, S, D]."""
+    """Queries and keys [B, heads, S, D] rotated as in transformers; cos and sin [B or 1, S, D]."""
 
     def rotate_half(x: Tensor) -> Tensor:
         first, second = x.chunk(2, -1)
@@ -52,7 +52,7 @@ def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
 
 
 class _Packed:
-    """Queries, keys and values packed, as one projection gives them, and what turns them by `turn`."""
+    """Queries, keys and values packed, as one projection returns them, and their rotation by `turn`."""
 
     def __init__(self, shape, dtype, device):
         self.batch, self.seq = shape
@@ -93,7 +93,7 @@ def _rotary_qkv(shape, dtype, device):
 @operation("norm_rotary_qkv_all_heads", "batch x seq", **SHAPES, per_head=False)
 @operation("norm_rotary_qkv", "batch x seq", **SHAPES, per_head=True)
 def _norm_rotary_qkv(shape, dtype, device, per_head):
-    """Queries and keys normalised, each head by itself or all heads together, then turned."""
+    """Queries and keys normalised, per head or over all heads together, then rotated."""
     packed = _Packed(shape, dtype, device)
     widths = [HEAD_DIM * (1 if per_head else heads) for heads in (HEADS, KV_HEADS)]
 
@@ -109,7 +109,7 @@ def _norm_rotary_qkv(shape, dtype, device, per_head):
         def norm(x, weight):
             return rms_norm(x, weight, EPS)
 
-        return Provider(partial(normed, rotary, norm), note="norms and rotary one after the other")
+        return Provider(partial(normed, rotary, norm), note="separate norms and rotary")
 
     def ours(qkv, q_weight, k_weight):
         return kernels.split_norm_rotary_qkv(
@@ -138,7 +138,7 @@ def _norm_rotary_qkv(shape, dtype, device, per_head):
 
 @operation("rotary", "batch x seq", **SHAPES)
 def _rotary(shape, dtype, device):
-    """Queries and keys apart, as separate projections give them."""
+    """Separate queries and keys, as separate projections return them."""
     positions = torch.arange(shape[1], device=device)
     cos, sin, wide_cos, wide_sin = rotary_tables(positions, dtype)
     wide_tables = wide_cos[None], wide_sin[None]
@@ -156,10 +156,10 @@ def _rotary(shape, dtype, device):
 
 @operation("rotary_multi_axis", "batch x seq", **SHAPES)
 def _rotary_multi_axis(shape, dtype, device):
-    """Positions of three axes, as of an image's patches in Qwen2-VL."""
+    """Positions with three axes, as for image patches in Qwen2-VL."""
     positions = torch.randint(shape[1], (3, *shape), device=device)
     cos, sin, wide_cos, wide_sin = rotary_tables(positions, dtype)
-    # A model shares its tables among the layers, so ours are merged before; the others merge in every call.
+    # A model shares its tables among layers, so ours are merged in advance; the others merge in every call.
     merged = kernels.multi_axis_tables(cos, sin, SECTIONS)
 
     def eager(q, k):
@@ -183,7 +183,7 @@ def _rotary_multi_axis(shape, dtype, device):
 
 
 def _separate(shape, dtype, device, ours, liger, eager):
-    """Queries and keys [B, S, heads, D]. The others take and give [B, heads, S, D]."""
+    """Queries and keys [B, S, heads, D]. The others take and return [B, heads, S, D]."""
     q, dq = (normal((*shape, HEADS, HEAD_DIM), dtype, device) for _ in range(2))
     k, dk = (normal((*shape, KV_HEADS, HEAD_DIM), dtype, device) for _ in range(2))
 

@@ -1,1 +1,1 @@
-"""A training step of a whole model: what is measured (shapes), in which process (pool), and how (step)."""
+"""Training steps of whole models: configurations (shapes), processes (pool), and measurement (step)."""

@@ -1,8 +1,8 @@
 """Training steps for another program: `liger-models card` starts this.
 
 Reads from standard input {"groups": [[job, ...], ...], "devices": [...], "time_limit": seconds, "ahead":
-bool}, a job being the fields of `step.Job`; writes {"job": ..., "result": ...} to standard output, a line
-each, as they come. Progress goes to standard error.
+bool}, where a job is the fields of `step.Job`; writes {"job": ..., "result": ...} to standard output, one
+line each, when ready. Progress goes to standard error.
 """
 
 import json
@@ -19,12 +19,12 @@ def main() -> None:
     asked = json.load(sys.stdin)
     groups = [[Job(**job) for job in group] for group in asked.pop("groups")]
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is none of ours
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # keep libraries' output out of ours
     rows = []
     for job, result in measure_all(groups, **asked):
         rows.append((job, result))
         print(json.dumps({"job": asdict(job), "result": dict(result)}), file=out, flush=True)
-    if asked["ahead"]:  # on GPUs: one model shows how far the peers can be trusted
+    if asked["ahead"]:  # on GPUs: check the peers with one model
         first = [row for row in rows if row[0].model == rows[0][0].model]
         print(*check_alone(first, asked["devices"][0], asked["time_limit"]), sep="\n", file=sys.stderr)
 

@@ -1,9 +1,9 @@
-"""A peer's training step in a process that has never imported anything of ours.
+"""A peer's training step in a process that never imports anything of ours.
 
     python benchmarks/training/alone.py FILE
 
-FILE holds what `check.py` wrote: the peer, and its batch as tensors. Prints a line of JSON: the step's
-milliseconds. It is run as a file, from elsewhere: transformers looks for a package called kernels, and would
+FILE is written by `check.py`: the peer, and its batch as tensors. Prints a line of JSON with the step's
+milliseconds. Run as a file from another directory: transformers looks for a package called kernels, and would
 find ours in the checkout.
 """
 
@@ -36,7 +36,7 @@ def main(file: str) -> None:
 
 
 def _peer() -> Any:
-    """peer.py, without the folder of either on the path."""
+    """Import peer.py without its or our folder on the path."""
     sys.path.remove(str(Path(__file__).parent))
     spec = importlib.util.spec_from_file_location("peer", Path(__file__).with_name("peer.py"))
     assert spec is not None

@@ -1,11 +1,11 @@
-"""What a model is trained on: random tokens, in sequences or in documents.
+"""Training batches: random tokens, in sequences or in documents.
 
-| data     | a batch                                                                                      |
-|----------|----------------------------------------------------------------------------------------------|
-| `full`   | sequences of random tokens without padding, all of them labels                               |
-| `padded` | documents of random lengths (median 545), padded to the longest; the first 75% are no labels |
-| `packed` | the same documents behind one another in one row, told apart by their position ids           |
-| `images` | rows of text with images of three sizes, padded to the longest; images are no labels         |
+| data     | a batch                                                                                        |
+|----------|------------------------------------------------------------------------------------------------|
+| `full`   | sequences of random tokens without padding, all with labels                                    |
+| `padded` | documents of random lengths (median 545), padded to the longest; the first 75% have no labels  |
+| `packed` | the same documents packed into one row, separated by their position ids                        |
+| `images` | rows of text with images of three sizes, padded to the longest; images have no labels          |
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from liger_models.convert.config.hf_config import HFConfig
 from liger_models.images.scenes import Document, Image, Scenes
 
 DATA = ("full", "padded", "packed")
-IMAGES = "images"  # of models that see
-MASKED = 0.75  # of a document's tokens: they are no labels
-# In patches, less what a projector could not merge; of Llama 3.2 Vision one tile, two and four.
+IMAGES = "images"  # for vision-language models
+MASKED = 0.75  # fraction of a document's tokens without labels
+# In patches, rounded to the projector's merge size; for Llama 3.2 Vision one tile, two and four.
 SMALL, MIDDLE, LARGE = Image(32, 32), Image(64, 50), Image(92, 66)
 
 
 def make_batch(
     data: str, batch: int, seq: int, config: Mapping[str, Any], device: torch.device
 ) -> dict[str, Tensor]:
-    """What a model is called with: `batch` sequences of `seq` tokens, or documents of up to as many."""
+    """Model inputs: `batch` sequences of `seq` tokens, or documents of up to that many."""
     if data == IMAGES:
         torch.manual_seed(0)
         scenes = _scenes(config)
@@ -58,7 +58,7 @@ def make_batch(
 
 
 def count_tokens(data: str, batch: int, seq: int, config: Mapping[str, Any]) -> int:
-    """Those of a batch that are no padding."""
+    """Tokens of a batch without padding."""
     if data == IMAGES:
         scenes = _scenes(config)
         return sum(len(scenes.tokens(document)) for document in _with_images(batch, seq, scenes))
@@ -66,7 +66,7 @@ def count_tokens(data: str, batch: int, seq: int, config: Mapping[str, Any]) -> 
 
 
 def rows_of(data: str, batch: int, seq: int) -> tuple[int, int, int]:
-    """Rows, the tokens of each, and the longest document's, of a batch without images."""
+    """Rows, tokens per row, and the longest document, for a batch without images."""
     if data == "full":
         return batch, seq, seq
     lengths = _lengths(batch, seq)
@@ -75,7 +75,7 @@ def rows_of(data: str, batch: int, seq: int) -> tuple[int, int, int]:
 
 
 def _lengths(batch: int, seq: int) -> list[int]:
-    """Log-normal, as lengths of conversations are."""
+    """Log-normal, like lengths of conversations."""
     spread = torch.randn(batch, generator=torch.Generator().manual_seed(0)).exp()
     return [int(length.clamp(32, seq)) for length in 545 * spread]
 

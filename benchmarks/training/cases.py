@@ -1,6 +1,6 @@
-"""The cases of a training step on one GPU that docs/performance.md tells, as a table and a picture.
+"""Training step cases on one GPU in docs/performance.md, with table and plot.
 
-A case is ours first and then its peers, on the same model and data; a ratio is ours over a peer.
+A case lists ours first and then its peers, on the same model and data; ratios are ours relative to a peer.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Case(NamedTuple):
 
     Attributes:
         model: one of `shapes.MODELS`.
-        configurations: of each provider.
-        seq: tokens a sequence.
-        summary: what the README calls the case; None leaves it out there.
+        configurations: one per provider.
+        seq: tokens per sequence.
+        summary: the case's name in the README; None omits it there.
     """
 
     model: str
@@ -123,7 +123,7 @@ CASES: Mapping[str, Case] = {
 
 
 def groups(patterns: Sequence[str] = ("*",)) -> list[tuple[str, int, list[Configuration]]]:
-    """Of the cases with such names each configuration once, by model and length, in the cases' order."""
+    """Configurations of the matching cases, each once, by model and length, in the cases' order."""
     found: dict[tuple[str, int], dict[Configuration, None]] = {}
     for name, case in CASES.items():
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
@@ -132,7 +132,7 @@ def groups(patterns: Sequence[str] = ("*",)) -> list[tuple[str, int, list[Config
 
 
 def table(rows: Rows) -> str:
-    """What has been measured so far, as Markdown."""
+    """Results so far, as Markdown."""
     lines = []
     for case, ours, peers in _measured(rows):
         lines.append([case, *_line(ours)])
@@ -141,7 +141,7 @@ def table(rows: Rows) -> str:
 
 
 def draw(rows: Rows, title: str, path: Path) -> str:
-    """Write the picture: of each case and peer, how much faster ours is. Returns what was done."""
+    """Plot our speedup for each case and peer. Returns a status message."""
     ratios = [
         (f"{case}: {peer[0].provider} {peer[0].memory} {peer[0].data}", _speed(ours) / _speed(peer))
         for case, ours, peers in _measured(rows)
@@ -152,7 +152,7 @@ def draw(rows: Rows, title: str, path: Path) -> str:
 
 
 def summary(rows: Rows) -> str:
-    """The README's table: the cases that have a name there, ours and its fastest peers."""
+    """The README's table: cases with a summary, ours and the fastest peers."""
     lines = []
     for case, ours, peers in _measured(rows):
         name = CASES[case].summary

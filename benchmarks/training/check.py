@@ -1,5 +1,5 @@
-"""The check of a run by itself: a peer's step alone, in a process that has never imported anything of ours,
-takes as long as measured, within 2%.
+"""Self-check of a run: a peer's step, in a process that never imports anything of ours, takes as long as
+measured, within 2%.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Rows = Sequence[tuple[Job, Result]]
 
 
 def check_alone(rows: Rows, device: str, time_limit: float) -> list[str]:
-    """A sentence for each model: how the step of its first peer compares. Empty if no peer was measured."""
+    """A sentence per model on the step of its first peer. Empty if no peer was measured."""
     firsts: dict[str, tuple[Job, Result]] = {}
     for job, result in rows:
         if not job.ours and not job.under_compile and "step_ms" in result:
@@ -46,7 +46,7 @@ def _sentence(job: Job, measured: float, alone: dict[str, Any]) -> str:
 
 
 def _alone(job: Job, device: str, time_limit: float) -> dict[str, Any]:
-    """Its times, or a note."""
+    """Times, or a note."""
     asked = {
         "config": dict(job.config),
         "reference": find_architecture(job.config["model_type"]).reference,

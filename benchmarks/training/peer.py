@@ -1,6 +1,6 @@
-"""transformers' model for a training step, and the step's time.
+"""Peers of a training step: transformers' model, and the step's time.
 
-Nothing of ours is imported here: `alone.py` runs the same code in a process that has never seen it.
+Imports nothing of ours: `alone.py` runs the same code in a separate process.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ OPTIONS = {"liger", "compile", "kernels", *ATTENTION, *EXPERTS}
 def build_peer(
     config: Mapping[str, Any], reference: str, options: Set[str], memory: str, device: torch.device
 ) -> Any:
-    """The class `reference` of transformers with fresh random weights in bfloat16.
+    """The transformers class `reference` with random weights in bfloat16.
 
     Args:
         config: its config.json.
         reference: the class.
-        options: as in the name of a provider (`step.py`).
+        options: as in a provider's name (`step.py`).
         memory: none or checkpoint.
-        device: where it is.
+        device: its device.
 
     Raises:
-        NotImplementedError: this transformers, or liger-kernel, does not have it.
+        NotImplementedError: this version of transformers, or liger-kernel, does not support it.
     """
     import transformers
 
@@ -56,9 +56,9 @@ def build_peer(
     try:
         with device:
             model = found._from_config(hf_config, dtype=torch.bfloat16)
-        if "kernels" in options:  # of the hub, in place of the model's own layers
+        if "kernels" in options:  # from the hub, replacing the model's own layers
             model.train().set_use_kernels(True)
-    except (ValueError, ImportError) as error:  # an implementation that the model does not have
+    except (ValueError, ImportError) as error:  # an implementation that the model does not support
         raise NotImplementedError(in_one_line(error)) from error
     if memory == "checkpoint":
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -71,7 +71,7 @@ def build_peer(
 
 
 def _patch(model_type: str, with_experts: bool) -> None:
-    """Let liger-kernel change transformers' model, for the rest of the process's life."""
+    """Let liger-kernel patch transformers' model, for the rest of the process's life."""
     try:
         import liger_kernel.transformers as liger
     except ImportError:
@@ -82,14 +82,15 @@ def _patch(model_type: str, with_experts: bool) -> None:
     has_choice = "swiglu" in inspect.signature(apply).parameters
     try:
         apply(**({} if with_experts or not has_choice else {"swiglu": False}))
-    except ImportError as error:  # of what this transformers no longer has
+    except ImportError as error:  # imports that this transformers no longer has
         raise NotImplementedError(
             f"liger-kernel does not fit this transformers: {in_one_line(error)}"
         ) from None
 
 
 def document_bounds(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Where documents in one row begin, and the longest, as transformers passes them to FlashAttention."""
+    """Document boundaries in one row, and the longest, in the form that transformers passes to
+    FlashAttention."""
     places = batch["position_ids"][0] == 0
     starts = places.nonzero()[:, 0].int()
     cu = torch.cat([starts, starts.new_tensor([len(places)])])
@@ -98,7 +99,7 @@ def document_bounds(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _register_varlen() -> None:
-    """Let transformers run packed documents without padding by torch's own FlashAttention 2."""
+    """Let transformers run packed documents without padding on torch's own FlashAttention 2."""
     from torch.nn.attention.varlen import varlen_attn
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
@@ -123,13 +124,13 @@ def _register_varlen() -> None:
 
 
 def in_one_line(error: Exception) -> str:
-    """Its first sentence, not too long."""
+    """First sentence of the error, shortened."""
     first = (str(error).strip().splitlines() or ["no message"])[0]
     return first.partition(". ")[0][:160]
 
 
 def fused_adamw(model: Any, device: torch.device) -> torch.optim.Optimizer:
-    """torch's AdamW, one kernel for all: without it eight gigabytes of temporaries would be measured."""
+    """torch's fused AdamW: the unfused one would add eight gigabytes of temporaries to the measurement."""
     return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
 
 
@@ -163,7 +164,7 @@ def time_steps(
 
 
 def summary(times: list[float], tokens: int) -> dict[str, float]:
-    """The rate of one device, and the spread of its steps."""
+    """Throughput of one device, and the spread of its steps."""
     median = statistics.median(times)
     return {
         "tokens_per_second": 1e3 * tokens / median,
@@ -174,7 +175,7 @@ def summary(times: list[float], tokens: int) -> dict[str, float]:
 
 
 def mark(cuda: bool):
-    """A moment of the device, or of the processor."""
+    """Record a time on the device, or of the process."""
     if not cuda:
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -183,5 +184,5 @@ def mark(cuda: bool):
 
 
 def milliseconds(start, end) -> float:
-    """Between two marks, the second of which was reached."""
+    """Time between two marks; the second must have completed."""
     return start.elapsed_time(end) if isinstance(start, torch.cuda.Event) else 1e3 * (end - start)

@@ -1,9 +1,9 @@
-"""Jobs measured each in a process of its own, one at a time on a device and all devices at once.
+"""Job pool: each job is measured in its own process, one at a time per device, on all devices in parallel.
 
-A library that ran before may have changed what torch chooses, or transformers' model, so no process measures
-two jobs. The next one imports while a job runs. On a GPU everything is compiled before anything is timed, on
-all cores at once; a process that compiles does so for many jobs, but none after a job for which liger-kernel
-changed more of a model. A job that broke down or took too long becomes a note.
+Libraries that ran before may have changed torch's choices, or transformers' model, so no process measures two
+jobs. The next process imports while a job runs. On a GPU everything is compiled before anything is timed, on
+all cores in parallel; a compiling process serves many jobs, but none after a job for which liger-kernel
+patched more of a model. Failed jobs and timeouts become notes.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from benchmarks.training.step import Job, Result
 
 # A GPU's context does not survive a fork.
 _SPAWN = multiprocessing.get_context("spawn")
-_MOST_AT_ONCE = 14  # that compile on one GPU: each takes half a GiB of it, and a core
-_SECONDS_AHEAD = 120.0  # for one job
-_SECONDS_TO_COMPILE = 90.0  # more for one under torch.compile
+_MOST_AT_ONCE = 14  # compiling on one GPU: each takes half a GiB of it, and a core
+_SECONDS_AHEAD = 120.0  # per job
+_SECONDS_TO_COMPILE = 90.0  # more per job under torch.compile
 _BROKEN = "failed"
 
 Group = Sequence[Job]
@@ -45,24 +45,24 @@ def measure_all(
     ahead: bool,
     within: float = math.inf,
 ) -> Iterator[tuple[Job, Result]]:
-    """Every job with its result, as they come.
+    """Yield every job with its result when ready.
 
     Args:
-        groups: jobs that are measured on one device, one after the other: those to be compared.
+        groups: jobs to be compared, which are measured on the same device in order.
         devices: such as cuda:0; each measures one job at a time.
-        time_limit: seconds for a job; one under torch.compile has more.
-        ahead: compile what the jobs need before any is measured.
-        within: seconds for all: what is not done by then becomes a note.
+        time_limit: seconds per job; jobs under torch.compile have more.
+        ahead: compile everything before measuring.
+        within: seconds for all jobs; unfinished ones get a note.
     """
     end = time.monotonic() + within
-    # Growing segments waste no memory between blocks; for every provider alike.
+    # Expandable segments avoid fragmentation; the same for every provider.
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    # One tile size for each of liger-kernel's products of experts: to time them all takes minutes.
+    # One tile size for each of liger-kernel's expert products: timing all of them takes minutes.
     os.environ.setdefault("LIGER_FUSED_MOE_AUTOTUNE", "0")
     peers = any(not job.ours for group in groups for job in group)
     workers = [Worker(device, peers, once=True) for device in devices]  # they import meanwhile
     if ahead:
-        # FlexAttention's takes minutes, which all others would wait for.
+        # FlexAttention takes minutes to compile, which all others would wait for.
         patient = math.isinf(within)
         ready = (job for group in groups for job in group if patient or "flex_attention" not in job.options)
         jobs = [[job] for job in ready if job.compiles]
@@ -76,7 +76,7 @@ def measure_all(
 
 
 def _changes(job: Job) -> int:
-    """How much of transformers liger-kernel changes for this job: the least first."""
+    """How much of transformers liger-kernel patches for this job, for sorting."""
     leaves_experts = bool(job.options & {"grouped_mm", "batched_mm", "loop"})
     return ("liger" in job.options) * (2 - leaves_experts)
 
@@ -96,7 +96,7 @@ def _with_bar(results: Iterator[Any], groups: Sequence[Group], name: str) -> Ite
 def _each(
     groups: Sequence[Group], workers: Sequence[Worker], time_limit: float, end: float, ahead: bool
 ) -> Iterator[tuple[Job, Result]]:
-    """A thread for each worker, until the moment `end`."""
+    """One thread per worker, until the deadline `end`."""
     waiting: queue.SimpleQueue[Group] = queue.SimpleQueue()
     done: queue.SimpleQueue[tuple[Job, Result]] = queue.SimpleQueue()
     for group in groups:
@@ -120,9 +120,7 @@ def _each(
 
 
 class Worker:
-    """A process with one device; and the next one, where one can no longer be used, or with `once` for each
-    job.
-    """
+    """A process with one device, replaced when it becomes unusable, or with `once` after each job."""
 
     def __init__(self, device: str, peers: bool, once: bool = False) -> None:
         self._arguments, self._once = (device, peers), once
@@ -130,8 +128,8 @@ class Worker:
         self._begin()
 
     def do(self, job: Job, time_limit: float, ahead: bool, last: bool = False) -> Result:
-        """A job's result; where the process breaks down or has to be stopped, a note. After the `last` no
-        other process is needed.
+        """Result of a job, or a note if the process fails or is stopped. No replacement is started after the
+        `last` job.
         """
         model_type, changes = job.config["model_type"], _changes(job)
         time_limit += _SECONDS_TO_COMPILE * job.under_compile
@@ -154,7 +152,7 @@ class Worker:
             self._begin_anew()
             return {"note": f"{_BROKEN}: the process ended with exit code {exit_code}"}
         if result.get("note", "").startswith(_BROKEN):
-            self._begin_anew()  # after an error a GPU's context may be of no use
+            self._begin_anew()  # an error may leave the GPU context unusable
         return result
 
     def end(self) -> None:
@@ -162,7 +160,7 @@ class Worker:
         self._process.join()
 
     def close(self) -> None:
-        """End it, and the one that would come next."""
+        """Stop the process and its successor."""
         self.end()
         if self._next is not None:
             self._next[0].kill()
@@ -185,7 +183,7 @@ class Worker:
 
 
 def _work(pipe: Any, device: str, peers: bool) -> None:
-    """In the process: says that it is ready, takes a job, gives a result, until the pipe is closed."""
+    """Main loop of the process: reports that it is ready, then processes jobs until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pipe is closed then
     import torch
 
@@ -204,7 +202,7 @@ def _work(pipe: Any, device: str, peers: bool) -> None:
                     torch.cuda.set_device(on)
                 result = step.compile_ahead(job, on) if ahead else step.measure(job, on)
             except Exception as error:
-                if not ahead:  # else it comes again
+                if not ahead:  # otherwise it is retried
                     told = f"{job.model} {job.provider}: {traceback.format_exc()[-1500:]}"
                     print(told, file=sys.stderr, flush=True)
                 result = {"note": f"{_BROKEN}: {type(error).__name__}: {in_one_line(error)}"}
@@ -212,8 +210,8 @@ def _work(pipe: Any, device: str, peers: bool) -> None:
 
 
 def _import_peers() -> None:
-    """They take seconds; without them their jobs say so. transformers looks for a package called kernels,
-    which is not ours in the checkout: what is installed comes first.
+    """Import the peers, which takes seconds; jobs report missing ones. transformers looks for a package
+    called kernels, which must not be ours in the checkout: installed packages come first.
     """
     sys.path.sort(key=lambda path: Path(path or ".").resolve() == ROOT)
     with contextlib.suppress(ImportError):

@@ -1,4 +1,4 @@
-"""Models whose training step is measured: configs by name, whole or cut to their first layers."""
+"""Models of the training step benchmarks: configs by name, whole or truncated to their first layers."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def _llama(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: in
 
 
 def _published(name: str, layers: int | None = None, **changes: Any) -> dict[str, Any]:
-    """A model's own config.json, with other sizes of its family, or its first layers alone."""
+    """A model's own config.json, with changed sizes or truncated to its first layers."""
     config = {**read_config(ROOT / FOLDER / f"{name}.json"), **changes}
     return with_layers(config, layers) if layers else config
 
 
 def _seeing(family: str, **changes: Any) -> dict[str, Any]:
-    """The tiny config of a family that sees, with changes of its language model."""
+    """Tiny config of a vision-language family, with changes to its language model."""
     tiny = find_architecture(family).tiny
     return {**tiny, "text_config": {**tiny["text_config"], **changes}}
 
 
-# "-6" is a number of layers that fits one GPU.
+# "-6" is a number of layers that fits on one GPU.
 MODELS: Mapping[str, dict[str, Any]] = {
     "llama-3-8b": _llama(4096, 32, 32, 8, 14336),
     "llama-3.2-1b": _llama(2048, 16, 32, 8, 8192, tie_word_embeddings=True),
@@ -81,13 +81,14 @@ MODELS: Mapping[str, dict[str, Any]] = {
 }
 
 
-# Of those that see: how many layers of the language model are measured beside the whole encoder. All, or what
-# fits 140 GB with liger-kernel as well, of three rows.
+# Vision-language models: layers of the language model measured with the whole encoder. All, or as many as fit
+# 140 GB with liger-kernel, too, with three rows.
 SEEING: Mapping[str, int] = {"qwen2.5-vl-7b": 28, "gemma-3-4b-it": 34, "llama-3.2-11b-vision": 24}
 
 
 def config_of(model: str, layers: int | None = None, seq: int = 0) -> dict[str, Any]:
-    """Of a name in `MODELS`, or of a file: a config.json, or {"config": ...}; with room for `seq` tokens."""
+    """Config of a name in `MODELS`, or of a file: a config.json, or {"config": ...}; extended to `seq`
+    tokens."""
     config = MODELS[model] if model in MODELS else read_config(Path(model))
     config = with_layers(config, layers) if layers else dict(config)
     if config.get("max_position_embeddings", seq) < seq:

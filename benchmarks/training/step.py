@@ -1,17 +1,17 @@
-"""A training step of one model by one provider, measured in this process.
+"""A training step of one model and one provider, measured in this process.
 
-Fresh random weights in bfloat16, random tokens, torch's fused AdamW in bfloat16. A step is forward, backward,
-optimizer step and zero_grad; the steps are timed by device events with no waiting between them, after others
-untimed. A provider is a library and what is chosen of it:
+Random weights in bfloat16, random tokens, torch's fused AdamW in bfloat16. A step is forward, backward,
+optimizer step and zero_grad; after untimed steps, steps are timed by device events without synchronisation
+between them. A provider is a library with options:
 
     ours[+split|+compile][+WEIGHTS]
     transformers[+liger][+kernels][+compile][+ATTENTION][+EXPERTS]
 
-WEIGHTS takes our AdamW in place of torch's, and says how it keeps the weights (`liger_models.optim.AdamW`).
-ATTENTION and EXPERTS are values of transformers' `attn_implementation` and `experts_implementation` (`loop`
-is what it calls eager); without them it chooses for itself. With an EXPERTS, liger-kernel leaves the experts
-to transformers. `varlen` is torch's FlashAttention 2 over documents, which flash_attention_2 would be, and
-`kernels` is `use_kernels=True`. What builds and times a peer is in `peer.py`.
+WEIGHTS uses our AdamW instead of torch's, with this weight mode (`liger_models.optim.AdamW`). ATTENTION and
+EXPERTS are values of transformers' `attn_implementation` and `experts_implementation` (`loop` is its eager);
+the default is its own choice. With an EXPERTS, liger-kernel leaves the experts to transformers. `varlen` is
+torch's FlashAttention 2 over documents, in place of flash_attention_2, and `kernels` is `use_kernels=True`.
+`peer.py` builds and times peers.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ Result = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """What is measured.
+    """A measurement.
 
     Attributes:
-        model: what it is called.
+        model: its name.
         config: its config.json.
-        provider: as above.
-        memory: for ours a level of activation memory, "auto" too, 'auto=25' within so many GiB, or
-            'lean,checkpoint=4': all lean, the last 4 layers checkpoint; for the others none or checkpoint.
-        batch, seq: sequences, and tokens in each; or documents, and their longest.
-        data: what they are: see batches.py.
-        warmup, steps: those that are not timed, and those that are.
-        profile: also say what the kernels of a step are for.
+        provider: see above.
+        memory: for ours a level of activation memory, "auto", 'auto=25' within so many GiB, or
+            'lean,checkpoint=4': all lean, the last 4 layers checkpoint; for others none or checkpoint.
+        batch, seq: sequences, and tokens in each; or documents, and their maximum length.
+        data: kind of batch, see batches.py.
+        warmup, steps: numbers of untimed and of timed steps.
+        profile: also profile the step's kernels by purpose.
     """
 
     model: str
@@ -90,37 +90,36 @@ class Job:
 
     @property
     def weights(self) -> str | None:
-        """How our AdamW keeps them, if it is asked for."""
+        """Weight mode of our AdamW, if requested."""
         return next((name for name in WEIGHTS if name in self.options), None)
 
     @property
     def state_bytes(self) -> int:
-        """What the optimizer keeps of an element: torch's AdamW two moments in bfloat16."""
+        """Optimizer state per element: two bfloat16 moments for torch's AdamW."""
         return 4 if self.weights is None else state_bytes(torch.bfloat16, self.weights)
 
     @property
     def compiles(self) -> bool:
-        """Whether something is compiled at its first step."""
+        """Whether the first step compiles something."""
         return self.ours or self.under_compile or bool(self.options & {"liger", "flex_attention"})
 
 
 def check_provider(provider: str) -> None:
-    """Raises ValueError."""
+    """Raise ValueError for an unknown provider."""
     library, *options = provider.split("+")
     known: Set[str] = LIBRARIES.get(library, set())
     if library not in LIBRARIES or not set(options) <= known:
         raise ValueError(
-            f"no provider is called {provider!r}; expected for instance ours, ours+split, transformers+liger "
+            f"unknown provider {provider!r}; expected for instance ours, ours+split, transformers+liger "
             f"or transformers+sdpa+grouped_mm, of {', '.join(sorted(known or LIBRARIES))}"
         )
 
 
 def measure(job: Job, device: torch.device) -> Result:
-    """Times and memory, or a `note` that says why there are none.
+    """Times and memory, or a `note` with the reason why there are none.
 
     Raises:
-        Exception: whatever a provider raises, other than that memory does not suffice or that it does not
-            have the model.
+        Exception: any error of a provider other than running out of memory or not supporting the model.
     """
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     try:
@@ -134,8 +133,8 @@ def measure(job: Job, device: torch.device) -> Result:
 
 
 def compile_ahead(job: Job, device: torch.device) -> Result:
-    """Run each kernel of a job's step once, with as few layers and as little memory as do, so that what
-    Triton and torch.compile make lies on disk.
+    """Run each kernel of a job's step once, with as few layers and as little memory as possible, so that
+    Triton's and torch.compile's results are cached on disk.
     """
     import torch._inductor.config as inductor
 
@@ -143,7 +142,7 @@ def compile_ahead(job: Job, device: torch.device) -> Result:
     fewest = layers_of_every_kind(job.config)
     config = job.config if job.under_compile else with_layers(job.config, fewest)
     try:
-        if job.memory.startswith("auto"):  # of so few layers all would be kept
+        if job.memory.startswith("auto"):  # with so few layers nothing would be recomputed
             job = replace(job, memory="lean")
         model = build(job, config, device)
         model(**make_job_batch(job, device)).loss.backward()
@@ -180,7 +179,7 @@ def _measure(job: Job, device: torch.device, before: int) -> Result:
 
 
 def make_job_batch(job: Job, device: torch.device) -> dict[str, Any]:
-    """Pixels are in the dtype of the weights, as some encoders of transformers want them."""
+    """Batch of a job. Pixels have the weights' dtype, as some encoders of transformers require."""
     batch = make_batch(job.data, job.batch, job.seq, job.config, device)
     if "varlen" in job.options:
         batch |= document_bounds(batch)
@@ -192,13 +191,13 @@ def count_job_tokens(job: Job) -> int:
 
 
 def kernels(job: Job, model: Any, optimizer: torch.optim.Optimizer, device: torch.device) -> Any:
-    """What those of one more step are for."""
+    """Kernels of one more step by purpose."""
     batch = make_job_batch(job, device)
     return by_class(lambda: train_step(model, optimizer, batch), device.type == "cuda")
 
 
 def _planned(model: Any, job: Job) -> float:
-    """The peak that a plan of our model says, in GiB."""
+    """Planned peak of our model in GiB."""
     from liger_models.layers.memory import Step, StepMemory
 
     rows, seq, longest = rows_of(job.data, job.batch, job.seq)
@@ -208,10 +207,10 @@ def _planned(model: Any, job: Job) -> float:
 
 
 def build(job: Job, config: Mapping[str, Any], device: torch.device) -> Any:
-    """The provider's model.
+    """Build the provider's model.
 
     Raises:
-        NotImplementedError: it does not have one.
+        NotImplementedError: the provider does not support it.
     """
     if job.ours:
         import liger_models
@@ -239,8 +238,8 @@ def free(device: torch.device) -> None:
 
 
 def levels(memory: str, num_layers: int) -> str | list[str]:
-    """'lean' for all layers, or 'lean,checkpoint=4': all lean but the last 4, which are checkpointed. What is
-    chosen later begins as lean.
+    """'lean' for all layers, or 'lean,checkpoint=4': all lean but the last 4, which are checkpointed. `auto`
+    starts as lean.
     """
     if memory.startswith("auto"):
         return "lean"

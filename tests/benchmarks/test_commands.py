@@ -46,14 +46,14 @@ def test_operations_are_chosen_by_pattern_in_the_tables_order(benchmarks):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--op", "rms_nrom"], "no operation is called 'rms_nrom'; there are rms_norm"),
+        (["--op", "rms_nrom"], "no operation matches 'rms_nrom'; expected rms_norm"),
         (["--op", "swiglu", "--shape", "8x8x8"], "expected tokens x intermediate, such as 32768x14336"),
         (["--op", "swiglu", "--shape", "8x"], "found --shape 8x for swiglu"),
         (["--op", "swiglu", "--shape", "8x0"], "found --shape 8x0 for swiglu"),
         (["--op", "relu2", "--provider", "varlen"], "none of these operations is measured with varlen"),
-        (["tune", "moe_router"], "no operation is called 'moe_router'"),
+        (["tune", "moe_router"], "no operation matches 'moe_router'"),
         (["tune", "layer_norm", "--device", "cpu"], "the kernels do not run on a cpu"),
-        (["tune", "relu2", "--device", "cpu"], "relu2 has no tile sizes to choose"),
+        (["tune", "relu2", "--device", "cpu"], "relu2 has no tunable tile sizes"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_line(benchmarks, capsys, tmp_path, arguments, message):
@@ -66,7 +66,7 @@ def test_what_is_left_when_the_time_is_up_becomes_a_note(benchmarks, tmp_path):
     arguments = ["--op", "relu2", "--device", "cpu", "--minutes", "0", "--out", str(tmp_path)]
     assert benchmarks.__main__.main(arguments) == 0
     report = (tmp_path / "ops.md").read_text()
-    assert "- ours: left out: 0 minutes were over (relu2)" in report
+    assert "- ours: skipped: the 0 minutes are over (relu2)" in report
     assert not (tmp_path / "ops.png").exists()
 
 
@@ -87,7 +87,7 @@ def test_liger_models_bench_runs_from_another_folder(tmp_path):
     command = [sys.executable, "-m", "liger_models.cli", "bench", "ops", "--op", "nothing"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
-    assert "no operation is called 'nothing'" in done.stderr
+    assert "no operation matches 'nothing'" in done.stderr
 
 
 def test_liger_models_bench_without_a_checkout_says_how_to_get_one(monkeypatch, capsys, tmp_path):

@@ -37,7 +37,7 @@ def test_jobs_run_in_processes_that_end_and_failures_are_told(ahead):
     jobs = [("relu2", (4, 8), "ours"), ("softmax", (4,), "ours"), ("swiglu", (4,), "ours")]
     jobs.append(("relu2", (4, 8), "nobody's"))  # a note when it is measured, and no failure
     said = ahead.compile_ahead(jobs, torch.float32, CPU)
-    assert said.startswith("3 of 4 calls made ahead in ")
+    assert said.startswith("3 of 4 calls compiled in advance in ")
     assert "; 1 failed, the first with swiglu ours: ValueError" in said
     assert not multiprocessing.active_children()
 
@@ -45,7 +45,7 @@ def test_jobs_run_in_processes_that_end_and_failures_are_told(ahead):
 def test_what_does_not_end_is_left_for_later(ahead):
     start = time.monotonic()
     said = ahead.compile_ahead([("relu2", (4, 8), "ours")], torch.float32, CPU, seconds=0.0)
-    assert said.startswith("0 of 1 calls made ahead")
+    assert said.startswith("0 of 1 calls compiled in advance")
     assert time.monotonic() - start < 30
     assert not multiprocessing.active_children()
 
@@ -58,4 +58,4 @@ def test_the_processes_find_the_keys_of_the_measuring_one(benchmarks):
 def test_a_run_of_few_calls_starts_no_processes(ahead, monkeypatch):
     monkeypatch.setattr(ahead, "_FEWEST", 16)
     jobs = [("relu2", (4, 8), "ours")]
-    assert ahead.compile_ahead(jobs, torch.float32, CPU) == "no calls made ahead"
+    assert ahead.compile_ahead(jobs, torch.float32, CPU) == "nothing compiled in advance"

@@ -207,7 +207,7 @@ def test_what_is_compiled_has_more_time_and_begins_first(benchmarks, monkeypatch
 def test_an_unknown_provider_is_refused(benchmarks, provider):
     from benchmarks.training.step import check_provider
 
-    with pytest.raises(ValueError, match=f"no provider is called '{provider}'".replace("+", r"\+")):
+    with pytest.raises(ValueError, match=f"unknown provider '{provider}'".replace("+", r"\+")):
         check_provider(provider)
 
 
