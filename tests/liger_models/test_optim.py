@@ -325,7 +325,7 @@ def test_a_step_between_forward_and_backward_is_noticed():
         (torch.zeros(3), {"lr": -1.0}, ValueError, "lr is -1.0; expected 0 or more"),
         (torch.zeros(3), {"lr": torch.tensor(0.1)}, TypeError, "lr is a tensor"),
         (torch.zeros(3), {"betas": (0.9, 1.0)}, ValueError, "betas is"),
-        (torch.zeros(3), {"seed": 1 << 63}, ValueError, "a number of 64 bits"),
+        (torch.zeros(3), {"seed": 1 << 63}, ValueError, "a 64-bit integer"),
     ],
 )
 def test_what_is_not_taken_is_refused_at_once(parameter, options, error, message):

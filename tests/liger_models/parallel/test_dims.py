@@ -20,7 +20,7 @@ def test_what_is_left_of_the_processes_shares_the_parameters():
 @pytest.mark.parametrize(
     ("sizes", "processes", "complaint"),
     [
-        ({"data_shard": 3}, 8, "is 3, and there are 8 processes"),
+        ({"data_shard": 3}, 8, "is 3, but there are 8 processes"),
         ({"data_replicate": 3}, 8, "expected a multiple of 3"),
         ({"data_replicate": 16}, 8, "expected a multiple of 16"),
         ({"experts": 3}, 8, "experts=3 must divide data_shard . sequence, which is 8"),

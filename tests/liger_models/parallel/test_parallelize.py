@@ -84,7 +84,7 @@ def test_what_cannot_be_divided_is_refused(found):
         assert "lm_head.weight is quantised (torch.int8" in said["quantised"]
         assert "layer 0 has trainable parameters in bfloat16, float32" in said["mixed"]
         assert "the same number of tokens" in said["generate"]
-        assert "is 3, and there are 2 processes" in said["sizes"]
+        assert "is 3, but there are 2 processes" in said["sizes"]
 
 
 @pytest.mark.slow
