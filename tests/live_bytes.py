@@ -116,8 +116,8 @@ def as_on_a_gpu(device: str = "cpu") -> Iterator[None]:
     modules = [module for name, module in sys.modules.items() if name.startswith("liger_models")]
     stand_ins: list[tuple[Any, str, Any]] = [
         (_dispatch.triton.runtime.jit.KernelInterface, "__getitem__", lambda kernel, grid: _nothing),
-        (backends, "_grouped_sdpa", lambda q, k, v, spec, mask: _AsCuDNN.apply(q, k, v)),
-        (backends, "_boundaries_are_at_hand", lambda q, sequences: False),
+        (backends, "grouped_attention", lambda q, k, v, spec, mask: _AsCuDNN.apply(q, k, v)),
+        (backends, "_boundaries_on_host", lambda q, visibility: False),
         (offload._HostMemory, "copy", _nothing),
         # In place on a GPU, and by copies on a CPU, which meta is taken for.
         (low_rank_autograd, "_outer", _wide_product),

@@ -1,1 +1,4 @@
-"""The kinds of attention, the backends that compute it, rotary tables, QK-norm and the key/value cache."""
+"""Self-, shared, latent and cross-attention, the backends that compute them, and norms of queries and keys.
+
+May import the kernels, specs, projections, parts, recompute and sequences; blocks import this package.
+"""

@@ -1,41 +1,40 @@
-"""The attention product itself, and which implementation computes it.
+"""The attention product, and the choice of its implementation.
 
-    out = softmax(cap(scale * q k^T), over the tokens that the query may see, and its head's sink) v
+    out = softmax(cap(scale * q k^T), over the visible tokens, and the head's sink) v
 
-A query sees the tokens of its own document up to itself, and of those the last `window` if there is a window.
-Where the spec is not causal it sees all of its document, and where there are spans (of an image, say) all of
-its span beside what precedes it.
-Documents that the spec cuts into chunks are shorter documents, for every backend. Where documents continue
-others (layers/sequences/tree.py), a query sees of those what it would see if they stood before its own.
+A query attends to the tokens of its own document up to itself; with a window, to the last `window` of those.
+If the spec is not causal it attends to its whole document, and with spans (such as images) also to its whole
+span. Chunks cut documents into shorter ones, for every backend. If a document continues another
+(layers/sequences/tree.py), its queries attend as if the continued tokens preceded their own.
 Soft cap and sinks: see kernels/attention/flash_attention.py.
 
-| backend  | does                                 | what it is                                            |
+| backend  | supports                             | implementation                                        |
 |----------|--------------------------------------|-------------------------------------------------------|
 | `sdpa`   | equal documents without a window     | torch's own kernels, cuDNN first: fused.py            |
 | `varlen` | documents, windows; a GPU, 16 bits   | torch.nn.attention.varlen (FlashAttention 2)          |
-| `flash`  | causal, no soft cap; Hopper, 16 bits | FlashAttention 4, if asked for: flash.py              |
+| `flash`  | causal, no soft cap; Hopper, 16 bits | FlashAttention 4, on request: flash.py                |
 | `triton` | all, in heads of up to 512           | our own kernel: kernels/attention/                    |
 | `masked` | documents, windows; memory T^2       | torch's own kernels with a mask: fused.py             |
 | `eager`  | all; memory T^2 heads                | the plain twin: the formula above                     |
 
-`auto` chooses, of those that can do what is asked:
+`auto` chooses among the backends that support the call:
 
-| asked for                   | GPU      | elsewhere |
-|-----------------------------|----------|-----------|
-| equal documents, no window  | `sdpa`   | `sdpa`    |
-| packed, a window, spans     | `triton` | `masked`  |
-| that continue others        | `triton` | `masked`  |
-| soft cap or sinks           | `triton` | `eager`   |
+| call                           | GPU      | elsewhere |
+|--------------------------------|----------|-----------|
+| equal documents, no window     | `sdpa`   | `sdpa`    |
+| packed, a window, spans        | `triton` | `masked`  |
+| documents that continue others | `triton` | `masked`  |
+| soft cap or sinks              | `triton` | `eager`   |
 
-Elsewhere is a CPU, float64, heads of more than 512, float32 where attention is not plainly causal (documents
-that continue others, spans, encoders), and torch.compile, under which `triton` would run its twin; there
-`varlen` goes before `masked` on a GPU in 16 bits, for heads of up to 256 that are multiples of 8.
-Values may be narrower or wider than keys, but for `varlen`. For such heads, and those of more than 256, a GPU
-takes `triton` in place of `sdpa` where torch has no kernel of cuDNN's: the others keep all scores, or copy
-keys and values for every query head.
-On a CPU `masked` and `eager` take packed documents one by one, and T is a document's length.
+"Elsewhere" means a CPU, float64, heads of more than 512, float32 if attention is not plainly causal
+(documents that continue others, spans, encoders), and torch.compile, under which `triton` would run its twin;
+there `varlen` precedes `masked` on a GPU in 16 bits, for heads of up to 256 that are multiples of 8.
+Values may be narrower or wider than keys, except for `varlen`. For such heads, and heads of more than 256, a
+GPU uses `triton` instead of `sdpa` if cuDNN has no kernel for them: torch's other kernels keep all scores, or
+copy keys and values for every query head.
+On a CPU `masked` and `eager` process packed documents one by one, so T is a document's length.
 
-What each takes, and what else was tried, is in docs/benchmarks.md.
+docs/benchmarks.md has measurements, and the alternatives that were tried.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ from liger_models.kernels.attention.flash_attention import (
 )
 from liger_models.kernels.attention.visible_keys import visible_keys
 from liger_models.layers.attention.flash import flash_attention
-from liger_models.layers.attention.fused import cudnn_takes, masked_attention, unmasked_attention
+from liger_models.layers.attention.fused import cudnn_takes, grouped_attention
 from liger_models.layers.sequences.documents import Documents
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.visibility import Visibility
@@ -84,8 +83,8 @@ def attend(
         q: [T, num_attention_heads, head_dim]; k: [T, num_key_value_heads, head_dim]; v: the same, or with
             heads of another size; any strides.
         spec: scale, window, chunk and soft cap.
-        sequences: the documents. Where they are divided over ranks, q, k and v are those of this rank's
-            tokens, and heads are exchanged: layers/sequences/sequence_parallel.py.
+        sequences: the documents. If they are divided over ranks, q, k and v belong to this rank's tokens, and
+            heads are exchanged: layers/sequences/sequence_parallel.py.
         backend: a row of the table above, or "auto".
         sinks: [num_attention_heads], if the spec has them.
 
@@ -93,7 +92,7 @@ def attend(
         [T, num_attention_heads, the size of v's heads].
 
     Raises:
-        ValueError: the named backend cannot do what is asked, or is unknown.
+        ValueError: the named backend does not support the call, or is unknown.
     """
     if spec.sinks != (sinks is not None):
         given = "no sinks" if sinks is None else "sinks"
@@ -121,9 +120,9 @@ def _attend(
         backend = _choose(q, k, v, spec, visibility)
     if visibility.documents.tree is not None and backend not in WITH_TREES:
         raise ValueError(
-            f"attention={backend!r} has no documents that continue others; use 'auto' or 'triton'"
+            f"attention={backend!r} does not support documents that continue others; use 'auto' or 'triton'"
         )
-    if backend in ("masked", "eager") and _boundaries_are_at_hand(q, visibility):
+    if backend in ("masked", "eager") and _boundaries_on_host(q, visibility):
         return _one_by_one(q, k, v, spec, visibility, backend, sinks)
     if backend == "triton":
         return _triton(q, k, v, spec, visibility, sinks)
@@ -134,7 +133,7 @@ def _attend(
     if backend not in ("sdpa", "varlen", "masked"):
         raise ValueError(f"unknown attention backend {backend!r}; choose one of {', '.join(BACKENDS)}")
     if not _is_plain_softmax(spec):
-        raise ValueError(f"attention={backend!r} has neither soft cap nor sinks; use 'auto' or 'triton'")
+        raise ValueError(f"attention={backend!r} supports neither soft cap nor sinks; use 'auto' or 'triton'")
     if backend == "sdpa":
         return _sdpa(q, k, v, spec, visibility)
     if backend == "varlen":
@@ -151,9 +150,9 @@ def attend_by_groups(
     backend: AttentionBackend = "auto",
     sinks: Tensor | None = None,
 ) -> list[Tensor]:
-    """`attend`, its heads in pieces that lie side by side: of long sequences the heads of one key head at a
-    time, where this spares memory. The backward pass of `sdpa` sums the queries' gradients in float32, and
-    makes keys and values as many as there are queries: 4 times what they take, if all heads run at once.
+    """`attend` in groups of heads, returned as a list. Long sequences run one key head at a time if that
+    saves memory: the backward pass of `sdpa` sums the gradients of queries in float32 and repeats keys and
+    values for every query head, 4 times their size if all heads run at once.
     """
     groups = spec.num_key_value_heads
     if sequences.slice is None and len(q) > LONG and groups > 1:
@@ -167,7 +166,7 @@ def attend_by_groups(
     return [attend(q, k, v, spec, sequences, backend, sinks)]
 
 
-LONG = 1 << 16  # tokens: of these four heads are work enough for a GPU
+LONG = 1 << 16  # tokens, for which four heads keep a GPU busy
 
 
 def attend_plain(
@@ -185,7 +184,7 @@ def _plain(
 
 
 def _bounds(spec: AttentionSpec, visibility: Visibility) -> tuple[Tensor | KeyRanges | None, int | None]:
-    """What `kernels.attention` takes as bounds and window."""
+    """The bounds and the window for `kernels.attention`."""
     if not _by_ranges(spec, visibility):
         return visibility.documents.bounds(), spec.window
     if visibility.documents.tree is not None and spec.causal:
@@ -194,12 +193,12 @@ def _bounds(spec: AttentionSpec, visibility: Visibility) -> tuple[Tensor | KeyRa
 
 
 def _by_ranges(spec: AttentionSpec, visibility: Visibility) -> bool:
-    """Whether what is seen is more than documents and a window say."""
+    """Whether visibility depends on more than documents and a window."""
     return not spec.causal or visibility.spans is not None or visibility.documents.tree is not None
 
 
 def visible(spec: AttentionSpec, visibility: Visibility) -> Tensor:
-    """Which key (column) each query (row) sees: [T, T] bool."""
+    """The keys (columns) that each query (row) attends to: [T, T] bool."""
     documents = visibility.documents
     return visible_keys(documents.num_tokens, *_bounds(spec, visibility), documents.device)
 
@@ -212,13 +211,13 @@ def attend_cached(
     sees: Tensor,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """The new tokens of each sequence against what its cache holds, themselves included.
+    """Attention of the new tokens of each sequence to its cached tokens, which include the new ones.
 
     Args:
         q: [batch * new, num_attention_heads, head_dim]; keys, values: [batch, longest, num_key_value_heads,
             head_dim], or values with heads of another size.
-        spec: the scale and the soft cap; a window and chunks are in `sees`.
-        sees: [batch, new, longest] bool. Every token sees at least one.
+        spec: the scale and the soft cap; `sees` accounts for window and chunks.
+        sees: [batch, new, longest] bool, true for the keys that a token attends to, at least one each.
         sinks: [num_attention_heads], if the spec has them.
 
     Returns:
@@ -227,7 +226,7 @@ def attend_cached(
     q = q.unflatten(0, sees.shape[:2]).transpose(1, 2)  # [batch, heads, new, dim]
     keys, values, sees = keys.transpose(1, 2), values.transpose(1, 2), sees[:, None].to(q.device)
     if _is_plain_softmax(spec):
-        out = _grouped_sdpa(q, keys, values, spec, sees)
+        out = grouped_attention(q, keys, values, spec, sees)
     else:
         groups = (spec.num_key_value_heads, -1)
         new = q.shape[2]
@@ -250,7 +249,7 @@ def _choose(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Vi
     plain = _is_plain_softmax(spec)
     ours = use_triton(q) and max(q.shape[-1], v.shape[-1]) <= MOST_HEAD_DIM
     if q.dtype == torch.float32 and _by_ranges(spec, visibility):
-        ours = False  # in float32 the kernel has not been timed beside a mask
+        ours = False  # in float32 the kernel has not been timed against a mask
     if visibility.documents.tree is not None:
         return "triton" if ours else "masked" if plain else "eager"
     usual = q.shape[-1] == v.shape[-1] <= 256
@@ -278,7 +277,7 @@ def _is_plain_softmax(spec: AttentionSpec) -> bool:
 
 
 def _is_unmasked(spec: AttentionSpec, visibility: Visibility) -> bool:
-    """Whether documents are equal, and nothing but causality hides anything of them."""
+    """Whether documents are equal, and nothing but causality hides tokens of them."""
     all_of_it = spec.window is None or spec.window >= visibility.documents.max_seqlen
     return (
         visibility.documents.cu_seqlens is None
@@ -290,13 +289,13 @@ def _is_unmasked(spec: AttentionSpec, visibility: Visibility) -> bool:
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Visibility) -> Tensor:
     if not _is_unmasked(spec, visibility):
         raise ValueError(
-            "attention='sdpa' has neither packed documents, padding, windows nor spans; use 'auto' or "
+            "attention='sdpa' supports neither packed documents, padding, windows nor spans; use 'auto' or "
             "'triton'"
         )
     # Views all the way: [T, heads, dim] -> [batch, heads, seq, dim] without a copy, also out of a packed
     # q|k|v row.
     q, k, v = (x.unflatten(0, visibility.documents.shape).transpose(1, 2) for x in (q, k, v))
-    return _grouped_sdpa(q, k, v, spec, None).transpose(1, 2).flatten(0, 1)
+    return grouped_attention(q, k, v, spec, None).transpose(1, 2).flatten(0, 1)
 
 
 def _triton(
@@ -316,27 +315,27 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Vi
     else:
         mask = visible(spec, visibility)
     q, k, v = (x.unflatten(0, rows).transpose(1, 2) for x in (q, k, v))
-    return _grouped_sdpa(q, k, v, spec, mask).transpose(1, 2).flatten(0, 1)
+    return grouped_attention(q, k, v, spec, mask).transpose(1, 2).flatten(0, 1)
 
 
 def _with_padding(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Visibility) -> Tensor:
-    """Of rows as they are, all of whose tokens see one another, but for padding, behind all others, that sees
+    """Attention within rows that keep padding at their end: all tokens attend to one another, padding only to
     padding.
     """
     assert visibility.padding is not None
     limited = spec.causal or spec.window is not None or spec.chunk is not None
     if limited or not _is_plain_softmax(spec) or visibility.documents.cu_seqlens is not None:
-        raise ValueError("padding that was not taken out is for attention of all tokens, in equal rows")
+        raise ValueError("rows with padding need attention that is not causal, without window or chunk")
     if use_triton(q) and not (q.is_cuda and q.dtype == torch.float32):  # which takes a mask of all rows
         return attention(q, k, v, scale=spec.scale, bounds=visibility.ranges_with_padding())
     pads = visibility.padding.view(visibility.documents.shape)
     mask = ~(pads[:, None, :, None] & pads[:, None, None, :])
     q, k, v = (x.unflatten(0, visibility.documents.shape).transpose(1, 2) for x in (q, k, v))
-    return _grouped_sdpa(q, k, v, spec, mask).transpose(1, 2).flatten(0, 1)
+    return grouped_attention(q, k, v, spec, mask).transpose(1, 2).flatten(0, 1)
 
 
-def _boundaries_are_at_hand(q: Tensor, visibility: Visibility) -> bool:
-    """Whether there are boundaries, and they can be read without waiting for a device."""
+def _boundaries_on_host(q: Tensor, visibility: Visibility) -> bool:
+    """Whether there are boundaries that can be read without a synchronisation."""
     there = (
         visibility.documents.cu_seqlens is not None
         and visibility.spans is None
@@ -354,7 +353,9 @@ def _one_by_one(
     backend: AttentionBackend,
     sinks: Tensor | None,
 ) -> Tensor:
-    """A product for each document: the sum of the squares of their lengths, not the square of the sum."""
+    """One product for each document, so the work is the sum of their squared lengths, not the square of the
+    sum.
+    """
     assert visibility.documents.cu_seqlens is not None
     lengths = visibility.documents.cu_seqlens.diff().tolist()
     documents = zip(lengths, q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
@@ -371,38 +372,12 @@ def _one_document(length: int, device: torch.device) -> Visibility:
     return Visibility(Documents.of_rows((1, length), device))
 
 
-def _grouped_sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, mask: Tensor | None) -> Tensor:
-    """q [batch, heads, queries, dim]; k, v [batch, kv_heads, keys, dim]."""
-    q, k, v = _aligned(q), _aligned(k), _aligned(v)
-    groups = spec.num_attention_heads // spec.num_key_value_heads
-    if groups > 1 and q.shape[2] == 1 and mask is not None:
-        # One query sees what the others of its group see: they are so many queries of one head.
-        q = q.unflatten(1, (spec.num_key_value_heads, groups)).squeeze(3)
-        out = masked_attention(q, k, v, mask, spec.scale)
-        return out.flatten(1, 2).unsqueeze(2)
-    unusual = mask is not None or q.dtype == torch.float32 or q.shape[-1] != v.shape[-1] or q.shape[-1] > 256
-    if groups > 1 and unusual:
-        # The kernels that take a mask, float32 or heads like these do not know grouped heads, and the
-        # fallback would keep all the scores.
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    if mask is not None:
-        return masked_attention(q, k, v, mask, spec.scale)
-    return unmasked_attention(q, k, v, spec.scale, spec.causal)
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """x, or a copy if it does not begin at a multiple of 16 bytes, as values may that stand behind keys in a
-    cache: SDPA's kernels read 16 bytes at a time, and do not look where a view begins.
-    """
-    return x.clone() if x.is_cuda and x.data_ptr() % 16 else x
-
-
 def _varlen(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Visibility) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     cu, longest = visibility.documents.boundaries(), visibility.documents.max_seqlen
     if visibility.spans is not None and spec.causal:
-        raise ValueError("attention='varlen' has no spans; use 'auto' or 'triton'")
+        raise ValueError("attention='varlen' does not support spans; use 'auto' or 'triton'")
     before, behind = -1 if spec.window is None else spec.window - 1, 0 if spec.causal else -1
     options: dict[str, Any] = {"enable_gqa": True} if _varlen_takes_gqa_flag() else {}
     # Its backward reads dense rows of heads; the packed q|k|v row gives them a common stride, which it also

@@ -1,10 +1,10 @@
-"""Attention of tokens to features of images (Llama 3.2 Vision; Alayrac et al., 2022, arXiv:2204.14198).
+"""Attention of tokens to image features (Llama 3.2 Vision; Alayrac et al., 2022, arXiv:2204.14198).
 
     q = norm(x @ W_q^T),   k = norm(f @ W_k^T),   v = f @ W_v^T
-    out = softmax(scale * q k^T, over what is seen) v @ W_o^T
+    out = softmax(scale * q k^T, over the visible tiles) v @ W_o^T
 
-with features f of the tiles of images, and norms over each head. A token sees tiles as a whole. Of documents
-in one row each meets its own images alone: the work is the sum of theirs, not the product of the sums.
+with features f of image tiles, and norms over each head. A token attends to whole tiles. Packed documents run
+one by one against their own images, so the work is the sum over documents, not the product of the sums.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from liger_models.layers.specs import CrossAttentionSpec
 
 @dataclass(frozen=True, eq=False)
 class SeenTiles(Part):
-    """Which tiles of images the tokens see.
+    """The image tiles that each token attends to.
 
     Attributes:
-        mask: of each token of the batch and each tile of its row, [batch, seq, tiles] bool. Where a token
-            sees none, all are there, and `any` decides.
-        any: which of the T tokens attend to some tile, [T, 1] bool.
-        shown: which of them have been shown one, [T, 1] bool. (In the reference others attend to all tiles
-            of their row, and this alone is left out behind them: the MLP.)
-        blocks: of one row, where that is known on the host, (first token, end, first tile, end) of each run
-            of tokens that sees no other tiles, in order; together they are all tokens.
+        mask: [batch, seq, tiles] bool, for each token of the batch and each tile of its row. It is all true
+            for tokens without tiles, which `any` excludes.
+        any: [T, 1] bool, the tokens that attend to some tile.
+        shown: [T, 1] bool, the tokens that follow one of their images. (In the reference the others attend to
+            all tiles of their row, and only skip the MLP after that.)
+        blocks: for a single row, if known on the host: (first token, end, first tile, end) of each run of
+            tokens that attends to no other tiles, in order; together they cover all tokens.
     """
 
     mask: Tensor
@@ -46,19 +46,19 @@ class SeenTiles(Part):
     blocks: list[tuple[int, int, int, int]] | None = None
 
     def last(self, documents: Documents, lengths: Tensor) -> SeenTiles:
-        """Of the last token of each sequence, of these lengths [batch]."""
+        """The tiles of the last token of each sequence, given the lengths [batch]."""
         token = lengths.cumsum(0) - 1
         return SeenTiles(documents.pack(self.mask)[token][:, None], self.any[token], self.shown[token])
 
 
 class CrossAttention(nn.Module):
-    """Attention to features of images.
+    """Attention to image features.
 
     Args:
-        hidden_size: the width H of the hidden states, and of the features.
+        hidden_size: the width H of the hidden states and of the features.
         spec: heads and norms.
-        layer: this layer's place in the model.
-        backend: accepted as everywhere; there is one implementation, torch's.
+        layer: the index of this layer in the model.
+        backend: unused; torch has the only implementation.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class CrossAttention(nn.Module):
         return self.o_proj(torch.where(seen.any, out.flatten(1), 0))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        """q [batch, seq, heads, dim], k and v [batch, K, kv_heads, dim] of tiles that `mask` [batch, seq,
-        tiles] tells -> [batch, seq, heads, dim].
+        """Attention of q [batch, seq, heads, dim] to k, v [batch, K, kv_heads, dim] of the tiles in `mask`
+        [batch, seq, tiles] -> [batch, seq, heads, dim].
         """
         groups = self.spec.num_attention_heads // self.spec.num_key_value_heads
         k, v = (y.repeat_interleave(groups, dim=2).transpose(1, 2) for y in (k, v))
@@ -113,18 +113,18 @@ class CrossAttention(nn.Module):
     def new_cache(
         self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype
     ) -> tuple[Tensor, ...]:
-        """Nothing: how many keys images have is known when they are there (`KVCache.of_images`)."""
+        """Nothing: the number of keys is known once there are images (`KVCache.of_images`)."""
         return ()
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
-        """Of a token, as on a GPU: q before and behind its norm, the output, and in float32 statistics and
-        the log-sum-exp of each head. Keys and values are of images.
+        """Bytes kept per token on a GPU: q before and after its norm, the output, and in float32 statistics
+        and the log-sum-exp of each head. Keys and values belong to images.
         """
         return 3 * itemsize * self.spec.q_size + 8 * self.spec.num_attention_heads
 
     def image_bytes(self, itemsize: int) -> int:
-        """Kept of a feature of images, as on a GPU: k before its norm beside v, both as all heads of queries
-        meet them, and in float32 the statistic of each head.
+        """Bytes kept per image feature on a GPU: k before its norm, v, both repeated for all query heads, and
+        in float32 the statistic of each head.
         """
         spec = self.spec
         return itemsize * (2 * spec.kv_size + 2 * spec.q_size) + 4 * spec.num_key_value_heads

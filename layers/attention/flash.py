@@ -1,14 +1,15 @@
 """FlashAttention 4 for `attention="flash"`: the package flash-attn-4, on Hopper GPUs and in 16 bits.
 
-It does causal attention over documents, equal or packed, with windows and sinks, for the sizes of heads
-below, which were compared with the truth on an H200. What it does not do, or not exactly, is refused by name,
-and nothing falls back to another mask or backend: attention without causality, which came out wrong there
-(heads of 80), and soft caps, whose tanh it takes from an instruction of 11 bits.
+It supports causal attention over documents, equal or packed, with windows and sinks, for the head sizes
+below, which were compared with the exact result on an H200. Everything else raises an error that names it,
+without a fallback: attention that is not causal, which was wrong there (heads of 80), and soft caps, whose
+tanh comes from an instruction of 11 bits.
 
-Blocks of keys add to the queries' gradient in turns (its option `deterministic`), so that gradients are the
-same bits in every run. Beside the gradients its backward pass takes float32 sums of all three. Kernels are
-compiled at their first call, 17 s for a forward and a backward pass, and anew for other heads and groups, for
-windows, sinks and packed documents; FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 keeps them on disk.
+Blocks of keys add to the queries' gradient in a fixed order (option `deterministic`), so gradients have the
+same bits in every run. The backward pass allocates float32 sums of all three gradients in addition to them.
+Kernels are compiled at their first call, 17 s for a forward and a backward pass, and again for other heads
+and groups, for windows, sinks and packed documents; FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 keeps them on
+disk.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from liger_models.layers.sequences.visibility import Visibility
 from liger_models.layers.specs import AttentionSpec
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_SIZES = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # of heads, and of their values
+_SIZES = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # of keys and of values
 
 
 @not_compiled
@@ -38,10 +39,11 @@ def flash_attention(
     visibility: Visibility,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """As `attend`; a break of the graph under torch.compile: the package launches nothing while it is traced.
+    """`attend` by FlashAttention 4. It breaks the graph under torch.compile, since the package launches no
+    kernel while it is traced.
 
     Raises:
-        ValueError: what it cannot do, the wrong GPU or dtype, or flash-attn-4 is not installed.
+        ValueError: an unsupported call, GPU or dtype, or flash-attn-4 is not installed.
     """
     _refuse_others(q, k, v, spec, visibility)
     library, documents = _library(), visibility.documents

@@ -1,11 +1,10 @@
-"""Attention by torch's own kernels, each called as its operator.
+"""Attention by torch's own kernels, each called directly as an operator.
 
 `scaled_dot_product_attention` chooses a kernel by flags and an order of preference that all code in the
-process shares. `torch.nn.attention.sdpa_kernel` changes them while it runs, and its `set_priority` can leave
-them changed for good: torch puts cuDNN first at the first attention on a GPU, and a context entered before
-that restores the order from before, which slows down every other model in the process. So the wanted kernel
-is called directly, and nothing is set. Whether it can run is asked of torch, which also knows what the user
-has disabled.
+process shares. `torch.nn.attention.sdpa_kernel` changes them while it runs, and its `set_priority` can change
+them permanently: torch puts cuDNN first at the first attention on a GPU, and a context entered before that
+restores the earlier order, which slows down every other model in the process. So this module calls the kernel
+it wants and sets nothing. It asks torch whether the kernel can run, which respects what the user disabled.
 """
 
 from __future__ import annotations
@@ -22,21 +21,49 @@ from torch.backends.cuda import (
     can_use_flash_attention,
 )
 
+from liger_models.layers.specs import AttentionSpec
+
 _16_BITS = (torch.bfloat16, torch.float16)
 _CUDNN_TILE = 128  # keys
 _ALIGNMENT = 8  # elements: rows of a mask in the memory-efficient kernel start at a multiple
-# The memory-efficient kernel counts places in a mask in 32 bits: beyond 2^32 queries x keys, in some versions
-# of its backward pass beyond 2^31, it reads the mask of other queries and says nothing (pytorch 187227).
+# The memory-efficient kernel indexes a mask with 32 bits: beyond 2^32 queries x keys, in some versions of its
+# backward pass beyond 2^31, it silently reads the mask of other queries (pytorch 187227).
 _MOST_SCORES = 1 << 31
 
 
+def grouped_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, mask: Tensor | None) -> Tensor:
+    """Attention of q [batch, heads, queries, dim] to k, v [batch, kv_heads, keys, dim], masked or not."""
+    q, k, v = _on_16_bytes(q), _on_16_bytes(k), _on_16_bytes(v)
+    groups = spec.num_attention_heads // spec.num_key_value_heads
+    if groups > 1 and q.shape[2] == 1 and mask is not None:
+        # All queries of a group attend to the same keys, so they are queries of one head.
+        q = q.unflatten(1, (spec.num_key_value_heads, groups)).squeeze(3)
+        out = masked_attention(q, k, v, mask, spec.scale)
+        return out.flatten(1, 2).unsqueeze(2)
+    unusual = mask is not None or q.dtype == torch.float32 or q.shape[-1] != v.shape[-1] or q.shape[-1] > 256
+    if groups > 1 and unusual:
+        # The kernels for a mask, float32 or such heads do not support grouped heads, and the fallback would
+        # keep all scores.
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    if mask is not None:
+        return masked_attention(q, k, v, mask, spec.scale)
+    return unmasked_attention(q, k, v, spec.scale, spec.causal)
+
+
+def _on_16_bytes(x: Tensor) -> Tensor:
+    """x, or a copy if it does not start at a multiple of 16 bytes, such as values stored after keys in a
+    cache. SDPA's kernels read 16 bytes at a time without checking where a view starts.
+    """
+    return x.clone() if x.is_cuda and x.data_ptr() % 16 else x
+
+
 def unmasked_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
-    """Attention without a mask, by cuDNN where it can run rightly, else by another kernel of torch's.
+    """Attention without a mask, by cuDNN if its result is right, else by another kernel of torch's.
 
     Args:
         q: [batch, heads, queries, dim]; k, v: [batch, kv_heads, keys, dim], or values of another size.
         scale: factor of the scores.
-        causal: whether a query sees only the keys up to its own position.
+        causal: whether a query attends only to the keys up to its own position.
 
     Returns:
         [batch, heads, queries, the size of v's heads].
@@ -55,15 +82,15 @@ def unmasked_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bo
 
 
 def _spoils_gradients(k: Tensor, causal: bool) -> bool:
-    """Whether cuDNN's backward pass may give NaN: it takes the keys that fill up its last tile for scores of
-    zero, which overflow where all scores of a query are far below zero (pytorch 196678). Causal masks hide
-    them. Measured with 64 keys beyond a multiple of 128.
+    """Whether cuDNN's backward pass may give NaN: it treats the keys that pad its last tile as scores of
+    zero, which overflow if all scores of a query are far below zero (pytorch 196678). Causal masks hide them.
+    Measured with 64 keys more than a multiple of 128.
     """
     return not causal and k.shape[2] % _CUDNN_TILE != 0
 
 
 def _without_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Attention of all keys, by the fastest kernel of torch's that is not cuDNN's."""
+    """Attention to all keys, by torch's fastest kernel other than cuDNN's."""
     grouped = q.shape[1] != k.shape[1]
     params = SDPAParams(q, k, v, None, 0.0, False, grouped)
     if q.shape[-1] % 8 == 0 and q.shape[-1] == v.shape[-1] and can_use_flash_attention(params):
@@ -78,12 +105,12 @@ def _without_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attention with a mask, never by cuDNN, whose backward has given NaN with a mask for some lengths.
-    Queries are split where there are more scores than the memory-efficient kernel can count.
+    """Attention with a mask, never by cuDNN, whose backward pass has given NaN with a mask for some lengths.
+    Queries are split if there are more scores than the memory-efficient kernel can index.
 
     Args:
         q: [batch, heads, queries, dim]; k, v: [batch, heads, keys, dim], or values of another size.
-        mask: bool, true where a query sees a key; broadcast to [batch, heads, queries, keys].
+        mask: bool, true where a query attends to a key; broadcast to [batch, heads, queries, keys].
         scale: factor of the scores.
 
     Returns:
@@ -94,11 +121,11 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
     if queries > rows:
         masks = mask.expand(*mask.shape[:-2], queries, keys).split(rows, dim=-2)
         pieces = zip(q.split(rows, dim=2), masks, strict=True)
-        return torch.cat([masked_attention(piece, k, v, seen, scale) for piece, seen in pieces], dim=2)
+        return torch.cat([masked_attention(piece, k, v, part, scale) for piece, part in pieces], dim=2)
     if not q.is_cuda or torch.compiler.is_compiling():
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
     q, k, v = _under_autocast(q, k, v)
-    if q.dtype not in _16_BITS:  # which cuDNN does not take
+    if q.dtype not in _16_BITS:  # cuDNN does not support it, so torch cannot choose it
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
     bias = _bias(mask, q, k)
     if can_use_efficient_attention(SDPAParams(q, k, v, bias, 0.0, False, False)):
@@ -108,7 +135,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
 
 
 def cudnn_takes(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
-    """Whether cuDNN computes attention without a mask on these rightly and is enabled; shapes as above."""
+    """Whether cuDNN is enabled and right for attention without a mask; shapes as in `unmasked_attention`."""
     grouped = q.shape[1] != k.shape[1]
     if not q.is_cuda or _spoils_gradients(k, causal):
         return False
@@ -116,7 +143,7 @@ def cudnn_takes(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
 
 
 def _bias(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """The mask as what is added to scores, 0 or -inf [batch, heads, queries, keys], in aligned rows."""
+    """The mask as an additive bias of 0 or -inf [batch, heads, queries, keys], in aligned rows."""
     keys = mask.shape[-1]
     rows = q.new_zeros(*mask.shape[:-1], _aligned(keys))
     return rows[..., :keys].masked_fill_(~mask, -math.inf).expand(*q.shape[:3], k.shape[2])
@@ -127,12 +154,12 @@ def _aligned(keys: int) -> int:
 
 
 def _is_differentiated(*operands: Tensor) -> bool:
-    """Whether there will be a backward pass, which needs the log-sum-exp of the scores."""
+    """Whether a backward pass may follow, which needs the log-sum-exp of the scores."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in operands)
 
 
 def _under_autocast(*operands: Tensor) -> tuple[Tensor, ...]:
-    """The operands as autocast casts them for scaled_dot_product_attention, but not for its kernels."""
+    """Cast the operands as autocast does for scaled_dot_product_attention, but not for its kernels."""
     if not torch.is_autocast_enabled("cuda"):
         return operands
     dtype = torch.get_autocast_dtype("cuda")

@@ -1,14 +1,14 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): the keys and values of all heads
-come from one narrow latent of the token, and so do its queries, from another.
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values of all heads come
+from one narrow latent of the token, and queries from another.
 
-    q_latent, kv_latent, k_rope = split(x @ W_a^T + b)                  k_rope: one head, which all share
+    q_latent, kv_latent, k_rope = split(x @ W_a^T + b)                  k_rope: one head shared by all
     q = norm(q_latent) @ W_qb^T,  or x @ W_q^T  without a latent        a head: [no position | rotated]
     k_nope, v = split(norm(kv_latent) @ W_kvb^T)
     out = attend([q_nope | rotate(q_rope)], [k_nope | rotate(k_rope)], v) @ W_o^T + b
 
-A head's values may be narrower than its keys; nothing is padded. Generation remembers the normalised latent
-and the rotated k_rope, kv_lora_rank + qk_rope_head_dim elements a token, and makes keys and values of them
-again.
+A head's values may be narrower than its keys; nothing is padded. Generation caches the normalised latent and
+the rotated k_rope, kv_lora_rank + qk_rope_head_dim elements a token, and recomputes keys and values from
+them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LatentAttention(nn.Module):
     Args:
         hidden_size: the width H of the hidden states.
         spec: heads, latents, rotary settings, biases.
-        layer: this layer's place in the model (its room in a cache).
+        layer: the index of this layer in the model, and in a cache.
         backend: see layers/attention/backends.py.
     """
 
@@ -72,8 +72,8 @@ class LatentAttention(nn.Module):
         return self.o_proj(attend(q, k, v, spec, sequences, self.backend).flatten(1))
 
     def _queries_and_latents(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
-        """q [T, heads, qk_head_dim], the normalised latent [T, kv_lora_rank], and k_rope [T,
-        qk_rope_head_dim]; what turns is turned, and what grows with the position has grown.
+        """q [T, heads, qk_head_dim], rotated and scaled; the normalised latent [T, kv_lora_rank]; and the
+        rotated k_rope [T, qk_rope_head_dim].
         """
         spec = self.spec
         *q_latent, latent, k_rope = self.latent_proj(x).split(self._latent_widths(), dim=-1)
@@ -106,13 +106,13 @@ class LatentAttention(nn.Module):
     def new_cache(
         self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype
     ) -> tuple[Tensor, ...]:
-        """Room for latents [batch, max_length, kv_lora_rank] and k_rope [batch, max_length, its size]."""
+        """Allocate latents [batch, max_length, kv_lora_rank] and k_rope [batch, max_length, its size]."""
         widths = self.spec.kv_lora_rank, self.spec.qk_rope_head_dim
         return tuple(torch.zeros(batch, max_length, width, device=device, dtype=dtype) for width in widths)
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
-        """Of a token, as on a GPU: q, k, k_nope and v in one, the output, and in float32 the log-sum-exp of
-        each head; the latents as they come, their norms' statistics, and with `all` the norms' outputs.
+        """Bytes kept per token on a GPU: q, k, the projection with k_nope and v, the output, and in float32
+        the log-sum-exp of each head; the latents, their norms' statistics, and with `all` the norms' outputs.
         """
         spec = self.spec
         a_head = 2 * spec.qk_head_dim + spec.qk_nope_head_dim + 2 * spec.v_head_dim

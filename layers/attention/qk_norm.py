@@ -1,10 +1,9 @@
-"""Norms of queries and keys (Henry et al., 2020, arXiv:2010.04245), before they are turned or after.
+"""Norms of queries and keys (Henry et al., 2020, arXiv:2010.04245), before their rotation or after it.
 
-    q, k, v = split(qkv);   q = turn(norm(q)),  k = turn(norm(k)),   or   norm(turn(q)), norm(turn(k))
+    q, k, v = split(qkv);   q, k = rotate(norm(q)), rotate(norm(k))   or   norm(rotate(q)), norm(rotate(k))
 
-What is normalised together, and by which weight: `QKNormSpec` in layers/specs/attention.py. RMSNorm together
-with the rotation is one kernel (kernels/rotary/qk_norm_rotary.py); what that does not know is done step by
-step.
+`QKNormSpec` in layers/specs/attention.py says which elements share a norm and a weight. RMSNorm and rotation
+are one kernel (kernels/rotary/qk_norm_rotary.py); the cases that it does not support run step by step.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ Tables = tuple[Tensor, Tensor]
 Split = tuple[Tensor, Tensor, Tensor]
 
 
-class LentScale(nn.Module):
-    """The weight and bias of a query or key norm, for whoever applies it together with something else.
+class QKNormScale(nn.Module):
+    """The weight and bias of a query or key norm, for a kernel that fuses the norm with other work.
 
-    `scale(use)` is `use(weight, bias)`: they are read inside their own module's forward, since sharding
-    frameworks gather them for just that time.
+    `scale(use)` returns `use(weight, bias)`: the parameters are read inside the module's own forward, since
+    sharding frameworks gather them only for that time.
 
     Args:
-        heads, head_dim: of the queries, or of the keys.
-        spec: the norm, and what is normalised together.
+        heads, head_dim: the heads of the queries, or of the keys.
+        spec: the norm and its scope.
     """
 
     def __init__(self, heads: int, head_dim: int, spec: QKNormSpec):
@@ -50,7 +49,7 @@ class LentScale(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, *_: Any) -> None:
-        """A factor of one and a bias of zero, whatever matrices start with."""
+        """A factor of one and a bias of zero."""
         if self.weight is not None:
             nn.init.constant_(self.weight, 1.0 - self.spec.norm.offset)
         if self.bias is not None:
@@ -70,15 +69,14 @@ class LentScale(nn.Module):
         return f"{self.spec}" if self.weight is None else f"{tuple(self.weight.shape)}, {self.spec}"
 
 
-def split_norm_turn(
-    qkv: Tensor, tables: Tables | None, spec: AttentionSpec, q_scale: LentScale, k_scale: LentScale
+def split_norm_rotate(
+    qkv: Tensor, tables: Tables | None, spec: AttentionSpec, q_scale: QKNormScale, k_scale: QKNormScale
 ) -> Split:
-    """Queries and keys normalised and turned, and values.
+    """Split queries, keys and values; normalise and rotate queries and keys.
 
     Args:
-        qkv: [T, q_size + 2 kv_size], queries first, then keys, then values; or without values, if they are
-            keys.
-        tables: cosines and sines, [T, dim / 2] each; None: nothing turns.
+        qkv: [T, q_size + 2 kv_size], queries, keys, values; without values if they equal the keys.
+        tables: cosines and sines, [T, dim / 2] each; None for no rotation.
         spec: heads and norms.
         q_scale, k_scale: the norms' weights.
 
@@ -93,16 +91,16 @@ def split_norm_turn(
 
 
 def is_fused(spec: AttentionSpec) -> bool:
-    """Whether one kernel normalises and turns."""
+    """Whether one kernel normalises and rotates."""
     norms = spec.qk_norm
     rms = norms is not None and isinstance(norms.norm, NormSpec) and norms.scope != "own_head"
     return rms and spec.rope is not None and not spec.rope.halves and not spec.values_are_keys
 
 
 def norm_bytes(spec: AttentionSpec, itemsize: int) -> int:
-    """What the norms add to what attention keeps of a token: their inputs, and 1/rms in float32 (mean and
-    1/std of LayerNorm) of each head or, for all heads together, of queries and keys; where heads have weights
-    of their own, the inputs alone. Step by step, the rotation behind a norm keeps nothing.
+    """Bytes per token that the norms add to the memory attention keeps: their inputs, and 1/rms in float32
+    (mean and 1/std for LayerNorm) of each head, or of queries and keys if all heads share a norm. Heads with
+    weights of their own keep only the inputs. Step by step, the rotation after a norm keeps nothing.
     """
     norms = spec.qk_norm
     assert norms is not None
@@ -115,9 +113,9 @@ def norm_bytes(spec: AttentionSpec, itemsize: int) -> int:
 
 
 def norm_work(spec: AttentionSpec) -> int:
-    """Of a token, what the backward pass of the queries' norm takes where heads have weights of their own:
-    five tensors in float32 (its input and output, three gradients), about two of which are in the place of
-    what attention's backward pass is done with.
+    """Working memory per token of the backward pass of the queries' norm, if heads have weights of their own:
+    five tensors in float32 (input, output and three gradients), about two of which reuse memory that
+    attention's backward pass has freed.
     """
     own = spec.qk_norm is not None and spec.qk_norm.scope == "own_head"
     return own * 3 * 4 * spec.q_size
@@ -152,14 +150,14 @@ def _step_by_step(qkv: Tensor, tables: Any, spec: Any, norms: Any, q: Any, k: An
         queries, keys = turn(queries, keys, tables[0], tables[1], spec.rope.interleaved)
     if not norms.before_rope:
         queries, keys = _norm(queries, norms, *q), _norm(keys, norms, *k)
-    # A weight wider than the activations promotes the norm's result; attention wants all three alike.
+    # A weight wider than the activations promotes the norm's result; attention needs one dtype for all three.
     return queries.to(qkv.dtype), keys.to(qkv.dtype), values
 
 
 def rotary_by_halves(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """As `rotary`, each half of a head by itself."""
+    """`rotary` of each half of a head separately."""
     halves = zip(*(x.chunk(2, dim=-1) for x in (q, k, cos, sin)), strict=True)
     turned = [rotary(q, k, cos.contiguous(), sin.contiguous(), interleaved) for q, k, cos, sin in halves]
     queries, keys = zip(*turned, strict=True)
@@ -171,7 +169,7 @@ def _norm(x: Tensor, norms: QKNormSpec, weight: Tensor | None, bias: Tensor | No
     norm = norms.norm
     if norms.scope == "own_head":
         run = functools.partial(_norm_own_heads, norms=norms)
-        # Run again, or autograd would keep several tensors in float32.
+        # Recomputed, since autograd would keep several tensors in float32.
         return run(x, weight, bias) if torch.compiler.is_compiling() else recompute(run, x, weight, bias)
     rows = x.flatten(1) if norms.scope == "all_heads" else x
     if isinstance(norm, NormSpec):
@@ -186,6 +184,6 @@ def _norm_own_heads(x: Tensor, weight: Any, bias: Tensor | None, norms: QKNormSp
     norm = norms.norm
     if isinstance(norm, NormSpec):
         return rms_norm_plain(x, weight, norm.eps, norm.offset, norm.cast)
-    # The kernel knows no weight that differs by row: it runs without, in float32, to be rounded once.
+    # The kernel supports no weight that differs by row, so it runs without one, in float32, to round once.
     y = layer_norm(at_least_float32(x), None, None, norm.eps) * (at_least_float32(weight) + norm.offset)
     return (y if bias is None else y + at_least_float32(bias)).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Queries that grow with their positions (Nakanishi, 2025, arXiv:2501.19399, as Llama 4 has it):
+"""Scaling of queries by their positions (Nakanishi, 2025, arXiv:2501.19399, in the form of Llama 4):
 
     q[t] = q[t] * (1 + beta * log(1 + floor((first + position[t]) / length)))
 
@@ -19,7 +19,7 @@ from liger_models.layers.specs import QueryScaleSpec
 
 
 def scale_queries(q: Tensor, spec: QueryScaleSpec | None, sequences: Sequences) -> Tensor:
-    """q [T, heads, head_dim] times the factors of its tokens, in its own dtype; without a spec, q itself."""
+    """Multiply q [T, heads, head_dim] by the factors of its tokens, in its dtype; without a spec return q."""
     if spec is None:
         return q
     return _Scaled.apply(q, sequences.positions.query_scale(spec)[:, None, None])
@@ -39,5 +39,5 @@ class _Scaled(torch.autograd.Function):
 
 
 def _rounded_product(x: Tensor, factors: Tensor) -> Tensor:
-    """In x's dtype, multiplied in the wider one."""
+    """The product in x's dtype, computed in the wider dtype."""
     return torch.mul(x, factors, out=torch.empty_like(x))

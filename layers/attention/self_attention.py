@@ -21,7 +21,7 @@ from liger_models.layers.attention.backends import (
     attend_by_groups,
     attend_cached,
 )
-from liger_models.layers.attention.qk_norm import LentScale, norm_bytes, split_norm_turn
+from liger_models.layers.attention.qk_norm import QKNormScale, norm_bytes, split_norm_rotate
 from liger_models.layers.attention.query_scale import scale_queries
 from liger_models.layers.projections.clipped_linear import ClippedLinear, ClippedProjections
 from liger_models.layers.projections.linear import Linear
@@ -75,8 +75,8 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.zeros(spec.num_attention_heads)) if spec.sinks else None
         self.q_norm = self.k_norm = None
         if spec.qk_norm is not None:
-            self.q_norm = LentScale(spec.num_attention_heads, spec.head_dim, spec.qk_norm)
-            self.k_norm = LentScale(spec.num_key_value_heads, spec.head_dim, spec.qk_norm)
+            self.q_norm = QKNormScale(spec.num_attention_heads, spec.head_dim, spec.qk_norm)
+            self.k_norm = QKNormScale(spec.num_key_value_heads, spec.head_dim, spec.qk_norm)
 
     def forward(
         self, x: Tensor, sequences: Sequences, hand_on: bool = False
@@ -116,7 +116,7 @@ class Attention(nn.Module):
         spec = self.spec
         tables = None if spec.rope is None else sequences.positions.rotary[spec.rope]
         if self.q_norm is not None and self.k_norm is not None:
-            return split_norm_turn(qkv, tables, spec, self.q_norm, self.k_norm)
+            return split_norm_rotate(qkv, tables, spec, self.q_norm, self.k_norm)
         if spec.rope is None or tables is None:
             q, k, v = qkv.split([spec.q_size, spec.kv_size, spec.kv_size], dim=-1)
             return tuple(x.unflatten(-1, (-1, spec.head_dim)) for x in (q, k, v))  # type: ignore[return-value]

@@ -2,7 +2,7 @@
 
     q = rotate(norm(x @ W_q^T + b));   out = attend(q, k, v) @ W_o^T + b          k, v: of layer `keys_of`
 
-Generation remembers nothing here: keys and values come as the earlier layer found them in its own cache.
+Generation caches nothing here: keys and values come from the cache of the earlier layer.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from liger_models.layers.specs import SharedAttentionSpec
 
 
 class SharedAttention(nn.Module):
-    """Causal attention over packed documents, to keys and values that are given.
+    """Causal attention over packed documents, to given keys and values.
 
     Args:
         hidden_size: the width H of the hidden states.
-        spec: heads, rotary settings, window, bias, and whose keys they are.
-        layer: this layer's place in the model.
+        spec: heads, rotary settings, window, bias, and the layer of the keys.
+        layer: the index of this layer in the model.
         backend: see layers/attention/backends.py.
     """
 
@@ -39,7 +39,7 @@ class SharedAttention(nn.Module):
         self.q_norm = None if spec.q_norm is None else make_norm(spec.head_dim, spec.q_norm)
 
     def forward(self, x: Tensor, sequences: Sequences, keys: Tensor, values: Tensor) -> Tensor:
-        """x [T, H] -> [T, H]. `keys` and `values` as `Attention` hands them on."""
+        """x [T, H] -> [T, H]. `keys` and `values` as `Attention` returns them."""
         sequences = sequences.on(x.device)
         spec, cache = self.spec, sequences.cache
         q = self.q_proj(x).unflatten(-1, (-1, spec.head_dim))
@@ -61,8 +61,8 @@ class SharedAttention(nn.Module):
         return ()
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
-        """Of a token, as on a GPU: q, the output, and in float32 the log-sum-exp of each head; of a norm of
-        queries its input and statistics. Keys and values are kept by the layer that made them.
+        """Bytes kept per token on a GPU: q, the output, and in float32 the log-sum-exp of each head; for a
+        norm of queries its input and statistics. The layer that made keys and values keeps them.
         """
         spec = self.spec
         normed = 0 if self.q_norm is None else itemsize * spec.q_size + 4 * spec.num_attention_heads

@@ -175,7 +175,7 @@ def test_what_it_does_not_do_is_refused_by_name(what, asked, sizes, library):
 
 def test_documents_that_continue_others_are_refused(library):
     sequences = Sequences.from_call((1, 9), CPU, cu_seqlens=torch.tensor([0, 5, 9]), parents=[-1, 0])
-    with pytest.raises(ValueError, match="'flash' has no documents that continue others"):
+    with pytest.raises(ValueError, match="'flash' does not support documents that continue others"):
         attend(*operands(9), SPEC, sequences, "flash")
 
 
