@@ -61,39 +61,50 @@ def test_packed_documents_are_as_documents_alone(pair):
         assert (output.gradients[name] - gradient).norm() <= 1e-5 * max(gradient.norm(), 1.0), name
 
 
-def test_a_prompt_with_images_is_computed_once_for_its_answers(pair):
-    """Beside each answer with its prompt as a document by itself."""
+@pytest.mark.parametrize("more", [0, 3], ids=["a whole prompt", "the first tokens of a document"])
+def test_a_prompt_with_images_is_computed_once_for_its_answers(pair, more):
+    """Compared with each answer and its prompt as a document by itself; `more` follows the prompt."""
     if getattr(pair.vision, "spans", None) == "prefix":
         call = pair.scene([Image(4, 4), 6])
         ends = torch.tensor([0, 5, call["input_ids"].shape[1]])
         with pytest.raises(DataError, match="all tokens of a prompt see one another"):
             pair.ours(**call, cu_seqlens=ends, parents=[-1, 0])
         return
-    alone, shared, parents = [], [], []
+    alone, shared, parents, continued = [], [], [], []
     for document in (*DOCUMENTS.values(), [2, Image(4, 6), 30]):
         call = pair.scene(document)
         prompt = call["input_ids"][0]
         images = {name: x for name, x in call.items() if name not in OF_TOKENS}
         parents += [-1, len(parents), len(parents)]
-        shared.append(Seen(prompt, torch.zeros_like(prompt).bool(), images))
-        for length in (7, 4):
-            answer, mask = torch.randint(10, 40, (length,)), {}
+        continued += [0, len(prompt), len(prompt)]
+
+        def behind_it(length, prompt=prompt, images=images):
+            """Tokens, what they see of the images, and what they and the prompt see."""
+            tokens, mask = torch.randint(10, 40, (length,)), {}
             if (seen := images.get("cross_attention_mask")) is not None:  # what is said last sees all images
                 mask["cross_attention_mask"] = seen[:, -1:].expand(-1, length, -1, -1)
-            both = {name: torch.cat([images[name], x], 1) for name, x in mask.items()}
+            return tokens, mask, {name: torch.cat([images[name], x], 1) for name, x in mask.items()}
+
+        tokens, _, both = behind_it(more)
+        nothing = torch.zeros(len(prompt) + more).bool()
+        shared.append(Seen(torch.cat([prompt, tokens]), nothing, images | both))
+        for length in (7, 4):
+            answer, mask, both = behind_it(length)
             learned = torch.arange(length) > 0
             shared.append(Seen(answer, learned, mask))
-            learned = torch.cat([shared[-2 if length == 7 else -3].learned, learned])
+            learned = torch.cat([nothing[: len(prompt)], learned])
             alone.append(Seen(torch.cat([prompt, answer]), learned, images | both))
 
-    def run(documents, **tree):
+    def run(documents, parents=None):
         ids = torch.cat([document.ids for document in documents])
         labels = ids.where(torch.cat([document.learned for document in documents]), -100)[None]
         bounds = torch.tensor([0, *(len(document.ids) for document in documents)]).cumsum(0)
-        images = pack_seen(pair.vision, documents, **tree)
-        return pair.run_ours(input_ids=ids[None], labels=labels, cu_seqlens=bounds, **images, **tree)
+        call = pack_seen(pair.vision, documents, parents)
+        if parents is not None:
+            call["parents"] = torch.tensor([parents, continued] if more else parents)
+        return pair.run_ours(input_ids=ids[None], labels=labels, cu_seqlens=bounds, **call)
 
-    found, expected = run(shared, parents=parents), run(alone)
+    found, expected = run(shared, parents), run(alone)
     torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
     assert found.gradients.keys() == expected.gradients.keys()
     for name, gradient in expected.gradients.items():

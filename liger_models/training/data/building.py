@@ -36,7 +36,7 @@ class CorpusBuilder:
                 self._add_group(encoded, encoded.group)
                 continue
             record, ids, trained, whole, more, images, needed = encoded[:7]
-            together = self.trees and record.form == "messages" and not record.images
+            together = self.trees and record.form == "messages"
             self._count_dropped(encoded)
             if not self.open:
                 self._count_ends(record, ids, trained)
@@ -52,13 +52,14 @@ class CorpusBuilder:
             else:
                 self._note_learned(ids, trained, whole)
                 if together:
-                    self.examples.append(Branch(ids, trained))
+                    last = max(needed, default=0)
+                    self.examples.append(Branch(ids, trained, 0, images, record.images, last))
                 else:
                     self.writer.extend(ids, trained)
                     self.open = more
                     if not more:
                         self.writer.end(whole, images)
-                        self._count_images(record)
+                        self._count_images(record.images)
             if together and not record.examples_left:
                 self._add_trees(record)
 
@@ -73,7 +74,8 @@ class CorpusBuilder:
                 self.writer.extend(branch.ids, branch.trained)
             inputs = self.writer.stop - self.writer.start - 1
             self.writer.note("example", Extreme(inputs, record.where), self.limits)
-            self.writer.end(True)
+            self.writer.end(True, tree[0].images)
+            self._count_images(tree[0].pictures)
 
     def _add_group(self, encoded: Encoded, group: tuple[int, int]) -> None:
         record, ids, trained = encoded[:3]
@@ -97,11 +99,11 @@ class CorpusBuilder:
             self._note_learned(half_ids, half_trained, True)
             self.writer.extend(half_ids, half_trained)
         self.writer.end(True, encoded.images, (len(halves[0][0]), good))
-        self._count_images(record)
+        self._count_images(record.images)
 
-    def _count_images(self, record: Record) -> None:
-        if record.images:
-            self.writer.counts["images"] += record.images
+    def _count_images(self, count: int) -> None:
+        if count:
+            self.writer.counts["images"] += count
 
     def _count_dropped(self, encoded: Encoded) -> None:
         for what in encoded.dropped:

@@ -168,7 +168,7 @@ class Documents:
         pieces = [piece for row in rows for piece in row]
         laid = self._laid_out(pieces)
         lengths = torch.tensor([0] + [stop - start for start, stop, *_ in laid])
-        seen = [] if self.vision is None else [self._seen(start, stop) for start, stop, *_ in laid]
+        seen = [] if self.vision is None else [self._seen(*document[:3]) for document in laid]
         parents = torch.tensor([[parent, shared] for *_, parent, shared in laid]).T
         return Batch(
             torch.cat([self.inputs(p) for p in pieces])[None],
@@ -210,10 +210,10 @@ class Documents:
         parts = [[p.corpus.digest, p.weight, p.order, p.first, p.count] for p in self.parts]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
-    def _seen(self, start: int, stop: int) -> Seen:
+    def _seen(self, start: int, stop: int, parent: int) -> Seen:
         ids, learned = self._read(start, stop)
         corpus, base = self._corpus_at(start)
-        return Seen(ids.long(), learned, corpus.images(start - base))
+        return Seen(ids.long(), learned, corpus.images(start - base) if parent < 0 else {})
 
     def _read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         corpus, base = self._corpus_at(start)

@@ -70,9 +70,9 @@ class Encoder:
                 continue
             _check_size(record, _characters(record))
             told = record.content.examples(self.train_on)
-            parts: list[Any] = told
+            parts: list[Any] = [one if one.images else self._rendered(record, one) for one in told]
             if not record.images:
-                parts = merged([self._rendered(record, one) for one in told])
+                parts = merged(parts)
             for number, part in enumerate(parts, 1):
                 yield record._replace(content=part, examples_left=len(parts) - number)
 

@@ -20,6 +20,7 @@ from typing import Any
 from liger_models.convert.checkpoints.hub import local_path
 from liger_models.convert.errors import DataError
 from liger_models.images import Preprocessor
+from liger_models.layers.specs import TiledVisionSpec
 from liger_models.training.data.ahead import ahead
 from liger_models.training.data.building import CorpusBuilder
 from liger_models.training.data.corpora.corpus import SHARD_TOKENS, Corpus, Limits, is_corpus
@@ -207,7 +208,9 @@ class Request:
         self.train_on = train_on
         self.names, self.tokenizer, self.limits = list(names), tokenizer, limits
         self.images, self.form = images, form
-        self.trees = share and train_on == "each"
+        # Where tokens of text look at images beside it, those of a branch would be shown none.
+        tiled = images is not None and isinstance(images.spec.vision, TiledVisionSpec)
+        self.trees = share and train_on == "each" and not tiled
         self.length = limits.seq_len if truncate else None  # longer examples are cut
         self.counts: Counter[str] = Counter()
         self.sources = [source for name in names for source in find_sources(name, self.counts)]

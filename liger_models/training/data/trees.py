@@ -8,21 +8,29 @@ have, which predicts a_1, and continues the first k tokens of the document (laye
 that an example learns stands before its branch, so labels are those of the examples one by one.
 
 The examples of a conversation, one for each answer, follow the last of them up to the answer that a chat
-template writes in another way when more follows.
+template writes in another way when more follows. An example that is the beginning of another is part of it.
+The images of a document are those of its last example; a branch has none of its own.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 
 class Branch(NamedTuple):
-    """Tokens of an example, with a byte for each that says whether it is learned, from number `shared` on."""
+    """Tokens of an example, with a byte for each that says whether it is learned, from number `shared` on.
+
+    `images` has what the processor gives of its `pictures`, which end before token number `needed`.
+    """
 
     ids: list[int]
     trained: bytes
     shared: int = 0
+    images: bytes = b""
+    pictures: int = 0
+    needed: int = 0
 
 
 Tree = list[Branch]  # the first shares nothing; then those that share the most come first
@@ -39,9 +47,13 @@ def trees_of(examples: Sequence[Branch], limit: int) -> list[Tree]:
         trunk, rest = waiting.pop(), []
         branches, total = [], len(trunk.ids)
         for example in reversed(waiting):
+            if _begins(trunk, example):
+                trunk = trunk._replace(trained=_either(trunk.trained, example.trained))
+                continue
             shared = _shared(trunk, example)
             length = len(example.ids) - shared
-            if shared > 1 and total + length <= limit:  # one place is lost to the copy
+            # One place is lost to the copy.
+            if shared > 1 and shared >= example.needed and total + length <= limit:
                 branches.append(Branch(example.ids[shared:], example.trained[shared:], shared))
                 total += length
             else:
@@ -49,6 +61,16 @@ def trees_of(examples: Sequence[Branch], limit: int) -> list[Tree]:
         trees.append([trunk, *sorted(branches, key=lambda branch: -branch.shared)])
         waiting = rest[::-1]
     return trees[::-1]
+
+
+def _begins(trunk: Branch, example: Branch) -> bool:
+    """Whether the trunk begins with an example, and learns none of its labels by itself."""
+    twice = any(a and b for a, b in zip(trunk.trained, example.trained, strict=False))
+    return trunk.ids[: len(example.ids)] == example.ids and not twice
+
+
+def _either(trained: bytes, others: bytes) -> bytes:
+    return bytes(a | b for a, b in itertools.zip_longest(trained, others, fillvalue=0))
 
 
 def _shared(trunk: Branch, example: Branch) -> int:

@@ -1,9 +1,12 @@
 """Examples of one conversation that share what they begin with: it is computed once, to the same numbers."""
 
+import base64
 import json
 import os
+import shutil
 import signal
 
+import drawn
 import pytest
 import torch
 
@@ -168,6 +171,65 @@ def test_loss_and_every_gradient_are_those_of_the_examples_one_by_one(
     assert shared.loss == pytest.approx(apart.loss, rel=1e-6)
     for name, grad in expected.items():  # float32, through about a hundred roundings
         assert (grads[name] - grad).norm() <= 1e-5 * grad.norm(), name
+
+
+def test_images_that_several_answers_see_are_computed_once(seeing, tmp_path, jsonl, start, monkeypatch):
+    """Also in a conversation that begins without one, and next to one that has none."""
+    pytest.importorskip("PIL.Image")
+    turn = "<|im_start|>{{ m.role }}\n"
+    thought = "{% if m.reasoning_content and loop.last %}{{ m.reasoning_content }}{% endif %}"
+    folder = tmp_path / "model"
+    shutil.copytree(seeing, folder)
+    (folder / "chat_template.json").unlink()
+    (folder / "chat_template.jinja").write_text(drawn.TEMPLATE.replace(turn, turn + thought))
+
+    def asks(*pictures):
+        parts = [
+            {"type": "image", "image": {"bytes": base64.b64encode(drawn.png(*one)).decode()}}
+            for one in pictures
+        ]
+        return {"role": "user", "content": [*parts, {"type": "text", "text": "what?"}]}
+
+    def says(text, thought):
+        return {"role": "assistant", "content": text, "reasoning_content": thought}
+
+    one, other = ("red", (24, 24)), ("blue", (16, 40))
+    chats = [
+        [asks(one), says("red", "green"), asks(), says("blue", "red"), asks(other), says("green", "blue")],
+        [asks(), says("red", "blue"), asks(other, one), says("blue", "green"), asks(), says("red", "red")],
+        [asks(), says("blue", "green"), asks(), says("red", "green")],
+    ]
+    data, found = jsonl(tmp_path / "chats.jsonl", [{"messages": chat} for chat in chats]), []
+    monkeypatch.setattr(loop.Run, "_update", lambda run, rate: None)
+    for shares in (True, False):
+        if not shares:
+            monkeypatch.setattr(inputs, "can_share_prompts", lambda *_: False)
+        options = {
+            "seq_len": 1024,
+            "gradient_accumulation": 1,
+            "train_on": "each",
+            "steps": 1,
+            "eval_every": 0,
+        }
+        run = start(model=str(folder), data=(data,), **options)
+        assert run.stream.rows_of(0) == 1
+        outcome = run.step(1e-3, loop.Signals())
+        found.append((outcome, {n: p.grad for n, p in run.model.named_parameters()}, run.documents))
+    (shared, grads, trees), (apart, expected, examples) = found
+    assert (len(trees), len(examples)) == (3, 8)
+    assert (trees.counts["images"], examples.counts["images"]) == (2 + 2, 1 + 1 + 2 + 2 + 2)
+    assert shared.data.counts.labels == apart.data.counts.labels
+    assert shared.data.counts.inputs < apart.data.counts.inputs
+    assert shared.loss == pytest.approx(apart.loss, rel=1e-6)
+    for name, grad in expected.items():
+        assert (grads[name] - grad).norm() <= 1e-5 * max(grad.norm(), 1.0), name
+
+
+def test_an_example_with_which_another_begins_is_part_of_it():
+    trunk, first = Branch([1, 2, 3, 4], b"\0\0\0\1"), Branch([1, 2], b"\0\1")
+    assert trees_of([first, trunk], 9) == [[Branch([1, 2, 3, 4], b"\0\1\0\1")]]
+    both = Branch([1, 2, 3, 4], b"\0\1\0\1")
+    assert trees_of([first, both], 9) == [[first], [both]]  # a label that counts twice stays one of two
 
 
 def test_a_run_that_was_stopped_goes_on_to_the_same_bits(
