@@ -94,6 +94,7 @@ def prepare_kernel(
     values,
     queries,
     scores,
+    totals,
     transfer,
     ranges,
     q_stride,
@@ -128,7 +129,8 @@ def prepare_kernel(
     q_rows = rows_of(q, q_stride, start, count, head, key, DK).to(tl.float32)
     q_rows *= (scale * inverse_lengths(q_rows, l2_eps))[:, None]
     k_rows = rows_of(k, k_stride, start, count, head, key, DK).to(tl.float32)
-    k_rows *= inverse_lengths(k_rows, l2_eps)[:, None]
+    k_length = inverse_lengths(k_rows, l2_eps)
+    k_rows *= k_length[:, None]
     g = _running_decays(cumulative, start, count, head, rows, key, HEADS, DK)
 
     A = tl.zeros([64, 64], tl.float32)
@@ -144,76 +146,25 @@ def prepare_kernel(
     square = (chunk.to(tl.int64) * HEADS + head) * 4096 + row * 64 + other
     tl.store(scores + square, P.to(dtype))
 
-    solve = unit_inverse(A * beta[:, None], SOLVE_PRECISION)
-    if transfer is not None:
-        tl.store(transfer + square, solve.to(dtype))
-    solve = (solve * beta[None, :]).to(dtype)
-    faded = tl.exp(g)
-    store_rows(queries, q_rows * faded, start, count, head, key, HEADS, DK)
-    read = tl.dot(solve, (k_rows * faded).to(dtype), input_precision=PRECISION)
-    store_rows(reads, read, start, count, head, key, HEADS, DK)
+    store_rows(queries, q_rows * tl.exp(g), start, count, head, key, HEADS, DK)
     last_token = (start + tl.minimum(count, 64) - 1).to(tl.int64)
     last = tl.load(cumulative + (last_token * HEADS + head) * DK + key, key < DK, 0.0)
     store_rows(writes, k_rows * tl.exp(last[None, :] - g), start, count, head, key, HEADS, DK)
+    tl.store(totals + (chunk.to(tl.int64) * HEADS + head) * DK + key, tl.exp(last), key < DK)
+    solve = unit_inverse(A * beta[:, None], SOLVE_PRECISION)
+    if transfer is not None:
+        tl.store(transfer + square, solve.to(dtype))
+    # Again: the solve needs the registers.
+    k_rows = rows_of(k, k_stride, start, count, head, key, DK).to(tl.float32) * k_length[:, None]
+    g = _running_decays(cumulative, start, count, head, rows, key, HEADS, DK)
+    solve = (solve * beta[None, :]).to(dtype)
+    read = tl.dot(solve, (k_rows * tl.exp(g)).to(dtype), input_precision=PRECISION)
+    store_rows(reads, read, start, count, head, key, HEADS, DK)
     for begin in range(0, DV, BLOCK_V):
         column = begin + tl.arange(0, BLOCK_V)
         v_rows = rows_of(v, v_stride, start, count, head, column, DV)
         value = tl.dot(solve, v_rows, input_precision=PRECISION)
         store_rows(values, value, start, count, head, column, HEADS, DV)
-
-
-@jit
-def score_grads_kernel(
-    b,
-    do,
-    new_values,
-    scores,
-    transfer,
-    dnew,
-    db,
-    ranges,
-    b_stride,
-    b_head,
-    do_stride,
-    chunks,
-    beta_scale,
-    HEADS: tl.constexpr,
-    DV: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """Write dV over dN, dP over P, dA over T, and db."""
-    chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    start, end = tl.load(ranges + chunk), tl.load(ranges + chunks + chunk)
-    count = end - start
-    if count <= 0:
-        return
-    rows = tl.arange(0, 64)
-    row, other = rows[:, None], rows[None, :]
-    dtype = transfer.dtype.element_ty
-    token = start.to(tl.int64) + rows
-    slope = tl.sigmoid(tl.load(b + token * b_stride + head * b_head, rows < count, 0.0).to(tl.float32))
-    beta = tl.where(rows < count, beta_scale * slope, 0.0)
-    square = (chunk * HEADS + head) * 4096
-    solve = tl.load(transfer + square + other * 64 + row)  # transposed
-    dscores = tl.zeros([64, 64], tl.float32)
-    dsolve = tl.zeros([64, 64], tl.float32)
-    drate = tl.zeros([64], tl.float32)
-    for begin in range(0, DV, BLOCK_V):
-        column = begin + tl.arange(0, BLOCK_V)
-        do_rows = rows_of(do, do_stride, start, count, head, column, DV)
-        new = rows_of(new_values, HEADS * DV, start, count, head, column, DV)
-        dnew_rows = rows_of(dnew, HEADS * DV, start, count, head, column, DV)
-        dresidual = tl.dot(solve, dnew_rows, input_precision=PRECISION)
-        drate += tl.sum(dresidual * new.to(tl.float32), 1)
-        dvalue = (dresidual * beta[:, None]).to(dtype)
-        store_rows(dnew, dvalue, start, count, head, column, HEADS, DV)
-        dscores += tl.dot(do_rows, tl.trans(new), input_precision=PRECISION)
-        dsolve -= tl.dot(dvalue, tl.trans(new), input_precision=PRECISION)
-    tl.store(scores + square + row * 64 + other, tl.where(row >= other, dscores, 0.0).to(dtype))
-    tl.store(transfer + square + row * 64 + other, tl.where(row > other, dsolve, 0.0).to(dtype))
-    # beta dbeta = dR . N, and dbeta / db = beta (1 - sigmoid(b)).
-    tl.store(db + token * HEADS + head, (drate * (1.0 - slope)).to(db.dtype.element_ty), rows < count)
 
 
 @jit

@@ -10,6 +10,20 @@ from liger_models.kernels._dispatch import jit, tl
 
 
 @jit
+def segment_of(segments, count, cu_seqlens):
+    """A segment's document (-1 if there is no such segment), first token, end and first chunk; the document's
+    first token and end; the number of the boundary after the segment.
+    """
+    nth = tl.program_id(2)
+    document = tl.load(segments + nth)
+    start, end = tl.load(segments + count + nth), tl.load(segments + 2 * count + nth)
+    chunk = tl.load(segments + 3 * count + nth).to(tl.int64)
+    opening = tl.load(cu_seqlens + tl.maximum(document, 0))
+    ending = tl.load(cu_seqlens + tl.maximum(document, 0) + 1)
+    return document, start, end, chunk, opening, ending, (nth - document).to(tl.int64)
+
+
+@jit
 def numbers_of(numbers, start, count, head, HEADS: tl.constexpr):
     """One number of each of a chunk's tokens: [C], zero behind the first `count`."""
     row = tl.arange(0, 64)

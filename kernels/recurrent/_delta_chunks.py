@@ -10,16 +10,17 @@ In a chunk, with the state S at its start, G the running sum of g, and rows i, j
     O       = exp(G) Q S + P N
     S'      = exp(G_C) S + (exp(G_C - G) K)^T N
 
-and backward, with dS' given by the chunk behind:
+and backward, with dS' from the next chunk:
 
     dN = P^T dO + exp(G_C - G) K dS'
     dR = T^T dN,   dV = beta dR,   dA = -dR N^T          (T^T dN N^T needs no product with T: N = T R)
     dS = exp(G_C) dS' + (exp(G) Q)^T dO - (beta exp(G) K)^T dR
 
-Five kernels (`_delta_chunk_kernels.py`); only the two that pass the state on wait for another chunk:
+The kernels (`_delta_chunk_kernels.py`, `_delta_state_kernels.py`), of which only the second and third wait
+for another chunk:
 
     prepare        T, G, beta and the inverse lengths of q and k, by chunk and value head
-    states         S and N, in order over the chunks of a document; O with them in the forward pass
+    states         S and N, by segment and in order over its chunks; O with them in the forward pass
     state_grads    dS' and dR, in reverse order
     query_grads    dq and its share of dg, by chunk and key head
     key_grads      dk, dv, dg and dbeta, by chunk and key head
@@ -35,14 +36,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_models.kernels._dispatch import (
-    ceil_div,
-    next_power_of_2,
-    on_device_of,
-    once_differentiable,
-)
+from liger_models.kernels._dispatch import on_device_of, once_differentiable
 from liger_models.kernels.recurrent._chunk_table import (
     CHUNK,
+    block_of_keys,
     block_of_values,
     product_precision,
     with_whole_heads,
@@ -51,9 +48,9 @@ from liger_models.kernels.recurrent._delta_chunk_kernels import (
     key_grads_kernel,
     prepare_kernel,
     query_grads_kernel,
-    state_grads_kernel,
-    states_kernel,
 )
+from liger_models.kernels.recurrent._delta_state_kernels import state_grads_kernel, states_kernel
+from liger_models.kernels.recurrent._states import pass_state_grads, pass_states
 
 
 class _Prepared(NamedTuple):
@@ -76,7 +73,10 @@ class GatedDeltaRule(torch.autograd.Function):
         with on_device_of(q):
             prepared = _prepare(q, k, a, b, A_log, dt_bias, table, beta_scale, l2_eps)
             o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-            final = _run_states(q, k, v, prepared, table, state, output=o)
+            strides = q.stride(0), k.stride(0), v.stride(0)
+            final, _ = pass_states(
+                states_kernel, (q, k, v, *prepared), strides, _sizes(q, v), table, state, output=o
+            )
         return o, final
 
     @staticmethod
@@ -91,9 +91,25 @@ class GatedDeltaRule(torch.autograd.Function):
             shape = table.ranges.shape[1], heads, q.shape[2], dv_size
             states, dstates = (torch.empty(shape, dtype=q.dtype, device=q.device) for _ in range(2))
             new = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-            _run_states(q, k, v, prepared, table, state, states=states, new=new)
+            sizes, strides = _sizes(q, v), (q.stride(0), k.stride(0), v.stride(0))
+            _, between = pass_states(
+                states_kernel, (q, k, v, *prepared), strides, sizes, table, state, states=states, new=new
+            )
             dresidual = torch.empty_like(new)
-            dstate = _run_state_grads(q, k, do, prepared, table, dfinal, dstates, dresidual, state)
+            dstate = None if state is None else torch.empty_like(state)
+            strides = q.stride(0), k.stride(0), do.stride(0)
+            pass_state_grads(
+                state_grads_kernel,
+                (q, k, do, *prepared),
+                strides,
+                sizes,
+                table,
+                dfinal,
+                between,
+                dstates,
+                dresidual,
+                dstate,
+            )
             dq, dk = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
             dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
             dg, dbeta = (torch.empty_like(prepared.beta) for _ in range(2))
@@ -128,7 +144,7 @@ def _sizes(q: Tensor, v: Tensor) -> dict[str, int | str]:
         "KEY_HEADS": q.shape[1],
         "DK": q.shape[2],
         "DV": v.shape[2],
-        "BLOCK_K": max(16, next_power_of_2(q.shape[2])),
+        "BLOCK_K": block_of_keys(q.shape[2]),
         "PRECISION": product_precision(q.dtype),
     }
 
@@ -165,69 +181,12 @@ def _prepare(q, k, a, b, A_log, dt_bias, table, beta_scale, l2_eps) -> _Prepared
             HEADS=heads,
             KEY_HEADS=key_heads,
             DK=dk,
-            BLOCK_K=max(16, next_power_of_2(dk)),
+            BLOCK_K=block_of_keys(dk),
             PRECISION=product_precision(q.dtype),
             SOLVE_PRECISION="tf32" if q.dtype != torch.float32 else product_precision(q.dtype),
             num_warps=4,
         )
     return prepared
-
-
-def _run_states(q, k, v, prepared, table, state, output=None, states=None, new=None) -> Tensor:
-    """Pass states over the chunks and return the final ones; write O, or S and N, where asked."""
-    documents, heads = len(table.first_chunks), v.shape[1]
-    final = torch.empty(documents, heads, q.shape[2], v.shape[2], dtype=torch.float32, device=q.device)
-    block = block_of_values(v, 64)
-    if documents:
-        states_kernel[(ceil_div(v.shape[2], block), heads, documents)](
-            q,
-            k,
-            v,
-            *prepared,
-            table.cu_seqlens,
-            table.first_chunks,
-            state,
-            output,
-            states,
-            new,
-            final,
-            q.stride(0),
-            k.stride(0),
-            v.stride(0),
-            **_sizes(q, v),
-            BLOCK_V=block,
-            num_warps=4,
-            num_stages=1,
-        )
-    return final
-
-
-def _run_state_grads(q, k, do, prepared, table, dfinal, dstates, dresidual, state) -> Tensor | None:
-    """Pass the states' gradients back. Write dS' to `dstates` and dR to `dresidual`; returns dstate."""
-    documents, heads = len(table.first_chunks), do.shape[1]
-    dstate = None if state is None else torch.empty_like(state)
-    block = block_of_values(do, 64)
-    if documents:
-        state_grads_kernel[(ceil_div(do.shape[2], block), heads, documents)](
-            q,
-            k,
-            do,
-            *prepared,
-            table.cu_seqlens,
-            table.first_chunks,
-            None if dfinal is None else dfinal.float().contiguous(),
-            dstates,
-            dresidual,
-            dstate,
-            q.stride(0),
-            k.stride(0),
-            do.stride(0),
-            **_sizes(q, do),
-            BLOCK_V=block,
-            num_warps=4,
-            num_stages=1,
-        )
-    return dstate
 
 
 def _run_operand_grads(
@@ -236,7 +195,7 @@ def _run_operand_grads(
     if not len(q):
         return
     chunks = table.ranges.shape[1]
-    block = block_of_values(v, 32 if q.dtype == torch.float32 else 64)
+    block = block_of_values(v.shape[2], 32 if q.dtype == torch.float32 else 64)
     query_grads_kernel[(chunks, q.shape[1])](
         q,
         k,

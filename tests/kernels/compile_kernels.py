@@ -86,17 +86,16 @@ def recurrent() -> None:
         backward(kernels.short_conv(operand(16, 256), operand(256, taps)))
         settings = {"activation": "silu", "cu_seqlens": documents}
         backward(kernels.short_conv(operand(16, 256), operand(256, taps), operand(256), **settings))
-    gates = (operand(16, 4), operand(16, 4), operand(4), operand(4))
-    for key, value in ((128, 128), (96, 64)):
-        heads = operand(16, 2, key), operand(16, 2, key), operand(16, 4, value)
-        state = operand(2, 4, key, value, dtype=torch.float32)
+    for tokens, key, value in ((16, 128, 128), (16, 96, 64), (4100, 128, 128)):  # the last has two segments
+        settings = {"cu_seqlens": documents, "state": operand(2, 4, key, value, dtype=torch.float32)}
+        gates = operand(tokens, 4), operand(tokens, 4), operand(4), operand(4)
+        heads = operand(tokens, 2, key), operand(tokens, 2, key), operand(tokens, 4, value)
         backward(*kernels.gated_delta_rule(*heads, *gates))
-        backward(*kernels.gated_delta_rule(*heads, *gates, cu_seqlens=documents, state=state))
-        heads = operand(16, 4, key), operand(16, 4, key), operand(16, 4, value)
-        decays = operand(16, 4, key), operand(16, 4), operand(4), operand(4, key)
+        backward(*kernels.gated_delta_rule(*heads, *gates, **settings))
+        heads = operand(tokens, 4, key), operand(tokens, 4, key), operand(tokens, 4, value)
+        decays = operand(tokens, 4, key), operand(tokens, 4), operand(4), operand(4, key)
         backward(*kernels.channel_delta_rule(*heads, *decays))
-        settings = {"cu_seqlens": documents, "state": state, "lower_bound": -5.0}
-        backward(*kernels.channel_delta_rule(*heads, *decays, **settings))
+        backward(*kernels.channel_delta_rule(*heads, *decays, lower_bound=-5.0, **settings))
 
 
 def norms() -> None:

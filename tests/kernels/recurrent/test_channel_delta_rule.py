@@ -9,6 +9,7 @@ import torch
 from delta_problem import DOCUMENTS, in_float64, relative
 
 from liger_models.kernels import channel_delta_rule, channel_delta_rule_step, gated_delta_rule
+from liger_models.kernels.recurrent import _chunk_table
 
 
 def operands(tokens, heads, key, value, documents=0, decay=1.0, device="cpu", dtype=torch.float32):
@@ -115,6 +116,16 @@ def test_packed_documents_equal_separate_ones_in_every_gradient(implementation):
         assert relative(ours, true) < 1e-5
 
 
+def test_documents_of_several_segments_follow_the_recurrence(interpreted, monkeypatch):
+    monkeypatch.setattr(_chunk_table, "SEGMENT", 128)
+    inputs = operands(580, 1, 16, 16, documents=5)
+    documents = torch.tensor([0, 400, 400, 529, 579, 580])  # of four segments, none, two, one and one
+    found, upstream = with_gradients(inputs, cu_seqlens=documents)
+    truth, _ = with_gradients(in_float64(inputs), upstream, cu_seqlens=documents)
+    for ours, true in zip(found, truth, strict=True):
+        assert relative(ours, true) < 2e-5  # as above
+
+
 def test_no_tokens_give_no_outputs_and_the_given_states(implementation):
     inputs = operands(0, 2, 16, 16, documents=2)
     o, final = run(inputs, cu_seqlens=torch.tensor([0, 0, 0]))
@@ -164,7 +175,7 @@ def test_a_lower_bound_that_is_not_negative_is_refused():
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 @pytest.mark.parametrize("decay", [0.1, 30.0], ids=["slow", "fast"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("key", "value"), [(128, 128), (96, 192), (64, 64)])
+@pytest.mark.parametrize(("key", "value"), [(128, 128), (96, 192), (64, 64), (32, 32)])
 def test_every_gradient_is_the_true_one_on_a_gpu(key, value, dtype, decay, lower_bound):
     documents = torch.tensor([0, 1, 70, 200])
     inputs = operands(200, 2, key, value, documents=3, decay=decay, device="cuda", dtype=dtype)
@@ -174,6 +185,17 @@ def test_every_gradient_is_the_true_one_on_a_gpu(key, value, dtype, decay, lower
     # Operands of products are rounded to q's dtype: about a dozen roundings in a row from q to a gradient.
     for ours, true in zip(found, truth, strict=True):
         assert relative(ours, true) < 12 * torch.finfo(dtype).eps / 2
+
+
+@pytest.mark.gpu
+def test_documents_of_several_segments_follow_the_recurrence_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(_chunk_table, "SEGMENT", 256)
+    inputs = operands(1500, 2, 128, 128, documents=4, device="cuda", dtype=torch.bfloat16)
+    documents = torch.tensor([0, 1100, 1400, 1401, 1500])
+    found, upstream = with_gradients(inputs, cu_seqlens=documents.cuda())
+    truth, _ = with_gradients(in_float64(inputs), upstream, cu_seqlens=documents)
+    for ours, true in zip(found, truth, strict=True):
+        assert relative(ours, true) < 12 * torch.finfo(torch.bfloat16).eps / 2  # as above
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ import torch
 from delta_problem import DOCUMENTS, in_float64, relative
 
 from liger_models.kernels import gated_delta_rule, gated_delta_rule_step
+from liger_models.kernels.recurrent import _chunk_table
 from liger_models.kernels.recurrent._chunk_table import chunk_table
 
 
@@ -96,6 +97,16 @@ def test_keys_that_repeat_stay_exact(interpreted):
         assert relative(ours, true) < 2e-5
 
 
+def test_documents_of_several_segments_follow_the_recurrence(interpreted, monkeypatch):
+    monkeypatch.setattr(_chunk_table, "SEGMENT", 128)
+    inputs = operands(580, 1, 2, 16, 16, documents=5)
+    documents = torch.tensor([0, 400, 400, 529, 579, 580])  # of four segments, none, two, one and one
+    found, upstream = with_gradients(inputs, cu_seqlens=documents)
+    truth, _ = with_gradients(in_float64(inputs), upstream, cu_seqlens=documents)
+    for ours, true in zip(found, truth, strict=True):
+        assert relative(ours, true) < 2e-5  # as above
+
+
 def test_no_tokens_give_no_outputs_and_the_given_states(implementation):
     inputs = operands(0, 1, 2, 16, 16, documents=2)
     o, final = run(inputs, cu_seqlens=torch.tensor([0, 0, 0]))
@@ -115,11 +126,24 @@ def test_the_plain_form_passes_gradcheck_in_float64():
     torch.autograd.gradcheck(lambda *x: run(x, cu_seqlens=torch.tensor([0, 2, 5])), inputs)
 
 
-def test_the_table_names_every_chunk_once():
-    table = chunk_table(torch.tensor(DOCUMENTS), 150, torch.device("cpu"))
-    assert table.first_chunks.tolist() == [0, 1, 1, 2, 4]
-    assert table.ranges.T.tolist()[:5] == [[0, 1], [1, 65], [65, 130], [129, 130], [130, 150]]
-    assert not table.ranges[:, 5:].any()
+def test_the_table_names_every_chunk_and_segment_once(interpreted, monkeypatch):
+    monkeypatch.setattr(_chunk_table, "SEGMENT", 128)
+    lengths = [1, 0, 64, 65, 20, 300, *[3] * 70, 129, 128]  # more documents than a program takes at a time
+    bounds = [0, *itertools.accumulate(lengths)]
+    chunks, segments, first_segments = [], [], []
+    for document, (first, end) in enumerate(itertools.pairwise(bounds)):
+        first_segments.append(len(segments))
+        for start in range(first, max(end, first + 1), 128):
+            segment = [document, start, min(start + 128, end), len(chunks) + (start - first) // 64]
+            segments.append(segment)
+        chunks += [[start, end] for start in range(first, end, 64)]
+    table = chunk_table(torch.tensor(bounds), bounds[-1], torch.device("cpu"))
+    assert table.ranges.T.tolist()[: len(chunks)] == chunks
+    assert not table.ranges[:, len(chunks) :].any()
+    assert table.segments.T.tolist()[: len(segments)] == segments
+    assert (table.segments[0, len(segments) :] == -1).all()
+    assert table.first_segments.tolist() == first_segments
+    assert len(segments) - len(lengths) <= table.boundaries
 
 
 @pytest.mark.parametrize(
@@ -145,7 +169,7 @@ def test_what_does_not_fit_is_refused(change, message):
 @pytest.mark.gpu
 @pytest.mark.parametrize("decay", [0.1, 30.0], ids=["slow", "fast"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("key", "value"), [(128, 128), (96, 192), (64, 64)])
+@pytest.mark.parametrize(("key", "value"), [(128, 128), (96, 192), (64, 64), (32, 32)])
 def test_every_gradient_is_the_true_one_on_a_gpu(key, value, dtype, decay):
     documents = torch.tensor([0, 1, 70, 200])
     inputs = operands(200, 2, 4, key, value, documents=3, decay=decay, device="cuda", dtype=dtype)
@@ -155,6 +179,17 @@ def test_every_gradient_is_the_true_one_on_a_gpu(key, value, dtype, decay):
     # Operands of products are rounded to q's dtype: about a dozen roundings in a row from q to a gradient.
     for ours, true in zip(found, truth, strict=True):
         assert relative(ours, true) < 12 * torch.finfo(dtype).eps / 2
+
+
+@pytest.mark.gpu
+def test_documents_of_several_segments_follow_the_recurrence_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(_chunk_table, "SEGMENT", 256)
+    inputs = operands(1500, 1, 2, 128, 128, documents=4, device="cuda", dtype=torch.bfloat16)
+    documents = torch.tensor([0, 1100, 1400, 1401, 1500])
+    found, upstream = with_gradients(inputs, cu_seqlens=documents.cuda())
+    truth, _ = with_gradients(in_float64(inputs), upstream, cu_seqlens=documents)
+    for ours, true in zip(found, truth, strict=True):
+        assert relative(ours, true) < 12 * torch.finfo(torch.bfloat16).eps / 2  # as above
 
 
 @pytest.mark.gpu

@@ -1,0 +1,143 @@
+"""The pass of a delta rule's state over the chunks of documents, at two levels.
+
+The state at the end of a segment of 64 chunks is linear in the one at its start: S_end = M S_start + S_local.
+All segments of documents that have several compute M and S_local at the same time. A short pass over the
+boundaries between segments gives the states there, from which all segments run at the same time. Gradients go
+the same way back, through M^T. So no chain is longer than 64 chunks, however long a document is.
+
+Where segments begin depends on the document alone, so that packed documents equal separate ones in every bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels._dispatch import ceil_div
+from liger_models.kernels.recurrent._chunk_table import (
+    ChunkTable,
+    block_of_keys,
+    block_of_values,
+    product_precision,
+)
+from liger_models.kernels.recurrent._state_kernels import boundaries_kernel
+
+
+class Boundaries(NamedTuple):
+    """States where segments of a document meet, and the transfers of the segments before them."""
+
+    states: Tensor  # [boundaries, heads, dk, dv] float32
+    transfers: Tensor  # M: [boundaries, heads, dk, dk] float32
+
+
+def pass_states(
+    kernel: Any,
+    operands: tuple[Tensor, ...],
+    strides: tuple[int, ...],
+    sizes: dict[str, int | str],
+    table: ChunkTable,
+    initial: Tensor | None,
+    output: Tensor | None = None,
+    states: Tensor | None = None,
+    new: Tensor | None = None,
+) -> tuple[Tensor, Boundaries | None]:
+    """Pass states over the chunks by a rule's `states_kernel`.
+
+    Args:
+        kernel, operands, strides, sizes: the kernel, and what it takes first, after the tensors given here,
+            and as constants.
+        table: the chunks and segments.
+        initial: [documents, heads, dk, dv] float32, or None for zeros.
+        output: O, to write.
+        states: [chunks, heads, dk, dv] in q's dtype, to write the state at the start of every chunk.
+        new: N, to write.
+
+    Returns:
+        The final states [documents, heads, dk, dv] float32, and the states at the boundaries of segments.
+    """
+    heads, dk, dv = (int(sizes[name]) for name in ("HEADS", "DK", "DV"))
+    documents, count = len(table.first_segments), table.segments.shape[1]
+    like: dict[str, Any] = {"dtype": torch.float32, "device": operands[0].device}
+    final = torch.empty(documents, heads, dk, dv, **like)
+    if not documents:
+        return final, None
+    block = block_of_values(dv, 64)
+    blocks = ceil_div(dv, block)
+    options = {**sizes, "BLOCK_V": block, "num_warps": 4, "num_stages": 1}
+    places = table.cu_seqlens, table.segments, initial
+    between = None
+    if table.boundaries:
+        between = Boundaries(
+            torch.empty(table.boundaries, heads, dk, dv, **like),
+            torch.empty(table.boundaries, heads, dk, dk, **like),
+        )
+        nothing = None, None, None, None
+        kernel[(blocks + ceil_div(dk, block), heads, count)](
+            *operands, *places, *between, *nothing, *strides, count, LOCAL=True, **options
+        )
+        _join(between.states, between.transfers, table, operands[0].dtype, reverse=False)
+    starts = None if between is None else between.states
+    written = output, states, new, final
+    kernel[(blocks, heads, count)](
+        *operands, *places, starts, None, *written, *strides, count, LOCAL=False, **options
+    )
+    return final, between
+
+
+def pass_state_grads(
+    kernel: Any,
+    operands: tuple[Tensor, ...],
+    strides: tuple[int, ...],
+    sizes: dict[str, int | str],
+    table: ChunkTable,
+    dfinal: Tensor | None,
+    between: Boundaries | None,
+    dstates: Tensor,
+    dnew: Tensor,
+    dinitial: Tensor | None,
+) -> None:
+    """Pass the gradients of states back by a rule's `state_grads_kernel`.
+
+    Writes dS' of every chunk, dN or dR, and the gradient of the initial states if that is given.
+    """
+    heads, dv = int(sizes["HEADS"]), int(sizes["DV"])
+    count = table.segments.shape[1]
+    if not count:
+        return
+    block = block_of_values(dv, 64)
+    grid = ceil_div(dv, block), heads, count
+    options = {**sizes, "BLOCK_V": block, "num_warps": 4, "num_stages": 1}
+    dfinal = None if dfinal is None else dfinal.float().contiguous()
+    places = table.cu_seqlens, table.segments, dfinal
+    ends = None
+    if between is not None:
+        ends = torch.empty_like(between.states)
+        kernel[grid](*operands, *places, ends, None, None, None, *strides, count, LOCAL=True, **options)
+        _join(ends, between.transfers, table, operands[0].dtype, reverse=True)
+    written = dstates, dnew, dinitial
+    kernel[grid](*operands, *places, ends, *written, *strides, count, LOCAL=False, **options)
+
+
+def _join(
+    boundaries: Tensor, transfers: Tensor, table: ChunkTable, dtype: torch.dtype, *, reverse: bool
+) -> None:
+    heads, dk, dv = boundaries.shape[1:]
+    block = block_of_values(dv, 32)
+    boundaries_kernel[(ceil_div(dv, block), heads, len(table.first_segments))](
+        boundaries,
+        transfers,
+        table.cu_seqlens,
+        table.first_segments,
+        HEADS=heads,
+        DK=dk,
+        DV=dv,
+        BLOCK_K=block_of_keys(dk),
+        BLOCK_V=block,
+        SEGMENT=table.segment,
+        PRECISION=product_precision(dtype),
+        REVERSE=reverse,
+        num_warps=4,
+        num_stages=1,
+    )
