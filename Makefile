@@ -3,6 +3,7 @@
 #   make demo                      train a small model from start to finish
 #   make test                      lint, types, tests
 #   make test PYTHON=python3.12    with another Python, in an environment of its own
+#   make family NAME=llama         the tests of one family, natively and in transformers, and its card
 #   make matrix                    the tests as other CPUs run them, for hours (tests/matrix.py)
 #
 # In an activated virtual environment both install into that one, within pyproject.toml's bounds only, so
@@ -24,16 +25,22 @@ BIN := $(VENV)/bin
 # Two test processes, and one thread in each: more threads than cores make small matrices slower.
 PYTEST_FLAGS := -q -n 2 --timeout 600
 
-.PHONY: help demo test real matrix lint types clean
+.PHONY: help demo test family real matrix lint types clean
 
 help:
-	@sed -n 's/^# \{0,1\}//; 1,7p' Makefile
+	@sed -n 's/^# \{0,1\}//; 1,8p' Makefile
 
 demo: $(VENV)/.liger-models-demo
 	$(BIN)/python examples/demo.py
 
 test: lint types
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+# tests/hf lets a family through only if its adapters, its checkpoints and its quantised form are transformers' own.
+family: $(VENV)/.liger-models-dev
+	@test -n "$(NAME)" || { echo "name the family: make family NAME=llama" >&2; exit 1; }
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -x --timeout 600 tests/architectures tests/hf -k "$(NAME)"
+	$(BIN)/liger-models card $(NAME)
 
 matrix: $(VENV)/.liger-models-dev
 	$(BIN)/python tests/matrix.py $(RUN)

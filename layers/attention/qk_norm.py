@@ -38,6 +38,8 @@ class QKNormScale(nn.Module):
         spec: the norm and its scope.
     """
 
+    stacked_vectors = ("weight", "bias")  # of each head, where heads have their own
+
     def __init__(self, heads: int, head_dim: int, spec: QKNormSpec):
         super().__init__()
         self.spec = spec

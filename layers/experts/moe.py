@@ -279,6 +279,7 @@ class Experts(nn.Module):
 
     activation_memory: ActivationMemory = "lean"
     exchange: ExpertExchange | None = None
+    stacked_vectors = ("gate_up_proj_bias", "down_proj_bias")  # of each expert
 
     def __init__(self, hidden_size: int, spec: MoESpec):
         super().__init__()

@@ -14,10 +14,11 @@ from liger_models.layers.attention.cross_attention import CrossAttention
 from liger_models.layers.attention.qk_norm import norm_work
 from liger_models.layers.blocks import Block
 from liger_models.layers.blocks.per_layer_input import PerLayerInput
-from liger_models.layers.experts.moe import MixtureOfExperts
+from liger_models.layers.experts.moe import Experts, MixtureOfExperts
 from liger_models.layers.memory.adapters import AdapterCosts
 from liger_models.layers.memory.own_parts import whole_bytes
 from liger_models.layers.memory.step import Step
+from liger_models.layers.projections.matrices import matrices
 from liger_models.layers.recompute import tiles
 from liger_models.layers.recompute.activation_memory import LEVELS, RERUN, TILED, ActivationMemory
 from liger_models.layers.sequences.sequence_parallel import exchange_bytes
@@ -350,11 +351,10 @@ def _pieces(layer: Block, step: Step, itemsize: int, adapters: AdapterCosts) -> 
 def matrix_elements(layer: Block) -> tuple[int, int, int]:
     """Elements of the matrices that a token meets: of gate and up, of the last product, of all others."""
     inner = last = rest = 0
-    for name, p in layer.named_parameters():
-        if p.ndim < 2:
-            continue
-        mixture, elements = layer.spec.mixture, p.numel()
-        if p.ndim == 3 and mixture is not None:
+    names = {id(p): name for name, p in layer.named_parameters()}
+    for module, _, p in matrices(layer):
+        mixture, elements, name = layer.spec.mixture, p.numel(), names[id(p)]
+        if isinstance(module, Experts) and mixture is not None:
             elements = elements * mixture.experts_per_token // mixture.num_experts
         if not name.startswith("mlp."):
             rest += elements

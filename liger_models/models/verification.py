@@ -9,7 +9,7 @@ how far two of transformers' own implementations of attention are from each othe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from liger_models.convert.checkpoints.weight_map import checkpoint_shapes
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import UnsupportedModelError
 from liger_models.images.scenes import Image, Scenes, documents_with_images
+from liger_models.layers.experts.moe import Experts
 from liger_models.layers.specs import ModelSpec
 from liger_models.models.causal_lm import LigerCausalLM
 from liger_models.models.loading import from_config, from_hub
@@ -101,15 +102,17 @@ def verify_numbers(folder: Path) -> Comparison:
         .from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         .eval()  # as it is: without dropout
     )
-    expected = _results(reference, call) | _gradients(reference)
+    stacks = _names_of_stacks(skeleton)
+    expected = _results(reference, call) | _gradients(reference, stacks)
     reference.zero_grad()  # lets go of the gradients, which are kept in `expected`
-    again = _summed_otherwise(reference, call, skeleton.spec.is_recurrent) | _gradients(reference)
+    again = _summed_otherwise(reference, call, skeleton.spec.is_recurrent)
+    again |= _gradients(reference, stacks)
     spread = {name: relative_distance(again[name], expected[name]) for name in expected}
     del reference, again
 
     model = from_hub(folder, dtype=torch.float32, device="cpu", dropout=0.0).eval()
     found = _results(model, call, return_logits=True)
-    found |= _gradients_as_named_in(expected, model)
+    found |= _gradients_as_named_in(expected, model, stacks)
     distance = {
         name: relative_distance(found[name], expected[name]) for name in found.keys() & expected.keys()
     }
@@ -135,21 +138,35 @@ def _results(model: nn.Module, call: Mapping[str, Any], **options: Any) -> dict[
     return {"logits": output.logits.detach(), "loss": output.loss.detach()}
 
 
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return _by_expert({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+def _names_of_stacks(model: LigerCausalLM) -> set[str]:
+    """The tensors that hold all experts of a layer in one, by their names in checkpoints and in memory."""
+    maps = [model.weight_map(layout) for layout in (model.layout, *model.architecture.layouts)]
+    experts = [path for path, module in model.named_modules() if isinstance(module, Experts)]
+    names: set[str] = set()
+    for path in experts:
+        for name, _ in model.get_submodule(path).named_parameters():
+            for refs in (list(found[f"{path}.{name}"].refs()) for found in maps):
+                names |= {ref.name for ref in refs if len(refs) == 1}
+    return names
 
 
-def _by_expert(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _gradients(model: nn.Module, stacks: Set[str]) -> dict[str, Tensor]:
+    return _by_expert({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, stacks)
+
+
+def _by_expert(gradients: Mapping[str, Tensor], stacks: Set[str]) -> dict[str, Tensor]:
     """Those of stacked experts one by one: a fault in one that few tokens went to is lost in the stack."""
     found: dict[str, Tensor] = {}
     for name, gradient in gradients.items():
-        matrices = gradient.dim() == 3 and ".conv1d." not in name
-        stacked = matrices or (".experts." in name and name.endswith("_bias"))
-        found |= {f"{name}[{e}]": own for e, own in enumerate(gradient)} if stacked else {name: gradient}
+        found |= (
+            {f"{name}[{e}]": own for e, own in enumerate(gradient)} if name in stacks else {name: gradient}
+        )
     return found
 
 
-def _gradients_as_named_in(expected: Mapping[str, Tensor], model: LigerCausalLM) -> dict[str, Tensor]:
+def _gradients_as_named_in(
+    expected: Mapping[str, Tensor], model: LigerCausalLM, stacks: Set[str]
+) -> dict[str, Tensor]:
     """By the names that the reference has in memory, which need not be those of the files."""
     maps = [model.weight_map(layout) for layout in (model.layout, *model.architecture.layouts)]
     known = {name.partition("[")[0] for name in expected}
@@ -160,7 +177,7 @@ def _gradients_as_named_in(expected: Mapping[str, Tensor], model: LigerCausalLM)
         gradient = tensors[name].grad
         if gradient is not None:  # as it is for a buffer
             found |= expr.write(gradient)
-    return _by_expert(found)
+    return _by_expert(found, stacks)
 
 
 def _summed_otherwise(reference: Any, call: Mapping[str, Any], recurrent: bool) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from operator import not_
 
 from torch import nn
 
-from liger_models.layers.recurrent.short_conv import ShortConvolution
+from liger_models.layers.projections.matrices import matrices
 from liger_models.optim.adamw import AdamW
 
 # The second moment forgets faster than Adam's default 0.999, as is usual for language models since GPT-3
@@ -27,11 +27,11 @@ def build_adamw(
     state_device: str | None = None,
 ) -> AdamW:
     """AdamW that decays matrices only: to pull a norm's weight, a bias or the taps of a short convolution to
-    zero regularises nothing.
+    zero regularises nothing, also where those of all heads or experts are one tensor.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    taps = {id(p) for m in model.modules() if isinstance(m, ShortConvolution) for p in m.parameters()}
-    decays = [p.ndim >= 2 and id(p) not in taps for p in parameters]
+    decayed = {id(p) for *_, p in matrices(model)}
+    decays = [id(p) in decayed for p in parameters]
     groups = [
         {"params": list(compress(parameters, decays)), "weight_decay": weight_decay},
         {"params": list(compress(parameters, map(not_, decays))), "weight_decay": 0.0},

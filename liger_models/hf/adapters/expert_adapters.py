@@ -266,7 +266,7 @@ def _install(wrapper: Any, name: str, order: _Order | None) -> None:
     wrapper._usual_order = order
     if order is None:
         return
-    if wrapper.get_param().dim() != 3:
+    if wrapper.parameter_name in wrapper.get_base_layer().stacked_vectors:
         raise ValueError(
             f"{name}: an adapter of biases would be in another order than in other people's files; adapt the "
             "matrices, gate_up_proj and down_proj"
