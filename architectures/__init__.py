@@ -1,5 +1,7 @@
 """One file a family: its spec and its checkpoint names. Every module in this folder is imported, and so
 registered.
+
+Imports the packages below it in this folder, the specs and the conversion package; it computes nothing.
 """
 
 import importlib

@@ -1,4 +1,7 @@
-"""The parts that models are made of. The names below can be used alone, in anybody's model."""
+"""The parts that models are made of. The names below can be used alone, in anybody's model.
+
+Imports `parts` and `sequences`; the rooms below do not import this package's names.
+"""
 
 from liger_models.layers.parts.activations import LigerReLUSquared, LigerSoftmax
 from liger_models.layers.parts.losses import (

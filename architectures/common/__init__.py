@@ -1,5 +1,7 @@
-"""What many families' configs have in common, read into specs; `deepseek` has what the families with its
-layers share.
+"""Readers of config keys that many families share, from rotary settings to whole decoders.
+
+`deepseek` has what the families with DeepSeek's layers share. May import the registry, the specs and the
+conversion package; the families import it.
 """
 
 from liger_models.architectures.common.grouped_attention import (

@@ -1,1 +1,4 @@
-"""Gated activations and softmax."""
+"""Gated activations and softmax.
+
+May import the folder above, and the tiles of logits in `losses`.
+"""

@@ -1,1 +1,4 @@
-"""Mixture of experts: routing and the experts' matrix products."""
+"""Mixture of experts: routing and the experts' matrix products.
+
+May import the folder above and `activations`.
+"""

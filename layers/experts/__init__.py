@@ -1,1 +1,5 @@
-"""Mixture of experts: routers, experts on one or many devices, and load balancing."""
+"""Mixture of experts: routers, experts on one or many devices, and load balancing.
+
+May import parts, projections, recomputation, the batch (`sequences`), specs and kernels; the blocks import
+it.
+"""

@@ -12,6 +12,8 @@ A step's memory is largest in one of these moments:
 `choose_levels` begins with everything kept, and while the largest is above the budget gives up, in one layer
 after the other, what costs the least work for each byte that it saves: down to `checkpoint`; if that does not
 fit, down to `tiled`; and if that does not, to `offload`.
+
+May import the blocks and everything that they stand on, whose costs it adds up; only the model imports it.
 """
 
 from liger_models.layers.memory.counting import Planned, StepMemory, largest

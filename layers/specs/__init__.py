@@ -3,6 +3,8 @@
 Specs say sizes and settings, never wiring: how the parts are connected is the `forward` of a block. One
 `BlockSpec` a layer, so that a pattern over layers (a sliding window on some, full attention on others) is a
 tuple and not a flag.
+
+May import only dataclasses of the kernels; everything else may import the specs.
 """
 
 from liger_models.kernels import ClampedSwiGLU

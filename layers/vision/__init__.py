@@ -1,4 +1,7 @@
-"""How a model sees: pictures cut into patches, the encoder of these, and its way into the language model."""
+"""How a model sees: pictures cut into patches, the encoder of these, and its way into the language model.
+
+May import the blocks and what they stand on; the model imports it, and language blocks know nothing of it.
+"""
 
 from torch import nn
 

@@ -6,6 +6,8 @@ before `run`, so that `--help` is fast.
 
 Exit codes: 0 success, 1 the command ran and its check failed, 2 the command could not run (one line on stderr
 says why; `--debug` shows the traceback), 130 interrupted.
+
+May import everything; nothing imports it.
 """
 
 import argparse

@@ -6,6 +6,8 @@
 
 Their inputs are float32 tensors; reference scores and other inputs that are not trained have no gradient.
 losses/rows.py defines the means.
+
+May import only the batch (`layers.sequences`) and the specs; training objectives import it.
 """
 
 from liger_models.losses.cpo_loss import cpo_loss

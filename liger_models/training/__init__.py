@@ -1,4 +1,7 @@
-"""Training: `train(TrainConfig(...))`, which the command line's `train` calls."""
+"""Training: `train(TrainConfig(...))`, which the command line's `train` calls.
+
+May import models, losses, optim and its own rooms, which never import this folder's modules.
+"""
 
 from liger_models.training.checkpoints.state import newest_checkpoint
 from liger_models.training.config import TrainConfig

@@ -2,6 +2,8 @@
 
 sources -> records -> corpus (tokens with a mark on each that is trained, on disk) -> documents
         -> units in a random order -> rows of seq_len inputs -> batches
+
+May import `corpora`, the text package and images; knows no model, objective or loop.
 """
 
 from liger_models.training.data.ahead import ahead

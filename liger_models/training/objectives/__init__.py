@@ -1,4 +1,7 @@
-"""Training objectives: `make_objective("dpo", {"beta": 0.1})`."""
+"""Training objectives: `make_objective("dpo", {"beta": 0.1})`.
+
+May import losses, the data and the metrics; never the loop.
+"""
 
 from __future__ import annotations
 
