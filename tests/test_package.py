@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import textwrap
+import tomllib
 import zipfile
 from collections import Counter
 from graphlib import TopologicalSorter
@@ -181,10 +182,37 @@ def test_every_folder_says_what_lives_there(part):
 
 
 @pytest.mark.parametrize("part", MAY_IMPORT)
+def test_every_folder_says_what_may_be_imported_there(part):
+    silent = [
+        str(path.relative_to(ROOT))
+        for path in sources(part)
+        if path.name == "__init__.py"
+        and path.parent != ROOT / "liger_models"  # which offers names of all the others
+        and not re.search(r"\b[Ii]mports?\b", ast.get_docstring(ast.parse(path.read_text())) or "")
+    ]
+    assert not silent, silent
+
+
+@pytest.mark.parametrize("part", sorted(MAY_IMPORT.keys() - {"kernels"}))
+def test_no_file_is_longer_than_400_lines(part):
+    """A kernel and its twin stay together; any other file of that length holds two ideas."""
+    lengths = {str(path.relative_to(ROOT)): path.read_text().count("\n") for path in sources(part)}
+    assert {name: count for name, count in lengths.items() if count > 400} == {}
+
+
+@pytest.mark.parametrize("part", MAY_IMPORT)
 def test_no_folder_holds_more_than_twenty_modules(part):
     """Beyond that it wants rooms. `architectures` has one file a family."""
     counts = Counter(path.parent for path in sources(part) if path.parent.name != "architectures")
     assert {str(folder.relative_to(ROOT)): n for folder, n in counts.items() if n > 20} == {}
+
+
+def test_every_folder_is_installed():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {
+        module_name(path) for part in MAY_IMPORT for path in sources(part) if path.name == "__init__.py"
+    }
+    assert set(listed) == folders
 
 
 def run_python(code, cwd, **env):

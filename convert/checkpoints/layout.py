@@ -16,8 +16,9 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from liger_models.convert.checkpoints.expressions import Expr, Ref, Shape
 from liger_models.convert.checkpoints.shards import shape_of
-from liger_models.convert.checkpoints.weight_map import Expr, Ref, Shape, permuted, piece_of_groups
+from liger_models.convert.checkpoints.weight_map import permuted, piece_of_groups
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_models.convert.checkpoints.weight_map import Cat, Expr, Ref, Rows, Shape, places_by_ref
+from liger_models.convert.checkpoints.expressions import Cat, Expr, Ref, Rows, Shape, places_by_ref
 
 
 def rows_of(expr: Expr, start: int, stop: int) -> Expr:

@@ -15,7 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from liger_models.convert.checkpoints.atomic import alone_at
-from liger_models.convert.checkpoints.weight_map import Expr, Rows, WeightMap, connected, write
+from liger_models.convert.checkpoints.expressions import Expr, Rows, write
+from liger_models.convert.checkpoints.weight_map import WeightMap, connected
 from liger_models.convert.errors import CheckpointError
 
 

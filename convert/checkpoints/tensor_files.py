@@ -26,9 +26,9 @@ from torch import Tensor
 
 from liger_models.convert.checkpoints import tensor_bytes
 from liger_models.convert.checkpoints.atomic import naming
+from liger_models.convert.checkpoints.expressions import Place
 from liger_models.convert.checkpoints.safetensors_header import build_header
 from liger_models.convert.checkpoints.tensor_bytes import is_plain_memory, memory_of, pieces_of, stage_for
-from liger_models.convert.checkpoints.weight_map import Place
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.checkpoints.atomic import atomic_folder, naming
+from liger_models.convert.checkpoints.expressions import Place, Ref
 from liger_models.convert.checkpoints.hub import CHAT_TEMPLATES, belongs_to
 from liger_models.convert.checkpoints.reading import INDEX_FILE, SINGLE_FILE, check_parameters
 from liger_models.convert.checkpoints.safetensors_header import build_header
 from liger_models.convert.checkpoints.shards import write_together
 from liger_models.convert.checkpoints.source_layout import SourceLayout
 from liger_models.convert.checkpoints.tensor_files import Output, TensorFiles
-from liger_models.convert.checkpoints.weight_map import Place, Ref, WeightMap, check_whole
+from liger_models.convert.checkpoints.weight_map import WeightMap, check_whole
 from liger_models.convert.errors import CheckpointError
 from liger_models.convert.sizes import parse_size
 

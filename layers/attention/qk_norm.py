@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_models.convert.checkpoints.expressions import Expr, Ref, Stack
 from liger_models.convert.checkpoints.shards import shape_of
-from liger_models.convert.checkpoints.weight_map import Expr, Ref, Stack
 from liger_models.kernels import layer_norm, rms_norm, rotary, split_norm_rotary_qkv
 from liger_models.kernels._dispatch import at_least_float32
 from liger_models.kernels.norms.rms_norm import rms_norm_plain

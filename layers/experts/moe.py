@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from liger_models.convert.checkpoints.expressions import Cat, Expr, Ref, Stack
 from liger_models.convert.checkpoints.shards import shape_of
-from liger_models.convert.checkpoints.weight_map import Cat, Expr, Ref, Stack
 from liger_models.kernels import moe_experts, rms_norm, route
 from liger_models.kernels._dispatch import at_least_float32, once_differentiable
 from liger_models.layers.experts.expert_parallel import ExpertExchange, Routes

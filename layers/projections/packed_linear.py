@@ -17,10 +17,11 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from liger_models.convert.checkpoints.expressions import Cat, Expr, Ref
 from liger_models.convert.checkpoints.layout import plain_path
 from liger_models.convert.checkpoints.rows import is_in_order, rows_in_checkpoint, rows_of
 from liger_models.convert.checkpoints.shards import shape_of
-from liger_models.convert.checkpoints.weight_map import Cat, Expr, Ref, WeightMap
+from liger_models.convert.checkpoints.weight_map import WeightMap
 from liger_models.layers.projections.linear import Linear, one_below_another
 from liger_models.layers.projections.low_rank import low_rank_linear, projection_of
 

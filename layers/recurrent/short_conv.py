@@ -7,8 +7,9 @@ import functools
 import torch
 from torch import Tensor, nn
 
+from liger_models.convert.checkpoints.expressions import Expr
 from liger_models.convert.checkpoints.shards import shape_of
-from liger_models.convert.checkpoints.weight_map import Expr, permuted
+from liger_models.convert.checkpoints.weight_map import permuted
 from liger_models.kernels import conv_state, short_conv, short_conv_step
 from liger_models.layers.recompute.activation_memory import carry_recipes
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from liger_models.convert.checkpoints.weight_map import Expr
+    from liger_models.convert.checkpoints.expressions import Expr
     from liger_models.models.causal_lm import LigerCausalLM
 
 
@@ -108,7 +108,7 @@ def _parameters(model: "LigerCausalLM", dtypes: dict[str, str]) -> list[dict[str
 
 def _expression(expr: "Expr") -> str:
     """Text of a weight-map expression: `cat(a, b)`, `stack(...)`, `permute(a, ...)`, or a name."""
-    from liger_models.convert.checkpoints.weight_map import Cat, Permute, Ref, Stack
+    from liger_models.convert.checkpoints.expressions import Cat, Permute, Ref, Stack
 
     match expr:
         case Ref(name):

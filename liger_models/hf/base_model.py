@@ -21,8 +21,8 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import can_return_tuple
 
 from liger_models.architectures import Architecture
+from liger_models.convert.checkpoints.expressions import Expr, Ref
 from liger_models.convert.checkpoints.layout import Layout, canonical_forms
-from liger_models.convert.checkpoints.weight_map import Expr, Ref
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import DataError
 from liger_models.hf.cache import TransformersCache, UnfilledCache

@@ -24,8 +24,8 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils.generic import can_return_tuple
 
+from liger_models.convert.checkpoints.expressions import Expr, Ref
 from liger_models.convert.checkpoints.layout import Layout
-from liger_models.convert.checkpoints.weight_map import Expr, Ref
 from liger_models.hf.base_model import LigerModel
 from liger_models.hf.pretrained import LigerPreTrainedModel, keep_initialized
 from liger_models.layers.model.call_checks import (

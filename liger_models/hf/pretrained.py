@@ -24,9 +24,9 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from liger_models.architectures import Architecture
+from liger_models.convert.checkpoints.expressions import Expr, Ref
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.checkpoints.shards import checkpoint_tensors, is_sharded, is_zero3, shape_of
-from liger_models.convert.checkpoints.weight_map import Expr, Ref
 from liger_models.convert.errors import CheckpointError
 from liger_models.hf.checkpointing import CheckpointingSwitches
 from liger_models.hf.checkpoints.merged import merged_tensors

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_models.convert.checkpoints.expressions import Ref
 from liger_models.convert.checkpoints.reading import CheckpointReader
-from liger_models.convert.checkpoints.weight_map import Ref
 from liger_models.convert.errors import CheckpointError, ConfigError
 from liger_models.models.causal_lm import GENERATION_CONFIG, LigerCausalLM
 from liger_models.models.classifier import HEAD, LigerSequenceClassifier

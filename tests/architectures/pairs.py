@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from liger_models.architectures import Architecture, find_architecture
 from liger_models.cards.workshop import randomise as randomise
-from liger_models.convert.checkpoints.weight_map import Expr, checkpoint_shapes
+from liger_models.convert.checkpoints.expressions import Expr
+from liger_models.convert.checkpoints.weight_map import checkpoint_shapes
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.experts.moe import Router
 from liger_models.layers.model.causal_lm import CausalLM

@@ -16,9 +16,9 @@ from liger_models.architectures import find_architecture
 from liger_models.cli import inspect, main
 from liger_models.cli.checkpoints import find_checkpoint
 from liger_models.convert.checkpoints import hub
+from liger_models.convert.checkpoints.expressions import Cat
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.checkpoints.reading import CheckpointReader
-from liger_models.convert.checkpoints.weight_map import Cat
 from liger_models.layers.recompute.activation_memory import LEVELS
 from liger_models.models.causal_lm import LigerCausalLM
 from liger_models.presets import PRESETS

@@ -26,8 +26,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from liger_models.convert.checkpoints.expressions import Ref
 from liger_models.convert.checkpoints.layout import Layout
-from liger_models.convert.checkpoints.weight_map import Ref
 from liger_models.convert.errors import CheckpointError
 from liger_models.convert.json_file import read_json
 from liger_models.layers.experts.moe import Experts

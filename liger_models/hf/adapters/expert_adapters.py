@@ -25,7 +25,7 @@ from peft import LoraConfig
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
-from liger_models.convert.checkpoints.weight_map import Cat, Expr, Stack
+from liger_models.convert.checkpoints.expressions import Cat, Expr, Stack
 from liger_models.convert.errors import CheckpointError
 from liger_models.layers.experts.moe import Experts
 

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_models.convert.checkpoints.expressions import Expr, Stack
 from liger_models.convert.checkpoints.rows import is_one_tensor
-from liger_models.convert.checkpoints.weight_map import Expr, Stack
 from liger_models.layers.projections.linear import Linear
 
 

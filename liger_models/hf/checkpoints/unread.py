@@ -20,8 +20,9 @@ from torch import nn
 from transformers import AutoModel, PreTrainedModel
 
 from liger_models.architectures import Architecture
+from liger_models.convert.checkpoints.expressions import Ref
 from liger_models.convert.checkpoints.layout import Layout
-from liger_models.convert.checkpoints.weight_map import Ref, checkpoint_shapes
+from liger_models.convert.checkpoints.weight_map import checkpoint_shapes
 from liger_models.convert.errors import UnsupportedModelError
 
 

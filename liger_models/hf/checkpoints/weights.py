@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter, dot_natural_key
 
+from liger_models.convert.checkpoints.expressions import Expr, Ref, write
 from liger_models.convert.checkpoints.layout import Layout
-from liger_models.convert.checkpoints.weight_map import Expr, Ref, connected, write
+from liger_models.convert.checkpoints.weight_map import connected
 from liger_models.convert.errors import CheckpointError
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from liger_models.convert.checkpoints.expressions import Expr
 from liger_models.convert.checkpoints.shards import local_tensor, part_of
 from liger_models.convert.checkpoints.tensor_files import TensorFiles
-from liger_models.convert.checkpoints.weight_map import Expr
 from liger_models.convert.checkpoints.writing import check_free_space
 from liger_models.training.checkpoints.run_folder import written_folder
 

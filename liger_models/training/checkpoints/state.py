@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.checkpoints.atomic import naming
+from liger_models.convert.checkpoints.expressions import Ref
 from liger_models.convert.checkpoints.hub import CHAT_TEMPLATES, belongs_to
 from liger_models.convert.checkpoints.reading import CheckpointReader
 from liger_models.convert.checkpoints.safetensors_header import TensorInfo
 from liger_models.convert.checkpoints.shards import is_sharded, local_part
 from liger_models.convert.checkpoints.tensor_files import TensorFiles
-from liger_models.convert.checkpoints.weight_map import Ref
 from liger_models.convert.errors import CheckpointError
 from liger_models.models.causal_lm import LigerCausalLM
 from liger_models.training.checkpoints.contents import Contents, Part

@@ -6,10 +6,11 @@ import struct
 import torch
 from safetensors.torch import save_file
 
+from liger_models.convert.checkpoints.expressions import Cat, Ref, Stack
 from liger_models.convert.checkpoints.reading import (
     INDEX_FILE,
 )
-from liger_models.convert.checkpoints.weight_map import Cat, Ref, Stack, checkpoint_shapes, permuted
+from liger_models.convert.checkpoints.weight_map import checkpoint_shapes, permuted
 
 MAP = {
     "norm": Ref("norm.weight", (6,)),

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from sample_files import entry, write_raw
 
+from liger_models.convert.checkpoints.expressions import Ref
 from liger_models.convert.checkpoints.hub import resolve
 from liger_models.convert.checkpoints.reading import (
     INDEX_FILE,
@@ -17,7 +18,6 @@ from liger_models.convert.checkpoints.reading import (
     load_parameters,
 )
 from liger_models.convert.checkpoints.safetensors_header import build_header
-from liger_models.convert.checkpoints.weight_map import Ref
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import CheckpointError, ConfigError
 

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import save_file
 from sample_files import MAP, random_tensors, write_sharded
 
+from liger_models.convert.checkpoints.expressions import Cat, Ref, Rows
 from liger_models.convert.checkpoints.reading import (
     SINGLE_FILE,
     CheckpointReader,
     load_parameters,
     verify_roundtrip,
 )
-from liger_models.convert.checkpoints.weight_map import Cat, Ref, Rows
 from liger_models.convert.errors import CheckpointError
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.int8, torch.bool]
@@ -205,7 +205,7 @@ def test_loading_a_gigabyte_needs_little_more_than_the_parameters(tmp_path):
         import resource, torch
         from liger_models.convert.checkpoints.reading import CheckpointReader, load_parameters
         from liger_models.convert.checkpoints.source_layout import match_layout
-        from liger_models.convert.checkpoints.weight_map import Cat, Ref
+        from liger_models.convert.checkpoints.expressions import Cat, Ref
         half = ({rows} // 2, {columns})
         weights = {{f"w{{i}}": Cat([Ref(f"a{{i}}", half), Ref(f"b{{i}}", half)]) for i in range({layers})}}
         parameters = {{name: torch.empty(expr.shape, dtype=torch.bfloat16) for name, expr in weights.items()}}

@@ -5,12 +5,12 @@ import torch
 from safetensors.torch import save_file
 from sample_files import MAP, random_tensors
 
+from liger_models.convert.checkpoints.expressions import Ref
 from liger_models.convert.checkpoints.reading import (
     SINGLE_FILE,
     CheckpointReader,
 )
 from liger_models.convert.checkpoints.source_layout import match_layout
-from liger_models.convert.checkpoints.weight_map import Ref
 from liger_models.convert.errors import CheckpointError
 
 OTHER = {"norm": Ref("model.norm.weight", (6,)), "w": Ref("model.w", (4, 4))}

@@ -6,16 +6,8 @@ import random
 import pytest
 import torch
 
-from liger_models.convert.checkpoints.weight_map import (
-    Cat,
-    Permute,
-    Ref,
-    Rows,
-    Stack,
-    checkpoint_shapes,
-    permuted,
-    piece_of_groups,
-)
+from liger_models.convert.checkpoints.expressions import Cat, Permute, Ref, Rows, Stack
+from liger_models.convert.checkpoints.weight_map import checkpoint_shapes, permuted, piece_of_groups
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8]
 

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from sample_files import MAP
 
+from liger_models.convert.checkpoints.expressions import Cat, Permute, Ref, Stack
 from liger_models.convert.checkpoints.reading import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -22,7 +23,7 @@ from liger_models.convert.checkpoints.reading import (
     load_parameters,
 )
 from liger_models.convert.checkpoints.source_layout import match_layout
-from liger_models.convert.checkpoints.weight_map import Cat, Permute, Ref, Stack, checkpoint_shapes
+from liger_models.convert.checkpoints.weight_map import checkpoint_shapes
 from liger_models.convert.checkpoints.writing import find_aux_files, save_checkpoint
 from liger_models.convert.errors import CheckpointError
 from liger_models.convert.sizes import parse_size

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from liger_models.convert.checkpoints.expressions import Ref, Rows
 from liger_models.convert.checkpoints.layout import Joined, Layout
-from liger_models.convert.checkpoints.weight_map import Ref, Rows, checkpoint_shapes
+from liger_models.convert.checkpoints.weight_map import checkpoint_shapes
 from liger_models.layers.model.causal_lm import CausalLM
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.packed_linear import PackedLinear

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from liger_models.convert.checkpoints.expressions import Ref
 from liger_models.convert.checkpoints.tensor_files import TensorFiles
-from liger_models.convert.checkpoints.weight_map import Ref
 from liger_models.convert.errors import CheckpointError
 from liger_models.training.checkpoints import contents, saving
 from liger_models.training.checkpoints.contents import Contents, Part
