@@ -56,13 +56,13 @@ def test_operations_are_chosen_by_pattern_in_the_tables_order(benchmarks):
         (["tune", "relu2", "--device", "cpu"], "relu2 has no tunable tile sizes"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_one_line(benchmarks, capsys, tmp_path, arguments, message):
+def test_impossible_requests_give_one_line_errors(benchmarks, capsys, tmp_path, arguments, message):
     assert benchmarks.__main__.main([*arguments, "--out", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_left_when_the_time_is_up_becomes_a_note(benchmarks, tmp_path):
+def test_cases_beyond_the_time_limit_become_notes(benchmarks, tmp_path):
     arguments = ["--op", "relu2", "--device", "cpu", "--minutes", "0", "--out", str(tmp_path)]
     assert benchmarks.__main__.main(arguments) == 0
     report = (tmp_path / "ops.md").read_text()

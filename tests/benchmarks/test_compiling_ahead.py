@@ -19,7 +19,7 @@ def ahead(benchmarks, monkeypatch):
     return benchmarks.ahead
 
 
-def test_what_compiles_is_called_the_longest_first_and_eager_not_at_all(ahead):
+def test_compiling_calls_run_longest_first_and_eager_ones_not_at_all(ahead):
     work = [("rms_norm", (4, 8)), ("attention", (1, 8, 2, 1, 8)), ("relu2", (4, 8))]
     providers = ("ours", "eager", "torch.compile", "SDPA", "FlexAttention")
     jobs = ahead.jobs_of(work, providers)
@@ -33,7 +33,7 @@ def test_what_compiles_is_called_the_longest_first_and_eager_not_at_all(ahead):
     ]
 
 
-def test_jobs_run_in_processes_that_end_and_failures_are_told(ahead):
+def test_jobs_run_in_processes_that_end_and_report_failures(ahead):
     jobs = [("relu2", (4, 8), "ours"), ("softmax", (4,), "ours"), ("swiglu", (4,), "ours")]
     jobs.append(("relu2", (4, 8), "nobody's"))  # a note when it is measured, and no failure
     said = ahead.compile_ahead(jobs, torch.float32, CPU)
@@ -42,7 +42,7 @@ def test_jobs_run_in_processes_that_end_and_failures_are_told(ahead):
     assert not multiprocessing.active_children()
 
 
-def test_what_does_not_end_is_left_for_later(ahead):
+def test_unfinished_compilations_are_left_for_later(ahead):
     start = time.monotonic()
     said = ahead.compile_ahead([("relu2", (4, 8), "ours")], torch.float32, CPU, seconds=0.0)
     assert said.startswith("0 of 1 calls compiled in advance")

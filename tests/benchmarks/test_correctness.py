@@ -155,7 +155,7 @@ def test_a_provider_that_does_not_end_is_stopped_and_noted(benchmarks, monkeypat
 
 
 @pytest.mark.parametrize("summed", [True, False])
-def test_the_truth_in_chunks_is_that_of_all_rows_at_once(benchmarks, summed):
+def test_the_truth_in_chunks_equals_the_truth_of_all_rows(benchmarks, summed):
     """1,500 rows make one whole chunk and a part of one."""
     from benchmarks.operations.losses import truth_in_chunks
 

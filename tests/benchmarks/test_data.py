@@ -8,7 +8,7 @@ from liger_models.cli import main as command
 from liger_models.convert.errors import DataError
 
 
-def test_what_was_written_is_what_is_read_and_damage_is_noticed(benchmarks, tmp_path, monkeypatch):
+def test_the_corpus_matches_the_text_and_damage_is_detected(benchmarks, tmp_path, monkeypatch):
     pytest.importorskip("numpy")
     from benchmarks import data
 

@@ -67,7 +67,7 @@ def test_one_backward_pass_goes_through_all_copies(benchmarks, build):
         torch.testing.assert_close(a, b)
 
 
-def test_a_copy_moves_the_bytes_asked_for_once_a_run(meter, monkeypatch):
+def test_a_copy_moves_the_requested_bytes_once_per_run(meter, monkeypatch):
     timed = []
 
     def noted(call, copies):
@@ -79,7 +79,7 @@ def test_a_copy_moves_the_bytes_asked_for_once_a_run(meter, monkeypatch):
     assert timed == [1 << 19]  # read, and as many written
 
 
-def test_a_row_says_what_copies_of_its_passes_reach(benchmarks, meter, monkeypatch, build):
+def test_a_row_has_the_speed_of_copies_of_its_passes(benchmarks, meter, monkeypatch, build):
     """Forward one copy, in training one a pass; nothing where matrix products bind."""
     monkeypatch.setattr(meter, "copy_milliseconds", lambda num_bytes: 1.0 + num_bytes / 1e6)
     ceilings = benchmarks.measure.Ceilings(1e9, 1e12)  # a byte takes 1e-6 ms

@@ -12,7 +12,7 @@ from ranks import run_ranks
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
-def test_two_processes_measure_a_model_and_say_what_is_missing(benchmarks, tmp_path, monkeypatch):
+def test_two_processes_measure_a_model_and_report_what_is_missing(benchmarks, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -49,7 +49,7 @@ def test_every_family_that_sees_takes_the_images(family, benchmarks, monkeypatch
     assert result["tokens_per_second"] > 0
 
 
-def test_no_random_word_stands_for_an_image(benchmarks):
+def test_random_text_contains_no_image_placeholders(benchmarks):
     from benchmarks.training import batches
     from benchmarks.training.shapes import config_of
 

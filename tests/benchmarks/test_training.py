@@ -15,7 +15,7 @@ def job(provider="ours", memory="lean", **others):
     return Job("tiny", config, provider, memory, batch=1, seq=8, warmup=1, steps=1, **others)
 
 
-def test_a_report_says_what_each_configuration_reached_and_why_one_did_not(benchmarks, tmp_path):
+def test_a_report_has_each_configurations_result_or_reason(benchmarks, tmp_path):
     pytest.importorskip("transformers")
     arguments = ["--model", "tiny", "--seq", "16", "--warmup", "1", "--steps", "2", "--device", "cpu"]
     asked = ["--configuration", "ours:lean:2", "--configuration", "transformers+flash:none:2"]
@@ -150,7 +150,7 @@ def test_packed_documents_run_without_padding_in_the_peer(benchmarks, monkeypatc
     assert losses["varlen"] == pytest.approx(losses["sdpa"], rel=2e-2)  # bfloat16, another order of sums
 
 
-def test_what_takes_too_long_is_stopped_and_the_next_one_goes_on(benchmarks):
+def test_a_timeout_stops_a_job_and_the_next_one_runs(benchmarks):
     from benchmarks.training.pool import measure_all
 
     slow, fast = replace(job(), steps=10**5), job()
@@ -189,7 +189,7 @@ def test_a_model_that_liger_kernel_changed_is_measured_without_it_in_a_new_proce
     assert processes("transformers") == 3
 
 
-def test_what_is_compiled_has_more_time_and_begins_first(benchmarks, monkeypatch):
+def test_compiled_jobs_have_more_time_and_start_first(benchmarks, monkeypatch):
     from benchmarks.training import pool
 
     monkeypatch.setattr(pool.Worker, "_begin", lambda self: setattr(self, "_changed", {}))

@@ -11,7 +11,7 @@ import torch
 from liger_models.kernels.norms import _norm_kernels
 
 
-def test_every_choice_is_there_and_has_the_fields_that_are_told(benchmarks):
+def test_every_choice_exists_and_has_its_fields(benchmarks):
     from benchmarks.tune import CHOICES
 
     for choice in CHOICES:

@@ -64,7 +64,7 @@ def test_a_card_is_made_from_the_registration(repository, without_a_gpu, capsys)
         (["lama"], "the model type 'lama' is not supported. The nearest: llama"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_one_line(arguments, message, repository, capsys):
+def test_impossible_requests_give_one_line_errors(arguments, message, repository, capsys):
     folder = repository if arguments else repository / "elsewhere"
     assert main(["card", *arguments, "--repository", str(folder)]) == 2
     assert message in capsys.readouterr().err
@@ -99,7 +99,7 @@ def test_a_check_that_breaks_down_fails_and_the_others_go_on(repository, monkeyp
     assert "**failed** | ValueError: no such layer |" in (repository / "docs/families/llama.md").read_text()
 
 
-def test_what_this_machine_cannot_run_stays_with_its_date_and_machine():
+def test_results_this_machine_cannot_produce_keep_their_date_and_machine():
     line = Line("training_step", True, {"model": "x"}, "command", "2026-01-02", "GPU", {})
     card = Card("llama", (replace(line, check="numbers"), line))
     assert with_training_step(card, LLAMA, NotRun("needs a GPU")) == card
@@ -213,7 +213,7 @@ def test_families_are_measured_on_all_devices_by_the_benchmarks(repository, tiny
     assert values["providers"]["ours"]["note"].startswith("failed: ConfigError: ")
 
 
-def test_a_family_that_cannot_be_measured_says_what_is_missing(repository, tiny_models, monkeypatch):
+def test_the_note_of_an_unmeasured_family_names_what_is_missing(repository, tiny_models, monkeypatch):
     def reasons(devices):
         return [str(found) for _, found in training_step.measure([LLAMA], repository, devices)]
 
@@ -270,7 +270,7 @@ def test_peers_are_compiled_in_the_settings_that_may_be_their_fastest():
     ]
 
 
-def test_a_training_step_is_told_beside_the_fastest_setting_of_each_peer():
+def test_a_training_step_is_compared_with_each_peers_fastest_setting():
     def result(speed, gib):
         return {"tokens_per_second": speed, "gib": gib}
 
@@ -309,7 +309,7 @@ def test_as_many_layers_are_taken_as_fit_and_one_of_each_kind():
     assert training_step.layers_that_fit(deepseek, 1) == deepseek["first_k_dense_replace"] + 1
 
 
-def test_what_is_listed_by_layer_is_cut_with_the_layers():
+def test_per_layer_lists_are_cut_with_the_layers():
     config = {"num_hidden_layers": 3, "layer_types": ["a", "b", "c"], "ids": [1, 2]}
     assert with_layers(config, 2) == {"num_hidden_layers": 2, "layer_types": ["a", "b"], "ids": [1, 2]}
 
@@ -317,7 +317,7 @@ def test_what_is_listed_by_layer_is_cut_with_the_layers():
 # -- the pages
 
 
-def test_the_pages_are_what_the_registry_and_the_cards_say():
+def test_the_pages_match_the_registry_and_the_cards():
     made = pages.make_pages(ROOT).items()
     stale = [path.name for path, text in made if not path.is_file() or path.read_text() != text]
     assert stale == [], "make them anew with: liger-models card"
@@ -349,7 +349,7 @@ def test_features_are_read_off_the_spec():
     assert not features_of("mistral") & {"experts", "QK-norm", "latent attention", "attention soft-capping"}
 
 
-def test_known_sizes_are_those_of_the_published_configs():
+def test_known_sizes_match_the_published_configs():
     names = [model.name for model in published(LLAMA, ROOT)]
     assert names[0] == "TinyLlama-1.1B-Chat-v1.0"
     assert "Llama-3.2-1B (1.24 B)" in pages.sizes(LLAMA, ROOT)

@@ -33,7 +33,7 @@ def padded(vocab_size):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
-def test_rewards_and_files_are_those_of_transformers(family, tmp_path):
+def test_rewards_and_files_match_transformers(family, tmp_path):
     torch.manual_seed(0)
     causal = randomised(liger_models.from_config(config_of(family), device="cpu"))
     causal.save_pretrained(tmp_path / "causal")
@@ -87,7 +87,7 @@ def test_the_body_is_the_language_model_s_and_the_head_is_fresh(tmp_path):
             assert torch.equal(tensor, expected[name]), name
 
 
-def test_what_has_no_labels_or_no_tokens_is_refused(tmp_path, capsys):
+def test_calls_without_labels_or_tokens_are_refused(tmp_path, capsys):
     model = liger_models.from_config(config_of("llama"), labels=2, device="cpu")
     with pytest.raises(UnsupportedModelError, match="it has no distribution of tokens"):
         model.generate(torch.tensor([[4]]))

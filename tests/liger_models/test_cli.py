@@ -183,7 +183,7 @@ def test_inspect_keeps_layers_apart_that_differ():
     assert inspect._runs(layers) == [((0, 1), layers[0]), ((2, 2), layers[2]), ((3, 3), layers[3])]
 
 
-def test_inspect_adds_up_what_the_layers_keep(checkpoint, capsys):
+def test_inspect_adds_up_the_layers_activations(checkpoint, capsys):
     assert main(["inspect", str(checkpoint), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["memory"]["activations_per_token"]
     layers = liger_models.from_config(checkpoint, device="meta").layers
@@ -235,7 +235,7 @@ def test_verify_finds_a_wrong_weight_map_that_bytes_cannot_show(checkpoint, caps
     assert "too far apart: " in shown
 
 
-def test_verify_goes_without_transformers_unless_it_is_asked_for(checkpoint, capsys, monkeypatch):
+def test_verify_skips_a_missing_transformers_unless_requested(checkpoint, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main(["verify", str(checkpoint)]) == 0
     assert "not compared with transformers: it is not installed" in capsys.readouterr().out
@@ -251,7 +251,7 @@ def test_export_repeats_an_untrained_checkpoint_byte_for_byte(checkpoint, tmp_pa
     assert files(tmp_path / "out") == files(checkpoint)
 
 
-def test_export_changes_dtype_and_shards_where_asked(checkpoint, tmp_path):
+def test_export_changes_dtype_and_shards_on_request(checkpoint, tmp_path):
     out = tmp_path / "out"
     options = ["--dtype", "bfloat16", "--max-shard-size", "50kB"]
     assert main(["export", str(checkpoint), str(out), *options]) == 0
@@ -268,7 +268,7 @@ def test_export_refuses_its_own_source(checkpoint, capsys):
     assert files(checkpoint) == before
 
 
-def test_a_training_runs_folder_stands_for_its_latest_checkpoint(checkpoint, tmp_path):
+def test_a_training_runs_folder_means_its_latest_checkpoint(checkpoint, tmp_path):
     def written(name, seconds):
         shutil.copytree(checkpoint, tmp_path / name)
         (tmp_path / name / "training_state").mkdir()
@@ -290,7 +290,7 @@ def test_a_training_runs_folder_stands_for_its_latest_checkpoint(checkpoint, tmp
 # -- generate
 
 
-def test_generate_continues_with_what_the_model_says(checkpoint, capsys):
+def test_generate_prints_the_models_continuation(checkpoint, capsys):
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     ids = tokenizer.encode("the lazy").ids
     new = liger_models.from_hub(checkpoint).generate(torch.tensor([ids]), 30)[0, len(ids) :].tolist()
@@ -391,7 +391,7 @@ def test_errors_are_one_line_and_exit_code_two(argv, message, capsys, tmp_path, 
         (["--prompt", "\udcff"], "the prompt is not valid text"),
     ],
 )
-def test_generate_says_what_it_cannot_use(options, message, checkpoint, capsys):
+def test_generate_reports_unusable_arguments(options, message, checkpoint, capsys):
     assert main(["generate", str(checkpoint), "--prompt", "x", *options]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith(f"liger-models generate: {message}")

@@ -61,7 +61,7 @@ def same(a, b):
         (torch.float32, "master", "bfloat16"),
     ],
 )
-def test_every_step_is_that_of_a_state_beside_the_parameters(dtype, weights, moments, device):
+def test_every_step_equals_one_with_its_state_on_the_device(dtype, weights, moments, device):
     models = network(device, dtype), network(device, dtype)
     options = {"lr": 1e-2, "weights": weights, "moments": moments}
     optimizers = (

@@ -119,7 +119,7 @@ def test_a_family_whose_heads_turn_in_part_refuses_more_than_the_whole():
             liger_models.from_config(tiny | {"rope_parameters": rope}, device="meta")
 
 
-def test_a_key_that_stands_twice_is_refused(checkpoint, tmp_path):
+def test_a_duplicate_key_is_refused(checkpoint, tmp_path):
     """Python takes the last one, other readers the first."""
     for name in ("config.json", "generation_config.json", "model.safetensors"):
         (tmp_path / name).write_bytes(

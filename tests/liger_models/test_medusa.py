@@ -64,7 +64,7 @@ def expected_losses(medusa, hidden, labels, call):
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("trained_base", [None, 0.5], ids=["heads", "all"])
-def test_the_loss_is_that_of_the_tokens_after_the_next(call, trained_base, base):
+def test_the_loss_covers_the_tokens_after_the_next(call, trained_base, base):
     medusa = randomised(MedusaModel(base, num_heads=2, trained_base=trained_base))
     ids = torch.randint(base.spec.vocab_size, (2, 8))
     labels = ids.masked_fill(torch.rand(2, 8) < 0.2, -100)

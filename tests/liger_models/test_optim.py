@@ -278,7 +278,7 @@ def test_a_state_that_does_not_fit_is_refused(damage, message):
 # What is taken and what is not.
 
 
-def test_a_transposed_parameter_is_updated_where_it_lies():
+def test_a_transposed_parameter_is_updated_in_place():
     straight, transposed = nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(3, 5).T)
     transposed.data.copy_(straight.data)
     for parameter in (straight, transposed):
@@ -328,7 +328,7 @@ def test_a_step_between_forward_and_backward_is_noticed():
         (torch.zeros(3), {"seed": 1 << 63}, ValueError, "a 64-bit integer"),
     ],
 )
-def test_what_is_not_taken_is_refused_at_once(parameter, options, error, message):
+def test_unsupported_parameters_are_refused_at_once(parameter, options, error, message):
     with pytest.raises(error, match=message):
         AdamW([nn.Parameter(parameter)], **options)
 

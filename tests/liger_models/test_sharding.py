@@ -61,7 +61,7 @@ def test_two_ranks_read_their_rows_and_save_the_bytes_of_the_whole_model(name, f
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
-def test_all_ranks_are_told_that_the_first_could_not_write(folder):
+def test_all_ranks_learn_that_the_first_could_not_write(folder):
     for rank in range(2):
         assert f"{folder / 'taken'}" in (folder / f"error{rank}").read_text()
 

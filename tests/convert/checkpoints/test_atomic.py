@@ -60,7 +60,7 @@ def test_an_error_in_the_block_leaves_the_old_folder(tmp_path):
     assert hidden(tmp_path) == []
 
 
-def test_what_is_not_replaced_is_kept_as_the_same_file(tmp_path):
+def test_entries_that_are_not_replaced_are_kept_as_the_same_files(tmp_path):
     target = tmp_path / "out"
     fill(target, {**OLD, "notes": b"keep me"})
     (target / "logs" / "deep").mkdir(parents=True)
@@ -75,7 +75,7 @@ def test_what_is_not_replaced_is_kept_as_the_same_file(tmp_path):
     assert (target / "logs" / "deep" / "metrics").read_bytes() == b"1\n2\n"
 
 
-def test_without_hard_links_what_is_kept_is_copied(tmp_path, monkeypatch):
+def test_without_hard_links_kept_entries_are_copied(tmp_path, monkeypatch):
     target = tmp_path / "out"
     fill(target, {**OLD, "notes": b"keep me"})
 
@@ -115,7 +115,7 @@ def test_every_file_and_folder_is_on_the_disk_before_it_takes_its_place(tmp_path
     assert synced[-1] == tmp_path.name
 
 
-def test_the_permissions_are_those_of_the_old_folder(tmp_path):
+def test_the_new_folder_has_the_old_ones_permissions(tmp_path):
     target = tmp_path / "out"
     fill(target, OLD)
     target.chmod(0o750)
@@ -252,7 +252,7 @@ def test_folders_of_other_targets_are_left_alone(tmp_path):
     assert sorted(hidden(tmp_path)) == [".other.tmp-012345", ".out2.tmp-012345"]
 
 
-def test_what_a_killed_save_of_another_target_left_is_removed_after_an_hour(tmp_path):
+def test_remains_of_a_killed_save_of_another_target_are_removed_after_an_hour(tmp_path):
     """Whoever chose another name after the kill would keep it for ever."""
     stale, recent, locked = (tmp_path / f".other.tmp-{i:012x}" for i in range(3))
     for folder in (stale, recent, locked):
@@ -309,7 +309,7 @@ def test_one_of_several_processes_writes_and_the_others_wait_for_it(tmp_path):
 
 
 @pytest.mark.parametrize("killed", [True, False])
-def test_what_a_process_that_dies_or_fails_leaves_unwritten_the_next_one_writes(tmp_path, killed):
+def test_the_next_process_takes_over_from_one_that_dies_or_fails(tmp_path, killed):
     target = tmp_path / "out"
     fill(target, OLD)
 

@@ -169,7 +169,7 @@ def test_a_damaged_index_is_named(tmp_path, content):
         (None, "is not a folder"),
     ],
 )
-def test_a_folder_without_a_checkpoint_says_what_it_holds(tmp_path, files, message):
+def test_the_error_for_a_folder_without_a_checkpoint_lists_its_contents(tmp_path, files, message):
     folder = tmp_path / "in"
     if files is not None:
         folder.mkdir()

@@ -134,7 +134,7 @@ def test_text_that_cannot_be_written_again_is_refused(tmp_path, part):
 
 @pytest.mark.parametrize("name", [SINGLE_FILE, INDEX_FILE, "model-00001-of-00002.safetensors"])
 @pytest.mark.parametrize("kind", ["a named pipe", "a folder", "a device", "a socket"])
-def test_what_is_no_file_is_refused_and_not_waited_for(within_a_second, tmp_path, monkeypatch, name, kind):
+def test_pipes_and_devices_are_refused_without_blocking(within_a_second, tmp_path, monkeypatch, name, kind):
     path = tmp_path / name
     if kind == "a named pipe":
         os.mkfifo(path)

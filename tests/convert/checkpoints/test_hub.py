@@ -278,7 +278,7 @@ def message_of(answer, kind="HubError"):
 # ------------------------------------------------------------------------------------------ downloading
 
 
-def test_a_repository_is_downloaded_without_what_a_model_does_not_need(hub, client):
+def test_only_files_that_a_model_needs_are_downloaded(hub, client):
     hub.add("org/plain")
     assert files_of(client("resolve", "org/plain")) == FILES
 
@@ -321,7 +321,7 @@ def test_a_connection_that_drops_in_mid_file_is_resumed(hub, client):
     assert any(not wanted.startswith("bytes=0-") for wanted in hub.ranges)
 
 
-def test_what_is_in_the_cache_needs_no_network(hub, client, home):
+def test_cached_repositories_need_no_network(hub, client, home):
     hub.add("org/cached")
     online = client("resolve", "org/cached")
     assert client("resolve", "org/cached", local_files_only=True) == online
@@ -333,7 +333,7 @@ def test_what_is_in_the_cache_needs_no_network(hub, client, home):
     assert "offline mode" in message
 
 
-def test_what_is_not_in_the_cache_is_an_error_without_network(hub, client):
+def test_uncached_repositories_are_an_error_without_network(hub, client):
     hub.add("org/not_cached")
     message = message_of(client("resolve", "org/not_cached", local_files_only=True))
     assert "org/not_cached: it is not completely in the cache" in message
@@ -460,7 +460,7 @@ def test_a_push_that_is_not_allowed_says_so(client, tmp_path):
     assert "cannot upload forbidden/repo: the hub refused (HTTP 403): check that your token" in message
 
 
-def test_of_subfolders_chat_templates_alone_are_asked_for():
+def test_chat_templates_are_the_only_subfolder_requested():
     from huggingface_hub.utils import filter_repo_objects
 
     wanted = [

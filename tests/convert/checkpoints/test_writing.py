@@ -150,7 +150,7 @@ def test_the_source_dtype_comes_back_tensor_by_tensor(tmp_path):
     assert all(same_bits(again[name], tensors[name]) for name in tensors)
 
 
-def test_the_index_follows_a_dtype_that_is_asked_for(tmp_path):
+def test_the_index_follows_a_requested_dtype(tmp_path):
     write_source(tmp_path / "in", random_tensors([torch.float32]), 2)
     parameters, source = load(tmp_path / "in")
     save_checkpoint(tmp_path / "out", parameters, MAP, source=source, dtype=torch.float16, config=CONFIG)
@@ -267,7 +267,7 @@ def test_parameters_on_a_gpu_are_filled_and_written_through_pinned_pieces(tmp_pa
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_a_dtype_that_is_asked_for_is_written(tmp_path, dtype):
+def test_a_requested_dtype_is_written(tmp_path, dtype):
     parameters = random_parameters()
     save_checkpoint(tmp_path / "out", parameters, MAP, dtype=dtype, config=CONFIG)
     again, _ = load(tmp_path / "out")
@@ -291,7 +291,7 @@ def test_sizes_that_are_none(size, tmp_path):
 # ------------------------------------------------------------------------------------ the other files
 
 
-def test_files_beside_the_weights_are_carried_along(tmp_path):
+def test_files_next_to_the_weights_are_carried_along(tmp_path):
     carried = [
         "config.json",
         "generation_config.json",
@@ -342,7 +342,7 @@ def test_config_json_keeps_its_bytes_only_while_it_says_the_same(tmp_path):
         assert (tmp_path / "out" / "vocab.json").read_bytes() == b"{}"
 
 
-def test_a_new_save_replaces_all_old_weights_and_keeps_what_else_was_there(tmp_path):
+def test_a_new_save_replaces_all_old_weights_and_keeps_other_files(tmp_path):
     out = tmp_path / "out"
     save_checkpoint(out, random_parameters(seed=1), MAP, max_shard_size=200, config=CONFIG)
     (out / "README.md").write_text("mine")
@@ -424,14 +424,14 @@ def test_a_real_limit_on_file_size_leaves_the_old_checkpoint(old):
     assert os.waitstatus_to_exitcode(status) == 7
 
 
-def test_too_little_free_space_is_told_before_a_byte_is_written(old, monkeypatch):
+def test_too_little_free_space_is_reported_before_a_byte_is_written(old, monkeypatch):
     usage = shutil.disk_usage(old)._replace(free=100)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(CheckpointError, match=r"needs \d+ bytes, but only 100 are free"):
         save_checkpoint(old, random_parameters(seed=2), MAP, config=CONFIG)
 
 
-def test_what_a_killed_save_left_takes_no_room_from_the_next(tmp_path, monkeypatch):
+def test_remains_of_a_killed_save_take_no_space_from_the_next(tmp_path, monkeypatch):
     left = tmp_path / ".out.tmp-0123456789ab"
     left.mkdir()
     usage = shutil.disk_usage(tmp_path)

@@ -14,7 +14,7 @@ def test_the_gate_is_the_first_half_of_a_packed_operand(operation, implementatio
     assert not torch.equal(operation(gate, up), operation(up, gate))
 
 
-def test_swiglu_geglu_and_relu2_are_what_torch_calls_so(implementation, assert_near):
+def test_swiglu_geglu_and_relu2_match_torch(implementation, assert_near):
     gate, up = torch.randn(5, 6) * 3, torch.randn(5, 6)
     gate64, up64 = gate.double(), up.double()
     assert_near(swiglu(gate, up), F.silu(gate64) * up64, 12)

@@ -344,7 +344,7 @@ def test_it_is_the_eager_attention_of_transformers(family, implementation):
         ({"bounds": torch.zeros(2, 4, dtype=torch.int32)}, r"expected \[2, 5\]"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, message, implementation):
+def test_incompatible_inputs_are_refused(change, message, implementation):
     q, k, v = operands(5)
     with pytest.raises(ValueError, match=message):
         attention(**{"q": q, "k": k, "v": v, **change})

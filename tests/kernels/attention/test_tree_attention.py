@@ -99,7 +99,7 @@ def one_by_one(limits, shared, **options):
 
 @every_limit
 @every_tree
-def test_ranges_say_who_sees_whom_from_both_sides(limits, shared):
+def test_ranges_of_queries_and_of_keys_agree(limits, shared):
     ranges = tree_ranges(BOUNDS, PARENTS, torch.device("cpu"), **limits, shared=shared)
     sees = seen_by_hand(shared, **limits)
     token = torch.arange(TOKENS)
@@ -137,7 +137,7 @@ def test_a_tree_is_its_documents_one_by_one(limits, shared, implementation, smal
         assert_near(actual, true, 48)
 
 
-def test_without_answers_it_is_that_of_packed_documents(implementation, small_tiles):
+def test_without_answers_it_equals_packed_documents(implementation, small_tiles):
     inputs = operands(50, heads=1, kv_heads=1)
     bounds = document_bounds(torch.tensor((0, 23, 50)), 50)
     ranges = tree_ranges((0, 23, 50), (-1, -1), torch.device("cpu"), window=9)

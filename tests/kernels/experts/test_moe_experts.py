@@ -38,7 +38,7 @@ module = importlib.import_module("liger_models.kernels.experts.moe_experts")
         ),
     ],
 )
-def test_result_and_gradients_are_those_of_the_formula(sizes, options, implementation, assert_near):
+def test_result_and_gradients_match_the_formula(sizes, options, implementation, assert_near):
     inputs = operands(**sizes)
     upstream = torch.randn(sizes["tokens"], sizes["hidden"])
     truth = run(formula, doubled(inputs), upstream, **options)
@@ -57,7 +57,7 @@ def test_result_and_gradients_are_those_of_the_formula(sizes, options, implement
         {"tokens": 90, "hidden": 70, "inner": 100, "num_experts": 3, "top_k": 2},
     ],
 )
-def test_biases_and_a_clamped_activation_are_those_of_the_formula(sizes, implementation, assert_near):
+def test_biases_and_a_clamped_activation_match_the_formula(sizes, implementation, assert_near):
     inputs = operands(**sizes, biases=True)
     upstream = torch.randn(sizes["tokens"], sizes["hidden"])
     truth = run(with_biases(formula), doubled(inputs), upstream)
@@ -387,7 +387,7 @@ def test_sorting_keeps_the_order_of_tokens_and_tiles_cover_every_row_once(
         ({"experts": torch.full((2, 2), -1)}, IndexError, "experts range from -1 to -1; expected 0 to 4"),
     ],
 )
-def test_what_does_not_fit_is_a_clear_error(change, error, message):
+def test_incompatible_inputs_raise_clear_errors(change, error, message):
     good = {
         "x": torch.zeros(2, 4),
         "weights": torch.zeros(2, 2),

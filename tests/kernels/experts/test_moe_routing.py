@@ -333,7 +333,7 @@ def test_sigmoids_that_all_underflow_give_zero_weights(implementation):
 
 
 @pytest.mark.parametrize(("num_experts", "top_k"), [(1025, 2), (70, 65)])
-def test_what_the_kernel_does_not_do_runs_in_plain_pytorch(num_experts, top_k, interpreted, monkeypatch):
+def test_unsupported_sizes_run_in_plain_pytorch(num_experts, top_k, interpreted, monkeypatch):
     monkeypatch.setattr(module, "_launch", None)
     logits = torch.randn(3, num_experts)
     for a, b in zip(route(logits, top_k), route_plain(logits, top_k), strict=True):
@@ -385,7 +385,7 @@ def test_on_a_gpu_it_is_as_near_to_the_truth_as_plain_pytorch(options, num_exper
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", IN_GROUPS.values(), ids=IN_GROUPS)
 @pytest.mark.parametrize(("num_experts", "top_k"), [(256, 8), (160, 6)])
-def test_on_a_gpu_the_best_groups_are_those_of_the_plain_twin(options, num_experts, top_k):
+def test_on_a_gpu_the_best_groups_match_the_plain_twin(options, num_experts, top_k):
     options = with_bias(options, num_experts, "cuda")
     logits = torch.randn(4000, num_experts, device="cuda", requires_grad=True)
     ours = routed(route, logits, top_k, options)
@@ -474,7 +474,7 @@ def test_no_tokens_and_all_experts(implementation):
         ({"logits": torch.zeros(2, 3, 8)}, r"logits are \(2, 3, 8\); expected \[tokens, experts\]"),
     ],
 )
-def test_what_does_not_fit_is_a_clear_error(change, message):
+def test_incompatible_inputs_raise_clear_errors(change, message):
     with pytest.raises(ValueError, match=message):
         route(**({"logits": torch.zeros(3, 8), "top_k": 2} | change))
 

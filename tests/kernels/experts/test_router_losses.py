@@ -9,7 +9,7 @@ from liger_models.kernels import load_balancing_loss, router_z_loss
 TOKENS, EXPERTS, TOP_K = 50, 16, 3
 
 
-def test_the_load_balancing_loss_is_that_of_transformers_with_its_gradient():
+def test_the_load_balancing_loss_and_its_gradient_match_transformers():
     reference = pytest.importorskip("transformers.models.mixtral.modeling_mixtral").load_balancing_loss_func
     layers = [torch.randn(TOKENS, EXPERTS, requires_grad=True) for _ in range(2)]
     for chosen in (layers[:1], layers):

@@ -22,7 +22,7 @@ def one_hot(position, num_rows):
 
 
 @pytest.mark.parametrize(("tokens", "readers", "share"), [(7, 2, 0.7), (5, 4, 0.0), (6, 3, 1.1), (0, 2, 0.5)])
-def test_rows_are_those_of_their_tokens_and_sums_those_of_their_rows(
+def test_rows_are_copies_of_their_tokens_and_sums_add_up_rows(
     tokens, readers, share, implementation, assert_near
 ):
     position, num_rows = positions(tokens, readers, share)

@@ -203,7 +203,7 @@ def test_token_accuracy_counts_the_valid_tokens_predicted_right(implementation, 
         torch.testing.assert_close(output.token_accuracy, torch.tensor(expected), equal_nan=True)
 
 
-def test_what_is_asked_for_comes_beside_the_same_loss_and_gradient(implementation):
+def test_requested_extras_do_not_change_loss_and_gradient(implementation):
     logits, labels = batch()
     loss, grad = loss_and_grad(cross_entropy, logits, labels, label_smoothing=0.1)
     asked = [f"return_{name}" for name in CrossEntropyOutput._fields[1:]]
@@ -337,7 +337,7 @@ def test_label_outside_the_vocabulary_is_an_error_that_names_it(implementation, 
         ),
     ],
 )
-def test_what_has_no_meaning_is_refused(change, error, message):
+def test_meaningless_options_are_refused(change, error, message):
     logits, labels = batch()
     with pytest.raises(error, match=message):
         cross_entropy(**({"logits": logits, "labels": labels} | change))

@@ -335,7 +335,7 @@ def test_it_traces_without_a_graph_break():
         ({"labels": torch.zeros(4, dtype=torch.bool)}, "labels are torch.bool; expected int64 or int32"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, message):
+def test_incompatible_inputs_are_refused(change, message):
     student, teacher, _ = batch()
     arguments = {"student_logits": student, "teacher_logits": teacher} | change
     with pytest.raises((ValueError, TypeError), match=message):

@@ -139,7 +139,7 @@ def test_chunks_fit_their_bytes_and_are_even():
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_only_what_is_wanted_is_computed(reduction):
+def test_only_required_gradients_are_computed(reduction):
     tokens, valid = 11, 9
     logits, for_x, for_weight = (valid, H, V), (valid, V, H), (V, valid, H)
     again = [logits] if reduction == "none" else []  # its backward makes the logits anew
@@ -218,7 +218,7 @@ def test_a_gradient_becomes_grad_without_a_copy():
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 @pytest.mark.parametrize("scale", [1.4, -0.7])
-def test_what_is_asked_for_is_that_of_all_logits(implementation, monkeypatch, reduction, scale):
+def test_requested_extras_match_those_of_all_logits(implementation, monkeypatch, reduction, scale):
     small_tiles(monkeypatch)
     monkeypatch.setattr(chunks, "_chunk_size", lambda *_: 4)  # 9 valid tokens: chunks of 4, 4 and 1
     x, weight, bias, labels = problem()
@@ -363,7 +363,7 @@ def test_autocast_rules_the_products():
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("dtypes", [(torch.float64, torch.float32), (torch.float32, torch.float64)])
-def test_token_weights_of_any_precision_leave_that_of_the_operands(implementation, reduction, dtypes):
+def test_token_weights_of_any_precision_keep_the_operands_precision(implementation, reduction, dtypes):
     x, weight, bias, labels = problem(dtype=dtypes[0])
     options = {"token_weights": torch.rand(11).to(dtypes[1]), "reduction": reduction}
     loss, *grads = loss_and_grads(linear_cross_entropy, x, weight, bias, labels, **options)
@@ -398,7 +398,7 @@ def test_label_outside_the_vocabulary_is_an_error_that_names_it(implementation, 
         ({"class_weight": torch.ones(3)}, ValueError, r"expected \[37\]"),
     ],
 )
-def test_what_has_no_meaning_is_refused(change, error, message):
+def test_meaningless_options_are_refused(change, error, message):
     x, weight, bias, labels = problem()
     arguments = {"x": x, "weight": weight, "bias": bias, "labels": labels}
     with pytest.raises(error, match=message):

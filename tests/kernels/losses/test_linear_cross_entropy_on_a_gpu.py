@@ -42,7 +42,7 @@ def test_memory_stays_within_two_and_a_half_gigabytes(tokens):
     assert extra <= 2.5e9, extra
 
 
-def test_what_is_asked_for_on_a_gpu():
+def test_requested_extras_on_a_gpu():
     x, weight, _, labels = problem(2048, ignored=range(0, 2048, 50), **LLAMA)
     options = ASKED | {"z_loss": 1e-4, "chunk_bytes": 1}
     with torch.no_grad():

@@ -300,7 +300,7 @@ def test_lengths_below_the_smallest_count_as_it(implementation, length):
         ({"reduction": "batchmean"}, ValueError, "expected 'none', 'mean' or 'sum'"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, error, message):
+def test_incompatible_inputs_are_refused(change, error, message):
     student, teacher, labels = problem()
     arguments = {
         "student_x": student[0],

@@ -193,7 +193,7 @@ def test_the_first_of_equal_logits_is_the_top_one(implementation):
         assert log_probs(logits, labels, top1=True, logit_scale=scale).is_top1.tolist() == first
 
 
-def test_what_is_not_asked_for_is_none():
+def test_scores_that_are_not_requested_are_none():
     operands, labels = problem()
     assert linear_log_probs(*operands[:2], labels)[1:] == (None,) * 4
 
@@ -314,7 +314,7 @@ def test_results_may_be_altered_in_place(implementation):
         ({"coefficients": torch.zeros(6)}, ValueError, r"expected \[\d+\], as labels"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, error, message):
+def test_incompatible_inputs_are_refused(change, error, message):
     (x, weight, _), labels = problem()
     with pytest.raises(error, match=message):
         linear_log_probs(**({"x": x, "weight": weight, "labels": labels} | change))

@@ -73,7 +73,7 @@ def test_kernel_and_plain_form_round_at_the_same_places(gate_first, cast, dtypes
         ({"weight": torch.ones(6)}, r"weight is \(6,\); expected \(8,\) or \(24,\)"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, message):
+def test_incompatible_inputs_are_refused(change, message):
     call = {"gate": torch.ones(2, 24), "weight": torch.ones(8), "group_size": 8} | change
     with pytest.raises(ValueError, match=message):
         gated_rms_norm(torch.ones(2, 24), **call)

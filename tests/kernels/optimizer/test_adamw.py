@@ -97,7 +97,7 @@ def test_master_weights_are_float32_weights_in_two_halves(moments, implementatio
         assert ((tensors.parameter.float() - wide.parameter).abs() <= half_a_unit).all()
 
 
-def test_what_rounding_lost_of_a_compensated_weight_is_kept(implementation):
+def test_the_rounding_error_of_a_compensated_weight_is_kept(implementation):
     tensors = problem(5003, "compensated")
     wide = copy(tensors, parameter=whole(tensors), residue=None)
     adamw([tensors], SETTINGS._replace(weights="compensated"))
@@ -170,7 +170,7 @@ def test_a_step_of_nothing_changes_no_bit(weights, implementation):
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_a_number_stays_so(weights, value, implementation):
+def test_nan_stays_nan(weights, value, implementation):
     """A carry would make -0 of the NaN that GPUs make, all of whose bits are ones."""
     tensors = problem(20, weights, moments=BF16)
     tensors.gradient[3] = value
@@ -244,7 +244,7 @@ def test_seed_step_parameter_and_element_decide_the_bits():
 
 
 @pytest.mark.parametrize("use", [0, 1])
-def test_noise_is_even_and_that_of_different_periods_is_unrelated(use):
+def test_noise_is_uniform_and_independent_between_periods(use):
     count = 4 * PERIOD
     noise = rounding_noise(drawn_words(count=count), use, out=torch.empty(count, dtype=torch.int32))
     assert noise.min() >= 0
@@ -392,7 +392,7 @@ def test_autograd_sees_that_a_parameter_has_changed(implementation):
         ({"residue": torch.zeros(8, dtype=BF16)}, TypeError, "plain has None"),
     ],
 )
-def test_what_does_not_fit_is_refused(changes, error, message):
+def test_incompatible_inputs_are_refused(changes, error, message):
     with pytest.raises(error, match=message):
         adamw([problem(8)._replace(**changes)], SETTINGS)
     with pytest.raises(ValueError, match="expected one of stochastic, compensated"):
@@ -432,7 +432,7 @@ def test_on_a_gpu_a_parameter_may_have_more_elements_than_32_bits_count():
     assert tensors.parameter[-1].item() < 1
 
 
-def test_the_sum_of_squares_is_that_of_all_elements(implementation):
+def test_the_sum_of_squares_covers_all_elements(implementation):
     tensors = [torch.randn(5000).to(BF16), torch.randn(70_000), torch.randn(0), torch.randn(3, 5).T]
     tensors += [torch.randn(33).half(), torch.randn(65).to(BF16)[1:]]
     true = sum(tensor.double().square().sum() for tensor in tensors)

@@ -158,7 +158,7 @@ def test_the_table_names_every_chunk_and_segment_once(interpreted, monkeypatch):
         ({0: torch.ones(4, 3, 16), 1: torch.ones(4, 3, 16)}, "2 value heads for 3 key heads"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, message):
+def test_incompatible_inputs_are_refused(change, message):
     inputs = operands(4, 1, 2, 16, 16, documents=1)
     for place, tensor in change.items():
         inputs[place] = tensor

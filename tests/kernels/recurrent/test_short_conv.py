@@ -119,7 +119,7 @@ def test_a_slice_of_a_wider_projection_is_read_where_it_lies(implementation):
         ({"cu_seqlens": torch.tensor([0, 12])}, "must rise from 0 to the number of tokens, 30"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, message):
+def test_incompatible_inputs_are_refused(change, message):
     x, weight, bias, _ = operands(4)
     call = {"weight": weight, "bias": bias} | change
     with pytest.raises(ValueError, match=message):

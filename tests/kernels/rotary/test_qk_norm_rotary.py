@@ -91,7 +91,7 @@ def gradients(outputs, inputs, upstream):
 
 
 @every_family
-def test_queries_and_keys_are_those_of_transformers(family, implementation, assert_near):
+def test_queries_and_keys_match_transformers(family, implementation, assert_near):
     heads, kv_heads, head_dim, tokens = 4, 2, 8, 5
     _, weights, run = transformers_attention(family, heads, kv_heads, head_dim)
     qkv = torch.randn(tokens, 8 * head_dim, requires_grad=True)

@@ -46,7 +46,7 @@ def test_interleaved_rotary_is_the_complex_form_of_llama_4(implementation, asser
     ("family", "sections", "interleaved"),
     [("qwen2_vl", [2, 3, 3], False), ("qwen3_vl", [4, 2, 2], True), ("qwen3_vl", [2, 3, 3], True)],
 )
-def test_multi_axis_tables_are_those_of_transformers(family, sections, interleaved):
+def test_multi_axis_tables_match_transformers(family, sections, interleaved):
     if family == "qwen2_vl":
         from transformers.models.qwen2_vl import modeling_qwen2_vl as modeling
         from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig as Config
@@ -241,7 +241,7 @@ def test_inplace_gives_the_same_bits_in_the_memory_of_its_operand(interleaved, h
         assert a.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr()
 
 
-def test_inplace_is_noticed_by_whoever_kept_the_operand(interpreted):
+def test_autograd_detects_inplace_rotation_of_a_saved_operand(interpreted):
     leaf = torch.randn(4, 5 * 8, requires_grad=True)
     qkv = leaf * 1
     squares = qkv.square()  # keeps qkv

@@ -200,7 +200,7 @@ def load(layer: MixtureOfExperts, disk: Disk, tensors: dict[str, torch.Tensor]) 
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-def test_values_and_every_gradient_are_those_of_transformers(family, randomised):
+def test_values_and_every_gradient_match_transformers(family, randomised):
     block = randomised(reference_block(family))
     layer = MixtureOfExperts(HIDDEN, spec_of(family))
     load(layer, family.disk, as_checkpoint(dict(block.state_dict()), family.disk))
@@ -331,7 +331,7 @@ def test_no_tokens_and_one_token(randomised, moe_spec):
     torch.testing.assert_close(layer(x[4:5]), y[4:5], rtol=1e-5, atol=1e-6)
 
 
-def test_what_does_not_fit_is_a_clear_error():
+def test_incompatible_inputs_raise_clear_errors():
     with pytest.raises(ValueError, match="shared_gate is the gate of a shared expert"):
         MixtureOfExperts(HIDDEN, MoESpec(EXPERTS, TOP_K, INNER, shared_gate=True))
     with pytest.raises(ValueError, match="top_k is 9; expected 1 to 8"):

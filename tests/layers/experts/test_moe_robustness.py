@@ -84,7 +84,7 @@ def test_equal_scores_choose_as_transformers_does(randomised):
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
-def test_nan_in_a_token_reaches_that_token_and_what_its_gradient_passes(scores, form, randomised):
+def test_nan_in_a_token_reaches_only_that_token_and_its_gradients(scores, form, randomised):
     """Other tokens stay as they are, and so do their gradients; of the parameters the router's is lost, and
     those of the experts that the token was sent to.
     """

@@ -228,7 +228,7 @@ class Dropping(Layer):
 
 
 @pytest.mark.parametrize("level", LEVELS[1:])
-def test_what_is_drawn_at_random_is_drawn_once(level, randomised):
+def test_random_numbers_are_drawn_once(level, randomised):
     layers = randomised(nn.ModuleList([Dropping(DRAWN) for _ in range(2)]))
     x, results = torch.randn(TOKENS, HIDDEN), []
     for each in ("all", level):
@@ -252,7 +252,7 @@ def test_with_recipes_the_norms_output_is_not_kept(form, make_layers):
         assert (alive() is None) == recipes
 
 
-def test_the_routers_losses_are_those_of_transformers_over_all_layers(make_layers):
+def test_the_routers_losses_match_transformers_over_all_layers(make_layers):
     reference = pytest.importorskip("transformers.models.mixtral.modeling_mixtral").load_balancing_loss_func
     spec = MoESpec(num_experts=8, experts_per_token=3, intermediate_size=12, aux_loss_coef=0.02)
     layers = make_layers(3, spec)

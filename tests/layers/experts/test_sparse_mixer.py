@@ -34,7 +34,7 @@ def chosen(scores, draws=None):
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_weights_experts_and_gradients_are_those_of_transformers(training):
+def test_weights_experts_and_gradients_match_transformers(training):
     reference = pytest.importorskip("transformers.models.phimoe.modeling_phimoe").sparsemixer
     scores = torch.randn(TOKENS, EXPERTS, requires_grad=True)
     torch.manual_seed(5)
@@ -75,7 +75,7 @@ def test_experts_are_drawn_as_often_as_their_shares_say():
     assert abs(whole - 0.25) <= 5 * (0.25 * 0.75 / int((~likeliest).sum())) ** 0.5
 
 
-def test_the_gradient_is_that_of_the_share_without_its_factor():
+def test_the_gradient_is_the_probabilitys_without_its_factor():
     scores = torch.randn(TOKENS, EXPERTS, dtype=torch.float64, requires_grad=True)
     decision = decide(scores.detach(), JITTER, draw_noise(scores))
     weights = weigh(scores, *decision)
@@ -99,7 +99,7 @@ def test_in_evaluation_nothing_is_drawn(randomised):
     assert not torch.equal(layer.train()(x), layer(x))
 
 
-def test_noise_lies_within_its_bounds_and_has_its_gradient():
+def test_noise_is_within_its_bounds_and_has_its_gradient():
     noise, x = InputNoise(0.1), torch.randn(TOKENS, HIDDEN, requires_grad=True)
     y = noise(x)
     factors = (y / x).detach()
@@ -131,7 +131,7 @@ def test_no_tokens_and_one_token(randomised):
 @pytest.mark.parametrize(
     "other", [{"experts_per_token": 3}, {"score": "sigmoid"}, {"correction_bias": True}, {"num_groups": 2}]
 )
-def test_what_this_router_does_not_do_is_refused(other):
+def test_options_that_this_router_lacks_are_refused(other):
     with pytest.raises(ValueError, match=f"by its own rule; it does not support {next(iter(other))}="):
         SparseMixerRouter(HIDDEN, replace(SPEC, **other))
 

@@ -175,7 +175,7 @@ def test_options_are_checked_where_they_are_given(module):
     assert "reduction='sum', ignore_index=-1" in repr(module(reduction="sum", ignore_index=-1))
 
 
-def test_what_does_not_fit_is_the_functions_own_error():
+def test_incompatible_inputs_raise_the_functions_own_errors():
     logits = torch.randn(TOKENS, VOCAB)
     with pytest.raises(ValueError, match="reduction is 'batchmean'; expected 'none', 'mean' or 'sum'"):
         LigerKLDivLoss(reduction="batchmean")(logits, logits)

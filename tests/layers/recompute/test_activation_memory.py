@@ -240,7 +240,9 @@ def edit_twice(module, args):
 @pytest.mark.parametrize("levels", CHOICES[1:], ids=str)
 @pytest.mark.parametrize("hook", [edit, edit_unseen, edit_twice])
 @pytest.mark.parametrize("part", ["self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj"])
-def test_what_is_edited_in_place_before_its_use_has_the_same_gradients(part, hook, levels, make_model, batch):
+def test_an_output_edited_in_place_before_its_use_has_the_same_gradients(
+    part, hook, levels, make_model, batch
+):
     """The norms' output and the gated product, whose recipes would make what was there before."""
     model = make_model(activation_memory="all")
     for layer in model.layers:
@@ -565,7 +567,7 @@ def test_all_keeps_as_many_bytes_as_a_layer_says(make_model):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
-def test_lean_keeps_what_the_table_says(make_model):
+def test_lean_keeps_the_tables_tensors(make_model):
     """With the kernels: two sums of the residual stream, q|k|v, attention's output, gate and up, in float32;
     and beside them one statistic a token and norm, and one a token and head.
     """

@@ -123,7 +123,7 @@ class Wrapped(torch.nn.Module):
         return self.seen
 
 
-def test_what_a_wrapper_kept_is_not_written_over():
+def test_a_tensor_saved_by_a_wrapper_is_not_overwritten():
     torch.manual_seed(0)
     mlp = LigerSwiGLUMLP(8, 12)
     mlp.gate_up_proj = wrapper = Wrapped(mlp.gate_up_proj)

@@ -121,7 +121,7 @@ def test_an_input_that_was_written_into_is_refused(device, make_model):
         loss.backward()
 
 
-def test_the_host_needs_what_is_said():
+def test_the_host_needs_the_reported_bytes():
     assert host_bytes(3 * offload.CHUNK) == 3 * offload.CHUNK
     assert host_bytes(offload.CHUNK + 5000) == offload.CHUNK + 8192
     assert host_bytes(1) == 4096

@@ -65,7 +65,7 @@ def make(kind, randomised, dtype) -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_results_are_those_of_all_tokens_at_once(kind, randomised):
+def test_tiles_give_the_results_of_all_tokens_at_once(kind, randomised):
     mlp = make(kind, randomised, torch.float64)
     expected = gradients(mlp, *inputs(torch.float64))
     mlp.activation_memory = "tiled"
@@ -101,7 +101,7 @@ def make_double(mlp):
     return double
 
 
-def test_what_is_trained_in_bfloat16_under_a_hook_runs_at_once(randomised):
+def test_hooked_layers_trained_in_bfloat16_run_on_all_tokens_at_once(randomised):
     """Its gradients would be summed in bfloat16, tile by tile."""
     mlp = make("hooked", randomised, torch.bfloat16)
     expected = gradients(mlp, *inputs(torch.bfloat16))
@@ -124,7 +124,7 @@ class Widest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", ["gated", "plain", "split", "frozen"])
-def test_what_is_as_wide_as_the_mlp_exists_of_a_tile_alone(kind, randomised):
+def test_tensors_as_wide_as_the_mlp_exist_for_one_tile_only(kind, randomised):
     mlp = make(kind, randomised, torch.float32)
     x, dy = inputs(torch.float32, tokens=160)
     rows = {}
@@ -193,7 +193,7 @@ def test_a_layer_whose_heads_run_by_groups_is_the_layer(form, make_model, monkey
 
 
 @pytest.mark.parametrize("kind", ["plain", "hooked", "frozen"])
-def test_a_projection_of_pieces_is_that_of_the_whole(kind):
+def test_a_projection_of_pieces_equals_the_projection_of_the_whole(kind):
     torch.manual_seed(0)
     linear = Linear(24, 7).double().requires_grad_(kind != "frozen")
     if kind == "hooked":

@@ -262,7 +262,7 @@ def test_whole_answers_are_never_paired_with_others():
         (lambda zeros: rloo_advantages(zeros[0], 1), "at least 2"),
     ],
 )
-def test_what_would_weigh_all_tokens_wrongly_is_refused(made, message):
+def test_inputs_that_would_weigh_tokens_wrongly_are_refused(made, message):
     with pytest.raises(ValueError, match=message):
         made(torch.zeros(3, 3))
 

@@ -179,7 +179,7 @@ def test_rewards_margins_and_accuracy():
         ({"nll": torch.ones(())}, "sft needs nll"),
     ],
 )
-def test_what_does_not_go_together_is_refused(options, message):
+def test_incompatible_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         dpo_loss(*torch.zeros(4, 2), **options)
 
@@ -302,7 +302,7 @@ def test_kto_is_trls(name, assert_same):
     assert_same(ours.loss, theirs, leaf)
 
 
-def test_numbers_do_not_tell_what_is_good():
+def test_desirable_must_be_bool():
     with pytest.raises(ValueError, match=r"expected torch\.bool"):  # -1 is no False
         kto_loss(torch.zeros(2), torch.zeros(2), torch.tensor([1, -1]))
 

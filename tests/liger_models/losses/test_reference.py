@@ -58,7 +58,7 @@ def test_a_model_without_adapters_or_with_merged_ones_is_refused(model):
         pass
 
 
-def test_a_model_of_which_more_than_adapters_is_trained_is_refused(model):
+def test_a_model_that_trains_more_than_adapters_is_refused(model):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["o_proj"], bias="all")
     adapted = peft.inject_adapter_in_model(config, model)

@@ -55,7 +55,7 @@ def assert_near(found, expected):
         assert (found[name] - value).norm() <= 1e-5 * value.norm(), name
 
 
-def test_what_a_batch_is():
+def test_the_contents_of_a_batch():
     batch = shared_prompts(ITEMS[:2])
     assert batch["input_ids"].tolist() == [[5, 9, 2, 7, 8, 1, 3, 2, 4, 1, 6, 3, 1, 6, 2, 2, 1]]
     assert batch["labels"][0, :8].tolist() == [-100, -100, -100, 7, 8, 1, 3, -100]
@@ -77,7 +77,7 @@ def test_tensors_are_ids_too():
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_dpo_is_that_of_rows_chosen_and_rejected(model):
+def test_dpo_equals_that_of_separate_rows(model):
     batch, apart = shared_prompts(ITEMS, by_rank=True), padded(ITEMS, by_rank=True)
     reference = torch.randn(6, generator=torch.Generator().manual_seed(1)).chunk(2)
 
@@ -91,7 +91,7 @@ def test_dpo_is_that_of_rows_chosen_and_rejected(model):
     assert_near(found_gradients, gradients(model, expected))
 
 
-def test_a_policy_gradient_whose_coefficients_are_known_is_that_of_rows(model):
+def test_a_policy_gradient_with_known_coefficients_equals_that_of_rows(model):
     batch, apart = shared_prompts(ITEMS), padded(ITEMS, by_rank=False)
     advantages = group_advantages(torch.tensor([1.0, 0.0, 0.3, 0.9, 0.0, 2.0]), group_size=2)
     rows = advantages[:, None] * batch.counted / batch.counted.sum()
@@ -108,7 +108,7 @@ def test_a_policy_gradient_whose_coefficients_are_known_is_that_of_rows(model):
     assert_near(found, gradients(model, -expected.weighted_sum))
 
 
-def test_the_loss_of_labels_is_that_of_rows(model):
+def test_the_loss_of_labels_equals_that_of_separate_rows(model):
     batch, apart = shared_prompts(ITEMS), padded(ITEMS, by_rank=False)
     found, expected = model(**batch).loss, model(**apart).loss
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
@@ -134,7 +134,7 @@ def test_the_reference_scores_answers_and_remembers_them(model, tmp_path):
         ([([1], [[1], [2]]), ([1], [[1]])], "from 1 to 2 answers"),
     ],
 )
-def test_what_is_no_batch_is_refused(items, message):
+def test_invalid_batches_are_refused(items, message):
     with pytest.raises(ValueError, match=message):
         shared_prompts(items, by_rank=True)
 

@@ -11,7 +11,7 @@ from liger_models.convert.errors import ConfigError
 from liger_models.parallel import ParallelDims
 
 
-def test_what_is_left_of_the_processes_shares_the_parameters():
+def test_the_remaining_processes_shard_the_parameters():
     assert ParallelDims().resolve(8) == ParallelDims(1, 8)
     dims = ParallelDims(data_replicate=2, sequence=2, experts=4).resolve(16)
     assert (dims.data_shard, dims.shards) == (4, 8)
@@ -34,12 +34,12 @@ def test_sizes_that_do_not_fit_the_processes_are_refused(sizes, processes, compl
 
 @pytest.mark.parametrize("name", ["data_replicate", "data_shard", "sequence", "experts"])
 @pytest.mark.parametrize("size", [0, -2, 2.0, True, "2"])
-def test_what_is_no_size_is_refused(name, size):
+def test_invalid_sizes_are_refused(name, size):
     with pytest.raises(ConfigError, match=f"{name} is {size!r}"):
         ParallelDims(**{name: size})
 
 
-def test_without_processes_one_is_told_to_start_them():
+def test_without_a_process_group_the_error_says_how_to_start_one():
     model = liger_models.from_config(find_architecture("llama").tiny)
     with pytest.raises(ConfigError, match="start the program with torchrun"):
         liger_models.parallelize(model)

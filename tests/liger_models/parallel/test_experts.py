@@ -142,7 +142,7 @@ def test_four_ranks_that_divide_or_repeat_the_experts_again_equal_one_process(ca
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_without_tokens_compute_those_of_others(ranks, results):
+def test_ranks_without_tokens_compute_other_ranks_tokens(ranks, results):
     for rank, forms in enumerate(results[ranks]):
         for form, values in forms.items():
             assert ("y" in values) == (rank == ranks - 1)

@@ -77,7 +77,7 @@ def gradients(model, calls):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_divided_is_refused(found):
+def test_models_that_cannot_be_sharded_are_refused(found):
     for of_rank in found:
         said = of_rank["refused"]
         assert "already sharded over processes" in said["twice"]
@@ -135,7 +135,7 @@ def test_all_ranks_choose_the_same_levels(found):
 
 
 @pytest.mark.slow
-def test_loading_takes_of_the_host_what_a_shard_does(found):
+def test_loading_takes_a_shards_host_memory(found):
     for memory in [of_rank["memory_of_a_large_one"] for of_rank in found]:
         if memory is None:
             pytest.skip("only Linux tells the peak of a process's memory")

@@ -151,7 +151,7 @@ def test_two_ranks_equal_one_process(case, results):
     ("family", "ranks", "match"),
     [("llama", 3, "layer 0 has 4 query heads, which 3 ranks"), ("phimoe", 2, "draw experts at random")],
 )
-def test_what_ranks_cannot_share_is_named(family, ranks, match):
+def test_the_error_names_heads_that_ranks_cannot_share(family, ranks, match):
     model = liger_models.from_config(find_architecture(family).tiny)
     with pytest.raises(ValueError, match=match):
         divide_sequences(model, SimpleNamespace(size=lambda: ranks))

@@ -11,7 +11,7 @@ from liger_models.training.data.ahead import ahead
 from liger_models.training.data.steps import read_steps
 
 
-def test_items_come_in_order_and_the_next_is_made_before_it_is_asked_for():
+def test_items_come_in_order_and_the_next_is_prepared_in_advance():
     made = threading.Semaphore(0)
 
     def count():
@@ -37,14 +37,14 @@ def test_an_error_comes_in_the_place_of_its_item():
         next(items)
 
 
-def test_who_leaves_early_leaves_no_thread():
+def test_an_early_exit_leaves_no_thread():
     items = ahead(iter(range(10**9)))
     assert next(items) == 0
     items.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ahead")]
 
 
-def test_what_is_read_for_a_gpu_changes_no_thread_s_choice_of_one(monkeypatch):
+def test_reading_for_a_gpu_does_not_change_any_threads_device(monkeypatch):
     """It is read in one thread and closed in another, which may be at work on a GPU of its own."""
     chosen = []
 

@@ -39,12 +39,12 @@ def said(template, messages, **options):
     return [text[begin:end] for begin, end in spans]
 
 
-def test_a_template_that_marks_what_the_assistant_says_is_believed():
+def test_generation_tags_of_a_template_are_followed():
     assert said(MARKED, CHAT) == [" cd\n</s>", "()fg</s>"]
     assert said(MARKED.replace("{% generation %}", "{%- generation -%}"), CHAT) == [" cd\n</s>", "()fg</s>"]
 
 
-def test_the_marks_are_those_of_transformers():
+def test_the_marks_match_transformers():
     rendering = pytest.importorskip("transformers.utils.chat_template_utils")
     texts, spans = rendering.render_jinja_template(
         [CHAT], chat_template=MARKED, bos_token="<s>", return_assistant_tokens_mask=True
@@ -79,13 +79,13 @@ def test_a_template_that_writes_the_date_gives_the_same_text_every_day(tokenizer
 
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
 @pytest.mark.parametrize("read", ["reasoning_content", "thinking"])
-def test_what_is_thought_is_written_whatever_its_name(name, read):
+def test_reasoning_is_rendered_under_any_name(name, read):
     template = f"{{% for m in messages %}}[{{{{ m.{read} }}}}]{{{{ m.content }}}}{{% endfor %}}"
     messages = [{"role": "assistant", "content": "b", name: "hm"}]
     assert said(template, messages) == ["[hm]b"]
 
 
-def test_a_template_gets_what_transformers_gives_it(tokenizer_folder, tmp_path):
+def test_a_template_gets_the_variables_of_transformers(tokenizer_folder, tmp_path):
     rendering = pytest.importorskip("transformers.utils.chat_template_utils")
     template = (
         "{{ [tools is defined, tools is none, documents is none, bos_token, pad_token, image_token] }}"
@@ -199,7 +199,7 @@ def test_a_template_for_tools_is_taken_where_there_are_tools(tokenizer_folder, t
         ({"chat_template_kwargs": {"messages": []}}, "expected an object without messages"),
     ],
 )
-def test_what_cannot_stand_beside_messages_is_refused(written, jsonl, tmp_path, beside, message):
+def test_fields_that_conflict_with_messages_are_refused(written, jsonl, tmp_path, beside, message):
     messages = [{"role": "assistant", "content": "b"}]
     jsonl(tmp_path / "data.jsonl", [{"messages": messages, **beside}])
     with pytest.raises(DataError, match=message):
@@ -244,7 +244,7 @@ def test_of_a_pair_the_answers_alone_are_trained_where_marks_stand_in_the_prompt
     assert trained == "goodbad"
 
 
-def test_an_end_of_turn_that_takes_the_line_break_behind_it_is_trained(tokenizer_folder, tmp_path):
+def test_an_end_of_turn_that_includes_the_next_line_break_is_trained(tokenizer_folder, tmp_path):
     """As Phi-3's does: its characters go on behind what is marked, and the token itself is within. So it is
     in transformers, which finds no token of an answer that begins with a space.
     """

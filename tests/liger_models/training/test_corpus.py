@@ -161,7 +161,7 @@ def test_frames_of_zstandard_hold_the_same_and_a_file_cut_short_is_refused(
         load(packed)
 
 
-def test_a_file_whose_reader_is_not_installed_says_what_to_install(load, tmp_path, monkeypatch):
+def test_the_error_for_a_missing_reader_names_the_package(load, tmp_path, monkeypatch):
     for name, package in (("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow")):
         monkeypatch.setitem(sys.modules, package, None)
         (tmp_path / name).write_bytes(b"0")
@@ -205,7 +205,7 @@ def test_a_row_of_a_table_that_cannot_be_used_is_named(load, tmp_path):
         load(tmp_path / "b.parquet")
 
 
-def test_what_is_not_there_is_named(load, tmp_path, monkeypatch):
+def test_the_error_names_missing_data(load, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="holds no file of a known kind"):
         load(tmp_path / "empty")
@@ -316,7 +316,7 @@ def test_a_changed_byte_is_found_on_request_and_where_a_file_is_younger_than_its
     assert contents(load(path)) == expected
 
 
-def test_limits_hold_for_what_was_tokenized_before(load, tmp_path, jsonl):
+def test_limits_hold_for_existing_corpora(load, tmp_path, jsonl):
     path = jsonl(tmp_path / "a.jsonl", [RECORDS[0], RECORDS[1]])
     load(path)
     with pytest.raises(DataError, match=r"line 2: the example has \d+ positions and seq_len is 2"):
@@ -394,7 +394,7 @@ def test_a_corpus_of_its_own_is_data_for_the_same_tokenizer(load, tmp_path, json
         build_corpus(tmp_path, [path], tokenizer, seq_len=64, vocab_size=320)
 
 
-def test_the_command_tells_what_it_read_and_how_it_packs(tmp_path, jsonl, tokenizer_folder, capsys):
+def test_the_command_reports_contents_and_packing(tmp_path, jsonl, tokenizer_folder, capsys):
     path = jsonl(tmp_path / "a.jsonl", RECORDS)
     command = ["tokenize", str(tokenizer_folder), "--seq-len", "64", "--data"]
     assert main([*command, path, "--output", str(tmp_path / "corpus")]) == 0

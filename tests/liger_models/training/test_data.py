@@ -137,7 +137,7 @@ def test_epochs_count_their_rows(mixed):
     assert stream.count_rows(0.5) == round(stream.count_rows(1) / 2)
 
 
-def test_the_number_of_labels_is_what_the_batch_holds(mixed):
+def test_the_number_of_labels_matches_the_batch(mixed):
     for row in Stream(mixed, 64, seed=0).epoch(0):
         assert mixed.count([row]).labels == (mixed.batch([row]).shift_labels != IGNORE).sum()
 
@@ -166,7 +166,7 @@ def test_text_is_trained_throughout_and_closed_by_eos(load, tokenizer):
     assert marks.tolist() == [False] + [True] * (len(tokens) - 1)
 
 
-def test_only_what_the_assistant_says_is_trained(load, tokenizer):
+def test_only_the_assistants_messages_are_trained(load, tokenizer):
     messages = [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "a b?"},
@@ -181,13 +181,13 @@ def test_only_what_the_assistant_says_is_trained(load, tokenizer):
     assert trained == "cd\n</s>\n fg</s>\n"
 
 
-def test_without_jinja2_messages_say_what_to_install(load, monkeypatch):
+def test_without_jinja2_the_error_names_the_package(load, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(DataError, match="pip install jinja2"):
         load([{"messages": [{"role": "assistant", "content": "a"}]}])
 
 
-def test_a_long_example_is_refused_and_cut_only_if_asked(load):
+def test_a_long_example_is_refused_and_cut_only_on_request(load):
     records = [{"prompt": "ab", "completion": "c"}, {"prompt": "a " * 4, "completion": "b " * 40}]
     with pytest.raises(DataError, match=r"line 2: .*seq_len is 32"):
         load(records)
@@ -204,7 +204,7 @@ def test_an_example_without_room_for_a_label_is_counted_out(load):
     assert documents.counts["without anything to train, left out"] == 1
 
 
-def test_what_is_left_aside_is_counted(load):
+def test_ignored_fields_are_counted(load):
     raw = b'{"text": "ab", "url": "u"}\n\n{"text": ""}\n{"text": "cd", "url": "v"}\n'
     counts = load(raw).counts
     assert counts["fields 'url' left aside"] == 2

@@ -55,7 +55,7 @@ def test_a_billion_newlines_in_a_small_file_are_an_error_at_once(newlines, tmp_p
 
 
 @pytest.mark.parametrize("pack", [packed, lambda count, line: gzip.compress(line * count)], ids=["zst", "gz"])
-def test_lines_beyond_what_data_compress_to_are_an_error(pack, tmp_path, monkeypatch):
+def test_lines_beyond_plausible_compression_are_an_error(pack, tmp_path, monkeypatch):
     monkeypatch.setattr(lines, "FREE_EXPANSION", 1 << 20)
     monkeypatch.setattr(lines, "EXPANSION", 100)
     path = tmp_path / f"a.jsonl.{'zst' if pack is packed else 'gz'}"

@@ -96,7 +96,7 @@ def test_a_run_goes_on_to_the_bit_and_its_export_answers(seeing_settings, run, l
     assert "none.png does not exist" in capsys.readouterr().err
 
 
-def test_generate_shows_the_model_what_a_user_asks(load, seeing, tmp_path):
+def test_generate_passes_the_users_question_to_the_model(load, seeing, tmp_path):
     _, model = load()
     (tmp_path / "a.png").write_bytes(png("blue", (24, 32)))
     files = [str(tmp_path / "a.png")] * 2
@@ -281,7 +281,7 @@ def test_images_are_preprocessed_once_and_again_where_one_has_changed(load, tmp_
         load(file)
 
 
-def test_tokenize_makes_what_train_finds(load, seeing, conversations, tmp_path, capsys, monkeypatch):
+def test_train_finds_the_corpus_of_tokenize(load, seeing, conversations, tmp_path, capsys, monkeypatch):
     command = ["tokenize", str(seeing), "--data", conversations, "--seq-len", "96"]
     assert main([*command, "--data-cache", str(tmp_path)]) == 0
     told = capsys.readouterr().out
@@ -348,7 +348,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("message", "record", "files"), BAD)
-def test_what_cannot_be_seen_is_named_by_file_and_line(load, tmp_path, jsonl, message, record, files):
+def test_unusable_images_are_named_by_file_and_line(load, tmp_path, jsonl, message, record, files):
     for name, content in files.items():
         (tmp_path / f"{name}.png").write_bytes(content)
     good = {"messages": [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "red"}]}
@@ -357,7 +357,9 @@ def test_what_cannot_be_seen_is_named_by_file_and_line(load, tmp_path, jsonl, me
         load(file)
 
 
-def test_bad_images_are_told_before_the_model_is_loaded(seeing_settings, run, tmp_path, jsonl, monkeypatch):
+def test_bad_images_are_reported_before_the_model_is_loaded(
+    seeing_settings, run, tmp_path, jsonl, monkeypatch
+):
     monkeypatch.setattr("liger_models.training.run_parts.load_model", None)
     file = jsonl(tmp_path / "a.jsonl", [asked({"type": "image", "path": "none.png"}, "red")])
     with pytest.raises(DataError, match="line 1"):
@@ -369,7 +371,7 @@ def test_a_model_of_text_refuses_images(settings, run, conversations):
         run(settings(data=(conversations,)))
 
 
-def test_examples_are_cut_behind_their_images_alone(load, tmp_path, jsonl):
+def test_examples_are_cut_only_after_their_images(load, tmp_path, jsonl):
     (tmp_path / "a.png").write_bytes(png("red", (24, 24)))
     long = asked({"type": "image", "path": "a.png"}, "red " * 30)
     file = jsonl(tmp_path / "a.jsonl", [long])
@@ -380,7 +382,7 @@ def test_examples_are_cut_behind_their_images_alone(load, tmp_path, jsonl):
         load(file, seq_len=12, truncate=True)
 
 
-def test_what_is_frozen_stays_and_gets_no_adapters(seeing_settings, run, tmp_path, seeing):
+def test_frozen_parts_stay_and_get_no_adapters(seeing_settings, run, tmp_path, seeing):
     result = run(seeing_settings(output=tmp_path / "run", steps=2, freeze=("vision", "projector")))
     before, after = (liger_models.from_hub(folder, device="cpu") for folder in (seeing, result.final))
     own = before.parts()

@@ -208,14 +208,14 @@ GOOD["rejected"] = said("blue")
         ({"rejected": said("red " * 90)}, "its two answers with their prompts, and seq_len is 192"),
     ],
 )
-def test_what_cannot_be_seen_is_named_by_file_and_line(configured, tmp_path, jsonl, changes, message):
+def test_unusable_images_are_named_by_file_and_line(configured, tmp_path, jsonl, changes, message):
     (tmp_path / "a.png").write_bytes(png("red", (24, 24)))
     file = jsonl(tmp_path / "bad.jsonl", [GOOD, GOOD | changes])
     with pytest.raises(DataError, match=rf"bad\.jsonl, line 2: .*{message}"):
         loop.Run(configured("dpo", data=(file,)), loop.World("cpu"))
 
 
-def test_examples_are_cut_behind_their_images_alone(configured, tmp_path, jsonl):
+def test_examples_are_cut_only_after_their_images(configured, tmp_path, jsonl):
     (tmp_path / "a.png").write_bytes(png("red", (24, 24)))
     file = jsonl(tmp_path / "a.jsonl", [GOOD | {"rejected": said("red " * 90)}])
     options = {"data": (file,), "truncate": True}

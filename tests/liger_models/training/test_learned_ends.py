@@ -65,7 +65,7 @@ def test_an_adapter_and_the_merged_model_say_it(trained):
 
 
 @pytest.mark.parametrize("lora", [None, "r=2"])
-def test_a_model_trained_on_text_keeps_what_it_had(trained, model, lora):
+def test_a_model_trained_on_text_keeps_its_end_tokens(trained, model, lora):
     if lora:
         pytest.importorskip("peft")
     final = trained([{"text": "a b c"}] * 12, lora=lora, merge=bool(lora)).final
@@ -74,7 +74,7 @@ def test_a_model_trained_on_text_keeps_what_it_had(trained, model, lora):
     assert lora is None or not (final / NAME).exists()
 
 
-def test_without_a_generation_config_it_is_made_of_what_config_json_says(trained, model):
+def test_a_missing_generation_config_is_made_from_config_json(trained, model):
     (model / NAME).unlink()
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"eos_token_id": [3, 4], "pad_token_id": 5}))

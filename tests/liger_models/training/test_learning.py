@@ -48,6 +48,6 @@ def test_the_default_learns_as_float32_does_and_plain_does_not(fall):
     assert fall(dtype="bfloat16", weights="plain") < 0.4 * float32
 
 
-def test_the_default_of_training_is_that_of_the_optimizer(settings):
+def test_training_has_the_optimizers_default(settings):
     defaults = AdamW([torch.nn.Parameter(torch.zeros(1))]).defaults
     assert (settings().weights, settings().moments) == (defaults["weights"], defaults["moments"])

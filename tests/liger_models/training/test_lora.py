@@ -110,7 +110,7 @@ def distance(found, expected):
         ("deepseek_v3", "r=4,targets=o_proj+down_proj"),
     ],
 )
-def test_a_run_is_that_of_transformers_and_peft(family, lora, checkpoints, settings, run):
+def test_a_run_matches_transformers_and_peft(family, lora, checkpoints, settings, run):
     folder = checkpoints(family)
     config = settings(model=str(folder), lora=lora, eval_fraction=0.0, merge=True, steps=5)
     begun = Run(config, World("cpu"))
@@ -189,7 +189,7 @@ def test_resumed_after_a_signal_it_gives_the_same_bits(
 
 
 @pytest.mark.parametrize("method", ["nf4", "int8"])
-def test_quantised_weights_below_are_those_of_transformers(method, checkpoints, settings, run):
+def test_quantised_base_weights_match_transformers(method, checkpoints, settings, run):
     pytest.importorskip("bitsandbytes")
     folder = checkpoints("llama")
     config = settings(model=str(folder), lora="r=4", quantize=method, eval_fraction=0.0, merge=True, steps=4)
@@ -233,7 +233,7 @@ def test_a_resumed_run_keeps_its_adapters_and_its_model(settings, run, checkpoin
         ("alpha=-2", "an alpha above 0"),
     ],
 )
-def test_bad_settings_say_what_to_give(text, said, settings):
+def test_errors_for_bad_settings_say_what_to_pass(text, said, settings):
     with pytest.raises(ConfigError, match=said):
         settings(lora=text)
 
@@ -245,7 +245,7 @@ def test_settings_are_read():
     assert given == LoraSettings(8, 4.0, "q_proj+v_proj", 0.1, dora=True)
 
 
-def test_what_cannot_be_is_told_before_training(settings, run, monkeypatch):
+def test_impossible_settings_are_reported_before_training(settings, run, monkeypatch):
     with pytest.raises(ConfigError, match="no linear layer is called 'query'; this model has down_proj, "):
         run(settings(lora="targets=query"))
     with pytest.raises(ConfigError, match="no linear layer is called 'lm_head'"):  # which is the embedding

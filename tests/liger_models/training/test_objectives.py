@@ -290,7 +290,7 @@ def test_a_pair_that_cannot_be_used_is_refused_with_its_line(start, jsonl, tmp_p
     assert says in str(error.value)
 
 
-def test_a_prompt_that_texts_repeat_is_told(start, jsonl, tmp_path):
+def test_a_prompt_repeated_by_texts_is_reported(start, jsonl, tmp_path):
     twice = {"prompt": "a b", "chosen": "a b c", "rejected": "a b d"}
     run = start("orpo", data=(jsonl(tmp_path / "pairs.jsonl", [GOOD, twice, GOOD | {"prompt": ""}]),))
     assert run.documents.counts["whose prompt stands in the answers once more"] == 1
@@ -308,7 +308,7 @@ def test_pairs_are_tokenized_beforehand_and_for_pairs_alone(start, judged, check
         start("kto", data=(str(corpus),))
 
 
-def test_what_is_labelled_needs_a_label_and_company(start, jsonl, tmp_path):
+def test_labelled_records_need_a_label_and_other_records(start, jsonl, tmp_path):
     record = {"prompt": "a", "completion": "b", "label": "yes"}
     with pytest.raises(DataError, match="line 1: 'label' is 'yes', expected true"):
         start("kto", data=(jsonl(tmp_path / "a.jsonl", [record]),))
@@ -328,7 +328,7 @@ def test_examples_that_are_too_long_are_cut_on_request(start, jsonl, tmp_path):
     assert run.documents.longest_piece(96) == 48
 
 
-def test_conversations_are_told_apart_from_what_they_begin_with(tokenizer_folder, jsonl, tmp_path, cache):
+def test_conversations_are_distinguished_from_their_beginnings(tokenizer_folder, jsonl, tmp_path, cache):
     asked, answers = {"role": "user", "content": "a"}, [{"role": "assistant", "content": c} for c in "bc"]
     whole = {"chosen": [asked, answers[0]], "rejected": [asked, answers[1]]}
     apart = {"prompt": [asked], "chosen": [answers[0]], "rejected": [answers[1]]}
@@ -463,7 +463,7 @@ def test_a_step_of_rewards_is_bradley_and_terry_s_over_all_pairs(start):
 
 
 @pytest.mark.parametrize("lora", [None, "r=4"])
-def test_trained_rewards_are_those_of_transformers(configured, run, checkpoint, tmp_path, lora):
+def test_trained_rewards_match_transformers(configured, run, checkpoint, tmp_path, lora):
     transformers = pytest.importorskip("transformers")
     options = {"lora": lora, "merge": lora is not None, "lr": 1e-2, "steps": 2, "save_every": 1, "keep": 0}
     done = run(configured("reward", **options))

@@ -56,7 +56,7 @@ def flat(value):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_operations_give_what_str_gives_and_each_character_keeps_its_origin(name, traced):
+def test_operations_match_str_and_each_character_keeps_its_origin(name, traced):
     """Characters differ, so that each tells where it was."""
     pairs = zip(TEXT, origin_of_each(traced), strict=True)
     distinct = {c: origin for c, origin in pairs if TEXT.count(c) == 1}
@@ -242,20 +242,20 @@ def test_origins_that_cannot_be_followed_are_an_error(template, message):
         learned(template, CHAT[:2])
 
 
-def test_a_template_that_escapes_what_is_not_safe_is_refused_and_not_written_otherwise():
+def test_a_template_that_escapes_unsafe_text_is_refused():
     """`safe` makes + escape its other side, which strings with origins do not."""
     with pytest.raises(DataError, match="different text when origins"):
         learned(turns("{{ '<b>' + (m.content | safe) }}"), [CHAT[0], CHAT[3]])
 
 
-def test_an_answer_of_which_all_is_left_out_teaches_no_end():
+def test_an_answer_dropped_completely_trains_no_end():
     template = turns("{{ m.content }}").replace("m.content }}{{ '</a>'", "'' }}{{ '</a>'")
     rendering = ChatTemplate(template, {}, "here").render([CHAT[0], CHAT[3]], 0, {})
     assert rendering.text == "<u>user words</u><a></a>"
     assert (rendering.spans, rendering.dropped) == ([], ["text"])
 
 
-def test_what_every_answer_is_given_and_what_ends_the_last_are_told_by_the_template():
+def test_the_template_defines_generation_prompt_and_end_of_answers():
     guard = turns("{{ m.content }}") + "Is it safe?"  # behind questions too: nothing that an answer adds
     assert learned(guard, [CHAT[0], CHAT[3]]) == ["last</a>"]
     end = "{% if add_generation_prompt %}<a>{% else %}<e>{% endif %}"

@@ -83,7 +83,7 @@ def test_text_and_examples_together_lose_no_input(waiting):
 
 @pytest.mark.parametrize("kind", ["uniform", "short", "long", "half"])
 @pytest.mark.parametrize("seed", range(3))
-def test_rows_are_no_more_than_those_of_first_fit_and_next_fit(kind, seed):
+def test_rows_are_no_more_than_with_first_fit_and_next_fit(kind, seed):
     lengths = lengths_like(kind, random.Random(seed), 1500)
     rows = len(list(pack(units_of(lengths, whole=True), SEQ_LEN, 256)))
     assert rows <= first_fit(lengths) <= next_fit(lengths)

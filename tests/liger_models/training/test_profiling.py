@@ -48,7 +48,7 @@ def test_a_kernel_is_counted_where_the_operation_around_it_says():
     assert next(iter(found["longest"])) == "_Experts _rows_kernel"
 
 
-def test_without_a_gpu_operations_stand_for_kernels_without_what_others_took_in_them():
+def test_without_a_gpu_operations_count_with_their_self_time():
     events = [
         operation("aten::linear", 0, 10, 1),
         operation("aten::mm", 2, 6, 2),
@@ -61,7 +61,7 @@ def test_without_a_gpu_operations_stand_for_kernels_without_what_others_took_in_
     }
 
 
-def test_the_steps_that_were_asked_for_are_in_the_trace_and_the_table(tmp_path):
+def test_the_requested_steps_are_in_the_trace_and_the_table(tmp_path):
     x = torch.ones(8, 8)
     with StepProfiler(tmp_path / "profile", 2, after=1) as profiler:
         for operation in (torch.sin, torch.exp, torch.mm, torch.cos):

@@ -113,7 +113,7 @@ def renderings(request):
         yield found
 
 
-def test_what_transformers_renders_is_rendered_alike_and_can_be_trained_on(renderings):
+def test_renderings_match_transformers_and_can_be_trained_on(renderings):
     assert len(renderings) >= len(CONVERSATIONS) / 2
     for conversation, (_, _, _, text, ours) in renderings.items():
         assert ours.text == text, conversation
@@ -130,7 +130,7 @@ def all_left_out(message, ours):
 HEADER_AFTER_A_RESULT = {"diffusion_gemma"}  # which writes a header there, and gives none when it asks
 
 
-def test_where_turns_stay_as_they_were_an_answer_lies_between_its_question_and_the_next(renderings):
+def test_unchanged_turns_have_answers_between_questions(renderings):
     """The rule of prefixes, which transformers alone tells: from the prompt's end to the turn's."""
     for conversation, (name, messages, options, text, ours) in renderings.items():
         learned = {place for start, stop in ours.spans for place in range(start, stop)}
@@ -171,7 +171,7 @@ def runs(text, places):
     return found
 
 
-def test_labels_are_what_trl_marks_in_its_own_versions_without_what_is_given(renderings):
+def test_labels_match_trls_marks_without_the_generation_prompt(renderings):
     """TRL marks headers of some families, and reasoning that the generation prompt has begun or closed."""
     name = next(iter(renderings.values()))[0]
     path = FOLDER / f"{name}_training.jinja"
@@ -213,7 +213,7 @@ SAID = ("banana", "damson", "quince", "grape", "hazel", "kiwi", "lime", "cherry"
 NOT_SAID = ("apple?", "cherry?", "damson?", "elder", "figs", "mango", "melon")
 
 
-def test_what_others_say_is_never_learned_and_what_the_assistant_says_always(renderings):
+def test_only_and_all_assistant_text_is_learned(renderings):
     for conversation, (_, messages, _, text, ours) in renderings.items():
         if conversation in ("the same text", "tools and text"):
             continue
@@ -236,7 +236,7 @@ def test_a_question_is_rendered_as_transformers_asks_it_whatever_form_a_template
     assert ours == expected
 
 
-def test_reasoning_that_a_template_leaves_out_is_told():
+def test_reasoning_dropped_by_a_template_is_reported():
     messages, options = CONVERSATIONS["reasoning"]
     assert template_of("qwen3").render(messages, 0, options).dropped == ["reasoning"]
     assert template_of("qwen3_8").render(messages, 0, options).dropped == []
@@ -271,7 +271,7 @@ def tokenizer():
     return made
 
 
-def test_learned_tokens_are_those_of_learned_characters(renderings, tokenizer):
+def test_learned_tokens_match_learned_characters(renderings, tokenizer):
     for conversation, (_, _, _, text, ours) in renderings.items():
         encoding = tokenizer.encode(text, add_special_tokens=False)
         marks = tokens_within(encoding.offsets, ours.spans)

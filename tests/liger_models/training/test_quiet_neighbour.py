@@ -76,7 +76,7 @@ def calls(tree):
             yield name, isinstance(owner, ast.Call)  # torch.Generator().manual_seed(0)
 
 
-def test_no_module_calls_what_changes_the_process():
+def test_no_module_calls_functions_that_change_the_process():
     """On a GPU too, whose code does not run here."""
     found = [
         (name, path.relative_to(ROOT).as_posix())

@@ -22,7 +22,7 @@ FOLDERS = sorted(path.parent for path in Path(ROOT).rglob("tokenizer.json"))
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=str)
-def test_ids_are_those_of_transformers_and_learned_tokens_say_what_is_learned(folder, monkeypatch):
+def test_ids_match_transformers_and_learned_tokens_decode_to_answers(folder, monkeypatch):
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", OnePinnedDay)
     ours = TextTokenizer(folder)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)

@@ -290,7 +290,7 @@ def test_nothing_that_a_run_did_not_write_is_deleted(run, settings, output, link
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "link to a folder", "link to nothing"])
-def test_what_stands_in_the_way_of_the_trained_model_is_noticed_first(run, settings, tmp_path, kind):
+def test_obstacles_to_writing_the_model_are_detected_before_training(run, settings, tmp_path, kind):
     output = tmp_path / "run"
     output.mkdir()
     elsewhere = tmp_path / "elsewhere"
@@ -338,7 +338,7 @@ def test_going_on_from_an_older_checkpoint_leaves_the_abandoned_ones_aside(run, 
     assert same_bits(output / "final", output / "checkpoint-4")
 
 
-def test_what_was_abandoned_is_not_gone_on_from_after_a_kill(run, settings, output, monkeypatch):
+def test_abandoned_checkpoints_are_not_resumed_after_a_kill(run, settings, output, monkeypatch):
     def killed(*args, **kwargs):
         raise KeyboardInterrupt
 

@@ -43,7 +43,7 @@ def folder_of(target, tensor, done=lambda: None):
     return Contents(target, (part,), files.lay_out, done)
 
 
-def test_values_are_those_of_the_moment_of_the_save(saver, written_when_told, tmp_path):
+def test_saved_values_are_from_the_time_of_the_save(saver, written_when_told, tmp_path):
     tensor, done = torch.arange(6.0), threading.Event()
     assert saver.save(folder_of(tmp_path / "one", tensor, done.set), meanwhile=True)
     tensor += 1
@@ -69,7 +69,7 @@ def test_where_there_is_no_room_for_a_copy_the_run_waits(saver, tmp_path, monkey
     assert (tmp_path / "one" / "a.safetensors").exists()
 
 
-def test_what_failed_in_the_thread_is_raised_where_it_is_waited_for(saver, tmp_path):
+def test_errors_of_the_thread_are_raised_by_wait(saver, tmp_path):
     (tmp_path / "file").write_text("in the way")
     saver.save(folder_of(tmp_path / "file" / "one", torch.ones(3)), meanwhile=True)
     with pytest.raises(CheckpointError, match=r"cannot create a folder there|cannot be written"):

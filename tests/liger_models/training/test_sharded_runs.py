@@ -110,7 +110,7 @@ def losses(records):
     return [(r["step"], r.get("loss"), r.get("grad_norm"), r.get("eval_loss")) for r in records]
 
 
-def test_a_run_that_one_rank_was_told_to_stop_goes_on_with_the_same_bits(runs):
+def test_a_run_stopped_on_one_rank_resumes_with_the_same_bits(runs):
     """And so it does with the optimizer's state on the host, of each rank's shards."""
     folder, outcomes = runs
     for whole, cut, stopped, step in (("two", "stopped", 1, 3), ("experts", "experts_stopped", 6, 2)):
@@ -217,7 +217,7 @@ def test_experts_to_which_tokens_are_sent_train_on_and_go_on_where_they_are_not(
         ({"sequence_parallel": 2}, "sequence_parallel is 2 and expert_parallel 1, and there are 1 processes"),
     ],
 )
-def test_processes_that_cannot_share_rows_or_experts_are_told(settings, match, settings_for, tmp_path):
+def test_the_error_names_sizes_that_processes_cannot_share(settings, match, settings_for, tmp_path):
     with pytest.raises(ConfigError, match=match):
         train(settings_for(tmp_path / "run", **settings))
 

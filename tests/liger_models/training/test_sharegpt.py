@@ -58,7 +58,7 @@ def test_turns_become_messages():
     assert counts == {"fields 'id' left aside": 1}
 
 
-def test_a_system_prompt_beside_the_turns_comes_first():
+def test_a_separate_system_prompt_comes_first():
     record, counts = messages_of([turn("human", "q"), turn("gpt", "a")], system="s")
     assert record.content.messages[0] == message("system", "s")
     assert not counts

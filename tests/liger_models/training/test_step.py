@@ -102,7 +102,7 @@ def test_ten_skipped_steps_in_a_row_stop_the_run_and_nine_do_not(run, settings, 
         run(settings(not_finite="skip", steps=30, eval_fraction=0.0))
 
 
-def test_what_a_step_computes_is_told_with_its_share_of_what_the_device_can(run, settings):
+def test_flops_of_a_step_are_reported_with_their_utilisation(run, settings):
     records = run(settings(steps=2, eval_fraction=0.0)).records
     peak = {record["flops_per_s"] / record["mfu"] for record in records}
     assert max(peak) == pytest.approx(min(peak))
@@ -137,7 +137,7 @@ class Written(list):
     finish = close
 
 
-def test_trackers_are_told_what_the_metrics_are_told(run, settings, monkeypatch):
+def test_trackers_receive_the_metrics_records(run, settings, monkeypatch):
     opened = []
 
     def open_one(*arguments, **options):

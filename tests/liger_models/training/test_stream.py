@@ -87,7 +87,7 @@ def test_a_mixture_goes_on_from_any_position_and_follows_its_seed(load, two_file
     assert Stream(documents, 64, 4).take(first + 5) != rows
 
 
-def test_weights_are_told_from_names():
+def test_weights_are_distinguished_from_names():
     assert split_weights(["a.jsonl", "x=y.txt", "./0.5=a.txt"])[1] is None
     assert split_weights(["0.7=a=b.jsonl", "3e-1=hf:x/y:c:train"]) == (
         ["a=b.jsonl", "hf:x/y:c:train"],
@@ -114,7 +114,7 @@ def test_weights_of_held_out_data_are_refused(run, settings, data):
         run(settings(eval_fraction=0.0, eval_data=(f"1={data}",)))
 
 
-def test_what_is_counted_is_what_comes(load, two_files):
+def test_counts_match_the_stream(load, two_files):
     for names in (two_files, two_files[1:], (f"1={two_files[0]}", f"3={two_files[1]}")):
         documents = load(*names)
         stream = Stream(documents, 64, seed=0)

@@ -74,7 +74,7 @@ def test_chat_templates_by_name_go_along_and_are_chosen_as_by_transformers(
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
-def test_a_key_that_stands_twice_is_refused(tokenizer_folder, tmp_path, name):
+def test_a_duplicate_key_is_refused(tokenizer_folder, tmp_path, name):
     folder = shutil.copytree(tokenizer_folder, tmp_path / "tokenizer")
     (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     (folder / name).write_text('{"eos_token": "</s>", "eos_token": "<s>"}')

@@ -65,7 +65,7 @@ WHOLE = "<|user|>a</s><|assistant|>b</s><|user|>c</s><|assistant|>(i)d</s>"
 LEFT_OUT = "answers whose reasoning the chat template leaves out"
 
 
-def test_all_answers_of_the_one_rendering_are_learned_unless_asked_otherwise(documents_of):
+def test_all_answers_of_the_rendering_are_learned_by_default(documents_of):
     found, counts = documents_of(DROPS, CHAT)
     assert found == [(WHOLE, "b</s>(i)d</s>")]
     assert counts[LEFT_OUT] == 1
@@ -77,7 +77,7 @@ def test_the_last_answer_alone_is_learned_with_all_before_it_as_its_prompt(docum
     assert LEFT_OUT not in counts
 
 
-def test_each_answer_is_learned_with_its_reasoning_as_it_is_when_the_model_is_asked(documents_of):
+def test_each_answer_is_learned_with_its_reasoning_as_at_inference(documents_of):
     found, counts = documents_of(DROPS, CHAT, [*CHAT, asked("e")], train_on="each")
     assert found == [("<|user|>a</s><|assistant|>(h)b</s>", "(h)b</s>"), (WHOLE, "(i)d</s>")] * 2
     assert LEFT_OUT not in counts
@@ -93,7 +93,7 @@ def test_examples_that_begin_with_one_another_are_one(documents_of):
 
 
 @pytest.mark.parametrize("template", [DROPS, KEEPS])
-def test_of_compared_answers_those_of_the_prompt_are_not_learned(template, tokenizer_with, tmp_path, jsonl):
+def test_answers_in_the_prompt_of_a_comparison_are_not_learned(template, tokenizer_with, tmp_path, jsonl):
     """Also where the template rewrites them."""
     record = {"prompt": CHAT[:3], "chosen": [said("good", "i")], "rejected": [said("bad")]}
     path, tokenizer = jsonl(tmp_path / "data.jsonl", [record]), tokenizer_with(template)
@@ -120,7 +120,7 @@ def test_an_example_of_each_answer_has_the_images_before_it():
     ]
 
 
-def test_a_corpus_is_refused_where_other_answers_are_asked_for(tokenizer_with, tmp_path, jsonl):
+def test_a_corpus_with_other_answers_than_requested_is_refused(tokenizer_with, tmp_path, jsonl):
     path = jsonl(tmp_path / "data.jsonl", [{"messages": CHAT}])
     tokenizer, corpus = tokenizer_with(DROPS), tmp_path / "corpus"
     build_corpus(corpus, [path], tokenizer, seq_len=64, vocab_size=320, train_on="last")
@@ -138,6 +138,6 @@ def test_a_corpus_is_refused_where_other_answers_are_asked_for(tokenizer_with, t
         ({"train_on": "last", "objective": "dpo"}, "compares or judges"),
     ],
 )
-def test_what_cannot_be_asked_for_is_refused_before_anything_is_loaded(settings, changes, message):
+def test_impossible_requests_are_refused_before_loading(settings, changes, message):
     with pytest.raises(ConfigError, match=message):
         settings(**changes)

@@ -51,7 +51,7 @@ def test_micro_batches_with_uneven_labels_give_the_gradient_of_one_large_batch(
         assert (parts[name] - gradient).abs().max() <= 3.6e-6 * gradient.abs().max(), name
 
 
-def test_the_loss_is_the_mean_over_labels_of_what_the_model_says(start):
+def test_the_loss_is_the_mean_over_labels_of_the_models_loss(start):
     run = start(batch_size=6, gradient_accumulation=1)
     rows = loop.Stream(run.documents, 64, run.config.seed).take(6)
     total, count = 0.0, 0

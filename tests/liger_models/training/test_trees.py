@@ -148,7 +148,7 @@ CASES += [("gemma3_text", "checkpoint"), ("gemma3_text", "tiled"), ("mixtral", "
 
 
 @pytest.mark.parametrize(("family", "level"), CASES, ids=["-".join(case) for case in CASES])
-def test_loss_and_every_gradient_are_those_of_the_examples_one_by_one(
+def test_loss_and_every_gradient_equal_those_of_the_examples_one_by_one(
     family, level, model_of, chats, start, monkeypatch
 ):
     """One step over all data, in one row each. Windows of gemma3_text are shorter than the prompts."""
