@@ -13,6 +13,7 @@ pytestmark = pytest.mark.gpu
 
 LENGTHS = (500, 130, 0, 1, 257, 3, 60, 40, 50, 200)
 PARENTS = (-1, 0, 0, 0, 0, -1, -1, 6, 6, 6)
+PARTS = (0, 500, 500, 333, 64, 0, 0, 60, 17, 0)  # tokens of its parent that a document continues, not all
 BOUNDS = (0, *itertools.accumulate(LENGTHS))
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -22,6 +23,9 @@ CASES = [
     ((192, 128), BF16, {"chunk": 96}, {}),
     (256, BF16, {"window": 300}, {}),
     (96, F32, {"window": 100}, {"softcap": 5.0}),
+    (128, BF16, {"shared": PARTS}, {}),
+    (64, BF16, {"window": 100, "shared": PARTS}, {"softcap": 5.0}),
+    (96, F32, {"chunk": 96, "shared": PARTS}, {}),
 ]
 
 
@@ -50,6 +54,6 @@ def test_at_real_sizes_no_farther_from_the_truth_than_eager(dim, dtype, limits, 
 def test_ranges_are_made_without_waiting_for_the_gpu():
     torch.cuda.set_sync_debug_mode("error")
     try:
-        tree_ranges(BOUNDS, PARENTS, torch.device("cuda"), window=9, chunk=50)
+        tree_ranges(BOUNDS, PARENTS, torch.device("cuda"), window=9, chunk=50, shared=PARTS)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -401,7 +401,7 @@ def test_the_command_reports_contents_and_packing(tmp_path, jsonl, tokenizer_fol
     said = capsys.readouterr().out
     assert str(tmp_path / "corpus") in said
     assert "4 documents" in said
-    assert "rows of 64 places" in said
+    assert "rows of 64 tokens" in said
     assert main([*command, str(tmp_path / "corpus")]) == 0
     assert capsys.readouterr().out == said
 
