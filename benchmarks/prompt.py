@@ -37,7 +37,7 @@ HEADER = (
     "way",
     "tokens",
     "answers' tokens/s",
-    "beside packed",
+    "vs. packed",
     "ms a step (spread)",
     "peak GiB",
 )

@@ -4,7 +4,7 @@ Text (Python's own language reference, which every installation carries) -> a to
 checkpoint in the Hugging Face format -> a byte-exact round trip -> training -> an export that others read ->
 a few words.
 
-Every command that it prints is one that a user types; nothing else happens behind them.
+It runs exactly the commands that it prints, which a user could type.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def examples(model, count: int) -> dict[str, torch.Tensor]:
 
 
 def answers(model, call: dict[str, torch.Tensor]) -> list[tuple[str, str]]:
-    """What a model says of each picture by itself: the colour, and the shape behind it."""
+    """The model's answer for each picture on its own: colour and shape."""
     said, begin = [], 0
     ends = call["cu_seqlens"].tolist()[1:]
     for number, end in enumerate(ends):

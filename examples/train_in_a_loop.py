@@ -1,4 +1,4 @@
-"""Fine-tune a checkpoint in a loop of one's own, on our layers.
+"""Fine-tune a checkpoint in a plain training loop.
 
     python examples/train_in_a_loop.py meta-llama/Llama-3.2-1B data.jsonl out
 
@@ -44,7 +44,7 @@ def main(
 
 
 def pack(rows, device: str) -> dict[str, torch.Tensor]:
-    """Rows behind one another without padding, and where each begins."""
+    """Rows packed without padding, and their boundaries."""
     bounds = itertools.accumulate((len(row["input_ids"]) for row in rows), initial=0)
     flat = {name: [list(itertools.chain.from_iterable(row[name] for row in rows))] for name in rows[0]}
     packed = {name: torch.tensor(ids, device=device) for name, ids in flat.items()}

@@ -1,4 +1,4 @@
-"""Fine-tune a checkpoint with accelerate, on one GPU or divided over several by FSDP2, on our layers.
+"""Fine-tune a checkpoint with accelerate, on one GPU or sharded over several by FSDP2.
 
     accelerate launch --num_processes 8 examples/train_with_accelerate.py CHECKPOINT data.jsonl out
 

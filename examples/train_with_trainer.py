@@ -26,7 +26,7 @@ def main(checkpoint: str, data: str, out: str, **settings) -> transformers.Train
     arguments = transformers.TrainingArguments(
         out, **{"per_device_train_batch_size": 4, "learning_rate": 2e-5, "report_to": "none", **settings}
     )
-    # Rows are laid behind one another without padding; position ids tell where each begins.
+    # Rows are packed without padding; position ids restart at each.
     collator = transformers.DataCollatorWithFlattening()
     trainer = transformers.Trainer(
         model,

@@ -1,6 +1,6 @@
 """Readers of config keys that many families share, from rotary settings to whole decoders.
 
-`deepseek` has what the families with DeepSeek's layers share. May import the registry, the specs and the
+`deepseek` is shared by the families with DeepSeek's layers. May import the registry, the specs and the
 conversion package; the families import it.
 """
 

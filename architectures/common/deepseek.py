@@ -1,5 +1,5 @@
-"""DeepSeek's layers, which other families have too: latent attention, and experts in groups beside some that
-all tokens share. Below, what the tests of such families have in common.
+"""DeepSeek's layers, also used by other families: latent attention, and grouped experts with shared ones. At
+the end, settings for these families' tests.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from liger_models.convert.errors import ConfigError
 from liger_models.layers.specs import LatentAttentionSpec, MLPSpec, MoESpec
 
 SHARED_EXPERTS = (".shared_expert.", ".shared_experts.")
-"""Their name in the checkpoints."""
+"""Checkpoint names of the latent projections."""
 
 
 def latent_attention(c: HFConfig, *, partial: bool = False, **rotary: Any) -> LatentAttentionSpec:
     """Latent attention, from the keys of DeepSeek's configs.
 
     Args:
-        partial: what turns of a head is its `partial_rotary_factor` (Mistral 4), and not a head of its own.
+        partial: rotate the fraction `partial_rotary_factor` of a head (Mistral 4), instead of a separate
+            part.
         rotary: further options of `rope`.
     """
     heads, nope = c.take_count("num_attention_heads"), c.take_count("qk_nope_head_dim")
@@ -31,7 +32,7 @@ def latent_attention(c: HFConfig, *, partial: bool = False, **rotary: Any) -> La
     if kv_heads != heads:
         raise ConfigError(
             f"{c.name}: num_attention_heads is {heads} and num_key_value_heads {kv_heads}; latent attention "
-            "has as many of both"
+            "requires equal numbers"
         )
     dim = c.take_count("qk_rope_head_dim")
     head = nope + dim if partial else dim
@@ -42,7 +43,7 @@ def latent_attention(c: HFConfig, *, partial: bool = False, **rotary: Any) -> La
             f"{c.name}: partial_rotary_factor is {turned.dim / head}, of heads of {head}, but "
             f"qk_rope_head_dim {dim}; let them agree, or remove the first"
         )
-    for key, size in (("head_dim", head), ("qk_head_dim", nope + dim)):  # as the other keys say
+    for key, size in (("head_dim", head), ("qk_head_dim", nope + dim)):  # consistent with the other keys
         if c.take_count(key, size) != size:
             raise ConfigError(f"{c.name}: {key} must be {size}, as the sizes of its parts are, or left out")
     scale = (nope + dim) ** -0.5
@@ -64,14 +65,15 @@ def latent_attention(c: HFConfig, *, partial: bool = False, **rotary: Any) -> La
 def dense_then(
     c: HFConfig, experts: MoESpec, *, first_dense: int = 0, bias: bool = False
 ) -> list[MLPSpec | MoESpec]:
-    """What each layer has: the first `first_k_dense_replace` an MLP, all others these experts.
+    """MLP or experts of each layer: the first `first_k_dense_replace` layers have an MLP, the others these
+    experts.
 
     Args:
-        first_dense: how many where the config does not say.
-        bias: that of the MLPs.
+        first_dense: default of that key.
+        bias: of the MLPs.
 
     Raises:
-        ConfigError: it is no count of layers.
+        ConfigError: not a valid number of layers.
     """
     first = c.take_count("first_k_dense_replace", first_dense, least=0)
     dense = mlp(c, bias=bias)
@@ -86,16 +88,16 @@ def experts_beside_shared(
     bias: bool = False,
     **settings: Any,
 ) -> MoESpec:
-    """Experts beside some that all tokens share, these as one MLP, from the keys of DeepSeek's configs.
+    """Routed and shared experts, the latter as one MLP, from the keys of DeepSeek's configs.
 
     Args:
-        keys: any of which says how many experts there are.
-        in_groups: a token's experts are chosen from the best groups of them.
-        bias: that of the shared ones.
-        settings: further fields of the `MoESpec`.
+        keys: names of the key with the number of experts.
+        in_groups: choose a token's experts from the best groups.
+        bias: of the shared experts.
+        settings: other fields of the `MoESpec`.
     """
     count, chosen = experts_and_chosen(c, keys)
-    smallest = 1 if settings.get("group_score") == "max" else 2  # or by the two best of a group
+    smallest = 1 if settings.get("group_score") == "max" else 2  # groups are scored by their two best
     groups = groups_and_chosen(c, count, chosen, smallest=smallest) if in_groups else (1, 1)
     inner, act = c.take_count("moe_intermediate_size"), activation(c)
     return MoESpec(
@@ -112,10 +114,10 @@ def experts_beside_shared(
 
 
 def corrected_experts(c: HFConfig, scores: Collection[str] = ("sigmoid",)) -> MoESpec:
-    """Those of DeepSeek-V3, chosen by sigmoid scores and a correction bias.
+    """DeepSeek-V3's experts, chosen by sigmoid scores and a correction bias.
 
     Args:
-        scores: the names that the family's configs have for these scores.
+        scores: names of these scores in the family's configs.
     """
     c.take_only(topk_method="noaux_tc", moe_layer_freq=1)
     if (score := c.take("scoring_func", "sigmoid")) not in scores:
@@ -130,24 +132,24 @@ def corrected_experts(c: HFConfig, scores: Collection[str] = ("sigmoid",)) -> Mo
 
 
 def groups_and_chosen(c: HFConfig, num_experts: int, top_k: int, *, smallest: int) -> tuple[int, int]:
-    """How many groups there are of experts, and from how many of them a token's are chosen.
+    """Number of expert groups, and number of groups that a token's experts are chosen from.
 
     Raises:
-        ConfigError: the experts do not fall into such groups, of `smallest` experts at the least.
+        ConfigError: the experts do not form equal groups of at least `smallest`.
     """
     groups, top_groups = c.take_count("n_group"), c.take_count("topk_group")
     size, rest = divmod(num_experts, groups)
     if rest or size < smallest or top_groups > groups or top_k > top_groups * size:
         raise ConfigError(
-            f"{c.name}: {num_experts} experts (n_routed_experts), {top_k} a token, do not fit {groups} "
-            f"groups (n_group), of which {top_groups} are taken (topk_group); expected groups of one size, "
-            f"{smallest} or more, and enough of them"
+            f"{c.name}: {num_experts} experts (n_routed_experts) with {top_k} per token do not fit {groups} "
+            f"groups (n_group) with {top_groups} chosen (topk_group); expected equal groups of {smallest} or "
+            "more experts, and enough of them"
         )
     return groups, top_groups
 
 
 def corrected_layouts() -> tuple[Layout, ...]:
-    """Of checkpoints with such experts: one by one, or all in one tensor."""
+    """Layouts of checkpoints with such experts: separate, or all in one tensor."""
     return expert_layouts(
         (".router.correction_bias", ".gate.e_score_correction_bias"),
         SHARED_EXPERTS,
@@ -155,7 +157,8 @@ def corrected_layouts() -> tuple[Layout, ...]:
 
 
 def further_predictions(c: HFConfig) -> tuple[str, ...]:
-    """Patterns of the tensors of layers behind the last, which predict further tokens and are not run."""
+    """Patterns of the tensors of multi-token prediction layers, which follow the last layer and are not
+    run."""
     first = c.take_count("num_hidden_layers")
     count = c.take_count("num_nextn_predict_layers", 1, least=0)
     return tuple(f"model.layers.{first + i}.*" for i in range(count))

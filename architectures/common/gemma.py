@@ -1,4 +1,4 @@
-"""What Gemma 2, 3 and 4 have in common: embeddings times the root of their width, and soft caps on logits."""
+"""Shared parts of Gemma 2, 3 and 4: embeddings scaled by the root of their width, and soft caps on logits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
 
 
 def scaled_decoder(c: HFConfig, blocks: Sequence[BlockSpec], norm: NormSpec, **settings: Any) -> ModelSpec:
-    """A model of these blocks; `settings` as of `decoder`."""
+    """A model of these blocks; `settings` as for `decoder`."""
     return decoder(
         c,
         blocks,

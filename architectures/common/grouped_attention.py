@@ -1,4 +1,4 @@
-"""Attention with grouped heads: its sizes, windows and chunks, and keys that layers share."""
+"""Grouped-query attention: sizes, windows and chunks, and keys shared among layers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def attention(
     kv_heads: int | None = None,
     **rotary: Any,
 ) -> AttentionSpec:
-    """Grouped-query attention with rotary positions, from the keys that nearly every config has.
+    """Grouped-query attention with rotary positions, from the keys of nearly every config.
 
     Args:
         bias: of every projection.
-        window: how many tokens back a token sees.
-        kv_heads: of families that have no key `num_key_value_heads`.
+        window: number of visible tokens.
+        kv_heads: for families without the key `num_key_value_heads`.
         rotary: options of `rope`.
     """
     hidden_size, heads = c.take_count("hidden_size"), c.take_count("num_attention_heads")
@@ -36,7 +36,7 @@ def attention(
         if hidden_size % heads:
             raise ConfigError(
                 f"{c.name}: hidden_size {hidden_size} is not a multiple of num_attention_heads "
-                f"{heads}; give head_dim"
+                f"{heads}; set head_dim"
             )
         head_dim = hidden_size // heads
     return AttentionSpec(
@@ -52,9 +52,10 @@ def attention(
 
 
 def check_groups(c: HFConfig, heads: int, kv_heads: int) -> None:
-    """
+    """Check that queries' heads are a multiple of the key/value heads.
+
     Raises:
-        ConfigError: heads of queries cannot be divided among those of keys and values.
+        ConfigError: they are not.
     """
     if heads % kv_heads:
         raise ConfigError(
@@ -64,10 +65,10 @@ def check_groups(c: HFConfig, heads: int, kv_heads: int) -> None:
 
 
 def attention_as_wide_as_the_model(c: HFConfig, **settings: Any) -> AttentionSpec:
-    """`attention` of families whose heads are as wide together as the hidden state, whatever `head_dim` says.
+    """`attention` for families whose heads together have the width of the hidden state.
 
     Raises:
-        ConfigError: `head_dim` says otherwise.
+        ConfigError: `head_dim` contradicts that.
     """
     attn = attention(c, **settings)
     if attn.q_size != c.take_count("hidden_size"):
@@ -79,17 +80,17 @@ def attention_as_wide_as_the_model(c: HFConfig, **settings: Any) -> AttentionSpe
 
 
 def windows(c: HFConfig, default: Callable[[int], str], *, off: bool = False) -> list[int | None]:
-    """The window of each layer: `sliding_window` where its type is sliding_attention, else None.
+    """Window of each layer: `sliding_window` for layers of type sliding_attention, else None.
 
     Args:
-        default: the type of a layer where the config has no `layer_types`.
-        off: the config has switched windows off.
+        default: type of a layer if the config has no `layer_types`.
+        off: windows are switched off in the config.
 
     Raises:
-        ConfigError: an unknown type, or layers that slide without a window.
+        ConfigError: an unknown type, or sliding layers without a window.
     """
     types = layer_types(c, default, (FULL, SLIDING))
-    c.take("sliding_window", None)  # which some references write as 0 where windows are off
+    c.take("sliding_window", None)  # some references write 0 to switch windows off
     window = None if off else c.take_count("sliding_window", None)
     if SLIDING in types and window is None:
         raise ConfigError(
@@ -99,13 +100,13 @@ def windows(c: HFConfig, default: Callable[[int], str], *, off: bool = False) ->
 
 
 def chunks(c: HFConfig, default: Callable[[int], str]) -> list[int | None]:
-    """The size of each layer's chunks: `attention_chunk_size` where its type is chunked_attention, else None.
+    """Chunk size of each layer: `attention_chunk_size` for layers of type chunked_attention, else None.
 
     Args:
-        default: the type of a layer where the config has no `layer_types`.
+        default: type of a layer if the config has no `layer_types`.
 
     Raises:
-        ConfigError: an unknown type, or layers in chunks without a size.
+        ConfigError: an unknown type, or chunked layers without a size.
     """
     types, size = layer_types(c, default, (FULL, CHUNKED)), c.take_count("attention_chunk_size", None)
     if CHUNKED in types and size is None:
@@ -114,11 +115,11 @@ def chunks(c: HFConfig, default: Callable[[int], str]) -> list[int | None]:
 
 
 def layer_sizes(c: HFConfig, keys: Collection[str]) -> list[dict[str, Any]] | None:
-    """What each layer has in place of the model's own sizes, by `per_layer_config`; None where the config has
-    none. `keys` are those that may stand there.
+    """Overrides of the model's sizes per layer, from `per_layer_config`; None if the config has none. `keys`
+    are the allowed ones.
 
     Raises:
-        ConfigError: it is no such table.
+        ConfigError: not such a table.
     """
     count, stated = c.take_count("num_hidden_layers"), c.take("per_layer_config", None)
     if stated is None:
@@ -140,11 +141,11 @@ def layer_sizes(c: HFConfig, keys: Collection[str]) -> list[dict[str, Any]] | No
 
 
 def share_keys(c: HFConfig, mixers: Sequence[AttentionSpec]) -> list[AttentionSpec | SharedAttentionSpec]:
-    """Let the last `num_kv_shared_layers` read the keys and values of the last layer before them with the
-    same window.
+    """Let the last `num_kv_shared_layers` reuse the keys and values of the last earlier layer with the same
+    window.
 
     Raises:
-        ConfigError: there is no such layer, or its heads are others.
+        ConfigError: there is no such layer, or its heads differ.
     """
     first = len(mixers) - c.take_count("num_kv_shared_layers", 0, least=0)
     own = {mixer.window: i for i, mixer in enumerate(mixers[: max(first, 0)])}
@@ -154,8 +155,8 @@ def share_keys(c: HFConfig, mixers: Sequence[AttentionSpec]) -> list[AttentionSp
         sizes = attn.num_key_value_heads, attn.head_dim
         if source is None or sizes != (mixers[source].num_key_value_heads, mixers[source].head_dim):
             raise ConfigError(
-                f"{c.name}: num_kv_shared_layers is {len(mixers) - first}; expected a layer before those of "
-                "each type that is among them, with heads of the same number and size"
+                f"{c.name}: num_kv_shared_layers is {len(mixers) - first}; expected an earlier layer of each "
+                "type among them, with heads of the same number and size"
             )
         return SharedAttentionSpec(
             attn.num_attention_heads,
@@ -172,7 +173,7 @@ def share_keys(c: HFConfig, mixers: Sequence[AttentionSpec]) -> list[AttentionSp
 
 
 def unread_keys(c: HFConfig) -> tuple[str, ...]:
-    """Patterns of the tensors of keys and values in layers that read those of others."""
+    """Patterns of the unused key and value tensors of layers that reuse others'."""
     last, shared = c.take_count("num_hidden_layers"), c.take_count("num_kv_shared_layers", 0, least=0)
     parts = ("k_proj", "v_proj", "k_norm")
     layers = range(max(last - shared, 0), last)

@@ -1,5 +1,5 @@
-"""What many families that see images have in common beside their encoders: a language model, positions on
-several axes, and names in checkpoints.
+"""Shared parts of vision-language families apart from the encoders: the language model, multi-axis positions,
+and checkpoint names.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ Names = tuple[tuple[str, str], ...]
 
 
 def language_model(c: HFConfig) -> ModelSpec:
-    """The language model of a config, as its own family has it."""
+    """The language model of a config, built by its own family."""
     text = text_part(c)
     return find_architecture(text.model_type).spec(text)
 
 
 def turned_by_axes(c: HFConfig, model: ModelSpec, sections: Sequence[int]) -> ModelSpec:
-    """The model with positions in time, row and column, by which the pairs of a head turn in a row: as many
-    by each as the config's `mrope_section` says, or these `sections`.
+    """The model with positions on three axes (time, row, column) that take consecutive pairs of a head: as
+    many as in the config's `mrope_section`, or these `sections`.
 
     Raises:
-        ConfigError: the sections do not share out the pairs.
+        ConfigError: the sections do not add up to the pairs.
     """
     sections = _sections(c, sections)
     return _with_axes(c, model, tuple(i % 3 for i, count in enumerate(sections) for _ in range(count)))
 
 
 def turned_by_axes_in_turn(c: HFConfig, model: ModelSpec, sections: Sequence[int]) -> ModelSpec:
-    """The same, but that axes take turns, pair i going to axis i % 3, until row and column have had their
-    share; time takes all others (Qwen3-VL).
+    """The same with alternating axes, pair i using axis i % 3, until row and column have all of theirs; time
+    takes the others (Qwen3-VL).
 
     Raises:
-        ConfigError: the sections are not three, or do not share out the pairs.
+        ConfigError: not three sections, or they do not add up to the pairs.
     """
     sections = _sections(c, sections)
     axes = [0] * sum(sections)
@@ -85,11 +85,11 @@ def sighted_layouts(
     whole: tuple[str, ...] = (),
     permuted: Names = (),
 ) -> tuple[Layout, ...]:
-    """As older files have it, and as transformers builds it.
+    """Layouts of older files, and of transformers' modules.
 
     Args:
-        vision: for what names begin with, what they begin with in a checkpoint, and renames of the rest.
-        rename, whole, permuted: as in `Layout`, of the language model.
+        vision: name prefixes, their prefixes in a checkpoint, and renames of the rest.
+        rename, whole, permuted: as in `Layout`, for the language model.
     """
     return tuple(
         Layout(
@@ -109,12 +109,12 @@ def sighted_layouts(
 def tower_layouts(
     encoder: Names, projector: Names = (), permuted: Names = (), inner: str = ""
 ) -> tuple[Layout, ...]:
-    """The same, where the encoder is called `vision_tower` and the way out of it `multi_modal_projector`.
+    """The same, with the encoder named `vision_tower` and the projector `multi_modal_projector`.
 
     Args:
-        encoder, projector: renames of what stands behind these.
+        encoder, projector: renames within these.
         permuted: as in `Layout`.
-        inner: what stands between `vision_tower.` and the encoder's names.
+        inner: infix between `vision_tower.` and the encoder's names.
     """
     vision = {
         "vision.encoder.": (f"vision_tower.{inner}", encoder),

@@ -1,4 +1,4 @@
-"""Linear attention in some layers, and attention in the others."""
+"""Hybrid models: linear attention in some layers, and attention in the others."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ LINEAR = "linear_attention"
 
 
 def gated_delta(c: HFConfig, projections: Projections, norm_eps: float) -> GatedDeltaSpec:
-    """The gated delta rule, from the keys that all its families have.
+    """The gated delta rule, from the keys shared by all its families.
 
     Raises:
-        ConfigError: heads of values cannot be divided among those of keys, or an activation other than SiLU.
+        ConfigError: value heads are not a multiple of key heads, or an activation other than SiLU.
     """
     keys, values = c.take_count("linear_num_key_heads"), c.take_count("linear_num_value_heads")
     if values % keys:

@@ -1,4 +1,4 @@
-"""What stands behind attention: MLPs and experts, their activations and their names in checkpoints."""
+"""MLPs and experts: activations, sizes, and checkpoint names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation(c: HFConfig, key: str = "hidden_act", gated: bool = True) -> Activation:
-    """The kernel of the activation that the config names."""
+    """Kernel name of the config's activation."""
     name = c.take(key, "silu")
     known = [known for known in _ACTIVATIONS if not (gated and known in ("quick_gelu", "relu2", "xielu"))]
     if name not in known:
@@ -33,7 +33,7 @@ def activation(c: HFConfig, key: str = "hidden_act", gated: bool = True) -> Acti
 
 
 def mlp(c: HFConfig, *, bias: bool = False, gated: bool = True, key: str = "hidden_act") -> MLPSpec:
-    """An MLP, from the keys that nearly every config has; `key` is that of the activation."""
+    """An MLP, from the keys of nearly every config; `key` is the activation's."""
     return MLPSpec(c.take_count("intermediate_size"), activation(c, key, gated), bias, gated)
 
 
@@ -42,15 +42,15 @@ def experts_and_chosen(
     keys: Sequence[str] = ("num_experts", "num_local_experts"),
     chosen_keys: Sequence[str] = ("num_experts_per_tok",),
 ) -> tuple[int, int]:
-    """How many experts there are, and how many of them a token goes to; both by any of several keys.
+    """Number of experts, and number of experts per token, each under any of several keys.
 
     Raises:
-        ConfigError: a token cannot go to so many.
+        ConfigError: more experts per token than experts.
     """
     experts, chosen = c.take_count(tuple(keys)), c.take_count(tuple(chosen_keys))
     if chosen > experts:
         raise ConfigError(
-            f"{c.name}: {chosen_keys[0]} is {chosen} and {keys[0]} {experts}; expected no more than there are"
+            f"{c.name}: {chosen_keys[0]} is {chosen} and {keys[0]} {experts}; expected at most {experts}"
         )
     return experts, chosen
 
@@ -63,8 +63,8 @@ def chosen_experts(
     size: str = "moe_intermediate_size",
     **settings: Any,
 ) -> MoESpec:
-    """Experts, from the keys that many configs have; `size` is that of their width. `settings` are further
-    fields of the `MoESpec`.
+    """Experts, from the keys of many configs; `size` is the key of their width. `settings` are other fields
+    of the `MoESpec`.
     """
     return MoESpec(
         *experts_and_chosen(c, keys, chosen_keys),
@@ -79,18 +79,18 @@ INPUTS_FIRST = (
     ("*.experts.gate_up_proj", "e h i -> e i h"),
     ("*.experts.down_proj", "e i h -> e h i"),
 )
-"""How experts lie in checkpoints that hold them transposed: `permuted` of a `Layout`."""
+"""`permuted` of a `Layout`, for checkpoints with transposed experts."""
 
 
 def expert_layouts(
     *rename: tuple[str, str], permuted: tuple[tuple[str, str], ...] = ()
 ) -> tuple[Layout, ...]:
-    """Of checkpoints that hold each expert by itself, or all in one tensor; `rename` comes first."""
+    """Layouts of checkpoints with separate experts, or all in one tensor; `rename` applies first."""
     names = (*rename, (".router.", ".gate."))
     return Layout(names, permuted=permuted), Layout(names, ("*.experts.*",), permuted)
 
 
 def aux_loss_coef(c: HFConfig) -> float:
-    """The weight of the load balancing loss: the references add it where `output_router_logits` says so."""
+    """Weight of the load balancing loss: the references add it if `output_router_logits` is set."""
     coef = c.take_number("router_aux_loss_coef")
     return coef if c.take_flag("output_router_logits", False) else 0.0

@@ -1,4 +1,4 @@
-"""A model as a whole, from what nearly every config says: sizes, types of layers, padding."""
+"""Whole models, from the keys of nearly every config: sizes, types of layers, padding."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from liger_models.layers.specs import BlockSpec, LayerNormSpec, ModelSpec, NormS
 def decoder(
     c: HFConfig, blocks: Sequence[BlockSpec], norm: NormSpec | LayerNormSpec, **settings: Any
 ) -> ModelSpec:
-    """A model of these blocks, with what nearly every config says of the rest. `settings` are further fields
-    of the `ModelSpec`.
+    """A model of these blocks, with its other settings from common keys. `settings` are other fields of the
+    `ModelSpec`.
     """
     return ModelSpec(
         vocab_size=c.take_count("vocab_size"),
@@ -29,8 +29,7 @@ def decoder(
 
 
 def padding_row(c: HFConfig) -> int | None:
-    """The row of each embedding that belongs to padding; a negative id counts from the end, as in the
-    references.
+    """Embedding row of the padding id; negative ids count from the end, as in the references.
 
     Raises:
         ConfigError: there is no such row.
@@ -52,10 +51,10 @@ FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attenti
 def layer_types(
     c: HFConfig, default: Callable[[int], str], known: Sequence[str], key: str = "layer_types"
 ) -> list[str]:
-    """The type of each layer, by the config's `key`, or by `default(layer)` where the config does not say.
+    """Type of each layer, from the config's `key`, or by default `default(layer)`.
 
     Raises:
-        ConfigError: as many types as layers, each one of `known`, are not there.
+        ConfigError: not one type per layer, or types other than `known`.
     """
     count = c.take_count("num_hidden_layers")
     types = c.take(key, None)

@@ -1,4 +1,4 @@
-"""How queries and keys turn, and grow, with their positions."""
+"""Rotary settings, and scaling of queries by position."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def rope(
     extra: Collection[str] = (),
     text_of_images: bool = False,
 ) -> RopeSpec:
-    """The rotary settings, in whichever spelling the config has them.
+    """Rotary settings, in either spelling of the config.
 
     Args:
-        layer_type: of families whose layers turn differently by type.
-        partial: the share of a head that turns where the config does not say; None: whole heads always do.
-        interleaved: pairs are neighbours, (2i, 2i + 1), and not (i, i + dim / 2).
-        theta, scaling: where the config does not say.
-        local_theta: of sliding layers whose theta is not that of the others, where the config does not say.
-        extra: see `HFConfig.take_rope`; what comes back there is not for the tables.
-        text_of_images: the language model of one that sees images; text has one position on all axes.
+        layer_type: for families with different rotary settings per layer type.
+        partial: default fraction of a head that is rotated; None: always whole heads.
+        interleaved: pairs are (2i, 2i + 1) instead of (i, i + dim / 2).
+        theta, scaling: defaults.
+        local_theta: default theta of sliding layers, if different from the others'.
+        extra: see `HFConfig.take_rope`; these values do not enter the tables.
+        text_of_images: the language model of a vision-language model; text has the same position on all axes.
     """
     settings = c.take_rope(
         layer_type,
@@ -52,13 +52,13 @@ def rope(
             "models do not have"
         )
     share = settings.pop("partial_rotary_factor")
-    if settings["rope_type"] == "proportional":  # of a whole head's pairs the first turn
+    if settings["rope_type"] == "proportional":  # the first of a whole head's pairs are rotated
         factor = settings.pop("factor")
         settings |= {"rope_type": "default"} if factor == 1 else {"rope_type": "linear", "factor": factor}
         settings["turning"], share = int(share * head_dim // 2), 1.0
-    if partial is None and share != 1:  # the references turn whole heads, whatever the config says
+    if partial is None and share != 1:  # the references always rotate whole heads
         raise ConfigError(
-            f"{c.name}: partial_rotary_factor is {share}, but {c.model_type!r} models turn "
+            f"{c.name}: partial_rotary_factor is {share}, but {c.model_type!r} models rotate "
             "whole heads; remove it"
         )
     dim = int(head_dim * share)
@@ -78,29 +78,31 @@ def rope(
 
 
 def longrope_alone(c: HFConfig, rope: RopeSpec | None) -> RopeSpec:
-    """The rotation of a family that turns by longrope or as it is.
+    """Rotary settings of a family with longrope or the default type.
 
     Raises:
-        ConfigError: it is of another type.
+        ConfigError: another type.
     """
     if rope is None or rope.type not in ("default", "longrope"):
         found = None if rope is None else rope.type
-        raise ConfigError(f"{c.name}: {c.model_type} models turn by longrope or as they are; found {found}")
+        raise ConfigError(
+            f"{c.name}: {c.model_type} models have the rope type longrope or default, found {found}"
+        )
     return rope
 
 
 def local_rope(c: HFConfig, head_dim: int) -> RopeSpec:
-    """The rotation of sliding layers that have a theta of their own (Gemma 3)."""
+    """Rotary settings of sliding layers with their own theta (Gemma 3)."""
     local = rope(c, head_dim, layer_type="sliding_attention", local_theta=1e4)
-    return replace(local, max_position_embeddings=None)  # no distance is longer than the window
+    return replace(local, max_position_embeddings=None)  # distances never exceed the window
 
 
 def turning_layers(c: HFConfig) -> list[bool]:
-    """Which layers turn queries and keys: those for which `no_rope_layers`, despite its name, has a 1; if it
-    is missing or empty, all but each `no_rope_layer_interval`-th.
+    """Whether each layer applies rotary positions: `no_rope_layers`, despite its name, has a 1 for these; by
+    default all but every `no_rope_layer_interval`-th do.
 
     Raises:
-        ConfigError: it does not fit the layers.
+        ConfigError: it does not match the layers.
     """
     count, every = c.take_count("num_hidden_layers"), c.take_count("no_rope_layer_interval", 4)
     marks = c.take("no_rope_layers", None)
@@ -114,14 +116,14 @@ def turning_layers(c: HFConfig) -> list[bool]:
 
 
 GROWING_QUERIES = ("llama_4_scaling_beta", "original_max_position_embeddings", "max_position_embeddings")
-"""What stands among rotary settings where queries grow: `extra` of `rope`. The last is another key again."""
+"""Keys of query scaling among rotary settings: `extra` of `rope`. The last is an alternative name."""
 
 
 def query_scale(c: HFConfig, scaling: Mapping[str, Any]) -> QueryScaleSpec:
-    """How queries grow with their positions, from the rotary settings; `scaling` as of `rope`.
+    """Scaling of queries by position, from the rotary settings; `scaling` as in `rope`.
 
     Raises:
-        ConfigError: they do not say.
+        ConfigError: the settings are missing.
     """
     settings = c.take_rope(default_scaling=scaling, extra=GROWING_QUERIES)
     stated = {**settings, **settings["extra"]}

@@ -1,5 +1,5 @@
-"""Encoders of images, one file a kind.
+"""Image encoders, one file per kind.
 
-`vision` makes the spec from a config, `NAMES` are the names in checkpoints, and `TINY` is a config for the
-tests of the families that use the encoder. May import `common`, the specs and the conversion package.
+`vision` makes the spec from a config, `NAMES` are the checkpoint names, and `TINY` is a config for the tests
+of the families that use the encoder. May import `common`, the specs and the conversion package.
 """

@@ -1,4 +1,4 @@
-"""CLIP's encoder (arXiv:2103.00020) and SigLIP's (arXiv:2303.15343), of square images."""
+"""CLIP's encoder (arXiv:2103.00020) and SigLIP's (arXiv:2303.15343), for square images."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ _UNREAD = (
     "num_positions",
     "initializer_factor",
 )
-"""Keys of what stands behind these encoders in other models, or of fresh weights."""
+"""Keys of other parts of models with these encoders, or of initialisation."""
 
 
 def tower(c: HFConfig, kinds: Collection[str]) -> HFConfig:
-    """The config of the encoder, which is one of `kinds`, the first if it does not say.
+    """Config of the encoder, which must be one of `kinds`; the first is the default.
 
     Raises:
-        ConfigError: there is none, or one of another kind.
+        ConfigError: no encoder, or another kind.
     """
     v = c.part("vision_config")
     kind = v.model_type if "model_type" in c.raw["vision_config"] else next(iter(kinds))
@@ -89,14 +89,14 @@ def vision(
     """An encoder of square images.
 
     Args:
-        v: its config, as `tower` gives it.
-        projector, image_id: the way out of it, and the id of its tokens.
-        states: what goes that way, see `states_read`; by default what the last layer gives, normalised.
-        pictures: what the processor gives, if not the images as they are.
-        settings: further fields of the spec.
+        v: its config, from `tower`.
+        projector, image_id: the projector, and the placeholder id of image tokens.
+        states: layers whose outputs go to the projector, see `states_read`; by default the last, normalised.
+        pictures: form of the processor's output, if not plain images.
+        settings: other fields of the spec.
 
     Raises:
-        ConfigError: heads that do not share out its width.
+        ConfigError: the width is not a multiple of the heads.
     """
     width, depth = v.take_count("hidden_size"), v.take_count("num_hidden_layers")
     attention = whole_attention(v, width, v.take_count("num_attention_heads"))
@@ -120,8 +120,8 @@ def vision(
 
 
 def unread_tensors(c: HFConfig, v: HFConfig, default: int) -> tuple[str, ...]:
-    """Patterns of the encoder's tensors that nothing reads: of the layers behind those that are read (see
-    `states_read`), and of the norm behind all.
+    """Patterns of the encoder's unused tensors: of layers after those in use (see `states_read`), and of the
+    final norm.
     """
     read, depth = max(states_read(c, v, default)), v.take_count("num_hidden_layers")
     layers = tuple(f"*vision_tower.*layers.{i}.*" for i in range(read, depth))
@@ -129,7 +129,7 @@ def unread_tensors(c: HFConfig, v: HFConfig, default: int) -> tuple[str, ...]:
 
 
 HEAD = ("*vision_tower.head.*", "*vision_tower.vision_model.head.*", "*embeddings.position_ids")
-"""Of SigLIP what makes one vector of an image, and a row of numbers that older files have."""
+"""SigLIP's pooling head, and a buffer of older files."""
 
 NAMES = (
     ("patch_embed.", "embeddings.patch_embedding."),
@@ -143,10 +143,10 @@ NAMES = (
     (".o_proj.", ".out_proj."),
     *LINEAR_NAMES,
 )
-"""Of the encoder, behind `vision_tower.` and, in the forms that the hub has, `vision_model.`."""
+"""Names of the encoder, after `vision_tower.` and, in the hub's layouts, `vision_model.`."""
 
 
 def layouts(projector: Names = (), permuted: Names = ()) -> tuple[Layout, ...]:
-    """As the hub has it, as transformers writes it, and as it builds it; see `tower_layouts`."""
+    """Layouts of the hub, of transformers' checkpoints, and of its modules; see `tower_layouts`."""
     forms = (tower_layouts(NAMES, projector, permuted, inner) for inner in ("vision_model.", ""))
     return tuple(itertools.chain(*zip(*forms, strict=True)))

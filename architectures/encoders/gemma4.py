@@ -1,4 +1,4 @@
-"""Gemma 4's encoder, of images and videos of all sizes."""
+"""Gemma 4's encoder, for images and videos of any size."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NAMES = (
     ("projector.std_", "vision_tower.std_"),
     ("projector.linear.", "embed_vision.embedding_projection."),
 )
-"""Of the encoder and the way out of it."""
+"""Names of the encoder and the projector."""
 TINY: dict[str, Any] = {
     "model_type": "gemma4_vision",
     "hidden_size": 32,
@@ -47,9 +47,9 @@ TINY: dict[str, Any] = {
 
 
 def vision(v: HFConfig, image_id: int, **settings: Any) -> VisionSpec:
-    """The encoder, from its config; `settings` are further fields of the spec."""
+    """The encoder, from its config; `settings` are other fields of the spec."""
     for key in ("max_position_embeddings", "attention_bias", "global_head_dim", "default_output_length"):
-        v.take(key, None)  # which the reference does not read, or the processor does
+        v.take(key, None)  # unused by the reference, or read by the processor
     v.fill({"hidden_activation": "gelu_pytorch_tanh", "intermediate_size": 3072})
     width, heads = v.take_count("hidden_size", 768), v.take_count("num_attention_heads", 12)
     kv_heads, head_dim = v.take_count("num_key_value_heads", 12), v.take_count("head_dim", 64)

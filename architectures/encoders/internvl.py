@@ -1,4 +1,4 @@
-"""InternVL's encoder (arXiv:2312.14238), of square images: a class token in front, and scaled branches."""
+"""InternVL's encoder (arXiv:2312.14238), for square images, with a class token and scaled branches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NAMES = (
     (".attention_scale.weight", ".lambda_1"),
     (".mlp_scale.weight", ".lambda_2"),
 )
-"""Of the encoder, behind `vision_tower.`."""
+"""Names of the encoder, after `vision_tower.`."""
 TINY: dict[str, Any] = {
     "model_type": "internvl_vision",
     "hidden_size": 32,
@@ -51,10 +51,10 @@ TINY: dict[str, Any] = {
 
 
 def vision(v: HFConfig, projector: MLPProjectorSpec, image_id: int, state: int) -> VisionSpec:
-    """The encoder, from its config; `state` is what goes out of it, see `states_read`.
+    """The encoder, from its config; `state` is its output, see `states_read`.
 
     Raises:
-        ConfigError: a norm that is not known, or patches that cannot be merged.
+        ConfigError: an unknown norm, or patches that cannot be merged.
     """
     for key in ("use_mask_token", "layer_scale_init_value", "initializer_factor"):
         v.take(key, None)  # of pretraining, and of fresh weights
@@ -94,7 +94,7 @@ def vision(v: HFConfig, projector: MLPProjectorSpec, image_id: int, state: int) 
 
 
 def _side(v: HFConfig, key: str, default: int) -> int:
-    """Of a square, which a config says by one number or by two."""
+    """Side of a square given as one or two numbers."""
     found = v.take(key, default)
     sides = found if isinstance(found, list) else [found]
     if not sides or any(type(side) is not int or side < 1 or side != sides[0] for side in sides):

@@ -1,4 +1,4 @@
-"""Llama 4's encoder, of square tiles."""
+"""Llama 4's encoder, for square tiles."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NAMES = (
     ("projector.fc", "vision_model.vision_adapter.mlp.fc"),
     ("projector.", "multi_modal_projector."),
 )
-"""Of the encoder and the way out of it."""
+"""Names of the encoder and the projector."""
 TINY: dict[str, Any] = {
     "model_type": "llama4_vision_model",
     "hidden_size": 16,
@@ -50,13 +50,13 @@ def vision(v: HFConfig, image_id: int) -> VisionSpec:
     """The encoder, from its config.
 
     Raises:
-        ConfigError: widths that do not fit.
+        ConfigError: incompatible widths.
     """
     for key in (
         *("hidden_act", "norm_eps", "multi_modal_projector_bias"),
         *("vision_feature_layer", "vision_feature_select_strategy"),
     ):
-        v.take(key, None)  # which the reference does not read
+        v.take(key, None)  # unused by the reference
     width, heads = v.take_count("hidden_size", 768), v.take_count("num_attention_heads", 16)
     ratio, size = v.take_number("pixel_shuffle_ratio", 0.5), v.take_count("projector_output_dim", 4096)
     merge = round(1 / ratio) if ratio else 0

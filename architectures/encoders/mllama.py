@@ -1,4 +1,4 @@
-"""The encoder of Llama 3.2 Vision (arXiv:2407.21783, section 7), of images that are cut into tiles."""
+"""Encoder of Llama 3.2 Vision (arXiv:2407.21783, section 7), for images split into tiles."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAMES = (
     *LINEAR_NAMES,
     ("projector.", "multi_modal_projector."),
 )
-"""Of the encoder and the way out of it."""
+"""Names of the encoder and the projector."""
 RATIOS = [[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [4, 1]]
 TINY: dict[str, Any] = {
     "model_type": "mllama_vision_model",
@@ -51,7 +51,7 @@ def vision(v: HFConfig, image_id: int) -> TiledVisionSpec:
     """The encoder, from its config.
 
     Raises:
-        ConfigError: heads, layers or ratios that cannot be.
+        ConfigError: invalid heads, layers or ratios.
     """
     v.fill({"hidden_act": "gelu", "intermediate_size": 5120, "attention_heads": 16})
     width, heads = v.take_count("hidden_size", 1280), v.take_count(("attention_heads", "num_attention_heads"))

@@ -1,4 +1,4 @@
-"""What encoders of images have in common."""
+"""Shared parts of image encoders."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from liger_models.convert.errors import ConfigError, abbreviate
 from liger_models.layers.specs import Activation, AttentionSpec, MLPProjectorSpec, PatchSpec, RopeSpec
 
 LINEAR_NAMES = ((".up_proj.", ".fc1."), (".down_proj.", ".fc2."))
-"""What most encoders call the layers of their MLPs."""
+"""Usual names of the layers of an encoder's MLPs."""
 
 
 def whole_attention(
     v: HFConfig, hidden_size: int, heads: int, *, bias: bool = True, **settings: Any
 ) -> AttentionSpec:
-    """Attention of all patches of a picture to all others. `v` is the encoder's config; `settings` are
-    further fields of the spec.
+    """Bidirectional attention over all patches of an image. `v` is the encoder's config; `settings` are other
+    fields of the spec.
 
     Raises:
-        ConfigError: heads that do not share out the width.
+        ConfigError: the width is not a multiple of the heads.
     """
     if hidden_size % heads:
         raise ConfigError(
@@ -43,16 +43,16 @@ def axial_attention(
     axes: tuple[int, int] = (0, 1),
     **rotary: Any,
 ) -> AttentionSpec:
-    """The same, in which half of a head's pairs turn by the row, the others by the column, with the same
+    """The same with half of a head's pairs rotated by the row and half by the column, with the same
     frequencies (Qwen2-VL).
 
     Args:
-        theta: where the config does not say.
-        axes: of the first half and of the second, 0 being the row.
-        rotary: further fields of the `RopeSpec`.
+        theta: default value.
+        axes: of the first and of the second half; 0 is the row.
+        rotary: other fields of the `RopeSpec`.
 
     Raises:
-        ConfigError: the width is no multiple of four times the heads.
+        ConfigError: the width is not a multiple of four times the heads.
     """
     if hidden_size % (4 * heads):
         raise ConfigError(
@@ -67,7 +67,7 @@ def axial_attention(
 
 
 def _axial_theta(v: HFConfig, default: float) -> float:
-    default = v.take_number("rope_theta", default)  # as older configs have it
+    default = v.take_number("rope_theta", default)  # as in older configs
     rope = v.take("rope_parameters", {})
     if not isinstance(rope, Mapping) or not rope.keys() <= {"rope_type", "rope_theta"}:
         raise ConfigError(
@@ -82,8 +82,8 @@ def _axial_theta(v: HFConfig, default: float) -> float:
 
 
 def patches(v: HFConfig, size: int, bias: bool, frames: int | None = None) -> PatchSpec:
-    """Patches of pictures of three colours, from the encoder's config; of so many `frames`, or as many as it
-    says.
+    """Patches of three-channel images, from the encoder's config; with this number of `frames`, or the
+    config's.
     """
     size = v.take_count("patch_size", size)
     v.take_only(in_channels=3, in_chans=3, num_channels=3, spatial_patch_size=size)
@@ -92,20 +92,20 @@ def patches(v: HFConfig, size: int, bias: bool, frames: int | None = None) -> Pa
 
 
 def projector_activation(c: HFConfig) -> Activation:
-    """Between the linear layers that lead out of the encoder."""
+    """Activation between the linear layers of the projector."""
     c.fill({"projector_hidden_act": "gelu"})
     return activation(c, "projector_hidden_act", gated=False)
 
 
 def mlp_projector(c: HFConfig) -> MLPProjectorSpec:
-    """Two linear layers out of the encoder, whose activation and biases the config says (LLaVA)."""
-    c.take("image_seq_length", None)  # which the processor reads
+    """Projector of two linear layers, with the config's activation and biases (LLaVA)."""
+    c.take("image_seq_length", None)  # read by the processor
     return MLPProjectorSpec(projector_activation(c), c.take_flag("multimodal_projector_bias", True))
 
 
 def states_read(c: HFConfig, v: HFConfig, default: int) -> tuple[int, ...]:
-    """The states of the encoder that the config's `vision_feature_layer` names, one or a list of them: 0 is
-    what enters its first layer, i what layer i gives, the first being 1; negative ones count from the end.
+    """Encoder states selected by the config's `vision_feature_layer`, one or a list: 0 is the input of the
+    first layer, i the output of layer i, counting from 1; negative ones count from the end.
 
     Raises:
         ConfigError: there is no such state.

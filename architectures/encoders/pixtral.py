@@ -1,4 +1,4 @@
-"""Pixtral's encoder (arXiv:2410.07073), of images of all sizes."""
+"""Pixtral's encoder (arXiv:2410.07073), for images of any size."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ TINY: dict[str, Any] = {
 
 
 def vision(v: HFConfig, projector: ProjectorSpec, image_id: int, states: Sequence[int] = ()) -> VisionSpec:
-    """The encoder, from its config: pairs of a head turn by the row with the frequencies of even numbers, and
-    by the column with the others. `states` is what goes out of it, as of CLIP's.
+    """The encoder, from its config: pairs with even frequencies are rotated by the row, the others by the
+    column. `states` selects its output, as for CLIP.
     """
     for key in ("image_size", "vocab_size"):
-        v.take(key, None)  # that of the largest image is the processor's, and there is no vocabulary
+        v.take(key, None)  # the image size limits the processor, and there is no vocabulary
     v.fill({"hidden_act": "gelu", "intermediate_size": 4096})
     width, heads = v.take_count("hidden_size", 1024), v.take_count("num_attention_heads", 16)
     v.take_only(head_dim=width // heads)

@@ -1,4 +1,4 @@
-"""The encoders of the Qwen families, of images and videos of all sizes (arXiv:2409.12191)."""
+"""Encoders of the Qwen families, for images and videos of any size (arXiv:2409.12191)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = (
     ("projector.linear_1.", "merger.mlp.0."),
     ("projector.linear_2.", "merger.mlp.2."),
 )
-"""Of the encoder and the way out of it, in Qwen2.5-VL."""
+"""Names of the encoder and the projector in Qwen2.5-VL."""
 TINY: dict[str, Any] = {
     "depth": 3,
     "hidden_size": 32,
@@ -52,7 +52,7 @@ TINY_3 = {
 
 
 def layouts(names: Names) -> tuple[Layout, ...]:
-    """As the hub has it, and as transformers builds it."""
+    """Layouts of the hub, and of transformers' modules."""
     packed = ("vision.encoder.layers.*.qkv_proj.*",)
     return tuple(
         Layout(whole=packed, root=root, parts=(("vision.", Layout(names, root=vision)),))
@@ -72,17 +72,17 @@ def grid_vision(
     patch_bias: bool = False,
     **settings: Any,
 ) -> VisionSpec:
-    """An encoder of pictures of all sizes, as the Qwen families have it: see `VisionSpec`.
+    """An encoder of images of any size, as in the Qwen families: see `VisionSpec`.
 
     Args:
         c, v: the config, and the encoder's.
-        hidden_size, block, norm: the encoder's width, its layers, and the norm in front of its way out.
-        depth, patch_size: where the config does not say.
-        patch_bias: whether the layer over patches has one.
-        settings: further fields of the spec.
+        hidden_size, block, norm: the encoder's width, its layers, and the norm before the projector.
+        depth, patch_size: defaults.
+        patch_bias: whether the patch embedding has a bias.
+        settings: other fields of the spec.
     """
     for key in ("vision_start_token_id", "vision_end_token_id", "vision_token_id"):
-        c.take(key, None)  # which the processor places
+        c.take(key, None)  # inserted by the processor
     return VisionSpec(
         hidden_size,
         patches(v, patch_size, patch_bias),

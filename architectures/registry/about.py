@@ -1,5 +1,5 @@
-"""What a family is called and where it comes from, for people: read off the first sentence that its file, or
-the docstring of its own function where a file holds several families, begins with.
+"""Name and origin of a family for display, from the first sentence of its file's docstring, or of its
+function's if a file holds several families.
 
     Granite 3 (IBM, 2024): LLaMA with multipliers of embeddings, scores and branches.
     name      (source)  : traits
@@ -17,13 +17,13 @@ from liger_models.architectures.registry.registry import Architecture
 
 @dataclass(frozen=True)
 class About:
-    """A family in words.
+    """A family's description.
 
     Attributes:
         name: its models' names, "Granite 3".
-        source: who published it and when, "IBM, 2024"; of several, all.
-        papers: numbers of its papers on arXiv, which `source` then names too.
-        traits: in what it differs from others.
+        source: publisher and year, "IBM, 2024"; all of them if there are several.
+        papers: arXiv numbers of its papers, which `source` then lists, too.
+        traits: differences from other families.
     """
 
     name: str
@@ -33,10 +33,10 @@ class About:
 
 
 def about(architecture: Architecture) -> About:
-    """What the family's docstring says.
+    """Parse the family's docstring.
 
     Raises:
-        ValueError: it does not begin with "NAME (SOURCE, YEAR): TRAITS."
+        ValueError: it does not start with "NAME (SOURCE, YEAR): TRAITS."
     """
     build = architecture.build
     text = " ".join((inspect.getdoc(build) or sys.modules[build.__module__].__doc__ or "").split())

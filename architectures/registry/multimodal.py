@@ -1,8 +1,8 @@
-"""Families whose checkpoints hold a known language model beside towers for images or sound: where the text
-part stands in them. A family is in the table only if its text alone goes through exactly what the text family
-computes. Those whose towers we have too are registered beside.
+"""Multimodal families with a supported language model: the location of the text part in their checkpoints. A
+family is listed only if pure text goes through exactly the computation of the text family. Families with
+supported encoders are registered, too.
 
-    text = text_config(raw, "config.json")  # the config of a checkpoint of the text part alone
+    text = text_config(raw, "config.json")  # the config of a text-only checkpoint
 """
 
 from __future__ import annotations
@@ -19,20 +19,18 @@ from liger_models.convert.errors import ConfigError, UnsupportedModelError, abbr
 class Multimodal:
     """A family of multimodal models.
 
-    Attributes:
-        texts: the `model_type`s that its text part may have, each with that of the text family.
-        prefixes: (with, without) what the text part's names begin with here and in a checkpoint of the text
-            alone; the first that fits counts.
-        tied: whether the head is the embedding where the config does not say.
-        tied_by_text: whether the text part's own `tie_word_embeddings` counts too.
-        without: keys of the text part that the multimodal model does not read, and the text family would.
-        axes: positions have several axes, which for text are one and the same.
-        settings: of the text part, whatever its config says.
-        defaults: values that the reference gives to keys which the text part leaves out, beside those of the
-            text family.
-        seeing: a key of the text part that lists layers which read features of images, and are skipped where
-            there are none. They are no layers of the text.
-        extra_ids: rows of the embedding behind those of the vocabulary, which text does not have.
+    texts: the possible `model_type`s of its text part, each with the text family's.
+    prefixes: (with, without): name prefixes of the text part here and in a text-only checkpoint; the first
+        match counts.
+    tied: whether the head is tied to the embedding by default.
+    tied_by_text: whether the text part's own `tie_word_embeddings` counts, too.
+    without: keys of the text part that the text family would read but the multimodal model does not.
+    axes: positions have several axes, which are equal for text.
+    settings: of the text part, regardless of its config.
+    defaults: the reference's defaults for the text part, in addition to the text family's.
+    seeing: key of the text part that lists cross-attention layers to image features, which are skipped
+        without images. They are not part of the text model.
+    extra_ids: embedding rows after the vocabulary, unused by text.
     """
 
     texts: Mapping[str, str]
@@ -47,8 +45,8 @@ class Multimodal:
     extra_ids: int = 0
 
     def name_in_text(self, name: str, raw: Mapping[str, Any]) -> str | None:
-        """What a checkpoint of the text alone calls a tensor; None for those of the towers, and of layers of
-        the text part that read images.
+        """Name of a tensor in a text-only checkpoint; None for tensors of the towers and of cross-attention
+        layers.
 
         Args:
             name: in a checkpoint whose config.json holds `raw`.
@@ -68,10 +66,10 @@ class Multimodal:
         return f"model.layers.{int(number) - sum(layer < int(number) for layer in layers)}.{own}"
 
     def layers_that_see(self, text: Mapping[str, Any]) -> list[int]:
-        """Of a text part's config the layers that read features of images.
+        """Cross-attention layers to image features, from a text part's config.
 
         Raises:
-            ConfigError: they are no list of numbers.
+            ConfigError: not a list of numbers.
         """
         if self.seeing is None:
             return []
@@ -82,7 +80,7 @@ class Multimodal:
         return sorted(set(found))
 
 
-# What the names of the towers' tensors begin with, also behind "model.".
+# Name prefixes of the towers' tensors, also after "model.".
 _TOWERS = (
     "vision_tower.",
     "vision_model.",
@@ -189,7 +187,7 @@ def _sizes(
     }
 
 
-# Sizes of the text families' config classes: published configs state only what differs from them.
+# Sizes in the text families' config classes: published configs state only differences from them.
 _SIZES: dict[str, dict[str, int]] = {
     "qwen2": _sizes(151936, 4096, 22016, 32, 32),
     "qwen3": _sizes(151936, 4096, 22016, 32, 32),
@@ -210,7 +208,7 @@ _SIZES: dict[str, dict[str, int]] = {
     ),
 }
 
-# Keys beside text_config that concern the towers, the way into them, or the multimodal model as a whole.
+# Keys next to text_config that concern the towers, the projectors, or the multimodal model as a whole.
 _ASIDE_NAMES = """
     architectures auto_map model_type text_config vision_config audio_config ignore_index
     image_token_id image_token_index image_seq_length image_grid_pinpoints video_token_id audio_token_id
@@ -221,20 +219,22 @@ _ASIDE_NAMES = """
     downsample_ratio video_token_index vision_aspect_ratio use_image_newline_parameter
 """
 _ASIDE = frozenset(_ASIDE_NAMES.split())
-_TOP_AND_TEXT = frozenset({"pad_token_id", "vocab_size", "tie_word_embeddings"})  # at the top not of the text
+_TOP_AND_TEXT = frozenset(
+    {"pad_token_id", "vocab_size", "tie_word_embeddings"}
+)  # at the top level, not part of the text config
 
 
 def text_config(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The config of a multimodal checkpoint's text part alone.
+    """Config of a multimodal checkpoint's text part.
 
-    Keys at the top that are not known to be the towers' are among it, so that none is overlooked.
+    Top-level keys that are not known to belong to the towers are included, so that none is overlooked.
 
     Args:
         raw: the content of config.json, whose `model_type` is in the table.
-        name: where it came from, for messages.
+        name: its origin, for messages.
 
     Raises:
-        UnsupportedModelError: the text part is of a type that is not supported here.
+        UnsupportedModelError: an unsupported type of text part.
         ConfigError: there is no text part.
     """
     family, nested = MULTIMODAL[raw["model_type"]], raw.get("text_config")
@@ -254,7 +254,7 @@ def text_config(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
     text |= {**_SIZES.get(family.texts[kind], {}), **family.defaults, **nested}
     rope = nested.get("rope_parameters")
     if "rope_theta" not in nested and isinstance(rope, Mapping) and "rope_theta" in rope:
-        text.pop("rope_theta", None)  # which is a default here, and not what the file says
+        text.pop("rope_theta", None)  # a default here, not in the file
     if family.axes:
         text |= _one_axis(text)
     tied = raw.get("tie_word_embeddings")
@@ -271,8 +271,8 @@ def text_config(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def text_part(c: HFConfig) -> HFConfig:
-    """The config of the language model in that of a model that sees images. What is at the top and not known
-    to be the towers' is among it, so that none is overlooked; the rest is left to the family.
+    """Config of the language model in that of a vision-language model. Top-level keys not known to belong to
+    the towers are included, so that none is overlooked; the others are left to the family.
     """
     for key in c.raw:
         if key not in _ASIDE or key == "text_config":
@@ -283,7 +283,7 @@ def text_part(c: HFConfig) -> HFConfig:
 
 
 def _one_axis(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary settings without the axes of images and time: all of them stand at a text token's position."""
+    """Rotary settings without multi-axis parameters: a text token has the same position on all axes."""
     found: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(text.get(key), Mapping):
@@ -292,5 +292,5 @@ def _one_axis(text: Mapping[str, Any]) -> dict[str, Any]:
             settings["rope_type"] = "default" if kind == "mrope" else kind
             found[key] = settings
             if "rope_theta" in settings:
-                found["rope_theta"] = settings["rope_theta"]  # and not the default
+                found["rope_theta"] = settings["rope_theta"]  # not the default
     return found

@@ -187,7 +187,7 @@ def test_keys_that_a_mistral_config_leaves_out_have_the_reference_values():
         ),
         ({"per_layer_config": {"4": {"head_dim": 32}}}, "some of the 4 layers, by their numbers"),
         ({"per_layer_config": {"0": {"sliding_window": 3}}}, "whole numbers for head_dim and"),
-        ({"num_kv_shared_layers": 4}, "num_kv_shared_layers is 4; expected a layer before those"),
+        ({"num_kv_shared_layers": 4}, "num_kv_shared_layers is 4; expected an earlier layer"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention must be 'vision'"),
     ],
 )

@@ -76,7 +76,7 @@ def test_beyond_the_original_length_the_long_factors_turn(make_pair, failures):
     ("changes", "message"),
     [
         ({"num_experts_per_tok": 3}, "num_experts_per_tok must be 2, the only value supported, found 3"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "or as they are; found linear"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "longrope or default, found linear"),
         ({"long_mscale": 1.3}, r"equal .* found 1\.2 and 1\.3"),
         ({"short_mscale": None}, "found None and 1.2"),
     ],
