@@ -1,4 +1,4 @@
-"""Fine-tune a checkpoint on several GPUs in a plain training loop: each process holds a shard of the parameters
+"""Fine-tune a checkpoint on several GPUs in a plain training loop: each process holds a parameter shard
 (FSDP2), reads only that part, and trains on its own rows. Data and `out` are as in train_in_a_loop.py.
 
     torchrun --nproc-per-node=8 examples/train_on_eight_gpus.py meta-llama/Llama-3.2-1B data.jsonl out

@@ -147,7 +147,7 @@ def _pack(tensor: Tensor) -> _Kept | Recipe:
 
 
 def _would_keep(tensor: Tensor) -> Tensor | _Kept | Recipe:
-    """What autograd saves of a tensor now: its recipe only while recipes are active."""
+    """Value that autograd saves for a tensor now: its recipe only while recipes are active."""
     hooks = _callers_hooks(False)
     return _pack(tensor) if hooks is not None and hooks[0] is _pack else tensor
 

@@ -146,7 +146,7 @@ class _Lane:
 
 
 class _Streams:
-    """Copies beside the work of the current stream. On a CPU, in turn with it."""
+    """Copies that overlap the current stream's work. On a CPU they run in order with it."""
 
     def __init__(self, device: torch.device):
         self.cuda = device.type == "cuda"
@@ -156,7 +156,7 @@ class _Streams:
             self.come.wait_stream(self.work)  # the lanes may lie where something is still at work
 
     def copy_in(self, pairs: Iterator[tuple[Tensor, Tensor]], lane: _Lane) -> None:
-        """Fill a lane; what is queued after this waits for it."""
+        """Fill a lane; later queued work waits for it."""
         if not self.cuda:
             _copy(pairs)
             return
