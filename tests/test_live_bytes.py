@@ -23,9 +23,11 @@ from live_bytes import LiveBytes, surroundings
 
 import liger_models
 from liger_models.architectures import find_architecture
+from liger_models.layers.blocks.mixers import MIXERS
 from liger_models.layers.memory import Step, StepMemory
 from liger_models.layers.recompute import activation_memory, offload
 from liger_models.layers.recompute.activation_memory import LEVELS, RERUN
+from liger_models.layers.specs import CrossAttentionSpec, SharedAttentionSpec
 
 DTYPE, RANK = torch.bfloat16, 4
 LAYERS, TOKENS = (2, 3), (256, 512)
@@ -69,11 +71,15 @@ def of_labels(model: Any) -> Callable[[int], Any]:
     return call
 
 
-def full(family: str, **changes: Any) -> Callable[[int], Made]:
+def full(
+    family: str, kinds: tuple[str, ...] = ("sliding_attention", "full_attention"), **changes: Any
+) -> Callable[[int], Made]:
+    """`kinds` are the types of layers, in turn, where the family's config has such."""
+
     def make(layers: int) -> Made:
         config = config_of(family, layers, **changes)
         if "layer_types" in config:
-            config["layer_types"] = (["sliding_attention", "full_attention"] * layers)[:layers]
+            config["layer_types"] = [kinds[i % len(kinds)] for i in range(layers)]
         model = liger_models.from_config(config, device="cpu", dtype=DTYPE).train()
         return Made(model, model, {}, of_labels(model))
 
@@ -126,6 +132,8 @@ COMPOSITIONS: dict[str, Callable[[int], Made]] = {
     "full, latent attention": full("deepseek_v3", first_k_dense_replace=0),
     "full, norms of heads": full("cohere"),
     "full, inputs of each layer": full("gemma4_text", num_kv_shared_layers=0, enable_moe_block=False),
+    "full, gated attention": full("qwen3_5_text", ("full_attention",)),
+    "full, gated delta rule": full("qwen3_5_text", ("linear_attention",)),
     "LoRA, dense": adapted(),
     "LoRA, latent attention and experts": adapted("deepseek_v3", target_modules="all-linear"),
     "LoRA of experts": adapted(
@@ -208,6 +216,8 @@ CHOSEN = {
     "full, experts": FEW,
     "full, latent attention": FEW,
     "full, norms of heads": ("lean", "offload"),
+    "full, gated attention": ("all", "lean", "tiled"),
+    "full, gated delta rule": LEVELS,
     "LoRA, dense": FEW,
     "LoRA of experts": ("lean", "offload"),
     "LoRA with a bias": ("lean",),
@@ -226,10 +236,24 @@ def test_a_step_keeps_what_its_level_promises_and_needs_what_is_planned(name, le
     assert found.kept >= 0.95 * found.promised
     # Of another layer the peak grows by what it keeps; where two moments are nearly as high, by less.
     assert found.peak <= found.promised + 8
-    assert found.after == 0
+    # While the loss is alive, operations hold their tables of chunks: 8 bytes for each 64 tokens and layer.
+    assert found.after < 0.5
     # Under a dispatch mode torch adds gradients out of place: a stream more, of at most 64 in bfloat16. A
     # plan leaves out numbers by token, such as norms' statistics, which at such widths are percents.
     assert found.slope <= 1.03 * found.planned + 64 * 2 + 16
+
+
+# What is tested elsewhere.
+OTHERS = {
+    CrossAttentionSpec: "tests/vision/test_memory_plan.py",
+    SharedAttentionSpec: "attention of queries alone, which keeps less than AttentionSpec",
+}
+
+
+def test_every_mixer_is_among_those_whose_bytes_are_counted():
+    made = [make(3) for name, make in COMPOSITIONS.items() if name.startswith("full") and name in CHOSEN]
+    counted = {type(layer.spec.mixer) for one in made for layer in one.decoder.layers}
+    assert counted | OTHERS.keys() == MIXERS.keys()
 
 
 @pytest.mark.parametrize("level", ["lean", "checkpoint", "offload"])

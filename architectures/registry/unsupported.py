@@ -25,7 +25,6 @@ MISSING: dict[str, str] = {
     "olmo_hybrid": _GATED_DELTA,
     "qwen3_5": _GATED_DELTA,
     "qwen3_5_moe": _GATED_DELTA,
-    "qwen3_5_moe_text": _GATED_DELTA,
     "recurrent_gemma": "gated linear recurrences (RG-LRU)",
     "rwkv": "the recurrence of RWKV",
     "xlstm": "the matrix memories of xLSTM",

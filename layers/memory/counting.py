@@ -16,6 +16,7 @@ from liger_models.layers.memory.layer_costs import LayerCosts
 from liger_models.layers.memory.own_parts import own_bytes, own_elements
 from liger_models.layers.memory.pictures import NOTHING, Edges, Shown, edges_of
 from liger_models.layers.memory.step import LADDERS, Plan, Step
+from liger_models.layers.projections.matrices import matrices
 from liger_models.layers.recompute.activation_memory import ActivationMemory
 from liger_models.layers.recompute.offload import host_bytes
 from liger_models.layers.specs import ModelSpec
@@ -283,8 +284,8 @@ class StepMemory:
         vision, modules = self.model.vision, list(self.model.layers)
         if vision is not None:
             modules += [*vision.encoder.layers, *vision.ways_out()]
-        found = {id(p): p for module in modules for p in module.parameters()}
-        return [p for p in found.values() if p.ndim == 2]
+        found = {id(p): p for module in modules for *_, p in matrices(module) if p.ndim == 2}
+        return list(found.values())
 
     @cached_property
     def _headless(self) -> int:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.kernels import document_bounds, gated_delta_rule, gated_delta_rule_step
+from liger_models.kernels.recurrent._chunk_table import CHUNK
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.packed_linear import PackedLinear
@@ -170,6 +171,16 @@ class GatedDelta(nn.Module):
         spec = self.spec
         kept = spec.conv_size + 2 * spec.value_size + 2 * spec.value_heads
         return itemsize * (kept + (spec.conv_size + spec.value_size if level == "all" else 0))
+
+    def backward_bytes(self, itemsize: int) -> int:
+        """Of a token, the most during the backward pass of the rule, as on a GPU, beside what `lean` keeps:
+        gradients of o and z; q, k and v behind the convolution and their gradients; what tokens write and its
+        gradient; of each chunk its solved triangle, and states with their gradients; and gates in float32.
+        """
+        spec = self.spec
+        chunk = spec.value_heads * (CHUNK + 2 * spec.key_dim * spec.value_dim / CHUNK)
+        numbers = 4 * (4 * spec.value_heads + 2 * spec.key_heads)
+        return int(itemsize * (4 * spec.value_size + 2 * spec.conv_size + chunk)) + numbers
 
     def extra_repr(self) -> str:
         spec = self.spec

@@ -25,6 +25,7 @@ class ShortConvolution(nn.Module):
     """
 
     activation = "silu"
+    stacked_vectors = ("weight",)
     stacked_vectors = ("weight",)  # the taps of each channel
 
     def __init__(self, heads: tuple[tuple[int, int], ...], width: int):

@@ -47,6 +47,13 @@ class GatedDeltaSpec:
         return 2 * self.key_size + self.value_size
 
     @property
+    def state_flops(self) -> int:
+        """Operations of the rule for each token, one token at a time: a decay, a read, a write and a query of
+        every state.
+        """
+        return 7 * self.value_heads * self.key_dim * self.value_dim
+
+    @property
     def ropes(self) -> tuple[RopeSpec, ...]:
         """No positions."""
         return ()

@@ -1,6 +1,7 @@
 """Operations of a step and peak of the device: model FLOPs utilisation (PaLM, arXiv:2204.02311).
 
-    FLOPs = f (2 N tokens + 2 H V labels + sum over layers, documents, heads of 2 (d_qk + d_v) pairs)
+    FLOPs = f (2 N tokens + 2 H V labels + sum over layers, documents, heads of 2 (d_qk + d_v) pairs
+               + sum over recurrent layers, value heads of 7 d_k d_v tokens)
     MFU   = FLOPs a second / (processes * FLOPs a second of a large matrix product)
 
 N is the number of matrix elements used per token: of experts, only the active ones; of embeddings, none.
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.layers.memory import matrix_elements
-from liger_models.layers.specs import AttentionSpec
+from liger_models.layers.specs import AttentionSpec, RecurrentSpec
 from liger_models.models.causal_lm import LigerCausalLM
 
 Sees = tuple[int | None, int | None]  # a window, and a chunk
@@ -51,6 +52,7 @@ class StepFlops:
                 values = getattr(mixer, "v_head_dim", heads.head_dim)
                 width = heads.num_attention_heads * (heads.head_dim + values)
                 self.widths[heads.window, heads.chunk] += width
+        self.states = sum(b.mixer.state_flops for b in spec.blocks if isinstance(b.mixer, RecurrentSpec))
         self.factor, self.adapters = 3, 0
 
     def below_adapters(self, elements: int) -> None:
@@ -66,7 +68,8 @@ class StepFlops:
         """Operations of a forward pass only."""
         tokens = int(lengths.sum())
         pairs = sum(width * seen_pairs(lengths, *sees) for sees, width in self.widths.items())
-        return 2 * ((self.elements + self.adapters) * tokens + self.head * labels + pairs)
+        products = (self.elements + self.adapters) * tokens + self.head * labels + pairs
+        return 2 * products + self.states * tokens
 
 
 def seen_pairs(lengths: Tensor, window: int | None = None, chunk: int | None = None) -> int:
