@@ -14,15 +14,16 @@ from liger_models.layers.attention.cross_attention import CrossAttention
 from liger_models.layers.attention.qk_norm import norm_work
 from liger_models.layers.blocks import Block
 from liger_models.layers.blocks.per_layer_input import PerLayerInput
-from liger_models.layers.experts.moe import MixtureOfExperts
+from liger_models.layers.experts.moe import Experts, MixtureOfExperts
 from liger_models.layers.memory.adapters import AdapterCosts
 from liger_models.layers.memory.own_parts import whole_bytes
 from liger_models.layers.memory.step import Step
+from liger_models.layers.projections.matrices import matrices
 from liger_models.layers.recompute import tiles
 from liger_models.layers.recompute.activation_memory import LEVELS, RERUN, TILED, ActivationMemory
 from liger_models.layers.recurrent.gated_delta import GatedDelta
 from liger_models.layers.sequences.sequence_parallel import exchange_bytes
-from liger_models.layers.specs import AttentionSpec
+from liger_models.layers.specs import AttentionSpec, MoESpec, RecurrentSpec
 
 # Operations of a matrix product in the time that a byte takes to be written or read: 660 TFLOP/s beside 4.2
 # TB/s on an H200. It decides only which of two things is done again first.
@@ -355,3 +356,39 @@ def _pieces(layer: Block, step: Step, itemsize: int, adapters: AdapterCosts) -> 
 def matrix_elements(layer: Block) -> tuple[int, int, int]:
     """Elements of the matrices that a token meets: of gate and up, of the last product, of all others."""
     inner = last = rest = 0
+    names = {id(p): name for name, p in layer.named_parameters()}
+    for module, _, p in matrices(layer):
+        mixture, elements, name = layer.spec.mixture, p.numel(), names[id(p)]
+        if isinstance(module, Experts) and mixture is not None:
+            elements = elements * mixture.experts_per_token // mixture.num_experts
+        if not name.startswith("mlp."):
+            rest += elements
+        elif "down_proj" in name:
+            last += elements
+        else:
+            inner += elements
+    return inner, last, rest
+
+
+def _mixing(layer: Block, seq: int) -> int:
+    """Operations of the mixer's forward pass for each token, on average, beside its projections."""
+    if isinstance(layer.spec.mixer, RecurrentSpec):
+        return layer.spec.mixer.state_flops
+    return 4 * _attended(layer, seq)
+
+
+def _attended(layer: Block, seq: int) -> int:
+    """Elements of the values that a query meets, over all heads, on average."""
+    mixer: Any = layer.spec.mixer
+    mixer = getattr(mixer, "attention", mixer)
+    if not isinstance(mixer, AttentionSpec):
+        return 0
+    return mixer.q_size * min(mixer.window or mixer.chunk or seq, (seq + 1) // 2 if mixer.causal else seq)
+
+
+def _inner_width(layer: Block) -> int:
+    spec = layer.spec.mlp
+    if not isinstance(spec, MoESpec):
+        return spec.intermediate_size
+    shared = 0 if spec.shared_expert is None else spec.shared_expert.intermediate_size
+    return spec.experts_per_token * spec.intermediate_size + shared
