@@ -115,7 +115,7 @@ def _attend(
 ) -> Tensor:
     if visibility.padding is not None:
         return _with_padding(q, k, v, spec, visibility)
-    visibility = _as_seen(spec, visibility)
+    visibility = _effective(spec, visibility)
     if backend == "auto":
         backend = _choose(q, k, v, spec, visibility)
     if visibility.documents.tree is not None and backend not in WITH_TREES:
@@ -157,7 +157,7 @@ def attend_by_groups(
     groups = spec.num_key_value_heads
     if sequences.slice is None and len(q) > LONG and groups > 1:
         if backend == "auto":
-            backend = _choose(q, k, v, spec, _as_seen(spec, sequences.visibility))
+            backend = _choose(q, k, v, spec, _effective(spec, sequences.visibility))
         if backend == "sdpa":
             heads = spec.num_attention_heads // groups
             one = replace(spec, num_attention_heads=heads, num_key_value_heads=1)
@@ -173,7 +173,7 @@ def attend_plain(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sequences: Sequences, sinks: Tensor | None = None
 ) -> Tensor:
     """The plain twin of `attend`."""
-    return _plain(q, k, v, spec, _as_seen(spec, sequences.visibility), sinks)
+    return _plain(q, k, v, spec, _effective(spec, sequences.visibility), sinks)
 
 
 def _plain(
@@ -208,7 +208,7 @@ def attend_cached(
     keys: Tensor,
     values: Tensor,
     spec: AttentionSpec,
-    sees: Tensor,
+    mask: Tensor,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of the new tokens of each sequence to its cached tokens, which include the new ones.
@@ -216,27 +216,27 @@ def attend_cached(
     Args:
         q: [batch * new, num_attention_heads, head_dim]; keys, values: [batch, longest, num_key_value_heads,
             head_dim], or values with heads of another size.
-        spec: the scale and the soft cap; `sees` accounts for window and chunks.
-        sees: [batch, new, longest] bool, true for the keys that a token attends to, at least one each.
+        spec: the scale and the soft cap; `mask` accounts for window and chunks.
+        mask: [batch, new, longest] bool, true for the keys that a token attends to, at least one each.
         sinks: [num_attention_heads], if the spec has them.
 
     Returns:
         [batch * new, num_attention_heads, the size of the values' heads].
     """
-    q = q.unflatten(0, sees.shape[:2]).transpose(1, 2)  # [batch, heads, new, dim]
-    keys, values, sees = keys.transpose(1, 2), values.transpose(1, 2), sees[:, None].to(q.device)
+    q = q.unflatten(0, mask.shape[:2]).transpose(1, 2)  # [batch, heads, new, dim]
+    keys, values, mask = keys.transpose(1, 2), values.transpose(1, 2), mask[:, None].to(q.device)
     if _is_plain_softmax(spec):
-        out = grouped_attention(q, keys, values, spec, sees)
+        out = grouped_attention(q, keys, values, spec, mask)
     else:
         groups = (spec.num_key_value_heads, -1)
         new = q.shape[2]
         scores = (q.unflatten(1, groups).flatten(2, 3) @ keys.mT * spec.scale).unflatten(2, (-1, new))
-        weights = attention_weights(scores.flatten(1, 2), sees, spec.softcap, sinks)
+        weights = attention_weights(scores.flatten(1, 2), mask, spec.softcap, sinks)
         out = (weights.unflatten(1, groups).flatten(2, 3) @ values).unflatten(2, (-1, new)).flatten(1, 2)
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def _as_seen(spec: AttentionSpec, visibility: Visibility) -> Visibility:
+def _effective(spec: AttentionSpec, visibility: Visibility) -> Visibility:
     visibility = visibility if spec.sees_spans else visibility.without_spans()
     return (
         visibility

@@ -27,7 +27,7 @@ from liger_models.layers.specs import CrossAttentionSpec
 
 
 @dataclass(frozen=True, eq=False)
-class SeenTiles(Part):
+class VisibleTiles(Part):
     """The image tiles that each token attends to.
 
     Attributes:
@@ -45,10 +45,10 @@ class SeenTiles(Part):
     shown: Tensor
     blocks: list[tuple[int, int, int, int]] | None = None
 
-    def last(self, documents: Documents, lengths: Tensor) -> SeenTiles:
+    def last(self, documents: Documents, lengths: Tensor) -> VisibleTiles:
         """The tiles of the last token of each sequence, given the lengths [batch]."""
         token = lengths.cumsum(0) - 1
-        return SeenTiles(documents.pack(self.mask)[token][:, None], self.any[token], self.shown[token])
+        return VisibleTiles(documents.pack(self.mask)[token][:, None], self.any[token], self.shown[token])
 
 
 class CrossAttention(nn.Module):
@@ -75,8 +75,8 @@ class CrossAttention(nn.Module):
     def forward(self, x: Tensor, sequences: Sequences, images: Tensor) -> Tensor:
         """x [T, H], images [batch, K, H] -> [T, H]."""
         sequences = sequences.on(x.device)
-        spec, seen, cache = self.spec, sequences.visibility.tiles, sequences.cache
-        assert seen is not None
+        spec, visible, cache = self.spec, sequences.visibility.tiles, sequences.cache
+        assert visible is not None
         q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, spec.head_dim)))
         made = None if cache is None else cache.of_images.get(self.layer)
         if made is None:
@@ -85,20 +85,20 @@ class CrossAttention(nn.Module):
         if cache is not None:
             cache.of_images[self.layer] = made
         k, v = made
-        if seen.blocks is None:
-            out = sequences.pack(self._attend(sequences.unpack(q), k, v, seen.mask))
+        if visible.blocks is None:
+            out = sequences.pack(self._attend(sequences.unpack(q), k, v, visible.mask))
         else:
-            of_tile, pieces = k.shape[1] // seen.mask.shape[2], []
-            for first, end, first_tile, end_tile in seen.blocks:
+            of_tile, pieces = k.shape[1] // visible.mask.shape[2], []
+            for first, end, first_tile, end_tile in visible.blocks:
                 own, tiles = q[None, first:end], slice(first_tile, end_tile)
                 keys = slice(first_tile * of_tile, end_tile * of_tile)
                 none = first_tile == end_tile or first == end
-                mask = seen.mask[:, first:end, tiles]
+                mask = visible.mask[:, first:end, tiles]
                 pieces.append(
                     (torch.zeros_like(own) if none else self._attend(own, k[:, keys], v[:, keys], mask))[0]
                 )
             out = torch.cat(pieces)
-        return self.o_proj(torch.where(seen.any, out.flatten(1), 0))
+        return self.o_proj(torch.where(visible.any, out.flatten(1), 0))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         """Attention of q [batch, seq, heads, dim] to k, v [batch, K, kv_heads, dim] of the tiles in `mask`

@@ -64,9 +64,9 @@ class LatentAttention(nn.Module):
         cache, spec = sequences.cache, self.spec.attention
         if cache is not None:
             latents, k_ropes = cache.append(self.layer, latent, k_rope)
-            sees = cache.sees(self.layer, spec.window)
-            if sees is not None:
-                out = attend_cached(q, *self._keys_and_values(latents, k_ropes), spec, sees)
+            mask = cache.mask(self.layer, spec.window)
+            if mask is not None:
+                out = attend_cached(q, *self._keys_and_values(latents, k_ropes), spec, mask)
                 return self.o_proj(out.flatten(1))
         k, v = self._keys_and_values(latent, k_rope)
         return self.o_proj(attend(q, k, v, spec, sequences, self.backend).flatten(1))

@@ -162,10 +162,10 @@ class Attention(nn.Module):
         cache = sequences.cache
         assert cache is not None
         keys, values = cache.append(self.layer, k, v)
-        sees = cache.sees(self.layer, self.spec.window, self.spec.chunk)
-        if sees is None:
+        mask = cache.mask(self.layer, self.spec.window, self.spec.chunk)
+        if mask is None:
             return attend(q, k, v, self.spec, sequences, self.backend, self.sinks), k, v
-        return attend_cached(q, keys, values, self.spec, sees, self.sinks), keys, values
+        return attend_cached(q, keys, values, self.spec, mask, self.sinks), keys, values
 
     def extra_repr(self) -> str:
         spec = self.spec

@@ -47,11 +47,11 @@ class SharedAttention(nn.Module):
             q = self.q_norm(q).to(x.dtype)
         if spec.rope is not None:
             q = rotary(q, q[:, :0], *sequences.positions.rotary[spec.rope], spec.rope.interleaved)[0]
-        sees = None if cache is None else cache.sees(spec.keys_of, spec.window)
-        if sees is None:
+        mask = None if cache is None else cache.mask(spec.keys_of, spec.window)
+        if mask is None:
             out = attend(q, keys, values, spec.attention, sequences, self.backend)
         else:
-            out = attend_cached(q, keys, values, spec.attention, sees)
+            out = attend_cached(q, keys, values, spec.attention, mask)
         return self.o_proj(out.flatten(1))
 
     def new_cache(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.convert.errors import DataError
-from liger_models.layers.sequences.agreement import OTHERS_REFUSED, said_by_any
+from liger_models.layers.sequences.agreement import OTHERS_REFUSED, any_process
 from liger_models.layers.sequences.documents import IGNORE_INDEX, Documents
 from liger_models.layers.sequences.host_copy import HostCopy
 from liger_models.layers.sequences.sequences import Sequences
@@ -234,7 +234,7 @@ class CallChecks:
             refused = self._is_refused(found)
             if wrong is not None:
                 refused = torch.maximum(refused, wrong.long().to(found.device))
-            found = torch.cat([said_by_any(refused, self.groups), found])
+            found = torch.cat([any_process(refused, self.groups), found])
         self._counts = HostCopy(found)
         if self.groups and (wait or self._counts.is_there):
             self.finish()

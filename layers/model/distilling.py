@@ -200,7 +200,7 @@ def _divergence(
     lesson.teacher.eval()
     try:
         with torch.no_grad():
-            lesson.teacher(input_ids=input_ids, teaching=TeacherCall(sequences.afresh(), use))
+            lesson.teacher(input_ids=input_ids, teaching=TeacherCall(sequences.without_notes(), use))
     finally:
         lesson.teacher.train(training)
     return found[0]

@@ -1,8 +1,8 @@
-"""What the processes of a step tell each other, so that none goes on into collectives without the others.
+"""Agreement between processes on whether a training step goes ahead.
 
-The forward and backward passes of one training step are run together by the processes of
-DistributedDataParallel, or of `fully_shard` (FSDP2). If one of them refuses its batch, the others would wait
-for it in the next collective: it tells them, and all raise.
+The processes of DistributedDataParallel, or of `fully_shard` (FSDP2), run the forward and backward passes of
+a step together. If one of them refuses its batch, the others would wait for it in the next collective, so it
+tells them and all raise.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from liger_models.convert.checkpoints.shards import is_sharded
 
 OTHERS_REFUSED = (
-    "another process refused its batch, and says why; this one's was not found wrong, but a step is of all "
-    "processes"
+    "another process refused its batch, and its error says why; the batch of this process passed its checks, "
+    "but all processes must take the step together"
 )
 
 
@@ -29,8 +29,8 @@ def is_of_several_processes() -> bool:
 
 
 def groups_of_step(model: nn.Module) -> list[Any]:
-    """The process groups whose processes run this training step with this one; [] if none are known, such as
-    in evaluation or in micro-batches whose gradients DDP does not exchange.
+    """The process groups that run this training step together; [] if none is known, such as in evaluation or
+    in micro-batches whose gradients DDP does not exchange.
     """
     if not (is_of_several_processes() and model.training and torch.is_grad_enabled()):
         return []
@@ -56,8 +56,9 @@ def ddp_wrapper() -> Any:
 
 
 def groups_of_shards(parameters: Iterable[nn.Parameter]) -> list[Any]:
-    """The process groups over which FSDP2 divides these parameters; [] if none of them is divided at the
-    moment: while a module runs, and with `reshard_after_forward=False` until its backward pass, it is whole.
+    """The process groups over which FSDP2 shards these parameters; [] if none is sharded at the moment.
+    Parameters are whole while their module runs, and with `reshard_after_forward=False` until its backward
+    pass.
     """
     for p in parameters:
         if is_sharded(p):
@@ -66,8 +67,8 @@ def groups_of_shards(parameters: Iterable[nn.Parameter]) -> list[Any]:
     return []
 
 
-def said_by_any(flag: Tensor, groups: Iterable[Any]) -> Tensor:
-    """Whether any process of these groups says 1, as all of them ask: [1] int64, as `flag`."""
+def any_process(flag: Tensor, groups: Iterable[Any]) -> Tensor:
+    """The maximum of `flag` [1] int64 over the processes of these groups, which all call this."""
     for group in groups:
         torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group)
     return flag
@@ -75,9 +76,9 @@ def said_by_any(flag: Tensor, groups: Iterable[Any]) -> Tensor:
 
 @contextmanager
 def refusing_together(groups: list[Any], device: torch.device) -> Iterator[None]:
-    """Around what may raise: the other processes, which call `said_by_any` next, learn of it."""
+    """Report an error raised within it to the other processes, which call `any_process` next."""
     try:
         yield
     except Exception:
-        said_by_any(torch.ones(1, dtype=torch.long, device=device), groups)
+        any_process(torch.ones(1, dtype=torch.long, device=device), groups)
         raise

@@ -1,4 +1,4 @@
-"""Numbers on their way from a device to the host, without making either wait."""
+"""Asynchronous copies of small tensors from a device to the host."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A small tensor that is copied to the host while the device goes on working.
+    """A small tensor that is copied to the host while the device continues to work.
 
-    Ask for the copy early and read it late: by then the device has long passed the place of the copy, and has
-    the work queued behind it still to do.
+    Start the copy early and read it late: by then the device has long made the copy, and still has later work
+    queued.
     """
 
     def __init__(self, tensor: Tensor):
@@ -25,7 +25,7 @@ class HostCopy:
 
     @property
     def is_there(self) -> bool:
-        """Whether nothing has to be waited for, since the tensor is the host's."""
+        """Whether the value is available without waiting, since the tensor is on the host."""
         return self._event is None
 
     def tolist(self) -> list[int]:

@@ -1,11 +1,11 @@
-"""What the routers of a model with experts add to its loss, and how it gets there.
+"""The loss of the routers in a model with experts.
 
     aux_loss_coef * load balancing loss + z_loss_coef * router z-loss     (kernels/experts/router_losses.py)
 
-The load is balanced over the model and not within each layer, so that the loss needs the logits of all layers
-at once. A layer notes its logits in the `RouterLogits` of the call (they travel on `Sequences`), and who
-computes the model's loss takes them when the last layer has run. They are ordinary tensors of the graph:
-scaling the loss, recomputation, data parallelism and sharding treat their gradients as all others.
+The load is balanced over the model rather than within each layer, so the loss needs the logits of all layers
+at once. A layer notes its logits in the `RouterLogits` of the call (`Sequences.notes`), and the code that
+computes the model's loss takes them after the last layer. They are ordinary tensors of the graph: scaling the
+loss, recomputation, data parallelism and sharding treat their gradients like all others.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from liger_models.layers.specs import MoESpec
 
 
 def router_loss(logits: list[Tensor], spec: MoESpec, part: Slice | None = None) -> Tensor:
-    """The routers' losses by the coefficients of `spec`, a scalar in float32.
+    """The weighted sum of the routers' losses by the coefficients of `spec`, a scalar in float32.
 
-    `logits`: [T, E] of each layer of experts, as `RouterLogits.take` gives them. The load is that of all
-    layers together; the z-loss is the mean over all tokens of all layers. Of sequences that are divided over
-    ranks the logits are those of `part`: a rank's loss is its share, and the sum of them is that of all.
+    `logits`: [T, E] of each layer of experts, from `RouterLogits.take`. The load is summed over all layers;
+    the z-loss is the mean over all tokens of all layers. If sequences are divided over ranks, `logits` belong
+    to the tokens of `part`, and the losses of the ranks sum to the loss of the batch.
 
     Raises:
         ValueError: no logits.
@@ -46,10 +46,10 @@ class RouterLogits:
     """The logits [T, E] of a model's routers in one call, in the order of its layers.
 
     Attributes:
-        asked_for: whether all routers note theirs, or those alone whose spec gives them a loss.
+        asked_for: whether all routers note their logits, or only those whose spec has a loss.
 
-    A list would do, but for sharding frameworks: they copy the lists and dicts that they find among a layer's
-    arguments, and join the tensors in them to that layer's graph. Other objects they leave, as `Sequences`.
+    Not a plain list, since sharding frameworks copy the lists among a layer's arguments and join the tensors
+    in them to the layer's graph. They leave other objects alone.
     """
 
     def __init__(self) -> None:
@@ -63,11 +63,11 @@ class RouterLogits:
             self._cut_off |= self._with_gradients and not torch.is_grad_enabled()
 
     def take(self) -> list[Tensor]:
-        """What was noted. From now on nothing is: a layer that runs again in the backward pass would keep its
-        second graph alive, and a graph that holds this object for that would hold itself.
+        """Return the noted logits and ignore later ones. A layer that runs again in the backward pass would
+        keep its second graph alive, in a reference cycle with this object.
 
         Raises:
-            RuntimeError: the call makes a graph, and a layer ran outside it: its router would learn nothing
+            RuntimeError: a layer ran without gradients in a call that has them, so its router would not learn
                 from its logits.
         """
         if self._cut_off:

@@ -1,23 +1,24 @@
-"""Sequences that are divided over ranks, which exchange heads around attention (Ulysses: Jacobs et al., 2023,
-arXiv:2309.14509).
+"""Sequence parallelism: ranks hold slices of a batch and exchange heads around attention (Ulysses: Jacobs et
+al., 2023, arXiv:2309.14509).
 
-Of the T tokens of a batch, rank r of n holds a slice, t of them; what is done token by token needs no other.
-For attention each rank gets all tokens of its share of the heads, and gives back what came of them:
+Each of n ranks holds a slice of t of the T tokens of a batch; layers that work token by token need no others.
+For attention a rank receives all tokens of its share of the heads, and sends their outputs back:
 
     q, k, v [t, heads, dim]  --all-to-all-->  [T, heads / n, dim]
     attend  [T, heads / n, dim]  --all-to-all-->  [t, heads, dim]
 
-So documents may lie across slices, and windows, caps, sinks and chunks are those of one process. Positions
-are those of the whole. Where ranks share a head of keys, each gets it, and its gradients are added. A rank
-sends t (q + k + v + out) / n elements to each other in the forward pass, as many in the backward pass, and
-the former again where a layer runs again (the level `checkpoint`): the others keep what came.
+So documents may span slices, and windows, caps, sinks and chunks work as in one process. Positions count in
+the whole batch. If ranks share a key head, each gets a copy, and the gradients are summed. A rank sends
+t (q + k + v + out) / n elements to each other rank in the forward pass, as many in the backward pass, and
+those of the forward pass again in layers that run again (the level `checkpoint`): the other levels keep the
+received tensors.
 
     divide_sequences(model, mesh["sequence"])
     model(batch, labels=labels).loss.backward()          the same batch on every rank of that dimension
 
-The model cuts the batch at its door, into slices that differ by one token at most, without padding. The loss
-is that of the whole batch, on every rank, and the gradient of a parameter is the mean of what the ranks have,
-as DDP and FSDP2 make it of ranks with batches of their own.
+The model cuts each batch into slices that differ by at most one token, without padding. Every rank returns
+the loss of the whole batch, and the gradient of a parameter is the mean over the ranks, which DDP and FSDP2
+compute as for ranks with batches of their own.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ if TYPE_CHECKING:
 
 
 def divide_sequences(model: Any, mesh: DeviceMesh) -> Any:
-    """Let every rank of a mesh of one dimension compute a slice of each batch of a `CausalLM`, in place.
+    """Divide each batch of a `CausalLM` over the ranks of a one-dimensional mesh, in place.
 
-    From here on all of them call the model with the same batch, in the same order. Generation is not divided:
-    each rank makes all of it.
+    From then on all ranks call the model with the same batches, in the same order. Generation is not divided:
+    each rank generates everything.
 
     Raises:
-        TypeError: it is no `CausalLM`, but a model of another library, or in one.
-        ValueError: a layer whose heads cannot be dealt out evenly, or that has no heads to exchange; a model
-            that draws random numbers in training, which slices would draw alike.
+        TypeError: not a `CausalLM`, such as a model of another library.
+        ValueError: a layer without heads, or whose heads do not divide evenly; a model that draws random
+            numbers in training, which would be the same on every rank.
     """
     ranks = mesh.size()
     if not hasattr(model, "sequence_group"):
@@ -56,8 +57,8 @@ def divide_sequences(model: Any, mesh: DeviceMesh) -> Any:
         )
     if model.spec.vision is not None:
         raise ValueError(
-            "this model sees images, whose features stand in one place of a batch: its sequences are not "
-            "divided; divide its parameters, or load its language model alone (text_only=True)"
+            "vision-language models cannot divide sequences, since the features of an image lie in one place "
+            "of a batch: shard the parameters instead, or load the language model alone (text_only=True)"
         )
     for i, layer in enumerate(model.layers):
         mixer = layer.spec.mixer
@@ -81,11 +82,12 @@ def divide_sequences(model: Any, mesh: DeviceMesh) -> Any:
 
 
 class Slice:
-    """The tokens that this rank holds of a batch of `total`.
+    """The tokens of a batch that this rank holds.
 
     Attributes:
-        sizes: how many each rank holds, one after the other.
-        share: this rank's, of all.
+        total: the number of tokens of the batch.
+        sizes: the number of tokens of each rank, in order.
+        share: the fraction of the tokens on this rank.
 
     Raises:
         DataError: fewer tokens than ranks.
@@ -102,25 +104,25 @@ class Slice:
         self._first = sum(self.sizes[: self.rank])
 
     def of(self, tokens: Tensor) -> Tensor:
-        """[T, ...] -> this rank's, [t, ...]."""
+        """The tokens of this rank: [T, ...] -> [t, ...]."""
         return tokens.narrow(0, self._first, self.sizes[self.rank])
 
     def gathered(self, tokens: Tensor) -> Tensor:
-        """[t, ...] of each rank -> [T, ...] on all of them."""
+        """The tokens of all ranks, on every rank: [t, ...] -> [T, ...]."""
         copies = tokens.expand(self.ranks, *tokens.shape).flatten(0, 1)
         return all_to_all(copies, self._mine(), self.sizes, self.group)
 
     def summed(self, value: Tensor) -> Tensor:
-        """The sum over the ranks, on all of them."""
+        """The sum over the ranks, on every rank."""
         return _Sum.apply(value, self.group)
 
     def counted(self, counts: Tensor) -> Tensor:
-        """The same of integers."""
+        """The sum of integers over the ranks, in place."""
         torch.distributed.all_reduce(counts, group=self.group)
         return counts
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        """[t, heads, dim] each, of all heads -> [T, heads of this rank, dim], one message for the three."""
+        """Exchange [t, all heads, dim] for [T, heads of this rank, dim], in one message for q, k and v."""
         k, v = (x.repeat_interleave(_copies(x.shape[1], self.ranks), dim=1) for x in (k, v))
         dealt = [x.unflatten(1, (self.ranks, -1)).transpose(0, 1) for x in (q, k, v)]
         rows = torch.cat([x.flatten(2) for x in dealt], dim=-1).flatten(0, 1)  # [n t, all of one rank]
@@ -129,13 +131,13 @@ class Slice:
         return [part.unflatten(-1, x.shape[2:]) for part, x in zip(parts, dealt, strict=True)]
 
     def to_tokens(self, out: Tensor) -> Tensor:
-        """[T, heads of this rank, dim] -> [t, heads, dim]."""
+        """Exchange [T, heads of this rank, dim] for [t, all heads, dim]."""
         received = all_to_all(out.flatten(1), self.sizes, self._mine(), self.group)
         rows = received.unflatten(0, (self.ranks, -1)).transpose(0, 1)  # [t, n, heads of a rank * dim]
         return rows.reshape(len(rows), -1, out.shape[-1])
 
     def own_heads(self, spec: AttentionSpec, sinks: Tensor | None) -> tuple[AttentionSpec, Tensor | None]:
-        """What attention is between the heads of this rank."""
+        """The spec and the sinks of this rank's heads."""
         heads, kv_heads = spec.num_attention_heads // self.ranks, spec.num_key_value_heads
         own = replace(
             spec,
@@ -149,16 +151,14 @@ class Slice:
 
 
 def _copies(kv_heads: int, ranks: int) -> int:
-    """How often each head of keys is repeated, that the ranks have as many each. Where ranks divide the
-    query heads, they divide them so that a rank's copies are those of its own queries.
+    """The number of copies of each key head that gives every rank equally many. A rank's copies match its own
+    query heads.
     """
     return math.lcm(kv_heads, ranks) // kv_heads
 
 
 def exchange_bytes(spec: Any, ranks: int, itemsize: int) -> int:
-    """What attention keeps of a token because heads were exchanged: the output once more, as it came back,
-    and copies of keys and values.
-    """
+    """Bytes kept per token because heads are exchanged: the returned output, and copied keys and values."""
     attention = getattr(spec, "attention", spec)
     heads, dim = attention.num_attention_heads, getattr(spec, "v_head_dim", attention.head_dim)
     more_keys = (_copies(attention.num_key_value_heads, ranks) - 1) * attention.num_key_value_heads
@@ -166,8 +166,8 @@ def exchange_bytes(spec: Any, ranks: int, itemsize: int) -> int:
 
 
 def all_to_all(x: Tensor, sizes: list[int], received: list[int], group: Any) -> Tensor:
-    """Rows x [sum of sizes, ...], so many for each rank of the group -> those of each rank for this one,
-    [sum of received, ...]. Its gradient goes the other way.
+    """Send `sizes` rows of x to each rank of the group, and return the `received` rows from each. The
+    gradient takes the opposite way.
     """
     return _AllToAll.apply(x, sizes, received, group)
 
@@ -187,7 +187,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The gradient of a sum that all ranks have is the sum of the gradients that they have of it."""
+    """Sum over ranks; its gradient is the sum of the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:

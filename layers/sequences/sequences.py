@@ -112,7 +112,7 @@ class Sequences:
         parts = self.visibility.to(device), self.positions.to(device)
         return Sequences(*parts, self.cache, self.notes, self.slice)
 
-    def afresh(self) -> Sequences:
+    def without_notes(self) -> Sequences:
         """The same documents for another model, whose layers have left no notes yet."""
         return Sequences(Visibility(self.documents), Positions(self.positions.ids, self.positions.end))
 

@@ -1,17 +1,17 @@
-"""Documents that continue others: a prompt that is computed once for several answers.
+"""Documents that continue others, so that a prompt is computed once for several answers.
 
     row       | prompt        | answer 1 | answer 2 | prompt        | answer 1 | ...
     parents     -1              0          0          -1              3
     positions   0 1 2 ... n-1   n n+1 ..   n n+1 ..   0 1 2 ... m-1   m m+1 ..
 
-A token of an answer sees what it would see if the row were its prompt and this answer alone; what answers add
-to the gradients of their prompt is summed. Windows and chunks count positions. What a prompt shows is seen
-once, and the tokens of an image may all see one another. A document predicts its own
-tokens alone: for a prompt to predict the first token of each answer, these begin with a copy of its last one,
-and it ends before that (liger_models/losses/shared_prompts.py).
+The tokens of an answer attend as if the row were only its prompt and this answer; the gradients of the prompt
+are summed over its answers. Windows and chunks count positions. Images of a prompt are encoded once, and
+their tokens may all attend to one another. A document predicts only its own tokens: for a prompt to predict
+the first token of each answer, each answer begins with a copy of the prompt's last token, which the prompt
+leaves out (liger_models/losses/shared_prompts.py).
 
-A document may continue the first k tokens of its parent instead of all of them, as conversations do that
-differ from some turn on. `parents` is then [2, documents], with k in the second row:
+A document may continue only the first k tokens of its parent, such as conversations that differ from some
+turn on. `parents` is then [2, documents], with k in the second row:
 
     row       | conversation       | branch at k | branch at j <= k |
     parents     -1, 0                0, k          0, j
@@ -87,7 +87,7 @@ class Tree(Part):
         return max(map(sum, zip(lengths, self.before, strict=True)))
 
     def key_ranges(self, window: int | None, chunk: int | None, spans: Tensor | None = None) -> KeyRanges:
-        """What is seen (`kernels.tree_ranges`), made once for all layers that are alike."""
+        """The ranges of visible keys (`kernels.tree_ranges`), made once for all layers that are alike."""
         longest = self._once("longest", lambda: self.longest)
         window, chunk = (None if limit is None or limit >= longest else limit for limit in (window, chunk))
         where = self.bounds, self.parents, self.device
@@ -95,7 +95,7 @@ class Tree(Part):
         return self._once(alike, lambda: tree_ranges(*where, window, chunk, spans, self.before))
 
     def position_ids(self) -> Tensor:
-        """[T]; they go on after the last token that is continued."""
+        """[T]; positions of a document follow the last token that it continues."""
         first = [before - start for before, start in zip(self.before, self.bounds, strict=False)]
         lengths = [end - start for start, end in itertools.pairwise(self.bounds)]
         both = torch.tensor([first, lengths], device="cpu").to(self.device, non_blocking=True)
@@ -103,7 +103,7 @@ class Tree(Part):
         return torch.arange(total, device=self.device) + both[0].repeat_interleave(both[1], output_size=total)
 
     def continued(self) -> Tensor:
-        """Where what each token's document continues begins and ends, [2, T]; 0 and 0 of others."""
+        """The range of tokens that each token's document continues, [2, T]; 0 and 0 if it continues none."""
         ends = [
             (0, 0) if parent < 0 else (self.bounds[parent], self.bounds[parent] + before)
             for parent, before in zip(self.parents, self.before, strict=True)
@@ -118,27 +118,28 @@ class Tree(Part):
 def check_tree(spec: ModelSpec, sight: Any) -> None:
     """
     Raises:
-        DataError: this model, or a call that shows it something, cannot have documents that continue others.
+        DataError: the model, or a call with its images, does not support documents that continue others.
     """
     kinds = AttentionSpec | SharedAttentionSpec | LatentAttentionSpec | CrossAttentionSpec | RecurrentSpec
     for i, block in enumerate(spec.blocks):
         if not isinstance(block.mixer, kinds):
             raise DataError(
-                f"layer {i} mixes tokens by {type(block.mixer).__name__}, which has one past for all that "
-                "follows: give each answer with its prompt as a document of its own, without parents"
+                f"layer {i} mixes tokens by {type(block.mixer).__name__}, which does not support documents "
+                "that continue others: give each answer with its prompt as a document of its own, without "
+                "parents"
             )
     spans = None if sight is None else getattr(spec.vision, "spans", None)
     if spans == "prefix" and (sight.pictures is not None or sight.kinds is not None):
         raise DataError(
-            "in this model all tokens of a prompt see one another, its last one too, with which documents "
-            "that continue it begin: give each answer with its prompt as a document of its own, without "
-            "parents"
+            "in this model all tokens of a prompt attend to one another, including the last one, which the "
+            "documents that continue it repeat: give each answer with its prompt as a document of its own, "
+            "without parents"
         )
 
 
 def _check(parents: list[int], documents: int) -> None:
     if len(parents) != documents:
-        raise DataError(f"parents names {len(parents)} documents, and cu_seqlens bounds {documents}")
+        raise DataError(f"parents has {len(parents)} entries, and cu_seqlens bounds {documents} documents")
     root = -1  # the last document that continues none: the only one that the next may continue
     for number, parent in enumerate(parents):
         if parent == -1:
@@ -146,8 +147,8 @@ def _check(parents: list[int], documents: int) -> None:
         elif parent != root:
             allowed = "-1, it continues none" if root < 0 else f"-1, it continues none, or {root}"
             raise DataError(
-                f"parents says that document {number} continues document {parent}; expected {allowed}: all "
-                "documents that continue another follow it at once, and none continues them"
+                f"parents says that document {number} continues document {parent}; expected {allowed}: the "
+                "documents that continue another follow it directly, and none continues them"
             )
 
 
@@ -158,7 +159,6 @@ def _check_shared(parents: list[int], shared: list[int], most: list[int]) -> Non
         if not 0 <= taken <= limit:
             raise DataError(
                 f"parents says that document {number} continues {taken} tokens of document {parent}; "
-                f"expected 0 to {limit}: no more than that document has, and those that continue the most "
-                "come first"
+                f"expected 0 to {limit}: no more than that document has, in descending order"
             )
         previous = parent if parent >= 0 else -2

@@ -22,7 +22,7 @@ class Visibility(Part):
         spans: [2, T] int32, the first token and the end of each token's span. The tokens of a span (such as
             an image) all attend to one another; a token in none is a span by itself.
         padding: [T] bool, padding kept at the end of each row. Padding attends only to padding.
-        tiles: the image tiles that each token attends to (`SeenTiles`).
+        tiles: the image tiles that each token attends to (`VisibleTiles`).
         with_images: whether the call has images.
     """
 

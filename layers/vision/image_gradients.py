@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.layers.sequences.agreement import (
+    any_process,
     ddp_wrapper,
     groups_of_shards,
     is_of_several_processes,
-    said_by_any,
 )
 from liger_models.layers.sequences.host_copy import HostCopy
 
@@ -60,7 +60,7 @@ class ImageGradients:
             return
         told = with_images or self._seen
         flag = torch.full((1,), int(told), device=output.device)
-        answer = HostCopy(said_by_any(flag, groups)) if exchanged else None
+        answer = HostCopy(any_process(flag, groups)) if exchanged else None
 
         def end() -> None:
             if answer is None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from liger_models.convert.errors import DataError
 from liger_models.layers.attention.backends import AttentionBackend
-from liger_models.layers.attention.cross_attention import SeenTiles
+from liger_models.layers.attention.cross_attention import VisibleTiles
 from liger_models.layers.blocks import IMAGES
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.sequences.documents import Documents
@@ -153,7 +153,7 @@ class TiledVision(nn.Module):
         if blocks is not None:
             count = self.spec.tiles
             blocks = [(first, end, image * count, last * count) for first, end, image, last in blocks]
-        tiles = SeenTiles(mask, documents.pack(reached), documents.pack(shown), blocks)
+        tiles = VisibleTiles(mask, documents.pack(reached), documents.pack(shown), blocks)
         sequences.visibility = replace(sequences.visibility, tiles=tiles, with_images=True)
         wrong = ((ratios < 0) | (ratios > self.spec.ratios)).any().long()
         wrong = wrong + 2 * apart.long() + 4 * foreign.long()
@@ -207,7 +207,7 @@ class TiledVision(nn.Module):
         filled = torch.arange(spec.tiles, device=device).expand(rows, 1, -1) == 0
         none = torch.zeros(documents.num_tokens, 1, dtype=torch.bool, device=device)
         all_of_row = torch.ones(rows, seq, spec.tiles, dtype=torch.bool, device=device)
-        tiles = SeenTiles(all_of_row, none, none)
+        tiles = VisibleTiles(all_of_row, none, none)
         sequences.visibility = replace(sequences.visibility, tiles=tiles)
         images, *_ = self(TiledImages(pixels, ratios, filled))
         return {IMAGES: images}

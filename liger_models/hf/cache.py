@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from liger_models.convert.errors import DataError
-from liger_models.layers.attention.cross_attention import SeenTiles
+from liger_models.layers.attention.cross_attention import VisibleTiles
 from liger_models.layers.sequences.cache import KVCache
 from liger_models.layers.sequences.documents import Documents
 
@@ -66,7 +66,6 @@ class TransformersCache(KVCache):
         self.longest, self.newest = self.seen + shape[1], shape[1]
         self._extent: dict[int, tuple[int, int]] = {}  # of a layer: how many tokens it returns, from which on
         self._real: tuple[Tensor, Tensor] | None = None
-        self._masks: dict[tuple[int | None, ...], Tensor] = {}
         rows = torch.arange(shape[0], device=device)[:, None].expand(shape)
         self.rows = documents.pack(rows)
         self.lengths = torch.zeros_like(self.lengths).index_add(0, self.rows, torch.ones_like(self.rows))
@@ -92,7 +91,7 @@ class TransformersCache(KVCache):
             images, tiles = self.images
             new = self.shape[1]
             each = (x.repeat_interleave(new, 0) for x in (tiles.any, tiles.shown))
-            self.images = images, SeenTiles(tiles.mask.expand(-1, new, -1), *each)
+            self.images = images, VisibleTiles(tiles.mask.expand(-1, new, -1), *each)
 
     def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         """Store what a layer remembers of the new tokens, each [T, ...], and return it of all, each [batch,
@@ -133,8 +132,10 @@ class TransformersCache(KVCache):
             self._real = mask.flatten().nonzero()[:, 0], bounds
         return None if len(self._real[0]) == len(self.rows) else self._real
 
-    def sees(self, layer: int, window: int | None, chunk: int | None = None) -> Tensor | None:
-        """As `KVCache.sees`. Padding is seen by none but itself: no query may see nothing."""
+    def mask(self, layer: int, window: int | None, chunk: int | None = None) -> Tensor | None:
+        """As `KVCache.mask`. Padding attends to itself, since every query needs a key, and nothing else
+        attends to it.
+        """
         if self.seen == 0:
             return None
         length, start = self._extent[layer]
@@ -146,21 +147,21 @@ class TransformersCache(KVCache):
     def _visible(self, length: int, start: int, window: int | None, chunk: int | None) -> Tensor:
         keys = start + torch.arange(length, device=self.lengths.device)
         queries = self.seen + torch.arange(self.shape[1], device=keys.device)[:, None]
-        sees = keys <= queries
+        mask = keys <= queries
         if window is not None:
-            sees = sees & (keys > queries - window)
-        sees = sees.expand(self.shape[0], -1, -1)
+            mask = mask & (keys > queries - window)
+        mask = mask.expand(self.shape[0], -1, -1)
         if chunk is not None:  # which are counted from the first token, not from the padding before it
             first = 0 if self.attention_mask is None else self._padding_before()
-            sees = sees & ((keys - first) // chunk == (queries - first) // chunk)
+            mask = mask & ((keys - first) // chunk == (queries - first) // chunk)
         if self.attention_mask is not None:
             held = torch.zeros(self.shape[0], start + length, dtype=torch.bool, device=keys.device)
             width = min(self.attention_mask.shape[1], start + length)
             held[:, :width] = self.attention_mask[:, :width].bool()
-            sees = sees & held[:, None, start:] | (keys == queries)
-        return sees
+            mask = mask & held[:, None, start:] | (keys == queries)
+        return mask
 
     def _padding_before(self) -> Tensor:
-        """How many places of each row lie before its first token, [batch, 1, 1]."""
+        """The number of places before the first token of each row, [batch, 1, 1]."""
         assert self.attention_mask is not None
         return (self.attention_mask.cumsum(1) == 0).sum(1)[:, None, None]

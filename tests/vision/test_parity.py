@@ -67,7 +67,7 @@ def test_a_prompt_with_images_is_computed_once_for_its_answers(pair, more):
     if getattr(pair.vision, "spans", None) == "prefix":
         call = pair.scene([Image(4, 4), 6])
         ends = torch.tensor([0, 5, call["input_ids"].shape[1]])
-        with pytest.raises(DataError, match="all tokens of a prompt see one another"):
+        with pytest.raises(DataError, match="all tokens of a prompt attend to one another"):
             pair.ours(**call, cu_seqlens=ends, parents=[-1, 0])
         return
     alone, shared, parents, continued = [], [], [], []

@@ -81,14 +81,14 @@ def test_new_tokens_see_what_a_whole_pass_lets_the_last_tokens_see(groups, new, 
     cache = KVCache([], 2, torch.device("cpu"))
     cache.lengths, cache.longest = torch.tensor(lengths) - 1, 11
     cache.reserve(torch.ones(2, dtype=torch.long), 1)
-    sees = cache.sees(0, window)
+    mask = cache.mask(0, window)
     for before in range(1, new):  # of a new token but the last as of the last, one place to the left
-        earlier = sees[:, -1:].roll(-before, 2)
+        earlier = mask[:, -1:].roll(-before, 2)
         earlier[..., -before:] = False
-        sees = torch.cat([earlier, sees], 1)
+        mask = torch.cat([earlier, mask], 1)
     room = [torch.randn(2, 12, spec.num_key_value_heads, DIM, dtype=torch.float64) for _ in range(2)]
     q = torch.randn(2, new, 4, DIM, dtype=torch.float64)
-    found = attend_cached(q.flatten(0, 1), *room, spec, sees, sinks).unflatten(0, (2, new))
+    found = attend_cached(q.flatten(0, 1), *room, spec, mask, sinks).unflatten(0, (2, new))
     for row, length in enumerate(lengths):
         alone = Sequences.from_call((1, length), q.device)
         queries = torch.randn(length, 4, DIM, dtype=torch.float64)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from liger_models.layers.attention.cross_attention import SeenTiles
+from liger_models.layers.attention.cross_attention import VisibleTiles
 from liger_models.layers.sequences.documents import Documents
 from liger_models.layers.sequences.part import SHARED, Part
 from liger_models.layers.sequences.sequences import Sequences
@@ -25,7 +25,7 @@ def full_sequences(**given) -> Sequences:
     sequences = Sequences.from_call((1, 9), CPU, cu_seqlens=torch.tensor([0, 4, 9]), **given)
     token = torch.arange(9)
     flags = torch.ones(9, 1, dtype=torch.bool)
-    tiles = SeenTiles(flags.view(1, 9, 1), flags, flags, [(0, 9, 0, 1)])
+    tiles = VisibleTiles(flags.view(1, 9, 1), flags, flags, [(0, 9, 0, 1)])
     documents = replace(sequences.documents, kept=token)
     spans = torch.stack([token, token + 1]).int()
     sequences.visibility = Visibility(documents, spans, flags[:, 0], tiles)

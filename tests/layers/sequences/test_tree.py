@@ -138,11 +138,11 @@ def test_a_teacher_sees_the_same_tree(make_model, batch):
     ("given", "message"),
     [
         ({"parents": [-1]}, "give both"),
-        ({"cu_seqlens": [0, 3, 6], "parents": [-1]}, "names 1 documents, and cu_seqlens bounds 2"),
+        ({"cu_seqlens": [0, 3, 6], "parents": [-1]}, "has 1 entries, and cu_seqlens bounds 2"),
         ({"cu_seqlens": [0, 3, 6], "parents": [1, -1]}, "document 0 continues document 1; expected -1"),
         ({"cu_seqlens": [0, 3, 6], "parents": [-1, 1]}, "expected -1, it continues none, or 0"),
         ({"cu_seqlens": [0, 2, 4, 6], "parents": [-1, 0, 1]}, "none continues them"),
-        ({"cu_seqlens": [0, 2, 4, 6], "parents": [-1, -1, 0]}, "follow it at once"),
+        ({"cu_seqlens": [0, 2, 4, 6], "parents": [-1, -1, 0]}, "follow it directly"),
         ({"cu_seqlens": [0, 2, 6], "parents": [[-1, 0], [0, 3]]}, "document 1 continues 3 tokens.* 0 to 2"),
         ({"cu_seqlens": [0, 2, 4, 6], "parents": [[-1, 0, 0], [0, 1, 2]]}, "document 2 continues 2.* 0 to 1"),
         ({"cu_seqlens": [0, 2, 6], "parents": [[-1, -1], [0, 1]]}, "document 1 continues 1 tokens.* 0 to 0"),
@@ -157,12 +157,12 @@ def test_what_is_no_tree_is_refused(given, message):
 def test_what_cannot_share_a_prompt_says_so(make_model):
     model = make_model(1)
     whole = replace(model.spec, vision=SimpleNamespace(spans="prefix"))
-    with pytest.raises(DataError, match="all tokens of a prompt see one another"):
+    with pytest.raises(DataError, match="all tokens of a prompt attend to one another"):
         check_tree(whole, SimpleNamespace(pictures=object(), kinds=None))
     check_tree(whole, SimpleNamespace(pictures=None, kinds=None))
     recurrent = SimpleNamespace(blocks=(replace(model.spec.blocks[0], mixer=object()),))
     assert isinstance(recurrent.blocks[0], BlockSpec)
-    with pytest.raises(DataError, match="layer 0 mixes tokens by object, which has one past"):
+    with pytest.raises(DataError, match="layer 0 mixes tokens by object, which does not support"):
         check_tree(recurrent, None)
     sequences = Sequences.from_call((1, TOKENS), CPU, **TREE)
     with pytest.raises(DataError, match="cannot be divided over ranks"):
