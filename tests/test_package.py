@@ -215,6 +215,14 @@ def test_every_folder_is_installed():
     assert set(listed) == folders
 
 
+def test_modules_are_changed_in_place_in_one_file():
+    """Where a debugger can stop at it."""
+    home = ROOT / "layers" / "projections" / "in_place.py"
+    pattern = re.compile(r"\.__class__ = |\._modules\b")
+    files = [path for part in MAY_IMPORT for path in sources(part) if pattern.search(path.read_text())]
+    assert files == [home]
+
+
 def run_python(code, cwd, **env):
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],

@@ -88,7 +88,14 @@ def split_norm_rotate(
     assert spec.qk_norm is not None
     norms = spec.qk_norm
     split = _fused if tables is not None and is_fused(spec) else _step_by_step
-    q, k, v = q_scale(lambda *q: k_scale(lambda *k: split(qkv, tables, spec, norms, q, k)))
+
+    def with_q_weight(*of_q: Tensor | None) -> Split:
+        def with_k_weight(*of_k: Tensor | None) -> Split:
+            return split(qkv, tables, spec, norms, of_q, of_k)
+
+        return k_scale(with_k_weight)
+
+    q, k, v = q_scale(with_q_weight)  # each weight is read within its own module's forward
     return q, k, rms_norm(v, None, norms.norm.eps) if norms.values else v
 
 

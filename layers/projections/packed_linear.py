@@ -22,6 +22,7 @@ from liger_models.convert.checkpoints.layout import plain_path
 from liger_models.convert.checkpoints.rows import is_in_order, rows_in_checkpoint, rows_of
 from liger_models.convert.checkpoints.shards import shape_of
 from liger_models.convert.checkpoints.weight_map import WeightMap
+from liger_models.layers.projections.in_place import child_table
 from liger_models.layers.projections.linear import Linear, one_below_another
 from liger_models.layers.projections.low_rank import low_rank_linear, projection_of
 
@@ -200,7 +201,7 @@ def fuse_projections(model: nn.Module) -> None:
         packed = _filled(PackedLinear, weight, _join(biases, order) if biases else None)
         packed._name_parts(split.parts)
         for layer in split.layers:
-            del owner._modules[layer]
+            del child_table(owner)[layer]
         _replace(owner, name, {name: packed})
 
 
@@ -344,11 +345,12 @@ def _check_plain(layers: Sequence[nn.Module], kind: type, what: str, remedy: str
 
 def _replace(owner: nn.Module, name: str, by: Mapping[str, nn.Module]) -> None:
     """Put modules in the place of one, so that the order of a model's parameters stays."""
-    old = dict(owner._modules)
+    table = child_table(owner)
+    old = dict(table)
     mode = owner.training
-    owner._modules.clear()
+    table.clear()
     for key, module in old.items():
-        owner._modules.update(by if key == name else {key: module})
+        table.update(by if key == name else {key: module})
     for module in by.values():
         module.train(mode)
 

@@ -37,6 +37,7 @@ from liger_models.layers.model.call_checks import (
     refuse_unknown,
 )
 from liger_models.layers.model.decoder import Decoder
+from liger_models.layers.projections.in_place import child_table
 from liger_models.layers.sequences.agreement import exchange_device, groups_of_step, refusing_together
 from liger_models.layers.sequences.documents import Documents
 from liger_models.layers.sequences.positions import Positions, split_axes
@@ -88,7 +89,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         """The language model: all of this one if it does not see, or if another module has the name of the
         language model (Gemma 4).
         """
-        found = self._modules.get("language_model")
+        found = child_table(self).get("language_model")
         return found if isinstance(found, LanguageModel) else self
 
     def note_forms(self) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from liger_models.convert.checkpoints.expressions import Ref
 from liger_models.convert.checkpoints.reading import CheckpointReader
 from liger_models.convert.errors import CheckpointError, ConfigError
+from liger_models.layers.projections.in_place import change_class
 from liger_models.models.causal_lm import GENERATION_CONFIG, LigerCausalLM
 from liger_models.models.classifier import HEAD, LigerSequenceClassifier
 from liger_models.models.quantization import dequantised
@@ -190,7 +191,7 @@ class Adapters:
         for path in self.names:
             layer: Any = self.model.get_submodule(path)
             layer.base_layer = dequantised(layer.base_layer, self.model.dtype)
-            layer.__class__ = self._peft.tuners.lora.Linear
+            change_class(layer, self._peft.tuners.lora.Linear)
             layer.fan_in_fan_out = layer.is_target_conv_1d_layer = False
             layer.merge(safe_merge=False)
             self.model.set_submodule(path, layer.base_layer)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from liger_models.hf.adapters import peft_forward
 from liger_models.hf.adapters.peft_layers import active_adapters, costs_of, is_known
+from liger_models.layers.projections.in_place import change_class
 from liger_models.layers.projections.low_rank import low_rank_linear, projection_of
 from liger_models.layers.projections.low_rank_plan import Projection
 from liger_models.layers.recompute.activation_memory import ActivationMemory
@@ -32,7 +33,7 @@ def take_over(model: nn.Module) -> None:
     """Run PEFT's LoRA layers in a model by our operation, wherever it can."""
     for module in model.modules():
         if type(module) is peft_lora.Linear and is_known(module):
-            module.__class__ = LowRankLinear
+            change_class(module, LowRankLinear)
         elif type(module).__module__ in ("peft.tuners.lora.bnb", "bitsandbytes.nn.modules"):
             from liger_models.hf.adapters import quantised_lora  # which imports bitsandbytes
 

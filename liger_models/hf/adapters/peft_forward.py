@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from liger_models.hf.adapters.peft_layers import costs_of
+from liger_models.layers.projections.in_place import change_class
 from liger_models.layers.projections.linear import has_hooks
 from liger_models.layers.recompute.activation_memory import ActivationMemory, recompute
 
@@ -64,7 +65,7 @@ def take_over(layer: nn.Module) -> None:
     """Let a linear layer of IA3, or of LoRA on torchao's weights, keep its input alone."""
     theirs: Any = type(layer)
     if theirs.__module__ in _HOMES and "Linear" in theirs.__name__:
-        layer.__class__ = _ours(theirs)
+        change_class(layer, _ours(theirs))
 
 
 _HOMES = ("peft.tuners.ia3.layer", "peft.tuners.ia3.bnb", "peft.tuners.lora.torchao")

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from liger_models.layers.projections.in_place import child_table
 from liger_models.layers.projections.linear import has_hooks
 from liger_models.layers.projections.low_rank import projection_of
 from liger_models.layers.projections.low_rank_plan import Adapter
@@ -52,7 +53,9 @@ def is_known(layer: Any) -> bool:
 
 
 def _attributes(layer: nn.Module) -> set[str]:
-    return (vars(layer).keys() - vars(nn.Module()).keys()) | layer._modules.keys() | layer._parameters.keys()
+    return (
+        (vars(layer).keys() - vars(nn.Module()).keys()) | child_table(layer).keys() | layer._parameters.keys()
+    )
 
 
 _KNOWN = {

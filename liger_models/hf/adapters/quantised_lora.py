@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from liger_models.hf.adapters.peft_forward import keep_input_alone
 from liger_models.hf.adapters.peft_layers import active_adapters, costs_of, is_known
+from liger_models.layers.projections.in_place import change_class
 from liger_models.layers.projections.linear import has_hooks
 from liger_models.layers.projections.low_rank import add_low_rank, low_rank_linear
 from liger_models.layers.projections.low_rank_plan import Projection
@@ -34,7 +35,7 @@ def take_over(layer: nn.Module) -> None:
     """
     kinds, theirs = _kinds(), type(layer)
     if theirs in kinds and (not hasattr(layer, "lora_A") or is_known(layer)):
-        layer.__class__ = kinds[theirs]
+        change_class(layer, kinds[theirs])
 
 
 @functools.cache

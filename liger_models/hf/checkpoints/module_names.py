@@ -27,6 +27,7 @@ from torch import nn
 
 from liger_models.convert.checkpoints.expressions import Expr, Stack
 from liger_models.convert.checkpoints.rows import is_one_tensor
+from liger_models.layers.projections.in_place import change_class, child_table
 from liger_models.layers.projections.linear import Linear
 
 
@@ -61,8 +62,10 @@ def give_names(model: nn.Module, weight_map: Mapping[str, Expr]) -> tuple[dict[s
                 way = home.removeprefix(f"{shared}." if shared else "")
                 _note(modules[parent], name, at[shared], way)
     for home, module in at.items():
-        if list(module._modules.items()) != list(children[home].items()):
-            module._modules = dict(children[home])
+        table = child_table(module)
+        if list(table.items()) != list(children[home].items()):
+            table.clear()
+            table.update(children[home])
     names = {}
     for tensor in weight_map:
         path, name = _cut(tensor)
@@ -78,13 +81,15 @@ def move_to_the_top(whole: Any, decoder: Any, head: str) -> None:
         for name, (start, path) in vars(owner).get("_elsewhere", {}).items():
             if (owner if start is None else start) is decoder:
                 owner._elsewhere[name] = (whole, path)
-    modules, decoder._modules = decoder._modules, {}
+    table, of_whole = child_table(decoder), child_table(whole)
+    modules = dict(table)
+    table.clear()
     for name, module in modules.items():
-        whole._modules[name] = module
+        of_whole[name] = module
         if name not in decoder._elsewhere:
             _note(decoder, name, whole, name)
     path, leaf = _cut(head)
-    whole.get_submodule(path)._modules[leaf] = whole._modules.pop("lm_head")
+    child_table(whole.get_submodule(path))[leaf] = of_whole.pop("lm_head")
     _note(whole, "lm_head", whole, head)
 
 
@@ -96,7 +101,7 @@ def hide_matrices(model: nn.Module, weight_map: Mapping[str, Expr]) -> None:
     for tensor, expr in weight_map.items():
         module = modules.get(_cut(tensor)[0])
         if type(module) is Linear and _cut(next(expr.refs()).name)[1] not in ("weight", "bias"):
-            module.__class__ = Matrix  # type: ignore[assignment]
+            change_class(module, Matrix)
 
 
 class Matrix(nn.Module):
@@ -191,7 +196,7 @@ def _note(owner: Any, name: str, start: nn.Module, path: str) -> None:
     """
     if not isinstance(owner, _Renamed):
         kind: Any = type(owner)
-        owner.__class__ = _renamed(kind)
+        change_class(owner, _renamed(kind))
     vars(owner).setdefault("_elsewhere", {})  # which one made from a renamed class does not have yet
     owner._elsewhere[name] = (None if start is owner else start, path)
     if name not in vars(type(owner)):
@@ -212,9 +217,8 @@ class Holder(nn.Module):
 
     @property
     def _said(self) -> str:
-        return (
-            f"this module holds {', '.join(self._modules)}, as in transformers' own model, and is never run"
-        )
+        held = ", ".join(child_table(self))
+        return f"this module holds {held}, as in transformers' own model, and is never run"
 
     def _register(self, kind: str, *args: Any, **kwargs: Any) -> Any:
         warnings.warn(f"{self._said}, nor are hooks on it: hook one of these", stacklevel=3)
@@ -244,9 +248,9 @@ class LanguageModel(Holder):
         """Turn the module that holds the parts of the owner's language model into one, if none of ours has
         its place.
         """
-        holder: Any = owner._modules.get("language_model")
+        holder: Any = child_table(owner).get("language_model")
         if type(holder) is Holder:
-            holder.__class__ = cls
+            change_class(holder, cls)
             vars(holder)["_owner"] = (owner,)  # in a tuple, or it would become a child of its own child
 
     @property
@@ -276,7 +280,7 @@ class _Around(nn.Module):
         self._leaf = leaf
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._modules[self._leaf](*args, **kwargs)  # type: ignore[misc]
+        return child_table(self)[self._leaf](*args, **kwargs)
 
 
 class _Renamed:
@@ -292,7 +296,7 @@ class _Renamed:
         if isinstance(value, nn.Module) and name in vars(self).get("_elsewhere", ()):
             start, path = self._elsewhere[name]
             holder, leaf = _cut(path)
-            _at(self if start is None else start, holder)._modules[leaf] = value
+            child_table(_at(self if start is None else start, holder))[leaf] = value
         else:
             super().__setattr__(name, value)
 
@@ -323,8 +327,8 @@ def _child(module: Any, name: str) -> Any:
 
 def _at(module: Any, path: str) -> Any:
     for step in path.split(".") if path else ():
-        if step in module._modules:
-            module = module._modules[step]
+        if step in child_table(module):
+            module = child_table(module)[step]
         elif isinstance(module, _Renamed):
             raise AttributeError(step)
         else:  # what stands around one of ours gives what that has: in PEFT, of the copy that is trained

@@ -18,6 +18,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from liger_models.convert.errors import ConfigError
 from liger_models.layers.model.head import LMHead
+from liger_models.layers.projections.in_place import change_class
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.packed_linear import packed_here_alone
 
@@ -59,7 +60,7 @@ def give_layers_to_quantise(model: Any) -> None:
         if isinstance(module, nn.Linear):
             goes = type(module) is LMHead and skipped is not None and should_convert_module(path, skipped)
             if goes or type(module) is Linear:
-                module.__class__ = nn.Linear
+                change_class(module, nn.Linear)
 
 
 def _setting(settings: Any, name: str) -> Any:

@@ -24,6 +24,7 @@ from liger_models.convert.checkpoints.expressions import Ref
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.checkpoints.weight_map import checkpoint_shapes
 from liger_models.convert.errors import UnsupportedModelError
+from liger_models.layers.projections.in_place import change_class, child_table
 
 
 def own_class(config_class: Any, name: str) -> Any:
@@ -92,7 +93,7 @@ def _initializers(theirs: nn.Module, path: str, module: nn.Module) -> dict[type,
     around = [theirs.get_submodule(".".join(steps[:i])) for i in range(len(steps))]
     owner = [holder for holder in around if isinstance(holder, PreTrainedModel)][-1]
     alone = copy.copy(owner)  # its config alone counts
-    alone._modules, alone._parameters = {}, {}
+    vars(alone).update(_modules={}, _parameters={})  # of the copy, whose tables are the owner's
     return {type(part): functools.partial(type(owner)._init_weights, alone) for part in module.modules()}
 
 
@@ -142,12 +143,12 @@ def _place(model: nn.Module, path: str, module: nn.Module) -> None:
             nn.init.zeros_(tensor)
     steps, holder = path.split("."), model
     for i, step in enumerate(steps):
-        if i == len(steps) - 1 and step not in holder._modules:
+        if i == len(steps) - 1 and step not in child_table(holder):
             if isinstance(holder, nn.ModuleList):
                 _hide_further(holder)
-            holder._modules[step] = module
+            child_table(holder)[step] = module
             return
-        holder = holder._modules.setdefault(step, nn.Module())  # type: ignore[assignment]
+        holder = child_table(holder).setdefault(step, nn.Module())
     for name, parameter in module.named_parameters(recurse=False):  # of a module that is there
         holder.register_parameter(name, parameter)
 
@@ -156,7 +157,7 @@ def _hide_further(layers: nn.ModuleList) -> None:
     """Let what is added to a list from here on be no part of it, for whoever runs through the list."""
     if type(layers) is nn.ModuleList:
         layers.read = len(layers)  # type: ignore[assignment]
-        layers.__class__ = ReadLayers
+        change_class(layers, ReadLayers)
 
 
 class ReadLayers(nn.ModuleList):
@@ -168,4 +169,4 @@ class ReadLayers(nn.ModuleList):
         return self.read
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return iter(list(self._modules.values())[: self.read])  # type: ignore[arg-type]
+        return iter(list(child_table(self).values())[: self.read])
