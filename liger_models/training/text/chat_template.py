@@ -12,6 +12,7 @@ unless it also precedes a generation prompt. Templates with `{% generation %}` t
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -112,8 +113,9 @@ class ChatTemplate:
 
     def question(self, messages: list[Message], options: Mapping[str, Any]) -> str:
         """Render a conversation up to the assistant's next answer. Raises DataError as `render` does."""
-        with self._lock:
+        with self._lock, contextlib.suppress(DataError):
             return str.__str__(self._readable(messages, options, add_generation_prompt=True)[1])
+        return self._write(self._plain, messages, options, True)  # origins are needed for the form alone
 
     # ------------------------------------------------------------------------------------------ rendering
 

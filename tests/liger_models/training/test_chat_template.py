@@ -44,6 +44,18 @@ def test_generation_tags_of_a_template_are_followed():
     assert said(MARKED.replace("{% generation %}", "{%- generation -%}"), CHAT) == [" cd\n</s>", "()fg</s>"]
 
 
+def test_a_question_needs_no_origins(monkeypatch):
+    template = ChatTemplate("{% for m in messages %}[{{ m.content }}]{% endfor %}>", {}, "here")
+
+    def lost(*_, **__):
+        raise DataError("origins cannot be traced")
+
+    monkeypatch.setattr(template, "_trace", lost)
+    assert template.question(CHAT[1:2], {}) == "[a b?]>"
+    with pytest.raises(DataError):
+        template.render(CHAT, 0, {})
+
+
 def test_the_marks_match_transformers():
     rendering = pytest.importorskip("transformers.utils.chat_template_utils")
     texts, spans = rendering.render_jinja_template(
