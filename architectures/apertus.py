@@ -5,7 +5,7 @@ QK-norm per head.
 from dataclasses import replace
 
 from liger_models.architectures.common import attention, decoder, mlp
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
@@ -29,18 +29,7 @@ SCALING = {
     "apertus",
     reference="ApertusForCausalLM",
     layouts=(Layout(rename=NAMES),),
-    tiny={
-        "hidden_act": "xielu",
-        "attention_bias": True,
-        "pad_token_id": 3,
-        "rope_parameters": {**SCALING, "rope_theta": 10000.0, "original_max_position_embeddings": 16},
-    },
     defaults={"hidden_act": "xielu", "max_position_embeddings": 65536, "pad_token_id": 3},
-    skip={
-        "rope:default": "in the older spelling no scaling means the family's own",
-        "key:qk_norm": "models without are refused",
-        **{f"swap:model.layers.{i}.mlp.act_fn.eps": "all next to zero" for i in range(2)},
-    },
 )
 def apertus(c: HFConfig) -> ModelSpec:
     if not c.take_flag("qk_norm", True):
@@ -50,3 +39,21 @@ def apertus(c: HFConfig) -> ModelSpec:
     attn = replace(attn, qk_norm=QKNormSpec(norm))
     block = BlockSpec(attn, mlp(c, gated=False), norm)
     return decoder(c, [block] * c.take_count("num_hidden_layers"), norm)
+
+
+# -- tests
+
+for_tests(
+    "apertus",
+    tiny={
+        "hidden_act": "xielu",
+        "attention_bias": True,
+        "pad_token_id": 3,
+        "rope_parameters": {**SCALING, "rope_theta": 10000.0, "original_max_position_embeddings": 16},
+    },
+    skip={
+        "rope:default": "in the older spelling no scaling means the family's own",
+        "key:qk_norm": "models without are refused",
+        **{f"swap:model.layers.{i}.mlp.act_fn.eps": "all next to zero" for i in range(2)},
+    },
+)

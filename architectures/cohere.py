@@ -5,34 +5,24 @@ scaled logits; in R+ a LayerNorm of each head's query and key.
 from dataclasses import replace
 
 from liger_models.architectures.common import attention, decoder, mlp, windows
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import BlockSpec, LayerNormSpec, ModelSpec, QKNormSpec
 
-TINY = {
-    "rms_norm_eps": ...,
-    "layer_norm_eps": 1e-4,
-    "logit_scale": 0.3,
-    "attention_bias": True,
-    "tie_word_embeddings": True,
-}
 DEFAULTS = {
     "tie_word_embeddings": True,
     "logit_scale": 0.0625,
     "max_position_embeddings": 8192,
     "pad_token_id": 0,
 }
-SKIP = {"null:layer_norm_eps": "the reference cannot run with it"}
 
 
 @register(
     "cohere",
     reference="CohereForCausalLM",
     layouts=(Layout(whole=("*.q_norm.*", "*.k_norm.*")),),
-    tiny={**TINY, "use_qk_norm": True},
     defaults=DEFAULTS,
-    skip=SKIP,
 )
 def cohere(c: HFConfig) -> ModelSpec:
     norm = LayerNormSpec(eps=c.take_number("layer_norm_eps", 1e-5), bias=False)
@@ -54,12 +44,9 @@ GRANTED = (
 @register(
     "cohere2",
     reference="Cohere2ForCausalLM",
-    tiny={**TINY, "sliding_window": 7, "sliding_window_pattern": 2},
     defaults={**DEFAULTS, "sliding_window": 4096},
     unread=dict.fromkeys(GRANTED, "the reference does not read it"),
     fixed={"rotary_pct": 1.0},  # which the reference does not read
-    skip=SKIP,
-    variants={"layer_types": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}},
 )
 def cohere2(c: HFConfig) -> ModelSpec:
     """Command R7B and A (Cohere, 2024): Command R with a sliding window on three layers of four, and no
@@ -73,3 +60,25 @@ def cohere2(c: HFConfig) -> ModelSpec:
         for w in windows(c, lambda i: "sliding_attention" if (i + 1) % every else "full_attention")
     ]
     return decoder(c, blocks, norm, logit_scale=c.take_number("logit_scale"))
+
+
+# -- tests
+
+TINY = {
+    "rms_norm_eps": ...,
+    "layer_norm_eps": 1e-4,
+    "logit_scale": 0.3,
+    "attention_bias": True,
+    "tie_word_embeddings": True,
+}
+
+SKIP = {"null:layer_norm_eps": "the reference cannot run with it"}
+
+for_tests("cohere", tiny={**TINY, "use_qk_norm": True}, skip=SKIP)
+
+for_tests(
+    "cohere2",
+    tiny={**TINY, "sliding_window": 7, "sliding_window_pattern": 2},
+    variants={"layer_types": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}},
+    skip=SKIP,
+)

@@ -14,7 +14,7 @@ from liger_models.architectures.common.deepseek import (
     experts_beside_shared,
     latent_attention,
 )
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
 from liger_models.layers.specs import BlockSpec, ModelSpec, MoESpec, NormSpec
@@ -26,17 +26,6 @@ LOSS = dict.fromkeys(("aux_loss_alpha", "seq_aux"), "the reference adds no such 
 @register(
     "deepseek_v2",
     reference="DeepseekV2ForCausalLM",
-    tiny={
-        **TINY_LATENT,
-        **TINY_EXPERTS,
-        "rope_interleave": ...,
-        "norm_topk_prob": ...,
-        "n_group": ...,
-        "topk_group": ...,
-        "topk_method": "greedy",
-        "attention_bias": True,
-        "mlp_bias": True,
-    },
     defaults={"q_lora_rank": 1536, "topk_method": "greedy", "rope_interleave": True},
     layouts=expert_layouts(SHARED_EXPERTS),
     fixed={
@@ -46,15 +35,6 @@ LOSS = dict.fromkeys(("aux_loss_alpha", "seq_aux"), "the reference adds no such 
         "rope_interleave": True,
     },
     unread=LOSS,
-    variants={
-        "no latent of queries": {"q_lora_rank": None},
-        "in groups": {"topk_method": "group_limited_greedy", **IN_GROUPS},
-    },
-    skip={
-        **SKIP_LATENT,
-        "key:num_key_value_heads": "latent attention has a key head for each query head",
-        "null:topk_method": "the reference then fails",
-    },
 )
 def deepseek_v2(c: HFConfig) -> ModelSpec:
     norm, bias = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6)), c.take_flag("mlp_bias", False)
@@ -78,3 +58,30 @@ def experts(c: HFConfig, bias: bool) -> MoESpec:
         group_score="max",
         float32_router=True,
     )
+
+
+# -- tests
+
+for_tests(
+    "deepseek_v2",
+    tiny={
+        **TINY_LATENT,
+        **TINY_EXPERTS,
+        "rope_interleave": ...,
+        "norm_topk_prob": ...,
+        "n_group": ...,
+        "topk_group": ...,
+        "topk_method": "greedy",
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    variants={
+        "no latent of queries": {"q_lora_rank": None},
+        "in groups": {"topk_method": "group_limited_greedy", **IN_GROUPS},
+    },
+    skip={
+        **SKIP_LATENT,
+        "key:num_key_value_heads": "latent attention has a key head for each query head",
+        "null:topk_method": "the reference then fails",
+    },
+)

@@ -17,7 +17,7 @@ from liger_models.architectures.common.deepseek import (
     latent_attention,
 )
 from liger_models.architectures.deepseek_v2 import LOSS
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
 
@@ -25,7 +25,6 @@ from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
 @register(
     "deepseek_v3",
     reference="DeepseekV3ForCausalLM",
-    tiny={**TINY_LATENT, **TINY_EXPERTS, **IN_GROUPS, "num_nextn_predict_layers": 1},
     defaults={
         "rope_interleave": True,
         "num_key_value_heads": 128,
@@ -39,13 +38,21 @@ from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
     layouts=corrected_layouts(),
     carried=further_predictions,
     unread=LOSS,
-    skip={**SKIP_LATENT, **SKIP_EXPERTS},
-    variants={
-        **LATENT_VARIANTS,
-        "one group, not renormalised": {"n_group": 1, "topk_group": 1, "norm_topk_prob": False},
-    },
 )
 def deepseek_v3(c: HFConfig) -> ModelSpec:
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6))
     attention, mlps = latent_attention(c), dense_then(c, corrected_experts(c))
     return decoder(c, [BlockSpec(attention, inner, norm) for inner in mlps], norm)
+
+
+# -- tests
+
+for_tests(
+    "deepseek_v3",
+    tiny={**TINY_LATENT, **TINY_EXPERTS, **IN_GROUPS, "num_nextn_predict_layers": 1},
+    variants={
+        **LATENT_VARIANTS,
+        "one group, not renormalised": {"n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+    },
+    skip={**SKIP_LATENT, **SKIP_EXPERTS},
+)

@@ -14,7 +14,7 @@ from liger_models.architectures.common.deepseek import (
     dense_then,
 )
 from liger_models.architectures.qwen3 import normed_attention
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
 
@@ -24,20 +24,8 @@ SCORES = ("sigmoid", "noaux_tc")  # which the reference takes for granted; the s
 @register(
     "dots1",
     reference="Dots1ForCausalLM",
-    tiny={
-        **TINY_EXPERTS,
-        "attention_bias": True,
-        "sliding_window": 7,
-        "max_window_layers": 1,
-    },
     defaults={"num_key_value_heads": 32, "n_group": 1, "topk_group": 1, "sliding_window": 4096},
     layouts=corrected_layouts(),
-    variants={
-        "in groups": IN_GROUPS,
-        "layer_types": {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
-        "no window": {"sliding_window": None},
-    },
-    skip=SKIP_EXPERTS,
 )
 def dots1(c: HFConfig) -> ModelSpec:
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6))
@@ -46,3 +34,22 @@ def dots1(c: HFConfig) -> ModelSpec:
     slides = windows(c, lambda i: "sliding_attention" if window and i >= first else "full_attention")
     blocks = [BlockSpec(replace(attn, window=w), inner, norm) for w, inner in zip(slides, mlps, strict=True)]
     return decoder(c, blocks, norm)
+
+
+# -- tests
+
+for_tests(
+    "dots1",
+    tiny={
+        **TINY_EXPERTS,
+        "attention_bias": True,
+        "sliding_window": 7,
+        "max_window_layers": 1,
+    },
+    variants={
+        "in groups": IN_GROUPS,
+        "layer_types": {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+        "no window": {"sliding_window": None},
+    },
+    skip=SKIP_EXPERTS,
+)

@@ -4,7 +4,7 @@ and a correction bias, beside shared experts.
 
 from liger_models.architectures.common import attention, chosen_experts, decoder, expert_layouts, mlp
 from liger_models.architectures.common.deepseek import SHARED_EXPERTS
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import BlockSpec, MLPSpec, ModelSpec, NormSpec
 
@@ -21,19 +21,6 @@ AS_A_ROW = (("*.correction_bias", "1 e -> (1 e)"),)
         *expert_layouts(IN_MEMORY, SHARED_EXPERTS, permuted=AS_A_ROW)[1:],
     ),
     carried=lambda c: ("model.mtp_*",),  # further predictions, which the reference does not run
-    tiny={
-        "use_bias": True,
-        "pad_token_id": 0,
-        "moe_num_experts": 4,
-        "moe_k": 3,
-        "moe_intermediate_size": 24,
-        "moe_num_shared_experts": 2,
-        "moe_layer_start_index": 1,
-        "moe_layer_end_index": -1,
-        "output_router_logits": False,
-        "router_aux_loss_coef": 0.5,
-        "tie_word_embeddings": True,
-    },
     defaults={
         "num_key_value_heads": 4,
         "max_position_embeddings": 131072,
@@ -49,14 +36,6 @@ AS_A_ROW = (("*.correction_bias", "1 e -> (1 e)"),)
     },
     fixed={"moe_gate": "topk", "moe_norm_min": 1e-12, "moe_use_aux_free": True},
     unread={"moe_capacity": "no token is dropped, by the reference neither"},
-    skip={
-        "key:num_experts": "another name of moe_num_experts",
-        "key:num_experts_per_tok": "another name of moe_k",
-    },
-    variants={
-        "every_second": {"moe_layer_interval": 2},
-        "not_the_last": {"moe_layer_start_index": 0, "moe_layer_end_index": 1, "moe_num_shared_experts": 0},
-    },
 )
 def ernie4_5_moe(c: HFConfig) -> ModelSpec:
     norm, bias = NormSpec(eps=c.take_number("rms_norm_eps", 1e-5)), c.take_flag("use_bias", False)
@@ -78,3 +57,31 @@ def layers_with_experts(c: HFConfig) -> list[bool]:
     first, last = (c.take_count(f"moe_layer_{end}_index", least=-1) for end in ("start", "end"))
     last = layers - 1 if last == -1 else last
     return [(i + 1) % every == 0 and first <= i <= last for i in range(layers)]
+
+
+# -- tests
+
+for_tests(
+    "ernie4_5_moe",
+    tiny={
+        "use_bias": True,
+        "pad_token_id": 0,
+        "moe_num_experts": 4,
+        "moe_k": 3,
+        "moe_intermediate_size": 24,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": -1,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.5,
+        "tie_word_embeddings": True,
+    },
+    variants={
+        "every_second": {"moe_layer_interval": 2},
+        "not_the_last": {"moe_layer_start_index": 0, "moe_layer_end_index": 1, "moe_num_shared_experts": 0},
+    },
+    skip={
+        "key:num_experts": "another name of moe_num_experts",
+        "key:num_experts_per_tok": "another name of moe_k",
+    },
+)

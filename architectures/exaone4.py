@@ -5,7 +5,7 @@ head; where some layers have a sliding window, only those have positions.
 from dataclasses import replace
 
 from liger_models.architectures.common import attention, decoder, mlp, windows
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
 from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec, QKNormSpec
@@ -14,21 +14,12 @@ from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec, QKNormSpec
 @register(
     "exaone4",
     reference="Exaone4ForCausalLM",
-    tiny={"sliding_window": 7, "sliding_window_pattern": 2},
     defaults={
         "num_key_value_heads": 32,
         "max_position_embeddings": 2048,
         "sliding_window": 4096,
         "sliding_window_pattern": 4,
     },
-    variants={
-        "layer_types": {
-            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
-            "sliding_window_pattern": "LLG",
-        },
-        "no_window": {"sliding_window": None, "layer_types": ["full_attention"] * 3},
-    },
-    skip={"swap:model.layers.1.self_attn.q_norm.weight": "without positions only the product of both counts"},
 )
 def exaone4(c: HFConfig) -> ModelSpec:
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-5))
@@ -53,3 +44,19 @@ def exaone4(c: HFConfig) -> ModelSpec:
         for slides in windows(c, usual)
     ]
     return decoder(c, blocks, norm)
+
+
+# -- tests
+
+for_tests(
+    "exaone4",
+    tiny={"sliding_window": 7, "sliding_window_pattern": 2},
+    variants={
+        "layer_types": {
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "sliding_window_pattern": "LLG",
+        },
+        "no_window": {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+    },
+    skip={"swap:model.layers.1.self_attn.q_norm.weight": "without positions only the product of both counts"},
+)

@@ -6,7 +6,7 @@ together, one key/value head after the other.
 from dataclasses import replace
 
 from liger_models.architectures.common import activation, attention_as_wide_as_the_model, decoder
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Joined, Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import BlockSpec, LayerNormSpec, MLPSpec, ModelSpec, Topology
@@ -24,6 +24,32 @@ BY_HEAD = Joined("query_key_value", ("q_proj", "k_proj", "v_proj"), by="key_valu
     "falcon",
     reference="FalconForCausalLM",
     layouts=(Layout(NAMES, root="transformer.", joined=(BY_HEAD,)),),
+    defaults={
+        "activation": "gelu",
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+    },
+    fixed={"alibi": False},
+)
+def falcon(c: HFConfig) -> ModelSpec:
+    norm = LayerNormSpec(eps=c.take_number("layer_norm_epsilon", 1e-5))
+    new, bias = c.take_flag("new_decoder_architecture", False), c.take_flag("bias", False)
+    kv_heads = c.take_count("num_kv_heads", c.take_count("num_attention_heads"))
+    if c.take_flag("multi_query", True) and not new:
+        kv_heads = 1
+    attn = attention_as_wide_as_the_model(c, kv_heads=kv_heads, bias=bias)
+    width = c.take_count("ffn_hidden_size", 4 * c.take_count("hidden_size"))
+    mlp = MLPSpec(width, activation(c, "activation", gated=False), bias, gated=False)
+    norms, parallel = c.take_count("num_ln_in_parallel_attn", 2), c.take_flag("parallel_attn", True)
+    topology: Topology = "parallel_two_norms" if norms == 2 and new else "parallel"
+    block = BlockSpec(attn, mlp, norm, topology if parallel or new else "pre_norm")
+    return replace(decoder(c, [block] * c.take_count("num_hidden_layers"), norm), padding_idx=None)
+
+
+# -- tests
+
+for_tests(
+    "falcon",
     tiny={
         "rms_norm_eps": ...,
         "layer_norm_epsilon": 1e-4,
@@ -39,11 +65,6 @@ BY_HEAD = Joined("query_key_value", ("q_proj", "k_proj", "v_proj"), by="key_valu
         "bias": True,
         "tie_word_embeddings": True,
     },
-    defaults={
-        "activation": "gelu",
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": True,
-    },
     variants={
         "one_norm": {"num_ln_in_parallel_attn": 1},
         "one_key_value_head": {"new_decoder_architecture": False},
@@ -54,23 +75,9 @@ BY_HEAD = Joined("query_key_value", ("q_proj", "k_proj", "v_proj"), by="key_valu
         },
         "one_after_the_other": {"new_decoder_architecture": False, "parallel_attn": False},
     },
-    fixed={"alibi": False},
     skip={
         "key:head_dim": "heads are as wide together as the hidden state, which is checked",
         "null:layer_norm_epsilon": "the reference cannot run with it",
         **{f"swap:model.layers.{i}.self_attn.o_proj.bias": "only the sum of both counts" for i in range(3)},
     },
 )
-def falcon(c: HFConfig) -> ModelSpec:
-    norm = LayerNormSpec(eps=c.take_number("layer_norm_epsilon", 1e-5))
-    new, bias = c.take_flag("new_decoder_architecture", False), c.take_flag("bias", False)
-    kv_heads = c.take_count("num_kv_heads", c.take_count("num_attention_heads"))
-    if c.take_flag("multi_query", True) and not new:
-        kv_heads = 1
-    attn = attention_as_wide_as_the_model(c, kv_heads=kv_heads, bias=bias)
-    width = c.take_count("ffn_hidden_size", 4 * c.take_count("hidden_size"))
-    mlp = MLPSpec(width, activation(c, "activation", gated=False), bias, gated=False)
-    norms, parallel = c.take_count("num_ln_in_parallel_attn", 2), c.take_flag("parallel_attn", True)
-    topology: Topology = "parallel_two_norms" if norms == 2 and new else "parallel"
-    block = BlockSpec(attn, mlp, norm, topology if parallel or new else "pre_norm")
-    return replace(decoder(c, [block] * c.take_count("num_hidden_layers"), norm), padding_idx=None)

@@ -3,7 +3,7 @@ heads, and scaled embeddings tied to the head.
 """
 
 from liger_models.architectures.common import attention, decoder, mlp
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
 from liger_models.layers.specs import BlockSpec, MLPSpec, ModelSpec, NormSpec
@@ -12,11 +12,6 @@ from liger_models.layers.specs import BlockSpec, MLPSpec, ModelSpec, NormSpec
 @register(
     "gemma",
     reference="GemmaForCausalLM",
-    tiny={
-        "hidden_act": "gelu_pytorch_tanh",
-        "attention_bias": True,
-        "tie_word_embeddings": True,
-    },
     defaults={
         "head_dim": 256,
         "num_key_value_heads": 16,
@@ -25,8 +20,6 @@ from liger_models.layers.specs import BlockSpec, MLPSpec, ModelSpec, NormSpec
         "tie_word_embeddings": True,
         "pad_token_id": 0,
     },
-    variants={"silu": {"hidden_act": "silu"}},
-    skip={"key:hidden_activation": "a later name of hidden_act, which it must not contradict"},
 )
 def gemma(c: HFConfig) -> ModelSpec:
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6), offset=1.0, cast="gemma")
@@ -47,3 +40,17 @@ def _mlp(c: HFConfig) -> MLPSpec:
             "activations; keep the one that the model was trained with"
         )
     return spec
+
+
+# -- tests
+
+for_tests(
+    "gemma",
+    tiny={
+        "hidden_act": "gelu_pytorch_tanh",
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+    },
+    variants={"silu": {"hidden_act": "silu"}},
+    skip={"key:hidden_activation": "a later name of hidden_act, which it must not contradict"},
+)

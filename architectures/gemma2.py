@@ -7,11 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from liger_models.architectures.common import attention, gemma, mlp, windows
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec, Topology
 
-TINY = {**gemma.TINY, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 3.0}
 DEFAULTS = {
     **gemma.DEFAULTS,
     "max_position_embeddings": 8192,
@@ -29,13 +28,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @register(
     "gemma2",
     reference="Gemma2ForCausalLM",
-    tiny=TINY,
     defaults=DEFAULTS,
     unread={
         "hidden_act": "of older configs; the reference reads hidden_activation",
         "sliding_window_size": "of older configs; the reference reads sliding_window",
     },
-    variants=VARIANTS,
 )
 def gemma2(c: HFConfig) -> ModelSpec:
     return capped(c, "sandwich")
@@ -53,3 +50,10 @@ def capped(c: HFConfig, topology: Topology) -> ModelSpec:
     slides = windows(c, lambda i: "full_attention" if i % 2 else "sliding_attention")
     blocks = [BlockSpec(replace(attn, window=w), feed_forward, norm, topology) for w in slides]
     return gemma.scaled_decoder(c, blocks, norm)
+
+
+# -- tests
+
+TINY = {**gemma.TINY, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 3.0}
+
+for_tests("gemma2", tiny=TINY, variants=VARIANTS)

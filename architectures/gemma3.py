@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from liger_models.architectures.common.images import language_model
 from liger_models.architectures.encoders import clip
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
 from liger_models.layers.specs import LinearProjectorSpec, ModelSpec, NormSpec
@@ -16,23 +16,7 @@ from liger_models.layers.specs import LinearProjectorSpec, ModelSpec, NormSpec
 @register(
     "gemma3",
     reference="Gemma3ForConditionalGeneration",
-    tiny={
-        "text_config": {
-            "model_type": "gemma3_text",
-            "hidden_act": ...,
-            "hidden_activation": "gelu_pytorch_tanh",
-            "query_pre_attn_scalar": 24,
-            "sliding_window": 3,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "rope_parameters": {
-                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-            },
-        },
-        "vision_config": {**clip.TINY_SIGLIP, "image_size": 16},
-        "image_token_index": 3,
-        "mm_tokens_per_image": 4,
-    },
+    sees=True,
     layouts=clip.layouts(
         (("norm.", "mm_soft_emb_norm."), ("linear.weight", "mm_input_projection_weight")),
         permuted=(("vision.projector.linear.weight", "i o -> o i"),),
@@ -57,3 +41,27 @@ def gemma3(c: HFConfig) -> ModelSpec:
         v, LinearProjectorSpec(merge, norm), image_id, kinds="token_type_ids", spans="images"
     )
     return replace(text, vision=vision)
+
+
+# -- tests
+
+for_tests(
+    "gemma3",
+    tiny={
+        "text_config": {
+            "model_type": "gemma3_text",
+            "hidden_act": ...,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        "vision_config": {**clip.TINY_SIGLIP, "image_size": 16},
+        "image_token_index": 3,
+        "mm_tokens_per_image": 4,
+    },
+)

@@ -5,7 +5,7 @@ and a sliding window, with a rotary base of its own, on five layers of six.
 from dataclasses import replace
 
 from liger_models.architectures.common import attention, gemma, local_rope, mlp, windows
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec, QKNormSpec
 
@@ -13,33 +13,11 @@ from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec, QKNormSpec
 @register(
     "gemma3_text",
     reference="Gemma3ForCausalLM",
-    tiny={
-        **gemma.TINY,
-        "query_pre_attn_scalar": 24,
-        "sliding_window_pattern": 2,
-        "rope_parameters": {
-            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 2.0},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        },
-    },
     defaults={
         **gemma.DEFAULTS,
         "max_position_embeddings": 131072,
         "query_pre_attn_scalar": 256,
         "sliding_window": 4096,
-    },
-    variants={
-        "layer_types": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
-        "every_sixth": {"num_hidden_layers": 6, "sliding_window_pattern": ...},
-        "thetas": {"rope_parameters": ..., "rope_theta": 500.0, "rope_local_base_freq": 100.0},
-        "own_theta": {"rope_parameters": ..., "rope_theta": 500.0},
-    },
-    skip={
-        "rope:yarn_fractional": "of settings by layer type the reference does not read truncate",
-        **{
-            f"field:RopeSpec.{name}": "seen without truncation"
-            for name in ("truncate", "beta_fast", "beta_slow")
-        },
     },
 )
 def gemma3_text(c: HFConfig) -> ModelSpec:
@@ -56,3 +34,32 @@ def gemma3_text(c: HFConfig) -> ModelSpec:
     mixers = [attn if window is None else replace(attn, window=window, rope=local) for window in slides]
     blocks = [BlockSpec(mixer, feed_forward, norm, topology="sandwich") for mixer in mixers]
     return gemma.scaled_decoder(c, blocks, norm)
+
+
+# -- tests
+
+for_tests(
+    "gemma3_text",
+    tiny={
+        **gemma.TINY,
+        "query_pre_attn_scalar": 24,
+        "sliding_window_pattern": 2,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 2.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    variants={
+        "layer_types": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        "every_sixth": {"num_hidden_layers": 6, "sliding_window_pattern": ...},
+        "thetas": {"rope_parameters": ..., "rope_theta": 500.0, "rope_local_base_freq": 100.0},
+        "own_theta": {"rope_parameters": ..., "rope_theta": 500.0},
+    },
+    skip={
+        "rope:yarn_fractional": "of settings by layer type the reference does not read truncate",
+        **{
+            f"field:RopeSpec.{name}": "seen without truncation"
+            for name in ("truncate", "beta_fast", "beta_slow")
+        },
+    },
+)

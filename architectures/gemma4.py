@@ -8,7 +8,7 @@ from liger_models.architectures.common import unread_keys
 from liger_models.architectures.common.images import language_model
 from liger_models.architectures.encoders import gemma4 as encoder
 from liger_models.architectures.gemma4_text import NAMES
-from liger_models.architectures.registry import find_architecture, register
+from liger_models.architectures.registry import find_architecture, for_tests, register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import AttentionSpec, ModelSpec, SharedAttentionSpec
@@ -24,18 +24,7 @@ def carried(c: HFConfig) -> tuple[str, ...]:
 @register(
     "gemma4",
     reference="Gemma4ForConditionalGeneration",
-    tiny={
-        "text_config": {
-            **find_architecture("gemma4_text").tiny,
-            "model_type": "gemma4_text",
-            "hidden_act": ...,
-            "use_bidirectional_attention": "vision",
-        },
-        "vision_config": encoder.TINY,
-        "audio_config": None,
-        "image_token_id": 3,
-        "video_token_id": 4,
-    },
+    sees=True,
     layouts=tuple(
         Layout(
             NAMES,
@@ -47,16 +36,6 @@ def carried(c: HFConfig) -> tuple[str, ...]:
         for root in ("model.", "")
     ),
     carried=carried,
-    variants={
-        "causal, not standardised, clipped": {
-            "text_config": {"use_bidirectional_attention": None},
-            "vision_config": {
-                "standardize": False,
-                "num_key_value_heads": 2,
-                "use_clipped_linears": True,
-            },
-        },
-    },
 )
 def gemma4(c: HFConfig) -> ModelSpec:
     text = language_model(c)
@@ -78,3 +57,32 @@ def gemma4(c: HFConfig) -> ModelSpec:
         sees = not bidirectional or block.mixer.window is not None
         blocks.append(replace(block, mixer=replace(block.mixer, sees_spans=sees)))
     return replace(text, blocks=tuple(blocks), vision=vision)
+
+
+# -- tests
+
+for_tests(
+    "gemma4",
+    tiny={
+        "text_config": {
+            **find_architecture("gemma4_text").tiny,
+            "model_type": "gemma4_text",
+            "hidden_act": ...,
+            "use_bidirectional_attention": "vision",
+        },
+        "vision_config": encoder.TINY,
+        "audio_config": None,
+        "image_token_id": 3,
+        "video_token_id": 4,
+    },
+    variants={
+        "causal, not standardised, clipped": {
+            "text_config": {"use_bidirectional_attention": None},
+            "vision_config": {
+                "standardize": False,
+                "num_key_value_heads": 2,
+                "use_clipped_linears": True,
+            },
+        },
+    },
+)

@@ -23,7 +23,7 @@ from liger_models.architectures.common import (
     unread_keys,
     windows,
 )
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import (
@@ -38,8 +38,8 @@ from liger_models.layers.specs import (
 
 LOCAL: dict[str, Any] = {"layer_type": SLIDING, "local_theta": 1e4}
 PARTIAL = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
-WIDE = {"head_dim": 20, "num_key_value_heads": 4}
-OLDER = ("rope_local_base_freq", "rope_scaling", "rope_theta")
+
+
 NAMES = (
     *((".per_layer_inputs.", "."), (".per_layer_input.", ".")),
     *((".moe.router.weight", ".router.proj.weight"), (".moe.", ".")),
@@ -51,28 +51,6 @@ NAMES = (
     reference="Gemma4ForCausalLM",
     layouts=(Layout(NAMES, whole=("*.experts.*",)),),
     carried=unread_keys,
-    tiny={
-        **gemma.TINY,
-        "num_hidden_layers": 4,
-        "head_dim": 8,
-        "attention_k_eq_v": True,
-        "global_head_dim": 12,
-        "num_global_key_value_heads": 1,
-        "num_kv_shared_layers": 2,
-        "use_double_wide_mlp": True,
-        "hidden_size_per_layer_input": 20,
-        "rms_norm_eps": 0.3,
-        "vocab_size_per_layer_input": 137,
-        "enable_moe_block": True,
-        "num_experts": 5,
-        "top_k_experts": 3,
-        "moe_intermediate_size": 24,
-        "layer_types": [SLIDING, FULL] * 2,
-        "rope_parameters": {
-            "full_attention": {"rope_type": "proportional", "rope_theta": 1e6},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        },
-    },
     defaults={
         **gemma.DEFAULTS,
         "max_position_embeddings": 131072,
@@ -80,32 +58,7 @@ NAMES = (
         "hidden_size_per_layer_input": 256,
         "vocab_size_per_layer_input": 262144,
     },
-    variants={
-        "dense": {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "enable_moe_block": False},
-        "keys of the last": {"num_hidden_layers": 5, "layer_types": [SLIDING, *[SLIDING, FULL] * 2]},
-        "partial": {
-            "rope_parameters": {
-                "full_attention": {**PARTIAL, "rope_theta": 500.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-            }
-        },
-        "eps": {"rms_norm_eps": 1.0},
-        "rope_left_out": {"rope_parameters": ...},
-        "by_layer": {"per_layer_config": {"01": WIDE, "3": WIDE}},
-        "every_sixth": {
-            "num_hidden_layers": 7,
-            "layer_types": ...,
-            "head_dim": 8,
-            "global_head_dim": 8,
-            "num_kv_shared_layers": 0,
-        },
-    },
     fixed={"use_bidirectional_attention": "vision"},  # of images
-    skip={
-        "rope:all": "the reference runs the proportional type, and by default on sliding layers",
-        **{f"key:{key}": "an older spelling, which the reference does not read" for key in OLDER},
-        "field:MoESpec.softmax_after_top_k": "the same function as renormalised shares of all",
-    },
 )
 def gemma4_text(c: HFConfig) -> ModelSpec:
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6), cast="gemma")
@@ -164,3 +117,61 @@ def experts(c: HFConfig, eps: float) -> MoESpec | None:
         router_norm_eps=eps,
         expert_scale=True,
     )
+
+
+# -- tests
+
+WIDE = {"head_dim": 20, "num_key_value_heads": 4}
+
+OLDER = ("rope_local_base_freq", "rope_scaling", "rope_theta")
+
+for_tests(
+    "gemma4_text",
+    tiny={
+        **gemma.TINY,
+        "num_hidden_layers": 4,
+        "head_dim": 8,
+        "attention_k_eq_v": True,
+        "global_head_dim": 12,
+        "num_global_key_value_heads": 1,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 20,
+        "rms_norm_eps": 0.3,
+        "vocab_size_per_layer_input": 137,
+        "enable_moe_block": True,
+        "num_experts": 5,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 24,
+        "layer_types": [SLIDING, FULL] * 2,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    variants={
+        "dense": {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "enable_moe_block": False},
+        "keys of the last": {"num_hidden_layers": 5, "layer_types": [SLIDING, *[SLIDING, FULL] * 2]},
+        "partial": {
+            "rope_parameters": {
+                "full_attention": {**PARTIAL, "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            }
+        },
+        "eps": {"rms_norm_eps": 1.0},
+        "rope_left_out": {"rope_parameters": ...},
+        "by_layer": {"per_layer_config": {"01": WIDE, "3": WIDE}},
+        "every_sixth": {
+            "num_hidden_layers": 7,
+            "layer_types": ...,
+            "head_dim": 8,
+            "global_head_dim": 8,
+            "num_kv_shared_layers": 0,
+        },
+    },
+    skip={
+        "rope:all": "the reference runs the proportional type, and by default on sliding layers",
+        **{f"key:{key}": "an older spelling, which the reference does not read" for key in OLDER},
+        "field:MoESpec.softmax_after_top_k": "the same function as renormalised shares of all",
+    },
+)

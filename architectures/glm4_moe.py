@@ -14,7 +14,7 @@ from liger_models.architectures.common.deepseek import (
     dense_then,
     further_predictions,
 )
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec, QKNormSpec
 
@@ -22,6 +22,23 @@ from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec, QKNormSpec
 @register(
     "glm4_moe",
     reference="Glm4MoeForCausalLM",
+    defaults={"num_key_value_heads": 8, "n_group": 1, "topk_group": 1, "norm_topk_prob": True},
+    layouts=corrected_layouts(),
+    carried=further_predictions,
+)
+def glm4_moe(c: HFConfig) -> ModelSpec:
+    norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-5))
+    mixer = attention(c, partial=0.5, bias=c.take_flag("attention_bias", False))
+    qk_norm = QKNormSpec(norm) if c.take_flag("use_qk_norm", False) else None
+    mixer = replace(mixer, o_bias=False, qk_norm=qk_norm)
+    mlps = dense_then(c, corrected_experts(c), first_dense=1)
+    return decoder(c, [BlockSpec(mixer, inner, norm) for inner in mlps], norm)
+
+
+# -- tests
+
+for_tests(
+    "glm4_moe",
     tiny={
         **TINY_EXPERTS,
         "use_qk_norm": True,
@@ -29,9 +46,6 @@ from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec, QKNormSpec
         "num_nextn_predict_layers": 1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     },
-    defaults={"num_key_value_heads": 8, "n_group": 1, "topk_group": 1, "norm_topk_prob": True},
-    layouts=corrected_layouts(),
-    carried=further_predictions,
     variants={
         "in groups": IN_GROUPS,
         "experts in every layer": {"first_k_dense_replace": 0},
@@ -43,10 +57,3 @@ from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec, QKNormSpec
         "refusal:partial_rotary_factor": "a part of each head turns",
     },
 )
-def glm4_moe(c: HFConfig) -> ModelSpec:
-    norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-5))
-    mixer = attention(c, partial=0.5, bias=c.take_flag("attention_bias", False))
-    qk_norm = QKNormSpec(norm) if c.take_flag("use_qk_norm", False) else None
-    mixer = replace(mixer, o_bias=False, qk_norm=qk_norm)
-    mlps = dense_then(c, corrected_experts(c), first_dense=1)
-    return decoder(c, [BlockSpec(mixer, inner, norm) for inner in mlps], norm)

@@ -15,7 +15,7 @@ from liger_models.architectures.common.deepseek import (
     further_predictions,
     latent_attention,
 )
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
 from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
@@ -24,13 +24,6 @@ from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
 @register(
     "glm4_moe_lite",
     reference="Glm4MoeLiteForCausalLM",
-    tiny={
-        **TINY_LATENT,
-        **TINY_EXPERTS,
-        "first_k_dense_replace": ...,
-        "mlp_layer_types": ["sparse", "dense", "sparse"],
-        "num_nextn_predict_layers": 1,
-    },
     defaults={
         "rope_interleave": True,
         "num_key_value_heads": 20,
@@ -42,12 +35,6 @@ from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
     },
     layouts=corrected_layouts(),
     carried=further_predictions,
-    variants={"in groups": IN_GROUPS, **LATENT_VARIANTS},
-    skip={
-        **SKIP_LATENT,
-        **SKIP_EXPERTS,
-        "key:first_k_dense_replace": "follows from mlp_layer_types, and is checked",
-    },
 )
 def glm4_moe_lite(c: HFConfig) -> ModelSpec:
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-5))
@@ -61,3 +48,23 @@ def glm4_moe_lite(c: HFConfig) -> ModelSpec:
     mixer, dense, sparse = latent_attention(c), mlp(c), corrected_experts(c)
     blocks = [BlockSpec(mixer, dense if kind == "dense" else sparse, norm) for kind in types]
     return decoder(c, blocks, norm)
+
+
+# -- tests
+
+for_tests(
+    "glm4_moe_lite",
+    tiny={
+        **TINY_LATENT,
+        **TINY_EXPERTS,
+        "first_k_dense_replace": ...,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "num_nextn_predict_layers": 1,
+    },
+    variants={"in groups": IN_GROUPS, **LATENT_VARIANTS},
+    skip={
+        **SKIP_LATENT,
+        **SKIP_EXPERTS,
+        "key:first_k_dense_replace": "follows from mlp_layer_types, and is checked",
+    },
+)

@@ -6,7 +6,7 @@ query, key and value head by head.
 from dataclasses import replace
 
 from liger_models.architectures.common import attention_as_wide_as_the_model, decoder, mlp
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Joined, Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import BlockSpec, LayerNormSpec, ModelSpec
@@ -30,6 +30,23 @@ BUFFERS = ("*.attention.bias", "*.attention.masked_bias", "*.attention.rotary_em
     reference="GPTNeoXForCausalLM",
     layouts=(replace(IN_MEMORY, rename=(*NAMES, ("lm_head.", "embed_out."))), IN_MEMORY),
     carried=lambda c: BUFFERS,  # of older files
+    defaults={"hidden_act": "gelu", "max_position_embeddings": 2048},
+    rope_keys=("rotary_emb_base", "rotary_pct"),
+)
+def gpt_neox(c: HFConfig) -> ModelSpec:
+    norm = LayerNormSpec(eps=c.take_number("layer_norm_eps", 1e-5))
+    heads, bias = c.take_count("num_attention_heads"), c.take_flag("attention_bias", True)
+    attn = attention_as_wide_as_the_model(c, bias=bias, kv_heads=heads, partial=0.25)
+    parallel = c.take_flag("use_parallel_residual", True)
+    feed_forward = mlp(c, bias=True, gated=False)
+    block = BlockSpec(attn, feed_forward, norm, "parallel_two_norms" if parallel else "pre_norm")
+    return replace(decoder(c, [block] * c.take_count("num_hidden_layers"), norm), padding_idx=None)
+
+
+# -- tests
+
+for_tests(
+    "gpt_neox",
     tiny={
         "rms_norm_eps": ...,
         "layer_norm_eps": 1e-4,
@@ -41,8 +58,6 @@ BUFFERS = ("*.attention.bias", "*.attention.masked_bias", "*.attention.rotary_em
         "attention_bias": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     },
-    defaults={"hidden_act": "gelu", "max_position_embeddings": 2048},
-    rope_keys=("rotary_emb_base", "rotary_pct"),
     skip={
         "refusal:partial_rotary_factor": "a part of a head may turn",
         "key:rope_theta": "it may stand next to rotary_emb_base, with the same value",
@@ -50,11 +65,3 @@ BUFFERS = ("*.attention.bias", "*.attention.masked_bias", "*.attention.rotary_em
         **{f"swap:model.layers.{i}.self_attn.o_proj.bias": "only the sum of both counts" for i in range(3)},
     },
 )
-def gpt_neox(c: HFConfig) -> ModelSpec:
-    norm = LayerNormSpec(eps=c.take_number("layer_norm_eps", 1e-5))
-    heads, bias = c.take_count("num_attention_heads"), c.take_flag("attention_bias", True)
-    attn = attention_as_wide_as_the_model(c, bias=bias, kv_heads=heads, partial=0.25)
-    parallel = c.take_flag("use_parallel_residual", True)
-    feed_forward = mlp(c, bias=True, gated=False)
-    block = BlockSpec(attn, feed_forward, norm, "parallel_two_norms" if parallel else "pre_norm")
-    return replace(decoder(c, [block] * c.take_count("num_hidden_layers"), norm), padding_idx=None)

@@ -5,25 +5,12 @@ constant.
 from dataclasses import replace
 
 from liger_models.architectures.common import attention, decoder, mlp
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import BlockSpec, MLPSpec, ModelSpec, MoESpec, NormSpec
 
-MULTIPLIERS = {
-    "attention_multiplier": 0.2,
-    "embedding_multiplier": 1.5,
-    "residual_multiplier": 0.7,
-    "logits_scaling": 1.7,
-}
-"""For tests."""
 
-
-@register(
-    "granite",
-    reference="GraniteForCausalLM",
-    tiny={**MULTIPLIERS, "attention_bias": True, "mlp_bias": True},
-    defaults={"max_position_embeddings": 2048},
-)
+@register("granite", reference="GraniteForCausalLM", defaults={"max_position_embeddings": 2048})
 def granite(c: HFConfig) -> ModelSpec:
     return multiplied(c, mlp(c, bias=c.take_flag("mlp_bias", False)))
 
@@ -44,3 +31,16 @@ def multiplied(c: HFConfig, feed_forward: MLPSpec | MoESpec) -> ModelSpec:
         input_scale=c.take_number("embedding_multiplier", 1.0),
         logit_scale=1 / divisor,
     )
+
+
+# -- tests
+
+MULTIPLIERS = {
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 1.5,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 1.7,
+}
+"""For tests."""
+
+for_tests("granite", tiny={**MULTIPLIERS, "attention_bias": True, "mlp_bias": True})

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from liger_models.architectures.common import activation, chosen_experts
 from liger_models.architectures.granite import MULTIPLIERS, multiplied
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import MLPSpec, ModelSpec, MoESpec
@@ -25,43 +25,21 @@ ON_DISK = (
 WHOLE = ("*.experts.*", "*.shared_expert.gate_up_proj.*")
 LAYOUTS = (Layout(ON_DISK, WHOLE), Layout(IN_BLOCKS, WHOLE))
 
-TINY = {
-    "intermediate_size": 32,
-    "num_local_experts": 5,
-    "num_experts_per_tok": 3,
-    "output_router_logits": False,
-    "router_aux_loss_coef": 0.5,
-    "attention_bias": True,
-    **MULTIPLIERS,
-}
+
 DEFAULTS = {
     "max_position_embeddings": 2048,
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
     "router_aux_loss_coef": 0.001,
 }
-SKIP = {
-    "field:MoESpec.softmax_after_top_k": "renormalised shares of all are the same function",
-    "field:MoESpec.renormalize": "the same",
-    **{f"null:{key}": "the reference would multiply by it" for key in MULTIPLIERS},
-}
 
 
-@register(
-    "granitemoe", reference="GraniteMoeForCausalLM", layouts=LAYOUTS, tiny=TINY, defaults=DEFAULTS, skip=SKIP
-)
+@register("granitemoe", reference="GraniteMoeForCausalLM", layouts=LAYOUTS, defaults=DEFAULTS)
 def granitemoe(c: HFConfig) -> ModelSpec:
     return multiplied(c, experts(c))
 
 
-@register(
-    "granitemoeshared",
-    reference="GraniteMoeSharedForCausalLM",
-    layouts=LAYOUTS,
-    tiny={**TINY, "shared_intermediate_size": 40},
-    defaults=DEFAULTS,
-    skip=SKIP,
-)
+@register("granitemoeshared", reference="GraniteMoeSharedForCausalLM", layouts=LAYOUTS, defaults=DEFAULTS)
 def granitemoeshared(c: HFConfig) -> ModelSpec:
     """Granite 3 with experts, one of them shared (IBM, 2025): a shared expert beside the chosen ones."""
     moe = experts(c)
@@ -72,3 +50,26 @@ def granitemoeshared(c: HFConfig) -> ModelSpec:
 
 def experts(c: HFConfig) -> MoESpec:
     return chosen_experts(c, ("num_local_experts",), size="intermediate_size", softmax_after_top_k=True)
+
+
+# -- tests
+
+TINY = {
+    "intermediate_size": 32,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 3,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.5,
+    "attention_bias": True,
+    **MULTIPLIERS,
+}
+
+SKIP = {
+    "field:MoESpec.softmax_after_top_k": "renormalised shares of all are the same function",
+    "field:MoESpec.renormalize": "the same",
+    **{f"null:{key}": "the reference would multiply by it" for key in MULTIPLIERS},
+}
+
+for_tests("granitemoe", tiny=TINY, skip=SKIP)
+
+for_tests("granitemoeshared", tiny={**TINY, "shared_intermediate_size": 40}, skip=SKIP)

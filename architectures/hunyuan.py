@@ -5,7 +5,7 @@ a fixed `alpha` (NTK-aware scaling, bloc97 2023).
 from dataclasses import replace
 
 from liger_models.architectures.common import attention, decoder, mlp
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
@@ -23,35 +23,14 @@ _UNREAD = (
 UNREAD = dict.fromkeys(_UNREAD, "the reference does not read it")
 
 NORMS = ((".q_norm.", ".query_layernorm."), (".k_norm.", ".key_layernorm."))
-TINY = {
-    "attention_bias": True,
-    "rope_parameters": {
-        "rope_type": "dynamic",
-        "rope_theta": 10000.0,
-        "factor": 1.0,
-        "alpha": 50.0,
-        "beta_fast": 32,
-    },
-    "pad_token_id": 0,
-}
-SKIP = {
-    "key:use_qk_norm": "models without are refused",
-    **{
-        f"field:RopeSpec.{name}": "the norms behind the rotation take a factor out again"
-        for name in ("attention_factor", "mscale", "mscale_all_dim")
-    },
-    **{f"swap:model.layers.{i}.self_attn.q_norm.weight": "only the product of both counts" for i in range(3)},
-}
 
 
 @register(
     "hunyuan_v1_dense",
     reference="HunYuanDenseV1ForCausalLM",
     layouts=(Layout(NORMS),),
-    tiny=TINY,
     defaults={"max_position_embeddings": 2048, "pad_token_id": 0},
     unread=UNREAD,
-    skip=SKIP,
 )
 def hunyuan(c: HFConfig) -> ModelSpec:
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-5))
@@ -76,3 +55,29 @@ def stretched(c: HFConfig, rope: RopeSpec | None) -> RopeSpec | None:
         return rope
     theta = rope.theta * alpha ** (rope.dim / (rope.dim - 2))
     return RopeSpec(rope.dim, theta, max_position_embeddings=rope.max_position_embeddings)
+
+
+# -- tests
+
+TINY = {
+    "attention_bias": True,
+    "rope_parameters": {
+        "rope_type": "dynamic",
+        "rope_theta": 10000.0,
+        "factor": 1.0,
+        "alpha": 50.0,
+        "beta_fast": 32,
+    },
+    "pad_token_id": 0,
+}
+
+SKIP = {
+    "key:use_qk_norm": "models without are refused",
+    **{
+        f"field:RopeSpec.{name}": "the norms behind the rotation take a factor out again"
+        for name in ("attention_factor", "mscale", "mscale_all_dim")
+    },
+    **{f"swap:model.layers.{i}.self_attn.q_norm.weight": "only the product of both counts" for i in range(3)},
+}
+
+for_tests("hunyuan_v1_dense", tiny=TINY, skip=SKIP)

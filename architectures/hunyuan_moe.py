@@ -6,7 +6,7 @@ from typing import Any
 
 from liger_models.architectures.common import activation, decoder
 from liger_models.architectures.hunyuan import NORMS, SKIP, TINY, UNREAD, normed_attention
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
@@ -21,17 +21,9 @@ NO_EFFECT = ("moe_drop_tokens", "moe_random_routing_dropped_token", "output_rout
     "hunyuan_v1_moe",
     reference="HunYuanMoEV1ForCausalLM",
     layouts=(Layout(NAMES), Layout(NAMES, whole=("*.experts.*",))),
-    tiny={**TINY, "intermediate_size": 32, "num_experts": 4, "moe_topk": 3},
     defaults={"max_position_embeddings": 2048, "pad_token_id": 0, "num_experts": 1, "moe_topk": 1},
     fixed={"norm_topk_prob": True, "use_mixed_mlp_moe": True, "moe_layer_num_skipped": 0},
     unread={**UNREAD, **dict.fromkeys(NO_EFFECT, "of no effect")},
-    skip={
-        **SKIP,
-        "key:num_experts_per_tok": "another name of moe_topk",
-        **{f"key:{key}": "has one value" for key in PER_LAYER},
-        "field:MoESpec.softmax_after_top_k": "the same function as renormalised shares of all",
-    },
-    variants={"by layer": {"moe_topk": [3, 2, 2]}},
 )
 def hunyuan_moe(c: HFConfig) -> ModelSpec:
     width = c.take_count("intermediate_size")
@@ -59,3 +51,18 @@ def by_layer(c: HFConfig, value: Any, key: str) -> list[Any]:
     if len(values) != layers:
         raise ConfigError(f"{c.name}: {key} must be one number, or one a layer, found {value}")
     return values
+
+
+# -- tests
+
+for_tests(
+    "hunyuan_v1_moe",
+    tiny={**TINY, "intermediate_size": 32, "num_experts": 4, "moe_topk": 3},
+    variants={"by layer": {"moe_topk": [3, 2, 2]}},
+    skip={
+        **SKIP,
+        "key:num_experts_per_tok": "another name of moe_topk",
+        **{f"key:{key}": "has one value" for key in PER_LAYER},
+        "field:MoESpec.softmax_after_top_k": "the same function as renormalised shares of all",
+    },
+)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from liger_models.architectures.common.images import language_model, tower_layouts
 from liger_models.architectures.encoders import internvl as encoder
 from liger_models.architectures.encoders.parts import projector_activation, states_read
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
 from liger_models.layers.specs import LayerNormSpec, MLPProjectorSpec, ModelSpec
@@ -28,11 +28,7 @@ def unread(c: HFConfig) -> tuple[str, ...]:
 @register(
     "internvl",
     reference="InternVLForConditionalGeneration",
-    tiny={
-        "text_config": {"model_type": "qwen2", "head_dim": ..., "hidden_size": 64},
-        "vision_config": encoder.TINY,
-        "image_token_id": 3,
-    },
+    sees=True,
     layouts=tower_layouts(
         encoder.NAMES,
         (("norm.", "layer_norm."),),
@@ -42,23 +38,6 @@ def unread(c: HFConfig) -> tuple[str, ...]:
         ),
     ),
     carried=unread,
-    skip={"field:SquarePictures.size": "squares of any size are taken, whose positions are stretched to it"},
-    variants={
-        "lower_layer": {
-            "text_config": {"model_type": "qwen3", "head_dim": 16},
-            "vision_config": {
-                "norm_type": "rms_norm",
-                "use_qk_norm": False,
-                "attention_bias": False,
-                "use_mean_pooling": True,
-                "use_mask_token": True,
-                "use_absolute_position_embeddings": False,
-            },
-            "vision_feature_layer": -2,
-            "projector_hidden_act": "gelu_pytorch_tanh",
-            "tie_word_embeddings": False,
-        }
-    },
 )
 def internvl(c: HFConfig) -> ModelSpec:
     text, v = language_model(c), c.part("vision_config")
@@ -75,3 +54,32 @@ def internvl(c: HFConfig) -> ModelSpec:
     projector = MLPProjectorSpec(projector_activation(c), merge=merge, norm=LayerNormSpec(1e-5))
     image_id = c.take_count("image_token_id", 151667, least=0)
     return replace(text, vision=encoder.vision(v, projector, image_id, states[0]))
+
+
+# -- tests
+
+for_tests(
+    "internvl",
+    tiny={
+        "text_config": {"model_type": "qwen2", "head_dim": ..., "hidden_size": 64},
+        "vision_config": encoder.TINY,
+        "image_token_id": 3,
+    },
+    variants={
+        "lower_layer": {
+            "text_config": {"model_type": "qwen3", "head_dim": 16},
+            "vision_config": {
+                "norm_type": "rms_norm",
+                "use_qk_norm": False,
+                "attention_bias": False,
+                "use_mean_pooling": True,
+                "use_mask_token": True,
+                "use_absolute_position_embeddings": False,
+            },
+            "vision_feature_layer": -2,
+            "projector_hidden_act": "gelu_pytorch_tanh",
+            "tie_word_embeddings": False,
+        }
+    },
+    skip={"field:SquarePictures.size": "squares of any size are taken, whose positions are stretched to it"},
+)

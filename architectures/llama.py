@@ -3,7 +3,7 @@ most others vary, and many share.
 """
 
 from liger_models.architectures.common import attention, decoder, mlp
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
 
@@ -11,6 +11,23 @@ from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
 @register(
     "llama",
     reference="LlamaForCausalLM",
+    defaults={"max_position_embeddings": 2048},
+    carried=lambda c: ("model.layers.*.self_attn.rotary_emb.inv_freq",),
+)
+def llama(c: HFConfig) -> ModelSpec:
+    norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6))
+    block = BlockSpec(
+        attention(c, bias=c.take_flag("attention_bias", False)),
+        mlp(c, bias=c.take_flag("mlp_bias", False)),
+        norm,
+    )
+    return decoder(c, [block] * c.take_count("num_hidden_layers"), norm)
+
+
+# -- tests
+
+for_tests(
+    "llama",
     tiny={
         "attention_bias": True,
         "mlp_bias": True,
@@ -23,15 +40,5 @@ from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
             "original_max_position_embeddings": 32,
         },
     },
-    defaults={"max_position_embeddings": 2048},
-    carried=lambda c: ("model.layers.*.self_attn.rotary_emb.inv_freq",),
     variants={"no_bias": {"attention_bias": False, "mlp_bias": False}},
 )
-def llama(c: HFConfig) -> ModelSpec:
-    norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6))
-    block = BlockSpec(
-        attention(c, bias=c.take_flag("attention_bias", False)),
-        mlp(c, bias=c.take_flag("mlp_bias", False)),
-        norm,
-    )
-    return decoder(c, [block] * c.take_count("num_hidden_layers"), norm)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from liger_models.architectures.common.images import language_model
 from liger_models.architectures.encoders import llama4 as encoder
 from liger_models.architectures.llama4_text import TEXT
-from liger_models.architectures.registry import find_architecture, register
+from liger_models.architectures.registry import find_architecture, for_tests, register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import ModelSpec
@@ -16,19 +16,7 @@ from liger_models.layers.specs import ModelSpec
 @register(
     "llama4",
     reference="Llama4ForConditionalGeneration",
-    tiny={
-        "text_config": {
-            **find_architecture("llama4_text").tiny,
-            "model_type": "llama4_text",
-            "num_hidden_layers": 2,
-            "moe_layers": [1],
-            "no_rope_layers": [1, 0],
-            "floor_scale": 8192,  # the reference counts padding among the positions by which queries grow
-        },
-        "vision_config": encoder.TINY,
-        "image_token_index": 3,
-        "tie_word_embeddings": False,
-    },
+    sees=True,
     layouts=(
         replace(
             TEXT,
@@ -44,3 +32,23 @@ def llama4(c: HFConfig) -> ModelSpec:
         c.take(key, None)  # which the processor places
     image_id = c.take_count(("image_token_index", "image_token_id"), 200092, least=0)
     return replace(language_model(c), vision=encoder.vision(c.part("vision_config"), image_id))
+
+
+# -- tests
+
+for_tests(
+    "llama4",
+    tiny={
+        "text_config": {
+            **find_architecture("llama4_text").tiny,
+            "model_type": "llama4_text",
+            "num_hidden_layers": 2,
+            "moe_layers": [1],
+            "no_rope_layers": [1, 0],
+            "floor_scale": 8192,  # the reference counts padding among the positions by which queries grow
+        },
+        "vision_config": encoder.TINY,
+        "image_token_index": 3,
+        "tie_word_embeddings": False,
+    },
+)

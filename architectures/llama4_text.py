@@ -15,7 +15,7 @@ from liger_models.architectures.common import (
     experts_and_chosen,
     turning_layers,
 )
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
@@ -36,27 +36,12 @@ TEXT = Layout(
     permuted=INPUTS_FIRST,
 )
 LOSS = ("output_router_logits", "router_aux_loss_coef")
-YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
 
 
 @register(
     "llama4_text",
     reference="Llama4ForCausalLM",
     layouts=(TEXT,),
-    tiny={
-        "intermediate_size": 24,
-        "intermediate_size_mlp": 40,
-        "num_local_experts": 5,
-        "num_experts_per_tok": 2,
-        "moe_layers": [1, 2],
-        "no_rope_layers": [1, 0, 1],
-        "use_qk_norm": True,
-        "attention_chunk_size": 7,
-        "attn_temperature_tuning": True,
-        "attn_scale": 0.4,
-        "floor_scale": 5,
-        "attention_bias": True,
-    },
     defaults={
         "num_key_value_heads": 8,
         "head_dim": 128,
@@ -69,21 +54,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_p
         "attn_scale": 0.1,
         "floor_scale": 8192,
     },
-    variants={
-        "every second layer": {"moe_layers": None, "interleave_moe_layer_step": 2, "no_rope_layers": []},
-        "one expert": {"num_experts_per_tok": 1, "no_rope_layers": None, "no_rope_layer_interval": 2},
-        "layer_types": {"layer_types": [FULL, CHUNKED, CHUNKED]},
-        "tables scaled": {"use_qk_norm": False, "rope_parameters": {**YARN, "attention_factor": 1.7}},
-        "tables scaled by two": {
-            "use_qk_norm": False,
-            "rope_parameters": {**YARN, "mscale": 0.9, "mscale_all_dim": 0.5},
-        },
-    },
     unread=dict.fromkeys(LOSS, "the reference adds no such loss"),
-    skip={
-        "field:QKNormSpec.before_rope": "a turn alone changes the length of no head",
-        "positions:given": "there queries grow by a token's place in its row, padding included",
-    },
 )
 def llama4_text(c: HFConfig) -> ModelSpec:
     norm, act = NormSpec(eps=c.take_number("rms_norm_eps", 1e-5)), activation(c)
@@ -121,3 +92,40 @@ def layers_with_experts(c: HFConfig) -> list[bool]:
     count, step = c.take_count("num_hidden_layers"), c.take_count("interleave_moe_layer_step", 1)
     listed = c.take_layers("moe_layers", None, among=count)
     return [(i + 1) % step == 0 if listed is None else i in listed for i in range(count)]
+
+
+# -- tests
+
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+
+for_tests(
+    "llama4_text",
+    tiny={
+        "intermediate_size": 24,
+        "intermediate_size_mlp": 40,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_layers": [1, 2],
+        "no_rope_layers": [1, 0, 1],
+        "use_qk_norm": True,
+        "attention_chunk_size": 7,
+        "attn_temperature_tuning": True,
+        "attn_scale": 0.4,
+        "floor_scale": 5,
+        "attention_bias": True,
+    },
+    variants={
+        "every second layer": {"moe_layers": None, "interleave_moe_layer_step": 2, "no_rope_layers": []},
+        "one expert": {"num_experts_per_tok": 1, "no_rope_layers": None, "no_rope_layer_interval": 2},
+        "layer_types": {"layer_types": [FULL, CHUNKED, CHUNKED]},
+        "tables scaled": {"use_qk_norm": False, "rope_parameters": {**YARN, "attention_factor": 1.7}},
+        "tables scaled by two": {
+            "use_qk_norm": False,
+            "rope_parameters": {**YARN, "mscale": 0.9, "mscale_all_dim": 0.5},
+        },
+    },
+    skip={
+        "field:QKNormSpec.before_rope": "a turn alone changes the length of no head",
+        "positions:given": "there queries grow by a token's place in its row, padding included",
+    },
+)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from liger_models.architectures.common.images import language_model, sighted_layouts
 from liger_models.architectures.encoders import clip, pixtral
 from liger_models.architectures.encoders.parts import mlp_projector, states_read
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
 from liger_models.layers.specs import ModelSpec
@@ -29,13 +29,38 @@ def encoder(c: HFConfig) -> HFConfig:
 @register(
     "llava",
     reference="LlavaForConditionalGeneration",
+    sees=True,
+    layouts=(*clip.layouts(), *sighted_layouts({"vision.": ("", NAMES)})),
+    carried=lambda c: clip.unread_tensors(c, encoder(c), -2),
+)
+def llava(c: HFConfig) -> ModelSpec:
+    text, v = language_model(c), encoder(c)
+    states = states_read(c, v, -2)
+    stated = c.take("vision_feature_select_strategy", "default")
+    # Others than CLIP have no class token to leave.
+    known = ("default", "full") if v.model_type == clip.CLIP else ("full",)
+    if stated not in known:
+        raise ConfigError(
+            f"{c.name}: vision_feature_select_strategy is {stated!r}; beside a {v.model_type} it must be "
+            f"{' or '.join(map(repr, known))}: a feature is made of every patch, and with 'full' of a class "
+            "token that there may be"
+        )
+    image_id = c.take_count("image_token_index", 32000, least=0)
+    if v.model_type == pixtral.PIXTRAL:
+        return replace(text, vision=pixtral.vision(v, mlp_projector(c), image_id, states))
+    both = v.model_type == clip.CLIP and stated == "full"
+    return replace(text, vision=clip.vision(v, mlp_projector(c), image_id, states, class_feature=both))
+
+
+# -- tests
+
+for_tests(
+    "llava",
     tiny={
         "text_config": {"model_type": "llama"},
         "vision_config": clip.TINY_CLIP,
         "image_token_index": 3,
     },
-    layouts=(*clip.layouts(), *sighted_layouts({"vision.": ("", NAMES)})),
-    carried=lambda c: clip.unread_tensors(c, encoder(c), -2),
     variants={
         "class_feature": {"vision_feature_select_strategy": "full"},
         "siglip_several_layers": {
@@ -60,20 +85,3 @@ def encoder(c: HFConfig) -> HFConfig:
         },
     },
 )
-def llava(c: HFConfig) -> ModelSpec:
-    text, v = language_model(c), encoder(c)
-    states = states_read(c, v, -2)
-    stated = c.take("vision_feature_select_strategy", "default")
-    # Others than CLIP have no class token to leave.
-    known = ("default", "full") if v.model_type == clip.CLIP else ("full",)
-    if stated not in known:
-        raise ConfigError(
-            f"{c.name}: vision_feature_select_strategy is {stated!r}; beside a {v.model_type} it must be "
-            f"{' or '.join(map(repr, known))}: a feature is made of every patch, and with 'full' of a class "
-            "token that there may be"
-        )
-    image_id = c.take_count("image_token_index", 32000, least=0)
-    if v.model_type == pixtral.PIXTRAL:
-        return replace(text, vision=pixtral.vision(v, mlp_projector(c), image_id, states))
-    both = v.model_type == clip.CLIP and stated == "full"
-    return replace(text, vision=clip.vision(v, mlp_projector(c), image_id, states, class_feature=both))

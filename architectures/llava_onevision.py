@@ -7,7 +7,7 @@ from dataclasses import replace
 from liger_models.architectures.common.images import language_model
 from liger_models.architectures.encoders import clip
 from liger_models.architectures.encoders.parts import mlp_projector, states_read
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError, abbreviate
 from liger_models.layers.specs import AnyresPictures, ModelSpec
@@ -16,25 +16,9 @@ from liger_models.layers.specs import AnyresPictures, ModelSpec
 @register(
     "llava_onevision",
     reference="LlavaOnevisionForConditionalGeneration",
-    tiny={
-        "text_config": {"model_type": "qwen2", "head_dim": ..., "hidden_size": 64},
-        "vision_config": clip.TINY_SIGLIP,
-        "image_token_index": 3,
-        "video_token_index": 4,
-        "image_grid_pinpoints": [[10, 10], [20, 10], [20, 20], [40, 10], [20, 40]],
-        "vision_aspect_ratio": "anyres_max_2",
-        "tie_word_embeddings": False,
-    },
+    sees=True,
     layouts=clip.layouts(),
     carried=lambda c: clip.unread_tensors(c, clip.tower(c, [clip.SIGLIP]), -1),
-    variants={
-        "several_layers": {
-            "vision_feature_layer": [-2, 0],
-            "vision_aspect_ratio": "anyres_max_9",
-            "projector_hidden_act": "gelu_pytorch_tanh",
-            "multimodal_projector_bias": False,
-        }
-    },
 )
 def llava_onevision(c: HFConfig) -> ModelSpec:
     text, v = language_model(c), clip.tower(c, [clip.SIGLIP])
@@ -69,3 +53,27 @@ def _pictures(c: HFConfig, v: HFConfig) -> AnyresPictures:
             f"{c.name}: vision_aspect_ratio must be anyres_max_ and a number of tiles, found {ratio!r}"
         )
     return AnyresPictures(size, tuple((h, w) for h, w in pairs), int(most))
+
+
+# -- tests
+
+for_tests(
+    "llava_onevision",
+    tiny={
+        "text_config": {"model_type": "qwen2", "head_dim": ..., "hidden_size": 64},
+        "vision_config": clip.TINY_SIGLIP,
+        "image_token_index": 3,
+        "video_token_index": 4,
+        "image_grid_pinpoints": [[10, 10], [20, 10], [20, 20], [40, 10], [20, 40]],
+        "vision_aspect_ratio": "anyres_max_2",
+        "tie_word_embeddings": False,
+    },
+    variants={
+        "several_layers": {
+            "vision_feature_layer": [-2, 0],
+            "vision_aspect_ratio": "anyres_max_9",
+            "projector_hidden_act": "gelu_pytorch_tanh",
+            "multimodal_projector_bias": False,
+        }
+    },
+)

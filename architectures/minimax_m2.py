@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from liger_models.architectures.common import attention, chosen_experts, decoder, expert_layouts
 from liger_models.architectures.mixtral import IN_BLOCKS
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec, QKNormSpec
@@ -30,13 +30,6 @@ NO_EFFECT = ("mlp_intermediate_size", "mtp_transformer_layers", "num_mtp_modules
     "minimax_m2",
     reference="MiniMaxM2ForCausalLM",
     layouts=(Layout((CORRECTION, *IN_BLOCKS)), *expert_layouts(CORRECTION)),
-    tiny={
-        "num_local_experts": 5,
-        "num_experts_per_tok": 3,
-        "output_router_logits": False,
-        "router_aux_loss_coef": 0.5,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
-    },
     defaults={
         "num_key_value_heads": 8,
         "head_dim": 128,
@@ -47,12 +40,6 @@ NO_EFFECT = ("mlp_intermediate_size", "mtp_transformer_layers", "num_mtp_modules
     },
     fixed=ONE_VALUE,
     unread=dict.fromkeys(NO_EFFECT, "of no effect here"),
-    skip={
-        "key:num_experts": "another name of num_local_experts",
-        "refusal:partial_rotary_factor": "the heads turn in part",
-        "key:attn_type_list": "has one value, full attention everywhere",
-    },
-    variants={"rotary_dim": {"rotary_dim": 10, "rope_parameters": {"rope_theta": 10000.0}}},
 )
 def minimax_m2(c: HFConfig) -> ModelSpec:
     layers = c.take_count("num_hidden_layers")
@@ -68,3 +55,23 @@ def minimax_m2(c: HFConfig) -> ModelSpec:
         correction_bias=True,
     )
     return decoder(c, [BlockSpec(attn, moe, norm)] * layers, norm)
+
+
+# -- tests
+
+for_tests(
+    "minimax_m2",
+    tiny={
+        "num_local_experts": 5,
+        "num_experts_per_tok": 3,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    variants={"rotary_dim": {"rotary_dim": 10, "rope_parameters": {"rope_theta": 10000.0}}},
+    skip={
+        "key:num_experts": "another name of num_local_experts",
+        "refusal:partial_rotary_factor": "the heads turn in part",
+        "key:attn_type_list": "has one value, full attention everywhere",
+    },
+)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from liger_models.architectures.common import GROWING_QUERIES, attention, decoder, mlp, query_scale
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
 
@@ -23,6 +23,24 @@ YARN = {
 @register(
     "ministral3",
     reference="Ministral3ForCausalLM",
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 262144,
+        "pad_token_id": 11,
+    },
+)
+def ministral3(c: HFConfig) -> ModelSpec:
+    norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-5))
+    attn = attention(c, window=c.take_count("sliding_window", None), scaling=YARN, extra=GROWING_QUERIES)
+    block = BlockSpec(replace(attn, query_scale=query_scale(c, YARN)), mlp(c), norm)
+    return decoder(c, [block] * c.take_count("num_hidden_layers"), norm)
+
+
+# -- tests
+
+for_tests(
+    "ministral3",
     tiny={
         "sliding_window": 7,
         "rope_parameters": {
@@ -36,19 +54,8 @@ YARN = {
         },
         "pad_token_id": 11,
     },
-    defaults={
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 262144,
-        "pad_token_id": 11,
-    },
     skip={
         "rope:dynamic": "which begins to stretch elsewhere than the queries begin to grow",
         "field:RopeSpec.max_position_embeddings": "read by dynamic rotation alone",
     },
 )
-def ministral3(c: HFConfig) -> ModelSpec:
-    norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-5))
-    attn = attention(c, window=c.take_count("sliding_window", None), scaling=YARN, extra=GROWING_QUERIES)
-    block = BlockSpec(replace(attn, query_scale=query_scale(c, YARN)), mlp(c), norm)
-    return decoder(c, [block] * c.take_count("num_hidden_layers"), norm)

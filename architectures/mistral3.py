@@ -9,7 +9,7 @@ from liger_models.architectures.common.deepseek import SHARED_EXPERTS
 from liger_models.architectures.common.images import language_model, sighted_layouts
 from liger_models.architectures.encoders import pixtral
 from liger_models.architectures.encoders.parts import projector_activation
-from liger_models.architectures.registry import find_architecture, register
+from liger_models.architectures.registry import find_architecture, for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import MistralMergerSpec, ModelSpec
 
@@ -24,6 +24,27 @@ EXPERTS = (SHARED_EXPERTS, (".router.", ".gate."))  # of Mistral Small 4
 @register(
     "mistral3",
     reference="Mistral3ForConditionalGeneration",
+    sees=True,
+    # As transformers builds it comes first.
+    layouts=sighted_layouts({"vision.": ("", NAMES)}, EXPERTS, whole=("*.experts.*",))[::-1],
+)
+def mistral3(c: HFConfig) -> ModelSpec:
+    text, v = language_model(c), c.part("vision_config")
+    c.take_only(vision_feature_layer=-1)
+    merger = MistralMergerSpec(
+        c.take_count("spatial_merge_size", 2),
+        text.norm,
+        projector_activation(c),
+        c.take_flag("multimodal_projector_bias", False),
+    )
+    image_id = c.take_count(("image_token_index", "image_token_id"), 10, least=0)
+    return replace(text, vision=pixtral.vision(v, merger, image_id))
+
+
+# -- tests
+
+for_tests(
+    "mistral3",
     tiny={
         "text_config": {
             "model_type": "mistral",
@@ -38,8 +59,6 @@ EXPERTS = (SHARED_EXPERTS, (".router.", ".gate."))  # of Mistral Small 4
         "multimodal_projector_bias": True,
         "tie_word_embeddings": False,
     },
-    # As transformers builds it comes first.
-    layouts=sighted_layouts({"vision.": ("", NAMES)}, EXPERTS, whole=("*.experts.*",))[::-1],
     variants={
         "three by three": {"spatial_merge_size": 3, "multimodal_projector_bias": False},
         "ministral3": {
@@ -52,14 +71,3 @@ EXPERTS = (SHARED_EXPERTS, (".router.", ".gate."))  # of Mistral Small 4
         "mistral4": {"text_config": {**find_architecture("mistral4").tiny, "sliding_window": ...}},
     },
 )
-def mistral3(c: HFConfig) -> ModelSpec:
-    text, v = language_model(c), c.part("vision_config")
-    c.take_only(vision_feature_layer=-1)
-    merger = MistralMergerSpec(
-        c.take_count("spatial_merge_size", 2),
-        text.norm,
-        projector_activation(c),
-        c.take_flag("multimodal_projector_bias", False),
-    )
-    image_id = c.take_count(("image_token_index", "image_token_id"), 10, least=0)
-    return replace(text, vision=pixtral.vision(v, merger, image_id))

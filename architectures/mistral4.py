@@ -17,7 +17,7 @@ from liger_models.architectures.common.deepseek import (
     latent_attention,
 )
 from liger_models.architectures.ministral3 import YARN as MINISTRAL_YARN
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
 
@@ -28,6 +28,33 @@ YARN = {**MINISTRAL_YARN, "rope_theta": 1e4, "factor": 128.0, "original_max_posi
     "mistral4",
     reference="Mistral4ForCausalLM",
     layouts=expert_layouts(SHARED_EXPERTS)[1:],  # all experts in one tensor
+    defaults={
+        "rope_interleave": True,
+        "num_key_value_heads": 32,
+        "q_lora_rank": 1024,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 1048576,
+        "pad_token_id": 11,
+    },
+)
+def mistral4(c: HFConfig) -> ModelSpec:
+    norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6))
+    mixer = latent_attention(c, partial=True, scaling=YARN, extra=GROWING_QUERIES)
+    mixer = replace(mixer, query_scale=query_scale(c, YARN))
+    renormalize = c.take_flag("norm_topk_prob", False)
+    sparse = experts_beside_shared(c, ("n_routed_experts", "num_local_experts"), renormalize=renormalize)
+    return decoder(c, [BlockSpec(mixer, inner, norm) for inner in dense_then(c, sparse)], norm)
+
+
+# -- tests
+
+for_tests(
+    "mistral4",
     tiny={
         **TINY_LATENT,
         **TINY_EXPERTS,
@@ -42,19 +69,6 @@ YARN = {**MINISTRAL_YARN, "rope_theta": 1e4, "factor": 128.0, "original_max_posi
         },
         "pad_token_id": 11,
     },
-    defaults={
-        "rope_interleave": True,
-        "num_key_value_heads": 32,
-        "q_lora_rank": 1024,
-        "n_routed_experts": 128,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 4,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": True,
-        "max_position_embeddings": 1048576,
-        "pad_token_id": 11,
-    },
     variants={
         **LATENT_VARIANTS,
         "one group, not renormalised": {"n_group": 1, "topk_group": 1, "norm_topk_prob": False},
@@ -67,10 +81,3 @@ YARN = {**MINISTRAL_YARN, "rope_theta": 1e4, "factor": 128.0, "original_max_posi
         "field:RopeSpec.max_position_embeddings": "read by dynamic rotation alone",
     },
 )
-def mistral4(c: HFConfig) -> ModelSpec:
-    norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6))
-    mixer = latent_attention(c, partial=True, scaling=YARN, extra=GROWING_QUERIES)
-    mixer = replace(mixer, query_scale=query_scale(c, YARN))
-    renormalize = c.take_flag("norm_topk_prob", False)
-    sparse = experts_beside_shared(c, ("n_routed_experts", "num_local_experts"), renormalize=renormalize)
-    return decoder(c, [BlockSpec(mixer, inner, norm) for inner in dense_then(c, sparse)], norm)

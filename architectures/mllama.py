@@ -5,7 +5,7 @@ which are cut into tiles (arXiv:2407.21783, section 7).
 from liger_models.architectures.common import attention, decoder, mlp
 from liger_models.architectures.common.images import sighted_layouts
 from liger_models.architectures.encoders import mllama as encoder
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import BlockSpec, CrossAttentionSpec, ModelSpec, NormSpec
 
@@ -13,18 +13,7 @@ from liger_models.layers.specs import BlockSpec, CrossAttentionSpec, ModelSpec, 
 @register(
     "mllama",
     reference="MllamaForConditionalGeneration",
-    tiny={
-        "text_config": {
-            "model_type": "mllama_text_model",
-            "num_hidden_layers": 4,
-            "cross_attention_layers": [1, 3],
-            "hidden_size": 64,
-            "pad_token_id": 5,
-            "rms_norm_eps": 1e-3,
-        },
-        "vision_config": encoder.TINY,
-        "image_token_index": 131,
-    },
+    sees=True,
     layouts=sighted_layouts({"vision.": ("", encoder.NAMES)})[::-1],  # as transformers builds it comes first
 )
 def mllama(c: HFConfig) -> ModelSpec:
@@ -53,3 +42,22 @@ def mllama(c: HFConfig) -> ModelSpec:
     image_id = c.take_count(("image_token_index", "image_token_id"), 128256, least=0)
     vision = encoder.vision(c.part("vision_config"), image_id)
     return decoder(text, blocks, norm, extra_ids=8, vision=vision)
+
+
+# -- tests
+
+for_tests(
+    "mllama",
+    tiny={
+        "text_config": {
+            "model_type": "mllama_text_model",
+            "num_hidden_layers": 4,
+            "cross_attention_layers": [1, 3],
+            "hidden_size": 64,
+            "pad_token_id": 5,
+            "rms_norm_eps": 1e-3,
+        },
+        "vision_config": encoder.TINY,
+        "image_token_index": 131,
+    },
+)

@@ -5,7 +5,7 @@ together.
 from dataclasses import replace
 
 from liger_models.architectures.common import attention, chosen_experts, decoder, expert_layouts
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
 from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec, QKNormSpec
@@ -15,16 +15,6 @@ from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec, QKNormSpec
     "olmoe",
     reference="OlmoeForCausalLM",
     layouts=expert_layouts(),
-    tiny={
-        "head_dim": ...,
-        "intermediate_size": 32,
-        "num_experts": 5,
-        "num_experts_per_tok": 3,
-        "norm_topk_prob": True,
-        "output_router_logits": False,
-        "router_aux_loss_coef": 0.5,
-        "attention_bias": True,
-    },
     defaults={
         "intermediate_size": 2048,
         "max_position_embeddings": 4096,
@@ -32,11 +22,6 @@ from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec, QKNormSpec
         "num_experts_per_tok": 8,
         "router_aux_loss_coef": 0.01,
         "pad_token_id": 1,
-    },
-    skip={
-        "key:num_local_experts": "another name of num_experts",
-        "key:head_dim": "follows from hidden_size, and is checked",
-        "field:MoESpec.softmax_after_top_k": "the same function as renormalised shares of all",
     },
 )
 def olmoe(c: HFConfig) -> ModelSpec:
@@ -47,3 +32,25 @@ def olmoe(c: HFConfig) -> ModelSpec:
     moe = chosen_experts(c, size="intermediate_size", renormalize=c.take_flag("norm_topk_prob", False))
     block = BlockSpec(replace(attn, qk_norm=QKNormSpec(norm, scope="all_heads")), moe, norm)
     return decoder(c, [block] * c.take_count("num_hidden_layers"), norm)
+
+
+# -- tests
+
+for_tests(
+    "olmoe",
+    tiny={
+        "head_dim": ...,
+        "intermediate_size": 32,
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.5,
+        "attention_bias": True,
+    },
+    skip={
+        "key:num_local_experts": "another name of num_experts",
+        "key:head_dim": "follows from hidden_size, and is checked",
+        "field:MoESpec.softmax_after_top_k": "the same function as renormalised shares of all",
+    },
+)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from liger_models.architectures.common.images import language_model
 from liger_models.architectures.encoders import clip
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import AttentionSpec, LinearProjectorSpec, ModelSpec
 
@@ -14,6 +14,26 @@ from liger_models.layers.specs import AttentionSpec, LinearProjectorSpec, ModelS
 @register(
     "paligemma",
     reference="PaliGemmaForConditionalGeneration",
+    sees=True,
+    layouts=clip.layouts(),
+    carried=lambda c: clip.HEAD,
+)
+def paligemma(c: HFConfig) -> ModelSpec:
+    text, v = language_model(c), clip.tower(c, [clip.SIGLIP])
+    c.take_only(projection_dim=text.hidden_size)
+    image_id = c.take_count("image_token_index", 256000, least=0)
+    vision = clip.vision(v, LinearProjectorSpec(bias=True), image_id, kinds="token_type_ids", spans="prefix")
+    blocks = []
+    for block in text.blocks:
+        assert isinstance(block.mixer, AttentionSpec)
+        blocks.append(replace(block, mixer=replace(block.mixer, whole_spans=block.mixer.window is not None)))
+    return replace(text, blocks=tuple(blocks), vision=vision)
+
+
+# -- tests
+
+for_tests(
+    "paligemma",
     tiny={
         "text_config": {
             "model_type": "gemma2",
@@ -28,8 +48,6 @@ from liger_models.layers.specs import AttentionSpec, LinearProjectorSpec, ModelS
         "image_token_index": 3,
         "projection_dim": 48,
     },
-    layouts=clip.layouts(),
-    carried=lambda c: clip.HEAD,
     variants={
         "gemma": {
             "text_config": {
@@ -50,13 +68,3 @@ from liger_models.layers.specs import AttentionSpec, LinearProjectorSpec, ModelS
         }
     },
 )
-def paligemma(c: HFConfig) -> ModelSpec:
-    text, v = language_model(c), clip.tower(c, [clip.SIGLIP])
-    c.take_only(projection_dim=text.hidden_size)
-    image_id = c.take_count("image_token_index", 256000, least=0)
-    vision = clip.vision(v, LinearProjectorSpec(bias=True), image_id, kinds="token_type_ids", spans="prefix")
-    blocks = []
-    for block in text.blocks:
-        assert isinstance(block.mixer, AttentionSpec)
-        blocks.append(replace(block, mixer=replace(block.mixer, whole_spans=block.mixer.window is not None)))
-    return replace(text, blocks=tuple(blocks), vision=vision)

@@ -5,7 +5,7 @@ one LayerNorm, biases everywhere, and partial rotary.
 from dataclasses import replace
 
 from liger_models.architectures.common import attention, decoder, mlp
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import BlockSpec, LayerNormSpec, ModelSpec, QKNormSpec
@@ -24,6 +24,21 @@ NAMES = (
     "phi",
     reference="PhiForCausalLM",
     layouts=(Layout(rename=NAMES),),
+    defaults={"hidden_act": "gelu_new", "max_position_embeddings": 2048},
+)
+def phi(c: HFConfig) -> ModelSpec:
+    norm = LayerNormSpec(eps=c.take_number("layer_norm_eps", 1e-5))
+    attn = attention(c, bias=True, partial=0.5)
+    if c.take_flag("qk_layernorm", False):
+        attn = replace(attn, qk_norm=QKNormSpec(norm))
+    block = BlockSpec(attn, mlp(c, bias=True, gated=False), norm, topology="parallel")
+    return decoder(c, [block] * c.take_count("num_hidden_layers"), norm, head_bias=True)
+
+
+# -- tests
+
+for_tests(
+    "phi",
     tiny={
         "rms_norm_eps": ...,
         "layer_norm_eps": 1e-4,
@@ -33,7 +48,6 @@ NAMES = (
         "qk_layernorm": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     },
-    defaults={"hidden_act": "gelu_new", "max_position_embeddings": 2048},
     variants={
         "three_quarters": {"rope_parameters": {"partial_rotary_factor": 0.75}},
         "head_dim": {"head_dim": 24, "qk_layernorm": False},
@@ -43,10 +57,3 @@ NAMES = (
         **{f"swap:model.layers.{i}.self_attn.o_proj.bias": "only the sum of both counts" for i in range(3)},
     },
 )
-def phi(c: HFConfig) -> ModelSpec:
-    norm = LayerNormSpec(eps=c.take_number("layer_norm_eps", 1e-5))
-    attn = attention(c, bias=True, partial=0.5)
-    if c.take_flag("qk_layernorm", False):
-        attn = replace(attn, qk_norm=QKNormSpec(norm))
-    block = BlockSpec(attn, mlp(c, bias=True, gated=False), norm, topology="parallel")
-    return decoder(c, [block] * c.take_count("num_hidden_layers"), norm, head_bias=True)

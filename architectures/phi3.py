@@ -3,12 +3,36 @@ the projections as we do; longrope, and in Phi-4-mini partial rotary.
 """
 
 from liger_models.architectures.common import attention, decoder, longrope_alone, mlp
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
 
+
+@register(
+    "phi3",
+    reference="Phi3ForCausalLM",
+    layouts=(Layout(whole=("*.qkv_proj.*", "*.gate_up_proj.*")),),
+    defaults={
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "pad_token_id": 32000,
+    },
+    fixed={"full_attn_mod": 1, "interpolate_factor": 1},  # of Phi-4-mini; the reference reads neither
+)
+def phi3(c: HFConfig) -> ModelSpec:
+    norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-5))
+    attn = attention(c, window=c.take_count("sliding_window", None), partial=1.0)
+    c.take("original_max_position_embeddings")  # which longrope has read, and the others need not
+    longrope_alone(c, attn.rope)
+    block = BlockSpec(attn, mlp(c), norm)
+    return decoder(c, [block] * c.take_count("num_hidden_layers"), norm)
+
+
+# -- tests
+
 REFUSED = ("linear", "dynamic", "yarn", "llama3")
+
 UNREAD = (
     *("max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
     *("mscale", "mscale_all_dim", "truncate"),
@@ -23,10 +47,8 @@ def longrope_factors(pairs: int) -> dict[str, list[float]]:
     }
 
 
-@register(
+for_tests(
     "phi3",
-    reference="Phi3ForCausalLM",
-    layouts=(Layout(whole=("*.qkv_proj.*", "*.gate_up_proj.*")),),
     tiny={
         "hidden_size": 64,
         "head_dim": ...,  # the reference's rotation takes it to be hidden_size / heads
@@ -40,13 +62,7 @@ def longrope_factors(pairs: int) -> dict[str, list[float]]:
             **longrope_factors(6),
         },
     },
-    defaults={
-        "max_position_embeddings": 4096,
-        "original_max_position_embeddings": 4096,
-        "pad_token_id": 32000,
-    },
     variants={"head_dim": {"head_dim": 24, "rope_parameters": {"partial_rotary_factor": 0.75}}},
-    fixed={"full_attn_mod": 1, "interpolate_factor": 1},  # of Phi-4-mini; the reference reads neither
     skip={
         "refusal:partial_rotary_factor": "a part of a head may turn",
         "field:RopeSpec.factor": "where it is missing it is the ratio of the two lengths",
@@ -54,10 +70,3 @@ def longrope_factors(pairs: int) -> dict[str, list[float]]:
         **{f"field:RopeSpec.{name}": "longrope does not read it" for name in UNREAD},
     },
 )
-def phi3(c: HFConfig) -> ModelSpec:
-    norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-5))
-    attn = attention(c, window=c.take_count("sliding_window", None), partial=1.0)
-    c.take("original_max_position_embeddings")  # which longrope has read, and the others need not
-    longrope_alone(c, attn.rope)
-    block = BlockSpec(attn, mlp(c), norm)
-    return decoder(c, [block] * c.take_count("num_hidden_layers"), norm)

@@ -7,35 +7,19 @@ from dataclasses import replace
 from liger_models.architectures.common import attention, chosen_experts, decoder, longrope_alone
 from liger_models.architectures.mixtral import IN_BLOCKS
 from liger_models.architectures.phi3 import REFUSED, UNREAD, longrope_factors
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
 from liger_models.layers.specs import AttentionSpec, BlockSpec, LayerNormSpec, ModelSpec, SparseMixerSpec
 
 MSCALES = ("short_mscale", "long_mscale")
-LONGROPE = {**longrope_factors(8), **dict.fromkeys(MSCALES, 1.2), "original_max_position_embeddings": 64}
-BEYOND = "transformers takes the short factors at every length: tests/architectures/test_phimoe.py"
 
 
 @register(
     "phimoe",
     reference="PhimoeForCausalLM",
     layouts=(Layout(IN_BLOCKS), Layout(whole=("*.experts.*",))),
-    tiny={
-        "hidden_size": 64,
-        "head_dim": ...,
-        "num_local_experts": 7,
-        "num_experts_per_tok": 2,
-        "router_jitter_noise": 0.8,
-        "input_jitter_noise": 0.1,
-        "sliding_window": 7,
-        "attention_bias": True,
-        "lm_head_bias": True,
-        "output_router_logits": False,
-        "router_aux_loss_coef": 0.5,
-        "rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, **LONGROPE},
-    },
     defaults={
         "num_key_value_heads": 8,
         "max_position_embeddings": 131072,
@@ -44,21 +28,7 @@ BEYOND = "transformers takes the short factors at every length: tests/architectu
         "router_aux_loss_coef": 0.001,
         "router_jitter_noise": 0.01,
     },
-    variants={
-        "head_dim": {"head_dim": 24, "rope_parameters": {"rope_type": "default"}},
-        "older_spelling": {
-            "rope_parameters": ...,
-            "rope_theta": 100.0,
-            "rope_scaling": {**LONGROPE, "type": "longrope"},
-            "original_max_position_embeddings": 64,
-        },
-    },
     fixed={"num_experts_per_tok": 2},
-    skip={
-        **{f"rope:{kind}": f"the reference needs a {MSCALES[0]}" for kind in (*REFUSED, "longrope")},
-        **{f"field:RopeSpec.{name}": "longrope does not read it" for name in (*UNREAD, "factor")},
-        **{f"field:RopeSpec.{name}": BEYOND for name in ("long_factor", "original_max_position_embeddings")},
-    },
 )
 def phimoe(c: HFConfig) -> ModelSpec:
     norm = LayerNormSpec(eps=c.take_number("rms_norm_eps", 1e-5))
@@ -80,3 +50,42 @@ def _attention(c: HFConfig) -> AttentionSpec:
     if short is None or short != long:
         raise ConfigError(f"{c.name}: longrope needs equal {' and '.join(MSCALES)}, found {short} and {long}")
     return replace(attn, rope=replace(turned, attention_factor=float(short)))
+
+
+# -- tests
+
+LONGROPE = {**longrope_factors(8), **dict.fromkeys(MSCALES, 1.2), "original_max_position_embeddings": 64}
+
+BEYOND = "transformers takes the short factors at every length: tests/architectures/test_phimoe.py"
+
+for_tests(
+    "phimoe",
+    tiny={
+        "hidden_size": 64,
+        "head_dim": ...,
+        "num_local_experts": 7,
+        "num_experts_per_tok": 2,
+        "router_jitter_noise": 0.8,
+        "input_jitter_noise": 0.1,
+        "sliding_window": 7,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.5,
+        "rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, **LONGROPE},
+    },
+    variants={
+        "head_dim": {"head_dim": 24, "rope_parameters": {"rope_type": "default"}},
+        "older_spelling": {
+            "rope_parameters": ...,
+            "rope_theta": 100.0,
+            "rope_scaling": {**LONGROPE, "type": "longrope"},
+            "original_max_position_embeddings": 64,
+        },
+    },
+    skip={
+        **{f"rope:{kind}": f"the reference needs a {MSCALES[0]}" for kind in (*REFUSED, "longrope")},
+        **{f"field:RopeSpec.{name}": "longrope does not read it" for name in (*UNREAD, "factor")},
+        **{f"field:RopeSpec.{name}": BEYOND for name in ("long_factor", "original_max_position_embeddings")},
+    },
+)

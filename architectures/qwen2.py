@@ -5,7 +5,7 @@ keys and values, and in some configs a sliding window on the upper layers.
 from dataclasses import replace
 
 from liger_models.architectures.common import attention, decoder, mlp, windows
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
 
@@ -13,9 +13,7 @@ from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
 @register(
     "qwen2",
     reference="Qwen2ForCausalLM",
-    tiny={"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
     defaults={"max_position_embeddings": 32768, "sliding_window": 4096, "num_key_value_heads": 32},
-    variants={"layer_types": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}},
 )
 def qwen2(c: HFConfig) -> ModelSpec:
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6))
@@ -31,3 +29,12 @@ def upper_windows(c: HFConfig) -> list[int | None]:
     return windows(
         c, lambda i: "sliding_attention" if slides and i >= first else "full_attention", off=not slides
     )
+
+
+# -- tests
+
+for_tests(
+    "qwen2",
+    tiny={"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    variants={"layer_types": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}},
+)

@@ -9,7 +9,7 @@ from liger_models.architectures.common import activation
 from liger_models.architectures.common.images import language_model, turned_by_axes
 from liger_models.architectures.encoders.parts import axial_attention
 from liger_models.architectures.encoders.qwen import NAMES, TINY, grid_vision, layouts
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import BlockSpec, MLPSpec, ModelSpec, NormSpec, TimeSpec
 
@@ -24,27 +24,7 @@ TINY_TEXT: dict[str, object | EllipsisType] = {
 }
 
 
-@register(
-    "qwen2_5_vl",
-    reference="Qwen2_5_VLForConditionalGeneration",
-    tiny={
-        "text_config": TINY_TEXT,
-        "vision_config": {
-            **TINY,
-            "model_type": "qwen2_5_vl_vision",
-            "hidden_act": "silu",
-            "intermediate_size": 40,
-            "tokens_per_second": 3,
-            "window_size": 12,
-            "fullatt_block_indexes": [1],
-            "out_hidden_size": 64,
-        },
-        "image_token_id": 3,
-        "video_token_id": 4,
-        "tie_word_embeddings": False,
-    },
-    layouts=layouts(NAMES),
-)
+@register("qwen2_5_vl", reference="Qwen2_5_VLForConditionalGeneration", sees=True, layouts=layouts(NAMES))
 def qwen2_5_vl(c: HFConfig) -> ModelSpec:
     text, v = language_model(c), c.part("vision_config")
     width, norm = v.take_count("hidden_size", 3584), NormSpec(eps=1e-6)
@@ -63,3 +43,26 @@ def qwen2_5_vl(c: HFConfig) -> ModelSpec:
     )
     side = v.take_count("window_size", 112) // vision.projector.merge // vision.patches.size
     return replace(turned_by_axes(c, text, (16, 24, 24)), vision=replace(vision, window=side))
+
+
+# -- tests
+
+for_tests(
+    "qwen2_5_vl",
+    tiny={
+        "text_config": TINY_TEXT,
+        "vision_config": {
+            **TINY,
+            "model_type": "qwen2_5_vl_vision",
+            "hidden_act": "silu",
+            "intermediate_size": 40,
+            "tokens_per_second": 3,
+            "window_size": 12,
+            "fullatt_block_indexes": [1],
+            "out_hidden_size": 64,
+        },
+        "image_token_id": 3,
+        "video_token_id": 4,
+        "tie_word_embeddings": False,
+    },
+)

@@ -5,7 +5,7 @@ chosen ones, and a sliding window on every other of the lower layers where the c
 from dataclasses import replace
 
 from liger_models.architectures.common import attention, chosen_experts, decoder, expert_layouts, mlp, windows
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import BlockSpec, MLPSpec, ModelSpec, MoESpec, NormSpec
 
@@ -14,20 +14,6 @@ from liger_models.layers.specs import BlockSpec, MLPSpec, ModelSpec, MoESpec, No
     "qwen2_moe",
     reference="Qwen2MoeForCausalLM",
     layouts=expert_layouts(),
-    tiny={
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 40,
-        "num_experts": 5,
-        "num_experts_per_tok": 3,
-        "norm_topk_prob": True,
-        "output_router_logits": False,
-        "router_aux_loss_coef": 0.5,
-        "mlp_only_layers": [1],
-        "qkv_bias": True,
-        "use_sliding_window": True,
-        "sliding_window": 7,
-        "max_window_layers": 1,
-    },
     defaults={
         "num_key_value_heads": 16,
         "max_position_embeddings": 32768,
@@ -37,14 +23,6 @@ from liger_models.layers.specs import BlockSpec, MLPSpec, ModelSpec, MoESpec, No
         "num_experts_per_tok": 4,
         "num_experts": 60,
         "router_aux_loss_coef": 0.001,
-    },
-    skip={
-        "key:num_local_experts": "another name of num_experts",
-        "field:MoESpec.softmax_after_top_k": "the same function as renormalised shares of all",
-    },
-    variants={
-        "every_second": {"decoder_sparse_step": 2, "mlp_only_layers": []},
-        "layer_types": {"layer_types": ["full_attention", "full_attention", "sliding_attention"]},
     },
 )
 def qwen2_moe(c: HFConfig) -> ModelSpec:
@@ -75,3 +53,32 @@ def layers_with_experts(c: HFConfig) -> list[bool]:
 def experts(c: HFConfig) -> MoESpec:
     """The experts that tokens choose."""
     return chosen_experts(c, renormalize=c.take_flag("norm_topk_prob", False))
+
+
+# -- tests
+
+for_tests(
+    "qwen2_moe",
+    tiny={
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 40,
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.5,
+        "mlp_only_layers": [1],
+        "qkv_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "max_window_layers": 1,
+    },
+    variants={
+        "every_second": {"decoder_sparse_step": 2, "mlp_only_layers": []},
+        "layer_types": {"layer_types": ["full_attention", "full_attention", "sliding_attention"]},
+    },
+    skip={
+        "key:num_local_experts": "another name of num_experts",
+        "field:MoESpec.softmax_after_top_k": "the same function as renormalised shares of all",
+    },
+)

@@ -9,7 +9,7 @@ from liger_models.architectures.common.images import language_model, turned_by_a
 from liger_models.architectures.encoders.parts import LINEAR_NAMES, axial_attention
 from liger_models.architectures.encoders.qwen import NAMES, TINY, grid_vision, layouts
 from liger_models.architectures.qwen2_5_vl import TINY_TEXT
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import BlockSpec, LayerNormSpec, MLPSpec, ModelSpec, TimeSpec
 
@@ -17,6 +17,25 @@ from liger_models.layers.specs import BlockSpec, LayerNormSpec, MLPSpec, ModelSp
 @register(
     "qwen2_vl",
     reference="Qwen2VLForConditionalGeneration",
+    sees=True,
+    layouts=layouts((*NAMES, *LINEAR_NAMES)),
+)
+def qwen2_vl(c: HFConfig) -> ModelSpec:
+    text, v = language_model(c), c.part("vision_config")
+    width, norm = v.take_count("embed_dim", 1280), LayerNormSpec(eps=1e-6)
+    v.fill({"hidden_act": "quick_gelu"})
+    hidden = int(width * v.take_number("mlp_ratio", 4))
+    mlp = MLPSpec(hidden, activation(v, gated=False), bias=True, gated=False)
+    attention = axial_attention(v, width, v.take_count("num_heads", 16))
+    v.take_only(hidden_size=text.hidden_size)
+    vision = grid_vision(c, v, width, BlockSpec(attention, mlp, norm), norm, positions=TimeSpec())
+    return replace(turned_by_axes(c, text, (16, 24, 24)), vision=vision)
+
+
+# -- tests
+
+for_tests(
+    "qwen2_vl",
     tiny={
         "text_config": {**TINY_TEXT, "model_type": "qwen2_vl_text"},
         "vision_config": {
@@ -32,15 +51,4 @@ from liger_models.layers.specs import BlockSpec, LayerNormSpec, MLPSpec, ModelSp
         "video_token_id": 4,
         "tie_word_embeddings": False,
     },
-    layouts=layouts((*NAMES, *LINEAR_NAMES)),
 )
-def qwen2_vl(c: HFConfig) -> ModelSpec:
-    text, v = language_model(c), c.part("vision_config")
-    width, norm = v.take_count("embed_dim", 1280), LayerNormSpec(eps=1e-6)
-    v.fill({"hidden_act": "quick_gelu"})
-    hidden = int(width * v.take_number("mlp_ratio", 4))
-    mlp = MLPSpec(hidden, activation(v, gated=False), bias=True, gated=False)
-    attention = axial_attention(v, width, v.take_count("num_heads", 16))
-    v.take_only(hidden_size=text.hidden_size)
-    vision = grid_vision(c, v, width, BlockSpec(attention, mlp, norm), norm, positions=TimeSpec())
-    return replace(turned_by_axes(c, text, (16, 24, 24)), vision=vision)

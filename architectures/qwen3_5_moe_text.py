@@ -20,7 +20,7 @@ from liger_models.architectures.qwen3_5_text import (
     gated_attention,
 )
 from liger_models.architectures.qwen3_next import EXPERTS
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import BlockSpec, MLPSpec, ModelSpec
 
@@ -29,7 +29,6 @@ from liger_models.layers.specs import BlockSpec, MLPSpec, ModelSpec
     "qwen3_5_moe_text",
     reference="Qwen3_5MoeForCausalLM",
     layouts=expert_layouts(),
-    tiny={**TINY, **EXPERTS, "intermediate_size": ...},
     defaults={
         **DEFAULTS,
         "num_key_value_heads": 2,
@@ -42,13 +41,6 @@ from liger_models.layers.specs import BlockSpec, MLPSpec, ModelSpec
     carried=lambda c: ("mtp.*",),
     fixed={"attn_output_gate": True},
     unread=UNREAD,
-    skip={
-        **SKIP,
-        "refusal:mrope": "text has one position on all axes",
-        "key:num_local_experts": "another name of num_experts",
-        "field:MoESpec.softmax_after_top_k": "the same function as renormalised shares of all",
-    },
-    variants={"every_second": {"layer_types": ..., "full_attention_interval": 2}},
 )
 def qwen3_5_moe_text(c: HFConfig) -> ModelSpec:
     norm, experts = centred_norm(c), chosen_experts(c, renormalize=True)
@@ -56,3 +48,18 @@ def qwen3_5_moe_text(c: HFConfig) -> ModelSpec:
     experts = replace(experts, shared_expert=shared, shared_gate=True)
     linear, attn = gated_delta(c, "qkv", norm.eps), gated_attention(c, norm, text_of_images=True)
     return decoder(c, [BlockSpec(mixer, experts, norm) for mixer in mixers(c, linear, attn)], norm)
+
+
+# -- tests
+
+for_tests(
+    "qwen3_5_moe_text",
+    tiny={**TINY, **EXPERTS, "intermediate_size": ...},
+    variants={"every_second": {"layer_types": ..., "full_attention_interval": 2}},
+    skip={
+        **SKIP,
+        "refusal:mrope": "text has one position on all axes",
+        "key:num_local_experts": "another name of num_experts",
+        "field:MoESpec.softmax_after_top_k": "the same function as renormalised shares of all",
+    },
+)

@@ -6,21 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from liger_models.architectures.common import attention, decoder, gated_delta, mixers, mlp
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import AttentionSpec, BlockSpec, ModelSpec, NormSpec, QKNormSpec
 
-TINY = {
-    "rms_norm_eps": 3e-2,  # outputs of heads cross zero, where a norm with a small one jumps
-    "attention_bias": True,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "linear_conv_kernel_dim": 3,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
-}
 DEFAULTS = {
     "max_position_embeddings": 32768,
     "linear_conv_kernel_dim": 4,
@@ -35,23 +24,15 @@ UNREAD = {
     "mtp_num_hidden_layers": "heads for further tokens are carried along",
     "mtp_use_dedicated_embeddings": "heads for further tokens are carried along",
 }
-SKIP = {
-    "key:hidden_act": "the convolutions of linear attention have SiLU alone",
-    "variant:hidden_act": "the convolutions of linear attention have SiLU alone",
-    "refusal:partial_rotary_factor": "a part of each head turns",
-}
 
 
 @register(
     "qwen3_5_text",
     reference="Qwen3_5ForCausalLM",
-    tiny=TINY,
     defaults={**DEFAULTS, "num_key_value_heads": 4},
     carried=lambda c: ("mtp.*",),
     fixed={"attn_output_gate": True},
     unread=UNREAD,
-    skip={**SKIP, "refusal:mrope": "text has one position on all axes"},
-    variants={"every_second": {"layer_types": ..., "full_attention_interval": 2}},
 )
 def qwen3_5_text(c: HFConfig) -> ModelSpec:
     norm, feed_forward = centred_norm(c), mlp(c)
@@ -69,3 +50,31 @@ def gated_attention(c: HFConfig, norm: NormSpec, **rotary: Any) -> AttentionSpec
     """Attention with gates, and a norm of each head's query and key. `rotary` are options of `rope`."""
     attn = attention(c, bias=c.take_flag("attention_bias", False), partial=0.25, **rotary)
     return replace(attn, qk_norm=QKNormSpec(norm), gated=True)
+
+
+# -- tests
+
+TINY = {
+    "rms_norm_eps": 3e-2,  # outputs of heads cross zero, where a norm with a small one jumps
+    "attention_bias": True,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_conv_kernel_dim": 3,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
+
+SKIP = {
+    "key:hidden_act": "the convolutions of linear attention have SiLU alone",
+    "variant:hidden_act": "the convolutions of linear attention have SiLU alone",
+    "refusal:partial_rotary_factor": "a part of each head turns",
+}
+
+for_tests(
+    "qwen3_5_text",
+    tiny=TINY,
+    variants={"every_second": {"layer_types": ..., "full_attention_interval": 2}},
+    skip={**SKIP, "refusal:mrope": "text has one position on all axes"},
+)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from liger_models.architectures.common import decoder, expert_layouts, mlp
 from liger_models.architectures.qwen2_moe import experts, layers_with_experts
 from liger_models.architectures.qwen3 import normed_attention
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
 
@@ -16,18 +16,6 @@ from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
     "qwen3_moe",
     reference="Qwen3MoeForCausalLM",
     layouts=expert_layouts(),
-    tiny={
-        "moe_intermediate_size": 32,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "output_router_logits": False,
-        "router_aux_loss_coef": 0.5,
-        "mlp_only_layers": [0],
-        "attention_bias": True,
-        "use_sliding_window": True,
-        "sliding_window": 7,
-    },
     defaults={
         "num_key_value_heads": 4,
         "max_position_embeddings": 32768,
@@ -40,11 +28,6 @@ from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
     # Of Qwen3-Coder; the reference reads neither.
     fixed={"use_qk_norm": True, "shared_expert_intermediate_size": 0},
     unread={"max_window_layers": "of no effect in these models"},
-    skip={
-        "key:num_local_experts": "another name of num_experts",
-        "field:MoESpec.softmax_after_top_k": "the same function as renormalised shares of all",
-    },
-    variants={"every_second": {"decoder_sparse_step": 2, "mlp_only_layers": []}},
 )
 def qwen3_moe(c: HFConfig) -> ModelSpec:
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6))
@@ -53,3 +36,27 @@ def qwen3_moe(c: HFConfig) -> ModelSpec:
     attn, dense, sparse = replace(normed_attention(c, norm), window=window), mlp(c), experts(c)
     blocks = [BlockSpec(attn, sparse if has else dense, norm) for has in layers_with_experts(c)]
     return decoder(c, blocks, norm)
+
+
+# -- tests
+
+for_tests(
+    "qwen3_moe",
+    tiny={
+        "moe_intermediate_size": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.5,
+        "mlp_only_layers": [0],
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 7,
+    },
+    variants={"every_second": {"decoder_sparse_step": 2, "mlp_only_layers": []}},
+    skip={
+        "key:num_local_experts": "another name of num_experts",
+        "field:MoESpec.softmax_after_top_k": "the same function as renormalised shares of all",
+    },
+)

@@ -9,7 +9,7 @@ from liger_models.architectures.common import activation
 from liger_models.architectures.common.images import language_model, turned_by_axes_in_turn
 from liger_models.architectures.encoders.parts import axial_attention
 from liger_models.architectures.encoders.qwen import NAMES_3, TINY_3, grid_vision
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
@@ -21,25 +21,9 @@ LAYOUT = Layout(
     rename=((".router.", ".gate."),),
     parts=(("vision.", Layout(NAMES_3, root="model.visual.")),),
 )
-TINY = {"image_token_id": 3, "video_token_id": 4, "tie_word_embeddings": False}
-TINY_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
-SKIP = {"field:TimeSpec.tokens_per_second": "each step of a video is a picture by itself"}
 
 
-@register(
-    "qwen3_vl",
-    reference="Qwen3VLForConditionalGeneration",
-    tiny={
-        "text_config": {
-            "model_type": "qwen3_vl_text",
-            "rope_parameters": TINY_ROPE,
-        },
-        "vision_config": {"model_type": "qwen3_vl", **TINY_3},
-        **TINY,
-    },
-    layouts=(LAYOUT,),
-    skip=SKIP,
-)
+@register("qwen3_vl", reference="Qwen3VLForConditionalGeneration", sees=True, layouts=(LAYOUT,))
 def qwen3_vl(c: HFConfig) -> ModelSpec:
     text, v = language_model(c), c.part("vision_config")
     width, norm = v.take_count("hidden_size", 1152), LayerNormSpec(eps=1e-6)
@@ -67,3 +51,25 @@ def qwen3_vl(c: HFConfig) -> ModelSpec:
         )
     vision = replace(vision, deep=deep)
     return replace(turned_by_axes_in_turn(c, text, (24, 20, 20)), vision=vision)
+
+
+# -- tests
+
+TINY = {"image_token_id": 3, "video_token_id": 4, "tie_word_embeddings": False}
+
+TINY_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+
+SKIP = {"field:TimeSpec.tokens_per_second": "each step of a video is a picture by itself"}
+
+for_tests(
+    "qwen3_vl",
+    tiny={
+        "text_config": {
+            "model_type": "qwen3_vl_text",
+            "rope_parameters": TINY_ROPE,
+        },
+        "vision_config": {"model_type": "qwen3_vl", **TINY_3},
+        **TINY,
+    },
+    skip=SKIP,
+)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from liger_models.architectures.common import INPUTS_FIRST
 from liger_models.architectures.encoders.qwen import TINY_3
 from liger_models.architectures.qwen3_vl import LAYOUT, SKIP, TINY, TINY_ROPE, qwen3_vl
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
 from liger_models.layers.specs import ModelSpec
@@ -17,6 +17,20 @@ from liger_models.layers.specs import ModelSpec
 @register(
     "qwen3_vl_moe",
     reference="Qwen3VLMoeForConditionalGeneration",
+    sees=True,
+    layouts=(LAYOUT, replace(LAYOUT, permuted=INPUTS_FIRST)),
+)
+def qwen3_vl_moe(c: HFConfig) -> ModelSpec:
+    text = c.raw.get("text_config")
+    if isinstance(text, Mapping) and not {"num_experts", "num_local_experts"} & text.keys():
+        raise ConfigError(f"{c.name}: text_config says nothing of num_experts; take it from the original")
+    return qwen3_vl(c)
+
+
+# -- tests
+
+for_tests(
+    "qwen3_vl_moe",
     tiny={
         "text_config": {
             "model_type": "qwen3_vl_moe_text",
@@ -30,11 +44,5 @@ from liger_models.layers.specs import ModelSpec
         "vision_config": {"model_type": "qwen3_vl_moe", **TINY_3},
         **TINY,
     },
-    layouts=(LAYOUT, replace(LAYOUT, permuted=INPUTS_FIRST)),
     skip=SKIP,
 )
-def qwen3_vl_moe(c: HFConfig) -> ModelSpec:
-    text = c.raw.get("text_config")
-    if isinstance(text, Mapping) and not {"num_experts", "num_local_experts"} & text.keys():
-        raise ConfigError(f"{c.name}: text_config says nothing of num_experts; take it from the original")
-    return qwen3_vl(c)

@@ -5,7 +5,7 @@ training unless its config says 0.
 from dataclasses import replace
 
 from liger_models.architectures.common import attention, decoder, mlp
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
 
@@ -13,14 +13,6 @@ from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
 @register(
     "seed_oss",
     reference="SeedOssForCausalLM",
-    tiny={
-        "attention_bias": True,
-        "attention_out_bias": True,
-        "mlp_bias": True,
-        "attention_dropout": 0.0,
-        "residual_dropout": 0.0,
-        "pad_token_id": 0,
-    },
     defaults={
         "num_key_value_heads": 8,
         "head_dim": 128,
@@ -39,3 +31,18 @@ def seed_oss(c: HFConfig) -> ModelSpec:
     )
     block = BlockSpec(attn, mlp(c, bias=c.take_flag("mlp_bias", False)), norm)
     return decoder(c, [block] * c.take_count("num_hidden_layers"), norm)
+
+
+# -- tests
+
+for_tests(
+    "seed_oss",
+    tiny={
+        "attention_bias": True,
+        "attention_out_bias": True,
+        "mlp_bias": True,
+        "attention_dropout": 0.0,
+        "residual_dropout": 0.0,
+        "pad_token_id": 0,
+    },
+)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from liger_models.architectures.common import attention, decoder, mlp, turning_layers, windows
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
 
@@ -11,24 +11,11 @@ from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
 @register(
     "smollm3",
     reference="SmolLM3ForCausalLM",
-    tiny={
-        "attention_bias": True,
-        "mlp_bias": True,
-        "no_rope_layer_interval": 2,
-        "use_sliding_window": True,
-        "sliding_window": 7,
-        "pad_token_id": 0,
-        "tie_word_embeddings": True,
-    },
     defaults={
         "num_key_value_heads": 4,
         "max_position_embeddings": 32768,
         "pad_token_id": 128004,
         "tie_word_embeddings": True,
-    },
-    variants={
-        "no_rope_layers": {"no_rope_layers": [0, 1, 1]},
-        "layer_types": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     },
     unread={
         "max_window_layers": "of other models; the reference does not read it",
@@ -46,3 +33,23 @@ def smollm3(c: HFConfig) -> ModelSpec:
         for window, turned in zip(windows(c, types.__getitem__, off=not slides), turns, strict=True)
     ]
     return decoder(c, blocks, norm)
+
+
+# -- tests
+
+for_tests(
+    "smollm3",
+    tiny={
+        "attention_bias": True,
+        "mlp_bias": True,
+        "no_rope_layer_interval": 2,
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "pad_token_id": 0,
+        "tie_word_embeddings": True,
+    },
+    variants={
+        "no_rope_layers": {"no_rope_layers": [0, 1, 1]},
+        "layer_types": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    },
+)

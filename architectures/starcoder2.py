@@ -3,7 +3,7 @@ and a sliding window.
 """
 
 from liger_models.architectures.common import attention, decoder, mlp
-from liger_models.architectures.registry import register
+from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import BlockSpec, LayerNormSpec, ModelSpec
@@ -18,14 +18,6 @@ UNREAD = (
     "starcoder2",
     reference="Starcoder2ForCausalLM",
     layouts=(Layout(rename=((".up_proj.", ".c_fc."), (".down_proj.", ".c_proj."))),),
-    tiny={
-        "rms_norm_eps": ...,
-        "norm_epsilon": 1e-4,
-        "hidden_act": "gelu_pytorch_tanh",
-        "use_bias": True,
-        "sliding_window": 7,
-        "tie_word_embeddings": True,
-    },
     defaults={
         "num_key_value_heads": 2,
         "hidden_act": "gelu_pytorch_tanh",
@@ -40,3 +32,18 @@ def starcoder2(c: HFConfig) -> ModelSpec:
     attn = attention(c, bias=bias, window=c.take_count("sliding_window", None))
     block = BlockSpec(attn, mlp(c, bias=bias, gated=False), norm)
     return decoder(c, [block] * c.take_count("num_hidden_layers"), norm)
+
+
+# -- tests
+
+for_tests(
+    "starcoder2",
+    tiny={
+        "rms_norm_eps": ...,
+        "norm_epsilon": 1e-4,
+        "hidden_act": "gelu_pytorch_tanh",
+        "use_bias": True,
+        "sliding_window": 7,
+        "tie_word_embeddings": True,
+    },
+)

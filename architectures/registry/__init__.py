@@ -1,4 +1,5 @@
-"""The registry of families: `register` adds one, `find_architecture` returns the one that a config names.
+"""The registry of families: `register` adds one, `for_tests` gives it the configs of its tests, and
+`find_architecture` returns the one that a config names.
 
 May import convert and the specs; every family's file imports it.
 """
@@ -6,8 +7,9 @@ May import convert and the specs; every family's file imports it.
 from liger_models.architectures.registry.registry import (
     Architecture,
     find_architecture,
+    for_tests,
     list_architectures,
     register,
 )
 
-__all__ = ["Architecture", "find_architecture", "list_architectures", "register"]
+__all__ = ["Architecture", "find_architecture", "for_tests", "list_architectures", "register"]

@@ -1,7 +1,9 @@
 """The table of architectures: which function turns a config into a spec, by `model_type`.
 
-    @register("llama", reference="LlamaForCausalLM", tiny=dict(...))
+    @register("llama", reference="LlamaForCausalLM")
     def llama(c: HFConfig) -> ModelSpec: ...
+
+    for_tests("llama", tiny={...})
 
 A registered family is what `from_hub`, the command line and the tests find: every test of conversion and of
 parity runs over this table.
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from liger_models.architectures.registry.multimodal import MULTIMODAL
@@ -35,16 +37,17 @@ class Architecture:
         model_type: as config.json has it.
         build: from a config to a spec; it takes every key that the family knows.
         reference: the class of the reference implementation in transformers.
-        tiny: a config small enough for tests, with the family's traits switched on: what is to be added to
-            `TINY`, or stands in its place. `...` leaves a key out.
+        sees: whether its models take images.
         defaults: values that the reference gives to keys which config.json leaves out.
         layouts: in what the family's checkpoints differ from the canonical form, the usual one first.
         carried: of a config, the patterns (with `*`) of checkpoint tensors that nothing reads and an export
             repeats.
-        variants: further configs for tests, as changes of `tiny`, by name.
         fixed: keys that may stand in a config, each with the one value that is known.
         rope_keys: what the older spelling of rotary settings calls `rope_theta` and `partial_rotary_factor`.
         unread: keys that are of no effect, mostly since the reference does not read them, each with a reason.
+        tiny: a config small enough for tests, with the family's traits switched on: what is to be added to
+            `TINY`, or stands in its place. `...` leaves a key out.
+        variants: further configs for tests, as changes of `tiny`, by name.
         skip: what tests leave out, such as "rope:yarn", each with the reason.
 
     A family that sees images has the config of its language model under "text_config", in `tiny` as well.
@@ -53,20 +56,16 @@ class Architecture:
     model_type: str
     build: Callable[[HFConfig], ModelSpec]
     reference: str
-    tiny: Mapping[str, Any]
+    sees: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     layouts: tuple[Layout, ...] = (Layout(),)
     carried: Callable[[HFConfig], tuple[str, ...]] = _nothing
-    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     unread: Mapping[str, str] = field(default_factory=dict)
     rope_keys: tuple[str, str] = ROPE_KEYS
+    tiny: Mapping[str, Any] = field(default_factory=dict)
+    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     skip: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def sees(self) -> bool:
-        """Whether its models take images."""
-        return "text_config" in self.tiny
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """In a pickle, which a model's holds, its name stands for it: functions that it has may have none."""
@@ -116,39 +115,52 @@ def register(
     model_type: str,
     *,
     reference: str,
-    tiny: Mapping[str, Any],
+    sees: bool = False,
     defaults: Mapping[str, Any] | None = None,
     layouts: tuple[Layout, ...] = (Layout(),),
     carried: Callable[[HFConfig], tuple[str, ...]] = _nothing,
-    variants: Mapping[str, Mapping[str, Any]] | None = None,
     fixed: Mapping[str, Any] | None = None,
     unread: Mapping[str, str] | None = None,
     rope_keys: tuple[str, str] = ROPE_KEYS,
-    skip: Mapping[str, str] | None = None,
 ) -> Callable[[Callable[[HFConfig], ModelSpec]], Callable[[HFConfig], ModelSpec]]:
-    """Enter the decorated function into the table. The arguments are the fields of `Architecture`."""
+    """Enter the decorated function into the table. The arguments are the fields of `Architecture`; what only
+    tests need follows below the function (`for_tests`).
+    """
 
     def enter(build: Callable[[HFConfig], ModelSpec]) -> Callable[[HFConfig], ModelSpec]:
         if model_type in _ARCHITECTURES:
             raise ValueError(f"the architecture {model_type!r} is registered twice")
-        of_unread = {f"key:{key}": reason for key, reason in (unread or {}).items()}
         _ARCHITECTURES[model_type] = Architecture(
             model_type,
             build,
             reference,
-            _whole_tiny(model_type, tiny),
+            sees,
             defaults or {},
             layouts,
             carried,
-            variants or {},
             fixed or {},
             unread or {},
             rope_keys,
-            {**{f"key:{key}": "has one value" for key in fixed or {}}, **of_unread, **(skip or {})},
         )
         return build
 
     return enter
+
+
+def for_tests(
+    model_type: str,
+    *,
+    tiny: Mapping[str, Any],
+    variants: Mapping[str, Mapping[str, Any]] | None = None,
+    skip: Mapping[str, str] | None = None,
+) -> None:
+    """Give a registered family the configs that its tests use: fields of `Architecture`."""
+    family = _ARCHITECTURES[model_type]
+    keys = {f"key:{key}": "has one value" for key in family.fixed}
+    keys |= {f"key:{key}": reason for key, reason in family.unread.items()}
+    _ARCHITECTURES[model_type] = replace(
+        family, tiny=_whole_tiny(model_type, tiny), variants=variants or {}, skip=keys | dict(skip or {})
+    )
 
 
 def _whole_tiny(model_type: str, tiny: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,14 +17,24 @@ MOST_LINES = 80
 LONGER = {
     "gemma4_text": "values that are keys, shared keys, inputs by layer, experts: each may be missing",
     "llama4_text": "chunks, layers without positions, queries that grow, experts: each by own keys",
-    "phimoe": "factors of longrope that no other family has, and what its reference makes of them",
 }
 
 
 @pytest.mark.parametrize("family", [*list_architectures(), *list_architectures(sees=True)])
 def test_a_family_is_one_short_file(family):
-    lines = inspect.getsource(inspect.getmodule(find_architecture(family).build)).count("\n")
+    """What only tests need stands below the model, and is not counted."""
+    source = inspect.getsource(inspect.getmodule(find_architecture(family).build))
+    model, mark, _ = source.partition("\n# -- tests\n")
+    assert mark
+    lines = model.count("\n")
     assert (lines > MOST_LINES) == (family in LONGER), f"{lines} lines"
+
+
+@pytest.mark.parametrize("family", [*list_architectures(), *list_architectures(sees=True)])
+def test_a_family_has_a_tiny_config_and_says_whether_it_sees(family):
+    architecture = find_architecture(family)
+    assert architecture.tiny["model_type"] == family
+    assert architecture.sees == ("text_config" in architecture.tiny)
 
 
 def described(text):
@@ -32,7 +42,7 @@ def described(text):
         raise NotImplementedError
 
     build.__doc__ = text
-    return about(Architecture("x", build, "XForCausalLM", {}))
+    return about(Architecture("x", build, "XForCausalLM"))
 
 
 def test_the_first_sentence_is_taken_apart():
