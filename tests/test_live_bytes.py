@@ -102,7 +102,10 @@ def adapted(family: str = "llama", quantised: str | None = None, ours: bool = Fa
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPE).train()
         finally:
             liger_models.hf.unregister()
-        if quantised:
+        if quantised == "torchao":
+            quantization = pytest.importorskip("torchao.quantization")
+            quantization.quantize_(model.base_decoder.layers, quantization.Int8WeightOnlyConfig(version=2))
+        elif quantised:
             pytest.importorskip("bitsandbytes")
             quantise(model, quantised, torch.device("cpu"))
             for module in model.modules():  # packed for the product of a CPU
@@ -115,9 +118,14 @@ def adapted(family: str = "llama", quantised: str | None = None, ours: bool = Fa
         model = peft.get_peft_model(model, kind(task_type="CAUSAL_LM", **own)).train()
         decoder = model.get_base_model().base_decoder
         paths = sum(".lora_A." in name for name, _ in model.named_parameters()) / layers
-        beside = RANK * paths * DTYPE.itemsize * (own.keys() <= {"r", "target_modules", "target_parameters"})
+        by_peft = quantised == "torchao" or not own.keys() <= {"r", "target_modules", "target_parameters"}
+        beside = RANK * paths * DTYPE.itemsize * (not by_peft)
         made = Made(model, decoder, {}, of_labels(model), beside)
-        if not own.keys() - {"r", "target_modules", "use_dora"}:  # which can be planned without the adapters
+        if quantised != "torchao" and not own.keys() - {
+            "r",
+            "target_modules",
+            "use_dora",
+        }:  # which can be planned without the adapters
             weight_bytes = {"nf4": 0.5, "int8": 1.0}.get(quantised)
             made.step = {"lora_rank": RANK, "weight_bytes": weight_bytes, "dora": "use_dora" in own}
             made.planned = liger_models.from_config(config.to_dict(), device="meta", dtype=DTYPE)
@@ -146,6 +154,7 @@ COMPOSITIONS: dict[str, Callable[[int], Made]] = {
     "QLoRA": adapted(quantised="nf4"),
     "QDoRA": adapted(quantised="nf4", use_dora=True),
     "LoRA on 8 bits": adapted(quantised="int8"),
+    "LoRA on torchao's 8 bits": adapted(quantised="torchao"),
     "IA3": adapted(
         kind="IA3Config", target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]
     ),
@@ -224,6 +233,7 @@ CHOSEN = {
     "DoRA": ("lean", "tiled"),
     "QLoRA": ("lean", "checkpoint", "offload"),
     "LoRA on 8 bits": ("lean", "offload"),
+    "LoRA on torchao's 8 bits": ("lean", "checkpoint"),
     "IA3": ("lean",),
 }
 
