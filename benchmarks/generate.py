@@ -1,7 +1,8 @@
 """Greedy generation with a model's shape: tokens per second, against transformers.
 
 Random weights in bfloat16 and random prompts; no end tokens. A run processes the prompts and generates all
-new tokens, including graph capture; one untimed run precedes the timed ones.
+new tokens, including graph capture; one untimed run precedes the timed ones. On a GPU each provider runs in a
+process of its own, and a peer is measured again in a process that never imports anything of ours.
 
 | provider              | is                                                                             |
 |-----------------------|--------------------------------------------------------------------------------|
@@ -14,16 +15,17 @@ new tokens, including graph capture; one untimed run precedes the timed ones.
 from __future__ import annotations
 
 import argparse
-import copy
-import statistics
-import time
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.apart import add_rows_argument, rows_apart, write_rows
+from benchmarks.peers import generation as peer
+from benchmarks.peers.generation import Generate, build_generator, time_generation
 from benchmarks.report import machine, markdown_table, publish
+from benchmarks.training.check import compare, run_alone
 from benchmarks.training.shapes import MODELS, config_of
 from liger_models.architectures import find_architecture
 
@@ -42,33 +44,73 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--provider", action="append", choices=PROVIDERS, help=f"repeatable ({' '.join(PROVIDERS)})"
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add_rows_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    device, config = torch.device(args.device), config_of(args.model)
-    about = machine(device, "transformers")
+    device, providers = torch.device(args.device), args.provider or PROVIDERS
+    apart = device.type == "cuda" and args.rows is None
     rows: list[dict[str, Any]] = []
-    for provider in args.provider or PROVIDERS:
-        torch.manual_seed(0)
-        try:
-            generate = _provider(provider, config, args.new, device)
-        except ImportError as error:
-            rows.append({"provider": provider, "note": str(error)})
-            continue
-        for batch in args.batch or [4, 1]:
-            ids = torch.randint(config["vocab_size"], (batch, args.prompt), device=device)
-            found = _measure(generate, ids, args.new, args.runs)
-            rows.append({"provider": provider, "batch": batch, **found})
-            lines = [_line(args, row) for row in rows]
-            text = (
-                f"{about}. bfloat16, greedy; median of {args.runs} runs.\n\n{markdown_table(HEADER, lines)}"
-            )
-            publish(args.out, f"generate-{args.model}", text, rows, show=False)
-        del generate
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    print(text, flush=True)
+    for provider in providers:
+        rows += rows_apart(_command(args, provider), provider) if apart else _measure(args, provider, device)
+        _write(args, device, rows)
+    if args.rows is not None:
+        write_rows(args.rows, rows)
+        return 0
+    checks = [_check(args, device, rows)] if apart else []
+    print(_write(args, device, rows, *checks), flush=True)
     return 0
+
+
+def _command(args: argparse.Namespace, provider: str) -> list[str]:
+    command = ["generate", "--provider", provider, "--model", args.model, "--device", args.device]
+    for name in ("prompt", "new", "runs"):
+        command += [f"--{name}", str(getattr(args, name))]
+    return command + [word for batch in args.batch or () for word in ("--batch", str(batch))]
+
+
+def _measure(args: argparse.Namespace, provider: str, device: torch.device) -> list[dict[str, Any]]:
+    """In this process."""
+    config = config_of(args.model)
+    torch.manual_seed(0)
+    try:
+        generate = _provider(provider, config, args.new, device)
+    except ImportError as error:
+        return [{"provider": provider, "note": str(error)}]
+    rows = []
+    for batch in args.batch or [4, 1]:
+        ids = torch.randint(config["vocab_size"], (batch, args.prompt), device=device)
+        found = time_generation(generate, ids, args.new, args.runs)
+        rows.append({"provider": provider, "batch": batch, **found})
+    return rows
+
+
+def _check(args: argparse.Namespace, device: torch.device, rows: list[dict[str, Any]]) -> str:
+    """Whether the first peer takes as long in a process that never imports anything of ours."""
+    row = next((row for row in rows if not row["provider"].startswith("ours") and "note" not in row), None)
+    if row is None:
+        return ""
+    config = config_of(args.model)
+    asked = {
+        "config": config,
+        "reference": find_architecture(config["model_type"]).reference,
+        "static": row["provider"].endswith("+static"),
+        "ids": torch.randint(config["vocab_size"], (row["batch"], args.prompt)),
+        "new": args.new,
+        "runs": args.runs,
+        "device": str(device),
+    }
+    alone = run_alone(Path(peer.__file__), asked, 600)
+    name = f"{args.model}, {row['provider']}, batch {row['batch']}"
+    return compare(name, args.new * row["token_ms"], alone)
+
+
+def _write(args: argparse.Namespace, device: torch.device, rows: list[dict[str, Any]], *checks: str) -> str:
+    """The report so far."""
+    about = f"{machine(device, 'transformers')}. bfloat16, greedy; median of {args.runs} runs."
+    text = "\n\n".join([about, markdown_table(HEADER, [_line(args, row) for row in rows]), *checks])
+    publish(args.out, f"generate-{args.model}", text, rows, show=False)
+    return text
 
 
 def _line(args: argparse.Namespace, row: dict[str, Any]) -> list[str]:
@@ -81,33 +123,7 @@ def _line(args: argparse.Namespace, row: dict[str, Any]) -> list[str]:
     return [args.model, str(row["batch"]), shape, row["provider"], speed, times, peak]
 
 
-def _measure(generate: Callable[[Tensor], Tensor], ids: Tensor, new: int, runs: int) -> dict[str, Any]:
-    times = []
-    for _ in range(1 + runs):
-        if ids.is_cuda:
-            torch.cuda.reset_peak_memory_stats()
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        text = generate(ids)
-        if ids.is_cuda:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-        if text.shape[1] != ids.shape[1] + new:
-            raise RuntimeError(f"asked for {new} tokens, and got {text.shape[1] - ids.shape[1]}")
-    timed = times[1:]
-    median = statistics.median(timed)
-    return {
-        "tokens_per_second": len(ids) * new / median,
-        "token_ms": 1e3 * median / new,
-        "token_ms_low": 1e3 * min(timed) / new,
-        "token_ms_high": 1e3 * max(timed) / new,
-        "first_s": times[0],
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if ids.is_cuda else None,
-    }
-
-
-def _provider(provider: str, config: dict[str, Any], new: int, device: torch.device) -> Callable[..., Tensor]:
-    """ids [batch, prompt] -> [batch, prompt + new]."""
+def _provider(provider: str, config: dict[str, Any], new: int, device: torch.device) -> Generate:
     if provider.startswith("ours"):
         import liger_models
         from liger_models.generating import generation
@@ -123,18 +139,5 @@ def _provider(provider: str, config: dict[str, Any], new: int, device: torch.dev
                 generation.can_be_recorded = kept
 
         return ours
-    import transformers
-
-    settings = copy.deepcopy(config)
-    reference = getattr(transformers, find_architecture(settings.pop("model_type")).reference)
-    with device:
-        theirs = reference._from_config(reference.config_class(**settings), dtype=torch.bfloat16).eval()
-    theirs.generation_config.eos_token_id = None
-    theirs.generation_config.pad_token_id = 0
-    options = {"cache_implementation": "static"} if provider.endswith("+static") else {}
-
-    def reference_text(ids: Tensor) -> Tensor:
-        mask = torch.ones_like(ids)
-        return theirs.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, **options)
-
-    return reference_text
+    reference = find_architecture(config["model_type"]).reference
+    return build_generator(config, reference, provider.endswith("+static"), new, device)

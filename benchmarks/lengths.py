@@ -17,6 +17,9 @@ elsewhere, it keeps 16 more bits, which make the weight float32.
 
 TRL's side (`trl`) is the default of its trainers: transformers' model with gradient checkpointing and
 `add_fused_lm_head` with each trainer's fields, and torch's fused AdamW.
+
+On a GPU each case runs in a process of its own, and one of TRL's is measured again in a process that never
+imports anything of ours.
 """
 
 from __future__ import annotations
@@ -24,34 +27,27 @@ from __future__ import annotations
 import argparse
 import gc
 import re
-import statistics
 import time
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
+from benchmarks.apart import add_rows_argument, rows_apart, write_rows
 from benchmarks.ops import device_of
+from benchmarks.peers import post_training
+from benchmarks.peers.post_training import build_trl, time_training
 from benchmarks.report import machine, markdown_table, publish
+from benchmarks.training.check import compare, run_alone
 from benchmarks.training.shapes import MODELS, config_of
-from benchmarks.trl import trl_module
 
 SUMMARY = "the longest sequences of post-training, and its memory and speed against TRL"
 
 AIMS = {"dpo": 77_000, "kto": 82_000, "grpo": 150_000, "sft": 140_000}
 ROWS = {"sft": 1, "grpo": 1, "dpo": 2, "kto": 2}
-# Fields that TRL's trainers request from their head.
-FIELDS = {
-    "sft": ("log_probs", "entropy", "is_top1"),
-    "grpo": ("log_probs", "entropy"),
-    "dpo": ("log_probs", "entropy", "mean_logits", "is_top1"),
-    "kto": ("log_probs", "entropy", "mean_logits", "is_top1"),
-}
 SIDES = ("checkpoint", "trl", "checkpoint+master", "lean")
 TIMED = 16_384  # tokens; a longer case has one step, for its memory
-Score = Callable[[Any, Tensor], Tensor]
 
 
 class Case(NamedTuple):
@@ -82,10 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gib", type=float, help="use only this much of a larger GPU, such as 79")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no case after this many seconds")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add_rows_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     device, begun = device_of(args.device), time.perf_counter()
+    apart = device.type == "cuda" and args.rows is None
     if args.gib is not None:
         size = torch.cuda.get_device_properties(device).total_memory / 2**30
         torch.cuda.set_per_process_memory_fraction(min(1.0, args.gib / size), device)
@@ -96,22 +94,27 @@ def run(args: argparse.Namespace) -> int:
             print(f"no time for {case.name}", flush=True)
             continue
         try:
-            found = _measure(case, args, device)
+            found = _apart(case, args) if apart else _measure(case, args, device)
         except torch.OutOfMemoryError:
             found = {"note": "out of memory"}
         except ImportError as error:
             found = {"note": f"not measured: {error}"}
-        rows.append({"case": case.name, **found})
+        rows.append({**found, "case": case.name})
         print(rows[-1], flush=True)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
         _write(args, device, rows, show=False)
-    _write(args, device, rows, show=True)
+    if args.rows is not None:
+        write_rows(args.rows, rows)
+        return 0
+    _write(args, device, rows, True, *([_check(args, rows)] if apart else []))
     return 0
 
 
-def _write(args: argparse.Namespace, device: torch.device, rows: list[dict[str, Any]], show: bool) -> None:
+def _write(
+    args: argparse.Namespace, device: torch.device, rows: list[dict[str, Any]], show: bool, *checks: str
+) -> None:
     """Write the report so far, grouped by method and length."""
     header = ["method", "rows x tokens", "side", "peak GiB", "reserved GiB", "s a step", "tokens/s"]
     table = []
@@ -128,72 +131,49 @@ def _write(args: argparse.Namespace, device: torch.device, rows: list[dict[str, 
         table.append([*line, *memory, f"{row['seconds']:.2f}", speed if case.tokens <= TIMED else "-"])
     about = f"{machine(device, 'transformers', 'trl')}. {args.model}, bfloat16, AdamW."
     about += "" if args.gib is None else f" At most {args.gib:g} GiB of the GPU."
-    publish(args.out, "lengths", f"{about}\n\n{markdown_table(header, table)}", rows, show)
+    publish(args.out, "lengths", "\n\n".join([about, markdown_table(header, table), *checks]), rows, show)
 
 
 def _measure(case: Case, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    cuda = device.type == "cuda"
-    config = config_of(args.model, seq=case.tokens)
-    with_reference = case.method in ("dpo", "kto")
-    side = _trl if case.side == "trl" else _ours
+    """In this process."""
+    config, with_reference = config_of(args.model, seq=case.tokens), case.method in ("dpo", "kto")
     torch.manual_seed(0)
-    policy, reference, optimizer, score = side(case, config, device, with_reference)
-    seconds, loss = [], torch.zeros(())
+    if case.side == "trl":
+        side = build_trl(case.method, config, device, with_reference)
+    else:
+        side = _ours(case, config, device, with_reference)
     steps = args.steps if case.tokens <= TIMED else 1
-    for number in range(steps):
-        if cuda:
-            torch.cuda.synchronize(device)
-            if number == 1 or steps == 1:  # the first step of several makes the optimizer's state
-                torch.cuda.reset_peak_memory_stats(device)
-        ids = torch.randint(config["vocab_size"], (ROWS[case.method], case.tokens), device=device)
-        begun = time.perf_counter()
-        loss = METHODS[case.method](score, policy, reference, ids)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        loss.item()
-        if cuda:
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - begun)
-    return {
-        "peak": torch.cuda.max_memory_allocated(device) / 2**30 if cuda else None,
-        "reserved": torch.cuda.max_memory_reserved(device) / 2**30 if cuda else None,
-        "seconds": statistics.median(seconds[1:] or seconds),
-        "first": seconds[0],
-        "loss": loss.item(),
+    shape = ROWS[case.method], case.tokens
+    return time_training(case.method, side, config["vocab_size"], shape, steps, device)
+
+
+def _apart(case: Case, args: argparse.Namespace) -> dict[str, Any]:
+    """In a process of its own."""
+    command = ["lengths", "--case", case.name, "--model", args.model, "--device", args.device]
+    command += ["--steps", str(args.steps)]
+    command += [] if args.gib is None else ["--gib", str(args.gib)]
+    return {name: x for name, x in rows_apart(command, case.side)[0].items() if name != "provider"}
+
+
+def _check(args: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
+    """Whether TRL's first timed case takes as long in a process that never imports anything of ours."""
+    found = ((parse_case(row["case"]), row) for row in rows if "note" not in row)
+    case, row = next(
+        ((case, row) for case, row in found if case.side == "trl" and case.tokens <= TIMED), (None, {})
+    )
+    if case is None:
+        return ""
+    asked = {
+        "method": case.method,
+        "config": config_of(args.model, seq=case.tokens),
+        "with_reference": case.method in ("dpo", "kto"),
+        "rows": ROWS[case.method],
+        "tokens": case.tokens,
+        "steps": args.steps,
+        "device": args.device,
     }
-
-
-# ------------------------------------------------------------------------------------------------ the methods
-
-
-def _sft(score: Score, policy: Any, reference: Any, ids: Tensor) -> Tensor:
-    return score(policy, ids)
-
-
-def _grpo(score: Score, policy: Any, reference: Any, ids: Tensor) -> Tensor:
-    log_probs = score(policy, ids)
-    ratio = (log_probs - log_probs.detach()).exp()
-    return -torch.minimum(0.5 * ratio, 0.5 * ratio.clamp(0.8, 1.2)).mean()
-
-
-def _dpo(score: Score, policy: Any, reference: Any, ids: Tensor) -> Tensor:
-    with torch.no_grad():
-        before = score(reference, ids).sum(1)
-    chosen, rejected = (score(policy, ids).sum(1) - before).unbind()
-    return -logsigmoid(0.1 * (chosen - rejected))
-
-
-def _kto(score: Score, policy: Any, reference: Any, ids: Tensor) -> Tensor:
-    with torch.no_grad():
-        strangers = ids.flip(1)
-        divergence = (score(policy, strangers) - score(reference, strangers)).sum(1).mean().clamp(min=0)
-        before = score(reference, ids).sum(1)
-    good, bad = (score(policy, ids).sum(1) - before).unbind()
-    return 1 - 0.5 * ((0.1 * (good - divergence)).sigmoid() + (0.1 * (divergence - bad)).sigmoid())
-
-
-METHODS = {"sft": _sft, "grpo": _grpo, "dpo": _dpo, "kto": _kto}
+    alone = run_alone(Path(post_training.__file__), asked, 600)
+    return compare(f"{args.model}, {case.name}", 1e3 * row["seconds"], alone)
 
 
 # -------------------------------------------------------------------------------------------------- the sides
@@ -214,32 +194,6 @@ def _ours(case: Case, config: dict[str, Any], device: torch.device, with_referen
         return model.score(ids, ids, entropy=case.method == "grpo").log_probs
 
     return policy, reference, AdamW(policy.parameters(), lr=1e-6, weights=weights or "plain"), score
-
-
-def _trl(case: Case, config: dict[str, Any], device: torch.device, with_reference: bool) -> Any:
-    import transformers
-
-    add_fused_lm_head = trl_module("trainer.utils").add_fused_lm_head
-    shape = dict(config)
-    kind = transformers.AutoConfig.for_model(shape.pop("model_type"), **shape)
-    with torch.device(device):
-        policy = transformers.AutoModelForCausalLM.from_config(kind, dtype=torch.bfloat16).train()
-        reference = (
-            transformers.AutoModelForCausalLM.from_config(kind, dtype=torch.bfloat16).eval()
-            if with_reference
-            else None
-        )
-    policy.gradient_checkpointing_enable({"use_reentrant": False})
-    add_fused_lm_head(policy, outputs=FIELDS[case.method])
-    if reference is not None:
-        add_fused_lm_head(reference)
-
-    def score(model: Any, ids: Tensor) -> Tensor:
-        found = model(ids, labels=ids, fused_lm_head=True, use_cache=False)
-        return found.loss if case.method == "sft" else found.log_probs
-
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=device.type == "cuda")
-    return policy, reference, optimizer, score
 
 
 def parse_case(text: str) -> Case:

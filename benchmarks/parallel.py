@@ -1,10 +1,11 @@
 """A training step of a model sharded over several GPUs: tokens per second and GPU, and peak memory, against
 transformers and liger-kernel under FSDP2.
 
-One process per GPU measures all configurations in turn: random weights in bfloat16, random tokens, fused
+Each configuration runs in processes of its own, one per GPU: random weights in bfloat16, random tokens, fused
 AdamW in bfloat16. Peers are sharded as usual, every layer and the model, with gradients reduced in float32;
 ours by `liger_models.parallelize`. `alone` is an unsharded model on each GPU without communication. Times are
-the slowest GPU's, peaks the largest.
+the slowest GPU's, peaks the largest. A peer is measured again in processes that never import anything of
+ours.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from typing import Any
 
 import torch
 
+from benchmarks.peers.divided import divide_peer
 from benchmarks.ranks import be_a_rank, result, started, write
 from benchmarks.report import machine, markdown_table, publish
 from benchmarks.training import step
+from benchmarks.training.check import compare
 from benchmarks.training.peer import fused_adamw, in_one_line, summary, time_steps
 from benchmarks.training.shapes import MODELS, config_of
 from benchmarks.training.step import Job, Result, check_provider
+from liger_models.architectures import find_architecture
 from liger_models.training.observing.profiling import table
 
 SUMMARY = "a training step of a model sharded over several GPUs, against transformers and liger-kernel"
@@ -76,20 +80,21 @@ def run(args: argparse.Namespace) -> int:
     asked = args.configuration or map(configuration, CONFIGURATIONS)
     options = {"seq": args.seq, "warmup": args.warmup, "steps": args.steps, "profile": args.profile}
     jobs, config = [chosen | options for chosen in asked], config_of(args.model, args.layers, args.seq)
-    rows = []
+    rows, end = [], time.monotonic() + args.time_limit
     for row in measure_all(jobs, config, args.processes, args.time_limit):
         rows.append(row)
-        _write(args, rows, show=len(rows) == len(jobs))
+        _write(args, rows, show=False)
+    _write(args, rows, True, *check_divided(rows, args.model, config, args.processes, end))
     return int(any(row["provider"] == "ours" and "tokens_per_second" not in row for row in rows))
 
 
-def _write(args: argparse.Namespace, rows: Sequence[dict[str, Any]], show: bool) -> None:
+def _write(args: argparse.Namespace, rows: Sequence[dict[str, Any]], show: bool, *checks: str) -> None:
     """Write the report so far."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     about = machine(device, "transformers", "liger-kernel")
     depth = f"{args.model}" + (f" ({args.layers} layers)" if args.layers else "")
     about += f". {args.processes} processes, {depth}, bfloat16, {args.seq} tokens; median of {args.steps}."
-    parts = [about, markdown_table(HEADER, [cells(row, args.processes) for row in rows])]
+    parts = [about, markdown_table(HEADER, [cells(row, args.processes) for row in rows]), *checks]
     for row in rows:
         if row.get("kernels"):
             parts.append(f"{row['provider']} {row['memory']} {row['sharing']}:\n\n{table(row['kernels'])}")
@@ -123,20 +128,46 @@ def cells(row: dict[str, Any], processes: int) -> list[str]:
 def measure_all(
     jobs: Sequence[dict[str, Any]], config: Mapping[str, Any], processes: int, seconds: float
 ) -> Iterator[dict[str, Any]]:
-    """Yield each job with its result when ready. Failures, and jobs not finished within the time limit, get a
-    note, and the next job gets new processes.
+    """Yield each job with its result when ready, measured in processes of its own. Failures, and jobs not
+    finished within the time limit, get a note.
     """
-    left, end = list(jobs), time.monotonic() + seconds
-    while left:
+    end = time.monotonic() + seconds
+    for job in jobs:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            task = {"jobs": left, "config": config}
+            task = {"job": job, "config": config}
             with started("benchmarks.parallel", task, folder, processes) as ranks:
-                for number in range(len(left)):
-                    path = folder / f"{number}.json"
-                    yield left.pop(0) | result(path, ranks, end)
-                    if not path.exists():
-                        break
+                yield job | result(folder / "0.json", ranks, end)
+
+
+def check_divided(
+    rows: Sequence[dict[str, Any]], model: str, config: Mapping[str, Any], processes: int, end: float
+) -> list[str]:
+    """A sentence on whether the first peer takes as long in processes that never import anything of ours.
+    Empty if no peer was measured.
+    """
+    row = next((row for row in rows if row["provider"] != "ours" and "step_ms" in row), None)
+    if row is None:
+        return []
+    sizes = {name: row[name] for name in ("provider", "memory", "batch", "seq", "warmup", "steps")}
+    job = Job(model, config, **sizes)
+    task = {
+        "config": dict(config),
+        "reference": find_architecture(config["model_type"]).reference,
+        "options": sorted(job.options),
+        "memory": job.memory,
+        "alone": row["sharing"] == "alone",
+        "tokens": step.count_job_tokens(job),
+        "warmup": job.warmup,
+        "steps": job.steps,
+    }
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        torch.save(step.make_job_batch(job, torch.device("cpu")), folder / "batch.pt")
+        with started("benchmarks.peers.divided", task, folder, processes) as ranks:
+            alone = result(folder / "0.json", ranks, end)
+    name = f"{model}, {job.provider} {job.memory}, {job.batch} x {job.seq} on each of {processes}"
+    return [compare(name, row["step_ms"], alone)]
 
 
 # ------------------------------------------------------------------------------------------- in each process
@@ -147,20 +178,20 @@ def _main(task: dict[str, Any], folder: Path) -> None:
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
-    for number, options in enumerate(task["jobs"]):
-        sharing = options.pop("sharing")
-        job = Job("", task["config"], **options)
-        try:
-            found = _measure(job, sharing, device)
-        except NotImplementedError as lacking:  # of all processes
-            found = {"note": in_one_line(lacking)}
-        of_all: list[Any] = [None] * ranks
-        dist.all_gather_object(of_all, found)
-        slowest = max(of_all, key=lambda found: found.get("step_ms", 0))
-        slowest["peak_gib"] = max((found.get("peak_gib") or 0 for found in of_all), default=0) or None
-        if rank == 0:
-            print(job.provider, job.memory, f"{job.batch} x {job.seq}", sharing, slowest, flush=True)
-            write(folder / f"{number}.json", slowest)
+    options = task["job"]
+    sharing = options.pop("sharing")
+    job = Job("", task["config"], **options)
+    try:
+        found = _measure(job, sharing, device)
+    except NotImplementedError as lacking:  # of all processes
+        found = {"note": in_one_line(lacking)}
+    of_all: list[Any] = [None] * ranks
+    dist.all_gather_object(of_all, found)
+    slowest = max(of_all, key=lambda found: found.get("step_ms", 0))
+    slowest["peak_gib"] = max((found.get("peak_gib") or 0 for found in of_all), default=0) or None
+    if rank == 0:
+        print(job.provider, job.memory, f"{job.batch} x {job.seq}", sharing, slowest, flush=True)
+        write(folder / "0.json", slowest)
 
 
 def _measure(job: Job, sharing: str, device: torch.device) -> Result:
@@ -194,9 +225,6 @@ def _measure(job: Job, sharing: str, device: torch.device) -> Result:
 
 
 def _build(job: Job, sharing: str, device: torch.device) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     import liger_models
 
     if job.ours:
@@ -216,12 +244,7 @@ def _build(job: Job, sharing: str, device: torch.device) -> Any:
             model.set_activation_memory("auto", f"{gib}GiB" if gib else None, ADAMW_BYTES, print)
         return model
     model = step.build(job, job.config, device)
-    if sharing != "alone":
-        mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        for part in (*model.model.layers, model):
-            fully_shard(part, mesh=mesh, mp_policy=policy)
-    return model
+    return model if sharing == "alone" else divide_peer(model, device)
 
 
 def _sizes(sharing: str) -> dict[str, int]:

@@ -1,10 +1,10 @@
-"""A peer's training step in a process that never imports anything of ours.
+"""A peer's measurement in a process that never imports anything of ours.
 
     python benchmarks/training/alone.py FILE
 
-FILE is written by `check.py`: the peer, and its batch as tensors. Prints a line of JSON with the step's
-milliseconds. Run as a file from another directory: transformers looks for a package called kernels, and would
-find ours in the checkout.
+FILE is written by `check.py`: the file of a peer, and the arguments of its `measure_alone`. Prints its result
+as a line of JSON. Run as a file from another directory: transformers looks for a package called kernels, and
+would find ours in the checkout.
 """
 
 from __future__ import annotations
@@ -20,25 +20,20 @@ import torch
 
 def main(file: str) -> None:
     asked: dict[str, Any] = torch.load(file, weights_only=True)
-    peer, device = _peer(), torch.device(asked["device"])
+    peer, device = _load(asked.pop("peer")), torch.device(asked["device"])
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.manual_seed(0)
-    model = peer.build_peer(
-        asked["config"], asked["reference"], set(asked["options"]), asked["memory"], device
-    )
-    optimizer = peer.fused_adamw(model, device)
-    batch = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in asked["batch"].items()}
-    times, _ = peer.time_steps(model, optimizer, batch, asked["warmup"], asked["steps"], device)
+    result = peer.measure_alone(asked | {"device": device})
     ours = sorted(name for name in sys.modules if name.partition(".")[0] == "liger_models")
     assert not ours, f"the process has imported {ours}"
-    print(json.dumps(peer.summary(times, asked["tokens"])))
+    print(json.dumps(result))
 
 
-def _peer() -> Any:
-    """Import peer.py without its or our folder on the path."""
+def _load(file: str) -> Any:
+    """Import a module by its file, without this folder on the path."""
     sys.path.remove(str(Path(__file__).parent))
-    spec = importlib.util.spec_from_file_location("peer", Path(__file__).with_name("peer.py"))
+    spec = importlib.util.spec_from_file_location("peer", file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -30,13 +30,13 @@ def check_alone(rows: Rows, device: str, time_limit: float) -> list[str]:
         if not job.ours and not job.under_compile and "step_ms" in result:
             firsts.setdefault(job.model, (job, result))
     return [
-        _sentence(job, result["step_ms"], _alone(job, device, time_limit)) for job, result in firsts.values()
+        compare(_name(job), result["step_ms"], run_alone(_PEER, _asked(job, device), time_limit))
+        for job, result in firsts.values()
     ]
 
 
-def _sentence(job: Job, measured: float, alone: dict[str, Any]) -> str:
-    size = f"{job.batch} x {job.seq}" if job.data == "full" else f"{job.batch} {job.data}"
-    name = f"{job.model}, {job.provider} {job.memory}, {size}"
+def compare(name: str, measured: float, alone: dict[str, Any]) -> str:
+    """A sentence on whether a peer's milliseconds agree with those in a process without ours."""
     if "step_ms" not in alone:
         return f"Check of {name} in a process without liger_models: {alone['note']}."
     apart = measured / alone["step_ms"] - 1
@@ -45,22 +45,15 @@ def _sentence(job: Job, measured: float, alone: dict[str, Any]) -> str:
     return f"Check of {name} in a process without liger_models: {times}; {verdict}."
 
 
-def _alone(job: Job, device: str, time_limit: float) -> dict[str, Any]:
-    """Times, or a note."""
-    asked = {
-        "config": dict(job.config),
-        "reference": find_architecture(job.config["model_type"]).reference,
-        "options": sorted(job.options),
-        "memory": job.memory,
-        "batch": make_job_batch(job, torch.device("cpu")),
-        "tokens": count_job_tokens(job),
-        "warmup": job.warmup,
-        "steps": job.steps,
-        "device": device,
-    }
+def run_alone(peer: Path, asked: dict[str, Any], time_limit: float) -> dict[str, Any]:
+    """Call `measure_alone` of a peer's file in a process that never imports anything of ours.
+
+    Returns:
+        Its result, or a note on why there is none.
+    """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "asked.pt"
-        torch.save(asked, file)
+        torch.save({"peer": str(peer), **asked}, file)
         command = [sys.executable, str(Path(__file__).with_name("alone.py")), str(file)]
         environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
         environment["PYTHONPATH"] = os.pathsep.join(
@@ -76,3 +69,25 @@ def _alone(job: Job, device: str, time_limit: float) -> dict[str, Any]:
         print(done.stderr[-3000:], file=sys.stderr, flush=True)
         return {"note": f"failed: {(done.stderr.strip().splitlines() or ['no message'])[-1][:160]}"}
     return json.loads(done.stdout.splitlines()[-1])
+
+
+_PEER = Path(__file__).with_name("peer.py")
+
+
+def _name(job: Job) -> str:
+    size = f"{job.batch} x {job.seq}" if job.data == "full" else f"{job.batch} {job.data}"
+    return f"{job.model}, {job.provider} {job.memory}, {size}"
+
+
+def _asked(job: Job, device: str) -> dict[str, Any]:
+    return {
+        "config": dict(job.config),
+        "reference": find_architecture(job.config["model_type"]).reference,
+        "options": sorted(job.options),
+        "memory": job.memory,
+        "batch": make_job_batch(job, torch.device("cpu")),
+        "tokens": count_job_tokens(job),
+        "warmup": job.warmup,
+        "steps": job.steps,
+        "device": device,
+    }

@@ -129,6 +129,16 @@ def in_one_line(error: Exception) -> str:
     return first.partition(". ")[0][:160]
 
 
+def measure_alone(asked: Mapping[str, Any]) -> dict[str, float]:
+    """The times of a step, for `alone.py`."""
+    device = asked["device"]
+    model = build_peer(asked["config"], asked["reference"], set(asked["options"]), asked["memory"], device)
+    optimizer = fused_adamw(model, device)
+    batch = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in asked["batch"].items()}
+    times, _ = time_steps(model, optimizer, batch, asked["warmup"], asked["steps"], device)
+    return summary(times, asked["tokens"])
+
+
 def fused_adamw(model: Any, device: torch.device) -> torch.optim.Optimizer:
     """torch's fused AdamW: the unfused one would add eight gigabytes of temporaries to the measurement."""
     return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")

@@ -26,13 +26,14 @@ def test_both_sides_compute_the_same_losses(benchmarks):
     pytest.importorskip("trl")
     pytest.importorskip("transformers")
     from benchmarks import lengths
+    from benchmarks.peers import post_training
     from benchmarks.training.shapes import config_of
 
     config = config_of("tiny") | {"max_position_embeddings": 64}
-    for method, step in lengths.METHODS.items():
+    for method, step in post_training.METHODS.items():
         case, cpu = lengths.Case(method, 16, "lean"), torch.device("cpu")
         ours, first, _, our_score = lengths._ours(case, config, cpu, True)
-        theirs, second, _, their_score = lengths._trl(case, config, cpu, True)
+        theirs, second, _, their_score = post_training.build_trl(method, config, cpu, True)
         for one, other in ((ours.float(), theirs.float()), (first.float(), second.float())):
             names = dict(one.checkpoint_tensors())
             other.load_state_dict(
@@ -41,3 +42,40 @@ def test_both_sides_compute_the_same_losses(benchmarks):
         ids = torch.randint(config["vocab_size"], (lengths.ROWS[method], 16))
         found = [step(our_score, ours, first, ids), step(their_score, theirs, second, ids)]
         assert found[0].item() == pytest.approx(found[1].item(), rel=1e-5), method
+
+
+@pytest.mark.slow
+def test_a_process_of_its_own_measures_a_case_and_a_peer_is_checked_without_ours(benchmarks):
+    """As on a GPU."""
+    pytest.importorskip("trl")
+    import argparse
+
+    from benchmarks import lengths
+
+    parser = argparse.ArgumentParser()
+    lengths.add_arguments(parser)
+    args = parser.parse_args(["--model", "tiny", "--device", "cpu", "--steps", "2"])
+    case = lengths.parse_case("sft:16:trl")
+    row = lengths._apart(case, args)
+    assert row["seconds"] > 0
+    assert " ms, as measured " in lengths._check(args, [{**row, "case": case.name}])
+    assert lengths._check(args, [{"case": "sft:16:lean", "seconds": 1.0}]) == ""
+
+
+@pytest.mark.slow
+def test_generation_is_measured_apart_and_a_peer_checked_without_ours(benchmarks, tmp_path, monkeypatch):
+    """As on a GPU; a process that breaks down is a note."""
+    pytest.importorskip("transformers")
+    import argparse
+
+    from benchmarks import apart, generate
+
+    parser = argparse.ArgumentParser()
+    generate.add_arguments(parser)
+    sizes = ["--prompt", "4", "--new", "2", "--runs", "1", "--batch", "1"]
+    args = parser.parse_args(["--model", "tiny", "--device", "cpu", *sizes])
+    (row,) = apart.rows_apart(generate._command(args, "transformers"), "transformers")
+    assert row["tokens_per_second"] > 0
+    assert " ms, as measured " in generate._check(args, "cpu", [row])
+    (broken,) = apart.rows_apart(["generate", "--model", "none"], "ours")
+    assert broken == {"provider": "ours", "note": "failed: the process ended with exit code 2"}

@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ def test_two_processes_measure_a_model_and_report_what_is_missing(benchmarks, tm
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.chdir(tmp_path)
-    configurations = ("ours:lean,checkpoint=1:2", "ours:some:2", "ours:lean:1:sequence=2")
+    configurations = ("ours:lean,checkpoint=1:2", "ours:some:2", "transformers:none:2")
     asked = [word for text in configurations for word in ("--configuration", text)]
     sizes = ["--model", "tiny", "--seq", "8", "--warmup", "1", "--steps", "1", "--processes", "2"]
     assert benchmarks.__main__.main(["parallel", *sizes, *asked, "--out", "out"]) == 1
@@ -27,7 +28,10 @@ def test_two_processes_measure_a_model_and_report_what_is_missing(benchmarks, tm
     assert first["levels"] == "1 lean, 1 checkpoint"
     assert not failed["tokens_per_second"]
     assert float(last["tokens_per_second"]) > 0  # by new processes
-    assert "failed: ValueError" in (tmp_path / "out" / "parallel-tiny.md").read_text()
+    report = (tmp_path / "out" / "parallel-tiny.md").read_text()
+    assert "failed: ValueError" in report
+    said = "Check of tiny, transformers none, 2 x 8 on each of 2 in a process without liger_models: "
+    assert re.search(said + r"[\d.]+ ms, as measured [\d.]+ ms", report)
 
 
 @pytest.mark.parametrize("text", ["ours", "ours:lean", "theirs:lean:2", "ours:lean:x"])

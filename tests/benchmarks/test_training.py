@@ -106,15 +106,15 @@ def test_every_job_is_measured_in_a_process_of_its_own(benchmarks, monkeypatch):
 
 def test_a_peer_is_measured_again_in_a_process_without_ours(benchmarks, capfd):
     pytest.importorskip("transformers")
-    from benchmarks.training.check import _sentence, check_alone
+    from benchmarks.training.check import check_alone, compare
 
     peer = replace(job("transformers+sdpa", "none"), warmup=1, steps=3, batch=2, data="padded")
     (sentence,) = check_alone([(job(), {"step_ms": 1.0}), (peer, {"step_ms": 1e9})], "cpu", 120)
     assert "process without liger_models" in sentence
     assert "THEY DIFFER" in sentence
     assert check_alone([(job(), {"step_ms": 1.0})], "cpu", 60) == []
-    assert _sentence(peer, 101.9, {"step_ms": 100.0}).endswith("(+1.9%); they agree.")
-    assert "THEY DIFFER" in _sentence(peer, 102.1, {"step_ms": 100.0})
+    assert compare("it", 101.9, {"step_ms": 100.0}).endswith("(+1.9%); they agree.")
+    assert "THEY DIFFER" in compare("it", 102.1, {"step_ms": 100.0})
 
 
 def test_packed_documents_run_without_padding_in_the_peer(benchmarks, monkeypatch):

@@ -62,6 +62,8 @@ ADDED_KEYS = tuple(_ADDED_NAMES.split())
 CHANGES: dict[str, dict[str, Any]] = {
     # Eight experts a token cannot come from the one group of four that its tester allows: an error here.
     "DeepseekV3ModelTester": {"num_experts_per_tok": 4},
+    # An image has one token after pooling, and the tester's config says two: an error here.
+    "Gemma3Vision2TextModelTester": {"mm_tokens_per_image": 1},
 }
 """Attributes of model testers whose configs are impossible, by class."""
 
