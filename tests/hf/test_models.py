@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from hf_pairs import BOUND, gradients, relative_distance
 
 import liger_models
+from liger_models import Distillation, ScoreOptions
 from liger_models.convert.errors import ConfigError
 
 transformers = pytest.importorskip("transformers")
@@ -39,6 +40,28 @@ def test_a_name_in_transformers_gives_our_model_while_it_is_registered(make_both
     assert transformers.LlamaForCausalLM is type(both.ours)
     hf.unregister()
     assert transformers.LlamaForCausalLM is type(both.reference)
+
+
+MODES = {
+    "loss": lambda labels, teacher: {"labels": labels},
+    "shifted": lambda labels, teacher: {"shift_labels": labels},
+    "divided": lambda labels, teacher: {"labels": labels, "num_items_in_batch": 7},
+    "scores": lambda labels, teacher: {"labels": labels, "score": ScoreOptions(0.7, entropy=True)},
+    "lesson": lambda labels, teacher: {"labels": labels, "distill": Distillation(teacher, beta=0.3)},
+}
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_every_request_gives_the_bits_of_the_native_model(family, mode, make_both, batch):
+    both = make_both(family)
+    native = liger_models.from_hub(both.folder, device="cpu", dtype=torch.float32)
+    call = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    call |= mode(batch["labels"], native)
+    found, expected = both.ours(**call), native(**call)
+    names = expected.keys() - {"logits"}
+    assert names
+    assert all(torch.equal(found[name], expected[name]) for name in names)
 
 
 @pytest.mark.supports("transformers", "loss and gradients")
