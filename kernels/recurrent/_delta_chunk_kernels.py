@@ -183,7 +183,6 @@ def key_grads_kernel(
     PRECISION: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Write dk, dv, dg and dbeta; `dv` may be `dresiduals`."""
     chunk, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, end = tl.load(ranges + chunk), tl.load(ranges + chunks + chunk)
     count = end - start

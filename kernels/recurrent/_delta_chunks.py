@@ -110,14 +110,12 @@ class GatedDeltaRule(torch.autograd.Function):
                 dresidual,
                 dstate,
             )
-            numbers = prepared[1:]
-            del prepared, between  # their memory serves the gradients
             dq, dk = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-            dg, dbeta = (torch.empty_like(numbers[0]) for _ in range(2))
+            dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+            dg, dbeta = (torch.empty_like(prepared.beta) for _ in range(2))
             _run_operand_grads(
-                q, k, v, do, numbers, table, states, dstates, new, dresidual, dq, dk, dg, dbeta
+                q, k, v, do, prepared, table, states, dstates, new, dresidual, dq, dk, dv, dg, dbeta
             )
-            dv = dresidual  # over which it was written
         # The gates' own gradients: tensors of one number a token and head.
         shifted = a.float() + dt_bias.float()
         rate = -A_log.float().exp()
@@ -192,21 +190,19 @@ def _prepare(q, k, a, b, A_log, dt_bias, table, beta_scale, l2_eps) -> _Prepared
 
 
 def _run_operand_grads(
-    q, k, v, do, numbers, table, states, dstates, new, dresidual, dq, dk, dg, dbeta
+    q, k, v, do, prepared, table, states, dstates, new, dresidual, dq, dk, dv, dg, dbeta
 ) -> None:
-    """Write dq, dk, dg and dbeta, and dV over dR."""
     if not len(q):
         return
-    cumulative, _, q_scale, k_scale = numbers
     chunks = table.ranges.shape[1]
     block = block_of_values(v.shape[2], 32 if q.dtype == torch.float32 else 64)
     query_grads_kernel[(chunks, q.shape[1])](
         q,
         k,
         do,
-        cumulative,
-        q_scale,
-        k_scale,
+        prepared.cumulative,
+        prepared.q_scale,
+        prepared.k_scale,
         table.ranges,
         states,
         new,
@@ -227,14 +223,14 @@ def _run_operand_grads(
         k,
         v,
         do,
-        *numbers,
+        *prepared[1:],
         table.ranges,
         states,
         dstates,
         new,
         dresidual,
         dk,
-        dresidual,
+        dv,
         dg,
         dbeta,
         q.stride(0),
