@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_models.kernels._dispatch import ceil_div, jit, next_power_of_2, on_device_of, tl
+from liger_models.kernels._dispatch import ceil_div, jit, next_power_of_2, on_device_of, tl, use_triton
 
 CHUNK = 64
 SEGMENT = 64 * CHUNK  # tokens of a document that the states pass in one go; fixed, whatever is packed with it
@@ -119,6 +119,17 @@ def table_kernel(
         inside = piece < chunks
         tl.store(ranges + piece, opening, inside)
         tl.store(ranges + chunks + piece, ending, inside)
+
+
+def use_chunks(q: Tensor, v: Tensor, *others: Tensor | None) -> bool:
+    """Whether the kernels run for these operands, on a GPU only with the tiles that were verified there.
+
+    Triton 3.6 miscompiles some products with fewer than 64 columns for Hopper: results were wrong, or memory
+    was touched that is not the kernel's. Narrower heads and float32, which takes narrower tiles, run in the
+    plain form.
+    """
+    verified = q.dtype != torch.float32 and min(q.shape[-1], v.shape[-1]) >= 64
+    return use_triton(q, v, *others) and (verified or not q.is_cuda)
 
 
 def with_whole_heads(x: Tensor) -> Tensor:

@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_models.kernels._dispatch import as_once_differentiable, at_least_float32, use_triton
+from liger_models.kernels._dispatch import as_once_differentiable, at_least_float32
 from liger_models.kernels.recurrent._channel_chunks import ChannelDeltaRule
-from liger_models.kernels.recurrent._chunk_table import chunk_table
+from liger_models.kernels.recurrent._chunk_table import chunk_table, use_chunks
 from liger_models.kernels.recurrent._recurrence import L2_EPS, check_heads, delta_step, recurrence
 
 
@@ -67,7 +67,7 @@ def channel_delta_rule(
             several devices.
     """
     _check(q, k, v, f, b, A_log, dt_bias, lower_bound, cu_seqlens, state)
-    if use_triton(q, k, v, f, b, A_log, dt_bias, state):
+    if use_chunks(q, v, k, f, b, A_log, dt_bias, state):
         table = chunk_table(cu_seqlens, len(q), q.device)
         return ChannelDeltaRule.apply(
             q, k, v, f, b, A_log, dt_bias, state, table, lower_bound, beta_scale, L2_EPS

@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_models.kernels._dispatch import as_once_differentiable, at_least_float32, use_triton
-from liger_models.kernels.recurrent._chunk_table import chunk_table
+from liger_models.kernels._dispatch import as_once_differentiable, at_least_float32
+from liger_models.kernels.recurrent._chunk_table import chunk_table, use_chunks
 from liger_models.kernels.recurrent._delta_chunks import GatedDeltaRule
 from liger_models.kernels.recurrent._recurrence import L2_EPS, check_heads, delta_step, recurrence
 
@@ -61,7 +61,7 @@ def gated_delta_rule(
         ValueError: shapes or dtypes that do not fit, or tensors on several devices.
     """
     _check(q, k, v, a, b, A_log, dt_bias, cu_seqlens, state)
-    if use_triton(q, k, v, a, b, A_log, dt_bias, state):
+    if use_chunks(q, v, k, a, b, A_log, dt_bias, state):
         table = chunk_table(cu_seqlens, len(q), q.device)
         return GatedDeltaRule.apply(q, k, v, a, b, A_log, dt_bias, state, table, beta_scale, L2_EPS)
     return as_once_differentiable(
