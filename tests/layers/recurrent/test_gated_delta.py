@@ -1,0 +1,47 @@
+"""The mixer through the kernels, in Triton's interpreter, beside the plain twins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from liger_models.kernels._dispatch import interpret
+from liger_models.layers.recompute.activation_memory import keep_recipes, recompute
+from liger_models.layers.recurrent.gated_delta import GatedDelta
+from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.specs import GatedDeltaSpec
+
+HIDDEN = 24
+KEEPING = ("all", "lean", "checkpoint")
+
+
+def results(mixer, x, dy, sequences, keeping):
+    mixer.zero_grad()
+    x = x.detach().requires_grad_()
+    if keeping == "checkpoint":
+        y = recompute(mixer, x, sequences)
+    elif keeping == "lean":
+        with keep_recipes():
+            y = mixer(x, sequences)
+    else:
+        y = mixer(x, sequences)
+    y.backward(dy)
+    return {"y": y.detach(), "x": x.grad} | {name: p.grad for name, p in mixer.named_parameters()}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+@pytest.mark.parametrize(
+    ("projections", "keeping"),
+    [("qkvz", "lean"), ("apart", "lean"), *(("qkv", keeping) for keeping in KEEPING)],
+)
+def test_kernels_give_what_the_plain_twins_give(projections, keeping, randomised):
+    """For a document of two chunks, and one of one token."""
+    mixer = randomised(GatedDelta(HIDDEN, GatedDeltaSpec(2, 4, 16, 16, projections=projections)))
+    sequences = Sequences.of_lengths([66, 1, 4], torch.device("cpu"))
+    x, dy = torch.randn(2, 71, HIDDEN)
+    expected = results(mixer, x, dy, sequences, "all")
+    with interpret():
+        found = results(mixer, x, dy, sequences, keeping)
+    for name, value in expected.items():
+        # float32 in chunks beside token by token; gradients of A_log and dt_bias sum over all tokens
+        assert (found[name] - value).norm() <= 3e-5 * value.norm(), name
