@@ -26,6 +26,8 @@ from liger_models.layers.recompute.activation_memory import ActivationMemory
 from liger_models.layers.recurrent.branches import States, over_branches
 from liger_models.layers.recurrent.gated_norm import GatedNormalisation
 from liger_models.layers.recurrent.short_conv import ShortConvolution
+from liger_models.layers.sequences.documents import Documents
+from liger_models.layers.sequences.sequence_parallel import Slice
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import GatedDeltaSpec
 
@@ -80,6 +82,8 @@ class GatedDelta(nn.Module):
             o = self._continue(qkv, b, a, sequences)
         elif sequences.documents.tree is not None:
             o = over_branches(sequences.documents.tree, [qkv, b, a], self._branches)
+        elif sequences.slice is not None:
+            o = self._exchange(qkv, b, a, sequences.slice, sequences.documents)
         else:
             o, _ = self._mix(qkv, b, a, sequences.documents.boundaries(), sequences.documents.bounds())
         return self.out_proj(self.norm(o.flatten(1), z))
@@ -113,6 +117,23 @@ class GatedDelta(nn.Module):
         q, k, v = self.conv1d(qkv, documents, bounds, conv_state)
         gates, scale = (a, b, self.A_log, self.dt_bias), self.spec.beta_scale
         return gated_delta_rule(q, k, v, *gates, beta_scale=scale, cu_seqlens=documents, state=state)
+
+    def _exchange(self, qkv: Tensor, b: Tensor, a: Tensor, slice: Slice, documents: Documents) -> Tensor:
+        """o [t, value_heads, value_dim] of this rank's tokens, each rank computing its share of the heads for
+        all tokens: channels go with their heads, so convolution and state have whole documents.
+        """
+        spec, ranks = self.spec, slice.ranks
+        parts = qkv.split([spec.key_size, spec.key_size, spec.value_size], dim=-1)
+        dims = spec.key_dim, spec.key_dim, spec.value_dim
+        heads = [part.unflatten(-1, (-1, dim)) for part, dim in zip(parts, dims, strict=True)]
+        rows = slice.dealt(*heads, b[..., None], a[..., None])
+        own = spec.value_heads // ranks
+        qkv, b, a = rows.split([spec.conv_size // ranks, own, own], dim=-1)
+        q, k, v = self.conv1d(qkv, None, documents.bounds(), share=(slice.rank, ranks))
+        A_log, dt_bias = (p.chunk(ranks)[slice.rank] for p in (self.A_log, self.dt_bias))
+        bounds, scale = documents.boundaries(), spec.beta_scale
+        o, _ = gated_delta_rule(q, k, v, a, b, A_log, dt_bias, beta_scale=scale, cu_seqlens=bounds)
+        return slice.to_tokens(o)
 
     def _branches(self, operands: list[Tensor], documents: Tensor, states: States | None) -> Any:
         qkv, b, a = operands

@@ -13,6 +13,9 @@ from liger_models.convert.checkpoints.weight_map import permuted
 from liger_models.kernels import conv_state, short_conv, short_conv_step
 from liger_models.layers.recompute.activation_memory import carry_recipes
 
+Share = tuple[int, int]
+WHOLE: Share = (0, 1)
+
 
 class ShortConvolution(nn.Module):
     """Causal depthwise convolution with SiLU, over `channels` that are then split into `heads`.
@@ -43,7 +46,12 @@ class ShortConvolution(nn.Module):
         return permuted(f"{path}.{name}", shape_of(self.weight), "c 1 k -> (c 1) k")
 
     def forward(
-        self, x: Tensor, documents: Tensor | None, bounds: Tensor | None, state: Tensor | None = None
+        self,
+        x: Tensor,
+        documents: Tensor | None,
+        bounds: Tensor | None,
+        state: Tensor | None = None,
+        share: Share = WHOLE,
     ) -> tuple[Tensor, ...]:
         """x [T, C] -> each part [T, heads, width].
 
@@ -51,9 +59,10 @@ class ShortConvolution(nn.Module):
             documents: [n + 1], where they begin and end; None for one.
             bounds: `document_bounds` of the same.
             state: [n, K - 1, C], the inputs before each document; None for zeros.
+            share: (number, of how many): x has this share of the heads in each part.
         """
         if state is None:
-            make = functools.partial(self._parts, bounds=bounds)
+            make = functools.partial(self._parts, bounds=bounds, share=share)
             return carry_recipes(make(x, self.weight), make, x, self.weight)
         y = short_conv(x, self.weight, activation=self.activation, cu_seqlens=documents, state=state)
         return self._split(y)
@@ -69,12 +78,16 @@ class ShortConvolution(nn.Module):
         """The last K - 1 inputs of each document, [n, K - 1, C]."""
         return conv_state(x, documents, self.weight.shape[1], state)
 
-    def _parts(self, x: Tensor, weight: Tensor, *, bounds: Tensor | None) -> tuple[Tensor, ...]:
-        return self._split(short_conv(x, weight, activation=self.activation, bounds=bounds))
+    def _parts(self, x: Tensor, weight: Tensor, *, bounds: Tensor | None, share: Share) -> tuple[Tensor, ...]:
+        if share != WHOLE:
+            parts = weight.split([number * size for number, size in self.heads])
+            weight = torch.cat([part.chunk(share[1])[share[0]] for part in parts])
+        return self._split(short_conv(x, weight, activation=self.activation, bounds=bounds), share[1])
 
-    def _split(self, y: Tensor) -> tuple[Tensor, ...]:
-        parts = y.split([number * size for number, size in self.heads], dim=-1)
-        return tuple(part.unflatten(-1, heads) for part, heads in zip(parts, self.heads, strict=True))
+    def _split(self, y: Tensor, ranks: int = 1) -> tuple[Tensor, ...]:
+        heads = [(number // ranks, size) for number, size in self.heads]
+        parts = y.split([number * size for number, size in heads], dim=-1)
+        return tuple(part.unflatten(-1, shape) for part, shape in zip(parts, heads, strict=True))
 
     def extra_repr(self) -> str:
         channels, width = shape_of(self.weight)

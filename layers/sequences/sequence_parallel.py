@@ -32,7 +32,12 @@ from torch import Tensor
 
 from liger_models.convert.errors import DataError
 from liger_models.kernels._dispatch import once_differentiable
-from liger_models.layers.specs import AttentionSpec, LatentAttentionSpec, SharedAttentionSpec
+from liger_models.layers.specs import (
+    AttentionSpec,
+    LatentAttentionSpec,
+    RecurrentSpec,
+    SharedAttentionSpec,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
@@ -62,14 +67,18 @@ def divide_sequences(model: Any, mesh: DeviceMesh) -> Any:
         )
     for i, layer in enumerate(model.layers):
         mixer = layer.spec.mixer
-        if not isinstance(mixer, AttentionSpec | SharedAttentionSpec | LatentAttentionSpec):
+        if isinstance(mixer, RecurrentSpec):
+            heads, kind = mixer.key_heads, "key"
+        elif isinstance(mixer, AttentionSpec | SharedAttentionSpec | LatentAttentionSpec):
+            heads, kind = mixer.num_attention_heads, "query"
+        else:
             raise ValueError(
                 f"layer {i} mixes tokens by {type(mixer).__name__}, which has no heads that {ranks} ranks "
                 "could exchange: sequences cannot be divided"
             )
-        if mixer.num_attention_heads % ranks:
+        if heads % ranks:
             raise ValueError(
-                f"layer {i} has {mixer.num_attention_heads} query heads, which {ranks} ranks cannot share "
+                f"layer {i} has {heads} {kind} heads, which {ranks} ranks cannot share "
                 "evenly; divide sequences over a number of ranks that divides the heads of every layer"
             )
     if model.spec.draws_in_training:
@@ -124,11 +133,17 @@ class Slice:
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         """Exchange [t, all heads, dim] for [T, heads of this rank, dim], in one message for q, k and v."""
         k, v = (x.repeat_interleave(_copies(x.shape[1], self.ranks), dim=1) for x in (k, v))
-        dealt = [x.unflatten(1, (self.ranks, -1)).transpose(0, 1) for x in (q, k, v)]
-        rows = torch.cat([x.flatten(2) for x in dealt], dim=-1).flatten(0, 1)  # [n t, all of one rank]
-        received = all_to_all(rows, self._mine(), self.sizes, self.group)
-        parts = received.split([x.shape[2] * x.shape[3] for x in dealt], dim=-1)
-        return [part.unflatten(-1, x.shape[2:]) for part, x in zip(parts, dealt, strict=True)]
+        shapes = [(x.shape[1] // self.ranks, x.shape[2]) for x in (q, k, v)]
+        parts = self.dealt(q, k, v).split([heads * dim for heads, dim in shapes], dim=-1)
+        return [part.unflatten(-1, shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def dealt(self, *parts: Tensor) -> Tensor:
+        """[t, heads, dim] each, whose heads the ranks divide -> those of this rank next to one another for
+        all tokens, [T, all dims].
+        """
+        dealt = [x.unflatten(1, (self.ranks, -1)).transpose(0, 1).flatten(2) for x in parts]
+        rows = torch.cat(dealt, dim=-1).flatten(0, 1)  # [n t, all of one rank]
+        return all_to_all(rows, self._mine(), self.sizes, self.group)
 
     def to_tokens(self, out: Tensor) -> Tensor:
         """Exchange [T, heads of this rank, dim] for [t, all heads, dim]."""
@@ -159,6 +174,8 @@ def _copies(kv_heads: int, ranks: int) -> int:
 
 def exchange_bytes(spec: Any, ranks: int, itemsize: int) -> int:
     """Bytes kept per token because heads are exchanged: the returned output, and copied keys and values."""
+    if isinstance(spec, RecurrentSpec):  # where a gate lies next to q, k and v, these stay with it
+        return itemsize * (spec.value_size + (spec.projections != "qkvz") * spec.conv_size)
     attention = getattr(spec, "attention", spec)
     heads, dim = attention.num_attention_heads, getattr(spec, "v_head_dim", attention.head_dim)
     more_keys = (_copies(attention.num_key_value_heads, ranks) - 1) * attention.num_key_value_heads

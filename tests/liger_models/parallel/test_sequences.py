@@ -68,6 +68,8 @@ CASES: dict[str, dict[str, Any]] = {
     "keys of other layers, own inputs": {"family": "gemma4_text", "batch": padded()},
     "chunks, queries that grow": {"family": "llama4_text", "batch": packed()},
     "norms over all heads": {"family": "olmo2", "batch": rows()},
+    "states, documents": {"family": "qwen3_next", "batch": packed()},
+    "states, level offload": {"family": "qwen3_5_text", "level": "offload", "batch": padded()},
     **{f"level {level}": {"family": "gemma2", "level": level, "batch": packed()} for level in LEVELS},
     "level auto": {"family": "llama", "level": "auto", "batch": packed()},
     **{f"experts, {level}": {"family": "gpt_oss", "level": level, "batch": rows()} for level in LEVELS[2:]},
