@@ -319,8 +319,8 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Vi
 
 
 def _with_padding(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Visibility) -> Tensor:
-    """Attention within rows that keep padding at their end: all tokens attend to one another, padding only to
-    padding.
+    """Attention within rows that keep padding at their end: all tokens attend to one another, except padding
+    to padding.
     """
     assert visibility.padding is not None
     limited = spec.causal or spec.window is not None or spec.chunk is not None

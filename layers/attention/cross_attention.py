@@ -34,8 +34,8 @@ class VisibleTiles(Part):
         mask: [batch, seq, tiles] bool, for each token of the batch and each tile of its row. It is all true
             for tokens without tiles, which `any` excludes.
         any: [T, 1] bool, the tokens that attend to some tile.
-        shown: [T, 1] bool, the tokens that follow one of their images. (In the reference the others attend to
-            all tiles of their row, and only skip the MLP after that.)
+        shown: [T, 1] bool, the tokens for which the call's mask has a tile. (In the reference the others
+            attend to all tiles of their row, and only skip the MLP after that.)
         blocks: for a single row, if known on the host: (first token, end, first tile, end) of each run of
             tokens that attends to no other tiles, in order; together they cover all tokens.
     """

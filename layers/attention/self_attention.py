@@ -3,10 +3,8 @@
     q, k, v = rotate(split(x @ W_qkv^T + b));   out = attend(q, k, v) @ W_o^T + b
     or, with a gate g next to q:                out = (attend(q, k, v) * sigmoid(g)) @ W_o^T + b
 
-with norms of queries and keys, where there are such, in layers/attention/qk_norm.py.
-
-One matrix product for query, key and value; their weights lie below one another, in this order, by whole
-heads.
+Norms of queries and keys: layers/attention/qk_norm.py. Query, key and value are one matrix product, with
+weights concatenated by rows in this order, in whole heads.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ class Attention(nn.Module):
     Args:
         hidden_size: the width H of the hidden states.
         spec: heads, rotary settings, window, chunks, soft cap, sinks, biases.
-        layer: this layer's place in the model (its room in a key/value cache).
+        layer: the index of this layer in the model, and in a key-value cache.
         backend: see layers/attention/backends.py.
     """
 
@@ -79,10 +77,10 @@ class Attention(nn.Module):
             self.k_norm = QKNormScale(spec.num_key_value_heads, spec.head_dim, spec.qk_norm)
 
     def forward(
-        self, x: Tensor, sequences: Sequences, hand_on: bool = False
+        self, x: Tensor, sequences: Sequences, return_keys_values: bool = False
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """x [T, H] -> [T, H]; to `hand_on` also the keys and values that were attended to, [T,
-        num_key_value_heads, head_dim] each, or in generation [batch, longest, ...] out of the cache.
+        """x [T, H] -> [T, H]. With `return_keys_values` also the keys and values, [T, num_key_value_heads,
+        head_dim] each, or in generation [batch, longest, ...] from the cache.
         """
         sequences = sequences.on(x.device)
         qkv, gate = self._without_gate(self.qkv_proj(x))
@@ -101,7 +99,7 @@ class Attention(nn.Module):
         else:
             out = attend(q, k, v, self.spec, sequences, self.backend, self.sinks).flatten(1)
             out = self.o_proj(_gated(out, gate))
-        return (out, k, v) if hand_on else out
+        return (out, k, v) if return_keys_values else out
 
     def _without_gate(self, qkv: Tensor) -> tuple[Tensor, Tensor | None]:
         """q | k | v [T, q_size + 2 kv_size], and the gate [T, q_size], if there is one."""
@@ -127,26 +125,26 @@ class Attention(nn.Module):
             spec.num_key_value_heads,
             spec.head_dim,
             interleaved=spec.rope.interleaved,
-            # Of a projection whose backward does not read its output; with gates, of a copy.
+            # The backward pass of the projection does not read its output; with gates qkv is a copy.
             inplace=spec.gated or output_is_ours(self.qkv_proj),
         )
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """Sinks from a normal distribution; the projections and norms are parts of their own."""
+        """Draw sinks from a normal distribution; projections and norms are modules of their own."""
         if self.sinks is not None:
             nn.init.normal_(self.sinks, 0.0, std, generator)
 
     def new_cache(
         self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype
     ) -> tuple[Tensor, ...]:
-        """Room for keys and values, [batch, max_length, num_key_value_heads, head_dim] each."""
+        """Allocate keys and values, [batch, max_length, num_key_value_heads, head_dim] each."""
         shape = (batch, max_length, self.spec.num_key_value_heads, self.spec.head_dim)
         return tuple(torch.zeros(shape, device=device, dtype=dtype) for _ in ("keys", "values"))
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
-        """Of a token, as on a GPU: q, k, v, the output, and in float32 the log-sum-exp of each head; of query
-        and key norms their inputs and statistics; and beside queries that have grown, what k and v lie with.
-        Of a gate its sigmoid, and with `all` the product.
+        """Bytes kept per token on a GPU: q, k, v, the output, and in float32 the log-sum-exp of each head;
+        for query and key norms their inputs and statistics; for scaled queries the projection that k and v
+        are views of; for a gate its sigmoid, and with `all` the product.
         """
         spec = self.spec
         kept = itemsize * (2 * spec.q_size + 2 * spec.kv_size) + 4 * spec.num_attention_heads

@@ -1,4 +1,4 @@
-"""What the layers of a model leave in one call for the code that runs after them."""
+"""Notes that layers leave for the code that runs after them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Notes:
 
     Attributes:
         router_logits: logits of the routers that have a loss, or of all routers if they are asked for.
-        routing: what each router decided, for layers that run again in the backward pass.
+        routing: the decisions of each router, for layers that run again in the backward pass.
 
     Not a dataclass, for the reason that `Sequences` gives.
     """

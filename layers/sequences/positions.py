@@ -88,8 +88,8 @@ def split_axes(position_ids: Tensor, shape: tuple[int, int]) -> tuple[Tensor | N
         return _flat_positions(position_ids, shape), None
     if len(position_ids) not in (3, 4):
         raise DataError(
-            f"position_ids of three dimensions must be [3, batch, seq], or [4, batch, seq] with those of the "
-            f"text in front; found {tuple(position_ids.shape)}"
+            f"position_ids of three dimensions must be [3, batch, seq], or [4, batch, seq] with text "
+            f"positions first; found {tuple(position_ids.shape)}"
         )
     counted, *axes = [None] * (4 - len(position_ids)) + [_flat_positions(one, shape) for one in position_ids]
     return counted, torch.stack([axis for axis in axes if axis is not None])

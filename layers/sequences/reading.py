@@ -89,6 +89,6 @@ def _check_mask(attention_mask: Tensor, shape: tuple[int, int]) -> None:
     if bool(((attention_mask != 0) & (attention_mask != 1)).any()):
         low, high = (value.item() for value in attention_mask.aminmax())
         raise DataError(
-            f"attention_mask holds values from {low} to {high}; expected 1 at tokens and 0 at padding. What "
-            "is added to scores is no such mask, nor are numbers of documents: cu_seqlens takes their bounds."
+            f"attention_mask holds values from {low} to {high}; expected 1 at tokens and 0 at padding. "
+            "Additive masks and document numbers are not supported: cu_seqlens takes document boundaries."
         )

@@ -1,11 +1,11 @@
-"""Rotary tables: the cosines and sines by which a layer turns its queries and keys.
+"""Rotary tables: the cosines and sines that rotate queries and keys.
 
     angle[t, i] = position[t] * inv_freq[i],    inv_freq[i] = theta ** (-2i / dim)
 
-The rope types change `inv_freq` (and scale both tables by an attention factor) so that a model reaches beyond
-the context that it was pretrained on:
+The rope types change `inv_freq` (and scale both tables by an attention factor) to extend a model beyond its
+pretraining context:
 
-| type       | source                             | what it does                                             |
+| type       | source                             | effect                                                   |
 |------------|------------------------------------|----------------------------------------------------------|
 | `default`  | Su et al. 2021, arXiv:2104.09864   | the formula above                                        |
 | `linear`   | Chen et al. 2023, arXiv:2306.15595 | divides all frequencies by `factor`                      |
@@ -14,7 +14,7 @@ the context that it was pretrained on:
 | `longrope` | Ding et al. 2024, arXiv:2402.13753 | one measured factor a frequency, for short and for long  |
 | `llama3`   | Llama 3.1, 2024, arXiv:2407.21783  | as yarn by wavelength, with a linear blend between       |
 
-Everything is computed in float32, as the reference implementations do, and stays in float32.
+All values are computed in float32, as in the reference implementations, and stay in float32.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def rotary_tables(spec: RopeSpec, position_ids: Tensor, longest: int | None = No
 
     Args:
         spec: the rotary settings.
-        position_ids: [T] integers, or [A, T] where positions have A axes and the spec says which pair turns
-            by which.
-        longest: the largest position + 1, needed by the types that depend on it (`spec.depends_on_length`).
+        position_ids: [T] integers, or [A, T] if positions have A axes and the spec assigns an axis to each
+            pair of dimensions.
+        longest: the largest position + 1, for the types that depend on it (`spec.depends_on_length`).
 
     Returns:
         cos, sin: [T, dim / 2] float32, scaled by the type's attention factor.
@@ -52,23 +52,23 @@ def rotary_tables(spec: RopeSpec, position_ids: Tensor, longest: int | None = No
 
 
 def _by_axis(position_ids: Tensor, spec: RopeSpec) -> Tensor:
-    """The position by which each pair of dimensions turns, [T, dim / 2], of positions [A, T]."""
+    """The position that rotates each pair of dimensions, [T, dim / 2], from positions [A, T]."""
     if spec.axes is None:
-        raise ValueError(f"positions of {len(position_ids)} axes, and the rotary settings know of one")
+        raise ValueError(f"positions have {len(position_ids)} axes, and the rotary settings have one")
     axes = torch.tensor(spec.axes, device="cpu").to(position_ids.device, non_blocking=True)
     return position_ids.T[:, axes]
 
 
 @functools.lru_cache(maxsize=64)
 def _cached_inverse_frequencies(spec: RopeSpec, length: int, device: torch.device) -> Tensor:
-    # Made on the CPU and then moved, so that every device turns by the same bits.
+    # Made on the CPU and then moved, so that every device has the same bits.
     with torch.inference_mode(False):
         return _inverse_frequencies(spec, length).to(device)
 
 
 def effective_length(spec: RopeSpec, longest: int | None) -> int:
-    """The length that decides the frequencies of a type that depends on it; the same number for all lengths
-    that share them.
+    """The length that determines the frequencies of a type that depends on it, equal for all lengths that
+    share the frequencies.
     """
     if longest is None:
         raise ValueError(f"rope type {spec.type!r} needs the longest position")
@@ -112,7 +112,7 @@ def _yarn(spec: RopeSpec, inv_freq: Tensor) -> Tensor:
     original = _required(spec, "original_max_position_embeddings")
 
     def dimension(rotations: float) -> float:
-        """The (fractional) dimension that turns `rotations` times within the original context."""
+        """The (fractional) dimension that makes `rotations` rotations within the original context."""
         return spec.dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(spec.theta))
 
     low, high = dimension(spec.beta_fast or 32.0), dimension(spec.beta_slow or 1.0)
@@ -144,7 +144,7 @@ def _yarn_factor(spec: RopeSpec) -> float:
 
 
 def _attention_factor(spec: RopeSpec) -> float:
-    """What the tables are multiplied by, so that scores keep their entropy over a longer context."""
+    """The factor of the tables that keeps the entropy of scores over a longer context."""
     if spec.type not in ("yarn", "longrope"):
         return 1.0
     if spec.attention_factor is not None:
@@ -172,20 +172,20 @@ def _required(spec: RopeSpec, field: str) -> float:
 def liger_rotary_pos_emb(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Turn queries and keys as transformers' `apply_rotary_pos_emb` does, and in its layout, in any model.
+    """Rotate queries and keys like transformers' `apply_rotary_pos_emb`, in its layout, in any model.
 
     Args:
         q, k: [batch, heads, seq, head_dim], or [batch, seq, heads, head_dim] with `unsqueeze_dim=2`.
-        cos, sin: [batch or 1, seq, R], the same R / 2 angles twice over; float32 advised. R is head_dim, or
-            less where only the first R elements of a head turn.
-        position_ids: accepted because callers pass it; the tables already belong to the positions.
+        cos, sin: [batch or 1, seq, R], the same R / 2 angles twice; float32 is advised. R is head_dim, or
+            less if only the first R elements of a head rotate.
+        position_ids: ignored; accepted because callers pass it. The tables already belong to the positions.
 
     Returns:
-        q and k turned, in the layout in which they came.
+        q and k rotated, in their layout.
 
     Raises:
-        ValueError: shapes that do not fit, or tables narrower than a head whose halves differ, such as those
-            that hold each angle once. On a GPU the latter end the program by a device-side assertion.
+        ValueError: shapes that do not fit, or tables narrower than a head whose halves differ, such as tables
+            that hold each angle once. On a GPU the latter raises a device-side assertion.
     """
     width, head_dim = cos.shape[-1], q.shape[-1]
     if width % 2 or not 0 < width <= head_dim or sin.shape != cos.shape:
@@ -194,7 +194,7 @@ def liger_rotary_pos_emb(
     if width < head_dim:
         _check_partial(cos, sin, head_dim)
     half = width // 2
-    # Tables without a batch repeat for every sequence; expanded over the batch they would be copied.
+    # Tables without a batch dimension broadcast; expanded over the batch they would be copied.
     cos, sin = ((table.squeeze(0) if table.dim() > 2 else table)[..., :half] for table in (cos, sin))
     if unsqueeze_dim == 2:
         return rotary(q, k, cos, sin)
@@ -203,10 +203,10 @@ def liger_rotary_pos_emb(
 
 
 def _check_partial(cos: Tensor, sin: Tensor, head_dim: int) -> None:
-    """Tables of a head that turns in part hold every angle twice, as those of a whole head do."""
+    """Check that the tables of a partly rotated head hold every angle twice."""
     message = (
         f"the halves of cos or sin {tuple(cos.shape)} differ; for heads of {head_dim}, of which R elements "
-        "turn, expected tables [..., R] that hold R / 2 angles twice over: torch.cat([angles, angles], -1)"
+        "rotate, expected tables [..., R] that hold R / 2 angles twice: torch.cat([angles, angles], -1)"
     )
     alike = torch.stack([(a == b).all() for a, b in (cos.chunk(2, -1), sin.chunk(2, -1))]).all()
     if alike.device.type != "cpu" or torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""A batch inside the model: one row of tokens, and what the layers need to know about it.
+"""A batch inside the model: one row of tokens, in documents.
 
 Inside a model hidden states are `[T, H]`: the tokens of all documents, one after another, without padding. A
 `[batch, seq]` call is the case of equal documents. Padding is removed here; it comes back only in logits that
@@ -29,12 +29,12 @@ class Sequences:
     """The tokens of one call of a model, in frozen parts.
 
     Attributes:
-        visibility: the documents, and what each token attends to.
+        visibility: the documents, and the tokens that each token attends to.
         positions: the position of each token, and rotary tables.
-        notes: what layers leave for the code after them.
+        notes: values that layers leave for the code after them.
         cache: the key-value cache, in generation only.
-        slice: of sequences that are divided over ranks, the tokens that this rank holds. The positions are
-            theirs; the documents are those of the whole batch, since they lie across ranks.
+        slice: the tokens of this rank, if sequences are divided over ranks. The positions belong to these
+            tokens, and the documents to the whole batch, since documents span ranks.
 
     Frameworks that move or cast the arguments of a module (FSDP2's mixed precision, DistributedDataParallel,
     accelerate) copy the dataclasses, lists and dicts that they find and round the tensors in them, or call a
@@ -68,11 +68,11 @@ class Sequences:
         flattened tokens (on the CPU it costs no synchronisation), and `parents` [n] or [2, n] says which of
         them each continues, -1 for none (layers/sequences/tree.py). Position ids that start anew without
         `attention_mask` or `cu_seqlens` mark packed documents too, as in transformers. `position_ids` [3,
-        batch, seq] are those on three axes, and [4, batch, seq] has in front of them those that count tokens.
+        batch, seq] have three axes, and [4, batch, seq] has positions that count tokens in front of these.
 
         Raises:
             DataError: shapes that do not fit, two descriptions of the documents at once, boundaries out of
-                order, documents that continue what they cannot.
+                order, `parents` that `Tree` refuses.
         """
         documents, positions = read_call(shape, device, attention_mask, position_ids, cu_seqlens, parents)
         return cls(Visibility(documents), positions)
@@ -126,7 +126,7 @@ class Sequences:
         return Sequences(self.visibility, self.positions.own(own), self.cache, self.notes, own)
 
     def own(self, tokens: Tensor) -> Tensor:
-        """Of all tokens [T, ...] of a batch those on this rank."""
+        """The tokens on this rank, from all tokens [T, ...] of a batch."""
         return tokens if self.slice is None else self.slice.of(tokens)
 
     def summed(self, value: Tensor) -> Tensor:

@@ -15,13 +15,13 @@ from liger_models.layers.sequences.part import Part
 
 @dataclass(frozen=True, eq=False)
 class Visibility(Part):
-    """What each token attends to: tokens of its document, as far as a layer's own limits allow.
+    """The tokens that each token attends to, within the limits of a layer (causality, window, chunk).
 
     Attributes:
         documents: the documents.
         spans: [2, T] int32, the first token and the end of each token's span. The tokens of a span (such as
             an image) all attend to one another; a token in none is a span by itself.
-        padding: [T] bool, padding kept at the end of each row. Padding attends only to padding.
+        padding: [T] bool, padding kept at the end of each row, whose tokens do not attend to one another.
         tiles: the image tiles that each token attends to (`VisibleTiles`).
         with_images: whether the call has images.
     """
@@ -49,8 +49,8 @@ class Visibility(Part):
         return key_ranges(bounds, self.spans if causal else None, window, whole_spans)
 
     def ranges_with_padding(self) -> KeyRanges:
-        """The ranges of keys where all tokens of a row attend to one another, but padding only to padding.
-        In a row of padding alone it attends to itself. Made once for all layers.
+        """The ranges of keys where all tokens of a row attend to one another, except padding to padding. In a
+        row that holds only padding it attends to the row. Made once for all layers.
         """
         return self._once("ranges_with_padding", self._ranges_with_padding)
 
@@ -61,8 +61,8 @@ class Visibility(Part):
         first = torch.arange(0, rows * length, length, device=padding.device)[:, None]
         real = length - padding.sum(1, keepdim=True)
         end = first + torch.where(padding & (real > 0), real, length)
-        seen = torch.stack([first.expand_as(end), end]).flatten(1).int()
-        return KeyRanges(seen, seen)  # a key is seen by the tokens that it sees
+        ranges = torch.stack([first.expand_as(end), end]).flatten(1).int()
+        return KeyRanges(ranges, ranges)  # attention is symmetric
 
     def without_spans(self) -> Visibility:
         """The same, in which no token attends to later ones. Made once for all layers."""
