@@ -1,4 +1,4 @@
-"""Shapes to start from: the config.json of well-known models, for fresh weights.
+"""Presets: config.json of well-known models, for random initialisation.
 
 liger_models.from_config(preset("llama-3.2-1b"), dtype=torch.bfloat16, device="cuda")
 """
@@ -15,14 +15,14 @@ from liger_models.convert.errors import ConfigError
 def preset(
     name: str, *, vocab_size: int | None = None, bos: int | None = None, eos: int | None = None
 ) -> dict[str, Any]:
-    """A fresh copy of a preset's config.json, fitted to a tokenizer when its sizes and ids are given.
+    """Copy of a preset's config.json, adapted to a tokenizer's sizes and ids if given.
 
-    Raises ConfigError for an unknown name, with the known ones.
+    Raises ConfigError for an unknown name, listing the known ones.
     """
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
-        raise ConfigError(f"no preset is called {name!r}{hint}; there are {', '.join(PRESETS)}")
+        raise ConfigError(f"unknown preset {name!r}{hint}; expected one of {', '.join(PRESETS)}")
     config = copy.deepcopy(PRESETS[name])
     if vocab_size is not None:  # another tokenizer: its ids replace the preset's, known or not
         config |= {"vocab_size": vocab_size, "bos_token_id": bos, "eos_token_id": eos}
@@ -50,8 +50,8 @@ def _llama(**changes: Any) -> dict[str, Any]:
 
 
 def _sized(model_type: str, architecture: str, *sizes: int, **changes: Any) -> dict[str, Any]:
-    """`sizes`: hidden, intermediate, layers, heads, key/value heads, vocabulary. No row belongs to padding,
-    since its id is that of a tokenizer.
+    """`sizes`: hidden, intermediate, layers, heads, key/value heads, vocabulary. There is no padding row,
+    since its id belongs to the tokenizer.
     """
     keys = (
         *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -299,7 +299,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         num_experts=64,
         num_experts_per_tok=8,
         norm_topk_prob=False,
-        output_router_logits=True,  # which adds the load balancing loss
+        output_router_logits=True,  # adds the load balancing loss
         router_aux_loss_coef=0.01,
         max_position_embeddings=4096,
         rms_norm_eps=1e-5,

@@ -1,4 +1,4 @@
-"""Every choice of a training run, checked before anything is loaded."""
+"""Settings of a training run, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -19,70 +19,70 @@ from liger_models.training.processes.world import SHARDS
 
 DTYPES = ("auto", "float32", "bfloat16")
 NOT_FINITE = ("stop", "skip")
-# Settings that may differ from one part of a run to the next without a word.
+# Settings that may differ when a run is resumed.
 PLACES = ("resume", "output", "data", "eval_data", "data_cache", "verify_data", "tokenizer", "log", "profile")
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The settings of `train`; the command line has one option for each.
+    """The settings of `train`; the command line has an option for each.
 
-    model              hub id, folder with a Hugging Face checkpoint, or the name of a preset (fresh weights)
-    data               files, folders, patterns, data sets of the hub or corpora, each with a weight or none
+    model              hub id, folder with a Hugging Face checkpoint, or the name of a preset (random weights)
+    data               files, folders, patterns, data sets of the hub or corpora, optionally with weights
                        (docs/data.md)
-    data_cache         folder of tokenized data; by default liger_models/data in the user's folder of caches
-    verify_data        compute the digests of tokenized data anew before training on them
+    data_cache         folder of tokenized data; default: liger_models/data in the user's cache folder
+    verify_data        verify the digests of tokenized data before training on them
     output             folder of metrics, checkpoint-N folders and the final export
-    objective          what is minimised: sft, dpo, orpo, simpo, kto, reward, distill (docs/post_training.md)
-    objective_options  by name, the fields of its class in training/objectives: {"beta": 0.1}
-    eval_data          held-out data, named like `data`; or else
-    eval_fraction      the share of the documents of `data` that is held out, chosen by the seed
-    tokenizer          folder with tokenizer.json; by default the model's own
-    seq_len            tokens in a packed row, and the longest context a document is given
-    batch_size         rows in a micro-batch, of each process
-    gradient_accumulation   micro-batches in a step
+    objective          training objective: sft, dpo, orpo, simpo, kto, reward, distill (docs/post_training.md)
+    objective_options  fields of its class in training/objectives, by name: {"beta": 0.1}
+    eval_data          held-out data, in the form of `data`; or else
+    eval_fraction      fraction of the documents of `data` to hold out, chosen by the seed
+    tokenizer          folder with tokenizer.json; default: the model's own
+    seq_len            tokens per packed row, and the maximum context of a document
+    batch_size         rows per micro-batch, of each process
+    gradient_accumulation   micro-batches per step
     truncate           cut prompt/completion and chat examples at seq_len instead of refusing longer ones
-    train_on           answers of a conversation that are learned: "all"; the "last" alone; or "each" in an
-                       example of its own, rendered as it is when the model is asked (docs/data.md)
-    steps, epochs      the length of the run: exactly one of the two
-    lr, schedule       peak learning rate, and how it falls: cosine, linear, wsd or constant
+    train_on           answers of a conversation to learn: "all"; only the "last"; or "each" in its own
+                       example, rendered as at inference (docs/data.md)
+    steps, epochs      length of the run: exactly one of the two
+    lr, schedule       peak learning rate, and its schedule: cosine, linear, wsd or constant
                        (training/learning_rate.py)
-    warmup, decay      steps of linear warmup, and steps in which "wsd" falls; below 1: a share of the run
-    min_lr             the learning rate at the end
+    warmup, decay      steps of linear warmup, and of the decay of "wsd"; below 1: a fraction of the run
+    min_lr             final learning rate
     weight_decay       of AdamW, on matrices only
-    clip               largest norm of the gradient; 0 leaves it alone
-    dtype              of weights and of what is saved; auto: the checkpoint's (a preset: bfloat16 on a GPU)
-    weights            how AdamW keeps bfloat16 weights: master, compensated, stochastic or plain (see
+    clip               maximum norm of the gradient; 0: no clipping
+    dtype              of trained and saved weights; auto: the checkpoint's (a preset: bfloat16 on a GPU)
+    weights            update of bfloat16 weights: master, compensated, stochastic or plain (see
                        liger_models.optim.AdamW)
-    moments            the dtype of AdamW's moments; auto: that of the weights
-    optimizer_memory   where AdamW's state is: "device", or "host", from where each step streams it through
+    moments            dtype of AdamW's moments; auto: that of the weights
+    optimizer_memory   location of AdamW's state: "device", or "host", from where each step streams it through
                        the GPU, with the same bits (see liger_models/optim/host_state.py)
-    bias_update_rate   step of the correction bias that balances the load of experts, in models that have one;
-                       0: it stays (see liger_models.update_correction_bias)
-    activation_memory  what is kept for the backward pass; "auto": of each layer as much as has room in
-    memory_budget      bytes of a GPU, such as 120GiB, or a share of what is free (0.9); default 0.95
-    text_only          of a multimodal checkpoint train the language model alone
-    freeze             parts of a model that sees which are not trained and get no adapters: "vision",
+    bias_update_rate   step size of the correction bias that balances experts, in models that have one;
+                       0: constant (see liger_models.update_correction_bias)
+    activation_memory  activations saved for the backward pass; "auto": as many as fit into
+    memory_budget      bytes of a GPU, such as 120GiB, or a fraction of the free memory (0.9); default 0.95
+    text_only          train only the language model of a multimodal checkpoint
+    freeze             parts of a vision-language model that are frozen and get no adapters: "vision",
                        "projector", "language"
-    dropout            0.0: train without the dropout that a config asks for; None: what it says, if 0
-    lora               train low-rank adapters alone: "r=16,alpha=32,targets=all-linear,dropout=0.0", with
-                       "dora" or "rslora" too, or some of these, or "" (see training/lora.py)
-    quantize           with lora: what lies below is "nf4" or "int8" (see liger_models/models/quantization.py)
-    merge              with lora: write the merged model too, into output/merged
-    eval_every, save_every  in steps; 0: evaluate at both ends only, save only when interrupted
-    keep               how many checkpoint-N folders stay; 0: all
-    not_finite         what a step does whose loss or gradient is not finite: "stop", or "skip" it, up to
-                       nine in a row
-    log                "tensorboard", "wandb" or "tensorboard,wandb": told what metrics.jsonl is told
-    profile            so many steps, after the first three, into output/profile; 0: none
-    shard              how several processes share the model: "full" (each has a part of it), "hybrid" (each
+    dropout            0.0: train without the config's dropout; None: require that the config has none
+    lora               train only low-rank adapters: "r=16,alpha=32,targets=all-linear,dropout=0.0", with
+                       "dora" or "rslora", too, any subset of these, or "" (see training/lora.py)
+    quantize           with lora: quantise the base weights to "nf4" or "int8" (see models/quantization.py)
+    merge              with lora: also write the merged model to output/merged
+    eval_every, save_every  in steps; 0: evaluate only at both ends, save only when interrupted
+    keep               number of checkpoint-N folders to keep; 0: all
+    not_finite         for a step with a non-finite loss or gradient: "stop", or "skip" it, up to nine in a
+                       row
+    log                "tensorboard", "wandb" or "tensorboard,wandb": also log the metrics there
+    profile            number of steps to profile, after the first three, into output/profile; 0: none
+    shard              how several processes share the model: "full" (each has a shard of it), "hybrid" (each
                        node has all of it) or "none" (each has all of it); default: full, and none with lora
                        or optimizer_memory host
-    sequence_parallel  so many processes share each row, a slice of its tokens each, and exchange heads for
-                       attention: for rows that are too long for one (layers/sequences/sequence_parallel.py)
-    expert_parallel    so many processes share the experts of each layer, to which tokens are sent; with
-                       shard full or hybrid (layers/experts/expert_parallel.py)
-    hang_timeout       seconds in which each process must come further, or all end and name those that did not
+    sequence_parallel  number of processes that share each row, with a slice of its tokens each, and exchange
+                       heads for attention, for very long rows (layers/sequences/sequence_parallel.py)
+    expert_parallel    number of processes that share the experts of each layer; requires shard full or
+                       hybrid (layers/experts/expert_parallel.py)
+    hang_timeout       seconds in which each process must make progress; otherwise all exit and name it
     resume             None: a new run; "auto": from the newest checkpoint in `output`, if any; or a folder
     """
 
@@ -147,7 +147,7 @@ class TrainConfig:
         check("eval_data", not isinstance(self.eval_data, str), "a tuple of files")
         check("eval_fraction", 0 <= self.eval_fraction < 1, "a number from 0 up to, not including, 1")
         if self.eval_data and self.eval_fraction:
-            raise ConfigError("eval_data and eval_fraction were both given; give one of them")
+            raise ConfigError("got both eval_data and eval_fraction; pass one of them")
         ranks = ("sequence_parallel", "expert_parallel")
         for name in ("seq_len", "batch_size", "gradient_accumulation", *ranks):
             check(name, getattr(self, name) >= 1, "a whole number of 1 or more")
@@ -165,7 +165,7 @@ class TrainConfig:
             check(name, getattr(self, name) >= 0, "0 or more")
         if (self.steps is None) == (self.epochs is None):
             found = "neither" if self.steps is None else f"steps={self.steps} and epochs={self.epochs}"
-            raise ConfigError(f"the length of the run: found {found}; give exactly one of steps and epochs")
+            raise ConfigError(f"the length of the run: found {found}; pass exactly one of steps and epochs")
         check("steps", self.steps is None or self.steps >= 1, "1 or more")
         check("epochs", self.epochs is None or 0 < self.epochs < float("inf"), "more than 0, and not endless")
         check("lr", 0 < self.lr < float("inf"), "a number above 0")
@@ -183,39 +183,39 @@ class TrainConfig:
         levels = (*LEVELS, "auto")
         check("activation_memory", self.activation_memory in levels, f"one of {', '.join(levels)}")
         if self.memory_budget is not None and self.activation_memory != "auto":
-            raise ConfigError("memory_budget was given, which is for activation_memory 'auto' alone")
+            raise ConfigError("memory_budget requires activation_memory 'auto'")
         check("freeze", not isinstance(self.freeze, str), "a tuple of parts")
-        check("dropout", self.dropout in (None, 0.0), "0, or None for what the model's config says")
+        check("dropout", self.dropout in (None, 0.0), "0, or None for the model config's")
         if self.lora is not None:
             LoraSettings.parse(self.lora)
         elif self.quantize or self.merge:
-            raise ConfigError("quantize and merge belong to lora: found one of them without it")
+            raise ConfigError("quantize and merge require lora")
         check("quantize", self.quantize in (None, *METHODS), f"one of {', '.join(METHODS)}")
         check("not_finite", self.not_finite in NOT_FINITE, f"one of {', '.join(NOT_FINITE)}")
         check("hang_timeout", self.hang_timeout > 0, "seconds, more than 0")
         check("shard", self.shard in (None, *SHARDS), f"one of {', '.join(SHARDS)}")
         if self.lora is not None and self.shard not in (None, "none"):
             raise ConfigError(
-                f"shard is {self.shard!r}, and adapters are trained with the whole model in each process; "
-                "choose shard 'none', or none of it"
+                f"shard is {self.shard!r}, but adapters are trained with the whole model in each process; "
+                "choose shard 'none', or omit it"
             )
         if self.expert_parallel > 1 and self.sharding == "none":
             raise ConfigError(
-                f"expert_parallel is {self.expert_parallel}, and the rest of the model is whole in each "
-                "process: expected shard 'full' or 'hybrid'"
+                f"expert_parallel is {self.expert_parallel}, but with this shard each process has the whole "
+                "model: expected shard 'full' or 'hybrid'"
             )
         check("train_on", self.train_on in TRAIN_ON, f"one of {', '.join(TRAIN_ON)}")
-        check("seed", abs(self.seed) < 2**63, "a number of 64 bits")
+        check("seed", abs(self.seed) < 2**63, "a 64-bit integer")
         make_objective(self.objective, self.objective_options)
         if self.train_on != TRAIN_ON[0] and OBJECTIVES[self.objective].form is not None:
             raise ConfigError(
-                f"train_on is {self.train_on!r}, and objective {self.objective} compares or judges the "
-                "answers of a record; leave it out"
+                f"train_on is {self.train_on!r}, but objective {self.objective} compares or judges answers; "
+                "omit it"
             )
         if self.objective != "sft" and self.sequence_parallel > 1:
             raise ConfigError(
-                f"sequence_parallel is {self.sequence_parallel}, which objective sft alone divides rows by; "
-                f"found {self.objective}; leave it out"
+                f"sequence_parallel is {self.sequence_parallel}, but only objective sft supports it; found "
+                f"{self.objective}; omit it"
             )
 
     @property
@@ -227,7 +227,7 @@ class TrainConfig:
         return asdict(self)
 
     def differences(self, other: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """What differs from `other`, a `to_dict` that went through JSON: {name: (its value, this one's)}."""
+        """Differences from `other`, a `to_dict` that went through JSON: {name: (its value, this one's)}."""
         mine = {f.name: getattr(self, f.name) for f in fields(self)}
         mine = {name: list(value) if isinstance(value, tuple) else value for name, value in mine.items()}
         return {name: (other.get(name), value) for name, value in mine.items() if other.get(name) != value}

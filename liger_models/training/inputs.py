@@ -1,4 +1,4 @@
-"""What a run begins with: its tokenizer, its model, and its data."""
+"""Inputs of a run: tokenizer, model and data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from liger_models.training.text.tokenizer import TextTokenizer
 
 
 class LoadedModel(NamedTuple):
-    """A model, what is trained of it if not all, and what its steps compute.
+    """A model, its adapters if any, and the operations of its steps.
 
     `size` counts the parameters, before adapters and quantisation.
     """
@@ -40,17 +40,15 @@ class LoadedModel(NamedTuple):
 
 
 def tokenizer_folder(config: TrainConfig, checkpoint: Path | None) -> Path:
-    """Where the tokenizer's files are: those of the checkpoint, if it is one of a whole model.
+    """Folder of the tokenizer's files: the checkpoint's, if it contains a whole model.
 
     Raises:
-        ConfigError: a preset, without a tokenizer beside it.
+        ConfigError: a preset without a tokenizer.
     """
     if config.tokenizer:
         return local_path(config.tokenizer)
     if _is_preset(config.model):
-        raise ConfigError(
-            f"the preset {config.model} has no tokenizer of its own; name one with --tokenizer FOLDER"
-        )
+        raise ConfigError(f"the preset {config.model} has no tokenizer; pass one with --tokenizer FOLDER")
     if checkpoint and config.lora is None:
         return checkpoint
     from liger_models.convert.checkpoints.hub import resolve
@@ -59,10 +57,10 @@ def tokenizer_folder(config: TrainConfig, checkpoint: Path | None) -> Path:
 
 
 def read_spec(config: TrainConfig, tokenizer: TextTokenizer, checkpoint: Path | None) -> ModelSpec:
-    """What the model to train is made of, which says what data it can take, before it takes any memory.
+    """The spec of the model to train, which determines the data it accepts, without allocating memory.
 
     Raises:
-        ConfigError, UnsupportedModelError: its config.json cannot be used.
+        ConfigError, UnsupportedModelError: its config.json is unusable.
     """
     import liger_models
     from liger_models.convert.checkpoints.hub import resolve
@@ -70,8 +68,8 @@ def read_spec(config: TrainConfig, tokenizer: TextTokenizer, checkpoint: Path | 
     source = _source(config, checkpoint)
     if _is_preset(source) and OBJECTIVES[config.objective].needs_reference:
         raise ConfigError(
-            f"objective {config.objective} holds a trained model to what it was, and the preset {source} has "
-            "fresh weights; train it with sft first"
+            f"objective {config.objective} needs a trained model as its reference, but the preset {source} "
+            "has random weights; train it with sft first"
         )
     shape: Any = _fresh(config, tokenizer) if _is_preset(source) else resolve(source)
     options: dict[str, Any] = {"text_only": config.text_only, "dropout": config.dropout}
@@ -80,26 +78,26 @@ def read_spec(config: TrainConfig, tokenizer: TextTokenizer, checkpoint: Path | 
 
 
 def find_spec(folder: Path) -> ModelSpec | None:
-    """The spec of the model whose config.json is in a folder; None without one, or of an unknown model."""
+    """Spec of the model whose config.json is in a folder; None if it is missing or of an unknown type."""
     import liger_models
 
     if not (folder / "config.json").is_file():
         return None
     try:
         return liger_models.from_config(folder, device="meta", dropout=0.0).spec
-    except (ConfigError, UnsupportedModelError):  # a tokenizer's folder may be of any model
+    except (ConfigError, UnsupportedModelError):  # a tokenizer may come from any model
         return None
 
 
 def labels_for(config: TrainConfig) -> int | None:
-    """What `from_hub` takes as `labels`: one for a head of rewards."""
+    """`labels` for `from_hub`: one for a reward head."""
     return 1 if OBJECTIVES[config.objective].rewards else None
 
 
 def load_model(
     config: TrainConfig, world: World, tokenizer: TextTokenizer, checkpoint: Path | None
 ) -> LoadedModel:
-    """The model to train, from the checkpoint or from where the settings say, in training mode.
+    """Load the model to train, from the checkpoint or the settings' source, in training mode.
 
     Raises:
         ConfigError: settings that do not fit the model.
@@ -119,20 +117,20 @@ def load_model(
     if config.lora is not None:
         if _is_preset(config.model):
             raise ConfigError(
-                f"lora adapts a trained model, and the preset {config.model} has fresh weights, which no "
-                "adapter brings along"
+                f"lora adapts a trained model, but the preset {config.model} has random weights, which are "
+                "not part of an adapter"
             )
-        import_peft()  # before minutes of loading
+        import_peft()  # fail before minutes of loading
         options["projections"] = "split"
     if config.quantize:
-        options["device"] = "cpu"  # each layer is quantised as it comes to the device
+        options["device"] = "cpu"  # each layer is quantised on its way to the device
     dtype: Any = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
     source = _source(config, checkpoint)
     if not _is_preset(source):
         model = liger_models.from_hub(source, dtype=dtype, **options)
         if model.dtype == torch.float16:
             raise ConfigError(
-                f"{config.model} is in float16, whose range gradients leave; choose --dtype bfloat16 or "
+                f"{config.model} is in float16, whose range gradients exceed; choose --dtype bfloat16 or "
                 "float32"
             )
     else:
@@ -142,7 +140,7 @@ def load_model(
     if isinstance(model, LigerSequenceClassifier):
         if labels_for(config) is None:
             raise ConfigError(
-                f"{config.model} is a sequence classifier, and objective {config.objective} trains language "
+                f"{config.model} is a sequence classifier, but objective {config.objective} trains language "
                 "models; choose one, or objective reward"
             )
         told: Any = model.config
@@ -170,13 +168,13 @@ def load_model(
 
 
 def can_share_prompts(spec: ModelSpec, config: TrainConfig) -> bool:
-    """Whether documents may continue others in this model, to the same numbers."""
+    """Whether documents may continue others in this model with the same results."""
     try:
         check_tree(spec, None)
     except DataError:
         return False
-    # Routers would count a prompt once, and not every backend knows such documents; nor has a prompt that is
-    # seen as a whole a last token of its own.
+    # Routers would count a prompt once, and not every backend supports such documents; and a prompt with
+    # bidirectional attention has no last token of its own.
     prefix = getattr(spec.vision, "spans", None) == "prefix"
     biased = any(block.mixture is not None and block.mixture.correction_bias for block in spec.blocks)
     balances = biased and config.bias_update_rate > 0 and config.lora is None
@@ -188,11 +186,11 @@ def can_share_prompts(spec: ModelSpec, config: TrainConfig) -> bool:
 def load_data(
     config: TrainConfig, world: World, spec: ModelSpec, tokenizer: TextTokenizer
 ) -> tuple[Documents, Documents | None]:
-    """The documents to train on, and those that are held out, if any.
+    """Load the documents to train on, and the held-out ones, if any.
 
     Raises:
-        ConfigError: documents longer than the model has positions.
-        DataError: data that cannot be used.
+        ConfigError: documents longer than the model's positions.
+        DataError: unusable data.
     """
 
     images = None if spec.vision is None else Preprocessor(tokenizer.folder, spec)
@@ -217,57 +215,57 @@ def load_data(
     if config.eval_data:
         held_out = load(config.eval_data)
         if any(part.weight is not None for part in held_out.parts):
-            raise DataError("eval_data has weights, and each held-out document counts once; leave them out")
+            raise DataError("eval_data has weights, but each held-out document counts once; remove them")
     elif config.eval_fraction:
         documents, held_out = split(documents, config.eval_fraction, config.seed)
     if held_out:
         world.say(f"held out: {describe(held_out.counts)}")
     if config.sequence_parallel > 1 and any(part.corpus.has_images for part in documents.parts):
         raise ConfigError(
-            f"sequence_parallel is {config.sequence_parallel}, and the data have images, whose tokens cannot "
-            "be divided over processes; leave it out, and take smaller images where rows are too long"
+            f"sequence_parallel is {config.sequence_parallel}, but the data have images, whose tokens cannot "
+            "be split over processes; omit it, and use smaller images if rows are too long"
         )
     limit = spec.position_limit
     longest = max(part.longest_piece(config.seq_len) for part in (documents, held_out) if part)
     if limit is not None and longest > limit:
         raise ConfigError(
-            f"the data has documents of {longest} tokens or more, and {config.model} was made for "
+            f"the data has documents of {longest} tokens or more, but {config.model} was trained for "
             f"{limit} positions (max_position_embeddings); choose --seq-len {limit} or less"
         )
     return documents, held_out
 
 
 def _source(config: TrainConfig, checkpoint: Path | None) -> str:
-    """Where the model comes from. A checkpoint of adapters holds none."""
+    """Origin of the model. A checkpoint of adapters does not contain it."""
     return str(checkpoint) if checkpoint and config.lora is None else config.model
 
 
 def _fresh(config: TrainConfig, tokenizer: TextTokenizer) -> dict[str, Any]:
-    """The config of a preset, with the tokenizer's ids."""
+    """Config of a preset, with the tokenizer's ids."""
     return preset(config.model, vocab_size=tokenizer.vocab_size, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
 
 
 def freeze(model: LigerCausalLM, parts: tuple[str, ...]) -> None:
-    """Let these parts of a model stay as they are.
+    """Freeze these parts of a model.
 
     Raises:
-        ConfigError: it has no such part, or no other.
+        ConfigError: there is no such part, or nothing is left to train.
     """
     try:
         model.freeze(*parts)
     except ValueError as error:
         raise ConfigError(f"--freeze {','.join(parts)}: {error}") from error
     if not any(p.requires_grad for p in model.parameters()):
-        raise ConfigError(f"--freeze {','.join(parts)}: nothing is left to train; leave out a part")
+        raise ConfigError(f"--freeze {','.join(parts)}: nothing is left to train; freeze fewer parts")
 
 
 def load_beside(config: TrainConfig, world: World, tokenizer: TextTokenizer, name: str) -> LigerCausalLM:
-    """Another model beside the trained one, such as a teacher: of its dtype and divided as it is, without
-    gradients.
+    """Load another model in addition to the trained one, such as a teacher, with the same dtype and sharding
+    and without gradients.
 
     Raises:
-        ConfigError: its tokenizer has another vocabulary, or it has none.
-        CheckpointError, HubError: it cannot be had.
+        ConfigError: its tokenizer is missing or has another vocabulary.
+        CheckpointError, HubError: it cannot be loaded.
     """
     import liger_models
     from liger_models.convert.checkpoints.hub import resolve
@@ -275,15 +273,15 @@ def load_beside(config: TrainConfig, world: World, tokenizer: TextTokenizer, nam
     folder = resolve(name)
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(
-            f"{name} has no tokenizer.json, by which its vocabulary could be compared with that of "
-            f"{config.model}; put the tokenizer's files beside its weights"
+            f"{name} has no tokenizer.json, so its vocabulary cannot be compared with that of "
+            f"{config.model}; put the tokenizer's files next to its weights"
         )
     theirs, ours = (one.backend.get_vocab() for one in (TextTokenizer(folder), tokenizer))
     if theirs != ours:
         differ = sorted(token for token in {*theirs, *ours} if theirs.get(token) != ours.get(token))
         raise ConfigError(
             f"the tokenizer of {name} has another vocabulary than that of {config.model}: {len(differ)} "
-            f"tokens differ, {differ[0]!r} among them; choose a model of the same vocabulary"
+            f"tokens differ, {differ[0]!r} among them; choose a model with the same vocabulary"
         )
     options: dict[str, Any] = {"device": world.device, "attention": config.attention, "shard": world.divide}
     dtype = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)

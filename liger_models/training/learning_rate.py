@@ -30,9 +30,9 @@ class LearningRate:
         schedule: one of SCHEDULES.
         peak: the rate after warmup.
         total: steps of the run.
-        warmup: steps of linear warmup; a number below 1 is a share of `total`.
-        decay: of "wsd": steps in which the rate falls; a number below 1 is a share of `total`.
-        minimum: the rate at the end; "constant" does not use it.
+        warmup: steps of linear warmup; below 1: a fraction of `total`.
+        decay: steps of the decay of "wsd"; below 1: a fraction of `total`.
+        minimum: the final rate; unused by "constant".
 
     Raises:
         ConfigError: warmup, or warmup and decay together, are longer than the run.

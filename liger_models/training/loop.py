@@ -5,8 +5,8 @@ labels:
 
     loss = sum over every label of the step / number of labels of the step
 
-or over pairs, or answers, as the objective says (training/objectives). The number is known before the first
-micro-batch, so that micro-batches and ranks with few labels weigh what they hold, and k micro-batches, or k
+or over pairs, or answers, depending on the objective (training/objectives). The number is known before the
+first micro-batch, so that micro-batches and ranks are weighted by their labels, and k micro-batches, or k
 ranks, give the gradient of one large batch.
 """
 
@@ -48,7 +48,7 @@ from liger_models.training.processes.world import World
 from liger_models.training.random_numbers import random_states, restored_random_states
 from liger_models.training.run_parts import RunParts
 
-MOST_SKIPPED = 10  # steps in a row whose gradient is not finite: what goes on after them is lost
+MOST_SKIPPED = 10  # consecutive steps with a non-finite gradient: the run has diverged
 
 
 class TrainingInterrupted(KeyboardInterrupt):
@@ -60,8 +60,8 @@ class TrainingInterrupted(KeyboardInterrupt):
 
 
 class Outcome(NamedTuple):
-    """What a step found: the mean loss, the gradient's norm before clipping, whether a rank was told to stop,
-    and what the objective tells beside the loss, by its names.
+    """Outcome of a step: the mean loss, the gradient's norm before clipping, whether a rank was told to stop,
+    and the objective's metrics by name.
     """
 
     loss: float
@@ -77,7 +77,7 @@ class Outcome(NamedTuple):
 
 @dataclass
 class TrainResult:
-    """What a finished run left: `final`, the exported checkpoint, and the `records` of metrics.jsonl."""
+    """Result of a finished run: `final`, the exported checkpoint, and the `records` of metrics.jsonl."""
 
     final: Path
     steps: int
@@ -87,9 +87,9 @@ class TrainResult:
 def train(config: TrainConfig) -> TrainResult:
     """Run `config` to its end, alone or as one of torchrun's ranks.
 
-    Raises ConfigError, DataError, CheckpointError and UnsupportedModelError before training; TrainingError
-    when the loss or the gradient stops being finite, with the last good state saved; TrainingInterrupted
-    after SIGINT or SIGTERM, with the state saved.
+    Raises ConfigError, DataError, CheckpointError and UnsupportedModelError before training; TrainingError if
+    the loss or the gradient becomes non-finite, with the last good state saved; TrainingInterrupted after
+    SIGINT or SIGTERM, with the state saved.
     """
     output = local_path(config.output, ConfigError)
     # The first rank writes for all.
@@ -154,18 +154,19 @@ class Run(RunParts):
                 bar.set_postfix_str(speeds.line(record, evaluated.get("eval_loss")), refresh=False)
                 bar.update()
                 if outcome.stop:
-                    self.saver.wait()  # it may be what failed
+                    self.saver.wait()  # may raise the actual error
                     raise self._interrupted(signals)
-                # The last step's state is worth no more than the others': the final export follows.
+                # The last step's state is not worth more than the others': the final export follows.
                 if config.save_every and self.progress.step % config.save_every == 0:
                     self.save(meanwhile=True)
         return self._finish()
 
     def step(self, rate: float, signals: Signals) -> Outcome | None:
-        """One step of the optimizer, or none where its gradient is not finite. None if a signal cut it short.
+        """Take one optimizer step, or skip it if its gradient is not finite. Returns None if a signal
+        interrupted it.
 
-        Nothing of a step that does not reach its end counts: no weight has changed, the data's position has
-        not moved and random numbers stand where they stood, so the step is made again in full.
+        An interrupted step has no effect: weights, data position and random states are unchanged, so it is
+        repeated in full.
         """
         config, world = self.config, self.world
         number = self.progress.step + 1
@@ -174,29 +175,29 @@ class Run(RunParts):
         sums = self.tally.zeros()
         self.objective.begin_step(self.model, ((batch, True) for batch in data.batches), world.device)
         for k, batch in enumerate(data.batches):
-            if signals.received is not None and world.size == 1:  # ranks agree on it at the end of a step
+            if signals.received is not None and world.size == 1:  # ranks agree at the end of a step
                 self.optimizer.zero_grad()
                 put_back()
                 return None
             last = k == config.gradient_accumulation - 1
             self.watch.mark(f"step {number}, micro-batch {k + 1}")
             with world.micro_batch(self.wrapped, last):
-                # The ranks' gradients become their mean; what is wanted is the sum of their shares. Those
-                # that have a row together have one share, and its gradient is their mean.
+                # Ranks' gradients are averaged, but the sum of their shares is wanted. Ranks that share a row
+                # have one share, whose gradient is their mean.
                 share = self.objective.share(self.wrapped, batch.to(world.device), data.counts)
                 (share.loss * world.data_size).backward()
             sums += self.tally.of(share)
         stop = sums.new_full((1,), float(signals.received is not None or self.saver.failed))
         sums = world.sum(torch.cat([sums, stop]))
         norm = self.optimizer.clip_grad_norm(config.clip or math.inf)
-        # The one synchronisation of a step, and it must come before the update: a NaN that has reached the
-        # weights and both moments cannot be taken back.
+        # The only synchronisation of a step, which must precede the update: a NaN in the weights and both
+        # moments cannot be undone.
         self.watch.mark(f"step {number}, its end")
         *numbers, stopped, size = torch.cat([sums, norm.to(sums)[None]]).tolist()
         loss, told = self.tally.means(numbers)
         outcome = Outcome(loss, size, stopped > 0, data, told)
         if outcome.finite:
-            if not data.images:  # where a process goes along with others, it has zeros and not nothing
+            if not data.images:  # a process that only follows others has zeros, not None
                 for parameter in self.seeing:
                     parameter.grad = None
             self._update(rate)
@@ -211,15 +212,15 @@ class Run(RunParts):
             group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if self.config.bias_update_rate and not self.adapters:  # which leave the model below as it is
+        if self.config.bias_update_rate and not self.adapters:  # adapters leave the base model unchanged
             update_correction_bias(self.model, self.config.bias_update_rate)
         self.skipped = 0
 
     def _skip(self, outcome: Outcome) -> None:
-        """Pass over a step whose gradient is not finite: of weights and optimizer no bit changes.
+        """Skip a step with a non-finite gradient: weights and optimizer do not change.
 
         Raises:
-            TrainingError: that was not asked for, or too many come one after another.
+            TrainingError: skipping was not requested, or too many steps in a row.
         """
         self.skipped += 1
         if self.config.not_finite == "stop" or self.skipped == MOST_SKIPPED:
@@ -233,7 +234,7 @@ class Run(RunParts):
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float | None]:
-        """The mean loss over everything that was held out, `eval_loss`, and what else the objective tells."""
+        """Mean loss over all held-out data, `eval_loss`, and the objective's other metrics."""
         assert self.held_out is not None
         world = self.world
         counts = self.held_out.count(Stream(self.held_out, self.config.seq_len, self.config.seed).epoch(0))
@@ -248,8 +249,8 @@ class Run(RunParts):
         return {"eval_loss": loss, **{f"eval_{name}": value for name, value in told.items()}}
 
     def _held_out_batches(self) -> Iterator[tuple[Any, bool]]:
-        """The batches of this process, and whether they count. A shard of the model is everybody's: who has
-        no rows left runs along with those of another.
+        """This process's batches, and whether they count. Sharded models run on all processes: those without
+        remaining rows repeat others' batches.
         """
         assert self.held_out is not None
         size, world = self.config.batch_size, self.world
@@ -260,11 +261,11 @@ class Run(RunParts):
             yield self.held_out.batch(own or rows[:size]), bool(own)
 
     def save(self, *, keep: int | None = None, meanwhile: bool = False) -> None:
-        """Save the state, and drop all but the newest `keep` checkpoints (default: as the settings say);
-        `meanwhile`: the run may go on while it is written.
+        """Save the state, and delete all but the newest `keep` checkpoints (default: the setting); with
+        `meanwhile`, the run may continue during the write.
         """
         self.watch.suspend_deadline(f"saving checkpoint-{self.progress.step}")
-        self.saver.wait()  # what it drops may be what is read from here
+        self.saver.wait()  # it may delete files that are read here
         if not self._weights_are_finite():
             raise TrainingError(
                 f"step {self.progress.step}: the weights are no longer finite and are not saved; "
@@ -281,10 +282,10 @@ class Run(RunParts):
             tokenizer=self.tokenizer.folder,
             keep=self.config.keep if keep is None else keep,
         )
-        # Adapters are small, and PEFT writes them.
+        # Adapters are small, and written by PEFT.
         self.saver.save(contents, meanwhile=meanwhile and not self.adapters)
-        # The checkpoint that the run came from may go as newer ones come: take from here what travels
-        # along. It is in its place before the next save.
+        # The source checkpoint may be deleted when newer ones exist: copy its auxiliary files from here,
+        # which is in place before the next save.
         if not self.adapters:
             self.tokenizer.folder = contents.target
             if self.model.source_folder:
@@ -294,7 +295,7 @@ class Run(RunParts):
         return Trained(self.adapters.write) if self.adapters else Trained.of_model(self.model)
 
     def _weights_are_finite(self) -> bool:
-        """Weights that overflowed are no state to go on from, and must not push out one that is."""
+        """Weights that overflowed must not be resumed from, nor replace a good checkpoint."""
         own = [tensor for p in self.parameters if (tensor := local_tensor(p.detach())).numel()]
         largest = torch._foreach_norm(own, math.inf)
         finite = bool(torch.stack([value.float() for value in largest]).isfinite().all())
@@ -339,8 +340,8 @@ class Run(RunParts):
         where = self.output / f"checkpoint-{self.progress.step}"
         return TrainingInterrupted(
             f"stopped after step {self.progress.step} of {self.total}; the state is in {where}. "
-            "Give the same command with --resume to go on.",
-            signals.received or signal.SIGINT,  # another rank's signal is told as an interruption
+            "Repeat the command with --resume to continue.",
+            signals.received or signal.SIGINT,  # another rank's signal is reported as SIGINT
         )
 
     def _not_finite(self, loss: float, norm: float) -> TrainingError:
@@ -349,10 +350,10 @@ class Run(RunParts):
         skipped = f" ({self.skipped} steps in a row)" if self.skipped > 1 else ""
         if not self._weights_are_finite():
             return TrainingError(
-                f"step {step + 1}: the loss is {loss}, the gradient's norm {norm}, and weights that the step "
-                f"before made are not finite either: they are not saved; {self._retry()}"
+                f"step {step + 1}: the loss is {loss}, the gradient's norm {norm}, and the weights of the "
+                f"previous step are not finite either: they are not saved; {self._retry()}"
             )
-        # This state may be the one that goes wrong again: the earlier ones stay, however few are to be kept.
+        # This state may diverge again: keep the earlier ones, whatever `keep` is.
         self.save(keep=0)
         return TrainingError(
             f"step {step + 1}: the loss is {loss} and the gradient's norm {norm}, which must be finite"

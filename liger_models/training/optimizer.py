@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov & Hutter, 2019), as a run uses it."""
+"""AdamW (Loshchilov & Hutter, 2019) of a run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import nn
 from liger_models.layers.projections.matrices import matrices
 from liger_models.optim.adamw import AdamW
 
-# The second moment forgets faster than Adam's default 0.999, as is usual for language models since GPT-3
-# (Brown et al., 2020, appendix B): a run of some thousand steps never sees the end of a 1000-step memory.
+# The second moment forgets faster than with Adam's default 0.999, as usual for language models since GPT-3
+# (Brown et al., 2020, appendix B): runs of some thousand steps are too short for a memory of 1000 steps.
 BETAS = (0.9, 0.95)
 EPS = 1e-8
 
@@ -26,8 +26,8 @@ def build_adamw(
     seed: int,
     state_device: str | None = None,
 ) -> AdamW:
-    """AdamW that decays matrices only: to pull a norm's weight, a bias or the taps of a short convolution to
-    zero regularises nothing, also where those of all heads or experts are one tensor.
+    """AdamW with weight decay on matrices only: decaying a norm's weight, a bias or a short convolution's
+    taps regularises nothing, even if those of all heads or experts form one tensor.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     decayed = {id(p) for *_, p in matrices(model)}

@@ -1,4 +1,4 @@
-"""Random numbers of a run: fresh weights and dropout draw from torch's default generators."""
+"""Random state of a run: initialisation and dropout use torch's default generators."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed the default generators of the CPU and of `device`, and none of another GPU."""
+    """Seed the default generators of the CPU and of `device`, but not of other GPUs."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -18,7 +18,7 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 
 def random_states(device: torch.device) -> Callable[[], None]:
-    """Note the states of the default generators now; calling the result restores them."""
+    """Record the states of the default generators; call the result to restore them."""
     on_host = torch.get_rng_state()
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
@@ -32,7 +32,7 @@ def random_states(device: torch.device) -> Callable[[], None]:
 
 @contextmanager
 def restored_random_states(device: torch.device) -> Iterator[None]:
-    """At the end the default generators, and Python's, continue as if the block had not run."""
+    """Restore the default generators, and Python's, when the block ends."""
     put_back, python = random_states(device), random.getstate()
     try:
         yield

@@ -1,10 +1,10 @@
-"""The log-probabilities of answers under the reference model, which DPO and KTO start from: computed once,
-ahead of training, and kept on disk.
+"""Log-probabilities of answers under the reference model, for DPO and KTO: computed once before training, and
+cached on disk.
 
-The reference is the model before training: the one that a run starts from, or below adapters the model
-without them. Scores lie beside tokenized data, a file a corpus, named by a digest of the reference's weights,
-its dtype and quantisation, the corpus, and how the objective sums tokens. A resumed run finds them there, or
-loads the reference again.
+The reference is the model before training: the run's initial model or, when training adapters, the model
+without them. Scores are stored with the tokenized data, one file per corpus, named by a digest of the
+reference's weights, dtype and quantisation, the corpus, and the objective's sum over tokens. A resumed run
+finds them there, or loads the reference again.
 """
 
 from __future__ import annotations
@@ -46,13 +46,12 @@ def add_reference(
     load: Callable[[], LigerCausalLM] | None,
     mark: Mark,
 ) -> None:
-    """Give the corpora of these documents their scores.
+    """Attach reference scores to the corpora of these documents.
 
     Args:
-        model: the trained one.
-        load: loads the reference, where the model is not what it was; None: the model is the reference, its
-            adapters aside.
-        mark: is told where the run stands.
+        model: the trained model.
+        load: loads the reference if the model has changed; None: the model without adapters is the reference.
+        mark: called with the current activity.
 
     Raises:
         DataError: the scores cannot be written.
@@ -90,7 +89,7 @@ def _score(
     mark: Mark,
     shares: bool,
 ) -> Tensor:
-    """The log-probabilities of a corpus' groups, [groups, 2] float32, which the processes share out."""
+    """Log-probabilities of a corpus's groups, [groups, 2] float32, computed by all processes together."""
     from liger_models.convert.progress import ProgressBar
 
     groups = Groups([Part(corpus)], model.spec.vision)
@@ -112,7 +111,7 @@ def _score(
         while taken := list(itertools.islice(rows, at_once)):
             mark("scores of the reference")
             own = taken[world.data_rank * config.batch_size :][: config.batch_size]
-            # A shard of the model is everybody's: who has no rows left runs along with those of another.
+            # Sharded models run on all processes: those without remaining rows repeat others' batches.
             batch = groups.batch(own or taken[: config.batch_size]).to(world.device)
             sums = torch.cat(
                 [objective.sums(call, score_rows(model, call).log_probs) for call in batch.calls()]
@@ -138,7 +137,7 @@ def _read(path: Path, count: int) -> Tensor | None:
 
     if not path.is_file():
         return None
-    with contextlib.suppress(SafetensorError, OSError, KeyError):  # a damaged one is made again
+    with contextlib.suppress(SafetensorError, OSError, KeyError):  # a damaged file is recomputed
         scores = load_file(path)["log_probs"]
         if scores.shape == (count, 2) and scores.dtype == torch.float32 and bool(scores.isfinite().all()):
             return scores
@@ -155,6 +154,6 @@ def _write(path: Path, scores: Tensor) -> None:
         beside.replace(path)
     except OSError as error:
         raise DataError(
-            f"{path}: cannot be written ({error.strerror or error}); make room, or name another folder with "
+            f"{path}: cannot be written ({error.strerror or error}); free space, or pass another folder with "
             "--data-cache"
         ) from error

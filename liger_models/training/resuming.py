@@ -1,4 +1,4 @@
-"""Where a run goes on from, and whether it is still the same run."""
+"""Finding the checkpoint to resume from, and checking that the run is the same."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from liger_models.training.processes.world import World
 def find_checkpoint(
     config: TrainConfig, world: World, output: Path
 ) -> tuple[Path, dict[str, Any]] | tuple[None, None]:
-    """The checkpoint to go on from and its state, after a look at what stands in the way of a run; (None,
-    None) for one that begins.
+    """The checkpoint to resume from and its state, after checking the output folder; (None, None) for a new
+    run.
 
     Raises:
-        ConfigError: `output` cannot be written to, or holds a run that is finished.
+        ConfigError: `output` is not writable, or contains a finished run.
         CheckpointError: the checkpoint is damaged, or all of them are.
     """
     if config.resume and config.resume != "auto":
@@ -31,8 +31,8 @@ def find_checkpoint(
         found = world.once(lambda: find_whole_checkpoint(output, world.say))
         if not found[0] and (output / "final" / MANIFEST).is_file():
             raise ConfigError(
-                f"{output} holds a finished run without a checkpoint to go on from; to train its "
-                f"model further, start from {output / 'final'} in another --output"
+                f"{output} holds a finished run without a checkpoint to resume from; to train its model "
+                f"further, start from {output / 'final'} with another --output"
             )
     else:
         found = None, None
@@ -43,25 +43,25 @@ def find_checkpoint(
 def check_resumed(
     config: TrainConfig, world: World, checkpoint: Path, state: dict[str, Any], data: str
 ) -> None:
-    """Whether this run is that of the checkpoint: the position in the data means something only for the same
-    data in the same order.
+    """Check that this run continues the checkpoint's: its position in the data requires the same data and
+    order.
 
     Args:
-        data: the fingerprint of this run's data.
+        data: fingerprint of this run's data.
 
     Raises:
-        ConfigError: a setting that must stay has changed.
-        DataError: the data have.
+        ConfigError: a setting that must not change has changed.
+        DataError: the data have changed.
     """
     changed = config.differences(state["config"])
-    # Which a checkpoint does not hold: the model below adapters, and the reference.
+    # Not part of a checkpoint: the model below adapters, and the reference.
     beside = config.lora is not None or OBJECTIVES[config.objective].needs_reference
     of_model = ("dtype", "freeze", "weights", "moments", "lora", "quantize", *(("model",) if beside else ()))
     for name in ("objective", "seq_len", "seed", *of_model):
         if name in changed:
             then, now = changed[name]
             raise ConfigError(
-                f"{checkpoint} was trained with {name}={then} and this run asks for {now}; keep {then}"
+                f"{checkpoint} was trained with {name}={then}, but this run has {now}; keep {then}"
             )
     if state["data"] != data:
         raise DataError(

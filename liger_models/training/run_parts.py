@@ -1,4 +1,4 @@
-"""What a run holds: its inputs, model, objective, optimizer, data and outputs, opened in stages.
+"""Parts of a run: inputs, model, objective, optimizer, data and outputs, opened in stages.
 
 If a stage fails, everything that earlier ones opened is closed, as at the end of a run.
 """
@@ -144,7 +144,7 @@ class RunParts:
         steps = read_steps(self.stream, config.batch_size, config.gradient_accumulation, *share)
         self.steps = ahead(steps)
         opened.callback(self.steps.close)
-        # Completed steps may have had another size, on more processes or on fewer.
+        # Earlier steps may have had another size, with more or fewer processes.
         self.total = config.steps or self.progress.step + math.ceil(
             self.stream.rows_left(config.epochs or 0) / self.rows_per_step
         )
@@ -202,7 +202,7 @@ class RunParts:
             f"{self.world.device}; {self.total:,} steps of {self.rows_per_step} rows of "
             f"{self.config.seq_len} tokens"
         )
-        self.world.say(f"packing: {self.stream.efficiency():.1%} of the places of a row are filled")
+        self.world.say(f"packing: {self.stream.efficiency():.1%} of the tokens of a row are filled")
         if checkpoint:
             self.world.say(f"resumed from {checkpoint}, step {self.progress.step}")
         elif self.config.resume:

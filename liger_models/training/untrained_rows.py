@@ -1,4 +1,4 @@
-"""Tokens of the data that the model has never seen and cannot learn: a base model under a chat template."""
+"""Warning about tokens that the model has never seen and cannot learn: a base model with a chat template."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ NEAR_ZERO = 1e-3  # of the median norm of all rows; trained rows differ by facto
 def untrained_rows_warning(
     model: LigerCausalLM, learned: LearnedTokens, tokenizer: TextTokenizer
 ) -> str | None:
-    """What to tell a user whose data have tokens with rows of the embedding or the head that are near zero
-    and frozen, as adapters leave them; None if there are none.
+    """Warning for data whose tokens have frozen rows near zero in the embedding or the head, as with
+    adapters; None if there are none.
     """
     embedding, head = model.embed_tokens.weight, model.lm_head.weight
-    # Of images and videos the embedding's rows are not read.
+    # Embedding rows of image and video placeholders are unused.
     replaced = {getattr(model.spec.vision, name, None) for name in ("image_id", "video_id")}
     tables = [("embedding", embedding, learned.seen - replaced)]
-    if head is not embedding and not hasattr(model.lm_head, "base_layer"):  # which has an adapter
+    if head is not embedding and not hasattr(model.lm_head, "base_layer"):  # no adapter
         tables.append(("head", head, learned.last | learned.within))
     found = {name: rows for name, table, ids in tables if (rows := _near_zero(table, ids))}
     if not found:
@@ -42,7 +42,7 @@ def untrained_rows_warning(
 
 @torch.no_grad()
 def _near_zero(table: Tensor, ids: Collection[int]) -> list[int]:
-    """Those of the tokens whose rows of a frozen table are far smaller than others."""
+    """Tokens whose rows of a frozen table are far smaller than others."""
     if table.requires_grad or is_sharded(table) or not ids:
         return []
     norms = torch.linalg.vector_norm(table, dim=1, dtype=torch.float32)

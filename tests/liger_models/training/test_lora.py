@@ -250,7 +250,7 @@ def test_impossible_settings_are_reported_before_training(settings, run, monkeyp
         run(settings(lora="targets=query"))
     with pytest.raises(ConfigError, match="no linear layer is called 'lm_head'"):  # which is the embedding
         run(settings(lora="targets=lm_head"))
-    with pytest.raises(ConfigError, match="belong to lora"):
+    with pytest.raises(ConfigError, match="require lora"):
         settings(quantize="nf4")
     with pytest.raises(ConfigError, match="one of nf4, int8"):
         settings(lora="", quantize="fp4")

@@ -401,10 +401,10 @@ def test_a_model_that_does_not_fit_the_objective_is_refused(start, tiny_shape, t
     for file in tokenizer_folder.iterdir():
         (tmp_path / "rewards" / file.name).write_bytes(file.read_bytes())
     with pytest.raises(
-        ConfigError, match="is a sequence classifier, and objective sft trains language models"
+        ConfigError, match="is a sequence classifier, but objective sft trains language models"
     ):
         start("sft", model=str(tmp_path / "rewards"))
-    with pytest.raises(ConfigError, match="the preset llama-demo has fresh weights"):
+    with pytest.raises(ConfigError, match="the preset llama-demo has random weights"):
         start("dpo", model="llama-demo", tokenizer=str(tokenizer_folder))
 
 
@@ -415,7 +415,7 @@ def test_a_teacher_of_another_vocabulary_is_refused(start, teacher, tmp_path):
     with pytest.raises(ConfigError, match=r"has another vocabulary .*<\|human\|>"):
         start("distill", {"teacher": str(tmp_path / "other")})
     file.unlink()
-    with pytest.raises(ConfigError, match=r"other has no tokenizer\.json, by which its vocabulary"):
+    with pytest.raises(ConfigError, match=r"other has no tokenizer\.json, so its vocabulary"):
         start("distill", {"teacher": str(tmp_path / "other")})
 
 

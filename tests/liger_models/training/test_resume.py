@@ -152,7 +152,7 @@ def test_ctrl_c_ends_the_command_with_130_and_a_state(settings, tmp_path, data, 
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     saved = newest_checkpoint(tmp_path / "run")
-    assert f"the state is in {saved}. Give the same command with --resume to go on." in errors
+    assert f"the state is in {saved}. Repeat the command with --resume to continue." in errors
     assert "Traceback" not in errors
 
 

@@ -234,7 +234,7 @@ def test_one_process_goes_on_from_a_checkpoint_of_two(runs, settings_for, tmp_pa
 
 
 def test_adapters_are_not_divided(settings_for, tmp_path):
-    with pytest.raises(ConfigError, match="choose shard 'none', or none of it"):
+    with pytest.raises(ConfigError, match="choose shard 'none', or omit it"):
         settings_for(tmp_path, lora="", shard="full")
 
 

@@ -130,7 +130,7 @@ def test_a_run_tells_how_full_its_rows_are(run, settings, capsys):
         assert record["filled"] == (record["tokens"] - before) / (2 * 64)
         before = record["tokens"]
     assert 0.8 < before / (4 * 2 * 64) <= 1
-    assert "of the places of a row are filled" in capsys.readouterr().err
+    assert "of the tokens of a row are filled" in capsys.readouterr().err
 
 
 def test_a_run_resumed_with_other_weights_is_refused(run, settings, two_files):

@@ -196,7 +196,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_weights_take_harm(st
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"steps": None}, "found neither; give exactly one of steps and epochs"),
+        ({"steps": None}, "found neither; pass exactly one of steps and epochs"),
         ({"epochs": 1}, "found steps=6 and epochs=1"),
         ({"schedule": "cosinus"}, "'cosinus'; expected one of cosine, linear, wsd, constant"),
         ({"warmup": 1.5}, "warmup is 1.5; expected a whole number of steps, or a share below 1"),
@@ -205,11 +205,11 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_weights_take_harm(st
         ({"lr": math.nan}, "lr is nan"),
         ({"attention": "fast"}, "attention is 'fast'; expected one of auto, sdpa"),
         ({"activation_memory": "leen"}, "activation_memory is 'leen'; expected one of all, lean"),
-        ({"seed": 2**63}, "expected a number of 64 bits"),
+        ({"seed": 2**63}, "expected a 64-bit integer"),
         ({"steps": None, "epochs": math.inf}, "epochs is inf"),
         ({"seq_len": 0}, "seq_len is 0; expected a whole number of 1 or more"),
         ({"eval_fraction": 1.0}, "eval_fraction is 1.0"),
-        ({"eval_data": ("a",)}, "eval_data and eval_fraction were both given"),
+        ({"eval_data": ("a",)}, "got both eval_data and eval_fraction"),
         ({"data": "a.txt"}, "expected at least one file, as a tuple"),
     ],
 )
