@@ -1,8 +1,8 @@
-"""What a model is made of, as data: small frozen dataclasses that a family fills in and the layers read.
+"""Models as data: small frozen dataclasses that families fill in and layers read.
 
-Specs say sizes and settings, never wiring: how the parts are connected is the `forward` of a block. One
-`BlockSpec` a layer, so that a pattern over layers (a sliding window on some, full attention on others) is a
-tuple and not a flag.
+Specs hold sizes and settings, never wiring: the connection of parts is a block's `forward`. There is one
+`BlockSpec` per layer, so a pattern over layers (a sliding window on some, full attention on others) is a
+tuple, not a flag.
 
 May import only dataclasses of the kernels; everything else may import the specs.
 """

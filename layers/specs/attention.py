@@ -1,4 +1,4 @@
-"""What lets tokens see each other."""
+"""Attention mixers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from liger_models.layers.specs.rotary import QueryScaleSpec, RopeSpec
 
 @dataclass(frozen=True)
 class QKNormSpec:
-    """A norm of the queries and one of the keys, before they are turned or after.
+    """Norms of queries and keys, before or after their rotation.
 
-    `scope` says what is normalised together, and by which weight: "head", each head by itself and all by one
-    weight [head_dim] (Qwen 3, Gemma 3); "own_head", each head by itself with a weight of its own, [heads,
-    head_dim] (Cohere); "all_heads", the heads of a token together, by a weight [heads * head_dim] (OLMo 2);
-    "unweighted", each head by itself, without a weight (Llama 4).
-    With `values` each head of the values is normalised too, without a weight (Gemma 4).
+    `scope` defines the normalised group and its weight: "head", each head with one shared weight [head_dim]
+    (Qwen 3, Gemma 3); "own_head", each head with its own weight, [heads, head_dim] (Cohere); "all_heads", a
+    token's heads together, with a weight [heads * head_dim] (OLMo 2); "unweighted", each head without a
+    weight (Llama 4). `values` also normalises each head of the values, without a weight (Gemma 4).
     """
 
     norm: NormSpec | LayerNormSpec = NormSpec()
@@ -27,7 +26,7 @@ class QKNormSpec:
 
 
 class _Heads:
-    """How wide queries, keys and values of all heads are, beside one another."""
+    """Widths of queries, keys and values over all heads."""
 
     num_attention_heads: int
     num_key_value_heads: int
@@ -44,19 +43,18 @@ class _Heads:
 
 @dataclass(frozen=True)
 class AttentionSpec(_Heads):
-    """Attention with grouped key/value heads: `causal`, or of all tokens of a document to all others.
+    """Attention with grouped key/value heads: `causal`, or bidirectional within documents.
 
-    `scale` multiplies the scores. `window` counts the tokens a query sees, itself included (None: all before
-    it). With `chunk` documents are cut into pieces of so many tokens, and a query sees its own piece alone.
-    `rope` is None for a layer without positions. `softcap` bounds the scores: softcap * tanh(score /
-    softcap). With `sinks` each head learns a logit that takes its share of the weights and gives nothing.
-    `query_scale` multiplies the queries by their positions, once they are turned.
-    With `gated` the query projection also gives each head a gate of `head_dim`, next to its query, whose
-    sigmoid multiplies the head's output.
-    With `values_are_keys` one projection gives both: what the keys were before their norm and rotation.
-    A span of tokens that all see one another (`Visibility.spans`) is cut by a window, but for `whole_spans`.
-    Without `sees_spans` none of them sees ahead. `clipped` projections are between stored bounds:
-    layers/projections/clipped_linear.py.
+    `scale` multiplies the scores. `window` is the number of visible tokens, the query's own included (None:
+    all preceding). `chunk` splits documents into pieces of that many tokens, and a query sees only its own
+    piece. `rope` is None for a layer without positions. `softcap` bounds the scores: softcap * tanh(score /
+    softcap). With `sinks` each head learns a logit that takes a share of the weights and contributes no
+    value. `query_scale` scales the queries by position after their rotation. With `gated` the query
+    projection also computes a gate of `head_dim` per head, next to its query, whose sigmoid multiplies the
+    head's output. With `values_are_keys` one projection computes both: values are the keys before norm and
+    rotation. Spans of tokens that all see one another (`Visibility.spans`) are limited by the window, unless
+    `whole_spans` is set. Without `sees_spans` spans are ignored. `clipped` projections clamp to stored
+    bounds: layers/projections/clipped_linear.py.
     """
 
     num_attention_heads: int
@@ -81,17 +79,17 @@ class AttentionSpec(_Heads):
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
-        """The rotary settings whose tables the layer reads."""
+        """Rotary settings whose tables the layer reads."""
         return () if self.rope is None else (self.rope,)
 
 
 @dataclass(frozen=True)
 class SharedAttentionSpec(_Heads):
-    """Causal attention of queries alone, to the keys and values that the earlier layer `keys_of` has made and
-    attended to; their heads, and the window, are those of that layer.
+    """Causal attention with only queries of its own, to the keys and values of the earlier layer `keys_of`,
+    which also defines their heads and the window.
 
-    `bias` is that of both projections, `q_norm` a norm of each head's query before it is turned. The rest is
-    as in `AttentionSpec`.
+    `bias` applies to both projections; `q_norm` is a norm of each head's query before its rotation. The rest
+    is as in `AttentionSpec`.
     """
 
     num_attention_heads: int
@@ -107,7 +105,7 @@ class SharedAttentionSpec(_Heads):
 
     @property
     def attention(self) -> AttentionSpec:
-        """The product of the heads, once queries are made."""
+        """The attention product, after the queries are computed."""
         heads = self.num_attention_heads, self.num_key_value_heads
         return AttentionSpec(
             *heads, self.head_dim, self.scale, window=self.window, sees_spans=self.sees_spans
@@ -115,19 +113,19 @@ class SharedAttentionSpec(_Heads):
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
-        """The rotary settings whose tables the layer reads."""
+        """Rotary settings whose tables the layer reads."""
         return () if self.rope is None else (self.rope,)
 
 
 @dataclass(frozen=True)
 class LatentAttentionSpec:
-    """Causal attention whose keys and values are made from a latent of `kv_lora_rank`, which all heads share,
-    and whose queries from one of `q_lora_rank`, or from the hidden state where that is None.
+    """Causal attention with keys and values computed from a latent of `kv_lora_rank`, shared by all heads,
+    and queries from a latent of `q_lora_rank`, or from the hidden state if that is None.
 
-    Of a head's query and key `qk_nope_head_dim` dimensions have no position, and `qk_rope_head_dim`, behind
-    them, are turned by `rope` if it is given; those of the keys are one head, common to all. `scale`
-    multiplies the scores, and `query_scale` the queries by their positions, once they are turned. `bias` is
-    that of the projections to the latents and of the output's. `norm` is that of the latents.
+    A head's query and key have `qk_nope_head_dim` dimensions without position, then `qk_rope_head_dim`
+    rotated by `rope` if given; the rotated part of keys is one head shared by all. `scale` multiplies the
+    scores, and `query_scale` scales the queries by position after their rotation. `bias` applies to the
+    latent and the output projections. `norm` is the latents'.
     """
 
     num_attention_heads: int
@@ -148,20 +146,20 @@ class LatentAttentionSpec:
 
     @property
     def attention(self) -> AttentionSpec:
-        """The product of the heads, once queries, keys and values are made."""
+        """The attention product, after queries, keys and values are computed."""
         heads = self.num_attention_heads
         return AttentionSpec(heads, heads, self.qk_head_dim, self.scale)
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
-        """The rotary settings whose tables the layer reads."""
+        """Rotary settings whose tables the layer reads."""
         return () if self.rope is None else (self.rope,)
 
 
 @dataclass(frozen=True)
 class CrossAttentionSpec(_Heads):
-    """Attention of tokens to features of images, with a `norm` of each head of the queries and one of the
-    keys (Llama 3.2 Vision): see layers/attention/cross_attention.py.
+    """Attention of tokens to image features, with norms of each head of queries and keys (Llama 3.2 Vision):
+    see layers/attention/cross_attention.py.
     """
 
     num_attention_heads: int

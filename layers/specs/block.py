@@ -33,9 +33,9 @@ Topology = Literal[
 class BlockSpec:
     """One layer: its topology (a class of `layers/blocks`) and its parts.
 
-    `mixer` lets tokens see each other; which module it is follows from the spec's type, as with `mlp`. `norm`
-    is that of each of the layer's norms. `residual_scale` multiplies what each branch adds to the residual
-    stream. Some topologies have room for `experts` beside the MLP, and for a `per_layer_input`.
+    The types of `mixer` and `mlp` determine their modules. `norm` applies to each of the layer's norms.
+    `residual_scale` multiplies each branch before it is added to the residual stream. Some topologies support
+    `experts` in addition to the MLP, and a `per_layer_input`.
     """
 
     mixer: AttentionSpec | SharedAttentionSpec | LatentAttentionSpec | CrossAttentionSpec | GatedDeltaSpec
@@ -48,5 +48,5 @@ class BlockSpec:
 
     @property
     def mixture(self) -> MoESpec | None:
-        """The layer's experts, in place of an MLP or beside it."""
+        """The layer's experts, in place of an MLP or in addition to it."""
         return self.mlp if isinstance(self.mlp, MoESpec) else self.experts

@@ -1,4 +1,4 @@
-"""What each token goes through by itself: MLPs, and mixtures of them."""
+"""Per-token modules: MLPs, and mixtures of them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu2", "xielu"
 
 @dataclass(frozen=True)
 class MLPSpec:
-    """MLP: gated, `down(act(gate(x)) * up(x))`, or not, `down(act(up(x)))`. `clipped` projections
-    are between stored bounds: layers/projections/clipped_linear.py.
+    """MLP: gated, `down(act(gate(x)) * up(x))`, or plain, `down(act(up(x)))`. `clipped` projections clamp to
+    stored bounds: layers/projections/clipped_linear.py.
     """
 
     intermediate_size: int
@@ -25,12 +25,12 @@ class MLPSpec:
 
 @dataclass(frozen=True)
 class SparseMixerSpec:
-    """A choice of two experts that is drawn at random in training, with an estimate of its gradient
-    (SparseMixer-v2, arXiv:2409.12136; layers/experts/sparse_mixer.py has the formulas).
+    """Random choice of two experts in training, with a gradient estimate (SparseMixer-v2, arXiv:2409.12136;
+    formulas in layers/experts/sparse_mixer.py).
 
-    An expert can be drawn if its logit is below the largest by `2 * jitter` of it at most. `input_noise`: in
-    training what router and experts read is multiplied by random numbers from 1 - input_noise to
-    1 + input_noise.
+    An expert can be drawn if its logit is below the largest by at most `2 * jitter` of it. `input_noise`: in
+    training the input of router and experts is multiplied by random numbers from 1 - input_noise to 1 +
+    input_noise.
     """
 
     jitter: float
@@ -41,15 +41,15 @@ class SparseMixerSpec:
 class MoESpec:
     """Mixture of experts: each token goes to `experts_per_token` of `num_experts` gated MLPs.
 
-    `bias` is that of the experts' projections, `router_bias` that of the router's logits. `score` to
-    `routed_scaling_factor` say how experts are chosen and weighed, as the options of `route` in
-    kernels/experts/moe_routing.py; `sparse_mixer` stands in the place of all of them. `weighted` is what the
-    weights multiply, the experts' outputs or their inputs. `float32_router` computes the router's logits in
-    float32, whatever the model's dtype. With `router_norm_eps` the router reads its input normalised
-    (RMSNorm), times a vector that is learned, over the root of its width; with `expert_scale` each expert's
-    weights are multiplied by a number that is learned, in the end. `shared_expert` is one more MLP that every
-    token goes through; `shared_gate` weighs its output by sigmoid(gate(x)). The coefficients are those of the
-    load balancing loss and of the router's z-loss: see layers/sequences/router_loss.py.
+    `bias` applies to the experts' projections, `router_bias` to the router's logits. The fields from `score`
+    to `routed_scaling_factor` are the options of `route` in kernels/experts/moe_routing.py; `sparse_mixer`
+    replaces all of them. `weighted` is whether the weights multiply the experts' outputs or their inputs.
+    `float32_router` computes the router's logits in float32, whatever the model's dtype. With
+    `router_norm_eps` the router's input is normalised (RMSNorm), multiplied by a learned vector and divided
+    by the root of its width; with `expert_scale` each expert's final weights are multiplied by a learned
+    number. `shared_expert` is an additional MLP for all tokens; `shared_gate` weighs its output by
+    sigmoid(gate(x)). The coefficients are those of the load balancing loss and of the router's z-loss: see
+    layers/sequences/router_loss.py.
     """
 
     num_experts: int
@@ -83,7 +83,7 @@ class MoESpec:
 
 @dataclass(frozen=True)
 class PerLayerInputSpec:
-    """A branch that lets in what a layer has of each token for itself, of `size` elements: see
+    """A branch that adds per-layer embeddings of each token, of `size` elements: see
     layers/blocks/per_layer_input.py.
     """
 

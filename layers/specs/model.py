@@ -1,4 +1,4 @@
-"""A whole model."""
+"""Whole models."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from liger_models.layers.specs.vision import TiledVisionSpec, VisionSpec
 class ModelSpec:
     """A causal language model: embeddings, blocks, a final norm and a head.
 
-    `embed_scale` multiplies the embeddings of ids, after it was rounded to their dtype (Gemma); `input_scale`
-    whatever enters the first block, as it is (Granite). `logit_scale` multiplies the logits, and
-    `logit_softcap` bounds them: softcap * tanh(logit / softcap). `padding_idx` is the row of the embedding
-    whose lookup has no gradient, as in the reference, and that starts as zeros. (A tied head still gives it a
-    gradient.) `per_layer_vocab_size` is the number of ids that layers have inputs of their own for, if they
-    have such. `vision` is what a model has that sees images. `extra_ids` ids beyond the vocabulary have
-    embeddings, and are never predicted.
+    `embed_scale` multiplies the embeddings of ids, after rounding it to their dtype (Gemma); `input_scale`
+    multiplies any input of the first block (Granite). `logit_scale` multiplies the logits, and
+    `logit_softcap` bounds them: softcap * tanh(logit / softcap). `padding_idx` is the embedding row whose
+    lookup has no gradient, as in the reference, and that is initialised with zeros. (A tied head still gives
+    it a gradient.) `per_layer_vocab_size` is the number of ids with per-layer embeddings, if there are any.
+    `vision` is the image encoder. `extra_ids` ids after the vocabulary have embeddings and are never
+    predicted.
     """
 
     vocab_size: int
@@ -43,12 +43,12 @@ class ModelSpec:
 
     @property
     def num_ids(self) -> int:
-        """How many ids have embeddings."""
+        """Number of ids with embeddings."""
         return self.vocab_size + self.extra_ids
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
-        """The distinct rotary settings of the layers, in the order of first use."""
+        """Distinct rotary settings of the layers, in the order of first use."""
         return tuple(dict.fromkeys(rope for block in self.blocks for rope in block.mixer.ropes))
 
     @property
@@ -58,17 +58,17 @@ class ModelSpec:
 
     @property
     def position_limit(self) -> int | None:
-        """The first position that some layer's rotation was not made for; None where all stretch on."""
+        """First position beyond the range of some layer's rotary embedding; None if all are unlimited."""
         limits = [rope.position_limit for rope in self.ropes if rope.position_limit is not None]
         return min(limits, default=None)
 
     @property
     def draws_in_training(self) -> bool:
-        """Whether a pass in training mode draws random numbers, so that two of them differ."""
+        """Whether a pass in training mode draws random numbers, so that repeated passes differ."""
         return any(isinstance(b.mlp, MoESpec) and b.mlp.sparse_mixer is not None for b in self.blocks)
 
     @property
     def router(self) -> MoESpec | None:
-        """The experts whose routers add to the loss: those of the first layer that has such."""
+        """The first layer's experts whose router adds to the loss."""
         mixtures = (block.mixture for block in self.blocks)
         return next((spec for spec in mixtures if spec is not None and spec.has_router_loss), None)

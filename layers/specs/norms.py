@@ -10,7 +10,7 @@ NormCast = Literal["llama", "gemma", "float32"]
 
 @dataclass(frozen=True)
 class NormSpec:
-    """RMSNorm: `x / rms(x) * (offset + weight)`; `cast` says where the result is rounded (see
+    """RMSNorm: `x / rms(x) * (offset + weight)`; `cast` defines where the result is rounded (see
     kernels/norms/rms_norm.py).
     """
 

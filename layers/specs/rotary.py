@@ -1,4 +1,4 @@
-"""How tokens know where they stand."""
+"""Positions: rotary embeddings and query scaling."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary position embedding (Su et al., 2021, arXiv:2104.09864) and how it is stretched to longer
-    contexts.
+    """Rotary position embedding (Su et al., 2021, arXiv:2104.09864) and its scaling to longer contexts.
 
     `dim` is the number of rotated dimensions of a head (the rest pass unrotated); `interleaved` pairs the
-    dimensions (2i, 2i+1) instead of (i, i + dim/2). Of these pairs only the first `turning` turn (None: all).
-    Where positions have several axes, `axes` says by which of them each pair turns, and `frequencies` with
-    the frequency of which pair, where that is not its own. With `halves` each half of a head turns by itself,
-    the first by the first half of the pairs, which lie in it as in a whole head (Gemma 4's encoder). The
-    fields after `max_position_embeddings` belong to the rope types that name them in
-    `layers/sequences/rotary.py`; they are None where a type does not use them.
+    dimensions (2i, 2i+1) instead of (i, i + dim/2). Only the first `turning` of these pairs are rotated
+    (None: all). For multi-axis positions, `axes` assigns an axis to each pair, and `frequencies` the pair
+    whose frequency it uses, if not its own. With `halves` each half of a head is rotated separately, the
+    first by the first half of the pairs, arranged as in a whole head (Gemma 4's encoder). The fields after
+    `max_position_embeddings` belong to the rope types documented in `layers/sequences/rotary.py`; they are
+    None for types that do not use them.
     """
 
     dim: int
@@ -51,15 +50,15 @@ class RopeSpec:
 
     @property
     def position_limit(self) -> int | None:
-        """The first position that the rotation was not made for; None where it stretches without end."""
+        """First position beyond the range of the rotary embedding; None if it is unlimited."""
         return None if self.type == "dynamic" else self.max_position_embeddings
 
 
 @dataclass(frozen=True)
 class QueryScaleSpec:
-    """A factor of the queries that grows with their position (Llama 4, Ministral 3), so that the weights keep
-    their sharpness over more keys: 1 + beta * log(1 + floor((first + position) / length)). `first` is what
-    the first position counts as.
+    """A factor of the queries that grows with their position (Llama 4, Ministral 3), which keeps attention
+    sharp over more keys: 1 + beta * log(1 + floor((first + position) / length)). `first` is the value of the
+    first position.
     """
 
     beta: float

@@ -1,4 +1,4 @@
-"""How a model sees: pictures, the encoder of their patches, and its way into the language model."""
+"""Vision-language models: processor outputs, patch encoders, and projectors into the language model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from liger_models.layers.specs.norms import LayerNormSpec, NormSpec
 
 @dataclass(frozen=True)
 class PatchSpec:
-    """How pictures become tokens: cut into patches of `size` times `size` pixels and `frames` pictures in a
-    row, each of which goes through one linear layer as a vector, [channel, frame, row, column].
+    """Patch embedding: images are split into patches of `size` times `size` pixels and `frames` consecutive
+    frames, each of which passes through one linear layer as a vector, [channel, frame, row, column].
     """
 
     size: int
@@ -28,9 +28,9 @@ class PatchSpec:
 
 @dataclass(frozen=True)
 class PatchMergerSpec:
-    """From the encoder to the language model by `norm`, `merge` times `merge` neighbouring patches side by
-    side, and two linear layers with an exact GELU between them (Qwen2-VL). `norm_merged`: the norm is of the
-    patches side by side, and not of each.
+    """Projector: `norm`, concatenation of `merge` times `merge` adjacent patches, and two linear layers with
+    an exact GELU between them (Qwen2-VL). `norm_merged` normalises the concatenated patches instead of each
+    patch.
     """
 
     merge: int
@@ -40,8 +40,8 @@ class PatchMergerSpec:
 
 @dataclass(frozen=True)
 class MistralMergerSpec:
-    """From the encoder to the language model by `norm`, one linear layer over `merge` times `merge`
-    neighbouring patches, and two more with an activation between them (Mistral Small 3.1).
+    """Projector: `norm`, one linear layer over `merge` times `merge` adjacent patches, and two more with an
+    activation between them (Mistral Small 3.1).
     """
 
     merge: int
@@ -52,8 +52,8 @@ class MistralMergerSpec:
 
 @dataclass(frozen=True)
 class LinearProjectorSpec:
-    """From the encoder to the language model by the mean of `merge` times `merge` neighbouring patches, a
-    `norm` if there is one, and one linear layer (Gemma 3, PaliGemma).
+    """Projector: the mean of `merge` times `merge` adjacent patches, an optional `norm`, and one linear layer
+    (Gemma 3, PaliGemma).
     """
 
     merge: int = 1
@@ -63,9 +63,9 @@ class LinearProjectorSpec:
 
 @dataclass(frozen=True)
 class MLPProjectorSpec:
-    """From the encoder to the language model by `merge` times `merge` neighbouring patches side by side, a
-    `norm` of them if there is one, and two linear layers with an activation between them, the first to the
-    width of the language model already (LLaVA, InternVL).
+    """Projector: concatenation of `merge` times `merge` adjacent patches, an optional `norm` of these, and
+    two linear layers with an activation between them, the first one to the language model's width (LLaVA,
+    InternVL).
     """
 
     activation: Activation = "gelu"
@@ -76,8 +76,8 @@ class MLPProjectorSpec:
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """From the encoder to the language model by `merge` times `merge` neighbouring patches side by side, two
-    linear layers of width `size`, each with an exact GELU behind it, and one more (Llama 4).
+    """Projector: concatenation of `merge` times `merge` adjacent patches, two linear layers of width `size`,
+    each followed by an exact GELU, and one more (Llama 4).
     """
 
     merge: int
@@ -86,9 +86,9 @@ class AdapterSpec:
 
 @dataclass(frozen=True)
 class PoolProjectorSpec:
-    """From the encoder to the language model by the mean of `merge` times `merge` neighbouring patches, times
-    the root of their width, less a bias and times a scale that are stored and not trained if `standardized`,
-    an RMSNorm without a weight, and one linear layer (Gemma 4).
+    """Projector: the mean of `merge` times `merge` adjacent patches, times the root of their width; if
+    `standardized`, minus a bias and times a scale that are stored and not trained; an RMSNorm without a
+    weight, and one linear layer (Gemma 4).
     """
 
     merge: int
@@ -108,22 +108,22 @@ ProjectorSpec = (
 
 @dataclass(frozen=True)
 class StretchedTable:
-    """A table of `side` times `side` positions, stretched to the size of each picture (Qwen3-VL)."""
+    """A table of `side` times `side` positions, interpolated to the size of each image (Qwen3-VL)."""
 
     side: int
 
 
 @dataclass(frozen=True)
 class FixedTable:
-    """A table of `side` times `side` positions, one for each patch, and one for the class token (CLIP)."""
+    """A table of `side` times `side` positions, one per patch, and one for the class token (CLIP)."""
 
     side: int
 
 
 @dataclass(frozen=True)
 class CubicTable:
-    """As `FixedTable`, where pictures have `side` times `side` patches; for other squares the rows of patches
-    are stretched by cubic interpolation (InternVL).
+    """`FixedTable` for images of `side` times `side` patches; for other square sizes the patches' rows are
+    interpolated bicubically (InternVL).
     """
 
     side: int
@@ -131,40 +131,40 @@ class CubicTable:
 
 @dataclass(frozen=True)
 class AxesTable:
-    """Two tables of `size` positions, by whose sum a patch stands in its column and in its row (Gemma 4)."""
+    """Two tables of `size` positions, for columns and rows, which are added (Gemma 4)."""
 
     size: int
 
 
 @dataclass(frozen=True)
 class PlacedPictures:
-    """A processor gives `pixel_values` [images, patches, width], numbers from 0 to 1 whose channels come
-    last, filled up to the most patches, and `image_position_ids` [images, patches, 2], the column and the row
-    of each, -1 where there is none; of the steps of videos `pixel_values_videos` and `video_position_ids`,
-    with `num_frames_per_video` (Gemma 4).
+    """Processor outputs `pixel_values` [images, patches, width], numbers from 0 to 1 with channels last,
+    padded to the most patches, and `image_position_ids` [images, patches, 2], column and row of each patch,
+    -1 for padding; for video frames `pixel_values_videos` and `video_position_ids`, with
+    `num_frames_per_video` (Gemma 4).
     """
 
 
 @dataclass(frozen=True)
 class GridPictures:
-    """A processor gives patches, [patches of all pictures, width] pixels, and the grid of each picture
-    (Qwen2-VL): `pixel_values` with `image_grid_thw`, and of videos `pixel_values_videos` with
+    """Processor outputs patches, [patches of all images, width] pixels, and the grid of each image
+    (Qwen2-VL): `pixel_values` with `image_grid_thw`, and for videos `pixel_values_videos` with
     `video_grid_thw`.
     """
 
 
 @dataclass(frozen=True)
 class PaddedPictures:
-    """A processor gives `pixel_values` [images, channels, height, width], padded to the largest image, and
+    """Processor outputs `pixel_values` [images, channels, height, width], padded to the largest image, and
     `image_sizes` [images, 2] (Pixtral).
     """
 
 
 @dataclass(frozen=True)
 class SquarePictures:
-    """A processor gives `pixel_values` [images, channels, size, size], whatever the images' own size (CLIP).
-    What is left over of `size` pixels behind whole patches is not looked at. Beside a `CubicTable` all images
-    of a call may have another size.
+    """Processor outputs `pixel_values` [images, channels, size, size], whatever the images' own size (CLIP).
+    Pixels after the last whole patch are ignored. With a `CubicTable` all images of a call may have another
+    size.
     """
 
     size: int
@@ -172,12 +172,12 @@ class SquarePictures:
 
 @dataclass(frozen=True)
 class AnyresPictures:
-    """A processor gives `pixel_values` [images, tiles, channels, size, size], of each image the whole, and
-    behind that, of the one image of a row, tiles of it in the best of `resolutions`, (height, width) in
-    pixels; with `image_sizes` [images, 2] and `batch_num_images` [rows]. Of videos it gives
-    `pixel_values_videos` [videos, frames, channels, size, size]; those of several lengths stand behind one
-    another, [frames, channels, size, size], with `num_frames_per_video` [videos]. How features become tokens,
-    those of `most` tiles at the most, is in layers/vision/anyres.py (LLaVA-OneVision).
+    """Processor outputs `pixel_values` [images, tiles, channels, size, size]: for each image the whole and,
+    if it is the only image of its row, tiles of it in the best of `resolutions`, (height, width) in pixels;
+    with `image_sizes` [images, 2] and `batch_num_images` [rows]. For videos `pixel_values_videos` [videos,
+    frames, channels, size, size], or for different lengths concatenated, [frames, channels, size, size], with
+    `num_frames_per_video` [videos]. layers/vision/anyres.py turns the features of at most `most` tiles into
+    tokens (LLaVA-OneVision).
     """
 
     size: int
@@ -187,10 +187,10 @@ class AnyresPictures:
 
 @dataclass(frozen=True)
 class TimeSpec:
-    """The positions of images' tokens on three axes, time, row and column (M-RoPE, arXiv:2409.12191, section
-    2.1): see layers/vision/positions.py. A second of a video is `tokens_per_second` positions long; None:
-    each of its time steps is one. `steps_apart`: text stands between the steps of a video, so that each is a
-    picture by itself (Qwen3-VL).
+    """Positions of image tokens on three axes, time, row and column (M-RoPE, arXiv:2409.12191, section 2.1):
+    see layers/vision/positions.py. A second of video is `tokens_per_second` positions long; None: one
+    position per time step. `steps_apart`: text separates the time steps of a video, so that each is an image
+    of its own (Qwen3-VL).
     """
 
     tokens_per_second: float | None = None
@@ -199,24 +199,23 @@ class TimeSpec:
 
 @dataclass(frozen=True)
 class VisionSpec:
-    """An encoder of images and its way into a language model.
+    """An image encoder and its projector into a language model.
 
-    `blocks` are those of the encoder, of width `hidden_size`. Each sees a whole picture (or a time step of a
-    video), but for those at `windowed`, which see windows of `window` times `window` merged patches.
-    `projector` makes features of what the encoder gives, one for each token with the id `image_id` or
-    `video_id`. `positions` are those of these tokens; None: as all others. A `position_table` says where in
-    its picture a patch stands, beside rotary positions or not. What layers of the encoder at `deep` give is
-    added to its tokens behind the first layers of the language model, the lowest first, each by a projector
-    of its own (DeepStack, arXiv:2406.04334). `pictures` is what the family's processor gives, `norm_before` a
-    norm in front of the blocks and `norm_behind` one behind them. A `class_token` is one more token of each
-    picture, in front of its patches or behind them, which the projector gets only with `class_feature`, as
-    one more feature of each picture. At `taken` it gets, in place of what the last block gives, what these do
-    side by side, the first of them being 1, and 0 what enters it. Rotary positions of patches are counted
-    from 1 where a class token stands at 0.
+    `blocks` are the encoder's, of width `hidden_size`. Each sees a whole image (or a time step of a video),
+    except for those at `windowed`, which see windows of `window` times `window` merged patches. `projector`
+    turns the encoder's outputs into features, one for each token with the id `image_id` or `video_id`.
+    `positions` are those of these tokens; None: as for other tokens. A `position_table` encodes a patch's
+    place in its image, with or without rotary positions. Outputs of the encoder layers at `deep` are added to
+    its tokens after the first layers of the language model, lowest first, each through its own projector
+    (DeepStack, arXiv:2406.04334). `pictures` is the form of the processor's output, `norm_before` a norm
+    before the blocks and `norm_behind` one after them. A `class_token` is an additional token of each image,
+    before or after its patches, which the projector receives only with `class_feature`, as an additional
+    feature. With `taken` it receives the concatenated outputs of these layers instead of the last block's; 1
+    is the first, and 0 its input. Rotary positions of patches start at 1 if the class token is at 0.
 
-    `kinds` is the keyword by which a processor says of each token what it belongs to; images need it then.
-    `spans` are tokens of the language model that all see one another: those of an image ("images"), or what
-    stands at the beginning of a document and is of kind 0 ("prefix").
+    `kinds` is the keyword with which a processor gives the type of each token; images then require it.
+    `spans` are tokens of the language model that all see one another: those of an image ("images"), or the
+    initial tokens of type 0 in a document ("prefix").
     """
 
     hidden_size: int
@@ -243,26 +242,24 @@ class VisionSpec:
 
     @property
     def deep_projector(self) -> PatchMergerSpec:
-        """From the layers at `deep`: patches are normalised side by side.
+        """Projector of the layers at `deep`, which normalises concatenated patches.
 
         Raises:
-            ValueError: the projector cannot do that.
+            ValueError: the projector does not support that.
         """
         if not isinstance(self.projector, PatchMergerSpec):
-            raise ValueError(
-                f"no projector of lower layers is known beside a {type(self.projector).__name__}"
-            )
+            raise ValueError(f"no projector of lower layers is known for a {type(self.projector).__name__}")
         return replace(self.projector, norm_merged=True)
 
 
 @dataclass(frozen=True)
 class TiledVisionSpec:
-    """An encoder of images that are cut into `tiles` square ones of `image_size` pixels at most, lying in one
-    of `ratios` ways (Llama 3.2 Vision): see layers/vision/tiled.py.
+    """An encoder of images split into at most `tiles` square tiles of `image_size` pixels, arranged in one of
+    `ratios` (Llama 3.2 Vision): see layers/vision/tiled.py.
 
-    `blocks` come first, then `global_blocks`; `norm` is that in front of all and that between them. Features
-    are what the last gives beside what those of `blocks` at `taken` give. The token `image_id` names an image
-    in the text.
+    `blocks` run first, then `global_blocks`; `norm` is used before all and between them. Features are the
+    last output concatenated with those of `blocks` at `taken`. The token `image_id` stands for an image in
+    the text.
     """
 
     hidden_size: int
@@ -278,5 +275,5 @@ class TiledVisionSpec:
 
     @property
     def width(self) -> int:
-        """That of features."""
+        """Width of the features."""
         return self.hidden_size * (1 + len(self.taken))

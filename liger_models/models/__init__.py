@@ -1,4 +1,4 @@
-"""Models as users meet them: loading, saving, generation and classification on top of `layers.model`.
+"""User-facing models: loading, saving, generation and classification on top of `layers.model`.
 
 May import architectures, layers and checkpoints; training, the command line and adapters import it.
 """
@@ -16,7 +16,7 @@ __all__ = ["LigerCausalLM", "LigerSequenceClassifier", "MedusaModel"]
 _HOMES = {"LigerCausalLM": "causal_lm", "LigerSequenceClassifier": "classifier", "MedusaModel": "medusa"}
 
 
-def __getattr__(name: str) -> Any:  # imported when first used, with torch
+def __getattr__(name: str) -> Any:  # imported on first use, with torch
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,5 +1,4 @@
-"""The model as its user holds it: layers.CausalLM with a config, a way back to disk and to the hub, and
-generation."""
+"""The user-facing model: layers.CausalLM with a config, saving to disk and to the hub, and generation."""
 
 from __future__ import annotations
 
@@ -34,22 +33,23 @@ GENERATION_CONFIG = "generation_config.json"
 
 
 class LigerCausalLM(CausalLM):
-    """A causal language model with its config. Use `from_hub` or `from_config` to make one.
+    """A causal language model with its config. Create one with `from_hub` or `from_config`.
 
     Attributes:
         architecture: the family, as registered.
         config: the keys of config.json as attributes.
-        carried: patterns (with `*`) of checkpoint tensors that the model does not use and an export repeats.
-        source: the form of the checkpoint that it was read from; None for fresh weights, and for the text
-            part of a multimodal checkpoint.
-        left_out: the names of the tensors of a multimodal checkpoint that were not read.
+        carried: patterns (with `*`) of checkpoint tensors that the model does not use and an export copies.
+        source: layout of the checkpoint that it was read from; None for random weights, and for the text part
+            of a multimodal checkpoint.
+        left_out: names of the tensors of a multimodal checkpoint that were not read.
         source_folder: the folder of that checkpoint.
-        learned_ends: ids that training has taught the model to end an answer with. They join the
-            `eos_token_id` of the generation config.
+        learned_ends: ids that the model was trained to end answers with. They are added to the `eos_token_id`
+            of the generation config.
     """
 
-    # What transformers' Trainer and accelerate ask of a model: that the loss takes num_items_in_batch and
-    # shifts the labels, the name of its input, and (below) which modules stay whole when a model is divided.
+    # Attributes that transformers' Trainer and accelerate look for: the loss takes num_items_in_batch and
+    # shifts the labels, the name of the input, and (below) the modules that stay whole when the model is
+    # split over devices.
     accepts_loss_kwargs = True
     loss_type = "ForCausalLM"
     main_input_name = "input_ids"
@@ -76,32 +76,32 @@ class LigerCausalLM(CausalLM):
         self.learned_ends: tuple[int, ...] = ()
 
     def _get_name(self) -> str:
-        # Trainer looks here for a causal language model, whose labels are shifted under label smoothing too.
+        # Trainer looks for this name of a causal language model, to shift labels under label smoothing, too.
         return self.architecture.reference
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        """Asked for by PEFT when it wraps a causal language model; transformers' `generate` is not used here.
+        """Required by PEFT when it wraps a causal language model; transformers' `generate` is not used here.
 
         Raises:
             NotImplementedError: always.
         """
-        raise NotImplementedError("this model generates by its own method: model.generate(input_ids, ...)")
+        raise NotImplementedError("use this model's own method: model.generate(input_ids, ...)")
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name == "peft_config":  # PEFT sets it once its adapters are in the model
+        if name == "peft_config":  # set by PEFT after adding its adapters
             self._run_adapters()
 
     def train(self, mode: bool = True) -> Self:
-        """As of any module. Trainers call it before every step, so adapters that were added to other layers
-        since the first ones are found here.
+        """Set the training mode. Trainers call this before every step, so adapters added since the first step
+        are found here.
         """
         if mode and getattr(self, "peft_config", None):
             self._run_adapters()
         return super().train(mode)
 
     def _run_adapters(self) -> None:
-        from liger_models.hf.adapters.lora import take_over  # which imports PEFT
+        from liger_models.hf.adapters.lora import take_over  # imports PEFT
 
         take_over(self)
 
@@ -121,34 +121,34 @@ class LigerCausalLM(CausalLM):
     ) -> None:
         """Write a Hugging Face checkpoint that transformers and vLLM read.
 
-        A model that was read from a checkpoint is written as it was read: tensor names, dtypes, division into
-        files, config, generation config, tokenizer and chat template. An existing checkpoint in `folder` is
-        replaced in one step, once the new one is complete. If the model is sharded over processes (FSDP2),
-        all of them must call this: tensors are gathered one at a time, and the first process writes. Of
-        processes with replicas (DDP) one is enough; if several call this at the same time for one folder, one
-        of them writes and the others wait for it.
+        A model read from a checkpoint is written as it was read: tensor names, dtypes, shards, config,
+        generation config, tokenizer and chat template. An existing checkpoint in `folder` is replaced
+        atomically when the new one is complete. If the model is sharded over processes (FSDP2), all of them
+        must call this: tensors are gathered one at a time, and the first process writes. With replicas (DDP)
+        one process is enough; if several call this at the same time for one folder, one of them writes and
+        the others wait.
 
         Args:
-            folder: where to write.
-            max_shard_size: largest file, in bytes or as "5GB" (10^9) or "5GiB". Default: the source's
-                division, or 5 GB.
-            dtype: of the tensors, torch.bfloat16 or "bfloat16"; "parameters" is what each has in memory.
-                Default: the source's, or what each has in memory.
+            folder: output folder.
+            max_shard_size: maximum file size, in bytes or as "5GB" (10^9) or "5GiB". Default: the source's
+                files, or 5 GB.
+            dtype: of the tensors, torch.bfloat16 or "bfloat16"; "parameters" is each tensor's dtype in
+                memory. Default: the source's, or each tensor's dtype in memory.
 
         Raises:
-            CheckpointError: the disk is full or cannot be written to; an old checkpoint is then untouched. Or
-                the model no longer has the parameters that it was made with, as with an adapter in it.
-            ConfigError: `dtype` is none of these.
+            CheckpointError: the disk is full or not writable; an old checkpoint is then untouched. Or the
+                model's parameters have changed since its creation, for example by adding an adapter.
+            ConfigError: an invalid `dtype`.
         """
         parameters, weight_map = self.saved_tensors(), self.weight_map()
         options = self._plan_options(parameters, weight_map, dtype)
         save_checkpoint(folder, parameters, weight_map, max_shard_size=max_shard_size, **options)
 
     def checkpoint_plan(self, dtype: str | torch.dtype | None = None) -> CheckpointPlan:
-        """The files that `save_pretrained` would write, for whoever writes their values otherwise.
+        """Plan of the files that `save_pretrained` would write, for writing their values in another way.
 
         Raises:
-            CheckpointError, ConfigError: as `save_pretrained`.
+            CheckpointError, ConfigError: as in `save_pretrained`.
         """
         parameters, weight_map = self.saved_tensors(), self.weight_map()
         return plan_checkpoint(parameters, weight_map, **self._plan_options(parameters, weight_map, dtype))
@@ -181,16 +181,15 @@ class LigerCausalLM(CausalLM):
         }
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The (name, tensor) of the checkpoint that `save_pretrained` would write, one after the other, for
-        whoever takes weights without files, such as an engine that generates with the model as it trains.
+        """Iterate over the (name, tensor) pairs of the checkpoint that `save_pretrained` would write, for
+        transferring weights without files, for example to an inference engine during training.
 
-        Tensors are views of the model's where strides can say so, in its dtypes and on its devices. Of a
-        model that is sharded over processes all of them must run through it together: one tensor at a time
-        is gathered.
+        Tensors are views of the model's if strides allow it, in its dtypes and on its devices. If the model
+        is sharded over processes, all of them must iterate together: tensors are gathered one at a time.
 
         Raises:
-            CheckpointError: the model no longer has the parameters that it was made with, as with an adapter
-                in it.
+            CheckpointError: the model's parameters have changed since its creation, for example by adding an
+            adapter.
         """
         natives, weight_map = self.saved_tensors(), self.weight_map()
         _check_savable(natives, weight_map)
@@ -212,7 +211,7 @@ class LigerCausalLM(CausalLM):
         revision: str | None = None,
         max_shard_size: int | str | None = None,
     ) -> str:
-        """Upload what `save_pretrained` writes, and return the address of the commit.
+        """Upload the files of `save_pretrained`, and return the URL of the commit.
 
         Raises:
             HubError: the hub refused, or could not be reached.
@@ -246,7 +245,7 @@ class LigerCausalLM(CausalLM):
         **images: Any,
     ) -> Tensor:
         """Continue each prompt [batch, seq] of a batch: [batch, seq + new]. See `generate` in
-        liger_models/generating/generation.py; the special ids default to those of the generation config.
+        liger_models/generating/generation.py; special ids default to the generation config's.
         """
         return generate(
             self,
@@ -264,8 +263,8 @@ class LigerCausalLM(CausalLM):
         )
 
     def special_id(self, key: str) -> Any:
-        """An id by its name in configs, as `eos_token_id`: one, a list, or None. The generation config goes
-        before the model's; ids that were learned to end answers join the others.
+        """A special id by its name in configs, such as `eos_token_id`: one, a list, or None. The generation
+        config takes precedence over the model's; learned end ids are added.
         """
         value = self._stated_id(key)
         if key != "eos_token_id":
@@ -275,8 +274,8 @@ class LigerCausalLM(CausalLM):
         return [*stated, *learned] if learned else value
 
     def generation_config(self) -> bytes | None:
-        """The generation_config.json of a model that has learned to end answers with tokens that its own does
-        not name; else None.
+        """The generation_config.json of a model trained to end answers with tokens missing in its own; else
+        None.
         """
         key = "eos_token_id"
         ends = self.special_id(key)
@@ -298,10 +297,10 @@ class LigerCausalLM(CausalLM):
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """The dtype of a model's weights, from its name or itself.
+    """Parse a dtype of weights, given by name or itself.
 
     Raises:
-        ConfigError: it is none in which a model can be.
+        ConfigError: not a supported dtype of weights.
     """
     parsed = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if parsed not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
@@ -317,14 +316,13 @@ def _check_savable(parameters: Mapping[str, Tensor], weight_map: WeightMap) -> N
             raise CheckpointError(f"{name} is on the meta device, so there are no values to save")
     if unknown := sorted(parameters.keys() ^ weight_map.keys()):
         raise CheckpointError(
-            f"the model's parameters are not those that it was made with; they differ in {unknown[:4]}. "
-            "Merge adapters into the layers that they wrap, remove parametrizations, and let a "
-            "tied head stay tied"
+            f"the model's parameters have changed since its creation; they differ in {unknown[:4]}. Merge "
+            "adapters into the layers that they wrap, remove parametrizations, and keep a tied head tied"
         )
 
 
 def _source_dtype(source: SourceLayout) -> torch.dtype:
-    """The dtype that most of a checkpoint's values have."""
+    """Dtype of most of a checkpoint's values."""
     sizes: dict[torch.dtype, int] = {}
     for info in source.tensors.values():
         sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes

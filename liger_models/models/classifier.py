@@ -1,9 +1,9 @@
-"""A sequence classifier, as transformers' ...ForSequenceClassification: a decoder whose last token says of
-its sequence what it is; with one label, a reward model.
+"""Sequence classification, as transformers' ...ForSequenceClassification: a decoder with a head on the last
+token; with one label, a reward model.
 
-    logits = W h,  h the hidden state of the sequence's last token that is not the padding token      [labels]
+    logits = W h,  h the hidden state of the sequence's last non-padding token       [labels]
 
-    model = liger_models.from_hub("meta-llama/Llama-3.2-1B", labels=1)     # a fresh head, score.weight
+    model = liger_models.from_hub("meta-llama/Llama-3.2-1B", labels=1)     # a random head, score.weight
     rewards = model(input_ids, attention_mask=mask).logits[:, 0]
     values = model(input_ids, attention_mask=mask, every_token=True).logits[..., 0]    # [batch, seq]
 """
@@ -34,7 +34,7 @@ HEAD = "score."  # its name in checkpoints
 
 
 class ClassifierOutput(ModelOutput):
-    """`logits` [sequences, labels], or [batch, seq, labels] of every token, float32."""
+    """`logits` [sequences, labels], or [batch, seq, labels] for every token, float32."""
 
     @property
     def logits(self) -> Tensor:
@@ -42,8 +42,8 @@ class ClassifierOutput(ModelOutput):
 
 
 class LigerSequenceClassifier(LigerCausalLM):
-    """A decoder with a classification head, which is called `score` in checkpoints. `from_hub` and
-    `from_config` make one from a config whose architecture is a classifier's, or with `labels=`.
+    """A decoder with a classification head, named `score` in checkpoints. `from_hub` and `from_config` create
+    one from a classifier's config, or with `labels=`.
     """
 
     def __init__(
@@ -63,12 +63,11 @@ class LigerSequenceClassifier(LigerCausalLM):
         cu_seqlens: Tensor | None = None,
         every_token: bool = False,
     ) -> ClassifierOutput:
-        """The logits of each sequence, in the order of rows, or of packed documents.
+        """Logits of each sequence, in the order of rows or of packed documents.
 
         Args:
-            input_ids, attention_mask, position_ids, cu_seqlens: as of `CausalLM`.
-            every_token: the logits of every token instead, zero at padding: values of states, or rewards of
-                steps.
+            input_ids, attention_mask, position_ids, cu_seqlens: as for `CausalLM`.
+            every_token: return the logits of every token, zero at padding: state values, or step rewards.
 
         Raises:
             DataError: shapes that do not fit, or ids outside the vocabulary; or another process of the
@@ -83,7 +82,7 @@ class LigerSequenceClassifier(LigerCausalLM):
         self.begin_checks(checks)
         hidden = self.run_layers(sequences, input_ids)
         checks.finish()
-        if self.spec.router is not None:  # whose loss is that of a language model
+        if self.spec.router is not None:  # its loss belongs to language models
             sequences.notes.router_logits.take()
         if every_token:
             return ClassifierOutput(logits=sequences.unpack(self.lm_head(hidden).float()))
@@ -91,7 +90,8 @@ class LigerSequenceClassifier(LigerCausalLM):
         return ClassifierOutput(logits=self.lm_head(hidden[last]).float())
 
     def _is_none(self, *args: Any, **kwargs: Any) -> Any:
-        """
+        """Refuse methods of language models.
+
         Raises:
             UnsupportedModelError: always.
         """
@@ -101,7 +101,7 @@ class LigerSequenceClassifier(LigerCausalLM):
 
 
 def _last_tokens(sequences: Sequences, ids: Tensor, pad: int | None) -> Tensor:
-    """Of each sequence its last token that is not `pad`, as the reference; the first, if all are."""
+    """Last token of each sequence other than `pad`, as in the reference; the first if all are."""
     if sequences.documents.cu_seqlens is None:
         batch, seq = sequences.documents.shape
         bounds = torch.arange(0, batch * seq + 1, seq, device=ids.device)
@@ -114,7 +114,7 @@ def _last_tokens(sequences: Sequences, ids: Tensor, pad: int | None) -> Tensor:
 
 
 def labels_of(config: Mapping[str, Any]) -> int | None:
-    """How many labels a config's classifier has; None if it is none."""
+    """Number of labels of a classifier's config; None if it is not a classifier."""
     names = config.get("architectures") or [""]
     if not str(names[0]).endswith(SUFFIX):
         return None
@@ -122,10 +122,10 @@ def labels_of(config: Mapping[str, Any]) -> int | None:
 
 
 def with_labels(config: Mapping[str, Any], labels: int, reference: str) -> dict[str, Any]:
-    """A config of the class `reference` with so many labels.
+    """Config of the class `reference` with this number of labels.
 
     Raises:
-        ConfigError: it has others already.
+        ConfigError: it already has another number.
     """
     found = labels_of(config)
     if labels < 1 or found not in (None, labels):
@@ -136,20 +136,20 @@ def with_labels(config: Mapping[str, Any], labels: int, reference: str) -> dict[
 
 
 def of_labels(spec: ModelSpec) -> ModelSpec:
-    """A spec whose head is plain, and no embedding's."""
+    """The spec with a plain, untied head."""
     return replace(spec, tie_word_embeddings=False, head_bias=False, logit_softcap=None, logit_scale=1.0)
 
 
 def as_classifier(architecture: Architecture) -> Architecture:
-    """The family with the other head.
+    """The family with a classification head.
 
     Raises:
-        UnsupportedModelError: it sees images, or is not a causal language model.
+        UnsupportedModelError: a vision-language model, or not a causal language model.
     """
     stem, _, rest = architecture.reference.partition("For")
     if architecture.sees or rest != "CausalLM":
         raise UnsupportedModelError(
-            f"{architecture.reference} has no sequence classifier here; expected a family of text alone"
+            f"{architecture.reference} has no sequence classifier here; expected a text-only family"
         )
     layouts = tuple(
         replace(layout, rename=(("lm_head.", HEAD), *layout.rename)) for layout in architecture.layouts
@@ -158,7 +158,7 @@ def as_classifier(architecture: Architecture) -> Architecture:
 
 
 def leave_out_head(reader: CheckpointReader, architecture: Architecture) -> bool:
-    """Whether a checkpoint has no head of labels. The one of tokens is then left out."""
+    """Whether a checkpoint lacks a classification head. Its language modelling head is then dropped."""
     if any(name.endswith(f"{HEAD}weight") for name in reader.tensors):
         return False
     heads = {layout.name(f"lm_head.{part}") for layout in architecture.layouts for part in ("weight", "bias")}

@@ -1,4 +1,4 @@
-"""How the tensors of a checkpoint match a model: its layout, its head, and the dtypes that round nothing."""
+"""Matching of a checkpoint's tensors to a model: layout, head, and lossless dtypes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from liger_models.models.causal_lm import LigerCausalLM
 def find_layout(
     model: LigerCausalLM, reader: CheckpointReader, missing: tuple[str, ...] = ()
 ) -> SourceLayout:
-    """Which of its family's layouts a checkpoint has, without the `missing` tensors of the model; from here
-    on it is the model's.
+    """Find the checkpoint's layout among its family's, without the model's `missing` tensors, and assign it
+    to the model.
 
     Raises:
-        CheckpointError: its tensors are those of none of them.
+        CheckpointError: no layout matches.
     """
     tied = {}
-    if model.spec.tie_word_embeddings:  # the head's tensor may be there beside the embedding that it repeats
+    if model.spec.tie_word_embeddings:  # the head's tensor may duplicate the embedding
         tied = dict(map(_head_and_embedding, model.architecture.layouts))
     maps = {
         layout: {name: expr for name, expr in model.weight_map(layout).items() if name not in missing}
@@ -42,8 +42,8 @@ def _head_and_embedding(layout: Layout) -> tuple[str, str]:
 
 
 def has_own_head(architecture: Architecture, reader: CheckpointReader) -> bool:
-    """Whether a checkpoint has a head that is not its embedding. Then it is what the reference takes of a
-    model that sees, whatever the config says of it, or means by saying nothing.
+    """Whether a checkpoint has a head that differs from its embedding. For vision-language models the
+    reference then uses it, regardless of the config.
     """
     pairs = map(_head_and_embedding, architecture.layouts)
     there = {head: embedding for head, embedding in pairs if {head, embedding} <= reader.tensors.keys()}
@@ -51,19 +51,20 @@ def has_own_head(architecture: Architecture, reader: CheckpointReader) -> bool:
 
 
 def exact_dtypes(model: CausalLM, stored: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
-    """A dtype for each of the model's tensors in which a checkpoint's values are exact, by native name.
+    """Dtype of each of the model's tensors, by native name, that represents the checkpoint's values exactly.
 
-    All matrices get one, since they multiply one another's results. What else is stored in a wider one, a
-    norm or a bias, has that for itself: it must not double the model.
+    All matrices have the same dtype, since they are multiplied with each other's results. Other tensors
+    stored in a wider dtype, such as a norm or a bias, keep it for themselves instead of widening the whole
+    model.
 
     Args:
-        model: with the layout of the checkpoint.
-        stored: the dtypes of the checkpoint's tensors.
+        model: with the checkpoint's layout.
+        stored: dtypes of the checkpoint's tensors.
     """
     tensors, canonical = model.saved_tensors(), model.weight_map(Layout())
     found = {name: {stored[ref.name] for ref in expr.refs()} for name, expr in model.weight_map().items()}
     matrices = {name for name, expr in canonical.items() if any(len(ref.shape) > 1 for ref in expr.refs())}
-    # What is no dtype of weights is refused, by its name, when it is loaded.
+    # Dtypes unsupported for weights raise an error with their name during loading.
     of_matrices = set().union(*(found[name] for name in matrices)).intersection(WEIGHT_DTYPES)
     shared = functools.reduce(torch.promote_types, of_matrices or {torch.float32})
 

@@ -1,15 +1,15 @@
-"""Medusa heads (Cai et al., 2024, arXiv:2401.10774): further heads of a model, which guess the tokens after
-the next one, so that generation can check several at once.
+"""Medusa heads (Cai et al., 2024, arXiv:2401.10774): additional heads that predict the tokens after the next
+one, so that generation can verify several at once.
 
     head k of K:  h -> W_k (h + silu(A_k h + a_k)),  blocks like the inner one as many as there are layers
     loss = sum over k of decay^k * cross entropy(head k, the token k + 1 after the one at hand)
 
     medusa = MedusaModel(model, num_heads=3)
-    medusa(input_ids, labels=labels).loss.backward()      # of the heads alone; the model stays as it is
+    medusa(input_ids, labels=labels).loss.backward()      # trains only the heads
     medusa.save_heads("out")
 
-The files are those of the paper's authors, which engines read: medusa_lm_head.safetensors with
-`K.LAYER.linear` and `K.LAYERS`, and a config.json that tells how many there are.
+Files have the format of the paper's authors, which inference engines read: medusa_lm_head.safetensors with
+`K.LAYER.linear` and `K.LAYERS`, and a config.json with their numbers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TENSORS, CONFIG = "medusa_lm_head.safetensors", "config.json"
 
 
 class ResBlock(nn.Module):
-    """h + silu(linear(h)); the identity but for the bias when it is made."""
+    """h + silu(linear(h)); initially the identity except for the bias."""
 
     def __init__(self, hidden_size: int):
         super().__init__()
@@ -55,7 +55,7 @@ class MedusaHead(nn.Sequential):
     """Blocks and a projection onto the vocabulary."""
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """hidden [T, H] -> logits [T, V], or with targets [T] their mean loss, zero if none counts."""
+        """hidden [T, H] -> logits [T, V], or with targets [T] their mean loss, zero without valid targets."""
         *blocks, projection = self
         for block in blocks:
             hidden = block(hidden)
@@ -66,17 +66,16 @@ class MedusaHead(nn.Sequential):
 
 
 class MedusaModel(nn.Module):
-    """A model and its further heads.
+    """A model and its Medusa heads.
 
     Args:
-        model: any causal language model of liger_models.
-        num_heads, num_layers: how many heads, and blocks in each.
-        decay: the weight of each head's loss over that of the one before.
-        trained_base: weigh the model's own loss with this and train all together (Medusa-2). None: the model
-            runs without gradients (Medusa-1).
+        model: any causal language model of liger_models. num_heads, num_layers: number of heads, and of
+        blocks in each. decay: weight of each head's loss relative to the previous one's. trained_base: weight
+        of the model's own loss, to train everything (Medusa-2). None: the model runs without
+            gradients (Medusa-1).
 
-    The heads' projections begin as the model's own, of which they get a copy each: make them before the model
-    is divided over processes.
+    The heads' projections are initialised with copies of the model's own: create them before sharding the
+    model.
     """
 
     def __init__(
@@ -116,10 +115,11 @@ class MedusaModel(nn.Module):
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> CausalLMOutput:
-        """`loss`, and `head_losses` [num_heads], each a mean over the labels of its head, without gradients.
+        """Returns `loss`, and `head_losses` [num_heads], each a mean over the labels of its head, without
+        gradients.
 
         Raises:
-            DataError: as of the model's own call.
+            DataError: as in the model's own call.
         """
         groups, own_device = groups_of_step(self), exchange_device(self.medusa_head)
         with refusing_together(groups, own_device):
@@ -152,12 +152,12 @@ class MedusaModel(nn.Module):
         return CausalLMOutput(loss=loss, head_losses=torch.stack(losses).detach())
 
     def save_heads(self, folder: str | Path, base_model: str = "") -> None:
-        """Write the heads as engines that generate with them read them. Of heads that are divided over
-        processes (FSDP2) all must call this; the first one writes.
+        """Write the heads in the format of inference engines. If they are sharded over processes (FSDP2), all
+        must call this; the first one writes.
 
         Args:
-            folder: where to; its two files are replaced in one step.
-            base_model: the name or folder of the model that they belong to.
+            folder: output folder; its two files are replaced atomically.
+            base_model: name or folder of the heads' model.
         """
         from safetensors.torch import save_file
 
@@ -176,10 +176,10 @@ class MedusaModel(nn.Module):
             (beside / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     def load_heads(self, folder: str | Path) -> None:
-        """Read what `save_heads` wrote.
+        """Read the files of `save_heads`.
 
         Raises:
-            CheckpointError: other heads than these.
+            CheckpointError: the heads differ from these.
         """
         from safetensors.torch import load_file
 
@@ -190,7 +190,7 @@ class MedusaModel(nn.Module):
             name = min(name for name in names if shapes.get(name) != expected.get(name))
             found, wanted = shapes.get(name, "missing"), expected.get(name, "none")
             raise CheckpointError(
-                f"{Path(folder) / TENSORS}: {name} is {found}, and the model's heads have {wanted}; make "
+                f"{Path(folder) / TENSORS}: {name} is {found}, but the model's heads have {wanted}; create "
                 f"MedusaModel with the num_heads and num_layers of {CONFIG}"
             )
         self.medusa_head.load_state_dict(tensors)

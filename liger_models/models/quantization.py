@@ -1,11 +1,11 @@
-"""Linear layers with weights of 4 or 8 bits, by bitsandbytes.
+"""Linear layers with 4-bit or 8-bit weights, by bitsandbytes.
 
     nf4:  blocks of 64 weights with a scale each, the scales in 8 bits (Dettmers et al., 2023,
-          arXiv:2305.14314); the product is that of the weights which they stand for
-    int8: rows with a scale each; input and weights are multiplied as integers, but for columns of
+          arXiv:2305.14314); the product uses the dequantised weights
+    int8: rows with a scale each; input and weights are multiplied as integers, except for columns of
           outliers (Dettmers et al., 2022, arXiv:2208.07339)
 
-These are the layers that transformers makes with `BitsAndBytesConfig`, block for block.
+These are the layers of transformers' `BitsAndBytesConfig`, block for block.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ METHODS = ("nf4", "int8")
 
 @torch.no_grad()
 def quantise(model: nn.Module, method: str, device: torch.device) -> None:
-    """Quantise every linear layer of a model but its head, one after the other, and move the model to a
-    device. What is no linear layer (embeddings, norms, routers, stacked experts) keeps its dtype.
+    """Quantise every linear layer of a model except its head, one by one, and move the model to a device.
+    Other modules (embeddings, norms, routers, stacked experts) keep their dtype.
 
     Args:
-        model: with the layers that shall be quantised each by itself (split projections).
+        model: with separate layers to quantise (split projections).
         method: "nf4" or "int8".
-        device: where it runs. The whole of the model is wanted where it is now alone.
+        device: target device. The unquantised model only needs memory where it is now.
 
     Raises:
         ConfigError: bitsandbytes is not installed.
@@ -38,12 +38,12 @@ def quantise(model: nn.Module, method: str, device: torch.device) -> None:
         if isinstance(module, nn.Linear) and path != "lm_head":
             model.set_submodule(path, _quantised(bnb, module, method, device))
     model.to(device)
-    # As transformers marks its models, for PEFT to know the layers.
+    # As transformers marks its models, so that PEFT recognises the layers.
     setattr(model, "is_loaded_in_4bit" if method == "nf4" else "is_loaded_in_8bit", True)
 
 
 def dequantised(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A plain linear layer with the weights that those of a quantised one stand for; others as they are."""
+    """Plain linear layer with the dequantised weights of a quantised one; other layers unchanged."""
     weight: Any = layer.weight
     if type(weight).__name__ not in ("Params4bit", "Int8Params"):
         return layer

@@ -1,4 +1,4 @@
-"""The text part of a multimodal checkpoint, read as a checkpoint of its own."""
+"""The text part of a multimodal checkpoint, read as a text-only checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from liger_models.convert.config.hf_config import HFConfig
 
 
 def text_config_of(config: HFConfig) -> HFConfig:
-    """The config of a multimodal model's text part alone; of a language model, its own.
+    """Config of a multimodal model's text part; of a language model, its own.
 
     Raises:
         UnsupportedModelError, ConfigError: see `text_config`.
@@ -27,14 +27,14 @@ def text_config_of(config: HFConfig) -> HFConfig:
 def select_text(
     config: HFConfig, text: HFConfig, reader: CheckpointReader
 ) -> tuple[HFConfig, list[TensorInfo]]:
-    """Let a reader know the text part's tensors alone, by the names that a checkpoint of the text has.
+    """Restrict a reader to the text part's tensors, under their names in a text-only checkpoint.
 
     Args:
         config, text: of the checkpoint, and of its text part.
         reader: of the checkpoint.
 
     Returns:
-        The text's config, in which the head is tied if it is so in the files; and what is left out.
+        The text's config, with the head tied if it is in the files; and the dropped tensors.
     """
     family, vocab_size = MULTIMODAL[config.model_type], text.raw["vocab_size"]
     layout = find_architecture(text.model_type).layouts[0]
