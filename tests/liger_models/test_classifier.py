@@ -98,5 +98,5 @@ def test_calls_without_labels_or_tokens_are_refused(tmp_path, capsys):
     assert "not compared with transformers: only language models are compared" in told
     with pytest.raises(ConfigError, match="labels is 1; expected 2"):
         liger_models.from_hub(tmp_path, labels=1, device="cpu")
-    with pytest.raises(UnsupportedModelError, match="expected a family of text alone"):
+    with pytest.raises(UnsupportedModelError, match="expected a text-only family"):
         liger_models.from_config(find_architecture("gemma3").tiny, labels=1, device="meta")
