@@ -223,6 +223,14 @@ def packed_here_alone(model: nn.Module, weight_map: WeightMap) -> dict[str, dict
     return {path: layers for path, layers in found.items() if not _is_one_layer(layers)}
 
 
+def name_layers(model: nn.Module, weight_map: WeightMap) -> None:
+    """Let tools that look for a layer of the checkpoint by its name find where it is packed."""
+    packed = packed_projections(model)
+    for path, layers in packed_here_alone(model, weight_map).items():
+        for name in layers.keys() - packed[path].parts.keys():
+            packed[path].add_module(name, _Part(name))
+
+
 def _is_one_layer(layers: Mapping[str, Tensor]) -> bool:
     return len(layers) == 1 and is_in_order(next(iter(layers.values())))
 

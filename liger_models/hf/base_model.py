@@ -38,6 +38,7 @@ from liger_models.layers.model.call_checks import (
 )
 from liger_models.layers.model.decoder import Decoder
 from liger_models.layers.projections.in_place import child_table
+from liger_models.layers.projections.packed_linear import name_layers
 from liger_models.layers.sequences.agreement import exchange_device, groups_of_step, refusing_together
 from liger_models.layers.sequences.documents import Documents
 from liger_models.layers.sequences.positions import Positions, split_axes
@@ -77,7 +78,9 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         theirs = own_skeleton(self.architecture, config) if self.vision is not None else None
         self.own_layout = own_layout(self, theirs)
         self.names, self.ambiguous = give_names(self, self.weight_map(self.own_layout))
-        hide_matrices(self, self.weight_map(self.own_layout))
+        weight_map = self.weight_map(self.own_layout)
+        hide_matrices(self, weight_map)
+        name_layers(self, weight_map)
         LanguageModel.within(self)
         if theirs is not None:
             carry_unread(self, theirs)

@@ -321,3 +321,15 @@ def test_training_in_float16_is_refused_and_evaluation_is_not(adapted, make_both
     with torch.no_grad():
         assert model(**batch).loss.isfinite()
     assert model.bfloat16()(**batch).loss.isfinite()
+
+
+def test_a_layer_that_is_packed_in_another_order_is_named_in_the_error(make_both):
+    """PEFT's own choice for the family, on fused projections."""
+    ours = make_both("gpt_neox").ours
+    with pytest.raises(
+        ValueError, match=r"query_key_value: packed with others; call model\.split_projections"
+    ):
+        peft.get_peft_model(ours, peft.LoraConfig(task_type="CAUSAL_LM"))
+    ours.split_projections()
+    adapted = peft.get_peft_model(ours, peft.LoraConfig(task_type="CAUSAL_LM"))
+    assert all(".query_key_value." in name for name, p in adapted.named_parameters() if p.requires_grad)
