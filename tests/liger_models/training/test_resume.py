@@ -202,8 +202,8 @@ def test_a_run_can_be_made_longer(run, settings):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"seq_len": 32, "truncate": True}, ConfigError, "seq_len=64 and this run asks for 32; keep 64"),
-        ({"seed": 5}, ConfigError, "seed=0 and this run asks for 5"),
+        ({"seq_len": 32, "truncate": True}, ConfigError, "seq_len=64, but this run has 32; keep 64"),
+        ({"seed": 5}, ConfigError, "seed=0, but this run has 5"),
         ({"eval_fraction": 0.2}, DataError, "other tokens than these"),
     ],
 )
