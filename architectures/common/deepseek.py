@@ -157,7 +157,7 @@ def corrected_layouts() -> tuple[Layout, ...]:
 
 
 def further_predictions(c: HFConfig) -> tuple[str, ...]:
-    """Patterns of the tensors of multi-token prediction layers, which follow the last layer and are not
+    """Patterns of the tensors of multi-token prediction layers, which follow the last layer and do not
     run."""
     first = c.take_count("num_hidden_layers")
     count = c.take_count("num_nextn_predict_layers", 1, least=0)

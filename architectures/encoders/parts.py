@@ -82,9 +82,7 @@ def _axial_theta(v: HFConfig, default: float) -> float:
 
 
 def patches(v: HFConfig, size: int, bias: bool, frames: int | None = None) -> PatchSpec:
-    """Patches of three-channel images, from the encoder's config; with this number of `frames`, or the
-    config's.
-    """
+    """Patches of three-channel images, from the encoder's config, with `frames` frames or the config's."""
     size = v.take_count("patch_size", size)
     v.take_only(in_channels=3, in_chans=3, num_channels=3, spatial_patch_size=size)
     frames = v.take_count("temporal_patch_size", 2) if frames is None else frames

@@ -153,8 +153,7 @@ def _clear_stale(target: Path) -> None:
 
 
 def _is_old(folder: Path) -> bool:
-    """Whether nothing in a folder has changed for an hour. Its lock may be held on another machine,
-    invisibly."""
+    """Whether nothing in a folder has changed for an hour. Its lock may be held on another machine."""
     try:
         changed = max(os.lstat(path).st_mtime for path in (folder, *folder.rglob("*")))
     except OSError:  # it is being written, or is gone
@@ -173,8 +172,7 @@ def _keep_entries(old: Path, new: Path, replaces: Callable[[str], bool]) -> None
 
 
 def link_tree(source: Path, dest: Path) -> None:
-    """Hard-links `source` at `dest`, without copying: both names refer to the same files, open ones
-    included."""
+    """Hard-links `source` at `dest`: both names refer to the same files, including open ones."""
     if source.is_dir() and not source.is_symlink():
         dest.mkdir()
         shutil.copymode(source, dest)

@@ -48,6 +48,5 @@ def stage_for(store: threading.local, like: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two contiguous tensors have the same bytes; unlike comparing values, correct for NaN and
-    -0.0."""
+    """Whether two contiguous tensors have the same bytes; unlike values, correct for NaN and -0.0."""
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))

@@ -159,8 +159,7 @@ def plan_checkpoint(
 
 
 def find_aux_files(folder: str | Path) -> dict[str, Path | bytes]:
-    """Files of a checkpoint folder to include in an export: config, generation config, tokenizer,
-    templates."""
+    """Files of a checkpoint folder to export: config, generation config, tokenizer, templates."""
     folder = Path(folder)
     named = {
         path.name: path

@@ -40,8 +40,7 @@ from liger_models.kernels._dispatch import (
 
 @dataclass(frozen=True)
 class ClampedSwiGLU:
-    """The clamped SwiGLU and its two constants, where an activation is passed as data: see
-    `clamped_swiglu`."""
+    """The clamped SwiGLU and its two constants, for activations passed as data: see `clamped_swiglu`."""
 
     alpha: float = 1.702
     limit: float = 7.0

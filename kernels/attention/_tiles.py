@@ -78,8 +78,7 @@ def end_query(key, bounds, part, tokens, window, RANGES: tl.constexpr):
 
 @jit
 def parts_to_visit(token, bounds, parts, tokens):
-    """Number of parts to visit: one if the block's second range is empty, since then all later ones are,
-    too."""
+    """Number of parts to visit: one if the block's second range is empty, since all later ones then are."""
     # No condition surrounds this: ptxas 12.8 mistook it for the mask of a load, and with heads of 96 in
     # float32 left the lanes that load nothing out of the reductions.
     second = tl.minimum(parts - 1, 1)
@@ -179,8 +178,7 @@ def _tiles(first, whole_first, whole_end, end, BLOCK: tl.constexpr):
 
 @jit
 def nth_tile(i, before, whole, WHOLE: tl.constexpr):
-    """Index of the i-th fully visible tile (WHOLE), or of the i-th partly visible one, from the first
-    tile."""
+    """Index of the i-th fully visible (WHOLE) or partly visible tile, from the first tile."""
     if WHOLE:
         return before + i
     else:

@@ -113,8 +113,7 @@ def weight_product(p: Tensor, q: Tensor, order: ExpertOrder) -> Tensor:
 
 
 def _descriptor(x: Tensor, block: list[int]):
-    """Tensor descriptor of x, or of a copy if x's start or strides are not multiples of the required 16
-    bytes."""
+    """Tensor descriptor of x, or of a copy if x's start or strides are not multiples of 16 bytes."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     step = 16 // x.element_size()
@@ -184,8 +183,7 @@ def _precision(dtype: torch.dtype) -> str:
 
 @jit
 def _in_bands(program, height, width):
-    """Traverse a grid of height x width in bands of 8 rows, so that concurrent programs share operands in
-    L2."""
+    """Traverse a grid of height x width in bands of 8 rows, so that programs share operands in L2."""
     band = program // (8 * width)
     rows = tl.minimum(height - band * 8, 8)
     inside = program % (8 * width)

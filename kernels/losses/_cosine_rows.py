@@ -87,7 +87,7 @@ def _cosine_kernel(
     SMALLEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row. Given grad_scale, the gradient replaces the student's row.  losses must be
+    """One program per row. Given grad_scale, the gradient replaces the student's row. losses must be
     zeroed"""
     row = tl.program_id(0).to(tl.int64)
     student_row_ptr = student_ptr + row * student_stride

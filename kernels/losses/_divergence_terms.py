@@ -27,8 +27,7 @@ def log_probs(
     HAS_TEACHER_SOFTCAP,
     MASKED,
 ):
-    """log2 q, log2 p, and the derivative of the student's cap. Past the row's end both logarithms are those
-    of zero."""
+    """log2 q, log2 p, and the derivative of the student's cap. Past the row's end both are log2 of zero."""
     student = load_columns(student_row_ptr, columns, vocab, MASKED)
     teacher = load_columns(teacher_row_ptr, columns, vocab, MASKED)
     student, slope = scaled_logits(student, scale, softcap, HAS_SOFTCAP)

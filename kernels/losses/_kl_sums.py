@@ -53,8 +53,7 @@ def _take_pair(
 
 @jit
 def _finite(maximum):
-    """Value to subtract from logits: zero while all of them are -inf, since exp2(-inf - -inf) would be
-    nan."""
+    """Value to subtract from logits: zero while all are -inf, since exp2(-inf - -inf) would be nan."""
     return tl.where(maximum == -float("inf"), 0.0, maximum)
 
 

@@ -34,8 +34,7 @@ else:
 
 
 def cap_logits(logits: Tensor, logit_scale: float, softcap: float | None) -> tuple[Tensor, Tensor | float]:
-    """z of the formula above and its derivative dz/dlogits, in float32 or float64: plain twin of the
-    kernels."""
+    """z of the formula above and its derivative dz/dlogits, in float32 or float64: plain twin."""
     z = at_least_float32(logits) * logit_scale
     if softcap is None:
         return z, logit_scale
@@ -93,8 +92,7 @@ def load_columns(pointer, columns, vocab, MASKED, OTHER=0.0):
 
 @jit
 def scaled_logits(a, logit_scale, softcap, HAS_SOFTCAP, UNIT=1.4426950408889634):
-    """UNIT z (by default z log2(e), so that exp2 gives exp(z) without another product), and dz/da of the cap
-    only."""
+    """UNIT z (z log2(e) by default, so that exp2 gives exp(z)), and dz/da of the cap only."""
     slope = 1.0
     if HAS_SOFTCAP:
         # From exp(-2|x|), which neither overflows nor loses the derivative where tanh is close to one.
@@ -123,8 +121,7 @@ def _accumulate(
     HAS_SMOOTHING,
     MASKED,
 ):
-    """Accumulate logits of columns [DEPTH, LANES] into each lane's maximum, sum of exp2 and sum of w_c
-    z_c."""
+    """Accumulate logits [DEPTH, LANES] into each lane's maximum, sum of exp2 and sum of w_c z_c."""
     z, _ = scaled_logits(load_columns(row_ptr, columns, vocab, MASKED), logit_scale, softcap, HAS_SOFTCAP)
     if HAS_SMOOTHING:
         term = z

@@ -39,7 +39,7 @@ def loss_denominator(
 def reduce_losses(
     losses: Tensor, reduction: str, token_weights: Tensor | None, divisor: Tensor | None
 ) -> Tensor:
-    """Reduce losses [T] times token_weights [T]: per token for "none", else their sum, for "mean" over
+    """Reduce losses [T] times token_weights [T]: unchanged for "none", else summed, for "mean" over
     `divisor`."""
     if token_weights is not None:
         losses = losses * token_weights

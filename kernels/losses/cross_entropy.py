@@ -291,8 +291,7 @@ def row_losses(
 
 @functools.cache
 def _labels_ok(device: torch.device) -> Tensor:
-    """One int32 of one per device, shared by all calls: a kernel that writes zero here triggers the
-    assertion."""
+    """An int32 of one per device, shared by all calls: a kernel that zeroes it triggers the assertion."""
     # Copied from the host, which synchronises once (so the first call cannot be captured in a CUDA
     # graph): a fill could run after its readers on another stream.
     return torch.ones((), dtype=torch.int32, device="cpu").to(device)

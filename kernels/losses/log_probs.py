@@ -115,8 +115,7 @@ def scores_of(found: tuple[Tensor | None, ...], shape: torch.Size) -> TokenScore
 
 
 def wanted_scores(found: Tensor, options: RowOptions) -> tuple[Tensor | None, ...]:
-    """log_probs, entropy, is_top1, log_sum_sq_probs [T] from found [5, T], as copies that callers may
-    modify."""
+    """log_probs, entropy, is_top1, log_sum_sq_probs [T] from found [5, T], as modifiable copies."""
     return (
         found[LOG_PROB].clone(),
         found[ENTROPY].clone() if options.entropy else None,

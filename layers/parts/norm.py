@@ -103,7 +103,7 @@ class LigerLayerNorm(nn.Module):
         return carry_recipe(y, norm, total, *parameters, late=True), total
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
-        """Saved bytes per token: the input, and mean and 1/std in float32. The consumer accounts for the
+        """Saved bytes per token: the input, mean and 1/std in float32. The consumer accounts for the
         output."""
         return itemsize * self.weight.numel() + 8
 

@@ -47,9 +47,7 @@ TILED: tuple[ActivationMemory, ...] = ("tiled", "offload")
 
 
 class _Kept:
-    """A tensor as autograd would have saved it: without its graph, and with the check for in-place
-    modification.
-    """
+    """A tensor as autograd would have saved it: detached, and checked for in-place modification."""
 
     __slots__ = ("tensor", "version")
 
@@ -65,8 +63,7 @@ class _Kept:
 
 
 class Recipe:
-    """How to recompute a tensor: `make(*inputs)`, without a graph. Valid for the tensor's current
-    contents."""
+    """How to recompute a tensor: `make(*inputs)`, without a graph. Valid for its current contents."""
 
     __slots__ = ("_inputs", "_made", "_make", "_output", "_version", "late")
 

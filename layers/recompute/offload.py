@@ -134,8 +134,7 @@ class _HostMemory:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self.stream is not None)
 
     def copy(self, tensor: Tensor, buffers: list[Tensor], to_host: bool) -> torch.cuda.Event | None:
-        """Copy a contiguous tensor to or from buffers, after all queued work; returns the event of its
-        end."""
+        """Copy a contiguous tensor to or from buffers, after all queued work; returns its end's event."""
         parts = tensor.view(-1).view(torch.uint8).split(CHUNK)
         pairs = [(buffer[: len(part)], part) for buffer, part in zip(buffers, parts, strict=True)]
         pairs = pairs if to_host else [(part, buffer) for buffer, part in pairs]

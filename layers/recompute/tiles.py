@@ -60,9 +60,7 @@ def mlp_in_tiles(
 
 
 def project_pieces(pieces: Sequence[Tensor], linear: nn.Module) -> Tensor:
-    """linear(cat(pieces)) for pieces [T, a], [T, b] and so on, concatenated tile by tile to avoid a full
-    copy.
-    """
+    """linear(cat(pieces)) for pieces [T, a], [T, b] and so on, concatenated one tile at a time."""
     if len(pieces) == 1:
         return linear(pieces[0])
     plain = _plain_linears(linear)

@@ -83,9 +83,7 @@ class MoESpec:
 
 @dataclass(frozen=True)
 class PerLayerInputSpec:
-    """A branch that adds per-layer embeddings of each token, of `size` elements: see
-    layers/blocks/per_layer_input.py.
-    """
+    """A branch that adds per-layer embeddings of `size` elements: see layers/blocks/per_layer_input.py."""
 
     size: int
     activation: Activation = "gelu_tanh"

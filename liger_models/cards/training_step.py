@@ -140,9 +140,7 @@ def settings_of_peers(spec: ModelSpec, tokens: int, compiled: bool = False) -> l
 
 
 def layers_that_fit(config: Mapping[str, Any], memory: int) -> int:
-    """Number of a model's layers that train comfortably in `memory` bytes; at least enough to include each
-    kind.
-    """
+    """Number of layers that train comfortably in `memory` bytes; at least enough to include each kind."""
     model = liger_models.from_config(config, device="meta")
     sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in model.layers]
     left = SHARE * memory - BYTES_OF_A_LOGIT * TOKENS_OF_A_STEP * model.spec.vocab_size

@@ -27,8 +27,8 @@ COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; `argv` excludes the program's name (default: `sys.argv[1:]`). Returns the exit
-    code."""
+    """Run one command and return its exit code; `argv` excludes the program's name (default:
+    `sys.argv[1:]`)."""
     parser = build_parser()
     args, others = parser.parse_known_args(argv)
     if others and args.command != "bench":

@@ -31,8 +31,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def inspect(name: str) -> dict[str, Any]:
-    """Everything the command shows, as JSON-serialisable data, with every parameter and layer listed
-    separately."""
+    """Everything the command shows, as JSON-serialisable data, parameter by parameter and layer by layer."""
     from dataclasses import asdict
 
     import liger_models
@@ -63,8 +62,7 @@ def inspect(name: str) -> dict[str, Any]:
 
 
 def find_config(name: str) -> tuple[Any, dict[str, str], Path | None]:
-    """The config, the dtype of every checkpoint tensor if the hub lists them, and the folder if there is
-    one."""
+    """The config, the dtypes of the checkpoint's tensors if the hub lists them, and the folder if any."""
     from liger_models.cli.checkpoints import find_checkpoint
     from liger_models.convert.checkpoints.hub import read_headers, resolve
     from liger_models.convert.errors import HubError

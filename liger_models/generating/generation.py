@@ -113,9 +113,7 @@ def _begin(
     recorded: bool,
     images: Mapping[str, Any],
 ) -> tuple[Decoding, Tensor]:
-    """Process all tokens [batch, seq]; returns the decoder of the next tokens and the first logits [batch,
-    V].
-    """
+    """Process all tokens [batch, seq]; returns the decoder and the first logits [batch, V]."""
     others = dict(images)
     sight = None if model.vision is None else model.vision.take(others)
     refuse_unknown(others)

@@ -361,9 +361,7 @@ def _identities(images: Any) -> Any:
 
 
 class _Unmarking:
-    """A tokenizer that removes markers from its text, and records the spans between them and its tokens'
-    characters.
-    """
+    """A tokenizer that removes markers and records the spans between them and its tokens' characters."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer

@@ -274,9 +274,8 @@ class LigerCausalLM(CausalLM):
         return [*stated, *learned] if learned else value
 
     def generation_config(self) -> bytes | None:
-        """The generation_config.json of a model trained to end answers with tokens missing in its own; else
-        None.
-        """
+        """The generation_config.json of a model trained to end answers with tokens missing in it; else
+        None."""
         key = "eos_token_id"
         ends = self.special_id(key)
         if ends == self._stated_id(key):

@@ -72,13 +72,11 @@ class Objective:
             raise ConfigError(f"margin is {margin}; expected a finite number")
 
     def prepare(self, load: Callable[[str], nn.Module]) -> None:
-        """Prepare for training; `load` returns a model by name, without gradients, sharded like the trained
-        one."""
+        """Prepare for training; `load` returns a model by name, frozen and sharded like the trained one."""
 
     def begin_step(self, model: Any, batches: Iterable[tuple[Any, bool]], device: torch.device) -> None:
-        """Prepare for a step or an evaluation, given all of this process's micro-batches, and whether each
-        counts.
-        """
+        """Prepare for a step or an evaluation, given this process's micro-batches, and whether each
+        counts."""
 
     def share(self, model: nn.Module, batch: Any, counts: Counts) -> Share:
         """Compute a micro-batch's share of a step or evaluation with these `counts`."""

@@ -10,8 +10,7 @@ from typing import Any
 
 
 class Signals:
-    """Turns SIGINT and SIGTERM into a flag that is read between micro-batches; a second signal acts at
-    once."""
+    """Turns SIGINT and SIGTERM into a flag read between micro-batches; a second signal acts at once."""
 
     def __init__(self) -> None:
         self.received: int | None = None

@@ -54,9 +54,7 @@ class Trace:
         self.place = self.outer.pop()
 
     def enter(self, *values: Any) -> None:
-        """Begin an iteration of a loop with these targets: a message, or something else within the outer
-        iteration.
-        """
+        """Begin an iteration of a loop with these targets: a message, or something else within it."""
         outer = self.outer[-1]
         found = [self.index[id(value)] for value in values if id(value) in self.index]
         if not found and outer is None:  # copied messages

@@ -115,8 +115,8 @@ class TextTokenizer:
     def _seam(
         self, one: tuple[list[int], list[int]], other: tuple[list[int], list[int]], shift: int, overlap: int
     ) -> tuple[int, int]:
-        """(i, j) such that one[:i] continues with other[j:]. `shift` is the offset of `other` in the text of
-        `one`."""
+        """(i, j) such that one[:i] continues with other[j:]. `shift` is the offset of `other` in `one`'s
+        text."""
         places = {end - shift: i for i, end in enumerate(one[1]) if end > shift}
         ends = other[1]
         inside = range(SEAM, bisect.bisect_right(ends, overlap, hi=len(ends) - 1) - SEAM)
