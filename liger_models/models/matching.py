@@ -54,8 +54,8 @@ def exact_dtypes(model: CausalLM, stored: Mapping[str, torch.dtype]) -> dict[str
     """Dtype of each of the model's tensors, by native name, that represents the checkpoint's values exactly.
 
     All matrices have the same dtype, since they are multiplied with each other's results. Other tensors
-    stored in a wider dtype, such as a norm or a bias, keep it for themselves instead of widening the whole
-    model.
+    stored in a wider dtype, such as a norm, a bias or a short convolution, keep it for themselves instead of
+    widening the whole model.
 
     Args:
         model: with the checkpoint's layout.
@@ -64,6 +64,9 @@ def exact_dtypes(model: CausalLM, stored: Mapping[str, torch.dtype]) -> dict[str
     tensors, canonical = model.saved_tensors(), model.weight_map(Layout())
     found = {name: {stored[ref.name] for ref in expr.refs()} for name, expr in model.weight_map().items()}
     matrices = {name for name, expr in canonical.items() if any(len(ref.shape) > 1 for ref in expr.refs())}
+    matrices -= {
+        f"{path}.{name}" for path, m in model.named_modules() for name in getattr(m, "stacked_vectors", ())
+    }
     # Dtypes unsupported for weights raise an error with their name during loading.
     of_matrices = set().union(*(found[name] for name in matrices)).intersection(WEIGHT_DTYPES)
     shared = functools.reduce(torch.promote_types, of_matrices or {torch.float32})

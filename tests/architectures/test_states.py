@@ -10,7 +10,9 @@ import pytest
 import torch
 from pairs import spec_of
 
-from liger_models.architectures import list_architectures
+import liger_models
+from liger_models.architectures import find_architecture, list_architectures
+from liger_models.models.matching import exact_dtypes
 
 RECURRENT = [family for family in list_architectures() if spec_of(family).is_recurrent]
 
@@ -93,3 +95,20 @@ def test_a_prompt_that_is_continued_from_several_places_gives_what_its_branches_
             alone = pair.ours(row[None]).logits[0, before:]
             # float32 through three layers, with sums in other orders
             assert (found.split(lengths)[i] - alone).norm() <= 1e-5 * alone.norm()
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_convolution_in_float32_does_not_double_the_model(name):
+    """Nor does A_log."""
+    model = liger_models.from_config(find_architecture(name).tiny, device="meta")
+    wide = (".conv1d.weight", ".A_log")
+    stored = {
+        ref.name: torch.float32 if ref.name.endswith(wide) else torch.bfloat16
+        for expr in model.weight_map().values()
+        for ref in expr.refs()
+    }
+    found = exact_dtypes(model, stored)
+    assert {native for native, dtype in found.items() if dtype == torch.float32} == {
+        native for native in found if native.endswith(wide)
+    }
+    assert set(found.values()) == {torch.float32, torch.bfloat16}

@@ -75,6 +75,7 @@ CASES: dict[str, dict[str, Any]] = {
     **{f"experts, {level}": {"family": "gpt_oss", "level": level, "batch": rows()} for level in LEVELS[2:]},
     "DDP": {"family": "llama", "tie_word_embeddings": True, "wrapper": "ddp", "batch": packed()},
     "adapters, documents": {"family": "llama", "adapters": True, "batch": packed()},
+    "parallelize, states": {"family": "qwen3_5_text", "wrapper": "parallelize", "batch": packed()},
     "parallelize": {
         "family": "llama",
         "tie_word_embeddings": True,
