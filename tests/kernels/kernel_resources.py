@@ -38,6 +38,7 @@ KNOWN_SPILLS = {
     "attention, LLaMA 8B": "the gradient of keys and values: tiles that do not spill are 6% slower",
     "attention, a tree, LLaMA 8B": "as above",
     "attention, Gemma 2 9B": "as above",
+    "attention, DeepSeek V3": "from Triton 3.9 on: the gradient of keys and values, 10 registers of a thread",
     "attention, Gemma 4": "heads of 512: tiles that do not spill take 7.6 ms forward, these 4.9",
 }
 
