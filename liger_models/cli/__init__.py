@@ -15,7 +15,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from liger_models import __version__
 from liger_models.convert.errors import LigerModelsError
@@ -51,7 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Prints a usage error and how to get help, but not the usage text, which takes dozens of lines."""
+    """Takes options by their whole names only, and prints a usage error and how to get help, but
+    not the usage text, which takes dozens of lines.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **options})
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\nSee `{self.prog} --help`.\n")

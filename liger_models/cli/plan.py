@@ -9,23 +9,12 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from liger_models.cli.gpus import GPUS, find_gpu
+
 if TYPE_CHECKING:
     from liger_models.layers.memory import Plan, Shown, StepMemory
     from liger_models.models.causal_lm import LigerCausalLM
 
-# Memory available to a program, in GiB, by the GPUs' common names: for H200 and H100 as reported by the
-# driver, for the others slightly below the vendors' figures.
-GPUS = {
-    "B200": 178.0,
-    "H200": 139.8,
-    "H100": 79.1,
-    "A100": 79.1,
-    "A100-40GB": 39.4,
-    "L40S": 44.4,
-    "RTX5090": 31.4,
-    "RTX4090": 23.5,
-    "T4": 14.6,
-}
 SHARE = 0.95  # of the memory, for the plan: the rest is for fragmentation, workspaces and the driver
 MOST = 1 << 24  # upper bound of the search, in tokens
 QUANTISED = {"nf4": 0.5 + 4 / 64, "int8": 1.0}  # bytes per element, with a float32 scale per 64 of nf4
@@ -39,7 +28,11 @@ def add_parser(subparsers) -> None:
     )
     add = parser.add_argument
     add("name", metavar="NAME", help="hub id, checkpoint folder, config.json, or preset")
-    add("--gpu", required=True, metavar="GPU", help=f"{', '.join(GPUS)}, or a memory size such as 80GiB")
+    add(
+        "--gpu",
+        metavar="GPU",
+        help=f"{', '.join(GPUS)}, or a memory size such as 80GiB (default: the GPU of this machine)",
+    )
     add("--batch", type=_positive, default=1, metavar="N", help="rows per GPU (default: %(default)s)")
     add(
         "--seq",
@@ -132,7 +125,7 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     model = _model(args)
     vision = model.spec.vision
     counted = _step_memory(args, model)
-    memory = int(_gib(args.gpu) * 2**30)
+    gpu, memory = find_gpu(args.gpu)
     budget = int(SHARE * memory)
     host_budget = None if args.host_memory is None else _size(args.host_memory)
 
@@ -167,7 +160,7 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "name": args.name,
         "num_parameters": model.num_parameters(),
-        "gpu": args.gpu,
+        "gpu": gpu,
         "gpus": args.gpus,
         "memory": memory,
         "budget": budget,
@@ -207,7 +200,7 @@ def _model(args: argparse.Namespace) -> "LigerCausalLM":
     from liger_models.convert.errors import ConfigError
     from liger_models.training.inputs import freeze
 
-    if args.quantize and not args.lora:
+    if args.quantize and args.lora is None:
         raise ConfigError("--quantize needs --lora: quantised weights are not trained")
     if args.gpus % args.sequence_parallel:
         raise ConfigError(
@@ -233,7 +226,7 @@ def _step_memory(args: argparse.Namespace, model: "LigerCausalLM") -> "StepMemor
     from liger_models.optim.host_state import lane_bytes
     from liger_models.training.lora import LoraSettings
 
-    lora = LoraSettings.parse(args.lora) if args.lora else None
+    lora = None if args.lora is None else LoraSettings.parse(args.lora)
     rank = 0 if lora is None else lora.r
     # Adapters and their moments are in float32.
     dtype, moments = (torch.float32, "auto") if rank else (getattr(torch, args.dtype), args.moments)
@@ -284,22 +277,6 @@ def print_report(report: dict[str, Any]) -> None:
         figures = [gib(found["peak"]) + fitting, *[gib(found["host"])] * host, f"{found['repeated']:.1%}"]
         rows.append((level, *figures, str(found["batch"]), f"{found['context']:,}"))
     print_table(rows)
-
-
-def _gib(gpu: str) -> float:
-    from liger_models.convert.errors import ConfigError
-    from liger_models.layers.memory import parse_budget
-
-    for name, memory in GPUS.items():
-        if gpu.lower() == name.lower():
-            return memory
-    try:
-        count = parse_budget(gpu)[1]
-    except ValueError:
-        count = None
-    if count is None:
-        raise ConfigError(f"unknown GPU {gpu!r}; pass its memory, such as 80GiB, or one of {', '.join(GPUS)}")
-    return count / 2**30
 
 
 def _size(text: str) -> int:

@@ -435,3 +435,9 @@ def test_a_closed_pipe_is_no_error(checkpoint):
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_options_are_taken_by_their_whole_names_only(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "llama-demo", "--data", "x", "--output", "y", "--steps", "1", "--optimizer", "host"])
+    assert "unrecognized arguments: --optimizer host" in capsys.readouterr().err

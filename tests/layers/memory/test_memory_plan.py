@@ -13,6 +13,8 @@ from allocations import peak_of_a_step
 
 import liger_models
 from liger_models.cli import main
+from liger_models.cli.gpus import find_gpu
+from liger_models.convert.errors import ConfigError
 from liger_models.kernels.losses._linear_chunks import working_bytes
 from liger_models.layers.memory import (
     LADDERS,
@@ -479,6 +481,7 @@ def test_the_command_takes_a_config_file(tmp_path, capsys):
     ("options", "message"),
     [
         (["--gpu", "Voodoo2"], "pass its memory"),
+        (["--gpu", "3091"], "unknown GPU '3091'"),
         (["--gpu", "H200", "--lora", "16"], "is not a setting"),
         (["--gpu", "H200", "--quantize", "nf4"], "--quantize needs --lora"),
         (["--gpu", "H200", "--host-memory", "much"], "expected a size such as 256GiB"),
@@ -506,3 +509,30 @@ def test_a_measured_step_takes_what_was_planned(config, levels):
         optimizer.step()
         optimizer.zero_grad()
     assert torch.cuda.max_memory_allocated() - before == pytest.approx(plan.peak, rel=0.05)
+
+
+def test_without_a_name_it_plans_for_the_gpu_of_this_machine(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="no GPU was found here"):
+        find_gpu(None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 22 * 2**30))
+    assert find_gpu(None) == ("NVIDIA L4", 22 * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("name", "gib"),
+    [
+        ("3090", 23.5),
+        ("RTX3090", 23.5),
+        ("NVIDIA GeForce RTX 4090", 23.5),
+        ("A100-80", 79.1),
+        ("a100 40gb", 39.4),
+        ("L40S", 44.4),
+        ("MI300X", 191.0),
+        ("48GiB", 48.0),
+    ],
+)
+def test_a_gpu_is_found_by_its_common_names(name, gib):
+    assert find_gpu(name)[1] == int(gib * 2**30)
