@@ -513,7 +513,7 @@ def test_a_measured_step_takes_what_was_planned(config, levels):
 
 def test_without_a_name_it_plans_for_the_gpu_of_this_machine(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="no GPU was found here"):
+    with pytest.raises(ConfigError, match="no GPU was found on this machine"):
         find_gpu(None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
